@@ -274,7 +274,7 @@ def load_config(
 def _parse(
     content: bytes, source: Path, on_removed: Callable[[str], None] = lambda _message: None
 ) -> Config:
-    import tomllib  # 5 ms, needed only if the file exists
+    import tomllib  # slow import (5 ms)
 
     try:
         document = tomllib.loads(content.decode())
@@ -331,7 +331,7 @@ def change(keys: tuple[str, ...], new_value: Callable[[Any], Any], path: Path | 
     The current value (None if missing) is read from the file under a lock, so that no change by another
     process is lost. None removes the key. If it raises ConfigError, nothing has changed.
     """
-    import tomlkit  # 30 ms, only to change a setting
+    import tomlkit  # slow import (30 ms): only a changed setting needs it
 
     from edgeinfer.platform.disk import locked, new_file
 

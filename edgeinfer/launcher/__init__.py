@@ -25,20 +25,21 @@ _HELP = ("-h", "--help", "--help-all")
 def main() -> int:
     """Run the console command; return its exit code."""
     main_ns = time.monotonic_ns()
-    # the time since exec is this process's processor time: it has hardly waited
+    # this process has hardly waited yet, so its CPU time is the time since its exec
     exec_ns = main_ns - time.process_time_ns()
     process.open_missing_streams()
     argv = with_verb(sys.argv[1:])
     if sys.platform == "linux" and argv[0] in LAUNCH_VERBS and not any(word in _HELP for word in argv):
-        gc.disable()  # a launch leaves no garbage; a collection costs 0.7 ms
-        from edgeinfer.launcher.launch import Launcher  # Linux only
+        gc.disable()  # a launch makes no garbage, and each collection would take 0.7 ms
+        from edgeinfer.launcher.launch import Launcher  # works only on Linux
 
         Launcher(argv, exec_ns, main_ns).run()
     if getattr(sys, "frozen", False):
-        # the shipped file's launcher has no command line; its application has (shipping.shipped)
-        import os  # built in
+        # the shipped file contains two programs: this launcher and, with the modules of `cli`, the
+        # application (shipping.shipped), which continues here
+        import os
 
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-    from edgeinfer.cli.main import main  # 60 ms: not for a launch
+    from edgeinfer.cli.main import main  # slow import (60 ms): a launch does not need it
 
     return main(argv)

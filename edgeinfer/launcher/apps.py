@@ -1,4 +1,8 @@
-"""Start and poll the apps of a launch, resumed or cold; each has a supervisor and a link.
+"""Start the apps of a launch and poll them.
+
+An app is the process that runs the verb, or a worker with another model. It is resumed from a snapshot
+or started cold. Each app has a supervisor, its parent process, and a link, the socket on which it and
+the launcher exchange messages.
 
 Only cheap modules of the standard library (docs/decisions/042-what-the-launcher-imports.md).
 """
@@ -22,7 +26,11 @@ if TYPE_CHECKING:
 
 
 class LaunchedApp:
-    """A running app, its supervisor and link. `fds`, of its request, are for a later cold start."""
+    """A running app with its supervisor and its link.
+
+    `fds` are the descriptors of its launch request, which a cold start after a failed restore needs
+    again. `report` is the incomplete last line from the supervisor.
+    """
 
     def __init__(
         self,
@@ -44,9 +52,10 @@ class LaunchedApp:
 
 
 class Apps:
-    """Starts apps, polls them, and drops ended ones. `running` is in order of start.
+    """Starts apps, polls them, and drops those that have ended.
 
-    `choice` says which snapshot the command needs; `fds` are the descriptors of its request.
+    `running` lists the apps, the oldest first. `choice` says which snapshot the command line needs.
+    `fds` are the descriptors that the verb's app gets: 0, 1, 2 and listening sockets.
     """
 
     def __init__(self, argv: list[str], poll: select.poll, exec_ns: int, main_ns: int) -> None:
@@ -59,13 +68,17 @@ class Apps:
         self._main_ns = main_ns
 
     def measure_from_now(self) -> None:
-        """Measure the next app's launch from now."""
+        """Count the next app's launch time from now, because the process's own start is long past."""
         self._exec_ns = self._main_ns = time.monotonic_ns()
 
     def start(
         self, choice: selection.LaunchChoice, request: LaunchRequest, fds: list[int]
     ) -> LaunchedApp:
-        """Resume if requested and possible, otherwise start cold. Raises `selection.find`'s errors."""
+        """Start an app: resumed if that is requested and possible, otherwise cold.
+
+        With `--resume=always`, raises the error (such as SnapshotMissingError) instead of starting
+        cold.
+        """
         if choice.resume == "never":
             reason = EdgeInferError("you asked for a cold start (--resume=never)")
             return self.start_cold(request, fds, reason)
@@ -81,12 +94,12 @@ class Apps:
         return self.start_cold(request, fds, reason, hint_for(reason, choice))
 
     def start_verb(self) -> LaunchedApp:
-        """Start the app of the verb. Raises what `start` raises."""
+        """Start the app that runs the verb of the command line. Raises like `start`."""
         request = LaunchRequest(role="verb", argv=tuple(self._argv))
         return self.start(self.choice, request, self.fds)
 
     def start_worker(self, app: LaunchedApp, wanted: messages.StartWorker) -> None:
-        """Start a process that serves an engine, and give `app` the other end of its socket."""
+        """Start a process that serves an engine, and send `app` the other end of its socket."""
         client_link, worker_link = _socket.socketpair()
         resume = "auto" if self.choice.snapshot else self.choice.resume
         choice = selection.LaunchChoice(wanted.model, wanted.requested, resume)
@@ -107,7 +120,7 @@ class Apps:
         request: LaunchRequest,
         fds: list[int],
     ) -> LaunchedApp:
-        """Begin to restore an app from this snapshot. Raises OSError."""
+        """Begin to restore an app from the snapshot in `folder`. Raises OSError."""
         link, app_link = _socket.socketpair()
         spawn_ns = time.monotonic_ns()
         supervisor = supervise.resume(manifest, folder, app_link.fileno())
@@ -115,14 +128,14 @@ class Apps:
         request.how, request.snapshot = "resumed", manifest.name
         request.reason, request.hint = "", choice.warm_hint
         app = self._send_request(LaunchedApp(supervisor, link, request, fds), spawn_ns)
-        # record the last use: the least recently used snapshots are pruned
+        # the file's mtime records the last use: the least recently used snapshots are removed first
         quietly(os.utime, f"{folder}/{format.LOCK}")
         return app
 
     def start_cold(
         self, request: LaunchRequest, fds: list[int], error: EdgeInferError, hint: str = ""
     ) -> LaunchedApp:
-        """Start an app that loads its model; with a `hint` it prints the reason of the cold start."""
+        """Start an app that loads its model; with a `hint`, it prints why it was not resumed."""
         link, app_link = _socket.socketpair()
         spawn_ns = time.monotonic_ns()
         link_fd = app_link.fileno()
@@ -136,21 +149,21 @@ class Apps:
         return app
 
     def close_sent_descriptors(self, app: LaunchedApp) -> None:
-        """Close the descriptors that a worker has received; a verb's next app needs them."""
+        """Close a worker's sockets, which it has received; a verb's are kept for its next app."""
         if app.role == "worker":
             for fd in app.fds[3:]:
                 os.close(fd)
             del app.fds[3:]
 
     def _send_request(self, app: LaunchedApp, spawn_ns: int) -> LaunchedApp:
-        """Poll a new app, and send it its request."""
+        """Complete the request of a new app, send it, and poll the app."""
         self.running.append(app)
         self._poll.register(app.supervisor.status_fd, select.POLLIN)
         self._poll.register(app.link.fileno(), select.POLLIN)
         request, is_verb = app.request, app.role == "verb"
         process_env.describe(request)
         request.exec_ns = request.main_ns = request.spawn_ns = spawn_ns
-        if is_verb:  # a worker's launch began with its request
+        if is_verb:  # the verb's launch began with this process, a worker's just now
             request.exec_ns, request.main_ns = self._exec_ns, self._main_ns
         request.is_named = is_verb and bool(self.choice.snapshot)
         request.expected_model = self.choice.model
@@ -159,12 +172,12 @@ class Apps:
         users = process_env.user_lookup() if serves and request.how == "resumed" else None
         if users is not None:
             fds.append(users.fileno())
-        # the app may have ended already: its supervisor reports that
+        # if the app has ended already, its supervisor reports that
         quietly(messages.send, app.link, request, fds)
         return app
 
     def drop(self, app: LaunchedApp) -> None:
-        """Drop an app that has ended, and reap its supervisor."""
+        """Remove an app that has ended, and reap its supervisor."""
         self.running.remove(app)
         self._poll.unregister(app.supervisor.status_fd)
         quietly(self._poll.unregister, app.link.fileno())
@@ -174,18 +187,21 @@ class Apps:
 
 
 def hint_for(error: EdgeInferError, choice: selection.LaunchChoice) -> str:
-    """Return the command after which the next start of `choice` resumes, or why none helps."""
+    """Return the hint of a cold start: a command that helps, or why nothing does."""
     if isinstance(error, (SnapshotMissingError, SnapshotStaleError)):
-        from edgeinfer.snapshot_format import criu  # not needed to resume a known snapshot
+        from edgeinfer.snapshot_format import criu  # a resumed launch does not need it
 
         return criu.FILTERED if criu.is_filtered() else choice.warm_hint
-    from edgeinfer import error_text  # 1 ms, and only before a cold start
+    from edgeinfer import error_text  # slow import (1 ms): only before a cold start
 
     return error_text.hint(error)
 
 
 def quietly(call: Callable[..., object], *arguments: object) -> None:
-    """Run `call`, ignoring ended processes; `contextlib.suppress` would cost a 3 ms import."""
+    """Call a function and ignore OSError and KeyError, which mean that a process has ended.
+
+    `contextlib.suppress` would cost an import of 3 ms.
+    """
     try:  # noqa: SIM105
         call(*arguments)
     except (OSError, KeyError):

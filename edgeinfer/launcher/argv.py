@@ -1,4 +1,4 @@
-"""The verbs that need a model in memory, and their command lines, for argparse and the launcher.
+"""Split the command lines of the verbs that load a model, for the launcher and for argparse.
 
 Imports only built-in modules: the launcher pays for each import at every launch.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from itertools import islice
 
-#: Launch verb → how many words must follow the first word for that to be a model's name.
+#: Verb that loads a model → how many words must follow the first word if that is a model's name. `run
+#: WORD` alone has a prompt, `run WORD WORD` a model and a prompt.
 LAUNCH_VERBS = {"chat": 0, "run": 1, "serve": 0, "batch": 0}
-#: Options of these verbs that take no value; every other option takes one.
+#: Options of these verbs without a value; all their other options have one.
 SWITCHES = frozenset(
     (
         *("--help", "--json", "--quiet", "--continue", "--plain", "--raw", "--timings"),
@@ -17,12 +18,12 @@ SWITCHES = frozenset(
     )
 )
 _OF_NO_VERB = ("-h", "--help", "--version")
-#: Longest model name (characters); a longer word is a prompt.
+#: Longest model name (characters). A longer first word is a prompt.
 _LONGEST_NAME = 200
 
 
 def with_verb(typed: list[str]) -> list[str]:
-    """Add the default verb `chat` if none was typed: `edgeinfer`, `edgeinfer --continue`."""
+    """Put the default verb `chat` before a command line without a verb, such as `--continue`."""
     has_verb = typed and (not typed[0].startswith("-") or typed[0] in _OF_NO_VERB)
     return typed if has_verb else ["chat", *typed]
 
@@ -30,9 +31,10 @@ def with_verb(typed: list[str]) -> list[str]:
 def options_and_words(
     argv: list[str], switches: frozenset[str] = SWITCHES
 ) -> tuple[list[str], list[str]]:
-    """Separate options, each followed by its value, from the words between them.
+    """Separate a command line into its options, each followed by its value, and its other words.
 
-    Words after `--` are positional, and so are words with `-` that are a number or contain a space.
+    `["-n", "5", "hi", "--x=1"]` gives `["-n", "5", "--x=1"]` and `["hi"]`. All words after `--` count
+    as other words, and so does a word that begins with `-` and is a number or contains a space.
     """
     options: list[str] = []
     positional: list[str] = []
@@ -50,7 +52,7 @@ def options_and_words(
 
 
 class CommandLine:
-    """The command line of a launch verb, as far as the launcher reads it."""
+    """The parts of a verb's command line that the launcher needs."""
 
     def __init__(self, argv: list[str]) -> None:
         self.verb = argv[0]
@@ -72,16 +74,16 @@ class CommandLine:
         return self._values.get(option, [])
 
     def value(self, option: str) -> str:
-        """Return the last value typed for an option, "" if it was not typed."""
+        """Return the last value of an option such as `--ctx`, "" if it was not typed."""
         return (self.values(option) or [""])[-1]
 
     @property
     def first_word(self) -> str:
-        """First word, which may name a model, or the value of `batch`'s option; "" for none."""
+        """First word, or for `batch` the value of `--model`; "" if there is none. It may be a model."""
         first = self.value("--model") if self.verb == "batch" else "".join(self._words[:1])
         return first if len(first) < _LONGEST_NAME else ""
 
     @property
     def named_model(self) -> str:
-        """First word if it can only be a model, "" if it may be a prompt."""
+        """First word if it must be a model; "" if it may also be a prompt."""
         return self.first_word if len(self._words) > LAUNCH_VERBS[self.verb] else ""

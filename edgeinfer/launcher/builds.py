@@ -1,8 +1,11 @@
-"""The processes that build snapshots for a launch, and their log. Cheap standard library only."""
+"""Start the processes that build snapshots for a launch, and keep their log.
+
+Only cheap modules of the standard library.
+"""
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3 ms
+import _signal  # type: ignore[import-not-found]  # importing `signal` takes 3 ms
 import os
 import select
 import time
@@ -12,17 +15,18 @@ from edgeinfer.launcher.apps import quietly
 from edgeinfer.platform import paths, process
 from edgeinfer.snapshot_format import format
 
-#: The module of a background build.
+#: Module that builds a snapshot in the background.
 JOBS = "edgeinfer.snapshots.builder.jobs"
-#: File in the state directory with a line for each background build, or why there was none.
+#: Log in the state directory: each line says which snapshot was built in the background, or why not.
 LOG = "auto-warm.log"
 _LOG_BYTES = 256 << 10
 
 
 class Builds:
-    """Starts background builds, which outlive this launcher, and one `warm`, which ends with it.
+    """Starts builds of snapshots for a launch.
 
-    `want` records a snapshot that would have helped, `start_wanted` builds it.
+    Background builds continue after the launcher has ended; a build that a client waits for ends with
+    it.
     """
 
     def __init__(self, poll: select.poll) -> None:
@@ -32,28 +36,28 @@ class Builds:
         self._warm_pid = 0
 
     def want(self, request: messages.WantSnapshot) -> None:
-        """Record a snapshot that would have helped this launch, or build it immediately."""
+        """Remember a snapshot that would have avoided this cold start; build it now if requested."""
         self._wanted[request.model] = os.fsdecode(request.options)
         if request.now:
             self.start_wanted()
 
     def start_wanted(self) -> None:
-        """Build the recorded snapshots, each in its own process; `poll` reports when they end."""
+        """Build the remembered snapshots, each in its own background process."""
         while self._wanted:
             model, options = self._wanted.popitem()
             self.watch(detach(JOBS, model, options))
 
     def watch(self, pid: int) -> None:
-        """Let `poll` report the end of a build."""
+        """Let `poll` report when a build ends, so that `has_ended` can reap it."""
         try:
             fd = os.pidfd_open(pid)
-        except OSError:  # a kernel before 5.3 does not report the end
+        except OSError:  # kernels before 5.3 have no pidfd
             return
         self._builds[fd] = pid
         self._poll.register(fd, select.POLLIN)
 
     def has_ended(self, fd: int) -> bool:
-        """Return whether `fd` reported the end of a build; if so, drop the build."""
+        """Return whether `fd`, which is readable, belongs to a build; it has ended and is reaped."""
         pid = self._builds.pop(fd, 0)
         if not pid:
             return False
@@ -63,17 +67,20 @@ class Builds:
         return True
 
     def start_warm(self, argv: tuple[str, ...], fds: list[int]) -> None:
-        """Run `edgeinfer warm` outside the app's namespaces; its output goes to `fds`."""
+        """Run `edgeinfer warm` with `argv`; its stdout and stderr are the first of `fds`.
+
+        The app cannot run it itself, because it is in other namespaces.
+        """
         self.stop_warm()
         self._warm_pid = _start(["warm", *argv], fds, (1, 2))
 
     def start_take(self, argv: tuple[str, ...], fds: list[int]) -> None:
-        """Run `edgeinfer snapshots take` for this launch; its JSON goes to the first of `fds`."""
+        """Run `edgeinfer snapshots take` for this launch; its stdout (JSON) is the first of `fds`."""
         command = ["snapshots", "take", str(os.getpid()), "--json", "--quiet"]
         self.watch(_start([*command, *argv], fds, (1,)))
 
     def stop_warm(self) -> None:
-        """Stop the `warm` that an app requested, if it still runs."""
+        """Interrupt the `edgeinfer warm` of `start_warm` if it still runs, and wait for its end."""
         if self._warm_pid:
             quietly(os.kill, self._warm_pid, _signal.SIGINT)
             quietly(os.waitpid, self._warm_pid, 0)
@@ -81,7 +88,10 @@ class Builds:
 
 
 def _start(command: list[str], fds: list[int], streams: tuple[int, ...]) -> int:
-    """Run a verb outside the app's namespaces; it dies with us. Close `fds`, return its pid."""
+    """Run a verb that ends with this process; close `fds` and return its pid.
+
+    `streams` are the standard streams (1, 2) that become the first of `fds`.
+    """
 
     def prepare() -> None:
         process.die_with_parent()
@@ -97,7 +107,7 @@ def _start(command: list[str], fds: list[int], streams: tuple[int, ...]) -> int:
 
 
 def detach(module: str, *arguments: str) -> int:
-    """Start a module that outlives this process, without its descriptors; return its pid."""
+    """Start a module in its own session, which outlives this process; return its pid."""
 
     def prepare() -> None:
         os.setsid()
@@ -110,7 +120,7 @@ def detach(module: str, *arguments: str) -> int:
 
 
 def was_logged(text: str) -> bool:
-    """Return whether the log contains this text."""
+    """Return whether the log of background builds contains this text."""
     try:
         with open(_log_file(), encoding="utf-8", errors="replace") as file:
             return text in file.read()
@@ -119,7 +129,10 @@ def was_logged(text: str) -> bool:
 
 
 def log(text: str) -> None:
-    """Add a line to the log of background builds; empty a large log first. Raises OSError."""
+    """Add a line with the time to the log of background builds. Raises OSError.
+
+    A log above 256 KiB is first renamed to `auto-warm.old.log`.
+    """
     path = _log_file()
     folder = os.path.dirname(path)
     os.makedirs(folder, 0o700, exist_ok=True)

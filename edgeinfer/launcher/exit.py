@@ -1,12 +1,14 @@
-"""End a launch with its app's status or signal, and restore the terminal. Only cheap standard library.
+"""End a launch with its app's status or signal, and restore the terminal.
 
-If the launcher is killed, its app dies too and neither can restore the terminal. So a forked child
-does, which costs one fork and 0.1 MB.
+If the launcher is killed, its app dies too, and neither can restore the terminal. A forked child does
+it then: it waits on a pipe whose other end only the launcher has. It costs one fork and 0.1 MB.
+
+Only cheap modules of the standard library.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3 ms
+import _signal  # type: ignore[import-not-found]  # importing `signal` takes 3 ms
 import os
 import sys
 import time
@@ -20,9 +22,9 @@ if TYPE_CHECKING:
     from edgeinfer.errors import EdgeInferError
 
 
-#: Signals that ask a process to end; after them the app is not restarted.
+#: Signals by which a user ends a process. An app that such a signal ended is not restarted.
 ASKED_TO_END = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT)
-#: Exit code of an unexpected exception (`cli.main`); `serve` restarts its app after it.
+#: Exit code after an unexpected exception (`cli.main`): `serve` starts its app again.
 UNEXPECTED = 70
 
 
@@ -33,27 +35,27 @@ def say(text: str) -> None:
 
 
 def fail(error: EdgeInferError) -> NoReturn:
-    """End with an error before there is an app."""
-    from edgeinfer import error_text  # 1 ms
+    """Print an error that occurred before any app was started, and exit with its code."""
+    from edgeinfer import error_text  # imported here: it takes 1 ms
 
     say(error_text.describe_error(error))
     os._exit(error_text.exit_code(error))
 
 
 def end_by_signal(number: int) -> NoReturn:
-    """End by this signal, so that the parent process sees how the app ended."""
+    """End this process by the signal that ended its app, so that the parent process sees it."""
     _signal.signal(number, _signal.SIG_DFL)
     os.kill(os.getpid(), number)
     os._exit(128 + number)
 
 
-#: Escapes that leave the alternate screen, show the cursor, switch wrapping on, and switch colours and
-#: reports of mouse, focus, paste and keys off.
+#: Escape sequences that undo what a full-screen app sets: alternate screen, hidden cursor, no wrapping,
+#: colours, and reports of mouse, focus, paste and keys.
 RESTORE = (
     b"\x1b[?1049l\x1b[?25h\x1b[?7h\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1016l\x1b[?1004l\x1b[?2004l\x1b[?2048l"
     b"\x1b[<u\x1b[0m\r\n"
 )
-#: How long (s) to wait for the app's exit message: the app dies at the same moment as the launcher.
+#: Time (s) that a dying app gets for its last output before the terminal is restored.
 _DYING_S = 0.1
 _SIGNALS = (
     *ASKED_TO_END,
@@ -63,7 +65,7 @@ _SIGNALS = (
 
 
 class Terminal:
-    """Restores the terminal's modes after the app; without a terminal it does nothing."""
+    """Restores the terminal after an app. Without a terminal, all methods do nothing."""
 
     def __init__(self) -> None:
         self._fd = next((fd for fd in (1, 2, 0) if os.isatty(fd)), None)
@@ -71,7 +73,7 @@ class Terminal:
         self._guard: int | None = None
 
     def watch(self) -> None:
-        """Start the child that restores the terminal if this process is killed."""
+        """Fork the child that restores the terminal if this process is killed."""
         if self._fd is None or self._modes is None:
             return
         read_fd, self._guard = os.pipe()
@@ -84,14 +86,14 @@ class Terminal:
         os.close(read_fd)
 
     def is_ours(self) -> bool:
-        """Return whether this process is in the terminal's foreground."""
+        """Return whether this process is in the terminal's foreground process group."""
         try:
             return self._fd is not None and os.tcgetpgrp(self._fd) == os.getpgrp()
         except OSError:
             return False
 
     def dismiss_guard(self) -> None:
-        """End the child process, which then does not restore the terminal."""
+        """End the child of `watch`; it then leaves the terminal as it is."""
         if self._guard is None:
             return
         try:  # noqa: SIM105  contextlib costs 3 ms
@@ -100,13 +102,13 @@ class Terminal:
             pass
 
     def restore(self) -> None:
-        """Restore the modes and the screen after an app that died without doing so."""
+        """Restore the terminal's modes and screen, after an app that died without doing so."""
         if self._fd is not None and self._modes is not None:
             _restore(self._fd, self._modes)
 
 
 def _modes_of(fd: int) -> list[object] | None:
-    import termios  # 0.1 ms
+    import termios  # imported here: it takes 0.1 ms
 
     try:
         return termios.tcgetattr(fd)
@@ -115,7 +117,7 @@ def _modes_of(fd: int) -> list[object] | None:
 
 
 def _restore(fd: int, modes: list[object]) -> None:
-    """Restore the modes and the screen. Never raises."""
+    """Restore the terminal's modes and screen. Never raises."""
     import termios
 
     try:
@@ -136,11 +138,11 @@ def _wait(read_fd: int, fd: int, modes: list[object]) -> NoReturn:
 
 
 def _restore_after_death(fd: int, modes: list[object]) -> None:
-    """Restore modes and screen, or only the screen if a shell has already set its own modes."""
+    """Restore the terminal, unless a shell has already set its own modes: then only the screen."""
     import termios
 
     now = termios.tcgetattr(fd)
-    if now[3] & termios.ISIG:  # the app reads signal keys as input; shells do not
+    if now[3] & termios.ISIG:  # a shell's mode: Ctrl-C sends a signal; in an app's, it is input
         os.write(fd, RESTORE)
     else:
         _restore(fd, modes)

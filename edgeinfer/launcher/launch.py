@@ -1,14 +1,14 @@
-"""Start the app of a verb that needs a model, relay signals and messages, and end as the app ends.
+"""Run a launch: start the app of a verb, relay signals and messages, and end as the app ends.
 
-One loop polls pipes and sockets. An app is resumed from a snapshot or started cold (`apps`). Each app
-has a supervisor, which reports on a pipe, and a link, the socket on which the app sends `messages`.
+One loop polls all pipes and sockets. `apps` starts the apps. Each app has a supervisor, its parent
+process, which reports on a pipe, and a link, the socket on which the app sends `messages`.
 
 Only cheap modules of the standard library (docs/decisions/042-what-the-launcher-imports.md).
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3 ms
+import _signal  # type: ignore[import-not-found]  # importing `signal` takes 3 ms
 import gc
 import os
 import select
@@ -22,13 +22,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-#: Pause (s) before the app of `serve` is restarted, by the number of crashes in a row.
+#: Pause (s) before `serve` starts its app again, by the number of crashes in succession.
 _BACK_OFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
-#: An app that ran this long (s) had a healthy start: its crash counts as the first.
+#: After an app has run this long (s), its crash counts as the first again.
 _HEALTHY_S = 60.0
 
 
 class Launcher:
+    """One launch of a verb that loads a model."""
+
     def __init__(self, argv: list[str], exec_ns: int, main_ns: int) -> None:
         self.argv = argv
         self._main: LaunchedApp | None = None
@@ -41,7 +43,7 @@ class Launcher:
         self._builds = builds.Builds(self._poll)
 
     def run(self) -> NoReturn:
-        """Start the app and handle its messages until it ends. Never returns."""
+        """Start the app and handle messages until it ends; this process then exits."""
         for number in supervise.FORWARDED:
             _signal.signal(number, self._forward)
         if self.argv[0] == "serve":
@@ -58,13 +60,13 @@ class Launcher:
 
     @property
     def _serves(self) -> bool:
-        """Return whether the launch has listening sockets, on which clients wait during a restart."""
+        """Return whether there are listening sockets, on which clients wait during a restart."""
         return len(self._apps.fds) > 3
 
     # --- running
 
     def _turn(self) -> None:
-        # an app started in this loop may reuse a descriptor number that poll reported for another app
+        # without this copy, a new app could reuse the descriptor number of one that poll reported
         apps = list(self._apps.running)
         for fd, _ in self._poll.poll():
             if self._builds.has_ended(fd):
@@ -78,7 +80,7 @@ class Launcher:
                     self._read_app(app)
 
     def _forward(self, number: int, _frame: object) -> None:
-        """Forward a signal to the app. This process stops only after the app has stopped."""
+        """Forward a signal to the app. After Ctrl-Z, this process stops only when the app has."""
         self._asked_to_end |= number in exit.ASKED_TO_END
         self._is_suspending |= number == _signal.SIGTSTP
         for app in self._apps.running:
@@ -108,15 +110,15 @@ class Launcher:
             self._handle_end(app, line)
 
     def _stop(self) -> None:
-        """Stop together with the app after Ctrl-Z (a SIGTSTP, or a key that a chat reads)."""
+        """Stop this process, because the app has stopped after Ctrl-Z."""
         if self._is_suspending:
             self._is_suspending = False
             os.kill(os.getpid(), _signal.SIGSTOP)
         elif self.argv[0] == "chat" and self._terminal.is_ours():
-            os.kill(0, _signal.SIGSTOP)  # stop the whole process group, for which the shell waits
+            os.kill(0, _signal.SIGSTOP)  # the shell waits until the whole process group has stopped
 
     def _handle_failure(self, app: LaunchedApp, reason: str) -> None:
-        """Start cold with the same request after CRIU failed to restore the snapshot."""
+        """Start the app cold, with the same request, after CRIU could not restore it."""
         self._apps.drop(app)
         if app.request.how == "cold":
             self._finish(app, f"exit {exit.UNEXPECTED}", reason)
@@ -159,7 +161,10 @@ class Launcher:
     # --- ending
 
     def _finish(self, app: LaunchedApp, ending: str, reason: str = "") -> None:
-        """Restart the app of `serve` after a crash; otherwise end with the app's status or signal."""
+        """Start the app of `serve` again after a crash, otherwise exit like the app.
+
+        `ending` is "exit N" or "signal N".
+        """
         event, _, text = ending.partition(" ")
         number = int(text)
         crashed = event == "signal" or number == exit.UNEXPECTED

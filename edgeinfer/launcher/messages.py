@@ -1,16 +1,16 @@
-"""Messages between launcher, apps and builders: a class each, sent with descriptors over a socket.
+"""Messages between the launcher, its apps and the builders of snapshots, sent over Unix sockets.
 
-A message is its length in four bytes, then a list of parts: the name of its class, then name and value
-of every field. In a list, each part follows its length in four bytes; a field with several strings is
-such a list too. Descriptors are sent with a message's first byte.
+Each kind of message is a class. On the wire, a message is its length (4 bytes, little-endian), the name
+of its class, and a name and a value for each field, each after its length (4 bytes). Descriptors are
+sent with the first byte (SCM_RIGHTS).
 
-JSON and dataclasses would cost the launcher 6 ms each to import, and arguments, environments and paths
-are bytes anyway. Only modules that the interpreter has already loaded are imported here.
+The format is our own because importing `json` or `dataclasses` would cost the launcher 6 ms each, and
+because arguments, environments and paths are bytes anyway.
 """
 
 from __future__ import annotations
 
-import _socket  # the C module: `socket` itself costs 10 ms
+import _socket  # importing `socket` takes 10 ms
 import os
 
 TYPE_CHECKING = False
@@ -31,7 +31,7 @@ _kinds: dict[str, type[LauncherMessage]] = {}
 
 @dataclass_transform(kw_only_default=True)
 class LauncherMessage:
-    """A message. Its fields are the annotations of its class, passed by name."""
+    """Base of all messages: the annotations of a subclass are its fields, passed by name."""
 
     def __init_subclass__(cls) -> None:
         _kinds[cls.__name__] = cls
@@ -46,11 +46,13 @@ class LauncherMessage:
 
 
 class LaunchRequest(LauncherMessage):
-    """To an app: what to run, for which user, and the course of this launch so far.
+    """Launcher to app: what to run, in which environment, and how this launch went so far.
 
-    `role` is "verb" (of `argv`), "worker" (of `model` with `options`, LoadOptions in JSON), "canary" or
-    "facts". The descriptors are 0, 1, 2, then a verb's listening sockets and a netlink socket, or a
-    worker's socket. Times are in ns of the monotonic clock.
+    `role` is "verb" (run `argv`), "worker" (serve an engine for `model` with `options`, LoadOptions in
+    JSON), "canary" (compute the test answers) or "facts" (report the state of the process). The
+    descriptors are 0, 1 and 2; for a verb also its listening sockets and a netlink socket, for a worker
+    its socket. Times are monotonic (ns): `exec_ns` and `main_ns` of the launcher, `spawn_ns` of the
+    app.
     """
 
     role: str
@@ -75,7 +77,10 @@ class LaunchRequest(LauncherMessage):
 
 
 class StartWorker(LauncherMessage):
-    """To the launcher: start a process that serves an engine; `requested` are its snapshot options."""
+    """App to launcher: start a process that serves an engine for `model` with `options`.
+
+    `options` is LoadOptions in JSON; `requested` are those options that its snapshot must have.
+    """
 
     model: str
     options: bytes
@@ -83,11 +88,14 @@ class StartWorker(LauncherMessage):
 
 
 class WorkerStarted(LauncherMessage):
-    """To the app that requested a worker: its socket is the descriptor."""
+    """Launcher to app: the worker runs; the descriptor is the socket to it."""
 
 
 class WantSnapshot(LauncherMessage):
-    """To the launcher: the snapshot that would have helped; it is built at the end, or `now`."""
+    """App to launcher: this snapshot would have avoided the cold start.
+
+    It is built after the app has ended, or with `now` immediately.
+    """
 
     model: str
     options: bytes
@@ -95,42 +103,45 @@ class WantSnapshot(LauncherMessage):
 
 
 class WarmNow(LauncherMessage):
-    """To the launcher: run `edgeinfer warm` with its output on the descriptor."""
+    """App to launcher: run `edgeinfer warm` with `argv` and its output on the descriptor."""
 
     argv: tuple[str, ...]
 
 
 class StopWarming(LauncherMessage):
-    """To the launcher: stop the `warm` that `WarmNow` started."""
+    """App to launcher: stop the `edgeinfer warm` that `WarmNow` started."""
 
 
 class TakeSnapshot(LauncherMessage):
-    """To the launcher: run `edgeinfer snapshots take` with its JSON on the descriptor."""
+    """App to launcher: run `edgeinfer snapshots take`, with its JSON on the descriptor."""
 
     argv: tuple[str, ...]
 
 
 class Exit(LauncherMessage):
-    """To the launcher: the verb has ended."""
+    """App to launcher: the verb has ended with this exit code."""
 
     code: int
 
 
 class Stage(LauncherMessage):
-    """Progress of a build: `fraction` of the stage is done, a decimal from 0 to 1, "" if unknown."""
+    """Builder to its client: the progress of a build.
+
+    `name` is the stage, such as "load"; `fraction` is "0.2500" after a quarter of it, "" if unknown.
+    """
 
     name: str
     fraction: str
 
 
 class Failed(LauncherMessage):
-    """An error with the fields of `errors.to_fields`."""
+    """Answer to any request: an error, as `errors.to_fields` represents it."""
 
     error: dict[str, str]
 
 
 class Payload(LauncherMessage):
-    """A request or an answer in JSON (a canary's in msgpack); the receiver knows its type."""
+    """A request or an answer of a type that the receiver knows: JSON, from a canary msgpack."""
 
     content: bytes
 
@@ -182,7 +193,7 @@ _READERS: dict[str, Callable[[bytes], object]] = {
 
 
 def encode(message: LauncherMessage) -> bytes:
-    """Encode a message, without its length."""
+    """Return a message's bytes, without the leading length."""
     kind = type(message)
     parts = [kind.__name__.encode()]
     for name in kind.__annotations__:
@@ -191,7 +202,7 @@ def encode(message: LauncherMessage) -> bytes:
 
 
 def decode(body: bytes) -> LauncherMessage:
-    """Decode a message. Raises ValueError if it is invalid."""
+    """Return the message in `body`. Raises ValueError if it is invalid."""
     kind, *parts = _unpack(body) or [b""]
     cls = _kinds.get(kind.decode())
     if cls is None:
@@ -206,7 +217,7 @@ def decode(body: bytes) -> LauncherMessage:
 
 
 def send(link: _socket.socket, message: LauncherMessage, fds: Iterable[int] = ()) -> None:
-    """Send one message completely. Raises OSError if the other side has ended."""
+    """Send a message and descriptors; wait until all is sent. Raises OSError if the peer has ended."""
     body = encode(message)
     data = memoryview(len(body).to_bytes(4, "little") + body)
     numbers = b"".join(fd.to_bytes(_FD_BYTES, "little") for fd in fds)
@@ -217,7 +228,7 @@ def send(link: _socket.socket, message: LauncherMessage, fds: Iterable[int] = ()
 
 
 def receive(link: _socket.socket) -> tuple[LauncherMessage, list[int]] | None:
-    """Wait for one message and its descriptors; return None if the other side has ended."""
+    """Wait for a message; return it with its descriptors, or None if the peer has ended."""
     fds: list[int] = []
     try:
         head = _exactly(link, 4, fds)
@@ -231,7 +242,7 @@ def receive(link: _socket.socket) -> tuple[LauncherMessage, list[int]] | None:
 
 
 def _exactly(link: _socket.socket, size: int, fds: list[int]) -> bytes:
-    """Read `size` bytes, fewer at the end of the stream; add close-on-exec descriptors to `fds`."""
+    """Read `size` bytes, or fewer at the end of the stream; append descriptors to `fds`."""
     parts: list[bytes] = []
     while size:
         received, control, _flags, _address = link.recvmsg(

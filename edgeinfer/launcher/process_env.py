@@ -1,4 +1,4 @@
-"""The process environment of a launch, and its listening sockets.
+"""Describe the process environment for a launch request, and bind the sockets of `serve`.
 
 Only cheap modules of the standard library (docs/decisions/042-what-the-launcher-imports.md).
 """
@@ -13,13 +13,14 @@ from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import paths, process
 
-#: Resource limits that are part of a launch: only soft ones: the kernel raises no hard ones.
+#: Resource limits that an app takes over from its launcher: soft limits, since only root may raise hard
+#: ones.
 LIMITS = tuple(f"RLIMIT_{name}" for name in "NOFILE CORE CPU FSIZE DATA AS STACK".split())
 
 
 def describe(request: LaunchRequest) -> None:
-    """Put this process's environment, folder, umask, processors and limits into a launch request."""
-    import resource  # 0.2 ms
+    """Fill in a request's environment, folder, umask, CPUs, limits and entropy from this process."""
+    import resource  # imported here: it takes 0.2 ms
 
     request.umask = os.umask(0o077)
     os.umask(request.umask)
@@ -34,7 +35,10 @@ def describe(request: LaunchRequest) -> None:
 
 
 def listen(argv: list[str]) -> list[_socket.socket]:
-    """Bind the sockets of `serve` before a load; none if that fails: the app reports the error."""
+    """Bind the sockets of `serve` before the model is loaded, so that clients can connect and wait.
+
+    Returns [] if that fails; the app then tries again and reports the error.
+    """
     activated = process.activated_descriptors()
     line, serve = CommandLine(argv), selection.read_config().get("serve", {})
     if activated:
@@ -48,23 +52,28 @@ def listen(argv: list[str]) -> list[_socket.socket]:
 
 
 def user_lookup() -> _socket.socket | None:
-    """Open the netlink socket by which a resumed endpoint finds its clients' users (`platform.tcp`)."""
+    """Open a netlink socket with which a resumed endpoint can look up its clients' users.
+
+    `platform.tcp` says why the app cannot open it itself. Returns None if a seccomp filter forbids it.
+    """
     try:
         return _socket.socket(_socket.AF_NETLINK, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC, 4)
-    except OSError:  # a seccomp filter forbids it
+    except OSError:
         return None
 
 
 def _bind(host: str, port: str) -> list[_socket.socket]:
-    """Listen on every address of `host`; return none if an address cannot be bound."""
+    """Listen on every address of `host`; return [] if one of them cannot be bound."""
     listening: list[_socket.socket] = []
     try:
-        node = host.encode() if host.isascii() else host  # a str would import the IDNA codec: 6 ms
+        node = (
+            host.encode() if host.isascii() else host
+        )  # for a str, Python would import the IDNA codec (6 ms)
         for family, kind, protocol, _, address in _socket.getaddrinfo(
             node, int(port), 0, _socket.SOCK_STREAM, 0, _socket.AI_PASSIVE
         ):
             if listening and port == "0":
-                break  # one free port for all families, not one for each
+                break  # port 0 binds one free port, not another one for each family
             listener = _socket.socket(family, kind, protocol)
             listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
             if family == _socket.AF_INET6:

@@ -1,8 +1,8 @@
-"""Choose the snapshot to resume, from the unparsed command line and configuration.
+"""Choose the snapshot to resume, by the unparsed command line and config.toml.
 
-The choice is cheap and may be wrong, because the launcher does not load the parser. The resumed app
-parses the same arguments; if they mean another model or other options, it uses a worker process. So an
-answer never depends on this choice.
+The choice may be wrong, because loading the parser would take the launcher too long. The resumed app
+parses the same arguments; if they mean another model or other options, it loads that model in a worker
+process. So a wrong choice costs time, but never changes an answer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 
 class LaunchChoice:
-    """The model and load options that a snapshot must have; `resume`: "auto", "always" or "never".
+    """The model and the load options that a snapshot must have for this launch.
 
-    `snapshot` is the name given with `--snapshot`, or "".
+    `options` has only options that were typed or configured. `resume` is "auto", "always" or "never";
+    `snapshot` is the name after `--snapshot`, or "".
     """
 
     def __init__(self, model: str, options: dict[str, str], resume: str, snapshot: str = "") -> None:
@@ -34,20 +35,20 @@ class LaunchChoice:
 
     @property
     def warm_hint(self) -> str:
-        """Hint of a cold start: the command that builds the snapshot of this choice."""
+        """Hint of a cold start: the `edgeinfer warm` command that builds the missing snapshot."""
         values = ((row.flag, self.options.get(row.field)) for row in LOAD_OPTIONS if row.flag)
         typed = [f"{flag} {value}" for flag, value in values if value is not None]
         return f"`{' '.join(['edgeinfer warm', self.model, *typed])}` builds it now"
 
     def find(self) -> tuple[str, format.Manifest]:
-        """Return the snapshot's folder and manifest. Raises what `find` and `find_named` raise."""
+        """Return the snapshot's folder and manifest. Raises like `find` and `find_named`."""
         if self.snapshot:
             return find_named(self.snapshot, self.model, self.options)
         return find(self.model, self.options)
 
 
 def launch_choice(argv: list[str]) -> LaunchChoice:
-    """Choose by the command line, then by config.toml."""
+    """Return the choice for a command line; config.toml has what is not typed."""
     line, config = CommandLine(argv), read_config()
     snapshot = line.value("--snapshot")
     load = {} if snapshot else config.get("load", {})
@@ -59,7 +60,7 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
             try:
                 value = option.parse(text)
             except ValueError:
-                continue  # the app's parser reports it as an error
+                continue  # the app's parser refuses the value with an error
             if value not in ENGINE_CHOOSES:
                 options[option.field] = str(value)
     bundled = os.environ.get(paths.BUNDLED_MODEL)
@@ -67,23 +68,26 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
     models = {format.model_prefix_of(name) for name in format.generations()}
     if warm := _warm(line.first_word, models):
         model = warm
-    elif format.model_prefix(model) not in models:  # without a snapshot, the error names this model
+    elif (
+        format.model_prefix(model) not in models
+    ):  # no snapshot fits: name the typed model in the error
         model = line.named_model or model
     resume = line.value("--resume") or "auto"
     return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
 
 
 def _warm(word: str, models: set[str]) -> str:
+    """Return the model that `word` names if it has a snapshot, otherwise ""."""
     spellings = (word, f"hf:{word}") if "/" in word else (word,)
     return next((name for name in spellings if name and format.model_prefix(name) in models), "")
 
 
 def read_config() -> dict[str, Any]:
-    """Return config.toml unchecked; empty if there is none or it is unreadable."""
+    """Return the content of config.toml, not validated; {} if it is missing or unreadable."""
     path = paths.config_file()
     if not os.path.exists(path):
         return {}
-    import tomllib  # 15 ms, only if the file exists
+    import tomllib  # slow import (15 ms): only if the file exists
 
     try:
         with open(path, "rb") as file:
@@ -93,11 +97,11 @@ def read_config() -> dict[str, Any]:
 
 
 def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
-    """Find the snapshot with exactly these options, otherwise the newest with compatible ones.
+    """Find this program's snapshot for a model: with exactly these options, or the newest that fits.
 
-    Returns folder and manifest. Snapshots that a user named (`warm --name`) are not considered.
-
-    Raises SnapshotMissingError if there is none, otherwise the error that refuses the best one.
+    Returns its folder and manifest. Snapshots that a user named (`warm --name`) are not considered.
+    Raises SnapshotMissingError if there is none, otherwise the reason why the best one cannot be
+    resumed.
     """
     root, has_others = paths.snapshots_path(), False
     all_of = format.generations(root, fingerprint.program_tag())
@@ -130,9 +134,10 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
 
 
 def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
-    """Find a snapshot by its full name, or by its user-given name, preferring this model's.
+    """Find a snapshot by its full name, or by the name that a user gave it, first for this model.
 
-    Raises SnapshotMissingError if none has these options, otherwise the error of the snapshot.
+    Raises SnapshotMissingError if there is none with these options, otherwise the reason why it cannot
+    be resumed.
     """
     root = paths.snapshots_path()
     all_of = format.generations(root, fingerprint.program_tag())

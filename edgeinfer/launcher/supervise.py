@@ -1,16 +1,16 @@
-"""The supervisor: the process between launcher and app, and init of the app's pid namespace.
+"""The supervisor: the app's parent process, and init of the app's pid namespace.
 
-The launcher forks it (no new interpreter), so it costs half a millisecond. It forwards signals to the
-app, reports when the app stops or ends, and dies with the launcher. The kernel then ends the whole
-namespace, so `kill -9` of the launcher always ends the app. Reports are lines on a pipe: "restored",
-"failed WHY", "stopped", "exit N", "signal N".
+The launcher forks it without a new interpreter, so it costs half a millisecond. It forwards signals to
+the app, reports the app's end, and dies with the launcher. The kernel then ends the whole namespace, so
+even `kill -9` of the launcher ends the app. Reports are lines on a pipe: "restored", "failed WHY",
+"stopped", "exit N", "signal N".
 
 Standard library only, and nothing that starts threads.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3 ms for its enums
+import _signal  # type: ignore[import-not-found]  # importing `signal` takes 3 ms
 import os
 import sys
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Tell = Callable[[str], None]
 
-#: Signals that the launcher forwards. The app's handler answers SIGTSTP with SIGSTOP.
+#: Signals that the launcher forwards to the app.
 FORWARDED = (
     *(_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT, _signal.SIGWINCH),
     *(_signal.SIGTSTP, _signal.SIGCONT, _signal.SIGUSR1, _signal.SIGUSR2),
@@ -34,7 +34,7 @@ _LOG_BYTES = 4000
 
 
 class Supervisor:
-    """The supervisor of a running app: its pid, and the pipe on which it reports."""
+    """A running supervisor: its pid, and the reading end of the pipe on which it reports."""
 
     def __init__(self, pid: int, status_fd: int) -> None:
         self.pid, self.status_fd = pid, status_fd
@@ -43,15 +43,16 @@ class Supervisor:
 def resume(
     manifest: Manifest, folder: str, link_fd: int, limit_s: int = criu.RESTORE_LIMIT_S
 ) -> Supervisor:
-    """Begin to restore a snapshot with the link `link_fd`; the pipe reports the end.
+    """Start a supervisor that restores a snapshot; `link_fd` becomes the app's link.
 
-    A restore that takes more than `limit_s` seconds is ended. Raises OSError.
+    It reports when the restore has succeeded or failed, and ends a restore after `limit_s` seconds.
+    Raises OSError.
     """
     flags = criu.NAMESPACES[manifest.tier]
     user, group = os.getuid(), os.getgid()
     status_read, status_write = os.pipe()
     wake_read, wake_write = os.pipe()
-    os.write(wake_write, b"!")  # the restored process reads this byte and continues
+    os.write(wake_write, b"!")  # the parked process waits for this byte
 
     def work(tell: Tell) -> NoReturn:
         linux.become_init(flags, user, group)
@@ -76,7 +77,7 @@ def resume(
 
 
 def start(command: list[str], link_fd: int, environment: dict[str, str]) -> Supervisor:
-    """Start a cold app: a new interpreter with the link at `link_fd`. Raises OSError."""
+    """Start a supervisor that runs `command` as a cold app with the link `link_fd`. Raises OSError."""
     status_read, status_write = os.pipe()
 
     def prepare() -> None:
@@ -113,7 +114,7 @@ def _main(work: Callable[[Tell], NoReturn], status_fd: int, keep: tuple[int, ...
 
 
 def _supervise(tell: Tell, criu_pid: int, app_pid: int, log: int, limit_s: int = 0) -> NoReturn:
-    """Wait for CRIU (pid 0: none) and the app. A failed restore ends this init, and with it the app."""
+    """Wait for CRIU (`criu_pid` 0: none) and for the app, and report. If a restore fails, exit."""
     alive = criu_pid == 0
     early: list[int] = []
     exit_status: int | None = None
@@ -164,7 +165,10 @@ def _report(tell: Tell, status: int) -> None:
 
 
 def _try_namespaces(tier: str) -> None:
-    """Exit with 0 if the kernel allows this tier's namespaces, otherwise with the reason on stderr."""
+    """Exit with 0 if the kernel allows this tier's namespaces, otherwise with the reason on stderr.
+
+    `criu.namespaces_refused` runs this as `python -m edgeinfer.launcher.supervise probe TIER`.
+    """
     user, group = os.getuid(), os.getgid()
     flags = criu.NAMESPACES[tier]
     pid = linux.clone(flags)

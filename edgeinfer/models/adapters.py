@@ -76,7 +76,7 @@ def pull_adapter(
     Raises what `pull` and `ModelRef.files` raise, and ConversionError.
     """
     from edgeinfer.models.converting.fetched import link_files
-    from edgeinfer.models.converting.lora import convert_adapter  # 150 ms: numpy, gguf
+    from edgeinfer.models.converting.lora import convert_adapter  # slow import: 150 ms
 
     options = options or PullOptions()
     base_files = resolve(base).files().paths

@@ -216,7 +216,7 @@ def load_catalog(user: Path | None = None) -> Catalog:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    import tomllib  # 5 ms
+    import tomllib  # slow import: 5 ms
 
     try:
         document = tomllib.loads(path.read_text("utf-8"))

@@ -121,6 +121,6 @@ def combined_digest(digests: Sequence[str]) -> str:
     """Return the SHA-256 of a model: its file's or, for several files, of their digests in order."""
     if len(digests) == 1:
         return digests[0]
-    import hashlib  # 3 ms, only for split models
+    import hashlib  # slow import (3 ms), needed only for split models
 
     return hashlib.sha256("".join(digests).encode()).hexdigest()

@@ -214,7 +214,7 @@ def _publish(
     store.pin_files(plan.ref, source, fetched)
     if fetched[0].checkpoint:
         direct = plan.quantize if plan.quantize in DIRECT else ""
-        from edgeinfer.models.converting.fetched import convert_fetched  # 150 ms: numpy, gguf
+        from edgeinfer.models.converting.fetched import convert_fetched  # slow import: 150 ms
 
         fetched = convert_fetched(fetched, direct, work, job)
     projector = next((file for file in fetched if file.is_projector), None)

@@ -220,7 +220,7 @@ def sha256_of_part(descriptor: int, start: int, length: int, seen: Callable[[byt
 
     `seen` is called with each chunk and the number of bytes read so far.
     """
-    import hashlib  # 2 ms: OpenSSL
+    import hashlib  # slow import (2 ms): it loads OpenSSL
 
     hasher = hashlib.sha256()
     done = 0

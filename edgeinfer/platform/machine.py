@@ -132,7 +132,7 @@ def memory_threads() -> int:
 
 def read_memory_rate() -> MemoryRate:
     """Measure the memory bandwidth of all CPUs, which limits decoding: the best of 4 rounds, 0.2 s."""
-    import ctypes  # 10 ms with the pool, only for this
+    import ctypes  # slow import: 10 ms with the pool
     from concurrent.futures import ThreadPoolExecutor
 
     threads = memory_threads()

@@ -48,7 +48,7 @@ def base(kind: str, environment: Mapping[str, str] = os.environ) -> str:
     if home:
         return os.path.join(os.path.abspath(home), kind)
     if sys.platform != "linux":
-        import platformdirs  # 6 ms; not on a launch on Linux
+        import platformdirs  # slow import (6 ms): never on Linux
 
         return str(getattr(platformdirs, f"user_{kind}_dir")("edgeinfer", appauthor=False))
     variable, default = _XDG[kind]
@@ -91,7 +91,7 @@ def runtime_path() -> str:
 
 
 def _path(text: str) -> Path:
-    from pathlib import Path  # 12 ms, which the launcher saves
+    from pathlib import Path  # slow import (12 ms): the launcher never calls this
 
     return Path(text)
 

@@ -87,7 +87,7 @@ def die_with_parent(number: int = _SIGKILL) -> None:
     """Let Linux end this process with a signal when its parent thread ends. Raises OSError."""
     if sys.platform != "linux":
         return
-    import ctypes  # 1.7 ms; supervisors of an app have imported it already
+    import ctypes  # slow import (1.7 ms); an app's supervisor has imported it already
 
     parent = os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0):

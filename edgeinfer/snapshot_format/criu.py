@@ -1,6 +1,6 @@
-"""Find a working CRIU, choose how to run it, and run it; no other module does.
+"""Find a CRIU that works, choose its privileges, and run it; only this module does.
 
-Three tiers, tried in this order, each with the reason why it was chosen or not:
+A tier says which privileges CRIU has. Tiers are tried in this order:
 
     root           the caller is root: new pid and mount namespaces suffice
     unprivileged   new user, pid and mount namespaces; four capabilities that are valid only inside
@@ -11,7 +11,7 @@ Standard library only. Modules that the launcher does not need are imported insi
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # the C part: `signal` costs 3 ms for its enums
+import _signal  # type: ignore[import-not-found]  # importing `signal` takes 3 ms
 import os
 import sys
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     import subprocess
     from typing import NoReturn
 
-#: First CRIU version that dumps and restores without privilege.
+#: Oldest CRIU version that dumps and restores without root.
 MINIMUM = (4, 1)
-#: First version that restores a process on an Arm processor with pointer authentication; older ones
-#: hang (criu issues 2709, 2720).
+#: Oldest version that works on an Arm processor with pointer authentication; before it, a restored
+#: process hangs (criu issues 2709, 2720).
 MINIMUM_WITH_POINTER_AUTHENTICATION = (4, 2)
-#: Limit (s) of a restore, which usually takes hundredths of a second; after it, the launch starts cold.
+#: Time limit (s) of a restore, which usually takes 0.05 s. After it, the launch starts cold.
 RESTORE_LIMIT_S = 60
-#: Limit (s) of a restore by `snapshots verify`, which may run at idle priority with uncached files.
+#: Time limit (s) of a restore by `snapshots verify`, which may run at idle priority on a cold cache.
 CHECK_LIMIT_S = 600
 ROOT = "root"
 UNPRIVILEGED = "unprivileged"
@@ -41,17 +41,16 @@ NAMESPACES = {
     UNPRIVILEGED: linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWUSER,
     CAPABILITIES: 0,
 }
-#: Arguments of `setcap` for the third tier.
+#: Argument of `setcap` that enables the tier `capabilities`.
 FILE_CAPABILITIES = "cap_checkpoint_restore,cap_sys_admin,cap_sys_ptrace,cap_setpcap+ep"
 _TIMEOUT_S = 20
 _TMPFS = "/dev/shm"  # noqa: S108  our folder there is checked
 
 
 class Probe:
-    """Whether CRIU works here.
+    """Result of looking for CRIU.
 
-    `tier` names the privileges that it has, None if it does not work; `reason` says why, and `fix` is
-    the command that helps.
+    `tier` is None if it does not work; then `reason` says why, and `fix` is what to do.
     """
 
     def __init__(
@@ -65,11 +64,14 @@ class Probe:
 
 
 def candidates() -> list[str]:
-    """List paths of CRIU, best first: only EDGEINFER_CRIU if set, or bundled, venv, data, PATH."""
+    """List the paths of criu binaries, the best first: bundled, venv, data directory, PATH.
+
+    If EDGEINFER_CRIU is set, it is the only one.
+    """
     named = os.environ.get("EDGEINFER_CRIU")
     if named:
         return [named]
-    import shutil  # 6 ms, only for builds and `doctor`
+    import shutil  # slow import (6 ms): only builds and `doctor` need it
 
     folders = [os.path.dirname(sys.executable)] if getattr(sys, "frozen", False) else []
     folders += [sys.prefix, paths.base("data")]
@@ -79,8 +81,9 @@ def candidates() -> list[str]:
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a short program and return its output as text. Raises OSError."""
-    from subprocess import DEVNULL, TimeoutExpired, run  # 8 ms, only for builds and `doctor`
+    """Run a short program; return its result with the output as text. Raises OSError."""
+    # slow import (8 ms): only builds and `doctor` need it
+    from subprocess import DEVNULL, TimeoutExpired, run
 
     try:
         return run(command, stdin=DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S)
@@ -89,7 +92,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def version_of(criu: str) -> tuple[int, ...]:
-    """Return the version of a criu binary; empty if it cannot be run."""
+    """Return the version of a criu binary, e.g. (4, 1); () if it cannot be run."""
     try:
         done = _run(criu, "--version")
     except OSError:
@@ -102,7 +105,7 @@ def version_of(criu: str) -> tuple[int, ...]:
 
 
 def minimum(cpuinfo: str = "/proc/cpuinfo") -> tuple[int, int]:
-    """Return the oldest CRIU version that works on the processor of `cpuinfo`."""
+    """Return the oldest CRIU version that works on this processor."""
     try:
         with open(cpuinfo, encoding="ascii", errors="replace") as file:
             has_pac = any(line.startswith("Features") and " paca" in line for line in file)
@@ -112,7 +115,7 @@ def minimum(cpuinfo: str = "/proc/cpuinfo") -> tuple[int, int]:
 
 
 def probe() -> Probe:
-    """Find a CRIU that is new enough, and the tier in which it works. Runs programs: 10 to 100 ms."""
+    """Find a new enough CRIU and the first tier that works. Takes 10 to 100 ms: it runs programs."""
     if sys.platform != "linux":
         return Probe(None, "snapshots need Linux")
     if os.uname().machine not in ("x86_64", "aarch64"):
@@ -136,12 +139,12 @@ def probe() -> Probe:
     return _tier(path, ".".join(map(str, version)))
 
 
-#: Reason in most containers and in WSL2.
+#: Why no snapshot can be built in most containers and in WSL2.
 FILTERED = "a seccomp filter, which every process has here, prevents building snapshots"
 
 
 def is_filtered(status: str = "/proc/self/status") -> bool:
-    """Return whether a seccomp filter was inherited; such a process may not suspend filters."""
+    """Return whether this process inherited a seccomp filter, which CRIU then cannot suspend."""
     try:
         with open(status, encoding="ascii", errors="replace") as file:
             return any(line.startswith("Seccomp:") and line.split()[1] != "0" for line in file)
@@ -172,7 +175,7 @@ def _tier(criu: str, version: str) -> Probe:
 
 
 def namespaces_refused(tier: str) -> str:
-    """Create a tier's namespaces in a child; return why that was refused, or ""."""
+    """Return why the kernel refuses this tier's namespaces, "" if it allows them."""
     from edgeinfer.platform.process import child_command
 
     try:
@@ -193,10 +196,10 @@ def _has_file_capabilities(criu: str) -> bool:
 
 
 def work_dir() -> str:
-    """Create the folder of CRIU's cache of kernel facts; outside a tmpfs it costs 20 to 40 ms.
+    """Create and return the folder in which CRIU caches what it learned about the kernel.
 
-    Another user may have created the folders with well-known names. Raises SnapshotUnsafeError, which
-    lists each folder with its owner.
+    Without this cache, each run takes 20 to 40 ms longer. Raises SnapshotUnsafeError if other users
+    could write to every usual folder, for example because they created it first.
     """
     refused = []
     shared = [f"{_TMPFS}/edgeinfer-{os.getuid()}"] if os.path.isdir(_TMPFS) else []
@@ -212,23 +215,23 @@ def work_dir() -> str:
 
 
 def exec_dump(criu: str, tier: str, pid: int, images: str, log: str) -> NoReturn:
-    """Replace this process by `criu dump` of a process, which ends if the dump succeeds."""
+    """Replace this process by `criu dump` of `pid`; a successful dump ends that process."""
     _exec(criu, tier, ["dump", "-t", str(pid), "-D", images, "-o", log, "-v2"])
 
 
 def exec_restore(manifest: Manifest, images: str, link_fd: int, wake_fd: int, limit_s: int) -> NoReturn:
-    """Replace this process by `criu restore` with our descriptors; it ends once that process runs.
+    """Replace this process by `criu restore`, which ends once the restored process runs.
 
-    The restored process is a child of our caller from its first instruction, as CRIU's sibling (`-S`).
-    As CRIU's child it would be killed with CRIU, because it has asked to die with its parent. It
-    continues in `snapshots.parked._sleep`, after the poll during which CRIU dumped it.
+    `link_fd` and `wake_fd` replace the descriptors that the parked process had. With `-S`, the restored
+    process is a child of this process's parent. As CRIU's own child it would be killed with CRIU,
+    because it has asked to die with its parent. It continues in `snapshots.parked._sleep`.
     """
     arguments = ["restore", "-D", images, "-d", "-S", "-v1"]
     socket, pipe = f"socket:[{manifest.link_inode}]", f"pipe:[{manifest.wake_inode}]"
     for fd, original in ((link_fd, socket), (wake_fd, pipe)):
         arguments += ["--inherit-fd", f"fd[{fd}]:{original}"]
         os.set_inheritable(fd, True)
-    _signal.alarm(limit_s)  # an alarm survives exec, so it ends CRIU
+    _signal.alarm(limit_s)  # the alarm survives exec, so it ends a CRIU that hangs
     _exec(manifest.criu, manifest.tier, arguments)
 
 
@@ -241,7 +244,10 @@ def _exec(criu: str, tier: str, arguments: list[str]) -> NoReturn:
 
 
 def available() -> Probe:
-    """Probe for CRIU. Raises SnapshotsUnavailableError (its hint is the fix), SnapshotUnsafeError."""
+    """Return a Probe of a CRIU that works.
+
+    Raises SnapshotsUnavailableError, whose hint is the fix, or SnapshotUnsafeError.
+    """
     probed = probe()
     if probed.tier is None:
         problem = f"snapshots do not work here: {probed.reason}"

@@ -1,6 +1,6 @@
-"""Compare a snapshot's dependencies before CRIU runs, which compares only sizes.
+"""Compare a snapshot with the machine and files it was built from, before CRIU runs.
 
-Standard library only: the launcher compares at every launch, in about 1 ms.
+CRIU itself compares only file sizes. This takes about 1 ms per launch. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError
 from edgeinfer.platform import paths
 from edgeinfer.snapshot_format.format import IMAGES, MEMORY, Manifest, refuse_unsafe, short_hash
 
-#: The folder of our own package.
+#: Folder of the package edgeinfer.
 PACKAGE = os.path.dirname(os.path.abspath(edgeinfer.__file__))
 _CPU_LINES = (
     *("vendor_id", "cpu family", "model", "stepping", "flags"),  # x86
@@ -22,29 +22,29 @@ _CPU_LINES = (
 
 
 def stamp(path: str) -> str:
-    """Return a file's size (bytes), mtime (ns) and inode, following symlinks. Raises OSError.
+    """Return size (bytes), mtime (ns) and inode of a file as text: "913 1764417600000000000 42".
 
-    It is text, because hundreds are read from a manifest and compared at every launch.
+    Symlinks are followed. Raises OSError.
     """
     info = os.stat(path)
     return f"{info.st_size} {info.st_mtime_ns} {info.st_ino}"
 
 
 def program_paths() -> tuple[str, str]:
-    """Return the paths of this program and its virtual environment ("" for the shipped file).
+    """Return the paths of this program and its virtual environment ("" in the shipped file).
 
-    A user may have several programs; each has its own snapshots.
+    A user may have several installations. Each has its own snapshots.
     """
     return (sys.executable, "") if getattr(sys, "frozen", False) else (PACKAGE, sys.prefix)
 
 
 def program_tag() -> str:
-    """Return this program's part of its snapshots' folder names."""
+    """Return this installation's tag in the names of its snapshots' folders: 8 hex digits."""
     return short_hash("\n".join(program_paths()))
 
 
 def machine_keys() -> dict[str, str]:
-    """Return what a snapshot must match: program, interpreter, kernel, page size, processor, user."""
+    """Return the properties of program and machine that a snapshot must match."""
     system = os.uname()
     program, environment = program_paths()
     return {
@@ -52,7 +52,9 @@ def machine_keys() -> dict[str, str]:
         "python": sys.version.split()[0],
         "program": program,
         "environment": environment,
-        "page size": str(os.sysconf("SC_PAGE_SIZE")),  # before the kernel: names a better reason
+        "page size": str(
+            os.sysconf("SC_PAGE_SIZE")
+        ),  # kernels differ too then; this is the clearer reason
         "kernel": system.release,
         "architecture": system.machine,
         "cpu": _cpu(),
@@ -62,7 +64,7 @@ def machine_keys() -> dict[str, str]:
 
 
 def _models_toml() -> str:
-    """Return the mtime of the user's catalogue, because a snapshot contains its model's entry."""
+    """Return the mtime (ns) of the user's models.toml, which a snapshot has read; "" if none."""
     try:
         return str(os.stat(f"{paths.base('config')}/models.toml").st_mtime_ns)
     except OSError:
@@ -70,7 +72,7 @@ def _models_toml() -> str:
 
 
 def _cpu() -> str:
-    """Read the first processor's family and features: 4 KB. Every further processor costs time."""
+    """Return the first processor's family and features, from the first 4 KB of /proc/cpuinfo."""
     try:
         fd = os.open("/proc/cpuinfo", os.O_RDONLY)
     except OSError:
@@ -88,7 +90,7 @@ def _cpu() -> str:
 
 
 def package_stamps() -> dict[str, str]:
-    """Return the stamps of our sources and package folder: a new version makes snapshots stale."""
+    """Return the stamps of edgeinfer's sources and of site-packages: updates change them."""
     files = [
         p
         for p in sys.path
@@ -103,7 +105,10 @@ def package_stamps() -> dict[str, str]:
 
 
 def refuse_stale(manifest: Manifest, folder: str) -> None:
-    """Raise SnapshotStaleError naming the first key that differs, or SnapshotCorruptError."""
+    """Raise SnapshotStaleError if anything differs from the build.
+
+    Raises SnapshotCorruptError if a file of the snapshot itself is missing or has another size.
+    """
     current = machine_keys()
     for key, value in current.items():
         before = manifest.keys.get(key, "")

@@ -1,19 +1,20 @@
-"""A snapshot's on-disk format: its names, files and version. Standard library only.
+"""A snapshot on disk: names, files and format version. Standard library only.
 
     SNAPSHOTS/                          0700, this user's
-      NAME@GENERATION-PROGRAM/          0700; GENERATION is a time in hexadecimal. The newest of a NAME
-                                        and PROGRAM (`fingerprint.program_tag`) is used
-        lock                            locked by the process that builds it; never read
+      NAME@GENERATION-PROGRAM/          0700. GENERATION is the time of the build (hexadecimal), PROGRAM
+                                        the installation (`fingerprint.program_tag`). Of several builds
+                                        of a NAME, the newest is used
+        lock                            locked while the snapshot is built; its mtime is the last use
         manifest                        conditions checked before CRIU runs; written last, by a rename
         snapshot.json                   details for `snapshots show`; the launcher never reads it
         memory.img                      the parked process's private memory, mapped copy-on-write
         images/                         CRIU's images of everything else
 
-A folder without `manifest` is being built, or its builder died (then its lock is free).
+A folder without a manifest is being built, or its build was killed (then its lock is free).
 
-The manifest is lines of tab-separated words, because the launcher reads it in each of its 40 ms: the
-first line names format and version, the last is "end". A backslash, tab or newline in a word is
-escaped. The text is UTF-8; undecodable bytes are kept.
+The manifest has a line per value, its words separated by tabs: parsing JSON would take too long for a
+launch of 40 ms. The first line has format and version, the last is "end". A backslash, tab or newline
+in a word is escaped. The text is UTF-8; undecodable bytes are kept.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ SEPARATOR = "@"
 PROGRAM_SEPARATOR = "-"
 OPTION_SEPARATOR = ","
 
-#: The parked process's pid in its namespace: so high that no helper there has it.
+#: Pid of the parked process in its namespace, so high that no other process there has it.
 PARKED_PID = 30000
-#: The parked process's descriptors after stdio: its link's socket, and the pipe that wakes it.
+#: Descriptors of the parked process: its socket to the builder, and the pipe that wakes it.
 LINK_FD, WAKE_FD = 60, 61
 
 
 class Manifest:
-    """Conditions for resuming a snapshot, and how to resume it.
+    """The conditions for resuming a snapshot, and what a restore needs to know.
 
-    `requested` are the load options of the build that differ from their defaults, `actual` the
-    resulting values. `keys` are values that must match this machine's. `files` maps the absolute paths
-    of all files that the process maps or was built from to their stamps (`fingerprint.stamp`), `images`
-    the names of the snapshot's own files to sizes in bytes.
+    `requested` are the load options that the build was given, `actual` the values that the load chose.
+    `keys` must equal `fingerprint.machine_keys`. `files` maps the absolute path of each file that the
+    process has mapped or read to its `fingerprint.stamp`; `images` maps the snapshot's own files to
+    their sizes (bytes).
     """
 
     def __init__(
@@ -85,6 +86,7 @@ def _plain(word: str) -> str:
 
 
 def manifest_text(m: Manifest) -> str:
+    """Return the content of a manifest's file."""
     rows: list[tuple[object, ...]] = [(MAGIC, VERSION)]
     for field, value in vars(m).items():
         if isinstance(value, dict):
@@ -95,7 +97,10 @@ def manifest_text(m: Manifest) -> str:
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
-    """Parse a manifest. Raises SnapshotStaleError (version), SnapshotCorruptError (truncated)."""
+    """Parse the content of a manifest; `where` is its path, for errors.
+
+    Raises SnapshotStaleError for another format version, SnapshotCorruptError if it is damaged.
+    """
     rows = [line.split("\t") for line in text.split("\n")]
     if "\\" in text:
         rows = [[_plain(word) for word in row] for row in rows]
@@ -121,10 +126,10 @@ def _from_rows(rows: list[list[str]]) -> Manifest:
 
 
 def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
-    """Check that only this user may access a snapshot's file or folder; return its status.
+    """Check that only this user can access a file or folder; return its status.
 
-    Raises SnapshotUnsafeError for a symlink, another owner, or a mode that lets others read or write;
-    SnapshotMissingError if it does not exist.
+    Raises SnapshotMissingError if it does not exist, SnapshotUnsafeError for a symlink, another owner,
+    or a mode that gives others access.
     """
     try:
         info = os.lstat(path)
@@ -143,7 +148,7 @@ def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
 
 
 def refuse_unsafe_ancestors(path: str) -> None:
-    """Raise SnapshotUnsafeError if other users may replace a folder above `path`."""
+    """Raise SnapshotUnsafeError if another user could replace a folder above `path`."""
     while path != "/":
         path = os.path.dirname(path)
         info = os.stat(path)
@@ -156,8 +161,7 @@ def refuse_unsafe_ancestors(path: str) -> None:
 def read_manifest(folder: str) -> Manifest:
     """Read the manifest in a snapshot's folder.
 
-    Raises SnapshotMissingError if there is none, SnapshotUnsafeError, SnapshotCorruptError,
-    SnapshotStaleError.
+    Raises SnapshotMissingError, SnapshotUnsafeError, SnapshotCorruptError or SnapshotStaleError.
     """
     refuse_unsafe(folder, directory=True)
     path = f"{folder}/{MANIFEST}"
@@ -167,9 +171,9 @@ def read_manifest(folder: str) -> Manifest:
 
 
 def safe_name(model: str) -> str:
-    """Convert a model's name or path to the first part of a snapshot's name, without separators."""
+    """Turn a model's name or path into a file name: `a/b.gguf` → `b.gguf+1f2e3d4c` (with a hash)."""
     plain = model.lower()
-    if plain.startswith(paths.EXTERNAL_PREFIXES):  # letter case and Ollama's `:latest` do not matter
+    if plain.startswith(paths.EXTERNAL_PREFIXES):  # these programs ignore letter case and `:latest`
         plain = plain.removesuffix(":latest") if plain.startswith("ollama/") else plain
         model = f"{plain}+{short_hash(plain)}"
     elif "/" in model or model.endswith(".gguf"):
@@ -181,40 +185,46 @@ def safe_name(model: str) -> str:
     )
 
 
-def snapshot_name(model: str, requested: dict[str, str], given: str = "") -> str:
-    """Return `MODEL`, `MODEL,ctx8192,…` with the non-default options, or `MODEL,GIVEN`."""
-    suffixes = [given] if given else [_option_part(*item) for item in sorted(requested.items())]
+def snapshot_name(model: str, requested: dict[str, str], user_name: str = "") -> str:
+    """Return a snapshot's name: `MODEL`, `MODEL,ctx8192,…` or `MODEL,USER_NAME`.
+
+    `requested` are its non-default load options.
+    """
+    suffixes = [user_name] if user_name else [_option_part(*item) for item in sorted(requested.items())]
     return OPTION_SEPARATOR.join([safe_name(model), *map(safe_name, suffixes)])
 
 
 def matching_names(names: Collection[str], requested: str, model: str = "") -> list[str]:
-    """List the names that `requested` may mean: a full name, or one given for `model` or any model."""
+    """Return those of `names` that `requested` may mean.
+
+    That is the full name itself, or one that a user gave for `model`, or for any model.
+    """
     whole = [name for name in (requested, snapshot_name(model, {}, requested)) if name in names][:1]
     return whole or sorted(name for name in names if name.partition(OPTION_SEPARATOR)[2] == requested)
 
 
-def refuse_bad_name(given: str) -> None:
-    """Raise UsageError for a name that a person may not give to a snapshot."""
-    if given and safe_name(given) != given:
+def refuse_bad_name(user_name: str) -> None:
+    """Raise UsageError if a user may not give a snapshot this name."""
+    if user_name and safe_name(user_name) != user_name:
         raise UsageError(
-            f"{given!r} is not a valid snapshot name",
+            f"{user_name!r} is not a valid snapshot name",
             hint="only letters, digits and ._+-: --name my-snap",
         )
 
 
 def has_user_name(name: str, model: str, requested: dict[str, str]) -> bool:
-    """Return whether a user gave this name; such a snapshot is resumed only by its name."""
+    """Return whether a user chose the name (`warm --name`): only that name resumes it."""
     return name != snapshot_name(model, requested)
 
 
 def user_name_of(name: str, model: str, requested: dict[str, str]) -> str:
-    """Return the name that a user gave a snapshot called `name`, "" for none."""
+    """Return the part of a snapshot's name that a user chose, "" if it was derived."""
     is_named = name and has_user_name(name, model, requested)
     return name.partition(OPTION_SEPARATOR)[2] if is_named else ""
 
 
 def _option_part(name: str, value: str) -> str:
-    """Return an option's part of a snapshot's name, e.g. `ctx8192`; paths: file names and a hash."""
+    """Return an option's part of a snapshot's name: `ctx8192`, for files their names and a hash."""
     if "/" in value:
         files = "+".join(os.path.basename(path).partition(".gguf")[0] for path in value.split(","))
         value = f"+{files}+{short_hash(value)}"
@@ -222,17 +232,17 @@ def _option_part(name: str, value: str) -> str:
 
 
 def model_prefix(model: str) -> str:
-    """Return the `model_prefix_of` of this model's snapshots, ignoring letter case."""
+    """Return the beginning of the names of this model's snapshots, in lower case."""
     return safe_name(model).lower()
 
 
 def model_prefix_of(name: str) -> str:
-    """Return the part of a snapshot's name for its model, in lower case."""
+    """Return the model's part of a snapshot's name, in lower case."""
     return name.partition(OPTION_SEPARATOR)[0].lower()
 
 
 def short_hash(text: str) -> str:
-    """Return eight hex digits of a text (FNV-1a). It needs no import and nothing here is secret."""
+    """Return eight hex digits of a text (FNV-1a, which needs no import and protects nothing)."""
     value = 0x811C9DC5
     for byte in os.fsencode(text):
         value = (value ^ byte) * 0x01000193 & 0xFFFFFFFF
@@ -240,27 +250,30 @@ def short_hash(text: str) -> str:
 
 
 def folder_name(name: str, generation: int, program: str) -> str:
-    """Return a new snapshot's folder. `generation` is a time (ns), so later builds sort last."""
+    """Return the name of a new snapshot's folder. `generation` is the time of the build (ns)."""
     return f"{name}{SEPARATOR}{generation:016x}{PROGRAM_SEPARATOR}{program}"
 
 
 def name_of(folder: str) -> str:
-    """Return the snapshot's name from its folder's name."""
+    """Return the snapshot's name from its folder's name or path."""
     return os.path.basename(folder).rpartition(SEPARATOR)[0]
 
 
 def generation_of(folder: str) -> str:
-    """Return the time of the build from a folder's name: 16 hexadecimal digits."""
+    """Return the time of the build from a folder's name: 16 hex digits (ns)."""
     return folder.rpartition(SEPARATOR)[2].partition(PROGRAM_SEPARATOR)[0]
 
 
 def program_of(folder: str) -> str:
-    """Return the program tag from a folder's name."""
+    """Return the installation's tag from a folder's name: 8 hex digits."""
     return folder.rpartition(SEPARATOR)[2].partition(PROGRAM_SEPARATOR)[2]
 
 
 def generations(root: str | None = None, program: str = "") -> dict[str, list[str]]:
-    """List folders with a manifest, newest first, optionally of only one `program`."""
+    """Return the folders of every complete snapshot by name, the newest first.
+
+    `program` selects those of one installation.
+    """
     root = root or paths.snapshots_path()
     by_name: dict[str, list[str]] = {}
     for folder in sorted(_folders(root), key=generation_of, reverse=True):

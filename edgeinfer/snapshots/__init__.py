@@ -1,4 +1,4 @@
-"""Snapshots of a loaded process: `registry` on disk, `builder`, `restore`, `transfer`.
+"""Snapshots of processes with a loaded model: their registry, builder, restore and transfer.
 
-docs/development/processes.md has the table of all processes, with parent and reaper.
+docs/development/processes.md has a table of all processes and their parents.
 """

@@ -1,4 +1,4 @@
-"""The inputs of a snapshot: what its process loads, and how a load is repeated."""
+"""The inputs of a snapshot: what its process loads, and with which options."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.snapshot_format import fingerprint, format
 
-#: Options whose value a load chooses by the free memory.
+#: Options with the value "auto", for which a load chooses a value by the free memory.
 _CHOICES = ("kv_type", "flash_attention")
 
 
 class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """A model and its load options. `given_name` "" means derived; `system` is the system prompt.
+    """What the process of a snapshot loads: model files, load options and a system prompt.
 
-    `actual` are the options with another load's choices, to be repeated. `adapters` are those of the
-    options, with the names that they had. `stamps` (`fingerprint.stamp`) are taken of the files before
-    they are read.
+    `given_name` is the name that the user chose, "" for the derived one. To repeat an earlier load
+    exactly, `actual` has the values that it chose for the options, and `adapters` those it had loaded.
+    `stamps` (`fingerprint.stamp`) are taken before the files are read, so that changes are noticed.
     """
 
     model: str
@@ -40,7 +40,7 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def depends_on(self) -> str:
-        """Digest of program, machine, files and options (64 hex). Raises OSError without a file."""
+        """SHA-256 (hex) of program, machine, files and options. Raises OSError without a file."""
         adapters = self.options.adapters(self.files) if self.adapters is None else self.adapters
         inputs = (self.files, snapshot_options(self.options), self.system, _without_digests(adapters))
         stamps = fingerprint.package_stamps()
@@ -50,16 +50,15 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def options_to_repeat(self) -> LoadOptions:
-        """Options with the choices of the other load, if known."""
+        """Options with the values that an earlier load chose, if it is to be repeated."""
         return self.actual or self.options
 
 
 class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
-    """A loaded model, as its process publishes it for `ps` and `snapshots take`, without its requests.
+    """What a running process has loaded; `ps` and `snapshots take` read it from that process.
 
-    `adapters` are the current ones. `program` tags the program that loaded the model
-    (`fingerprint.program_tag`). `snapshot` is the name of the resumed snapshot, "" for none, and
-    `given_name` the user's name for it; `url` is the address of the endpoint.
+    `program` is the tag of its installation (`fingerprint.program_tag`). `snapshot` is the name of the
+    snapshot that it was resumed from, "" for none. `url` is its endpoint's address.
     """
 
     program: str
@@ -68,12 +67,12 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
     url: str = ""
 
     def resumed_from(self, snapshot: str) -> ProcessDescription:
-        """Return the description for a process resumed from this snapshot ("" for none)."""
+        """Return a copy for a process that was resumed from this snapshot ("" for none)."""
         given = format.user_name_of(snapshot, self.model, snapshot_options(self.options))
         return msgspec.structs.replace(self, snapshot=snapshot, given_name=given)
 
     def with_adapters(self, adapters: tuple[Adapter, ...]) -> ProcessDescription:
-        """Return the description with other adapters, whose files were read just now."""
+        """Return a copy with other adapters, whose files were read just now."""
         from_catalogue = LoadOptions().adapters(self.files)
         lora = "" if _without_digests(adapters) == from_catalogue else adapters_text(adapters)
         options = msgspec.structs.replace(self.options, lora=lora)
@@ -89,7 +88,7 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
 
 
 def describe(engine: Engine, inputs: SnapshotInputs) -> ProcessDescription:
-    """Describe what was loaded into this process."""
+    """Describe what this process has loaded."""
     return ProcessDescription(
         model=inputs.model,
         files=inputs.files,
@@ -103,7 +102,7 @@ def describe(engine: Engine, inputs: SnapshotInputs) -> ProcessDescription:
 
 
 def actual_options(options: LoadOptions, engine: Engine) -> LoadOptions:
-    """Return the options with all choices that another load might make differently."""
+    """Return the options with the values that the load chose, to repeat it exactly."""
     info = engine.info
     if not info.can_generate:
         return options
@@ -112,27 +111,28 @@ def actual_options(options: LoadOptions, engine: Engine) -> LoadOptions:
 
 
 def _without_digests(adapters: tuple[Adapter, ...]) -> tuple[Adapter, ...]:
-    """Return the adapters as options name them, before they are loaded."""
+    """Return the adapters without the digests, which are known only after a load."""
     return tuple(msgspec.structs.replace(adapter, sha256="") for adapter in adapters)
 
 
 def adapters_text(adapters: Sequence[Adapter]) -> str:
-    """Return the adapters as `LoadOptions.lora` names them."""
+    """Return adapters as `LoadOptions.lora` has them: `/a.gguf,/b.gguf:0.5`."""
     said = [a.path if a.scale == 1 else f"{a.path}:{a.scale:g}" for a in adapters]
     return ",".join(said) or NO_ADAPTERS
 
 
 def read_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
+    """List the paths of all files that a load maps or reads."""
     return (*files.paths, *files.draft_paths, *unmapped_files(files, options))
 
 
 def unmapped_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
-    """List the paths of the files that a load reads into memory: the projector and the adapters."""
+    """List the files that a load reads into memory without mapping them: projector, adapters."""
     projector = (files.projector,) if files.projector else ()
     return (*projector, *options.adapter_paths(files))
 
 
 def stamps_of(files: ModelFiles, options: LoadOptions) -> dict[str, str]:
-    """Return the stamps of the existing files; loading reports a missing one."""
+    """Return the stamps of all existing files of a model; the load reports missing ones."""
     existing = filter(os.path.exists, read_files(files, options))
     return {path: fingerprint.stamp(path) for path in existing}

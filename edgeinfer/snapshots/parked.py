@@ -1,9 +1,9 @@
-"""The process that a snapshot captures: it loads, prefills, and waits.
+"""The process that a snapshot captures: it loads a model, waits for the dump, and is resumed.
 
-`python -m edgeinfer.snapshots.parked` has the builder's socket as descriptor LINK_FD and a pipe of the
-builder as WAKE_FD. At the dump its standard streams are /dev/null, and it has an unconnected socket and
-an empty pipe; a restore replaces these by the launcher's link and a pipe with one byte. The process has
-never seen a user's environment, terminal, prompt or key: the builder sets its environment.
+`python -m edgeinfer.snapshots.parked` has the builder's socket as descriptor LINK_FD and a pipe as
+WAKE_FD. When it is dumped, its standard streams are /dev/null, and LINK_FD is an unconnected socket. A
+restore replaces that socket by the link to the launcher, and the pipe by one with a byte in it. The
+builder sets its environment: no user's variables, terminal, prompts or keys are ever in its memory.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from edgeinfer.snapshots.restore.loaded_model import LoadedModel, actual
 if TYPE_CHECKING:
     from edgeinfer.runtime.engine import LlamaEngine
 
-#: Our packages of which every module is imported before the dump.
+#: Packages of edgeinfer of which every module is imported before the dump.
 OWN_PACKAGES = "cli chat runtime server snapshots tui workers".split()
-#: Modules that a launch would import. tests/snapshots/test_resume.py keeps the list complete.
+#: Other modules that a launch would import. tests/snapshots/test_resume.py checks that none is missing.
 LAZY_MODULES = """
     asyncio.selector_events asyncio.unix_events bz2 concurrent.futures.thread decimal encodings.ascii
     encodings.idna encodings.latin_1 encodings.utf_8_sig glob http.client json lzma
@@ -55,9 +55,10 @@ LAZY_MODULES = """
 
 
 class ParkedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """The process's facts before it disconnects from the builder. `files` are mapped or read.
+    """What the builder needs to know about the parked process.
 
-    `pid` and the inodes of its link and its wake pipe are needed to restore it.
+    `files` are the paths of the files that it has mapped or read. `pid` and the two inodes are those in
+    its namespaces, which CRIU needs to restore it. `canary` is the result of `LoadedModel.canary`.
     """
 
     info: EngineInfo
@@ -72,13 +73,13 @@ class ParkedProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def import_everything() -> None:
-    """Import the installed modules that chat, run and serve need."""
+    """Import all installed modules that chat, run and serve need."""
     names = [*LAZY_MODULES]
     for package in (f"edgeinfer.{name}" for name in OWN_PACKAGES):
         modules = pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
         names += [module.name for module in modules if not module.name.endswith("__main__")]
     for name in names:
-        with contextlib.suppress(ImportError):  # the module needs an optional dependency
+        with contextlib.suppress(ImportError):  # an optional dependency is not installed
             importlib.import_module(name)
     widgets = sys.modules.get("textual.widgets")
     for name in getattr(widgets, "__all__", ()):
@@ -87,7 +88,7 @@ def import_everything() -> None:
 
 
 class Stages:
-    """Reports the stages of a build over a link; `ms` is each stage's duration."""
+    """Reports the stages of a build over a link. `ms` maps each finished stage to its duration."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
@@ -95,7 +96,7 @@ class Stages:
         self.ms: dict[str, float] = {}
 
     def begin(self, name: str) -> None:
-        """End the current stage and begin the next ("" for none)."""
+        """End the current stage and begin the next; "" only ends it."""
         now = time.monotonic()
         if self._name:
             self.ms[self._name] = round((now - self._since) * 1000, 1)
@@ -104,21 +105,24 @@ class Stages:
             self.report(None)
 
     def report(self, fraction: float | None) -> None:
-        """Report the finished fraction of the stage."""
+        """Report which fraction (0 to 1) of the stage is done; None: unknown."""
         done = "" if fraction is None else f"{fraction:.4f}"
         messages.send(self._link, messages.Stage(name=self._name, fraction=done))
 
 
 def load_and_park(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, ParkedProcess]:
-    """Load, warm up, prefill and park as the builder requests. Raises what loading raises."""
-    from edgeinfer.runtime.engine import load_engine  # 160 to 290 ms: llama_cpp
+    """Load the model, import all modules, prefill the system prompt, and stop all threads.
+
+    Raises what loading a model raises.
+    """
+    from edgeinfer.runtime.engine import load_engine  # slow import: 160 to 290 ms
 
     files, options = inputs.files, inputs.options
-    # prefill the system prompt of launches that give none
+    # a launch without its own system prompt uses the catalogue's, which is prefilled here
     loadable = msgspec.structs.replace(files, system_prompt=inputs.system)
     stages = Stages(link)
     stages.begin("load")
-    # llama.cpp loads without Python, and the imports run without llama.cpp
+    # load and import at the same time: llama.cpp does not hold the GIL
     with ThreadPoolExecutor(1) as loader:
         loading = loader.submit(
             load_engine, loadable, options, lambda _stage, fraction: stages.report(fraction)
@@ -127,7 +131,7 @@ def load_and_park(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedMo
         _rehearse()
         engine: LlamaEngine = loading.result()
     if inputs.actual is not None and actual_options(options, engine) != inputs.actual:
-        engine.close()  # other memory was free at this load, so it chose other options
+        engine.close()  # this load chose other values: the free memory differs
         engine = load_engine(loadable, inputs.actual)
     if inputs.adapters is not None and inputs.adapters != engine.info.lora:
         engine.use_adapters(inputs.adapters)
@@ -138,7 +142,7 @@ def load_and_park(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedMo
         system_tokens = engine.prefill_system(inputs.system)
     stages.begin("warm up")
     engine.warm_up()
-    # a prompt and some tokens: reads every weight as a prefill and as a decode step do
+    # this also reads every weight once, in the way of a prefill and of a decode step
     canary = loaded.canary()
     engine.park()
     loaded.weights = mapped_weights()
@@ -155,24 +159,26 @@ def load_and_park(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedMo
 
 
 def _rehearse() -> None:
-    """Run the first steps of every launch once, so that their tables are in the dump."""
-    from edgeinfer.tui.rehearsal import rehearse  # imports everything else, too
+    """Run the first steps of every launch once, so that the dump has what they compute."""
+    from edgeinfer.tui.rehearsal import rehearse  # imports every screen of the chat
 
     for verb in LAUNCH_VERBS:
         build_parser(verb)
     load_config(Path(os.devnull))
     app_process.reseed(os.urandom(64), [])
-    rehearse()  # the chat without a terminal: halves the time of its first paint
+    rehearse()  # draws the chat without a terminal: halves the time of its first frame
 
 
 def mapped_files() -> tuple[str, ...]:
+    """List the files that this process has mapped, sorted by path."""
     paths = {area.path for area in areas()}
     return tuple(sorted(path for path in paths if path.startswith("/") and os.path.isfile(path)))
 
 
 def _disconnect(link: socket.socket, parked: ParkedProcess) -> None:
-    """Answer the builder, then replace its socket by an unconnected one."""
-    gc.collect()  # must be first: closing leftovers could close the descriptor number of `mine`
+    """Send the answer to the builder, then replace its socket by an unconnected one."""
+    # collect first: a socket in unreachable objects could close a number that is used again below
+    gc.collect()
     mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     parked = msgspec.structs.replace(
         parked,
@@ -181,17 +187,17 @@ def _disconnect(link: socket.socket, parked: ParkedProcess) -> None:
         wake_inode=os.fstat(WAKE_FD).st_ino,
     )
     messages.send(link, messages.Payload(content=msgspec.json.encode(parked)))
-    gc.freeze()  # keep all objects: collections after a resume neither visit nor write them
+    gc.freeze()  # later collections skip these objects, so they do not copy shared pages
     process.redirect_to_null()
     number = mine.detach()
     link.detach()
     process.close_all_but(number, LINK_FD, WAKE_FD)
-    os.dup2(number, LINK_FD)  # must be last: the builder dumps once its socket is closed
+    os.dup2(number, LINK_FD)  # must be last: it closes the builder's socket, which starts the dump
     os.close(number)
 
 
 def main() -> None:
-    """Park and, once resumed, run the launch request."""
+    """Load and park; after the resume, run the launch request."""
     link = socket.socket(fileno=LINK_FD)
     received = messages.receive(link)
     if received is None or not isinstance(received[0], messages.Payload):
@@ -203,25 +209,27 @@ def main() -> None:
         problem = error if isinstance(error, EdgeInferError) else DumpError(f"parking failed: {error}")
         messages.send(link, messages.Failed(error=to_fields(problem)))
         os._exit(1)
-    loaded.droppable = app_process.read_droppable_ranges()  # a restore loses these flags
+    loaded.droppable = (
+        app_process.read_droppable_ranges()
+    )  # read now: a restored process has lost these flags
     resumed_ns = _sleep(link, parked, loaded)
     link = socket.socket(fileno=LINK_FD)
     app_process.run_app(link, messages.receive(link), loaded, resumed_ns)
 
 
 def _sleep(link: socket.socket, parked: ParkedProcess, loaded: LoadedModel) -> int:
-    """Disconnect from the builder and wait for the resume; return its time (monotonic clock, ns)."""
+    """Wait to be dumped and resumed; return the time of the resume (monotonic, ns)."""
     sleeper = select.poll()
     sleeper.register(WAKE_FD, select.POLLIN)
     _disconnect(link, parked)
     app_process.clear_random_state(loaded.droppable)
-    sleeper.poll()  # the dump happens here
+    sleeper.poll()  # CRIU dumps the process during this call
     resumed_ns = time.monotonic_ns()
     os.close(WAKE_FD)
     return resumed_ns
 
 
 if __name__ == "__main__":
-    from edgeinfer.snapshots import parked  # so that classes are not those of `__main__`
+    from edgeinfer.snapshots import parked  # isinstance needs the module's classes, not `__main__`'s
 
     parked.main()

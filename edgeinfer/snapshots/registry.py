@@ -1,7 +1,7 @@
-"""The registry of snapshots: read, find and prune them, and record failed builds.
+"""The snapshots on disk: find, list and remove them, and record failed builds.
 
-`format` describes the folders. SNAPSHOTS/.NAME-PROGRAM.failed holds a `Failure` in JSON, until a build
-of NAME succeeds or one of its inputs changes.
+`snapshot_format.format` describes the folders. SNAPSHOTS/.NAME-PROGRAM.failed is a `Failure` in JSON.
+It stays until a build of NAME succeeds or one of its inputs changes.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from edgeinfer.snapshot_format import fingerprint, format
 
 
 def build_lock(root: Path, name: str) -> Path:
-    """Return the file that this program locks while it builds the snapshot `name`."""
+    """Return the path of the file that is locked while this program builds snapshot `name`."""
     return root / f".{name}-{fingerprint.program_tag()}.lock"
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
-    """A built snapshot. `memory_bytes` includes holes, `disk_bytes` does not.
+    """A snapshot.json: what was built, from what, and how long it took.
 
-    `system` is the prefilled system prompt, `depends_on` the digest of all inputs: program, machine,
-    files, options and system prompt. `digests` are those of its own files, `sources` those of the files
-    that it maps or was built from, by path; `canary` is the digest of `LoadedModel.canary`'s result.
+    `depends_on` is the SHA-256 of all inputs: program, machine, files, options and system prompt.
+    `digests` has the SHA-256 of the snapshot's own files, `sources` that of files it maps or was built
+    from, by path. `canary` is the SHA-256 of the result of `LoadedModel.canary`. `memory_bytes` counts
+    holes, `disk_bytes` does not.
     """
 
     name: str
@@ -67,7 +68,11 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListedSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot with its state: "ready", or why it cannot be used here. `last_used_s` is Unix time."""
+    """A snapshot as `snapshots list` shows it.
+
+    `state` is "ready", or why it cannot be resumed now (then `fresh` is false). `last_used_s` is Unix
+    time.
+    """
 
     details: Details
     state: str
@@ -87,12 +92,12 @@ def read_details(folder: Path) -> Details:
 
 
 def is_own(folder: Path) -> bool:
-    """Return whether this program built the snapshot."""
+    """Return whether this installation of edgeinfer built the snapshot."""
     return format.program_of(folder.name) == fingerprint.program_tag()
 
 
 def is_named(folder: Path) -> bool:
-    """Return whether a user gave the snapshot its name."""
+    """Return whether a user chose the snapshot's name (`warm --name`)."""
     try:
         manifest = format.read_manifest(str(folder))
     except EdgeInferError:
@@ -101,9 +106,9 @@ def is_named(folder: Path) -> bool:
 
 
 def is_orphan(folder: Path) -> bool:
-    """Return whether the program that built the snapshot, or its environment, was removed.
+    """Return whether the installation that built the snapshot, or its venv, was removed.
 
-    A snapshot with an unreadable manifest is not an orphan.
+    False if the manifest cannot be read.
     """
     try:
         return not (is_own(folder) or all(map(os.path.exists, _program_paths_of(folder))))
@@ -112,13 +117,13 @@ def is_orphan(folder: Path) -> bool:
 
 
 def _program_paths_of(folder: Path) -> list[str]:
-    """Return the paths of the builder's program and environment. Raises SnapshotError."""
+    """Return the paths of the program and venv that built the snapshot. Raises SnapshotError."""
     keys = format.read_manifest(str(folder)).keys
     return [path for path in (keys.get("program"), keys.get("environment")) if path]
 
 
 def state_of(folder: Path) -> tuple[bool, str]:
-    """Return whether this program can resume the snapshot now, and "ready" or the reason against it."""
+    """Return whether this program can resume the snapshot now, and "ready" or why not."""
     try:
         if is_orphan(folder):
             return False, "the program that built it was removed"
@@ -132,12 +137,12 @@ def state_of(folder: Path) -> tuple[bool, str]:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Return the bytes that the folder's files take on the disk."""
+    """Return the disk space (bytes) of a snapshot's files, without holes."""
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
 
 
 def last_used_s(folder: Path) -> float:
-    """Return the time of its last resume, or of its build (Unix time)."""
+    """Return when the snapshot was last resumed, or else built (Unix time)."""
     try:
         return os.lstat(folder / format.LOCK).st_mtime
     except OSError:
@@ -145,7 +150,7 @@ def last_used_s(folder: Path) -> float:
 
 
 def list_snapshots() -> list[ListedSnapshot]:
-    """List every snapshot by name: the newest generation for each name and program."""
+    """List all programs' snapshots by name, of several builds only the newest."""
     newest: dict[tuple[str, str], str] = {}
     for name, folders in format.generations(str(paths.snapshots_dir())).items():
         for generation in folders:
@@ -166,13 +171,16 @@ def list_snapshots() -> list[ListedSnapshot]:
 
 
 def list_own() -> list[Path]:
-    """List the newest generation of each of this program's snapshots, including unusable ones."""
+    """List the folders of this program's snapshots by name, also of unusable ones."""
     by_name = format.generations(str(paths.snapshots_dir()), fingerprint.program_tag())
     return [Path(folders[0]) for _, folders in sorted(by_name.items())]
 
 
 def find(name: str) -> Path:
-    """Find a snapshot by full or given name, or a model's only one. Raises SnapshotMissingError."""
+    """Find a snapshot by full name, by user's name, or as the only one of model `name`.
+
+    Raises SnapshotMissingError if there is none, or more than one.
+    """
     root = str(paths.snapshots_dir())
     all_of = format.generations(root) | format.generations(root, fingerprint.program_tag())
     of_model = [key for key in all_of if format.model_prefix_of(key) == format.model_prefix(name)]
@@ -187,18 +195,18 @@ def find(name: str) -> Path:
 
 
 _GIB = 1 << 30
-#: Disk space (bytes) that a build leaves free.
+#: Disk space (bytes) that stays free when a snapshot is built.
 DISK_MARGIN_BYTES = 4 * _GIB
 
 
 def remove_snapshot(folder: Path) -> None:
-    """Hide the snapshot, then delete it. Processes resumed from it continue."""
+    """Delete a snapshot, its manifest first. Processes resumed from it continue."""
     (folder / format.MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_snapshots_of(model: str) -> list[str]:
-    """Remove the snapshots of a removed model, which cannot be resumed; return their names."""
+    """Remove all snapshots of a model that was removed itself; return their names."""
     for failure in list_failures():
         if format.model_prefix_of(failure.name) == format.model_prefix(model):
             forget_failure(failure.name)
@@ -212,13 +220,16 @@ def remove_snapshots_of(model: str) -> list[str]:
 
 
 def drop_older(root: Path, name: str) -> None:
-    """Remove all but the newest generation of this program's snapshot `name`."""
+    """Remove all builds of this program's snapshot `name` except the newest."""
     for folder in format.generations(str(root), fingerprint.program_tag()).get(name, [])[1:]:
         remove_snapshot(Path(folder))
 
 
 def by_last_use(root: Path, keep: str = "") -> list[Path]:
-    """List all but our `keep` in order of removal: orphans, unnamed ones, then the longest unused."""
+    """List all snapshots in the order in which they are removed, except `keep` of this program.
+
+    Orphans come first, then those that no user named, the longest unused first.
+    """
     current = format.generations(str(root), fingerprint.program_tag()).get(keep, [])
     everything = chain(*format.generations(str(root)).values())
     folders = [Path(folder) for folder in everything if folder not in current]
@@ -226,7 +237,10 @@ def by_last_use(root: Path, keep: str = "") -> list[Path]:
 
 
 def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: int = 0) -> list[str]:
-    """Remove the least recently used until `need_bytes` more fit limit and disk; return their names."""
+    """Remove snapshots until `need_bytes` more fit the configured limit and the disk.
+
+    Returns the names of the removed ones; `keep` is never removed.
+    """
     sizes = {folder: disk_bytes(folder) for folder in by_last_use(root)}
     total, removed = sum(sizes.values()) + need_bytes, []
     for folder in by_last_use(root, keep):
@@ -240,7 +254,7 @@ def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: i
 
 
 def remove_stale(root: Path) -> list[str]:
-    """Remove this program's unusable snapshots, and orphans; return their names."""
+    """Remove orphans and this program's snapshots that cannot be resumed; return their names."""
     removed = []
     for folder in by_last_use(root):
         if is_orphan(folder) or (is_own(folder) and not state_of(folder)[0]):
@@ -250,12 +264,12 @@ def remove_stale(root: Path) -> list[str]:
 
 
 _FAILURE_SUFFIX = ".failed"
-#: Temporary failures: the next build may succeed although no input has changed.
+#: Errors that may be gone at the next try, so they do not prevent it.
 _PASSING = (DiskFullError, InterruptedByUser, OutOfMemoryError, SnapshotsUnavailableError)
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A failed build. `at_s` is Unix time, `depends_on` the digest of its inputs."""
+    """A failed build. `at_s` is Unix time, `depends_on` the SHA-256 of its inputs."""
 
     name: str
     model: str
@@ -265,12 +279,15 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def killed_error(what: str) -> OutOfMemoryError:
-    """Make the error for a killed process of a build; it is not recorded."""
+    """Make the error for a build process that was killed; `what` names it."""
     return OutOfMemoryError(f"{what} was killed; the kernel does that when memory is short")
 
 
 def record_failure(name: str, model: str, depends_on: str, error: EdgeInferError) -> None:
-    """Record a failed build, unless `error` is temporary."""
+    """Record a failed build, so that it is not repeated before an input changes.
+
+    Errors that may pass by themselves are not recorded.
+    """
     if not isinstance(error, _PASSING):
         failure = Failure(
             name=name, model=model, message=error.message, at_s=time.time(), depends_on=depends_on
@@ -283,10 +300,12 @@ def forget_failure(name: str) -> None:
 
 
 def list_failures() -> list[Failure]:
-    """List this program's failures by name."""
+    """List the failed builds of this program by snapshot name."""
     failures = []
     for path in sorted(paths.snapshots_dir().glob(_failure_path("*").name)):
-        with contextlib.suppress(OSError, msgspec.MsgspecError):  # the file was removed meanwhile
+        with contextlib.suppress(
+            OSError, msgspec.MsgspecError
+        ):  # another process has just removed the file
             failures.append(msgspec.json.decode(path.read_bytes(), type=Failure))
     return failures
 

@@ -1,8 +1,7 @@
-"""Find our running processes in /proc, and their loaded models.
+"""List edgeinfer's running processes and the models they have loaded, from /proc.
 
-No records are written: a resumed app always has the same pid in its namespace, and files named after
-pids would outlive a `kill -9`. A launcher is recognized by its program and arguments, an app by having
-a launcher as ancestor.
+There are no pid files: a resumed app always has the same pid in its namespace, and a file would outlive
+a `kill -9`. A launcher is recognized by its command line, an app by a launcher among its ancestors.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ T = TypeVar("T")
 
 
 class RunningLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """A running launch: its launcher's pid, its command line, and the memory of all its processes.
+    """A running launch: its command, and the memory of all its processes.
 
-    `private_bytes` is unshared memory; `shared_bytes` is file-backed: shared or droppable.
-    `last_prompts` has the latest prompt of each of its apps, `replicas` the replicas of an endpoint
-    that may have several, `layers` the GPU layers of each app with a device, `snapshots` the names of
-    the resumed snapshots.
+    `pid` is the launcher's. `private_bytes` is anonymous memory, `shared_bytes` file-backed memory,
+    which processes share. The tuples have one entry for each app that reports it: its latest prompt,
+    its replicas, its GPU layers, the snapshot it was resumed from.
     """
 
     pid: int
@@ -48,12 +46,12 @@ class RunningLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def command(self) -> str:
-        """Command line after `edgeinfer`."""
+        """Command line without `edgeinfer`."""
         return " ".join((self.verb, *self.arguments))
 
 
 def processes(*, everywhere: bool = False) -> list[RunningLaunch]:
-    """List this user's launches, oldest first: those with our folders, or all (`everywhere`)."""
+    """List this user's launches, oldest first, also those with other data folders if `everywhere`."""
     parents, mine = _parents(), os.getpid()
     found = []
     for pid in parents:
@@ -97,12 +95,12 @@ def _loaded_by(apps: list[int]) -> tuple[ProcessDescription, ...]:
 
 
 def loaded_below(pid: int) -> tuple[ProcessDescription, ...]:
-    """List the models that each descendant of this process has loaded."""
+    """List what the apps among a process's descendants have loaded."""
     return _loaded_by(_apps(_below(pid, _parents())))
 
 
 def shares_folders(pid: int) -> bool:
-    """Return whether a process uses our data folders; True if that is hidden."""
+    """Return whether a process uses our data folders; True if its environment is unreadable."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -112,7 +110,7 @@ def shares_folders(pid: int) -> bool:
 
 
 def _parents() -> dict[int, int]:
-    """Return the parent of each of this user's processes; empty without /proc (not Linux)."""
+    """Return pid → parent's pid of this user's processes; {} without /proc."""
     parents: dict[int, int] = {}
     if not os.path.isdir("/proc/self"):
         return parents
@@ -124,7 +122,7 @@ def _parents() -> dict[int, int]:
                 continue
             parents[int(entry.name)] = int(_stat(int(entry.name))[1])
         except (OSError, IndexError):
-            continue  # it ended just now
+            continue  # the process has just ended
     return parents
 
 
@@ -134,7 +132,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _typed_command(pid: int) -> list[str] | None:
-    """Return the verb and arguments of a launcher, or None for any other process."""
+    """Return a launcher's verb and arguments; None if the process is not a launcher."""
     words = _read(pid, "cmdline").decode(errors="replace").split("\0")[:-1]
     for index, word in enumerate(words[:2]):
         if os.path.basename(word) == "edgeinfer":
@@ -155,7 +153,7 @@ def _below(pid: int, parents: dict[int, int]) -> list[int]:
 
 
 def _read(pid: int, name: str) -> bytes:
-    """Read a file of /proc/PID; empty if the process has ended or belongs to another user."""
+    """Return the content of /proc/PID/NAME; b"" if it cannot be read."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/{name}").read_bytes()
     return b""
@@ -170,7 +168,7 @@ def _age_s(pid: int) -> float:
 
 
 def _memory(pid: int) -> tuple[int, int]:
-    """Return anonymous and file-backed resident bytes."""
+    """Return a process's anonymous and file-backed resident memory (bytes)."""
     sizes = {"RssAnon:": 0, "RssFile:": 0}
     for line in _read(pid, "status").decode(errors="replace").splitlines():
         name, _, size = line.partition("\t")

@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import gguf  # 80 ms; only a conversion imports this module
+import gguf  # slow import (80 ms): only a conversion imports this module
 import msgspec
 import numpy as np
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx2  # 75 to 120 ms, so only a pull imports this module
+import httpx2  # slow import (75 to 120 ms): only a pull imports this module
 import msgspec
 
 from edgeinfer.errors import ChecksumError, DownloadError

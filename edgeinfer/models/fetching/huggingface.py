@@ -31,7 +31,7 @@ def resolve(source: HubFile | HubQuant) -> list[Remote]:
     The smallest projector of the repository is added. Raises AuthenticationError, SourceNotFoundError,
     DownloadError.
     """
-    from huggingface_hub import HfApi, get_token  # 130 ms, only for a pull from Hugging Face
+    from huggingface_hub import HfApi, get_token  # slow import: 130 ms
 
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
     token = os.environ.get("HF_TOKEN") or get_token()
@@ -90,7 +90,7 @@ def _offer(ggufs: list[str]) -> str:
 
 
 def _remote(source: HubFile | HubQuant, file: Any, commit: str, api: Any) -> Remote:
-    from huggingface_hub import hf_hub_url  # already imported by `resolve`
+    from huggingface_hub import hf_hub_url  # `resolve` has imported it already
 
     return Remote(
         url=hf_hub_url(source.repo, file.rfilename, revision=commit, endpoint=api.endpoint),
@@ -110,7 +110,7 @@ def _gate(source: HubFile | HubQuant) -> str:
 
 @contextmanager
 def _hub_errors(source: HubFile | HubQuant) -> Iterator[None]:
-    import httpx2  # already imported by huggingface_hub
+    import httpx2  # huggingface_hub has imported it already
     from huggingface_hub import errors as hf
 
     page = f"https://huggingface.co/{source.repo}"

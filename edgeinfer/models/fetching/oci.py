@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urljoin
 
-import httpx2  # 75 to 120 ms, so only a pull imports this module
+import httpx2  # slow import (75 to 120 ms): only a pull imports this module
 import msgspec
 
 from edgeinfer.errors import ChecksumError, DownloadError, SourceNotFoundError

@@ -52,7 +52,7 @@ def _keys(source: StoredObject, client: Any) -> list[tuple[str, str]]:
 
 
 def _client(source: StoredObject, region: str) -> Any:
-    import botocore.session  # 110 ms, only for such a source
+    import botocore.session  # slow import: 110 ms
     from botocore import UNSIGNED
     from botocore.config import Config
 
@@ -93,7 +93,7 @@ def _sha256(head: dict[str, Any]) -> str:
 
 @contextmanager
 def _botocore_errors(source: StoredObject) -> Iterator[None]:
-    from botocore.exceptions import BotoCoreError, ClientError  # already imported by `_client`
+    from botocore.exceptions import BotoCoreError, ClientError  # `_client` has imported it
 
     try:
         yield

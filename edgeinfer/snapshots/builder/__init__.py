@@ -1,1 +1,1 @@
-"""Build a snapshot: load a model, park the process, bake its memory, verify a restore."""
+"""Build a snapshot: load the model, park the process, dump it, bake its memory, try a restore."""

@@ -1,17 +1,16 @@
-"""Bake a dump, so that a restore maps memory instead of reading it.
+"""Bake a dump: rewrite CRIU's images so that a restore maps memory instead of reading it.
 
-CRIU writes a process's private memory to one file of pages and, on a restore, reads all of it into
-anonymous memory: 0.75 to 0.95 s per GB. Here that file becomes `memory.img`. In CRIU's description of
-the address space, every long run of pages becomes a private mapping of that file. Then a restore reads
-nothing: pages come from the page cache when touched, and all processes resumed from one snapshot share
-those that they do not write.
+CRIU writes a process's private memory to one file of pages. A restore would read all of it into
+anonymous memory: 0.75 to 0.95 s per GB. Here that file becomes `memory.img`, and in CRIU's description
+of the address space every long run of pages becomes a private mapping of it. Then a restore reads
+nothing: a page comes from the page cache when it is touched, and processes resumed from one snapshot
+share all pages that they do not write.
 
-The process was frozen while CRIU wrote its pages, so the file is one moment of all its memory,
-including Python's heap and the threads' stacks (docs/decisions/040-bake-the-images.md).
+The process was frozen while CRIU wrote, so the file has all its memory at one moment, including
+Python's heap and the threads' stacks (docs/decisions/040-bake-the-images.md).
 
-CRIU still reads runs that are too short for a mapping, and areas that cannot be mapped (the stack,
-which grows, and the vDSO). Pages of zeros become anonymous memory again: an empty KV cache takes no
-disk.
+Runs that are too short for a mapping, and areas that cannot be mapped (stack, vDSO), stay with CRIU.
+Pages of zeros become anonymous memory again, so an empty KV cache takes no disk space.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from edgeinfer.snapshots.builder import criu_images
 from edgeinfer.snapshots.builder.criu_images import ImageMessage
 
 PAGE = mmap.PAGESIZE
-#: Shortest mapped run of pages (bytes); CRIU reads shorter runs as fast as it maps them.
+#: Shortest run of pages (bytes) that is mapped: CRIU reads a shorter one as fast as it maps it.
 SHORTEST_RUN_BYTES = 64 << 10
-#: Size (bytes) of the blocks that are searched for zeros.
+#: Zeros are replaced by holes in blocks of this size (bytes).
 BLOCK_BYTES = 64 << 10
 _READ_BYTES = 4 << 20
 _MODE = 0o100600
-_PUNCH_HOLE = 3  # including KEEP_SIZE
+_PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 
 
 class Run(NamedTuple):
-    """Consecutive pages: their address in memory, length, and offset in the file (bytes)."""
+    """Consecutive pages: address in memory, length (bytes), offset in the file, CRIU's page flags."""
 
     start: int
     length: int
@@ -55,7 +54,10 @@ class Run(NamedTuple):
 
 
 class BakeResult(NamedTuple):
-    """The baked dump. `memory_bytes` is the size of `memory.img`, `disk_bytes` its space on disk."""
+    """Sizes (bytes) of the baked dump: `memory.img`, its disk space, and the pages left to CRIU.
+
+    `mappings` is the number of memory areas.
+    """
 
     memory_bytes: int
     disk_bytes: int
@@ -64,11 +66,10 @@ class BakeResult(NamedTuple):
 
 
 def bake(folder: Path, memory: Path, pid: int, progress: Callable[[float], None]) -> BakeResult:
-    """Bake the dump of process `pid` in `folder`, writing its pages to the new file `memory`.
+    """Bake the dump of process `pid` in `folder`; its pages move to the new file `memory`.
 
-    `progress` gets the finished fraction, 0 to 1.
-
-    Raises DumpError if the images have an unknown structure, OSError if the disk is full.
+    `progress` gets the finished fraction, 0 to 1. Raises DumpError for an unknown structure of the
+    images, OSError if the disk is full.
     """
     pages = folder / "pages-1.img"
     runs = _runs(folder / f"pagemap-{pid}.img", pages.stat().st_size)
@@ -84,7 +85,7 @@ def bake(folder: Path, memory: Path, pid: int, progress: Callable[[float], None]
 
 
 def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
-    """Return the runs of pages that CRIU wrote, in file order; adjacent runs are joined."""
+    """Return the runs of pages that CRIU wrote, in file order; adjacent ones are joined."""
     runs: list[Run] = []
     offset = 0
     for entry in criu_images.read(pagemap).messages[1:]:
@@ -102,7 +103,7 @@ def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
 
 
 def _scan(memory: Path, progress: Callable[[float], None]) -> list[Range]:
-    """Punch holes where the file holds zeros; return the holes (offset, end), in order."""
+    """Replace blocks of zeros in the file by holes; return the holes (start, end) in order."""
     zero = bytes(BLOCK_BYTES)
     zeros: list[Range] = []
     size = memory.stat().st_size
@@ -116,14 +117,14 @@ def _scan(memory: Path, progress: Callable[[float], None]) -> list[Range]:
                         begin = zeros.pop().low
                     zeros.append(Range(begin, start + block + BLOCK_BYTES))
             progress((start + len(chunk)) / size)
-        fallocate = ctypes.CDLL(None).fallocate  # if the file system cannot punch holes, the zeros stay
+        fallocate = ctypes.CDLL(None).fallocate  # its failure is ignored: the zeros then stay
         for begin, stop in zeros:
             fallocate(file.fileno(), _PUNCH_HOLE, ctypes.c_long(begin), ctypes.c_long(stop - begin))
     return zeros
 
 
 def _forget_scheduling(core: Path) -> None:
-    """Clear the builder's niceness, so that a resumed process gets its launcher's."""
+    """Remove niceness and scheduling policy, so that a resumed process gets its launcher's."""
     image = criu_images.read(core)
     gone = (criu_images.THREAD_NICE, criu_images.THREAD_POLICY, criu_images.THREAD_PRIORITY)
     threads = [
@@ -135,6 +136,8 @@ def _forget_scheduling(core: Path) -> None:
 
 
 class _Baker:
+    """Rewrites the images of one dump: `write` maps the long runs and leaves the others to CRIU."""
+
     def __init__(
         self, folder: Path, memory: Path, pid: int, runs: list[Run], zeros: list[Range]
     ) -> None:
@@ -152,7 +155,7 @@ class _Baker:
         self._write_rest()
 
     def _write_files(self) -> None:
-        """Add `memory.img` to the files that CRIU opens."""
+        """Add `memory.img` to the list of files that CRIU opens."""
         path = self._folder / "files.img"
         image = criu_images.read(path)
         self._file_id = 1 + max(file.number(criu_images.FILE_ID) for file in image.messages)
@@ -173,7 +176,7 @@ class _Baker:
         criu_images.write(path, image)
 
     def _write_areas(self) -> None:
-        """Split the memory areas so that long runs of content become mappings of `memory.img`."""
+        """Split the memory areas at the long runs, which become mappings of `memory.img`."""
         path = self._folder / f"mm-{self._pid}.img"
         image = criu_images.read(path)
         areas = image.messages[0].parts(criu_images.MM_AREAS)
@@ -184,7 +187,7 @@ class _Baker:
     def _cut(self, area: ImageMessage) -> Iterator[ImageMessage]:
         start, end = area.number(criu_images.AREA_START), area.number(criu_images.AREA_END)
         status = area.number(criu_images.AREA_STATUS)
-        # Anonymous memory needs no zeros on disk; in a file's mapping they must hide the file's bytes.
+        # pages of zeros can be left out of anonymous memory, but in a mapping they hide a file's bytes
         runs = self._content if status & criu_images.STATUS_ANON_PRIVATE else self._runs
         shortest = SHORTEST_RUN_BYTES if _may_be_mapped(area) else end
         address = start
@@ -218,7 +221,7 @@ class _Baker:
         )
 
     def _write_rest(self) -> None:
-        """Write the unmapped pages for CRIU: a new pagemap and a new, short file of pages."""
+        """Write the pagemap and the pages of all runs that are not mapped, for CRIU to read."""
         pagemap = self._folder / f"pagemap-{self._pid}.img"
         image = criu_images.read(pagemap)
         remaining = sorted(self._rest)

@@ -1,12 +1,12 @@
-"""Build one snapshot: start the parked process in namespaces, dump it, bake it, test it.
+"""Build one snapshot: start the process to park in new namespaces, dump it, bake it, try it.
 
-`python -m edgeinfer.snapshots.builder.builder FD FOLDER` is a small process with one thread, because it
-clones into namespaces. `edgeinfer.snapshots.builder.jobs` starts it and ends it, however `warm` ends.
-FD is a socket to that process, with one build request; the answer is `Stage` messages, then a `Payload`
-with the details, or `Failed`.
+`python -m edgeinfer.snapshots.builder.builder FD FOLDER` runs it. FD is a socket to the process that
+wants the build (`builder.jobs`) and sends a BuildRequest. The answers are `Stage` messages, then a
+`Payload` with the snapshot's details, or `Failed`. It is a process of its own because only a process
+with one thread may clone itself into new namespaces.
 
-The snapshot becomes visible with the last rename, after everything is on the disk and a resume of it
-has computed the canary (`LoadedModel.canary`) bit for bit as before the dump.
+The snapshot becomes visible by a rename at the very end: when all is on the disk, and a process resumed
+from it has computed the same canary (`LoadedModel.canary`), bit by bit, as before the dump.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import checks
 
 _DUMP_TIMEOUT_S = 600
-#: Message that asks a build's init how the parked process ended.
+#: Question to a build's init: with which status did the parked process end?
 _DIED = b"died"
 _NEAR_FULL_BYTES = 16 << 20
 
 
 class BuildRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Inputs of a build, their digest, and CRIU: its path, version and tier."""
+    """What to build (`inputs` and their digest `depends_on`), and the CRIU to use."""
 
     inputs: SnapshotInputs
     depends_on: str
@@ -63,7 +63,7 @@ class BuildRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Builder:
-    """One build in `folder`; `order` is the socket to the process that requested it."""
+    """One build in `folder`. `order` is the socket to the process that requested it."""
 
     def __init__(self, order: socket.socket, folder: Path, request: BuildRequest) -> None:
         self._order = order
@@ -74,7 +74,11 @@ class Builder:
         self._wake_read, self._wake_write = os.pipe()
 
     def build(self) -> Details:
-        """Build and publish. Raises what loading raises, DumpError, RestoreError, DiskFullError."""
+        """Build the snapshot and make it visible.
+
+        Raises DumpError, RestoreError, DiskFullError, SnapshotStaleError, and the errors of loading a
+        model.
+        """
         self._images.mkdir(mode=0o700)
         parked = self._park_and_dump()
         self._stages.begin("bake")
@@ -121,7 +125,7 @@ class Builder:
         return parked
 
     def _wait_until_parked(self, link: socket.socket, order: socket.socket) -> ParkedProcess:
-        """Let the process park; return once it has closed its end of the link."""
+        """Send the inputs to the process; return what it reports once it is parked."""
         messages.send(link, messages.Payload(content=msgspec.json.encode(self._request.inputs)))
         try:
             content = wait_for_payload(link, lambda stage: messages.send(self._order, stage))
@@ -138,7 +142,7 @@ class Builder:
     def _init(
         self, flags: int, user: int, group: int, link: socket.socket, orders: socket.socket
     ) -> NoReturn:
-        """Run as init of the namespaces: start the process that parks, then CRIU on request."""
+        """Run as init of the namespaces: start the process to park, then CRIU when told to."""
         try:
             process.die_with_parent()
             linux.become_init(flags, user, group)
@@ -218,7 +222,7 @@ class Builder:
         return manifest
 
     def _refuse_changed(self, stamps: dict[str, str]) -> None:
-        """Raise SnapshotStaleError if a file of the model was changed since before the load."""
+        """Raise SnapshotStaleError if a file of the model has changed during the build."""
         for path, stamp in self._request.inputs.stamps.items():
             if stamps.get(path, stamp) != stamp:
                 problem = f"{path} was changed while the snapshot was built; the snapshot was deleted"
@@ -252,14 +256,14 @@ class Builder:
         )
 
     def _source_digests(self, manifest: format.Manifest) -> dict[str, str]:
-        """Return the digests of the manifest's files; a model in one file has that of its pull."""
+        """Return the SHA-256 of each file that the process has mapped or read, by path."""
         files = self._request.inputs.files
         pulled = {os.path.realpath(files.paths[0]): files.sha256} if len(files.paths) == 1 else {}
         paths = filter(os.path.isfile, manifest.files)
         return {path: pulled.get(path) or sha256_of(Path(path)) for path in paths}
 
     def _publish(self, manifest: format.Manifest, details: Details) -> None:
-        """Write everything to the disk, then rename the manifest, which makes the snapshot visible."""
+        """Flush all to the disk, then rename the manifest into place: the snapshot is complete."""
         for name in (format.PARK_LOG, format.DUMP_LOG):
             (self._folder / name).unlink(missing_ok=True)
         for name in manifest.images:
@@ -271,11 +275,11 @@ class Builder:
 
 
 def parked_environment() -> dict[str, str]:
-    """Build the parked process's environment, without anything of the user's.
+    """Return the environment variables of the process to park; none is the user's.
 
-    One malloc arena, because glibc returns pages of further arenas to the kernel and expects zeros
-    later, where a mapping of `memory.img` would show the old content. One thread for numpy's linear
-    algebra, which is not needed: a restore would create every thread again.
+    It has one malloc arena: glibc gives pages of further arenas back to the kernel and expects zeros
+    later, but a mapping of `memory.img` would show their old content. numpy has one thread, because a
+    restore must create every thread again.
     """
     published = {
         "PATH": "/usr/bin:/bin",
@@ -304,7 +308,10 @@ def _disk_full(folder: Path) -> DiskFullError | None:
 
 
 def wait_for_payload(link: socket.socket, on_stage: Callable[[messages.Stage], None]) -> bytes | None:
-    """Return a build's answer, None if the process ended without one. Raises the error that it sent."""
+    """Wait for a build's answer, calling `on_stage` for its stages.
+
+    Returns None if the process ended without an answer; raises the error that it sent.
+    """
     while (received := messages.receive(link)) is not None:
         message = received[0]
         if isinstance(message, messages.Failed):
@@ -317,7 +324,7 @@ def wait_for_payload(link: socket.socket, on_stage: Callable[[messages.Stage], N
 
 
 def main() -> None:
-    """Build into the folder of the command line; after a failure, the folder is deleted."""
+    """Build as the command line and the first message say. A failed build's folder is deleted."""
     order, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
     content = wait_for_payload(order, lambda _stage: None)
     if content is None:
@@ -335,10 +342,10 @@ def main() -> None:
 
 
 def wrong_files(folder: Path) -> list[str]:
-    """List the files of a snapshot, and those it maps or was built from, that differ from the build.
+    """List the files whose SHA-256 differs from the build: the snapshot's, and those it maps.
 
-    They are read from the disk, except pages that a process has mapped. Raises SnapshotStaleError,
-    SnapshotUnsafeError, SnapshotCorruptError only for the manifest.
+    They are read from the disk, not from the page cache. Raises SnapshotStaleError,
+    SnapshotUnsafeError, and SnapshotCorruptError for a damaged manifest.
     """
     manifest = format.read_manifest(str(folder))
     fingerprint.refuse_stale(manifest, str(folder))
@@ -354,7 +361,10 @@ def _digest_on_disk(path: Path) -> str:
 
 
 def computes_canary(folder: Path) -> bool:
-    """Resume the snapshot; return whether it computes the bits of its build. Raises RestoreError."""
+    """Resume the snapshot; return whether it computes the same canary as its build did.
+
+    Raises RestoreError.
+    """
     manifest = format.read_manifest(str(folder))
     content = checks.ask_resumed_process(
         manifest, str(folder), checks.make_internal_request("canary"), criu.CHECK_LIMIT_S
@@ -363,7 +373,10 @@ def computes_canary(folder: Path) -> bool:
 
 
 def repeated_randomness(folder: Path) -> list[str]:
-    """Resume the snapshot twice; name the sources of randomness that repeat. Raises RestoreError."""
+    """Resume the snapshot twice; return the random sources that gave the same value twice.
+
+    Raises RestoreError.
+    """
     manifest = format.read_manifest(str(folder))
     drawn = []
     for _ in range(2):
@@ -375,6 +388,8 @@ def repeated_randomness(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    from edgeinfer.snapshots.builder import builder  # so that classes are not those of `__main__`
+    from edgeinfer.snapshots.builder import (
+        builder,
+    )  # isinstance needs the module's classes, not `__main__`'s
 
     builder.main()

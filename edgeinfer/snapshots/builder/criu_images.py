@@ -1,7 +1,7 @@
-"""Read and write CRIU's image files: a magic number, length-prefixed protobuf, then raw bytes.
+"""Read and write CRIU's image files: a magic number, then protobuf messages with their lengths.
 
-Implements only the part of protobuf that editing needs. Order and unknown fields are preserved. The
-field numbers below are those of CRIU's `images/*.proto`.
+Only what editing needs of protobuf is implemented. Order and unknown fields are preserved. The
+constants are field numbers and flags of CRIU's `images/*.proto`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ BYTES = 2
 FIXED32 = 5
 _FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 
-#: Field numbers by message: the address space, one of its areas, a run of pages, an open file, a
-#: regular file, a task, a thread.
+#: Field numbers: MM of the address space, AREA of a memory area, RUN of a run of pages, FILE of an open
+#: file, REG of a regular file, CORE of a task, THREAD of a thread's scheduling.
 MM_AREAS = 14
 AREA_START = 1
 AREA_END = 2
@@ -48,7 +48,7 @@ THREAD_POLICY = 4
 THREAD_PRIORITY = 5
 #: Value of FILE_TYPE for a regular file.
 REGULAR_FILE = 1
-#: Bits of a memory area's status.
+#: Flags in AREA_STATUS, then flags of mmap(2) in AREA_FLAGS.
 STATUS_REGULAR = 1
 STATUS_VDSO = 1 << 3
 STATUS_FILE_PRIVATE = 1 << 6
@@ -59,7 +59,7 @@ MAP_GROWSDOWN = 0x100
 
 
 class Field(NamedTuple):
-    """A field of a message; its value is a number, or bytes that may be a message."""
+    """A field of a message. `value` is a number, or bytes, which may be a nested message."""
 
     number: int
     kind: int
@@ -67,7 +67,7 @@ class Field(NamedTuple):
 
 
 class ImageMessage(list[Field]):
-    """The fields of a message, in order."""
+    """A protobuf message: its fields in order."""
 
     @classmethod
     def of(cls, values: Mapping[int, int | bytes]) -> ImageMessage:
@@ -75,7 +75,7 @@ class ImageMessage(list[Field]):
 
     @classmethod
     def decode(cls, data: int | bytes) -> ImageMessage:
-        """Decode a message. Raises SnapshotCorruptError if it is invalid."""
+        """Return the message in `data`. Raises SnapshotCorruptError."""
         if isinstance(data, int):
             raise SnapshotCorruptError("a CRIU image has a number in place of a message")
         message, offset = cls(), 0
@@ -108,14 +108,15 @@ class ImageMessage(list[Field]):
         return b"".join(out)
 
     def number(self, field: int) -> int:
-        """Return the integer in a field, 0 if there is none."""
+        """Return the integer in a field; 0 if the field is absent."""
         return next((value for n, _, value in self if n == field and isinstance(value, int)), 0)
 
     def parts(self, field: int) -> list[ImageMessage]:
+        """Return the messages nested in a repeated field."""
         return [ImageMessage.decode(value) for n, _, value in self if n == field]
 
     def with_values(self, values: Mapping[int, int | bytes]) -> ImageMessage:
-        """Return the message with these values replaced, or appended if the field is new."""
+        """Return a copy with these values; fields that were absent are appended."""
         fields = [field._replace(value=values.get(field.number, field.value)) for field in self]
         numbers = {field.number for field in self}
         for number, value in values.items():
@@ -124,13 +125,13 @@ class ImageMessage(list[Field]):
         return ImageMessage(fields)
 
     def with_parts(self, field: int, parts: Iterable[ImageMessage]) -> ImageMessage:
-        """Return the message with `parts` in a repeated field, which is placed last."""
+        """Return a copy whose repeated field has `parts`; the field moves to the end."""
         remaining = [element for element in self if element.number != field]
         return ImageMessage([*remaining, *(Field(field, BYTES, name.encode()) for name in parts)])
 
 
 class Image(NamedTuple):
-    """One image file: its magic numbers and its messages."""
+    """An image file: its magic number (8 bytes) and its messages."""
 
     magic: bytes
     messages: list[ImageMessage]
@@ -157,7 +158,7 @@ def _encode(value: int) -> bytes:
 
 
 def read(path: Path) -> Image:
-    """Read an image file that consists of messages. Raises SnapshotCorruptError if it is truncated."""
+    """Read an image file of messages. Raises SnapshotCorruptError."""
     data = path.read_bytes()
     messages = []
     offset = 8

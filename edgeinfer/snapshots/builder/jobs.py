@@ -1,12 +1,11 @@
-"""Build jobs: for `edgeinfer warm`, for `snapshots take`, and in the background.
+"""Run builds of snapshots: for `edgeinfer warm`, for `snapshots take`, and in the background.
 
-A job takes the lock of its name, frees disk space, runs a builder and prunes. `take` loads the model of
-a running process once more, with the same options, and snapshots that copy: the running process is
-neither stopped nor read (docs/decisions/091-snapshot-of-a-running-service.md).
+Each build takes the lock of the snapshot's name, frees disk space, runs a builder process and removes
+older snapshots. `take` does not touch the running process that it is for: it loads the same model with
+the same options in another process (docs/decisions/091-snapshot-of-a-running-service.md).
 
-`python -m edgeinfer.snapshots.builder.jobs MODEL OPTIONS` builds the snapshot that would have served a
-cold launch. It runs in the background at idle priority, and adds one line to `auto-warm.log` in the
-state directory.
+`python -m edgeinfer.snapshots.builder.jobs MODEL OPTIONS` is the background build after a cold launch.
+It runs at idle priority and adds a line to `auto-warm.log` in the state directory.
 """
 
 from __future__ import annotations
@@ -45,23 +44,23 @@ from edgeinfer.snapshots.inputs import ProcessDescription, SnapshotInputs, stamp
 from edgeinfer.snapshots.registry import Details
 from edgeinfer.units import format_bytes
 
-#: Stage of a build that waits for another build of the same snapshot.
+#: Stage name while another process builds the same snapshot.
 WAITING = "waiting for another build of this snapshot"
-#: Progress callback: stage, and fraction from 0 to 1 or None if unknown.
+#: Progress callback: stage, and fraction from 0 to 1, or None if unknown.
 Progress = Callable[[str, float | None], None]
-#: Lock for builds next to a computing process: only one at a time.
+#: Lock of builds at low priority, so that only one of them runs at a time.
 BACKGROUND_LOCK = ".auto-warm.lock"
-#: Bytes needed besides the model: Python's heap, the touched KV cache and compute buffers.
+#: Estimated disk space (bytes) of a snapshot: Python's heap, touched KV cache, compute buffers.
 _NEED_BYTES = 400 << 20
 _BUILDER = "edgeinfer.snapshots.builder.builder"
 
 
 def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: Progress) -> Details:
-    """Build and publish a snapshot, and remove the previous one of that name; its processes continue.
+    """Build a snapshot; remove the older one of that name. Processes resumed from it continue.
 
-    A background build of the same snapshot is ended: at idle priority it could delay this one for
-    minutes. Raises SnapshotsUnavailableError, SnapshotUnsafeError, DiskFullError, DumpError,
-    RestoreError, and what loading raises.
+    A background build of the same snapshot is ended: at idle priority it could take minutes. Raises
+    SnapshotsUnavailableError, SnapshotUnsafeError, DiskFullError, DumpError, RestoreError, and the
+    errors of loading a model.
     """
     probed, name = criu.available(), inputs.name
     root = paths.private_dir(paths.snapshots_dir())
@@ -86,7 +85,7 @@ def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: Progress) -
 def _build_in_new_folder(
     root: Path, inputs: SnapshotInputs, probed: criu.Probe, progress: Progress
 ) -> Details:
-    """Run a builder in a new folder; if it fails, delete the folder and record the failure."""
+    """Run a builder in a new folder. If it fails, delete the folder and record the failure."""
     stamps = inputs.stamps or stamps_of(inputs.files, inputs.options)
     request = BuildRequest(
         inputs=msgspec.structs.replace(inputs, stamps=stamps),
@@ -102,7 +101,7 @@ def _build_in_new_folder(
             return run_builder(folder, request, progress)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        # an error of a draft model that the options name concerns every launch with that draft model
+        # a failure is recorded for the main model, so it must not be caused by a draft model
         is_of_draft = inputs.options.draft not in ("", NO_DRAFT) and isinstance(error, ModelLoadError)
         if isinstance(error, EdgeInferError) and not is_of_draft:
             registry.record_failure(inputs.name, inputs.model, request.depends_on, error)
@@ -110,7 +109,7 @@ def _build_in_new_folder(
 
 
 def refuse_full(root: Path, name: str, need_bytes: int) -> None:
-    """Raise DiskFullError if the snapshot would leave less free space than the margin."""
+    """Raise DiskFullError if a snapshot of `need_bytes` would leave less than 4 GiB free."""
     free = free_bytes(root)
     if free - need_bytes < registry.DISK_MARGIN_BYTES:
         problem = f"the snapshot {name} needs about {format_bytes(need_bytes)}"
@@ -119,16 +118,16 @@ def refuse_full(root: Path, name: str, need_bytes: int) -> None:
 
 
 def being_built() -> list[str]:
-    """List the snapshots that this program is building in any process."""
+    """List the names of this program's snapshots that any process is building now."""
     suffix = f"-{fingerprint.program_tag()}.lock"
     locks = sorted(paths.snapshots_dir().glob(f".*{suffix}"))
     return [path.name[1 : -len(suffix)] for path in locks if is_locked(path)]
 
 
 def _end_background(lock: Path) -> bool:
-    """End the background build that holds a lock; return False if another process holds it."""
+    """End the background build that holds a lock; return whether there was one."""
     with contextlib.suppress(OSError):
-        holder = f":{lock.stat().st_ino}"  # without the device number: Btrfs reports another
+        holder = f":{lock.stat().st_ino}"  # only the inode: on Btrfs, the device number differs
         for line in Path("/proc/locks").read_text().splitlines():
             _, kind, _, _, pid, file, *_ = line.split()
             command = Path(f"/proc/{pid}/cmdline")
@@ -140,7 +139,7 @@ def _end_background(lock: Path) -> bool:
 
 
 def remove_unfinished(root: Path) -> None:
-    """Remove folders of killed builds: those without a manifest whose lock is free."""
+    """Remove the folders of killed builds: without a manifest, and not locked."""
     for folder in root.iterdir():
         if format.SEPARATOR not in folder.name or (folder / format.MANIFEST).exists():
             continue
@@ -149,9 +148,9 @@ def remove_unfinished(root: Path) -> None:
 
 
 def run_builder(folder: Path, request: BuildRequest, progress: Progress) -> Details:
-    """Run a builder in an existing, locked folder, and report its stages.
+    """Run a builder process in an existing, locked folder; return the snapshot's details.
 
-    Raises what it raises, SnapshotError if it dies.
+    Raises the error that the builder sends, SnapshotError if it ends without one.
     """
     mine, builder_link = socket.socketpair()
     command = process.child_command(_BUILDER, str(builder_link.fileno()), str(folder))
@@ -198,11 +197,12 @@ def _listen(
 def take(
     description: ProcessDescription, given_name: str, config: SnapshotsConfig, progress: Progress
 ) -> tuple[Details, bool]:
-    """Build the snapshot of `description`, by default under the name that it was resumed from.
+    """Build a snapshot of what `description` says a running process has loaded.
 
-    Return the snapshot, and False if it exists already and nothing has changed since. The build runs at
-    the lowest priority, one at a time. Raises SnapshotStaleError if a file was changed since it was
-    loaded, and what `build` raises.
+    Without `given_name`, it replaces the snapshot from which that process was resumed. Returns its
+    details, and False if the same snapshot existed already. It runs at the lowest priority, one build
+    at a time. Raises SnapshotStaleError if a file has changed since that process loaded it, and the
+    errors of `build`.
     """
     process.use_lowest_priority()
     lock = paths.private_dir(paths.state_dir()) / BACKGROUND_LOCK
@@ -225,7 +225,7 @@ def _refuse_changed(description: ProcessDescription) -> None:
 
 
 def _find_same(inputs: SnapshotInputs) -> Details | None:
-    """Return the valid snapshot of that name with the same inputs and choices, if there is one."""
+    """Return the details of a valid snapshot with the same name and inputs, otherwise None."""
     root = str(paths.snapshots_dir())
     folders = format.generations(root, fingerprint.program_tag()).get(inputs.name)
     if not folders:
@@ -242,7 +242,7 @@ def _find_same(inputs: SnapshotInputs) -> Details | None:
 
 
 def reason_not_to_build(config: Config, inputs: SnapshotInputs) -> str:
-    """Return why the snapshot of `inputs` should not be built, or ""."""
+    """Return why a background build of this snapshot would be useless, or ""."""
     if not config.snapshots.auto_warm:
         return "switched off (snapshots.auto-warm)"
     probed = criu.probe()
@@ -261,7 +261,7 @@ def reason_not_to_build(config: Config, inputs: SnapshotInputs) -> str:
 
 
 def build_if_useful(model: str, options: LoadOptions) -> str:
-    """Build the snapshot unless there is a reason not to; return a line for the log."""
+    """Build the snapshot unless it would be useless; return the line for the log."""
     host = Host()
     try:
         ref = host.resolve(model)
@@ -279,7 +279,7 @@ def build_if_useful(model: str, options: LoadOptions) -> str:
 
 
 def main() -> None:
-    """Run the background process; one at a time."""
+    """Run one background build at idle priority, after any other one has ended."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     process.use_lowest_priority()

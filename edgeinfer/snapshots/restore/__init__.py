@@ -1,1 +1,1 @@
-"""The restored process: run a verb, renew state that every restore repeats, release idle memory."""
+"""The process after the resume: new random seeds, the launch's environment, then the verb."""

@@ -1,4 +1,4 @@
-"""The host of a process with a launcher: its engine is resumed, loaded here, or in a worker."""
+"""The host of an app: it gives the verb its engine, which is resumed, loaded, or a worker's."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ if TYPE_CHECKING:
     from edgeinfer.workers.remote_engine import RemoteEngine
 
 
-#: Idle time (s) after which a cold chat or endpoint requests a snapshot for its next start, and the
-#: interval (s) of that check.
+#: Idle time (s) after which a cold chat or endpoint requests the snapshot that it lacked, and how often
+#: (s) that is checked.
 _REST_S, _LOOK_S = 15.0, 3.0
 
 
 class AppHost(Host):
-    """The host of a process that the launcher started. If the process was restored with a model, other
-    models run in worker processes.
+    """The host of an app, the process that a launcher has started for a verb.
+
+    A process that was resumed with one model loads other models in worker processes.
     """
 
     def __init__(
@@ -66,10 +67,10 @@ class AppHost(Host):
         self._link = link
         self._request = request
         self._is_worker = request.role == "worker"
-        #: Verbs that live for one answer request a snapshot only when options are used again.
+        #: `run` and `batch` end soon: they request a snapshot only if the same options are used twice.
         self._long_lived = self._is_worker or request.argv[0] in ("chat", "serve")
-        # A chat shows the reason of a cold start in its status line. A worker sends its reason to its
-        # owner: its stderr is the terminal on which a chat may draw.
+        # a chat shows the reason of a cold start in its status line; a worker sends it to its client,
+        # because its stderr may be the terminal on which a chat draws
         is_silent = self._is_worker or request.argv[:1] == ("chat",)
         self._hint = "" if is_silent else request.hint
         self._named = request.is_named
@@ -86,7 +87,7 @@ class AppHost(Host):
 
     @property
     def config(self) -> Config:
-        """Configuration; a named snapshot's model and load options are its defaults."""
+        """Configuration. With a named snapshot, its model and options replace the configured ones."""
         config = super().config
         if self._named:
             config = msgspec.structs.replace(config, default_model=self.loaded_model, load=LoadConfig())
@@ -94,15 +95,16 @@ class AppHost(Host):
 
     @property
     def loaded_model(self) -> str:
-        """Model that this process was resumed with, or ""."""
+        """Name of the model with which this process was resumed; "" if none or closed."""
         return self._loaded.model if self._loaded and self._loaded.is_open else ""
 
     def engine(
         self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
     ) -> Engine:
-        """Return the resumed engine if it fits, otherwise a worker's; a cold process loads it here.
+        """Return an engine for a model: the resumed one if it fits, otherwise a worker's.
 
-        Raises what `Host.engine` raises, and EngineClosedError if the worker dies while it starts.
+        A cold process loads the model itself. Raises what loading raises, and EngineClosedError if the
+        worker ends while it starts.
         """
         self._reached("load")
         text = model if isinstance(model, str) else model.text
@@ -120,7 +122,7 @@ class AppHost(Host):
         elif self._named:
             problem = f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {text}"
             raise UsageError(problem, hint="leave the model out, or name a snapshot of that model")
-        else:  # the launcher chose another model: report the worker's start instead
+        else:  # the launcher chose another model: report how the worker started
             engine = remote = self.worker(text, options, progress)
             how = {name: getattr(remote.start, name) for name in ("how", "reason", "snapshot")}
             self.start = msgspec.structs.replace(self.start, **how)
@@ -155,10 +157,10 @@ class AppHost(Host):
         return engine
 
     def _say_cold_start(self, snapshot: str) -> None:
-        """Print the reason of a cold start to stderr, once the model is loaded."""
+        """Print to stderr why this launch started cold."""
         if not self._hint or self.start.how != "cold":
             return
-        from edgeinfer.snapshots.registry import build_lock  # only for this line
+        from edgeinfer.snapshots.registry import build_lock  # not needed if nothing is printed
 
         is_building = is_locked(build_lock(paths.snapshots_dir(), snapshot))
         hint = "it is being built" if is_building else self._hint
@@ -179,13 +181,16 @@ class AppHost(Host):
         self._publish(self._description)
 
     def _publish(self, description: ProcessDescription | None) -> None:
-        """Publish the loaded model for `ps` and `snapshots take`."""
+        """Publish what is loaded, for `ps` and `snapshots take`."""
         self._description = description
         if description is not None:
             self._note.write(msgspec.structs.replace(description, url=self._url))
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
-        """Request a snapshot from the launcher, and wait for it. Raises the error of its build."""
+        """Let the launcher run `snapshots take` for this process; wait for the result.
+
+        Raises the error of the build.
+        """
         arguments = (f"--model={model}", f"--name={name}")
         outcome = read_build(self._tell_with_pipe(messages.TakeSnapshot(argv=arguments)), None)
         if outcome.result is None:
@@ -200,11 +205,11 @@ class AppHost(Host):
     def worker(
         self, model: str, options: LoadOptions, progress: LoadProgress | None = None
     ) -> RemoteEngine:
-        """Start the engine of `model` in a process, resumed if possible; closing it ends the process.
+        """Start a process with an engine for `model`, resumed if possible; closing it ends it.
 
-        Raises what loading raises there, EngineClosedError if that process dies before it is ready.
+        Raises what loading raises there, and EngineClosedError if the process ends before it is ready.
         """
-        from edgeinfer.workers.remote_engine import RemoteEngine  # 5 ms in a cold process
+        from edgeinfer.workers.remote_engine import RemoteEngine  # slow import in a cold process: 5 ms
 
         request = messages.StartWorker(
             model=model, options=msgspec.json.encode(options), requested=snapshot_options(options)
@@ -220,12 +225,12 @@ class AppHost(Host):
         return RemoteEngine(socket.socket(fileno=fds[0]), progress)
 
     def worker_start(self, engine: Engine) -> Start | None:
-        from edgeinfer.workers.remote_engine import RemoteEngine  # 5 ms in a cold process
+        from edgeinfer.workers.remote_engine import RemoteEngine  # slow import in a cold process: 5 ms
 
         return engine.start if isinstance(engine, RemoteEngine) else None
 
     def warm_models(self) -> frozenset[str]:
-        from edgeinfer.snapshots.registry import list_snapshots  # only for the model picker
+        from edgeinfer.snapshots.registry import list_snapshots  # only the model picker needs it
 
         return frozenset(snapshot.details.model for snapshot in list_snapshots() if snapshot.fresh)
 
@@ -236,12 +241,15 @@ class AppHost(Host):
         progress: LoadProgress | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
-        """Run `edgeinfer warm` as a process of the launcher, outside our namespaces."""
+        """Let the launcher run `edgeinfer warm`; wait for its end. Raises like `follow_build`."""
         output = self._tell_with_pipe(messages.WarmNow(argv=warm_argv(model, options)))
         follow_build(model, output, progress, cancel, lambda: self._tell(messages.StopWarming()))
 
     def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
-        """Tell the launcher which snapshot would have helped; it builds that later, when idle."""
+        """Tell the launcher which snapshot would have avoided this cold start.
+
+        It is built after the launch, or once a long-lived process has been idle.
+        """
         if not self.config.snapshots.auto_warm or self.start.how != "cold":
             return
         if not self._long_lived and self._is_first_use(model, options):
@@ -254,7 +262,7 @@ class AppHost(Host):
             threading.Thread(target=_call_when_rested, args=asking, name="rest", daemon=True).start()
 
     def _is_first_use(self, model: str, options: LoadOptions) -> bool:
-        """Return whether options beyond the configuration are used for the first time; log it."""
+        """Return whether unusual options are used for the first time, and log that."""
         requested = snapshot_options(options)
         usual = snapshot_options(typed_options.load_options(argparse.Namespace(), self.config.load))
         name = format.snapshot_name(model, requested)
@@ -271,7 +279,7 @@ class AppHost(Host):
             messages.send(self._link, message, fds)
 
     def _tell_with_pipe(self, message: messages.LauncherMessage) -> int:
-        """Send a message with a pipe's writing end; return the reading end."""
+        """Send a message with the writing end of a new pipe; return the reading end."""
         read_fd, write_fd = os.pipe()
         self._tell(message, [write_fd])
         os.close(write_fd)
@@ -279,7 +287,7 @@ class AppHost(Host):
 
 
 def _call_when_rested(engine: Engine, action: Callable[[], None]) -> None:
-    """Call `action` once the engine had no request for `_REST_S`; never if it is closed before."""
+    """Call `action` once the engine has been idle for `_REST_S`, unless it is closed before."""
     rested_s, before = 0.0, (0, 0)
     while rested_s < _REST_S:
         time.sleep(_LOOK_S)
@@ -306,14 +314,14 @@ class _BuildResult(msgspec.Struct, frozen=True):
 
 
 class BuildEnd(msgspec.Struct, frozen=True):
-    """The final JSON of `warm` and `snapshots take`; `error` is as in `errors.to_fields`."""
+    """The JSON that `warm` and `snapshots take` end with: a result, or an error's fields."""
 
     result: _BuildResult | None = None
     error: dict[str, str] = {}
 
 
 def read_build(output: int, progress: LoadProgress | None) -> BuildEnd:
-    """Read a build's output, one line per stage, to its end; close it."""
+    """Read a build's output to its end, reporting each line as a stage; close it."""
     last = "it ended without a message"
     outcome = None
     with open(output, encoding="utf-8", errors="replace") as lines:
@@ -329,7 +337,7 @@ def read_build(output: int, progress: LoadProgress | None) -> BuildEnd:
 
 
 def warm_argv(model: str, options: LoadOptions) -> tuple[str, ...]:
-    """Return the arguments for `edgeinfer warm`, with every load option that can be typed."""
+    """Return the arguments of `edgeinfer warm` for a model and all its load options."""
     values = {option.flag: getattr(options, option.field) for option in LOAD_OPTIONS if option.flag}
     return (model, "--json", *(f"{flag}={value}" for flag, value in values.items() if value != ""))
 
@@ -341,9 +349,9 @@ def follow_build(
     cancel: threading.Event | None,
     stop: Callable[[], None],
 ) -> None:
-    """Read the output of `edgeinfer warm` until it ends, and close it.
+    """Read the output of `edgeinfer warm` to its end; call `stop` once `cancel` is set.
 
-    Raises the error that it ended with, DumpError if there is none, InterruptedByUser if stopped.
+    Raises the error that it printed, DumpError without one, InterruptedByUser after a cancellation.
     """
     finished = threading.Event()
     if cancel is not None:

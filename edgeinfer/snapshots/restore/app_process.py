@@ -1,15 +1,13 @@
-"""The app: a resumed process with its model, or a cold process that loads it.
+"""The app: the process of a verb, resumed with a model, or cold.
 
-Both receive a launch request on the link to their launcher and adopt its environment. The request's
-role says whether they run a verb, serve an engine to another process, compute the canary, or collect
-facts for a verification. The supervisor reports their end to the launcher.
+It receives a launch request on the link to its launcher and takes over the launcher's environment. The
+request's role says whether it runs a verb, serves an engine to another process, computes the canary, or
+reports facts about itself.
 
-All processes resumed from one image start with the same memory. So every source of randomness must be
-reseeded before anything else happens. The launch's own state (environment, working directory, umask,
-time zone, locale, processors, limits) comes with the launch request. An error here ends the process:
-without new seeds it must not serve.
+All processes resumed from one snapshot start with the same memory, so every source of randomness gets a
+new seed before anything else. An error while doing so ends the process: it must not answer.
 
-`python -m edgeinfer.snapshots.restore.app_process FD` is a cold app, without a model.
+`python -m edgeinfer.snapshots.restore.app_process FD` is a cold app.
 """
 
 from __future__ import annotations
@@ -41,7 +39,8 @@ from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.restore.app_host import AppHost
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel
 
-#: Variable that names a file for the list of modules imported after the resume; for tests.
+#: Environment variable with the path of a file that gets the modules imported after a resume, for
+#: tests.
 TRACE_IMPORTS = "EDGEINFER_TRACE_IMPORTS"
 
 
@@ -51,14 +50,14 @@ def run_app(
     loaded: LoadedModel | None,
     resumed_ns: int,
 ) -> NoReturn:
-    """Run a launch request; exit if the launcher has ended. Never returns."""
+    """Run a launch request, then exit. `received` is None if the launcher has ended."""
     if received is None:
         os._exit(125)
     request, fds = received
     assert isinstance(request, LaunchRequest)
     code = 70
     try:
-        # the set of all module names costs 900 page faults, so only for tests
+        # only for tests: reading the names of all modules would cause 900 page faults
         modules = set(sys.modules) if any(TRACE_IMPORTS in entry for entry in request.env) else set()
         listeners = _adopt_launch(request, fds, loaded)
         start = _describe_start(request, resumed_ns)
@@ -81,7 +80,7 @@ def run_app(
 def _adopt_launch(
     request: LaunchRequest, fds: list[int], loaded: LoadedModel | None
 ) -> list[socket.socket]:
-    """Adopt entropy, then descriptors, then everything else; return the request's sockets."""
+    """Take over seeds, streams and environment of a launch, in this order; return its sockets."""
     samplers = reseed(request.entropy, loaded.droppable if loaded else [])
     for target, fd in enumerate(fds[:3]):
         os.dup2(fd, target)
@@ -103,18 +102,18 @@ def _adopt_launch(
 
 
 def _title(request: LaunchRequest, loaded: LoadedModel | None) -> str:
-    """Return the resumed process's title for `ps`: `edgeinfer serve qwen3-4b`."""
+    """Return the process's title for `ps`: `edgeinfer serve qwen3-4b`."""
     role = request.argv[0] if request.role == "verb" else request.role
     return " ".join(("edgeinfer", role, *([loaded.model] if loaded else [])))
 
 
 def _stop(_number: int, _frame: object) -> None:
-    """Stop on Ctrl-Z: in a session without a terminal SIGTSTP does not stop a process by default."""
+    """Handle Ctrl-Z: without a terminal, the default action of SIGTSTP would not stop us."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _describe_start(request: LaunchRequest, resumed_ns: int) -> Start:
-    """Describe this launch's start, with its stages (ms) from the launcher's exec."""
+    """Return how this app was started, with the times (ms) since the launcher's exec."""
     stages = {
         "launcher": request.main_ns,
         "restore": request.spawn_ns,
@@ -137,12 +136,12 @@ def _run_role(
     sockets: list[socket.socket],
 ) -> int:
     if request.role == "verb":
-        from edgeinfer.cli.main import main  # 20 ms in a cold process
+        from edgeinfer.cli.main import main  # slow import in a cold process: 20 ms
 
         host = AppHost(start, link, loaded, tuple(sockets), request=request)
         return main(list(request.argv), host)
     if request.role == "worker":
-        from edgeinfer.workers.remote_engine import serve_engine  # 5 ms in a cold process
+        from edgeinfer.workers.remote_engine import serve_engine  # slow import in a cold process: 5 ms
 
         host = AppHost(start, link, loaded, request=request)
         options = msgspec.json.decode(request.options, type=LoadOptions)
@@ -153,7 +152,7 @@ def _run_role(
         messages.send(link, messages.Payload(content=loaded.canary()))
         return 0
     if request.role == "facts":
-        from edgeinfer.snapshots.restore import checks  # 1 ms, only for tests and verifications
+        from edgeinfer.snapshots.restore import checks  # only tests and verifications need it
 
         facts = msgspec.json.encode(checks.gather(loaded))
         messages.send(link, messages.Payload(content=facts))
@@ -168,7 +167,10 @@ def _flush() -> None:
 
 
 def droppable_ranges(smaps: str) -> list[Range]:
-    """Find the memory in which glibc >= 2.41 keeps getrandom's vDSO state (flag `dp`)."""
+    """Return the droppable memory in a text of /proc/PID/smaps (flag `dp`).
+
+    glibc >= 2.41 keeps the state of getrandom(3) there.
+    """
     ranges: list[Range] = []
     current = Range(0, 0)
     for line in smaps.splitlines():
@@ -182,21 +184,21 @@ def droppable_ranges(smaps: str) -> list[Range]:
 
 
 def read_droppable_ranges() -> list[Range]:
-    """Find the droppable ranges of this process."""
+    """Return the droppable memory of this process."""
     with open("/proc/self/smaps", encoding="ascii", errors="replace") as file:
         return droppable_ranges(file.read())
 
 
 def clear_random_state(ranges: list[Range]) -> None:
-    """Empty those ranges before a dump and after a restore, because CRIU 4.1 restores them."""
+    """Drop these pages before a dump and after a restore: CRIU 4.1 would repeat them."""
     for low, high in ranges:
         linux.forget_pages(low, high - low)
 
 
 def reseed(entropy: bytes, ranges: list[Range]) -> bytes:
-    """Give every source of randomness a new state; return entropy for the samplers.
+    """Give every source of randomness a new state; return fresh entropy for the samplers.
 
-    `entropy` comes from the launcher, and is mixed with the kernel's. Raises OSError.
+    `entropy` is the launcher's; the kernel's is added. Raises OSError.
     """
     clear_random_state(ranges)
     seed = linux.getrandom(64) + entropy
@@ -210,7 +212,7 @@ def reseed(entropy: bytes, ranges: list[Range]) -> bytes:
 
 
 def adopt_environment(request: LaunchRequest) -> None:
-    """Adopt the launcher's environment, folder, umask, zone, locale, processors and soft limits."""
+    """Take over variables, folder, umask, time zone, locale, CPUs and limits of a launch."""
     os.environ.clear()
     for assignment in request.env:
         name, _, value = assignment.partition("=")
@@ -219,11 +221,11 @@ def adopt_environment(request: LaunchRequest) -> None:
     time.tzset()
     with contextlib.suppress(locale.Error):
         locale.setlocale(locale.LC_CTYPE, "")
-    with contextlib.suppress(OSError):  # the folder was deleted: stay in /
+    with contextlib.suppress(OSError):  # the folder is gone: stay in /
         os.chdir(request.cwd)
     os.umask(request.umask)
     processors = set(map(int, request.affinity))
-    for thread in os.listdir("/proc/self/task") if processors else ():  # the engine's threads, too
+    for thread in os.listdir("/proc/self/task") if processors else ():  # includes the engine's threads
         with contextlib.suppress(OSError):  # the thread ended, or the processor is offline
             os.sched_setaffinity(int(thread), processors)
     for name, value in request.limits.items():
@@ -242,9 +244,9 @@ def _limit(which: int, soft: int) -> None:
 
 
 def new_streams() -> None:
-    """Open sys.stdin, stdout and stderr over 0, 1 and 2, as a new interpreter does."""
+    """Open sys.stdin, stdout and stderr on descriptors 0 to 2, as a new interpreter does."""
     encoding = locale.getencoding()
-    # the C locale, which Python also treats as UTF-8
+    # like a new interpreter, use UTF-8 in the C locale
     lenient = encoding.lower() in ("ascii", "ansi_x3.4-1968", "646")
     if lenient or sys.flags.utf8_mode:
         encoding = "utf-8"
@@ -258,18 +260,20 @@ def _open(fd: int, mode: str, encoding: str, errors: str) -> object:
     try:
         buffering = 1 if os.isatty(fd) or fd == 2 else -1
         return open(fd, mode, buffering, encoding=encoding, errors=errors, closefd=False)
-    except OSError:  # as in a new interpreter, None for a closed descriptor
+    except OSError:  # the descriptor is closed; a new interpreter has None then
         return None
 
 
 def main() -> NoReturn:
-    """Run a cold app: the link's descriptor is the only argument."""
+    """Run a cold app; the only argument is the descriptor of its link."""
     resumed_ns = time.monotonic_ns()
     link = socket.socket(fileno=int(sys.argv[1]))
     run_app(link, messages.receive(link), None, resumed_ns)
 
 
 if __name__ == "__main__":
-    from edgeinfer.snapshots.restore import app_process  # so that classes are not those of `__main__`
+    from edgeinfer.snapshots.restore import (
+        app_process,
+    )  # isinstance needs the module's classes, not `__main__`'s
 
     app_process.main()

@@ -1,4 +1,4 @@
-"""Collect facts of two resumed processes, in which everything random must differ."""
+"""Ask a resumed process for its canary, or for facts that show whether the resume is complete."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ _SAMPLED_TOKENS = 12
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a process: draws from every source of randomness (`random`), and its launch request."""
+    """Facts about a resumed process: `random` has a draw from each source of randomness.
+
+    The other fields show what it took over from its launch request.
+    """
 
     random: dict[str, str]
     environment: dict[str, str]
@@ -44,6 +47,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gather(loaded: LoadedModel | None) -> Facts:
+    """Return the facts about this process."""
     drawn = {
         "os.urandom": os.urandom(16).hex(),
         "getrandom": getrandom(16).hex(),
@@ -88,7 +92,7 @@ def _sample(loaded: LoadedModel) -> str:
 def ask_resumed_process(
     manifest: Manifest, folder: str, request: LaunchRequest, limit_s: int = criu.RESTORE_LIMIT_S
 ) -> bytes:
-    """Resume the snapshot to answer one request, within `limit_s`. Raises RestoreError, OSError."""
+    """Resume a snapshot and return its answer to one request. Raises RestoreError, OSError."""
     own_link, link = socket.socketpair()
     child = supervise.resume(manifest, folder, link.fileno(), limit_s)
     link.close()
@@ -109,7 +113,7 @@ def ask_resumed_process(
 
 
 def make_internal_request(role: str) -> LaunchRequest:
-    """Make a launch request without a user: "canary" or "facts"."""
+    """Return a launch request that no user made; `role` is "canary" or "facts"."""
     now = time.monotonic_ns()
     return LaunchRequest(
         role=role, entropy=os.urandom(64), exec_ns=now, main_ns=now, spawn_ns=now, how="resumed"

@@ -1,4 +1,4 @@
-"""The engine loaded in a parked process, and its use by a launch."""
+"""The engine that a parked process has loaded, and how a launch uses it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ _CANARY_PROMPTS = (
 
 
 class LoadedModel:
-    """A loaded engine and how it was loaded.
+    """A loaded engine with the description of its load.
 
-    `droppable` are the ranges that `app_process.reseed` empties, `weights` the model's mapped files.
+    `droppable` is the memory that `app_process.reseed` clears, `weights` the mapped parts of the
+    model's files.
     """
 
     def __init__(self, engine: LlamaEngine, description: ProcessDescription) -> None:
@@ -52,9 +53,10 @@ class LoadedModel:
         return self.engine.is_open
 
     def serves(self, model: str, options: LoadOptions, *, named: bool = False) -> bool:
-        """Return whether this engine has the requested model and options.
+        """Return whether this engine is what a launch asks for.
 
-        A default option matches any value. If the snapshot was `named`, all options do.
+        An option with its default value matches every value. For a snapshot that was `named`, options
+        of the snapshot that the launch does not mention match too.
         """
         if not self.is_open or model != self.model:
             return False
@@ -72,7 +74,7 @@ class LoadedModel:
         return self.engine
 
     def resume(self, entropy: bytes) -> None:
-        """Resume the engine, with new entropy and a thread for each processor of this launch."""
+        """Let the engine run again, with new entropy and a thread for each core of this launch."""
         # a parked process has already imported it
         from edgeinfer.platform.machine import read_processors
         from edgeinfer.runtime.memory_plan import choose_threads
@@ -82,7 +84,11 @@ class LoadedModel:
         start_prefetch(self.weights)
 
     def canary(self) -> bytes:
-        """Compute four prompts' tokens, embeddings or scores; they must survive a restore bit-equal."""
+        """Return the results of four fixed prompts (msgpack); a resumed engine must repeat them bit by
+        bit.
+
+        They are log-probabilities, embeddings or scores, depending on the model.
+        """
         info = self.engine.info
         if info.can_rerank:
             return msgspec.msgpack.encode(self.engine.rerank(_CANARY_PROMPTS[0], _CANARY_PROMPTS[1:]))
@@ -104,20 +110,20 @@ class LoadedModel:
 
 
 def actual(engine: Engine) -> dict[str, str]:
-    """Return the actual value of each option on which the choice of a snapshot depends."""
+    """Return the values that the load chose, for the options that select a snapshot."""
     info = engine.info
     chosen = {name: str(choice.value) for name, choice in info.choices.items()}
     return chosen | {"n_ctx": str(info.n_ctx), "n_parallel": str(info.n_parallel)}
 
 
-#: Bytes per read: a huge page.
+#: Bytes per read: the size of a huge page.
 STEP_BYTES = 2 << 20
 
 
 def start_prefetch(mapped: list[Area]) -> None:
-    """Read the uncached parts of these file mappings in the background, if memory holds them all."""
+    """Read the uncached parts of mapped files in a thread, if all of them fit into free memory."""
     cold = []
-    with contextlib.suppress(OSError):  # only an optimisation: page faults would read it too
+    with contextlib.suppress(OSError):  # without it, page faults read the file
         cold = [area for area in mapped if is_cold(area.path)]
     n_bytes = sum(area.high - area.low for area in mapped)
     if cold and n_bytes <= read_memory().available_bytes:
@@ -132,7 +138,7 @@ def _read_all(cold: list[Area]) -> None:
 
 
 def read_ahead(area: Area) -> int:
-    """Read the uncached bytes of a mapping's file; return their number. Raises OSError."""
+    """Read those bytes of a mapped file that are not cached; return their number. Raises OSError."""
     into, n_bytes = memoryview(bytearray(STEP_BYTES)), 0
     stop = area.offset + area.high - area.low
     with open(area.path, "rb", buffering=0) as file:

@@ -1,1 +1,1 @@
-"""Export the inputs of a snapshot as a signed OCI image; an import builds the snapshot from them."""
+"""Export a snapshot as a signed OCI image of its inputs; an import rebuilds it from them."""

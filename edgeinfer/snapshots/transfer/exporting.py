@@ -1,4 +1,4 @@
-"""Export: describe a snapshot by the files it was built from, sign the description, and store both."""
+"""Export a snapshot: describe the files it was built from, sign that, and store both."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from edgeinfer.snapshots.transfer.image import (
 
 
 class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Size (bytes) of an export's layers, and of those that the store did not have."""
+    """A finished export. `written_bytes` counts the layers that the store did not have yet."""
 
     digest: str
     signer: str
@@ -42,10 +42,10 @@ class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
 def export(
     folder: Path, store: ImageStore, progress: Callable[[str, float | None], None]
 ) -> ExportResult:
-    """Export the snapshot in `folder`.
+    """Export the snapshot in `folder` to `store`.
 
-    Raises SnapshotStaleError if it cannot be resumed here, SnapshotError if no other machine could
-    build it, and what the store raises.
+    Raises SnapshotStaleError if it cannot be resumed here, SnapshotError if another machine could not
+    build it, and the store's errors.
     """
     key = signing.own_key(make=True)
     assert key is not None
@@ -72,9 +72,9 @@ def export(
 
 
 def describe(manifest: format.Manifest, system: str) -> tuple[SnapshotDescription, dict[str, Path]]:
-    """Return a snapshot's description, and its files' paths by their digests.
+    """Return a snapshot's description, and the path of each of its files by digest.
 
-    Raises SnapshotError for a file without a name that another machine would know.
+    Raises SnapshotError for a file that another machine could not find by name.
     """
     pulled = _find_pulled(manifest.model)
     paths = list(pulled.paths)
@@ -108,7 +108,7 @@ def _file(kind: Kind, name: str, path: Path, *, sha256: str = "", scale: float =
 
 
 def _find_pulled(model: str) -> PulledModel:
-    """Return the pulled model of this name. Raises SnapshotError for any other name."""
+    """Return the pulled model with this name. Raises SnapshotError."""
     pulled = None if "/" in model else resolve(model).pulled
     if pulled is None or pulled.name != model:
         hint = f"`edgeinfer pull {model} --name NAME`, then `edgeinfer warm NAME`"

@@ -1,7 +1,7 @@
-"""An exported snapshot as an OCI image: a description of its build, signed by its exporter.
+"""An exported snapshot as an OCI image: a signed description of how to build it.
 
-The config is an ordinary image config with one more key, `edgeinfer`. It names every file by the digest
-of its layer, so one signature covers all files.
+The description is the key `edgeinfer` of the image's config. It names every file by the digest of its
+layer, so the signature covers the files too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from edgeinfer.platform.ed25519 import SigningKey, is_signed_by
 FORMAT = 6
 Kind = Literal["model", "projector", "adapter"]
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
-#: Media types of layers, each of which is an unpacked file: Docker's if there is one.
+#: Media type of each kind of file. A layer is the file itself, not an archive.
 MEDIA_TYPES = {
     "model": "application/vnd.docker.ai.gguf.v3",
     "projector": "application/vnd.docker.ai.mmproj",
@@ -31,24 +31,24 @@ MEDIA_TYPES = {
 }
 SIGNATURE = "io.edgeinfer.snapshot.signature"
 SIGNER = "io.edgeinfer.snapshot.signer"
-#: Largest manifest or config (bytes).
+#: Largest manifest or config (bytes) that is read.
 MAX_BYTES = 4 << 20
-#: A name of a file or folder: no separators, and not hidden.
+#: A file's or snapshot's name: no separators, no leading dot.
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_+-][A-Za-z0-9._+,-]*\Z", max_length=200)]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class ImageStore(Protocol):
-    """A folder, or a tag of a registry, that holds one image."""
+    """Where one image is kept: an OCI layout in a folder, or a tag in a registry."""
 
     def manifest_content(self) -> bytes: ...
 
     def read_blob(self, digest: str, size: int, /) -> bytes:
-        """Return a small blob without verifying it."""
+        """Return the content of a small blob, not yet verified."""
 
     def fetch_blob(self, digest: str, size: int, folder: Path, job: Job) -> Path:
-        """Write a blob to a folder without verifying it."""
+        """Write a blob to a file in `folder`, not yet verified; return its path."""
 
     def has_blob(self, digest: str, size: int) -> bool: ...
 
@@ -58,7 +58,7 @@ class ImageStore(Protocol):
 
 
 class SnapshotFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that the snapshot is built from; `scale` is for adapters."""
+    """A file that the snapshot is built from. Only adapters have a `scale`."""
 
     kind: Kind
     name: Name
@@ -68,12 +68,12 @@ class SnapshotFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Digest of its layer in OCI's notation."""
+        """Digest of its layer: `sha256:` and 64 hex digits."""
         return f"sha256:{self.sha256}"
 
 
 class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot as its exporter describes it: the build's options and files."""
+    """How to build the snapshot: model, load options, system prompt and files."""
 
     format: int = FORMAT
     name: Name
@@ -84,7 +84,7 @@ class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model_files(self) -> list[SnapshotFile]:
-        """Files of the model in order; its projector is last."""
+        """Files of the model in order, then its projector if there is one."""
         return [file for file in self.files if file.kind != "adapter"]
 
     @property
@@ -111,23 +111,26 @@ class _Config(msgspec.Struct):
 
 
 def sha256(content: bytes) -> str:
-    """Return the digest of `content` in OCI's notation."""
+    """Return the digest of `content`: `sha256:` and 64 hex digits."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def corrupt(message: str) -> SnapshotCorruptError:
-    """Make the error for corrupt input, which has no hint."""
+    """Make the error for an invalid image, without a hint."""
     return SnapshotCorruptError(message, hint="")
 
 
 def layers(description: SnapshotDescription) -> list[Descriptor]:
-    """Return a layer for each file; equal files share one."""
+    """Return the layers of an image: one for each file, equal files only once."""
     files = {file.digest: file for file in description.files}.values()
     return [Descriptor(MEDIA_TYPES[file.kind], file.digest, file.size) for file in files]
 
 
 def sign(description: SnapshotDescription, key: SigningKey) -> tuple[bytes, bytes]:
-    """Return the image config and the manifest with its signature; equal snapshots give equal bytes."""
+    """Return the image's config and its manifest, which has the signature of the config.
+
+    Equal descriptions give equal bytes.
+    """
     machine = os.uname().machine
     blobs = layers(description)
     config = msgspec.json.encode(
@@ -151,9 +154,10 @@ def sign(description: SnapshotDescription, key: SigningKey) -> tuple[bytes, byte
 
 
 def read_signed(store: ImageStore) -> tuple[SnapshotDescription, bytes]:
-    """Return the description in an image and the public key that signed it, trusted or not.
+    """Verify an image's signature; return its description and the signer's public key.
 
-    Raises SnapshotCorruptError, SnapshotUntrustedError for a signature that is missing or wrong.
+    The caller decides whether to trust the key. Raises SnapshotUntrustedError without a valid
+    signature, SnapshotCorruptError for an invalid image.
     """
     try:
         manifest = msgspec.json.decode(store.manifest_content(), type=ImageManifest)
@@ -177,7 +181,7 @@ def read_signed(store: ImageStore) -> tuple[SnapshotDescription, bytes]:
 
 
 def refuse_other_bytes(digest: str, actual: str) -> None:
-    """Raise SnapshotCorruptError if a blob's content has another digest."""
+    """Raise SnapshotCorruptError if `actual` is not the expected digest."""
     if actual != digest:
         raise corrupt(f"the content of {digest} has another digest")
 

@@ -1,7 +1,7 @@
-"""Import: store the missing files of a signed snapshot under their names, and build the snapshot here.
+"""Import a snapshot: fetch the files of a signed image that are missing here, and build it.
 
-Nothing is read before the signer is known, and nothing is stored before every digest is checked. A
-model that was pulled here, under any name, is not fetched again.
+No file is read before the signer is trusted, and none is stored before its digest is right. A model
+that is here under any name is not fetched again.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _MISFIT = "the snapshot does not fit this machine"
 
 
 def import_snapshot(image: ImageStore, host: Host, progress: jobs.Progress) -> tuple[Details, str]:
-    """Pull the files that the image describes, and build it; return it with its signer's fingerprint.
+    """Build the snapshot that an image describes; return its details and the signer's fingerprint.
 
-    Raises SnapshotCorruptError, SnapshotUntrustedError, SnapshotStaleError if a name means something
-    else here, DiskFullError, and what pulling and building raise.
+    Raises SnapshotCorruptError, SnapshotUntrustedError, DiskFullError, SnapshotStaleError if this
+    machine has another file under a name of the image, and the errors of pulling and building.
     """
     description, public = read_signed(image)
     signer = signing.refuse_unknown(public)
@@ -54,7 +54,7 @@ def import_snapshot(image: ImageStore, host: Host, progress: jobs.Progress) -> t
     _store_files(image, description, progress)
     model, requested = description.model, description.requested
     given_name = format.user_name_of(description.name, model, requested)
-    if description.adapters:  # the adapters' local paths are part of the snapshot's name
+    if description.adapters:  # here, the adapters have other paths
         requested |= {LORA.field: adapters_text([_local(file) for file in description.adapters])}
     known = {option.field: option for option in LOAD_OPTIONS}
     parsed = {field: known[field].parse(text) for field, text in requested.items() if field in known}
@@ -74,7 +74,7 @@ def _local(file: SnapshotFile) -> Adapter:
 
 
 def _refuse_other_options(description: SnapshotDescription) -> None:
-    """Raise SnapshotStaleError if models.toml here adds adapters that the snapshot lacks."""
+    """Raise SnapshotStaleError if the local models.toml adds adapters to this model."""
     model = description.model
     entry = load_catalog().get(parse_reference(model).name)
     if entry and entry.lora and LORA.field not in description.requested:
@@ -83,7 +83,7 @@ def _refuse_other_options(description: SnapshotDescription) -> None:
 
 
 def _store_files(image: ImageStore, description: SnapshotDescription, progress: jobs.Progress) -> None:
-    """Store the missing model and adapters under their names, all or none."""
+    """Fetch and store the model and adapters that are missing: all of them or none."""
     model = _find_pulled(description)
     missing = [file for file in description.adapters if not _has_adapter(file)]
     missing += description.model_files if model is None else []
@@ -108,7 +108,10 @@ def _store_files(image: ImageStore, description: SnapshotDescription, progress: 
 
 
 def _find_pulled(description: SnapshotDescription) -> store.PulledModel | None:
-    """Return the local model, under any name. Raises SnapshotStaleError if its name is taken."""
+    """Return the pulled model with the same files, under any name, or None.
+
+    Raises SnapshotStaleError if another model has this name.
+    """
     digests = [file.sha256 for file in description.model_files]
     pulled = resolve(description.model).pulled
     if pulled is None:
@@ -120,7 +123,7 @@ def _find_pulled(description: SnapshotDescription) -> store.PulledModel | None:
 
 
 def _digests(model: store.PulledModel) -> list[str]:
-    """Return the digests of a model's files; the projector's is last."""
+    """Return the SHA-256 of a model's files in order, then of its projector."""
     projector = resolve(model.name).files().projector
     digests = [file.sha256 for file in model.files]
     return [*digests, sha256_of(Path(projector))] if projector else digests
@@ -131,7 +134,10 @@ def _pull(name: str, path: Path, *, in_place: bool) -> None:
 
 
 def _has_adapter(file: SnapshotFile) -> bool:
-    """Return whether the adapter is stored here. Raises SnapshotStaleError if its name is taken."""
+    """Return whether the adapter is stored here.
+
+    Raises SnapshotStaleError if another adapter has its name.
+    """
     path = adapters.adapter_path(file.name)
     if not path.exists():
         return False

@@ -1,4 +1,4 @@
-"""A folder as an OCI image layout with one image.
+"""An OCI image layout: one image in a folder.
 
     oci-layout          {"imageLayoutVersion": "1.0.0"}
     index.json          the manifest's digest
@@ -35,13 +35,16 @@ class _Index(msgspec.Struct):
 
 
 class Layout:
-    """An image layout in one folder; nothing is read or created before it is needed."""
+    """The image in `folder`, which is created by the first write (an `ImageStore`)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def manifest_content(self) -> bytes:
-        """Return the image's manifest, verified. Raises SnapshotMissingError, SnapshotCorruptError."""
+        """Return the manifest, after checking its digest.
+
+        Raises SnapshotMissingError without an image, SnapshotCorruptError.
+        """
         path = self.folder / "index.json"
         try:
             content = _read(path)
@@ -50,7 +53,7 @@ class Layout:
             raise SnapshotMissingError(
                 f"there is no {path}", hint="name the folder of an export, or oci://REGISTRY/NAME:TAG"
             ) from error
-        except (OSError, ValueError) as error:  # msgspec's errors, or several images
+        except (OSError, ValueError) as error:  # invalid JSON, or not exactly one image
             raise corrupt(f"{path} is invalid: {error}") from error
         content = self.read_blob(manifest.digest, manifest.size)
         refuse_other_bytes(manifest.digest, sha256(content))
@@ -63,7 +66,7 @@ class Layout:
         return copy_into(folder, self._existing(digest, size), job)
 
     def _existing(self, digest: str, size: int) -> Path:
-        """Return a blob's file. Raises SnapshotCorruptError if it is not a file of this size."""
+        """Return a blob's path. Raises SnapshotCorruptError if it is not a file of this size."""
         if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
             raise corrupt(f"{digest!r} is not a digest")
         try:
@@ -90,7 +93,7 @@ class Layout:
                 file.write(chunk)
 
     def put_manifest(self, content: bytes) -> None:
-        """Write the manifest, which makes the folder an image."""
+        """Write the manifest and the index, which complete the image."""
         descriptor = Descriptor(MANIFEST_TYPE, sha256(content), len(content))
         self.put_blob(descriptor.digest, len(content), iter([content]))
         write_durably(self.folder / "oci-layout", b'{"imageLayoutVersion":"1.0.0"}')
@@ -99,7 +102,7 @@ class Layout:
 
 
 def _read(path: Path) -> bytes:
-    """Read a small file. Raises OSError (also if it is not an ordinary file), SnapshotCorruptError."""
+    """Read a file of at most MAX_BYTES. Raises OSError, SnapshotCorruptError."""
     with open(open_regular(path, os.O_NOFOLLOW), "rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:

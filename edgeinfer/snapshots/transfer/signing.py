@@ -1,7 +1,7 @@
-"""The signers whose snapshots are imported: this user, and keys that this user trusts.
+"""The keys that sign and verify exported snapshots: this user's own, and those the user trusts.
 
 DATA/snapshot-key.pem   the private key, PKCS #8, 0600; made at the first export
-DATA/snapshot-signers   0600: lines of a trusted FINGERPRINT and the day it was trusted
+DATA/snapshot-signers   0600: a line per trusted key: FINGERPRINT, and the day it was trusted
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIGNERS = "snapshot-signers"
 
 
 def own_key(*, make: bool) -> SigningKey | None:
-    """Return this user's key; create it if there is none and `make` is set.
+    """Return this user's private key; None if there is none, unless `make` creates it.
 
     Raises SnapshotUnsafeError if other users can read it, SnapshotUntrustedError if it is not a key.
     """
@@ -39,7 +39,7 @@ def own_key(*, make: bool) -> SigningKey | None:
 
 
 def _read_private(name: str) -> str:
-    """Read a file that only this user can access, "" if there is none. Raises SnapshotUnsafeError."""
+    """Read a file in the data directory, "" if missing. Raises SnapshotUnsafeError if others can."""
     path = paths.data_dir() / name
     if not os.path.lexists(path):
         return ""
@@ -61,13 +61,13 @@ def _write_private(name: str, text: str) -> None:
 
 
 def trusted_keys() -> dict[str, str]:
-    """Return every trusted fingerprint with its day. Raises SnapshotUnsafeError."""
+    """Return trusted fingerprint → day (2026-11-29). Raises SnapshotUnsafeError."""
     rows = (line.split() for line in _read_private(SIGNERS).splitlines())
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
 def trust(fingerprint: str) -> None:
-    """Trust the signatures of this key. Raises UsageError for an invalid fingerprint."""
+    """Trust snapshots signed by this key. Raises UsageError for an invalid fingerprint."""
     if not re.fullmatch(r"SHA256:[A-Za-z0-9+/]{43}", fingerprint):
         hint = "a fingerprint is SHA256: and 43 characters; `edgeinfer snapshots trust` shows yours"
         raise UsageError(f"{fingerprint!r} is not a fingerprint of a key", hint=hint)
@@ -75,7 +75,7 @@ def trust(fingerprint: str) -> None:
 
 
 def distrust(fingerprint: str) -> None:
-    """Stop trusting this key. Raises UsageError if it was not trusted."""
+    """Stop trusting a key. Raises UsageError if it was not trusted."""
     signers = trusted_keys()
     if signers.pop(fingerprint, None) is None:
         problem = f"{fingerprint} is not among the trusted keys"
@@ -88,7 +88,7 @@ def _write_signers(signers: dict[str, str]) -> None:
 
 
 def refuse_unknown(public: bytes) -> str:
-    """Return the fingerprint of a trusted or own key. Raises SnapshotUntrustedError for other keys."""
+    """Return a public key's fingerprint. Raises SnapshotUntrustedError unless it is trusted or own."""
     signer = fingerprint(public)
     own_signer = own_key(make=False)
     if signer not in trusted_keys() and (own_signer is None or own_signer.fingerprint != signer):
