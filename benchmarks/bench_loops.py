@@ -31,7 +31,7 @@ from common import add_out, model_path, write_figure
 from edgeinfer.bench import markdown
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
-from edgeinfer.runtime.event_stream import Collected, RepetitionWatch
+from edgeinfer.runtime.event_stream import CollectedAnswer, RepetitionWatch
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 
@@ -206,7 +206,7 @@ def ask(engine: LlamaEngine, prompt: Prompt, limit: int, sampling: Sampling, see
         max_tokens=limit,
         logprobs=0,
     )
-    answer = Collected()
+    answer = CollectedAnswer()
     for event in engine.submit(request):
         answer.add(event)
     nats = [-token.chosen.logprob for token in answer.logprobs]

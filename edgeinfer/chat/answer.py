@@ -11,7 +11,7 @@ from edgeinfer.chat.history.values import Stats, Status, Turn
 from edgeinfer.errors import EdgeInferError, StoreError
 from edgeinfer.platform.ed25519 import SigningKey
 from edgeinfer.receipts.receipt import Receipt, Refusal, make_receipt
-from edgeinfer.runtime.event_stream import Collected, RepetitionWatch
+from edgeinfer.runtime.event_stream import CollectedAnswer, RepetitionWatch
 from edgeinfer.runtime.events import CacheReport, Event, Finished, Progress
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.runtime.options import EngineInfo
@@ -41,8 +41,8 @@ class AnswerWriter:
         self._info = info
         self._on_end = on_end
         self._calls: tuple[ToolUse, ...] = ()
-        self._all = Collected(turn.content, turn.reasoning)
-        self._new = Collected()
+        self._all = CollectedAnswer(turn.content, turn.reasoning)
+        self._new = CollectedAnswer()
         self._watch = RepetitionWatch()
         self._repeats = False
 
@@ -73,12 +73,12 @@ class AnswerWriter:
         if isinstance(event, Finished):
             self._finish(event)
 
-    def flush(self) -> Collected:
+    def flush(self) -> CollectedAnswer:
         """Store the text since the last flush and return it.
 
         If the store fails, the answer continues with `store_error`. A repetitive answer is stopped.
         """
-        new, self._new = self._new, Collected()
+        new, self._new = self._new, CollectedAnswer()
         if (new.text or new.reasoning) and self.done is None:
             try:
                 self._store.append(self.turn.id, new.text, new.reasoning)

@@ -27,7 +27,7 @@ from edgeinfer.config.config_file import save
 from edgeinfer.error_text import hint
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, UsageError
 from edgeinfer.models.progress import ProgressLines
-from edgeinfer.runtime.event_stream import Collected
+from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Progress, TextDelta
 from edgeinfer.safe_text import without_controls
 from edgeinfer.tools.approval import Decision
@@ -293,7 +293,7 @@ class Repl:
         else:
             self.show_text(f"Tool {name} · {tool} {use.status}: {_first_line(use.result)}")
 
-    def _show(self, piece: Collected, thinking: bool) -> bool:
+    def _show(self, piece: CollectedAnswer, thinking: bool) -> bool:
         if piece.reasoning:
             if not thinking:
                 self._write("(thinking…) " if not self._unfolded else "(thinking) ")

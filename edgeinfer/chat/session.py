@@ -31,7 +31,7 @@ from edgeinfer.chat.history.values import (
 from edgeinfer.chat.requests import PromptContext, rounds_of
 from edgeinfer.errors import EdgeInferError, EngineClosedError, StoreError, UsageError
 from edgeinfer.receipts.receipt import with_record
-from edgeinfer.runtime.event_stream import Collected
+from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.tools.tool_use import Stop, ToolUse
@@ -174,11 +174,11 @@ class ChatSession:
         self._journal_id = rows[-1][0] if rows else 0
         return is_new
 
-    def follow(self) -> Collected:
+    def follow(self) -> CollectedAnswer:
         """Return what another process has added to its answer, and to its turn. Raises StoreError."""
         turn = self.answer_elsewhere
         rows = self.store.pieces(turn.id, self._journal_id) if turn is not None else ()
-        new = Collected("".join(row[1] for row in rows), "".join(row[2] for row in rows))
+        new = CollectedAnswer("".join(row[1] for row in rows), "".join(row[2] for row in rows))
         if turn is not None and rows:
             self._journal_id = rows[-1][0]
             content, reasoning = turn.content + new.text, turn.reasoning + new.reasoning

@@ -10,7 +10,7 @@ import msgspec
 
 from edgeinfer.errors import ReceiptError
 from edgeinfer.receipts.receipt import MAX_BYTES, parse_json
-from edgeinfer.runtime.event_stream import Collected, CollectedCall
+from edgeinfer.runtime.event_stream import CollectedAnswer, CollectedCall
 
 #: Keys of an answer's text and reasoning in whole replies, choices, messages and content blocks.
 _TEXT_KEYS = ("content", "text", "response", "result")
@@ -30,7 +30,7 @@ class Quote(msgspec.Struct, kw_only=True):
     calls: dict[int, list[Any]] = {}
     has_calls: bool = True
 
-    def difference(self, answer: Collected, *, prompt: str = "", is_cut: bool = False) -> str:
+    def difference(self, answer: CollectedAnswer, *, prompt: str = "", is_cut: bool = False) -> str:
         """Say which part differs from `answer`, the text of the receipt's tokens; "" if none does.
 
         `prompt` may come first (`echo`). `is_cut`: the end of the text, or of a call, was kept back.
@@ -48,7 +48,7 @@ class Quote(msgspec.Struct, kw_only=True):
             return "the response's tool calls differ from the receipt's tokens"
         return ""
 
-    def _has_calls_of(self, answer: Collected) -> bool:
+    def _has_calls_of(self, answer: CollectedAnswer) -> bool:
         calls = [call for _, call in sorted(answer.calls.items())]
         quoted = [call for _, call in sorted(self.calls.items())]
         if len(quoted) < len(calls):  # Ollama's API leaves out a call that a limit cut

@@ -21,7 +21,7 @@ from edgeinfer.receipts.receipt import (
     without_server_fields,
 )
 from edgeinfer.receipts.replies import Quote
-from edgeinfer.runtime.event_stream import Collected
+from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import FinishReason, TokenRecord
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest, Replay
@@ -251,15 +251,15 @@ class ReceiptCheck:
 
     def _generate(
         self, request: GenerateRequest, answer: tuple[int, ...], max_tokens: int
-    ) -> Collected:
+    ) -> CollectedAnswer:
         replay = Replay(answer=answer, time=self._receipt.time)
         return self._collect(msgspec.structs.replace(request, replay=replay, max_tokens=max_tokens))
 
-    def _collect(self, request: GenerateRequest) -> Collected:
+    def _collect(self, request: GenerateRequest) -> CollectedAnswer:
         generation = self._generation = self._engine.submit(request)
         if self._is_cancelled:
             generation.cancel()
-        answer = Collected()
+        answer = CollectedAnswer()
         for event in generation:
             answer.add(event)
         if answer.finish.reason in ("cancelled", "deadline"):
@@ -318,7 +318,7 @@ class ReceiptCheck:
         )
 
 
-def _record(answer: Collected) -> TokenRecord:
+def _record(answer: CollectedAnswer) -> TokenRecord:
     """Return the tokens of a replay. Raises ReceiptError if this engine cannot reproduce them."""
     record = answer.finish.record
     assert record is not None

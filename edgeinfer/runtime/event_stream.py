@@ -155,7 +155,7 @@ class CollectedCall:
         return "".join(self._fragments)
 
 
-class Collected:
+class CollectedAnswer:
     """The events of a generation. `last_event` ends it, `progress` is its last prefill report."""
 
     def __init__(self, text: str = "", reasoning: str = "") -> None:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from edgeinfer.config.config_file import PromptRule
 from edgeinfer.errors import UnknownModelError
 from edgeinfer.receipts.receipt import Receipt, Refusal
-from edgeinfer.runtime.event_stream import Collected
+from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import CacheReport, Finished
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import Message
@@ -70,7 +70,7 @@ class RequestContext:
     #: The request's body as received.
     body: bytes | None = None
     #: For the payload log: the answers, the failure, and whether the client left before the end.
-    answers: list[Collected] = field(default_factory=list)
+    answers: list[CollectedAnswer] = field(default_factory=list)
     #: Receipts of the answers, if the client asked for them or the payload log is on.
     receipts: list[Receipt | Refusal] = field(default_factory=list)
     problem: Problem | None = None

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 from starlette.responses import Response
 
-from edgeinfer.runtime.event_stream import Collected
+from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Event, Finished, Timings, Usage
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.wire_types import WireTimings
@@ -169,7 +169,7 @@ class Renderer(ABC):
         """
 
     @abstractmethod
-    def whole(self, answers: list[Collected]) -> bytes:
+    def whole(self, answers: list[CollectedAnswer]) -> bytes:
         """Render the JSON body of a request that is not streamed."""
 
 

@@ -23,7 +23,7 @@ from edgeinfer.agents.known_agents import agent_of
 from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.receipts.receipt import Receipt, Refusal, load_key, make_receipt, with_record
 from edgeinfer.runtime.chat_format.chat_format import unenforced_fields
-from edgeinfer.runtime.event_stream import Collected
+from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Event, Finished, Parsed, Progress
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.runtime.options import EngineInfo
@@ -276,7 +276,7 @@ class _GenerationResponse(Response):
     def _attach(self, task: GenerationTask) -> None:
         self.task = task
         self.endpoint.running.update(task.generations)
-        self.context.answers = [Collected() for _ in task.generations]
+        self.context.answers = [CollectedAnswer() for _ in task.generations]
         model = (self.context.model, self.context.version)
         self._between_tokens = self.endpoint.metrics.between_tokens.labels(*model)
         if self.client_left:
@@ -371,7 +371,7 @@ class _WholeResponse(_GenerationResponse):
             raise
         return self._add_receipts(task.renderer.whole(answers))
 
-    def _collect(self, collected: Collected, event: Event) -> bool:
+    def _collect(self, collected: CollectedAnswer, event: Event) -> bool:
         """Collect an event on the decode thread; only the last event wakes the event loop."""
         self._count(event)
         collected.add(event)

@@ -28,7 +28,7 @@ from edgeinfer.platform import disk
 
 if TYPE_CHECKING:
     from edgeinfer.receipts.receipt import Receipt, Refusal
-    from edgeinfer.runtime.event_stream import Collected
+    from edgeinfer.runtime.event_stream import CollectedAnswer
     from edgeinfer.server.context import RequestContext
     from edgeinfer.server.endpoint import Endpoint
 
@@ -43,7 +43,7 @@ _SYNC_S, _CLOSE_S = 1.0, 2.0
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
 #: Keys whose base64 values have no type next to them.
 _MEDIA_KEYS = {"images": "image", "multimodal_data": "image", "file_data": "file"}
-_Answers = list[tuple["Collected", "Receipt | Refusal | None"]]
+_Answers = list[tuple["CollectedAnswer", "Receipt | Refusal | None"]]
 #: An event without request and answers, the body, and the answers with their receipts.
 _Exchange = tuple[dict[str, Any], bytes, _Answers]
 
@@ -221,7 +221,7 @@ def _line(event: dict[str, Any], body: bytes, answers: _Answers) -> bytes:
     return msgspec.json.encode(event) + b"\n"
 
 
-def _describe(answer: Collected, receipt: Receipt | Refusal | None) -> dict[str, Any]:
+def _describe(answer: CollectedAnswer, receipt: Receipt | Refusal | None) -> dict[str, Any]:
     calls = [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in answer.calls.values()]
     shown: dict[str, Any] = {"text": answer.text, "reasoning": answer.reasoning, "tool_calls": calls}
     if (finish := answer.last_event) is not None:

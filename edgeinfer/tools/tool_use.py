@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from edgeinfer.runtime.event_stream import Collected
+from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.requests import Message, ToolCall
 from edgeinfer.safe_text import without_controls
 
@@ -43,7 +43,7 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def uses_of(answer: Collected) -> tuple[ToolUse, ...]:
+def uses_of(answer: CollectedAnswer) -> tuple[ToolUse, ...]:
     """Return the calls of an ended answer."""
     calls = (call for _, call in sorted(answer.calls.items()))
     return tuple(ToolUse(id=call.id, name=call.name, arguments=call.arguments) for call in calls)

@@ -28,7 +28,7 @@ from edgeinfer.chat.session import ChatSession
 from edgeinfer.chat.startup import ChatSetup, Engines, describe_start
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, EngineClosedError
-from edgeinfer.runtime.event_stream import Collected
+from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Progress
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.tools.tool_use import ToolUse
@@ -282,7 +282,7 @@ class ChatView:
             return self.streaming.entry
         return AnswerEntry(turn, alternative, streaming=turn.status == "streaming")
 
-    def grow(self, turn: Turn | None, new: Collected) -> None:
+    def grow(self, turn: Turn | None, new: CollectedAnswer) -> None:
         """Show what has been added to an answer that another process writes."""
         for entry in self.transcript.entries:
             if turn is not None and isinstance(entry, AnswerEntry) and entry.turn_id == turn.id:

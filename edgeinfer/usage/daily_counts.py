@@ -27,7 +27,7 @@ import numpy.typing as npt
 from edgeinfer import __version__
 from edgeinfer.errors import EngineError, StoreError
 from edgeinfer.platform import paths
-from edgeinfer.runtime.event_stream import Collected
+from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Event, Finished
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.sampling.log_sum import LogSum
@@ -131,7 +131,7 @@ class _AnswerObserver(SequenceObserver):
 
     def __init__(self, recorder: DriftRecorder, request: GenerateRequest) -> None:
         self._recorder, self.request = recorder, request
-        self.collected = Collected()
+        self.collected = CollectedAnswer()
         self.logprobs: list[float] = []
         self._n_tokens = 0
         #: Logits of the next token, and the logarithm of the sum of their exponentials.
@@ -176,7 +176,7 @@ def _sums(finished: Finished) -> dict[str, int]:
 
 
 def observe(
-    request: GenerateRequest, said: Collected, logprobs: Sequence[float], n_broken: int
+    request: GenerateRequest, said: CollectedAnswer, logprobs: Sequence[float], n_broken: int
 ) -> dict[str, float | str]:
     """Reduce a generation to values: numbers, shares (`…_share`) and categories."""
     finished, turns = said.finish, request.messages
@@ -226,7 +226,7 @@ def _script(text: str) -> str:
     return counted.most_common(1)[0][0] if counted else "none"
 
 
-def _tool_calls(request: GenerateRequest, said: Collected, n_broken: int) -> str:
+def _tool_calls(request: GenerateRequest, said: CollectedAnswer, n_broken: int) -> str:
     """Return "broken" if a call's notation is invalid, or its arguments are no object or incomplete."""
     required = {tool.name: tool.parameters.get("required") or () for tool in request.tools}
     for call in said.calls.values():

@@ -8,7 +8,7 @@ import pytest
 
 from edgeinfer.platform.machine import Machine, Memory
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
-from edgeinfer.runtime.event_stream import Collected
+from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Event
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -46,18 +46,18 @@ def ask(
     return GenerateRequest(**request_fields)  # type: ignore[arg-type]
 
 
-def collect(stream: Iterable[Event]) -> Collected:
-    reply = Collected()
+def collect(stream: Iterable[Event]) -> CollectedAnswer:
+    reply = CollectedAnswer()
     for event in stream:
         reply.add(event)
     return reply
 
 
-def answer(engine: Engine, request: GenerateRequest) -> Collected:
+def answer(engine: Engine, request: GenerateRequest) -> CollectedAnswer:
     return collect(engine.submit(request))
 
 
-def answers(engine: Engine, requests: Iterable[GenerateRequest]) -> list[Collected]:
+def answers(engine: Engine, requests: Iterable[GenerateRequest]) -> list[CollectedAnswer]:
     """Ask all at once, and return what is answered to each."""
     return [collect(stream) for stream in [engine.submit(request) for request in requests]]
 

@@ -23,7 +23,7 @@ from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime import vision
 from edgeinfer.runtime.chat_format.chat_format import PicturePlaces
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
-from edgeinfer.runtime.event_stream import Collected
+from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.llama.context import LlamaContext
@@ -81,7 +81,7 @@ def chat(*parts: str | bytes, **fields: object) -> GenerateRequest:
     return GenerateRequest(**request_fields)  # type: ignore[arg-type]
 
 
-def usage(reply: Collected) -> tuple[int, int]:
+def usage(reply: CollectedAnswer) -> tuple[int, int]:
     """The tokens of the prompt, and those of them that were cached."""
     assert reply.finish is not None
     return reply.finish.usage.prompt_tokens, reply.finish.usage.cached_tokens
@@ -180,7 +180,7 @@ def scores(engine: LlamaEngine, tokens: list[int], spans: list[Span]) -> np.ndar
     return next_logits
 
 
-def answer_as_bare_calls(engine: LlamaEngine, request: GenerateRequest) -> Collected:
+def answer_as_bare_calls(engine: LlamaEngine, request: GenerateRequest) -> CollectedAnswer:
     logits = scores(engine, *spans_of(engine, request))
     expected = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
     reply = answer(engine, request)
@@ -266,7 +266,7 @@ def test_eight_streams_beside_an_encoding_picture_keep_their_bits(
         monkeypatch.setattr(engine._vision._projector, "encode", slow)
         pictured = [engine.submit(request) for request in seen]
         streams = [*map(engine.submit, texts), *pictured]
-        beside = [Collected() for _ in streams]
+        beside = [CollectedAnswer() for _ in streams]
         for stream, into in zip(streams, beside, strict=True):
             for event in stream:
                 into.add(event)

@@ -36,7 +36,7 @@ from edgeinfer.media import document_files
 from edgeinfer.media.pictures import join_parts
 from edgeinfer.platform.disk import path_errors, write_durably
 from edgeinfer.receipts.receipt import Receipt, Refusal, load_key, make_receipt, with_record
-from edgeinfer.runtime.event_stream import Collected, RepetitionWatch
+from edgeinfer.runtime.event_stream import CollectedAnswer, RepetitionWatch
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.options import EngineInfo
@@ -335,7 +335,7 @@ def _cancelled_by_ctrl_c(generation: Cancellable) -> Iterator[Cancellable]:
 def _consume(
     generation: Generation, model: str, start: Start, stream_to: TextIO | None
 ) -> tuple[RunResult, Finished]:
-    answer = Collected()
+    answer = CollectedAnswer()
     watch, repeats = RepetitionWatch(), False
     is_terminal = stream_to is not None and stream_to.isatty()
     for event in generation:

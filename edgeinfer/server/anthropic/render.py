@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.runtime.event_stream import Collected, CollectedCall
+from edgeinfer.runtime.event_stream import CollectedAnswer, CollectedCall
 from edgeinfer.runtime.events import (
     Event,
     Finished,
@@ -188,7 +188,7 @@ class MessageRenderer(Renderer):
 
     # --- whole
 
-    def whole(self, answers: list[Collected]) -> bytes:
+    def whole(self, answers: list[CollectedAnswer]) -> bytes:
         (answer,) = answers
         content: list[wire.TextOut | wire.ThinkingOut | wire.ToolUseOut] = []
         if answer.reasoning:

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from edgeinfer.config.load_options import LORA
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.media.pictures import from_base64, join_parts
-from edgeinfer.runtime.event_stream import Collected
+from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Event, Finished, Logprob, ReasoningDelta, TextDelta, TokenLogprobs
 from edgeinfer.runtime.options import Adapter, EngineInfo, parse_adapters
 from edgeinfer.runtime.requests import (
@@ -236,7 +236,7 @@ class LlamaRenderer(Renderer):
     def waiting(self, text: str) -> bytes:
         return sse_comment(text) + sse(self._answer(0, "", ()))
 
-    def whole(self, answers: list[Collected]) -> bytes:
+    def whole(self, answers: list[CollectedAnswer]) -> bytes:
         bodies = []
         for index, collected in enumerate(answers):
             text = collected.reasoning + collected.text

@@ -17,7 +17,7 @@ from edgeinfer.errors import InvalidRequestError
 from edgeinfer.receipts.receipt import Receipt, parse_json, to_receipt
 from edgeinfer.receipts.verify import ReceiptCheck, Verification
 from edgeinfer.runtime.chat_format.tool_call_grammar import describe_loose
-from edgeinfer.runtime.event_stream import Collected
+from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.interface import Engine, HasReplicas
 from edgeinfer.runtime.options import EngineInfo, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message
@@ -160,7 +160,7 @@ def _piece(raw: bytes) -> str | list[int]:
 
 
 class _InferRenderer(ChatRenderer):
-    def whole(self, answers: list[Collected]) -> bytes:
+    def whole(self, answers: list[CollectedAnswer]) -> bytes:
         (answer,) = answers
         finished = answer.finish
         reply = wire.InferReply(

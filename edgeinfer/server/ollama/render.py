@@ -11,7 +11,7 @@ import msgspec
 from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.chat_format import reasoning
-from edgeinfer.runtime.event_stream import Collected, CollectedCall
+from edgeinfer.runtime.event_stream import CollectedAnswer, CollectedCall
 from edgeinfer.runtime.events import (
     Event,
     Finished,
@@ -120,7 +120,7 @@ class OllamaRenderer(Renderer):
     def waiting(self, text: str) -> bytes:
         return self._line()
 
-    def whole(self, answers: list[Collected]) -> bytes:
+    def whole(self, answers: list[CollectedAnswer]) -> bytes:
         (answer,) = answers
         calls, logprobs = _calls(answer.calls) or None, _logprobs(answer.logprobs)
         last = self._statistics(answer.finish) | {"done": True, "logprobs": logprobs}

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from edgeinfer import __version__
-from edgeinfer.runtime.event_stream import Collected
+from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import (
     Event,
     Finished,
@@ -139,7 +139,7 @@ class _OpenAI(Renderer):
         usage, _ = total(self.ends, self.n)
         return self._head + b'],"usage":%b}\n\n' % _encode(wire_usage(usage)) + DONE
 
-    def whole(self, answers: list[Collected]) -> bytes:
+    def whole(self, answers: list[CollectedAnswer]) -> bytes:
         usage, timings = total([answer.finish for answer in answers], self.n)
         choices: Any = [self._choice(index, answer) for index, answer in enumerate(answers)]
         reply = self.reply_type(
@@ -154,7 +154,7 @@ class _OpenAI(Renderer):
         return _encode(reply)
 
     @abstractmethod
-    def _choice(self, index: int, answer: Collected) -> msgspec.Struct:
+    def _choice(self, index: int, answer: CollectedAnswer) -> msgspec.Struct:
         """Make one entry of a whole answer's `choices`."""
 
     def waiting(self, text: str) -> bytes:
@@ -198,7 +198,7 @@ class ChatRenderer(_OpenAI):
     def _delta(self, index: int, delta: bytes, logprobs: bytes = b"null") -> bytes:
         return self._piece(index, b'"delta":{%b}' % delta, logprobs) + _TAIL
 
-    def _choice(self, index: int, answer: Collected) -> wire.ChatChoice:
+    def _choice(self, index: int, answer: CollectedAnswer) -> wire.ChatChoice:
         calls = []
         for _, call in sorted(answer.calls.items()):
             function = wire.WireFunction(name=call.name, arguments=call.arguments)
@@ -297,7 +297,7 @@ class CompletionRenderer(_OpenAI):
     def _delta(self, index: int, text: str, logprobs: bytes) -> bytes:
         return self._piece(index, b'"text":%b' % _encode(text), logprobs) + _TAIL
 
-    def _choice(self, index: int, answer: Collected) -> wire.CompletionChoice:
+    def _choice(self, index: int, answer: CollectedAnswer) -> wire.CompletionChoice:
         echo = self._echo(index, answer.prompt)
         logprobs = self._logprobs(answer.logprobs, len(echo)) if answer.logprobs else None
         if answer.prompt is not None:

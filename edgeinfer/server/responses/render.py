@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.runtime.event_stream import Collected
+from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import (
     Event,
     ReasoningDelta,
@@ -50,7 +50,7 @@ class ResponseRenderer(Renderer):
         self.created = int(time.time())
         self._request = body
         self._names = {name: (space, tool.name) for name, space, tool in functions_of(body)}
-        self._answer = Collected()
+        self._answer = CollectedAnswer()
         self._sequence = -1
         self._items: list[tuple[str, Any]] = []
 
@@ -169,7 +169,7 @@ class ResponseRenderer(Renderer):
 
     # --- whole
 
-    def whole(self, answers: list[Collected]) -> bytes:
+    def whole(self, answers: list[CollectedAnswer]) -> bytes:
         (answer,) = answers
         if answer.reasoning:
             self._items.append(("reasoning", 0))
@@ -179,7 +179,7 @@ class ResponseRenderer(Renderer):
         self._answer = answer
         return _encode(self._whole(answer))
 
-    def _whole(self, answer: Collected) -> wire.ResponseReply:
+    def _whole(self, answer: CollectedAnswer) -> wire.ResponseReply:
         finished = answer.finish
         output = [self._item(index, "completed") for index in range(len(self._items))]
         if finished.is_cut_short and output:

@@ -23,7 +23,7 @@ from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Conversation
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import EdgeInferError, EngineClosedError
-from edgeinfer.runtime.event_stream import Collected
+from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.context import RequestContext
@@ -418,7 +418,7 @@ class Follower:
             "notice": running.notice,
         }
 
-    def _pieces(self, turn_id: int, new: Collected) -> Iterator[tuple[str, object]]:
+    def _pieces(self, turn_id: int, new: CollectedAnswer) -> Iterator[tuple[str, object]]:
         if new.text or new.reasoning:
             growing = self._growing
             first = growing.add(new.text) if new.text else len(growing.blocks)

@@ -16,7 +16,7 @@ from edgeinfer.errors import ReceiptError
 from edgeinfer.receipts.receipt import Receipt
 from edgeinfer.receipts.replies import find_receipts, read_replies
 from edgeinfer.receipts.verify import ReceiptCheck
-from edgeinfer.runtime.event_stream import Collected
+from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta, ToolCallDelta
 from edgeinfer.server import generation
 from edgeinfer.server.payload_log import PayloadLog
@@ -94,7 +94,7 @@ def test_each_dialect_s_answer_ends_with_a_receipt_that_verifies(real, path, str
     assert (result["verdict"], result["n_answer"]) == ("verified", 12)
     [entry] = entries_of(reply.content)
     assert entry.quotes
-    assert not [quote for quote in entry.quotes if quote.difference(Collected(result["text"]))]
+    assert not [quote for quote in entry.quotes if quote.difference(CollectedAnswer(result["text"]))]
     receipt["content"]["answer"][3] ^= 1
     assert check(real, receipt)["verdict"] == "differs"
 
@@ -160,7 +160,7 @@ def test_each_changed_character_of_a_reply_is_noticed(serve, monkeypatch, path, 
     with_receipt(EXAMPLE, monkeypatch)
     dice = random.Random(f"{path} {stream} {script}")
     events = split_script(SCRIPTS[script], dice)
-    answer = Collected()
+    answer = CollectedAnswer()
     for event in events:
         answer.add(event)
     client = serve(FakeEngine([events])).client
