@@ -10,7 +10,7 @@ from edgeinfer.server.anthropic import translate, wire
 from edgeinfer.server.anthropic.render import MessageRenderer, error_body, error_events
 from edgeinfer.server.context import RequestContext, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable
-from edgeinfer.server.generation import answer
+from edgeinfer.server.generation_response import answer
 from edgeinfer.server.request_fields import refuse_pictures, stop_strings
 
 ROUTES = RouteTable()

@@ -27,7 +27,7 @@ from edgeinfer.runtime.requests import (
 )
 from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import Renderer, RouteTable, sse, sse_comment, wire_timings
-from edgeinfer.server.generation import answer
+from edgeinfer.server.generation_response import answer
 from edgeinfer.server.native import wire
 from edgeinfer.server.native.wire import LlamaAnswer, LlamaFields, LlamaLogprob, StopType
 from edgeinfer.server.openai.render import error_body

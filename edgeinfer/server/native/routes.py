@@ -25,7 +25,7 @@ from edgeinfer.server.connection import unless, until_disconnected
 from edgeinfer.server.context import RequestContext, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable, wire_timings
 from edgeinfer.server.endpoint import Endpoint
-from edgeinfer.server.generation import answer
+from edgeinfer.server.generation_response import answer
 from edgeinfer.server.metrics import version_of
 from edgeinfer.server.native import llama_routes, wire
 from edgeinfer.server.openai.render import ChatRenderer, error_body, error_events, finish_reason

@@ -18,7 +18,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.connection import unless, until_disconnected
 from edgeinfer.server.context import RequestContext, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable, stamp
-from edgeinfer.server.generation import answer
+from edgeinfer.server.generation_response import answer
 from edgeinfer.server.model_names import ollama_name, spellings
 from edgeinfer.server.model_pool import AvailableModel, LoadedReply, ModelAdministrator
 from edgeinfer.server.ollama import render, translate, wire

@@ -13,7 +13,7 @@ from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.context import RequestContext, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable, stamp
-from edgeinfer.server.generation import answer
+from edgeinfer.server.generation_response import answer
 from edgeinfer.server.model_pool import AvailableModel
 from edgeinfer.server.openai import translate, wire
 from edgeinfer.server.openai.render import ChatRenderer, CompletionRenderer, error_body, error_events

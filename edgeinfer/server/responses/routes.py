@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import Dialect, RouteTable, sse
-from edgeinfer.server.generation import answer
+from edgeinfer.server.generation_response import answer
 from edgeinfer.server.openai.render import error_body, sentence
 from edgeinfer.server.openai.wire import ErrorReply
 from edgeinfer.server.problems import Problem, unsupported

@@ -18,7 +18,7 @@ from edgeinfer.receipts.replies import find_receipts, read_replies
 from edgeinfer.receipts.verify import ReceiptCheck
 from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta, ToolCallDelta
-from edgeinfer.server import generation
+from edgeinfer.server import generation_response
 from edgeinfer.server.payload_log import PayloadLog
 
 CHAT = "/v1/chat/completions"
@@ -149,7 +149,7 @@ def long_options(path):
 
 def with_receipt(receipt, monkeypatch):
     """Let the endpoint give this receipt, as if an engine had recorded the answer's tokens."""
-    monkeypatch.setattr(generation, "make_receipt", lambda *_args, **_options: receipt)
+    monkeypatch.setattr(generation_response, "make_receipt", lambda *_args, **_options: receipt)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
