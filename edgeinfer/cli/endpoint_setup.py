@@ -28,7 +28,7 @@ from edgeinfer.receipts.receipt import load_key
 from edgeinfer.runtime.memory_plan import choose_threads
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ReplicasInfo
 from edgeinfer.server import lifecycle
-from edgeinfer.server.app import App
+from edgeinfer.server.app import EndpointApp
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import keys
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
@@ -168,7 +168,7 @@ def offline_endpoint(
     models = ModelPool(sources, default=name, keep_alive_s=host.config.serve.keep_alive_s)
     limits = Limits(max_requests=1_000_000, max_queue=1_000_000)
     endpoint = Endpoint(models, limits, Log("off"), host)
-    return endpoint, App(endpoint, Gate(keys=keys.Keys([])))
+    return endpoint, EndpointApp(endpoint, Gate(keys=keys.Keys([])))
 
 
 async def _purge_daily() -> None:

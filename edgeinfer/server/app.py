@@ -36,7 +36,7 @@ _REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 _ADMIN_ONLY = "This needs the endpoint's first API key or, without keys, the user who started it."
 
 
-class App:
+class EndpointApp:
     """The ASGI application of `endpoint`, guarded by `gate`. A scope holds its `RequestContext`."""
 
     def __init__(self, endpoint: Endpoint, gate: Gate) -> None:

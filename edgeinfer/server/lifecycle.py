@@ -20,7 +20,7 @@ import msgspec
 import uvicorn
 
 from edgeinfer.errors import EdgeInferError, ServeError
-from edgeinfer.server.app import App
+from edgeinfer.server.app import EndpointApp
 from edgeinfer.server.connection import unless
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards.protocol import guarded_protocol
@@ -134,7 +134,7 @@ class EndpointServer(uvicorn.Server):
     ) -> None:
         limits = endpoint.limits
         config = uvicorn.Config(
-            App(endpoint, gate),
+            EndpointApp(endpoint, gate),
             http=guarded_protocol(limits),
             ws="none",
             lifespan="off",
