@@ -135,14 +135,14 @@ class EndpointApp:
         """Count a request that uses a model while it runs. Raises Problem beyond the limits."""
         uses_model = context.operation is not None and context.operation.uses_model
         if uses_model:
-            self._endpoint.enter(context.key)
+            self._endpoint.admit_request(context.key)
         try:
             yield
         finally:
             context.__dict__.pop("request", None)
             self._endpoint.bodies.give_back(context.caller.turn, context.held_bytes)
             if uses_model:
-                self._endpoint.leave(context.key)
+                self._endpoint.release_request(context.key)
 
     def _record(self, context: RequestContext, method: str) -> None:
         """Count a request and write its line to the log."""

@@ -97,7 +97,7 @@ class Endpoint:
         """Number of running requests that use a model."""
         return self._by_key.total()
 
-    def enter(self, key: str) -> None:
+    def admit_request(self, key: str) -> None:
         """Admit a request that uses a model. Raises Problem 503 and 429 with Retry-After.
 
         A key's only request is never refused because of other keys' requests.
@@ -114,7 +114,7 @@ class Endpoint:
         self._by_key[key] += 1
         self.metrics.in_flight.inc()
 
-    def leave(self, key: str) -> None:
+    def release_request(self, key: str) -> None:
         self._by_key[key] -= 1
         self.metrics.in_flight.dec()
         self.last_activity = time.monotonic()
@@ -143,8 +143,8 @@ class Endpoint:
         await asyncio.wait([last], timeout=_TRACES_S)
         self._tracing.shutdown(wait=False)
 
-    def queue(self, model: str, n_parallel: int, n: int, caller: str = "") -> None:
-        """Count `n` more generations of a model, until `unqueue`. Raises QueueFullError.
+    def admit_generations(self, model: str, n_parallel: int, n: int, caller: str = "") -> None:
+        """Count `n` more generations of a model, until `release_generations`. Raises QueueFullError.
 
         Other callers' generations never exclude a caller's only request.
         """
@@ -156,8 +156,8 @@ class Endpoint:
         self.generation_counts[model] += n
         self.engine_slots[model].n_parallel = n_parallel
 
-    def unqueue(self, model: str, n: int, caller: str = "") -> None:
-        """Undo `queue`; a caller with an API key also gives its slots back."""
+    def release_generations(self, model: str, n: int, caller: str = "") -> None:
+        """Undo `admit_generations`; a caller with an API key also gives its slots back."""
         self.engine_slots[model].give_back(caller, n)
         self.generation_counts[model] -= n
         if not self.generation_counts[model]:

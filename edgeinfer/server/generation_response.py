@@ -140,7 +140,7 @@ async def submit_all(
     """Submit all requests, or none if one is refused. They count in the queue until `_release`."""
     endpoint, engine = context.endpoint, lease.engine
     caller, has_slots = context.caller.turn, False
-    endpoint.queue(context.model, engine.info.n_parallel, len(requests), caller)
+    endpoint.admit_generations(context.model, engine.info.n_parallel, len(requests), caller)
     generations: list[Generation] = []
     context.is_queued = True
     try:
@@ -155,7 +155,7 @@ async def submit_all(
     except BaseException:
         for generation in generations:
             generation.cancel()
-        endpoint.unqueue(context.model, len(requests), caller if has_slots else "")
+        endpoint.release_generations(context.model, len(requests), caller if has_slots else "")
         raise
     return generations
 
@@ -307,7 +307,9 @@ class _GenerationResponse(Response):
         if self.task is not None:
             self.endpoint.running.difference_update(self.task.generations)
             context = self.context
-            self.endpoint.unqueue(context.model, len(self.task.generations), context.caller.turn)
+            self.endpoint.release_generations(
+                context.model, len(self.task.generations), context.caller.turn
+            )
             self._cancel()
             self.task.lease.release()
             for generation in self.task.generations:

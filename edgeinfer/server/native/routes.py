@@ -135,7 +135,7 @@ async def _check_in_turn(context: RequestContext, engine: Engine, check: Receipt
     """Check a receipt as a generation of the queue. Raises QueueFullError, what `run` raises."""
     endpoint, caller = context.endpoint, context.caller.turn
     has_slot = False
-    endpoint.queue(context.model, engine.info.n_parallel, 1, caller)
+    endpoint.admit_generations(context.model, engine.info.n_parallel, 1, caller)
     try:
         await endpoint.engine_slots[context.model].take(caller, 1)
         has_slot = True
@@ -149,7 +149,7 @@ async def _check_in_turn(context: RequestContext, engine: Engine, check: Receipt
             raise
     finally:
         endpoint.running.discard(check)
-        endpoint.unqueue(context.model, 1, caller if has_slot else "")
+        endpoint.release_generations(context.model, 1, caller if has_slot else "")
 
 
 def _piece(raw: bytes) -> str | list[int]:

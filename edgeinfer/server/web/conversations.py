@@ -201,7 +201,7 @@ class Conversations:
 
         try:
             conversation = await self.change(conversation_id, prepare_question)
-            self._endpoint.enter(context.key)
+            self._endpoint.admit_request(context.key)
         except BaseException:
             running.is_running = False
             raise
@@ -252,7 +252,7 @@ class Conversations:
             running.notice = f"An internal error; the log has it ({context.id})."
         finally:
             running.is_running = False
-            self._endpoint.leave(context.key)
+            self._endpoint.release_request(context.key)
 
     async def _generate(
         self, context: RequestContext, conversation: Conversation, running: RunningAnswer, begin: Begin
@@ -263,14 +263,14 @@ class Conversations:
             running.notice = f"Loading {context.model}…"
         with await models.acquire(context.model) as lease:
             running.notice = ""
-            endpoint.queue(context.model, lease.engine.info.n_parallel, 1)
+            endpoint.admit_generations(context.model, lease.engine.info.n_parallel, 1)
             try:
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(
                     self._writers, self._write, running, begin, lease, loop
                 )
             finally:
-                endpoint.unqueue(context.model, 1)
+                endpoint.release_generations(context.model, 1)
 
     def _write(
         self, running: RunningAnswer, begin: Begin, lease: Lease, loop: asyncio.AbstractEventLoop

@@ -37,7 +37,7 @@ class Pulls:
         """
         source = source_of(name)
         if name not in self._stops:
-            self._endpoint.enter(key)
+            self._endpoint.admit_request(key)
             self.now[name] = wire.Pull(name=name)
             stop = self._stops[name] = threading.Event()
             task = asyncio.create_task(self._pull(name, source, key, stop))
@@ -71,7 +71,7 @@ class Pulls:
             stopped = stop.is_set()
             stop.set()  # stop a thread that would outlive the endpoint
             del self._stops[name], self.now[name]
-            self._endpoint.leave(key)
+            self._endpoint.release_request(key)
         if failure and not stopped:
             self.now[name] = wire.Pull(name=name, text=failure, failed=True)
 
