@@ -35,7 +35,7 @@ from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
 from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
-from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
+from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelPoolCallbacks
 from edgeinfer.server.payload_log import PayloadLog
 from edgeinfer.server.response_store import ResponseStore
 from edgeinfer.server.tracing import Span, start_spans
@@ -112,13 +112,13 @@ async def _serve(
         host.note_replicas(info)
 
     replicas = options.replicas or 1
-    sources = ModelSources(
+    callbacks = ModelPoolCallbacks(
         load=ReplicaLoader(loader, replicas, replicas_changed) if replicas > 1 else loader,
-        pulled=pulled_models(),
-        loaded_hook=report_loaded,
+        list_pulled=pulled_models(),
+        on_loaded=report_loaded,
     )
     models = ModelPool(
-        sources,
+        callbacks,
         default=name,
         keep_alive_s=pick(options.keep_alive, host.config.serve.keep_alive_s),
         aliases=host.config.serve.aliases,
@@ -164,8 +164,8 @@ def offline_endpoint(
     name = host.files(ref).name
     stored, also = pulled_models(), [AvailableModel(name=model_name) for model_name in names]
     loader = ModelLoader(options, name, host, ref, is_counted=not names)
-    sources = ModelSources(load=loader, pulled=lambda: [*stored(), *also])
-    models = ModelPool(sources, default=name, keep_alive_s=host.config.serve.keep_alive_s)
+    callbacks = ModelPoolCallbacks(load=loader, list_pulled=lambda: [*stored(), *also])
+    models = ModelPool(callbacks, default=name, keep_alive_s=host.config.serve.keep_alive_s)
     limits = Limits(max_requests=1_000_000, max_queue=1_000_000)
     endpoint = Endpoint(models, limits, Log("off"), host)
     return endpoint, EndpointApp(endpoint, Gate(keys=keys.Keys([])))

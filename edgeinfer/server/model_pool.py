@@ -82,7 +82,7 @@ class ModelPool:
 
     def __init__(
         self,
-        sources: ModelSources,
+        callbacks: ModelPoolCallbacks,
         *,
         default: str,
         keep_alive_s: float,
@@ -91,7 +91,7 @@ class ModelPool:
     ) -> None:
         self.default = default
         self._aliases = Aliases(aliases or {})
-        self._sources = sources
+        self._callbacks = callbacks
         self._keep_alive_s = keep_alive_s
         self._room_s = room_s
         self._entries: dict[str, ModelEntry] = {}
@@ -134,7 +134,7 @@ class ModelPool:
         return self.default if target == DEFAULT else target
 
     def _model_names(self) -> set[str]:
-        return {self.default, *self._entries, *(model.name for model in self._sources.pulled())}
+        return {self.default, *self._entries, *(model.name for model in self._callbacks.list_pulled())}
 
     def lone_model(self) -> str | None:
         """Return the model that answers to any name: the default, if it is the only one."""
@@ -170,9 +170,9 @@ class ModelPool:
         entry = self._entries.get(name)
         return None if entry is None or entry.loaded is None else entry.loaded.engine.info
 
-    def pulled(self) -> list[AvailableModel]:
+    def list_available(self) -> list[AvailableModel]:
         """List every model a request may name, the default first, with aliases and adapters."""
-        listed = list(self._sources.pulled())
+        listed = list(self._callbacks.list_pulled())
         if all(pulled.name != self.default for pulled in listed):
             listed.append(AvailableModel(name=self.default))
         by_name = {pulled.name: pulled for pulled in listed}
@@ -298,7 +298,7 @@ class ModelPool:
             self._changed.set()
             return
         entry.loaded = loaded
-        self._sources.loaded_hook(entry.name, loaded, time.perf_counter() - began_s)
+        self._callbacks.on_loaded(entry.name, loaded, time.perf_counter() - began_s)
         info = loaded.engine.info
         kv_bytes = info.least_kv_bytes or info.kv_bytes  # automatic contexts shrink to the free memory
         size_bytes = info.weights_bytes + kv_bytes + info.compute_bytes
@@ -310,7 +310,7 @@ class ModelPool:
             self.end_use(entry, self._keep_alive_s)
 
     def _load_engine(self, entry: ModelEntry) -> LoadedEngine:
-        loaded = self._sources.load(entry.name, entry.report)
+        loaded = self._callbacks.load(entry.name, entry.report)
         adapters = self._adapters.get(entry.name)
         if adapters is not None:
             try:
@@ -333,7 +333,9 @@ class ModelPool:
         size_bytes = self._sizes.get(name)
         if size_bytes is not None:
             return size_bytes
-        files = next((pulled.size_bytes for pulled in self._sources.pulled() if pulled.name == name), 0)
+        files = next(
+            (pulled.size_bytes for pulled in self._callbacks.list_pulled() if pulled.name == name), 0
+        )
         return files + files // 4 + (256 << 20)
 
     async def _make_room(self, entry: ModelEntry) -> None:
@@ -359,7 +361,7 @@ class ModelPool:
             for s in self._entries.values()
             if s.loaded is None and s is not entry and s.stage == "loading"
         )
-        return entry.need_bytes + promised + _RESERVE_BYTES <= self._sources.available_bytes()
+        return entry.need_bytes + promised + _RESERVE_BYTES <= self._callbacks.available_bytes()
 
     # --- unloading
 
@@ -421,13 +423,13 @@ class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):
     stages_ms: dict[str, float] = {}
 
 
-class ModelSources(msgspec.Struct, frozen=True, kw_only=True):
+class ModelPoolCallbacks(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the pool. `load` runs in a thread and reports its progress there."""
 
     load: Callable[[str, LoadProgress], LoadedEngine]
-    pulled: Callable[[], Sequence[AvailableModel]]
+    list_pulled: Callable[[], Sequence[AvailableModel]]
     available_bytes: Callable[[], int] = lambda: read_memory().available_bytes
-    loaded_hook: Callable[[str, LoadedEngine, float], None] = lambda name, loaded, seconds: None
+    on_loaded: Callable[[str, LoadedEngine, float], None] = lambda name, loaded, seconds: None
 
 
 class LoadingReply(Reply, frozen=True, kw_only=True):

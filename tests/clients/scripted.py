@@ -32,7 +32,7 @@ from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.lifecycle import EndpointServer, RunOptions
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
-from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
+from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelPoolCallbacks
 
 #: What the first answer has done, whatever the client calls its tool for it.
 COMMAND = "echo hello > hello.txt"
@@ -164,11 +164,11 @@ def keep_bodies(folder: Path) -> None:
 async def serve(engine: Engine) -> None:
     """Serve it on a free port until a signal."""
     listeners = lifecycle.bind("127.0.0.1", 0)[:1]
-    sources = ModelSources(
+    callbacks = ModelPoolCallbacks(
         load=lambda name, progress: LoadedEngine(engine=engine),
-        pulled=lambda: [AvailableModel(name="reader", size_bytes=1)],
+        list_pulled=lambda: [AvailableModel(name="reader", size_bytes=1)],
     )
-    models = ModelPool(sources, default="reader", keep_alive_s=-1)
+    models = ModelPool(callbacks, default="reader", keep_alive_s=-1)
     endpoint = Endpoint(models, Limits(), Log("json"), Host())
     await EndpointServer(endpoint, Gate(keys=Keys([])), listeners, RunOptions()).run()
 

@@ -35,7 +35,7 @@ from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
-from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
+from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelPoolCallbacks
 from edgeinfer.server.payload_log import PayloadLog
 from edgeinfer.server.response_store import ResponseStore
 from edgeinfer.server.web.access import Access, Web
@@ -115,9 +115,10 @@ def serving(
     engine = engine or FakeEngine()
     limits, options = limits or Limits(), options or RunOptions()
     live_server = names or [engine.info.model]
-    sources = ModelSources(
+    callbacks = ModelPoolCallbacks(
         load=load or (lambda name, progress: LoadedEngine(engine=engine)),
-        pulled=pulled or (lambda: [AvailableModel(name=name, size_bytes=1) for name in live_server]),
+        list_pulled=pulled
+        or (lambda: [AvailableModel(name=name, size_bytes=1) for name in live_server]),
         available_bytes=available_bytes,
     )
     log = io.StringIO()
@@ -126,7 +127,7 @@ def serving(
 
     async def main() -> ServeOutcome:
         models = ModelPool(
-            sources, default=live_server[0], keep_alive_s=keep_alive_s, room_s=room_s, aliases=aliases
+            callbacks, default=live_server[0], keep_alive_s=keep_alive_s, room_s=room_s, aliases=aliases
         )
         responses = ResponseStore(limits) if store_responses else None
         endpoint = Endpoint(models, limits, Log("json", log), Host(), responses=responses, **parts)

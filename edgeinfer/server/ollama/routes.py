@@ -140,7 +140,7 @@ def _shorten(vector: Sequence[float], dimensions: int | None) -> list[float]:
 @ROUTES.get("/api/tags")
 async def tags(context: RequestContext) -> wire.OllamaTags:
     """List the pulled models."""
-    return render.list_models(await context.endpoint.in_thread(context.endpoint.models.pulled))
+    return render.list_models(await context.endpoint.in_thread(context.endpoint.models.list_available))
 
 
 @ROUTES.post("/api/show", uses_model=False)
@@ -156,7 +156,7 @@ async def show(context: RequestContext, body: wire.OllamaShowRequest) -> wire.Ol
 async def running(context: RequestContext) -> wire.OllamaProcesses:
     """List the loaded models."""
     models = context.endpoint.models
-    pulled = await context.endpoint.in_thread(models.pulled)
+    pulled = await context.endpoint.in_thread(models.list_available)
     by_name = {model.name: model for model in pulled}
     processes = [
         _running(loaded, info, by_name.get(loaded.id, AvailableModel(name=loaded.id)))
@@ -274,7 +274,7 @@ async def _find(context: RequestContext, name: str) -> AvailableModel:
     """Find an available model. Raises UnknownModelError."""
     models = context.endpoint.models
     resolved = models.resolve(name)
-    pulled = await context.endpoint.in_thread(models.pulled)
+    pulled = await context.endpoint.in_thread(models.list_available)
     return next((model for model in pulled if model.name == resolved), AvailableModel(name=resolved))
 
 

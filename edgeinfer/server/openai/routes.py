@@ -89,7 +89,7 @@ def _encode_vector(vector: Sequence[float], encoding: str | None) -> str | list[
 @ROUTES.get("/v1/models")
 async def list_models(context: RequestContext) -> wire.ModelList:
     """List the pulled models."""
-    pulled = await context.endpoint.in_thread(context.endpoint.models.pulled)
+    pulled = await context.endpoint.in_thread(context.endpoint.models.list_available)
     cards = [_card(context, model) for model in pulled]
     return wire.ModelList(
         data=cards,
@@ -109,7 +109,7 @@ def _capabilities(card: wire.ModelCard) -> wire.ModelCapabilities:
 async def one_model(context: RequestContext) -> wire.ModelCard:
     """Describe one pulled model."""
     name, models = context.path_id, context.endpoint.models
-    pulled = {model.name: model for model in await context.endpoint.in_thread(models.pulled)}
+    pulled = {model.name: model for model in await context.endpoint.in_thread(models.list_available)}
     if name not in pulled:
         resolved = models.resolve(name)
         pulled[name] = msgspec.structs.replace(pulled[resolved], name=name, alias_of=resolved)

@@ -192,7 +192,7 @@ async def sign_in(context: RequestContext, body: wire.SignIn) -> Response:
 async def setup(context: RequestContext) -> wire.Setup:
     """Describe models, presets and options."""
     endpoint, models = context.endpoint, context.endpoint.models
-    pulled = await endpoint.in_thread(models.pulled)
+    pulled = await endpoint.in_thread(models.list_available)
     warm = await endpoint.in_thread(endpoint.host.warm_models)
     named: Mapping[str, dict[str, float | int | None]]
     named = {name: dict(values) for name, values in endpoint.host.config.chat.presets.items()}

@@ -16,7 +16,7 @@ from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.lifecycle import EndpointServer, RunOptions
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
-from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelSources
+from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelPoolCallbacks
 from edgeinfer.server.web.access import Access, Web
 
 
@@ -26,11 +26,11 @@ async def main(port_file: str, port: str, text: str) -> None:
 
     (listener,) = lifecycle.bind("127.0.0.1", int(port))
     script = [item for word in text.split(" ") for item in (word + " ", Delay(0.02))]
-    sources = ModelSources(
+    callbacks = ModelPoolCallbacks(
         load=lambda name, progress: LoadedEngine(engine=FakeEngine([script])),
-        pulled=lambda: [AvailableModel(name="fake")],
+        list_pulled=lambda: [AvailableModel(name="fake")],
     )
-    models = ModelPool(sources, default="fake", keep_alive_s=300)
+    models = ModelPool(callbacks, default="fake", keep_alive_s=300)
     endpoint = Endpoint(models, Limits(), Log("off"), Host())
     port = listener.getsockname()[1]
     endpoint.web = Web(Access(port, Keys([])), endpoint, ModelAdmin())
