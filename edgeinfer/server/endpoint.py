@@ -73,7 +73,7 @@ class Endpoint:
         #: Thread that writes traces, so that a hanging file system blocks only this thread.
         self._tracing = ThreadPoolExecutor(1, "traces")
         self._trace_places = threading.Semaphore(_TRACES)
-        self.preparation = Preparation(self.limits.prepare_s)
+        self.preparation = PreparationPool(self.limits.prepare_s)
         self.draining = False
         #: Whether the default model has been loaded at least once.
         self.was_ready = False
@@ -88,9 +88,9 @@ class Endpoint:
         self.slots: deque[tuple[str, Slot]] = deque(maxlen=_SLOTS)
         #: The configured tools; None until a request uses them.
         self.tools: ChatTools | None = None
-        self._preparing_tools = asyncio.Lock()
+        self._tools_lock = asyncio.Lock()
         #: Held while a snapshot is taken: only one at a time.
-        self.taking = asyncio.Lock()
+        self.snapshot_lock = asyncio.Lock()
 
     @property
     def in_flight(self) -> int:
@@ -187,7 +187,7 @@ class Endpoint:
 
         Raises ConfigError, and UsageError if none are configured.
         """
-        async with self._preparing_tools:
+        async with self._tools_lock:
             if self.tools is None:
                 from edgeinfer.tools.loop import ChatTools  # 20 ms, which few endpoints need
 
@@ -203,7 +203,7 @@ class Endpoint:
         return await loop.run_in_executor(self.threads, work, *args)
 
 
-class Preparation:
+class PreparationPool:
     """Prepares requests in threads: template, schema, grammar, tokens. Belongs to one event loop."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -214,7 +214,7 @@ class Preparation:
         self._files = FairPool("decode", 4)
         self._turns: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
 
-    def turn(self, caller: str, request: GenerateRequest) -> AbstractAsyncContextManager[object]:
+    def caller_turn(self, caller: str, request: GenerateRequest) -> AbstractAsyncContextManager[object]:
         """Return a context manager that waits for the client's turn to prepare such a request.
 
         Waiting requests hold no slot of the engine. A client "" does not wait.

@@ -85,7 +85,7 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
             requests = spec.requests(info)
         for request in requests:
             refuse_pictures(request, info)
-        requests = [_prepare(context, request) for request in requests]
+        requests = [_apply_context(context, request) for request in requests]
         if requests[0].tools or any(turn.tool_calls for turn in requests[0].messages):
             context.ignore(await context.endpoint.in_thread(unenforced_fields, requests[0]))
         generations = await submit_all(context, lease, requests)
@@ -114,7 +114,7 @@ def _may_have_files(body: bytes) -> bool:
     return any(marker in body for marker in markers)
 
 
-def _prepare(context: RequestContext, request: GenerateRequest) -> GenerateRequest:
+def _apply_context(context: RequestContext, request: GenerateRequest) -> GenerateRequest:
     """Normalize the prompt; only the same API key and `cache_salt` share its cached prefixes."""
     lora = ((context.adapter, 1.0),) if context.adapter else None
     if request.record_tokens or context.endpoint.payload_log is not None:
@@ -144,7 +144,7 @@ async def submit_all(
     generations: list[Generation] = []
     context.is_queued = True
     try:
-        async with endpoint.preparation.turn(caller, requests[0]):
+        async with endpoint.preparation.caller_turn(caller, requests[0]):
             await endpoint.engine_slots[context.model].take(caller, len(requests))
             has_slots, context.is_queued = True, False
             for request in requests:

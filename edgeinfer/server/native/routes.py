@@ -221,7 +221,7 @@ async def take_snapshot(context: RequestContext, body: wire.SnapshotRequest) -> 
     """Take a snapshot of a loaded model, which keeps running; later launches resume the snapshot."""
     endpoint = context.endpoint
     model = endpoint.models.resolve(context.path_id)
-    async with endpoint.taking:
+    async with endpoint.snapshot_lock:
         snapshot = await asyncio.to_thread(endpoint.host.take_snapshot, model, body.name)
     endpoint.log.info("snapshot-taken", model=model, snapshot=snapshot.name, built=snapshot.was_built)
     return wire.SnapshotReply(

@@ -179,13 +179,14 @@ class Conversations:
         self,
         context: RequestContext,
         conversation_id: int,
-        prepare: Callable[[ChatSession], object],
+        update_session: Callable[[ChatSession], object],
         begin: Begin,
     ) -> int:
-        """Store the user's input and begin its answer, which continues after the request ends.
+        """Change a conversation and begin an answer, which continues after the request ends.
 
-        `prepare` stores the question. Return the conversation's id. Raises Problem 409 if an answer to
-        it is being written, and what `prepare` raises.
+        `update_session` stores the question, or applies settings before an answer is generated again.
+        Return the conversation's id. Raises Problem 409 if an answer to it is being written, and what
+        `update_session` raises.
         """
         if self.latest_answer(conversation_id).is_running:
             raise _busy()
@@ -193,14 +194,14 @@ class Conversations:
         if conversation_id:
             self._answers[conversation_id] = running
 
-        def prepare_question(session: ChatSession) -> Conversation:
+        def update_if_idle(session: ChatSession) -> Conversation:
             if conversation_id and session.store.is_answering(conversation_id):
                 raise _busy()
-            prepare(session)
+            update_session(session)
             return session.conversation
 
         try:
-            conversation = await self.change(conversation_id, prepare_question)
+            conversation = await self.change(conversation_id, update_if_idle)
             self._endpoint.admit_request(context.key)
         except BaseException:
             running.is_running = False

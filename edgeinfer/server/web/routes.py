@@ -341,14 +341,14 @@ async def _ask(context: RequestContext, body: wire.Question, conversation_id: in
         lambda: [from_bytes(file.name, file.data) for file in body.files]
     )
 
-    def prepare(session: ChatSession) -> None:
+    def update_session(session: ChatSession) -> None:
         _set(context, session, body)
         if body.editing:
             session.edit(body.editing, body.text)
         else:
             session.ask(body.text, files)
 
-    return wire.Opened(id=await _of(context).answer(context, conversation_id, prepare, _answer))
+    return wire.Opened(id=await _of(context).answer(context, conversation_id, update_session, _answer))
 
 
 def _answer(session: ChatSession) -> AnswerWriter:
@@ -392,12 +392,14 @@ async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
         begin: Callable[[ChatSession], AnswerWriter]
         begin = ChatSession.regenerate if body.action == "regenerate" else ChatSession.continue_answer
 
-        def prepare(session: ChatSession) -> None:
+        def update_session(session: ChatSession) -> None:
             _set(context, session, body)
             if body.turn:
                 session.back_to(body.turn)
 
-        return wire.Opened(id=await all_conversations.answer(context, conversation_id, prepare, begin))
+        return wire.Opened(
+            id=await all_conversations.answer(context, conversation_id, update_session, begin)
+        )
     if body.action in ("delete", "undelete"):
         undo = ConversationStore.delete if body.action == "delete" else ConversationStore.undelete
         await all_conversations.use(lambda store: undo(store, conversation_id))
