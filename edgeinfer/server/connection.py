@@ -1,4 +1,4 @@
-"""A client's connection: its user, its state, and a way to write from the decode thread."""
+"""A client's TCP or unix connection: its user, its state, and direct writes to its socket."""
 
 from __future__ import annotations
 
@@ -51,22 +51,25 @@ class Connection:
 
     @property
     def is_unix(self) -> bool:
-        """Return whether this is a unix socket, whose file mode restricts its clients."""
+        """Return whether this is a unix socket. Its file mode decides which users may connect."""
         return bool(self._socket.family == socket.AF_UNIX)
 
     @functools.cached_property
     def uid(self) -> int | None:
-        """Return the client's uid; None for a client on another machine, or one that has left."""
+        """Return the client's uid; None if it runs on another machine or has disconnected."""
         peer = peer_of(self._socket)
         return None if peer is None else peer.uid
 
     def is_half_closed(self) -> bool:
-        """Return whether the client shut down its sending side; False under TLS, which hides that."""
+        """Return whether the client has called shutdown(SHUT_WR) but still reads; False with TLS."""
         peer = None if self._is_tls else peer_of(self._socket)
         return peer is not None and peer.is_half_closed
 
     def open_direct_writer(self, render: Callable[[Event], bytes]) -> DirectWriter | None:
-        """Return a writer for the decode thread, which bypasses the event loop, or None."""
+        """Return a tap that writes events to the socket on the decode thread.
+
+        `render` encodes an event. Return None with TLS, HTTP/1.0, or bytes waiting to be sent.
+        """
         if self._is_tls or self._is_lost or not self.is_chunked:
             return None
         if self._transport.get_write_buffer_size():
@@ -75,17 +78,18 @@ class Connection:
         return self._direct_writer
 
     def lost(self) -> None:
-        """Close the direct writer before the event loop closes the socket."""
+        """Stop direct writes. Call it before the event loop closes the socket."""
         self._is_lost = True
         if self._direct_writer is not None:
             self._direct_writer.close()
 
 
 class DirectWriter:
-    """Write a stream's tokens to the socket from the decode thread, as a tap (`Generation.tap`).
+    """Writes the tokens of a stream to the socket on the decode thread, without waking the event loop.
 
-    While it is open the event loop writes nothing to this connection. A token that does not
-    fit into the socket's buffer closes it, and the event loop sends the rest.
+    It is passed to `Generation.tap`. While it is open, the event loop writes nothing to this
+    connection. If a token does not fit into the socket's buffer, it closes itself and the event loop
+    sends the rest.
     """
 
     def __init__(
@@ -99,15 +103,15 @@ class DirectWriter:
         self._is_open = True
 
     def __call__(self, event: Event) -> bool:
-        """Send a token on the decode thread; return whether it was accepted."""
+        """Send a token; return False if the event loop must send it."""
         if not isinstance(event, TextDelta | ReasoningDelta):
             return False
-        with self._lock:  # otherwise another client could already have the closed descriptor's number
+        with self._lock:  # `close` waits: a closed descriptor's number may soon be another client's
             if not self._is_open:
                 return False
             try:
                 data = self._render(event)
-            except Exception:  # noqa: BLE001  a defect must not end the engine's thread: the event loop meets it again
+            except Exception:  # noqa: BLE001  an exception would end the decode thread; the event loop renders it again and reports it
                 self._is_open = False
                 return False
             chunk = b"%x\r\n%b\r\n" % (len(data), data)
@@ -115,18 +119,18 @@ class DirectWriter:
                 written = os.write(self._number, chunk)
             except BlockingIOError:
                 written = 0
-            except OSError:  # the event loop is not told of a half-closed connection
+            except OSError:  # asyncio does not notice that a half-closed connection has ended: abort it
                 self._is_open = False
                 with contextlib.suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(self._transport.abort)
                 return True
             if written < len(chunk):
                 self._is_open = False
-                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                with contextlib.suppress(RuntimeError):  # the event loop is already closed
                     self._loop.call_soon_threadsafe(self._transport.write, chunk[written:])
             return True
 
     def close(self) -> None:
-        """Stop writing: from now on, tokens go through the event loop. Idempotent."""
+        """Send later tokens through the event loop. Idempotent."""
         with self._lock:
             self._is_open = False
