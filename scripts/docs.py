@@ -233,13 +233,13 @@ def fields(root: str) -> str:
 
 
 def _fields_row(where: str, kind: type) -> str:
-    from edgeinfer.server.request_body import facts_of
+    from edgeinfer.server.request_body import declaration_of
 
-    facts = facts_of(kind)
+    declared = declaration_of(kind)
     dropped = f"objects of the types {_named(kind.dropped_types)}" if kind.dropped_types else ""
-    refused = [f"`{name}` ({reason})" for name, reason in sorted(facts.refused.items())]
+    refused = [f"`{name}` ({reason})" for name, reason in sorted(declared.refused.items())]
     refused += [f"type {_named([name])} ({reason})" for name, reason in kind.other_types.items()]
-    honoured = ", ".join(f"`{name}`" for name in facts.fields)
+    honoured = ", ".join(f"`{name}`" for name in declared.fields)
     return f"| {f'`{where}`' if where else 'the request'} | {honoured} | {'; '.join(refused)} | {dropped} |"
 
 
@@ -249,10 +249,10 @@ def _named(types: Sequence[str]) -> str:
 
 def places_of(kind: type) -> list[tuple[str, type]]:
     """Return the objects in a wire type, each with its place."""
-    from edgeinfer.server.request_body import facts_of
+    from edgeinfer.server.request_body import declaration_of
 
     objects = []
-    for name, field in facts_of(kind).fields.items():
+    for name, field in declaration_of(kind).fields.items():
         plan, place = field.plan, name
         while plan is not None:
             objects += [

@@ -341,13 +341,13 @@ def _bind_ollama(
 
 def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socket.socket]) -> Gate:
     """Build the gate; a public address needs an API key, made on first use. Raises ServeError."""
-    api_keys = keys.given_keys(options.api_key_file)
+    api_keys = keys.configured_keys(options.api_key_file)
     if not api_keys and not lifecycle.is_loopback(listeners):
         api_keys, created = keys.stored_keys()
         if created:
             sys.stderr.write(f"made an API key for this endpoint: {keys.key_path()}\n")
     config = host.config.serve
-    hosts = {*LOOPBACK_HOSTS, *lifecycle.own_names(listeners), *map(str.lower, options.allow_host)}
+    hosts = {*LOOPBACK_HOSTS, *lifecycle.host_names(listeners), *map(str.lower, options.allow_host)}
     if not lifecycle.is_loopback(listeners):
         hosts.add(socket.gethostname().lower())
     if "*" in options.allow_origin:

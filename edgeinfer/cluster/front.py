@@ -59,8 +59,8 @@ class FrontEnd:
         if request.method == "GET" and route is app.match_route("/v1/models"):
             return json_reply({"object": "list", "data": [_card(name) for name in self._models]})
         body = await request.body()
-        fields = decoded(body)
-        named = route.params.get("model", "") or model_named(fields) or self._first
+        fields = decode_json(body)
+        named = route.params.get("model", "") or requested_model(fields) or self._first
         if named not in self._models:
             return _refusal(route.dialect, _unknown(named, self._models))
         forwarded = Request(
@@ -152,7 +152,7 @@ def _card(name: str) -> dict[str, object]:
 _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")
 
 
-def decoded(body: bytes) -> object:
+def decode_json(body: bytes) -> object:
     """Decode JSON; None for an invalid body, which the endpoint will refuse."""
     try:
         return msgspec.json.decode(body) if body else None
@@ -161,13 +161,13 @@ def decoded(body: bytes) -> object:
 
 
 def prefix_hashes(body: object) -> tuple[int, ...]:
-    """Return the prefix hashes of a decoded request (`prefix_affinity.prefix_hashes`)."""
+    """Return the prefix hashes of a decode_json request (`prefix_affinity.prefix_hashes`)."""
     if not isinstance(body, dict):
         return ()
     return prefix_affinity.prefix_hashes([body[field] for field in _PROMPT_FIELDS if field in body])
 
 
-def model_named(body: object) -> str:
+def requested_model(body: object) -> str:
     """Return the model that a request names, "" for none."""
     named = body.get("model") if isinstance(body, dict) else None
     return named if isinstance(named, str) else ""

@@ -80,19 +80,19 @@ async def post(app: ASGIApp, path: str, body: bytes, caller: Caller) -> BatchRep
     return BatchReply(reply.status_code, reply.headers["x-request-id"], reply.content)
 
 
-async def ask_again(app: ASGIApp, caller: Caller, line: BatchLine) -> BatchReply:
+async def post_with_retries(app: ASGIApp, caller: Caller, line: BatchLine) -> BatchReply:
     """POST `line` until it succeeds or no retry is left; return the last answer."""
     body = msgspec.json.encode(line.body)
     for n_tries in itertools.count():
         reply = await post(app, line.url, body, caller)
         pauses_s = _BUSY_PAUSES_S if reply.status in _BUSY else _DEFECT_PAUSES_S
-        if not may_pass(reply) or n_tries >= len(pauses_s):
+        if not may_retry(reply) or n_tries >= len(pauses_s):
             break
         await asyncio.sleep(pauses_s[n_tries])
     return reply
 
 
-def may_pass(reply: BatchReply) -> bool:
+def may_retry(reply: BatchReply) -> bool:
     """Return whether a retry may succeed: the endpoint failed, the request is valid."""
     return reply.status in _BUSY or reply.status >= 500
 

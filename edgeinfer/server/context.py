@@ -140,7 +140,7 @@ class RequestContext:
         """Combine a request's `cache_salt` with its API key's, so that keys share no cached prefix."""
         return f"{self.cache_salt} {cache_salt}" if self.cache_salt else cache_salt
 
-    def stay_s(self, keep_alive: float | str | None) -> float | None:
+    def keep_alive_s(self, keep_alive: float | str | None) -> float | None:
         """Return how long (s) the model stays loaded after this request; None means as configured.
 
         Only administrators may choose it. Raises InvalidRequestError.
@@ -172,7 +172,7 @@ class RequestContext:
         self.ttft_s = self.seconds
         self.endpoint.metrics.ttft.labels(self.model, self.version).observe(self.ttft_s)
 
-    def note_end(self, finished: Finished) -> None:
+    def record_generation(self, finished: Finished) -> None:
         """Record a finished generation of this request."""
         if self.endpoint.traces:
             self.spans += generation_spans(self.tokenizing_s, finished.timings)
@@ -215,8 +215,8 @@ def json_reply(value: object, status: int = 200, headers: dict[str, str] | None 
 async def with_engine(context: RequestContext, body: ModelFields, work: Callable[[Engine], R]) -> R:
     """Run `work(engine)` in a thread with the model of `body`. Raises what loading and `work` raise."""
     context.name_model(body.model)
-    stay_s = context.stay_s(body.keep_alive)
-    with await context.endpoint.models.acquire(context.model, stay_s) as lease:
+    keep_alive = context.keep_alive_s(body.keep_alive)
+    with await context.endpoint.models.acquire(context.model, keep_alive) as lease:
         context.version = version_of(lease.engine.info.sha256)
         calls, engine = context.endpoint.engine_calls, lease.engine
         return await asyncio.wrap_future(calls.begin(context.caller.turn, lambda: work(engine)))

@@ -73,7 +73,7 @@ async def start(context: RequestContext, spec: GenerationSpec) -> GenerationTask
 
 async def _start_once(context: RequestContext, spec: GenerationSpec) -> GenerationTask:
     began_s = time.perf_counter()
-    lease = await context.endpoint.models.acquire(context.model, context.stay_s(spec.keep_alive))
+    lease = await context.endpoint.models.acquire(context.model, context.keep_alive_s(spec.keep_alive))
     context.tokenizing_s = time.perf_counter()
     context.spans.append(Span("load", began_s, context.tokenizing_s))
     try:
@@ -284,7 +284,7 @@ class _GenerationResponse(Response):
 
     def _count(self, event: Event) -> None:
         if isinstance(event, Finished):
-            self.context.note_end(event)
+            self.context.record_generation(event)
         elif isinstance(event, Parsed):
             now = time.perf_counter()
             if self._last_token:

@@ -87,7 +87,7 @@ def url(listener: socket.socket, *, tls: bool) -> str:
     return f"{'https' if tls else 'http'}://{host}:{name[1]}"
 
 
-def own_names(listeners: Sequence[socket.socket]) -> set[str]:
+def host_names(listeners: Sequence[socket.socket]) -> set[str]:
     """Return the host names of these addresses, without loopback's."""
     return {f"[{host}]" if ":" in host else host for host, _ in _addresses(listeners)}
 

@@ -9,7 +9,7 @@ import msgspec
 
 from edgeinfer import __version__
 from edgeinfer.server.dialect import Dialect, Operation
-from edgeinfer.server.request_body import facts_of, parts_of
+from edgeinfer.server.request_body import declaration_of, parts_of
 from edgeinfer.server.wire_types import Wire
 
 _REF = "#/components/schemas/{name}"
@@ -94,17 +94,17 @@ def _wire_types(kinds: Sequence[Any]) -> dict[str, type[Wire]]:
 
 
 def _as_taken(kind: type[Wire], schema: dict[str, Any], kinds: dict[str, type[Wire]]) -> dict[str, Any]:
-    facts = facts_of(kind)
+    declared = declaration_of(kind)
     fields = dict(schema.get("properties", {}))
     for name, field in fields.items():
         loose = [_with_dropped(field, kinds)]
-        if name not in facts.required and name != facts.tag_field:
+        if name not in declared.required and name != declared.tag_field:
             loose.append({"type": "null"})
         fields[name] = loose[0] if len(loose) == 1 else {"anyOf": loose}
-    for name, reason in facts.refused.items():
+    for name, reason in declared.refused.items():
         fields[name] = {"enum": _NOTHING, "description": f"Not supported: {reason}."}
     # an object may omit its type if it is of the untagged form
-    optional = facts.tag_field if kind.is_untagged_form else None
+    optional = declared.tag_field if kind.is_untagged_form else None
     needed = [name for name in schema.get("required", ()) if name != optional]
     # other fields are ignored; a header of the reply names them
     return {**schema, "properties": fields, "required": needed, "additionalProperties": True}

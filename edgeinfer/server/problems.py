@@ -133,7 +133,7 @@ def from_validation(error: msgspec.ValidationError, within: str = "") -> Problem
         param = f"{param}.{field[1]}" if param else field[1]
     message = text[: path.start()] if path else text
     if code == "unknown_parameter":
-        message = f"Unknown or unsupported parameter: '{param}'{load_time_place(param)}"
+        message = f"Unknown or unsupported parameter: '{param}'{load_option_hint(param)}"
     elif code == "missing_required_parameter":
         return missing(param)
     elif param:
@@ -170,7 +170,7 @@ def too_many(message: str, retry_after_s: int) -> Problem:
     return Problem(429, message, code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
-def load_time_place(param: str) -> str:
+def load_option_hint(param: str) -> str:
     """Name the flag of a load option that a request contains; "" for any other field."""
     for option in LOAD_OPTIONS:
         if option.flag and param in (option.field, option.key.replace("-", "_")):

@@ -252,29 +252,29 @@ class LenientDecoder:
         return value
 
     def _object(self, kind: type[Wire], value: dict[str, Any], path: str) -> dict[str, Any]:
-        facts = facts_of(kind)
+        declared = declaration_of(kind)
         values: dict[str, Any] = {}
         for name, inner in value.items():
             inner_path = f"{path}.{name}" if path else str(name)
-            field = facts.fields.get(name)
+            field = declared.fields.get(name)
             if field is None:
-                if name != facts.tag_field:
-                    self._unknown_or_refused(facts, name, inner, inner_path)
+                if name != declared.tag_field:
+                    self._unknown_or_refused(declared, name, inner, inner_path)
             elif inner is None and not (field.required or field.nullable):
                 continue
             else:
                 values[name] = self._value(field.plan, inner, inner_path)
-        absent = [name for name in facts.required if name not in value]
+        absent = [name for name in declared.required if name not in value]
         self._problems += [problems.missing(f"{path}.{name}" if path else name) for name in absent]
         return values
 
-    def _unknown_or_refused(self, facts: _Facts, name: str, value: Any, path: str) -> None:
+    def _unknown_or_refused(self, declared: _Declaration, name: str, value: Any, path: str) -> None:
         is_zero = value == 0 and value is not False
         if not value and (not is_zero or name in _ZERO_IS_OFF):  # the client does not use the field
             return
-        if name in facts.refused:
-            self._problems.append(problems.unsupported(path, facts.refused[name]))
-        elif option_note := problems.load_time_place(path):
+        if name in declared.refused:
+            self._problems.append(problems.unsupported(path, declared.refused[name]))
+        elif option_note := problems.load_option_hint(path):
             message = f"Unknown or unsupported parameter: '{path}'{option_note}."
             self._problems.append(Problem(400, message, param=path, code="unknown_parameter"))
         else:
@@ -301,7 +301,7 @@ class _Field(NamedTuple):
     nullable: bool
 
 
-class _Facts(NamedTuple):
+class _Declaration(NamedTuple):
     fields: Mapping[str, _Field]
     required: tuple[str, ...]
     tag_field: str | None
@@ -336,14 +336,14 @@ def _plan(kind: Any) -> _Plan:
 
 
 @cache
-def facts_of(kind: type[Wire]) -> _Facts:
+def declaration_of(kind: type[Wire]) -> _Declaration:
     """Collect the declarations of `kind` and its base classes."""
     fields = {}
     for field in msgspec.structs.fields(kind):
         nullable = inspect.NoneType() in _alternatives(inspect.type_info(field.type))
         fields[field.encode_name] = _Field(_plan(field.type), field.required, nullable)
     bases = [base for base in reversed(kind.__mro__) if issubclass(base, Wire)]
-    return _Facts(
+    return _Declaration(
         fields=fields,
         required=tuple(name for name, field in fields.items() if field.required),
         tag_field=kind.__struct_config__.tag_field,
@@ -354,7 +354,7 @@ def facts_of(kind: type[Wire]) -> _Facts:
 def parts_of(kind: type[Wire]) -> list[type[Wire]]:
     """List the object types directly inside `kind`."""
     kinds: list[type[Wire]] = []
-    waiting = [field.plan for field in facts_of(kind).fields.values()]
+    waiting = [field.plan for field in declaration_of(kind).fields.values()]
     while waiting:
         plan = waiting.pop()
         kinds += plan.objects.values()

@@ -140,7 +140,7 @@ def common_fields(body: GenerationFields) -> dict[str, Any]:
     }
 
 
-def overridden(base: Sampling, **fields: Any) -> Sampling:
+def override_sampling(base: Sampling, **fields: Any) -> Sampling:
     """Override the model's sampling defaults with the request's fields; None means not given.
 
     A request that sets any sampling option gets no repeat penalty unless it asks for one.

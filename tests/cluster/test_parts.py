@@ -27,11 +27,11 @@ def test_requests_share_a_hash_per_common_stride() -> None:
 
 
 def test_body_without_a_prompt_has_no_prefix_hashes() -> None:
-    assert front.prefix_hashes(front.decoded(b"")) == ()
-    assert front.prefix_hashes(front.decoded(b"{broken")) == ()
-    assert front.prefix_hashes(front.decoded(b"[1]")) == ()
+    assert front.prefix_hashes(front.decode_json(b"")) == ()
+    assert front.prefix_hashes(front.decode_json(b"{broken")) == ()
+    assert front.prefix_hashes(front.decode_json(b"[1]")) == ()
     assert len(_hashes("x" * 10_000_000)) == 256
-    assert front.model_named({"model": 3}) == ""
+    assert front.requested_model({"model": 3}) == ""
 
 
 def test_longest_prefix_decides_and_the_oldest_is_evicted() -> None:

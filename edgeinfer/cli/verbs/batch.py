@@ -238,8 +238,8 @@ async def _work(
 ) -> None:
     async def worker() -> None:
         for line in todo:
-            reply = await batches.ask_again(app, OWN, line)
-            if batches.may_pass(reply):
+            reply = await batches.post_with_retries(app, OWN, line)
+            if batches.may_retry(reply):
                 tally.left_in_a_row += 1
                 tally.left_reason = _reason(reply)
             else:

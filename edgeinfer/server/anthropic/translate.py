@@ -16,7 +16,7 @@ from edgeinfer.server.request_fields import (
     check_choice,
     common_fields,
     content_of,
-    overridden,
+    override_sampling,
     reasoning,
     stop_strings,
     tool_of,
@@ -39,7 +39,7 @@ def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRe
         tool_choice=check_choice(_tool_choice(body), tools, "any"),
         **_thinking(body),
         continue_final=isinstance(body.messages[-1], wire.AssistantTurn),
-        sampling=overridden(
+        sampling=override_sampling(
             info.sampling, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k
         ),
         max_tokens=body.max_tokens,

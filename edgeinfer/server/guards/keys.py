@@ -59,7 +59,7 @@ def key_path() -> Path:
     return paths.config_dir() / "api-key"
 
 
-def given_keys(file: str | None = None) -> Keys:
+def configured_keys(file: str | None = None) -> Keys:
     """Return keys from the environment or a named file; empty if neither is set. Raises ServeError."""
     typed = os.environ.get("EDGEINFER_API_KEY", "")
     if typed:

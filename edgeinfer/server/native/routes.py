@@ -32,7 +32,7 @@ from edgeinfer.server.openai.render import ChatRenderer, error_body, error_event
 from edgeinfer.server.openai.wire import ChatRequest, ErrorReply
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_body import decode, decode_query
-from edgeinfer.server.request_fields import common_fields, overridden, seed_of, stop_strings
+from edgeinfer.server.request_fields import common_fields, override_sampling, seed_of, stop_strings
 from edgeinfer.server.wire_types import ModelFields, PromptUsage
 
 ROUTES = RouteTable()
@@ -115,8 +115,8 @@ async def verify_receipt(context: RequestContext, body: wire.VerifyRequest) -> V
     """Check the receipt of an answer."""
     receipt = await context.endpoint.in_thread(_read_receipt, context.body or b"")
     context.name_model(body.model or receipt.model)
-    stay_s = context.stay_s(body.keep_alive)
-    with await context.endpoint.models.acquire(context.model, stay_s) as lease:
+    keep_alive_s = context.keep_alive_s(body.keep_alive)
+    with await context.endpoint.models.acquire(context.model, keep_alive_s) as lease:
         context.version = version_of(lease.engine.info.sha256)
         check = ReceiptCheck(receipt, lease.engine)
         working = asyncio.ensure_future(_check_in_turn(context, lease.engine, check))
@@ -176,7 +176,7 @@ def infer_request(body: wire.InferQuery, info: EngineInfo) -> GenerateRequest:
     """Make a request of one user turn, with the model's system prompt unless the client gives one."""
     system = info.system_prompt if body.system is None else body.system
     turns = [Message(role="system", content=system)] if system else []
-    sampling = overridden(info.sampling, seed=seed_of(body.seed), temperature=body.temperature)
+    sampling = override_sampling(info.sampling, seed=seed_of(body.seed), temperature=body.temperature)
     user = Message(role="user", content=body.prompt)
     stop = stop_strings(body.stop) if isinstance(body, wire.InferRequest) else ()
     shared: dict[str, Any] = {"sampling": sampling, "stop": stop, **common_fields(body)}

@@ -57,7 +57,7 @@ async def _answer(
     is_chat: bool,
 ) -> Response:
     def requests(info: EngineInfo) -> list[GenerateRequest]:
-        context.ignore(translate.too_much(body.options, info))
+        context.ignore(translate.ignored_num_ctx(body.options, info))
         return [request(info)]
 
     return await answer(
@@ -76,14 +76,14 @@ async def _load_or_unload(
 ) -> Response:
     models = context.endpoint.models
     context.model = models.resolve(body.model)
-    stay_s = context.stay_s(body.keep_alive)
-    if stay_s == 0:
+    keep_alive_s = context.keep_alive_s(body.keep_alive)
+    if keep_alive_s == 0:
         await models.unload(context.model)
     else:
-        (await models.acquire(context.model, stay_s)).release()
+        (await models.acquire(context.model, keep_alive_s)).release()
     clock = render.Clock(context.started)
     renderer = render.OllamaRenderer(body.model, clock, is_chat=is_chat)
-    reason = "unload" if stay_s == 0 else "load"
+    reason = "unload" if keep_alive_s == 0 else "load"
     return json_reply(renderer.piece(done=True, done_reason=reason, load_duration=clock.load_ns))
 
 

@@ -18,7 +18,7 @@ from edgeinfer.server.request_fields import (
     as_text,
     common_fields,
     content_of,
-    overridden,
+    override_sampling,
     reasoning,
     seed_of,
     stop_strings,
@@ -158,10 +158,10 @@ def sampling_of(options: wire.Options, base: Sampling) -> Sampling:
             fields[field] = max(low, int(fields[field]))
     fields["repeat_penalty"] = options.repeat_penalty or None
     fields["seed"] = None if options.seed is None else seed_of(int(options.seed))
-    return overridden(base, **fields)
+    return override_sampling(base, **fields)
 
 
-def too_much(options: wire.Options | None, info: EngineInfo) -> list[str]:
+def ignored_num_ctx(options: wire.Options | None, info: EngineInfo) -> list[str]:
     """Name `num_ctx` if the model was loaded with a smaller context."""
     if options is None or options.num_ctx is None or int(options.num_ctx) <= info.n_ctx:
         return []

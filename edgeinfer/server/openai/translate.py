@@ -35,7 +35,7 @@ from edgeinfer.server.request_fields import (
     check_choice,
     common_fields,
     content_of,
-    overridden,
+    override_sampling,
     reasoning,
     refuse_infill,
     seed_of,
@@ -254,7 +254,7 @@ def sampling_of(body: SamplingFields, base: Sampling) -> Sampling:
     if bias:
         fields["logit_bias"] = {int(token): float(value) for token, value in bias.items()}
     fields["seed"] = seed_of(body.seed)
-    return overridden(base, **fields)
+    return override_sampling(base, **fields)
 
 
 def _max_tokens(body: wire.ChatRequest) -> int | None:

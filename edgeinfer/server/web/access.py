@@ -111,7 +111,7 @@ class Access:
         """Let this user's next browser sign in without a code, for as long as a code is valid."""
         self._announced_until = time.monotonic() + _CODE_S
 
-    def lets_in(self, user: str) -> bool:
+    def may_sign_in(self, user: str) -> bool:
         """Return whether a browser of `user` may sign in now without a code or a key."""
         is_announced = time.monotonic() < self._announced_until
         if user != str(os.getuid()) or (self._keys and not is_announced):

@@ -174,7 +174,7 @@ async def sign_in(context: RequestContext, body: wire.SignIn) -> Response:
         is_valid = access.redeem(body.code, user)
         message = "This code was used already or has expired: `edgeinfer web` makes a new one."
     else:  # refuse proxied requests: the proxy runs as this user, its clients may not
-        is_valid = not _FORWARDED.intersection(context.headers) and access.lets_in(user)
+        is_valid = not _FORWARDED.intersection(context.headers) and access.may_sign_in(user)
         message = "Sign in first: `edgeinfer web` opens the page."
     if not is_valid:
         raise Problem(401, message, code="not_signed_in")

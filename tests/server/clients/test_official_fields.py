@@ -14,7 +14,7 @@ from typing_extensions import get_type_hints, is_typeddict
 
 from edgeinfer.server.anthropic.wire import MessagesRequest
 from edgeinfer.server.openai.wire import ChatRequest, CompletionRequest, EmbeddingRequest
-from edgeinfer.server.request_body import facts_of
+from edgeinfer.server.request_body import declaration_of
 from edgeinfer.server.responses.wire import ResponsesRequest
 
 ROUTES = [
@@ -68,14 +68,14 @@ def _unknown_parts(own_type: Any, official: Any, where: str, seen: set[Any]) -> 
     if (own_type, official) in seen:
         return
     seen.add((own_type, official))
-    facts = facts_of(own_type)
+    declared = declaration_of(own_type)
     for name, kind in get_type_hints(official).items():
         live_server = f"{where}.{name}"
-        field = facts.fields.get(name)
+        field = declared.fields.get(name)
         if field is not None:
             for inner in _objects(kind):
                 yield from _unknown_parts_of_plan(field.plan, inner, live_server, seen)
-        elif name != facts.tag_field and name not in IGNORED and name not in facts.refused:
+        elif name != declared.tag_field and name not in IGNORED and name not in declared.refused:
             yield live_server
 
 
@@ -107,6 +107,6 @@ def test_every_field_and_type_is_honoured_refused_or_ignored_knowingly(struct, p
 
 @pytest.mark.parametrize("struct", [struct for struct, _ in ROUTES])
 def test_a_field_is_of_one_kind(struct):
-    facts = facts_of(struct)
-    assert not set(facts.fields) & set(facts.refused)
-    assert all(reason and not reason.endswith(".") for reason in facts.refused.values())
+    declared = declaration_of(struct)
+    assert not set(declared.fields) & set(declared.refused)
+    assert all(reason and not reason.endswith(".") for reason in declared.refused.values())

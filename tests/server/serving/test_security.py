@@ -269,12 +269,12 @@ def test_a_given_key_is_taken_from_environment_or_file(monkeypatch, tmp_path):
     file = tmp_path / "keys"
     file.write_text(f"# ours\n{KEY}\n\nanother-key-0123456789\n")
     file.chmod(0o600)
-    assert keys.given_keys(str(file)).name("another-key-0123456789")
+    assert keys.configured_keys(str(file)).name("another-key-0123456789")
     monkeypatch.setenv("EDGEINFER_API_KEY_FILE", str(file))
-    assert keys.given_keys().name(KEY)
+    assert keys.configured_keys().name(KEY)
     monkeypatch.setenv("EDGEINFER_API_KEY", "from-environment-1234")
-    assert keys.given_keys().name("from-environment-1234")
-    assert not keys.given_keys().name(KEY)
+    assert keys.configured_keys().name("from-environment-1234")
+    assert not keys.configured_keys().name(KEY)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_a_key_file_that_is_open_to_others_or_without_a_usable_key_is_refused(tm
     file.write_text(text)
     file.chmod(mode)
     with pytest.raises(ServeError) as refused:
-        keys.given_keys(str(file))
+        keys.configured_keys(str(file))
     assert (refused.value.hint == f"chmod 600 {file}") is (mode != 0o600)
 
 
