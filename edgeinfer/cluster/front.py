@@ -1,4 +1,4 @@
-"""Routes HTTP requests to the model they name, and reports a replica's death to the client."""
+"""Forward HTTP requests to the model that they name; report a dead replica to the client."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _OWN = ("/health", "/healthz")
 
 
 class Deployment(Protocol):
-    """A model's replicas."""
+    """The replicas of one model."""
 
     def answer(self, request: Request) -> AsyncIterator[Chunk]:
-        """Yield the chunks of an answer."""
+        """Yield an `Ack`, a `ResponseStart`, and the body in pieces."""
 
 
 class FrontEnd:
-    """Routes by a request's `model`; the first model answers requests that name none."""
+    """Forwards each request to the model that it names, or to the first model if it names none."""
 
     def __init__(
         self, models: Mapping[str, Deployment], start_s: float, hosts: Sequence[str] = ()
@@ -47,11 +47,11 @@ class FrontEnd:
         self._first = next(iter(models))
 
     async def answer(self, request: HttpRequest) -> Response:
-        """Forward to a replica; answer health and the list of models here, without a replica."""
-        path = request.scope["path"]  # a foreign Host may not form a URL
+        """Forward a request to a replica. Answer health checks and the list of models without one."""
+        path = request.scope["path"]  # `request.url` would trust the Host header, not yet checked
         route = app.match_route(path)
         try:
-            self._gate.check_host(request.headers)  # the endpoint behind gets a new Host header
+            self._gate.check_host(request.headers)  # only here: the replica gets another Host header
         except Problem as problem:
             return _refusal(route.dialect, problem)
         if path in _OWN:
@@ -60,7 +60,7 @@ class FrontEnd:
             return json_reply({"object": "list", "data": [_card(name) for name in self._models]})
         body = await request.body()
         fields = decode_json(body)
-        named = route.params.get("model", "") or requested_model(fields) or self._first
+        named = _model_in_path(route) or requested_model(fields) or self._first
         if named not in self._models:
             return _refusal(route.dialect, _unknown(named, self._models))
         forwarded = Request(
@@ -82,7 +82,7 @@ class FrontEnd:
                 start = await anext(chunks)
             except TimeoutError:
                 return _refusal(dialect, _not_started(named, self._start_s))
-            except Exception:  # noqa: BLE001  # Ray has many errors for a replica that has ended
+            except Exception:  # noqa: BLE001  # Ray raises many kinds of errors if a replica has ended
                 _LOG.warning("a replica ended before it answered", exc_info=True)
             else:
                 assert isinstance(ack, Ack)
@@ -92,8 +92,14 @@ class FrontEnd:
         return _refusal(dialect, _unavailable())
 
 
+def _model_in_path(route: app.RouteMatch) -> str:
+    """Return the model that the path names, `small` for `/v1/models/small/unload`; "" for none."""
+    is_model = any(o.path.startswith("/v1/models/{id}") for o in route.methods.values())
+    return route.params["id"] if is_model else ""
+
+
 def _target(scope: Mapping[str, Any]) -> str:
-    """Return path and query as the client wrote them."""
+    """Return the path and query of a request as the client wrote them, e.g. `/v1/models?limit=2`."""
     path = scope.get("raw_path", b"").decode("latin-1") or quote(scope["path"])
     query = scope["query_string"].decode("latin-1")
     return f"{path}?{query}" if query else path
@@ -110,7 +116,10 @@ def _response(start: ResponseStart, chunks: AsyncIterator[Chunk], dialect: Diale
 
 
 async def _pieces(chunks: AsyncIterator[Chunk], dialect: Dialect | None) -> AsyncIterator[bytes]:
-    """Yield the body. If a replica dies, a stream ends by an error event; other answers are cut."""
+    """Yield the body. If the replica dies, end an event stream by an error event of its `dialect`.
+
+    Without `dialect` (another kind of body), the exception closes the connection.
+    """
     try:
         async for chunk in chunks:
             assert isinstance(chunk, bytes)
@@ -148,12 +157,12 @@ def _card(name: str) -> dict[str, object]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "edgeinfer"}
 
 
-#: Fields of all dialects that form the prompt, in the order in which templates write them.
+#: Request fields (of any API) that form the prompt, in the order in which chat templates use them.
 _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")
 
 
 def decode_json(body: bytes) -> object:
-    """Decode JSON; None for an invalid body, which the endpoint will refuse."""
+    """Decode a JSON body; return None if it is invalid (the replica then answers with the error)."""
     try:
         return msgspec.json.decode(body) if body else None
     except msgspec.DecodeError:
@@ -161,13 +170,13 @@ def decode_json(body: bytes) -> object:
 
 
 def prefix_hashes(body: object) -> tuple[int, ...]:
-    """Return the prefix hashes of a decode_json request (`prefix_affinity.prefix_hashes`)."""
+    """Return the prefix hashes of a decoded request (`prefix_affinity.prefix_hashes`)."""
     if not isinstance(body, dict):
         return ()
     return prefix_affinity.prefix_hashes([body[field] for field in _PROMPT_FIELDS if field in body])
 
 
 def requested_model(body: object) -> str:
-    """Return the model that a request names, "" for none."""
+    """Return the field `model` of a decoded request; "" if it has none."""
     named = body.get("model") if isinstance(body, dict) else None
     return named if isinstance(named, str) else ""

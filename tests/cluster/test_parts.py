@@ -80,8 +80,7 @@ def test_foreign_host_is_refused_before_any_route(host: str, status: int) -> Non
     """Ray's proxy looks at no Host: a web page could reach it under a name of its own."""
     front = FrontEnd({"small": cast(Deployment, None)}, 1.0, ("models.example",))
     for path in ("/health", "/v1/models"):
-        headers = [(b"host", host.encode())] if host else []
-        scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": headers}
+        scope = _scope("GET", path) | {"headers": [(b"host", host.encode())] if host else []}
         assert asyncio.run(front.answer(Request(scope))).status_code == status
 
 
@@ -93,23 +92,45 @@ def test_foreign_host_is_refused_before_any_route(host: str, status: int) -> Non
     ],
 )
 def test_path_is_forwarded_as_it_came(raw: dict[str, bytes], target: str) -> None:
-    asked: list[str] = []
+    scope = _scope("GET", "/v1/models/a/b c") | {"query_string": b"x=%26"} | raw
+    assert _asked(scope, "a/b c") == [("a/b c", target)]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "model"),
+    [
+        ("GET", "/v1/models/second", "second"),
+        ("GET", "/models/second", "second"),
+        ("POST", "/v1/models/second/unload", "second"),
+        ("GET", "/v1/responses/second", "first"),
+        ("GET", "/props", "first"),
+    ],
+)
+def test_model_in_the_path_decides_where_a_request_goes(method: str, path: str, model: str) -> None:
+    assert _asked(_scope(method, path), "first", "second") == [(model, path)]
+
+
+def _scope(method: str, path: str) -> dict[str, object]:
+    headers = [(b"host", b"localhost")]
+    return {"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}
+
+
+def _asked(scope: dict[str, object], *models: str) -> list[tuple[str, str]]:
+    """Send a request to the front end of these models; return which model got which target."""
+    asked: list[tuple[str, str]] = []
 
     class Replicas:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
         async def answer(self, request: messages.Request) -> AsyncIterator[Chunk]:
-            asked.append(request.target)
+            asked.append((self.name, request.target))
             yield Ack("one")
             yield ResponseStart(200, ())
 
-    scope = {
-        "type": "http",
-        "method": "GET",
-        "path": "/v1/models/a/b c",
-        "query_string": b"x=%26",
-        "headers": [(b"host", b"localhost")],
-    } | raw
-    response = asyncio.run(FrontEnd({"small": Replicas()}, 1.0).answer(Request(scope, _no_body)))
-    assert (response.status_code, asked) == (200, [target])
+    front_end = FrontEnd({name: Replicas(name) for name in models}, 1.0)
+    assert asyncio.run(front_end.answer(Request(scope, _no_body))).status_code == 200
+    return asked
 
 
 async def _no_body() -> dict[str, object]:
