@@ -1,4 +1,4 @@
-"""The endpoint as an ASGI application: the route table, and guards, limits and logs of all requests."""
+"""The endpoint as an ASGI application: finds a request's route, checks access, counts and logs it."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _ADMIN_ONLY = "This needs the endpoint's first API key or, without keys, the use
 
 
 class EndpointApp:
-    """The ASGI application of `endpoint`, guarded by `gate`. A scope holds its `RequestContext`."""
+    """The ASGI application of an endpoint. `scope["edgeinfer"]` is a request's `RequestContext`."""
 
     def __init__(self, endpoint: Endpoint, gate: Gate) -> None:
         self._endpoint = endpoint
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request (with a 500 if the code has a defect), then count and log it."""
+        """Answer one request, then count and log it. Any exception becomes an error response."""
         context = self._context(scope)
 
         async def sending(message: Message) -> None:
@@ -56,20 +56,21 @@ class EndpointApp:
 
         try:
             await self._answer(context, scope, receive, sending)
-        except Exception as error:  # noqa: BLE001  the front door of the process: a defect is a 500 with a request id
+        except Exception as error:  # noqa: BLE001  an unexpected exception becomes a 500 with the request's id
             problem = context.problem = self._endpoint.problem_of(error, context.id)
             context.outcome = problem.code or ""
-            if not context.status:  # otherwise only closing the connection can report it
+            if not context.status:  # after the status is sent, an error can only close the connection
                 body = context.dialect.error_body(problem, context.id)
                 refusal = Response(body, problem.status, problem.headers, "application/json")
                 await refusal(scope, receive, sending)
         finally:
             self._record(context, scope["method"])
-            context.body, context.answers = None, []  # the context and its scope form a cycle
+            # the context and its scope reference each other: free large values now
+            context.body, context.answers = None, []
             context.receipts.clear()
 
     def _context(self, scope: Scope) -> RequestContext:
-        """Give a request its id, its operation and its dialect."""
+        """Make the context of a request: its id, its route and the route's dialect."""
         headers = Headers(scope=scope)
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
@@ -97,7 +98,7 @@ class EndpointApp:
     async def _answer(
         self, context: RequestContext, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Check host, origin and key, then answer. Raises the Problem of a failed check."""
+        """Check Host, Origin and API key, then answer. Raises Problem if a check fails."""
         self._gate.check_host(context.headers)
         origin = self._gate.check_origin(context.headers, scope["scheme"])
         if origin is not None:
@@ -132,7 +133,7 @@ class EndpointApp:
 
     @contextlib.contextmanager
     def _count_use(self, context: RequestContext) -> Iterator[None]:
-        """Count a request that uses a model while it runs. Raises Problem beyond the limits."""
+        """Count a request towards the limits while it runs. Raises Problem if a limit is reached."""
         uses_model = context.operation is not None and context.operation.uses_model
         if uses_model:
             self._endpoint.admit_request(context.key)
@@ -145,7 +146,7 @@ class EndpointApp:
                 self._endpoint.release_request(context.key)
 
     def _record(self, context: RequestContext, method: str) -> None:
-        """Count a request and write its line to the log."""
+        """Write an ended request to the metrics, the log, the trace and the payload log."""
         endpoint, metrics = self._endpoint, self._endpoint.metrics
         model = (context.model, context.version)
         metrics.request_ended(context.route, context.status, context.key, *model)
@@ -188,11 +189,11 @@ class EndpointApp:
 
 
 async def _handle(scope: Scope, receive: Receive, send: Send) -> None:
-    """Decode the request for the operation, call its handler and send the answer."""
+    """Decode a request's body and query, call the route's handler and send its answer."""
     context: RequestContext = scope["edgeinfer"]
     operation = context.operation
     if operation is None:
-        raise _nothing_here(scope["path"], hides_page=context.endpoint.web is None)
+        raise _no_route(scope["path"], hides_page=context.endpoint.web is None)
     context.request = Request(scope, receive, send)
     arguments: dict[str, object] = {}
     if "body" in operation.takes:
@@ -205,7 +206,7 @@ async def _handle(scope: Scope, receive: Receive, send: Send) -> None:
     await answer(scope, receive, send)
 
 
-def _nothing_here(path: str, *, hides_page: bool) -> Problem:
+def _no_route(path: str, *, hides_page: bool) -> Problem:
     match = match_route(path)
     hidden = hides_page and match.dialect.prefix == PAGE
     methods = [] if hidden else sorted(match.methods)
@@ -215,8 +216,8 @@ def _nothing_here(path: str, *, hides_page: bool) -> Problem:
     return Problem(405, "This method is not allowed here.", code="method_not_allowed", headers=allow)
 
 
-#: Unknown paths get the first dialect's error envelope. OpenAPI omits the page's routes: they may
-#: change.
+#: The documented APIs. An unknown path is answered with an error of the first. The web page's dialect
+#: is left out, because its routes may change.
 DIALECTS: tuple[Dialect, ...] = (OPENAI, RESPONSES, ANTHROPIC, NATIVE, OLLAMA)
 OPERATIONS: tuple[Operation, ...] = tuple(o for dialect in DIALECTS for o in dialect.operations)
 
@@ -226,7 +227,7 @@ async def _openapi(context: RequestContext) -> dict[str, object]:
 
 
 class RouteMatch(NamedTuple):
-    """The operations at a path by method, their dialect, and the path's parameters."""
+    """What `match_route` found at a path: operations by HTTP method, their dialect, path parameters."""
 
     methods: Mapping[str, Operation]
     dialect: Dialect
@@ -234,7 +235,7 @@ class RouteMatch(NamedTuple):
 
 
 class _Routes:
-    """The route table of some dialects."""
+    """Finds the operations at a path, exactly or by a pattern like `/v1/models/{id}`."""
 
     def __init__(self, dialects: Sequence[Dialect], *more: Operation) -> None:
         self.dialects = dialects
@@ -246,7 +247,7 @@ class _Routes:
                 if operation.method == "GET":
                     methods["HEAD"] = operation
                 self.exact[operation.path] = RouteMatch(methods, dialect)
-        #: Longest paths first, because a model's name may contain slashes (`ollama/someone/model:tag`).
+        #: Longest first: `{id}` also matches slashes, as in the model `ollama/someone/model:tag`.
         self._patterns = [
             (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]|[^/].*[^/])", path)), match)
             for path, match in sorted(self.exact.items(), key=lambda item: -len(item[0]))
@@ -274,21 +275,24 @@ _ROUTES = _Routes(
 
 @cache
 def _page_routes() -> _Routes:
-    from edgeinfer.server.web.routes import WEB  # 44 ms, only for the page; a parked process has it
+    from edgeinfer.server.web.routes import WEB  # takes 44 ms, and only the web page needs it
 
     return _Routes([WEB])
 
 
 def _spellings(path: str) -> tuple[str, ...]:
-    """Return spellings of a path: no repeated slashes or KServe `/openai`, one `/v1` more or fewer."""
+    """Return a path cleaned, with `/v1` added, and with `/v1` removed.
+
+    `//openai/v1/models/` gives `/v1/models`, `/v1/v1/models` and `/models`; KServe adds `/openai`.
+    """
     plain = re.sub(r"/{2,}", "/", path).removeprefix("/openai").rstrip("/") or "/"
     return (plain, f"/v1{plain}", plain.removeprefix("/v1"))
 
 
 def match_route(path: str) -> RouteMatch:
-    """Find the operations at `path`. For an unknown path, return the nearest path's dialect.
+    """Find the operations at `path`; none for an unknown path, with the dialect for its error.
 
-    Clients write a base URL with or without `/v1` and a final slash; all of these are found.
+    Clients configure a base URL with or without `/v1` and a final slash, so all of these match.
     """
     spellings = _spellings(path)
     routes = _page_routes() if spellings[0].startswith(PAGE) else _ROUTES

@@ -15,17 +15,17 @@ from edgeinfer.server.callers import Caller
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-#: Pauses (s) before each retry of a request after a temporary failure.
+#: Statuses of an endpoint that is busy or loading.
+_BUSY = (429, 503)
+#: Pauses (s) before each retry after such a status, and after a 500, where a retry rarely helps.
 _BUSY_PAUSES_S = (0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0)
 _DEFECT_PAUSES_S = (0.4, 1.6)
-#: Statuses of an endpoint that is busy or loading; a 500 is a defect, so a retry rarely helps.
-_BUSY = (429, 503)
 
 BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 
 
 class BatchLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One request of a batch."""
+    """One request of a batch file, in the format of OpenAI's Batch API."""
 
     custom_id: str
     url: BatchUrl
@@ -34,7 +34,10 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def read_lines(path: Path) -> list[BatchLine]:
-    """Read a batch's requests, one per line. Raises UsageError naming the line, OSError."""
+    """Read a batch file with one JSON request per line.
+
+    Raises OSError, and UsageError that names the first invalid line.
+    """
 
     def refuse(number: int, problem: str) -> UsageError:
         return UsageError(f"{path}:{number}: {problem}", hint="correct that line of the file")
@@ -59,7 +62,7 @@ def read_lines(path: Path) -> list[BatchLine]:
 
 
 class BatchReply(msgspec.Struct, frozen=True):
-    """The answer of a route."""
+    """The response of a route. `body` is JSON."""
 
     status: int
     request_id: str
@@ -68,7 +71,7 @@ class BatchReply(msgspec.Struct, frozen=True):
 
 async def post(app: ASGIApp, path: str, body: bytes, caller: Caller) -> BatchReply:
     """POST `body` as JSON for `caller`. Does not raise: a failure is a reply with its status."""
-    import httpx2  # 75 to 120 ms, only for batches
+    import httpx2  # takes 75 to 120 ms, and only batches need it
 
     async def app_for_caller(scope: Any, receive: Any, send: Any) -> None:
         await app(scope | {"caller": caller}, receive, send)
@@ -81,7 +84,7 @@ async def post(app: ASGIApp, path: str, body: bytes, caller: Caller) -> BatchRep
 
 
 async def post_with_retries(app: ASGIApp, caller: Caller, line: BatchLine) -> BatchReply:
-    """POST `line` until it succeeds or no retry is left; return the last answer."""
+    """POST `line`, with pauses and retries after temporary failures; return the last reply."""
     body = msgspec.json.encode(line.body)
     for n_tries in itertools.count():
         reply = await post(app, line.url, body, caller)
@@ -93,12 +96,12 @@ async def post_with_retries(app: ASGIApp, caller: Caller, line: BatchLine) -> Ba
 
 
 def may_retry(reply: BatchReply) -> bool:
-    """Return whether a retry may succeed: the endpoint failed, the request is valid."""
+    """Return whether the same request may succeed later: the reply is a 429 or a 5xx."""
     return reply.status in _BUSY or reply.status >= 500
 
 
 def answer_line(line: BatchLine, reply: BatchReply) -> bytes:
-    """Encode a line of the output file."""
+    """Encode a line of the output file, in the format of OpenAI's Batch API."""
     answer = {
         "id": f"batch_{reply.request_id}",
         "custom_id": line.custom_id,

@@ -1,6 +1,6 @@
-"""Share the endpoint's memory, threads and engine slots fairly between its clients.
+"""Share the endpoint's memory, threads and engine slots fairly between clients (API keys or users).
 
-No API key can use up any of these.
+No client can take all of them, so the others always make progress.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ T = TypeVar("T")
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """The client of a request: the name of its API key, and whether it is an administrator.
+    """The client of a request.
 
-    Without API keys the name is "" for the endpoint's own user, `uid-N` for another user. `turn` is the
-    name for round-robin scheduling; "" is served at once.
+    `name` is that of its API key (8 hex digits). Without API keys it is "" for the user who runs the
+    endpoint, and `uid-N` for another user. `turn` is the name under which its requests are scheduled
+    round-robin with those of others; requests of "" never wait for a turn.
     """
 
     name: str
@@ -35,12 +36,12 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 NOBODY = Caller("", is_admin=False)
-#: The endpoint's own user as the client, for calls in the same process (`edgeinfer batch`).
+#: The user who runs the endpoint. It is also the caller of `edgeinfer batch`, in the same process.
 OWN = Caller("", is_admin=True)
 
 
 class BodyBudget:
-    """Limits the bytes of all running requests' bodies. Only for the event loop's thread."""
+    """Limits the total bytes of the bodies of running requests. Not thread-safe."""
 
     def __init__(self, limits: Limits) -> None:
         self._most = max(limits.max_bodies_bytes, limits.max_body_bytes)
@@ -52,7 +53,10 @@ class BodyBudget:
         return self._by_caller.total()
 
     def take(self, caller: str, n_bytes: int) -> None:
-        """Reserve bytes for a body. Raises Problem 429 and 503 with Retry-After beyond the limits."""
+        """Reserve memory for a body until `give_back`.
+
+        Raises Problem 429 if the caller, 503 if all callers together hold too much.
+        """
         if self.total + n_bytes > self._most:
             raise unavailable("The bodies of all running requests are too large.", "queue_full", 1)
         if caller and self._by_caller[caller] + n_bytes > self._most_of_caller:
@@ -64,7 +68,7 @@ class BodyBudget:
 
 
 class RoundRobin(Generic[T]):
-    """A queue that serves its clients round-robin."""
+    """A queue with one FIFO per caller, from which callers are served in turn."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
@@ -73,7 +77,10 @@ class RoundRobin(Generic[T]):
         self._waiting.setdefault(caller, deque()).append(item)
 
     def pop(self, may_begin: Callable[[str, T], bool]) -> tuple[str, T] | None:
-        """Take the first startable item, callers in turn; return None if no item may begin."""
+        """Remove the oldest item of the next caller for which `may_begin(caller, item)` is true.
+
+        Return it with its caller; None if no item may begin.
+        """
         for caller, items in self._waiting.items():
             if may_begin(caller, items[0]):
                 item = items.popleft()
@@ -86,7 +93,7 @@ class RoundRobin(Generic[T]):
 
 
 class FairPool:
-    """A pool of threads; one API key gets at most half of them. Any thread may use it."""
+    """A thread pool in which one caller gets at most half of the threads. Thread-safe."""
 
     def __init__(self, name: str, n_threads: int) -> None:
         self.name = name
@@ -95,11 +102,11 @@ class FairPool:
         self._threads = ThreadPoolExecutor(n_threads, name)
         self._lock = threading.Lock()
         self._waiting: RoundRobin[tuple[Future[Any], Callable[[], Any]]] = RoundRobin()
-        #: Running work → its caller and start time.
+        #: Future of running work → its caller, and its start on time.monotonic() (s).
         self._running: dict[object, tuple[str, float]] = {}
 
     def begin(self, caller: str, work: Callable[[], T]) -> Future[T]:
-        """Run `work` in a thread when it is the caller's turn."""
+        """Queue `work`, which runs in a thread when it is the caller's turn."""
         future: Future[T] = Future()
         with self._lock:
             self._waiting.add(caller, (future, work))
@@ -125,7 +132,7 @@ class FairPool:
         current_caller.set(caller)
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001  the future raises it again, where it is awaited
+        except BaseException as error:  # noqa: BLE001  the future raises it where it is awaited
             self._end(future)
             future.set_exception(error)
         else:
@@ -138,38 +145,39 @@ class FairPool:
         self._fill()
 
     def is_stuck(self, after_s: float) -> bool:
-        """Return whether every thread has been busy for more than `after_s`."""
+        """Return whether every thread has been running the same work for more than `after_s`."""
         with self._lock:
             started = [since for _, since in self._running.values()]
         return len(started) == self._n_threads and time.monotonic() - max(started) > after_s
 
     def close(self) -> None:
-        """Start no more work; running work finishes."""
+        """Drop queued work and return at once; running work finishes."""
         with self._lock:
             self._waiting = RoundRobin()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-#: Generations submitted beyond the engine's slots, so that the engine's own queue is never empty.
+#: Number of generations submitted in addition to those being decoded, so that a slot never idles.
 _AHEAD = 2
-#: With at least this many slots, one stays free for other keys.
+#: From this number of slots on, a caller cannot take the last one: it stays free for others.
 _SHARED_FROM = 4
 
 
 class EngineSlots:
-    """Gives the slots of one model's engine to waiting clients in turn. Belongs to one event loop.
+    """Gives the decode slots of one model's engine to waiting callers in turn. Not thread-safe.
 
-    An engine answers in order of arrival, so only a few of a key's requests are submitted at a time.
+    The engine itself serves requests in order of arrival. Therefore only as many are submitted as it
+    has slots, and the others wait here.
     """
 
     def __init__(self) -> None:
-        #: Number of answers that the engine decodes concurrently; it changes with the replicas.
+        #: Number of sequences that the engine decodes in one batch; replicas add to it.
         self.n_parallel = 1
         self._slots_taken: Counter[str] = Counter()
         self._waiting: RoundRobin[tuple[int, asyncio.Future[None]]] = RoundRobin()
 
     async def take(self, caller: str, n: int) -> None:
-        """Wait for `n` slots for `caller`; release them with `give_back`. A caller "" needs none."""
+        """Wait for `n` slots; release them with `give_back`. A caller "" does not wait."""
         if not caller:
             return
         future = asyncio.get_running_loop().create_future()
@@ -183,7 +191,7 @@ class EngineSlots:
             raise
 
     def has(self, caller: str) -> bool:
-        """Return whether a caller holds slots. Its first slot is granted without waiting."""
+        """Return whether a caller holds slots. (It never waits for its first one.)"""
         return self._slots_taken[caller] > 0
 
     def give_back(self, caller: str, n: int) -> None:

@@ -1,4 +1,4 @@
-"""The state of one request, which every handler gets, and helpers for JSON answers."""
+"""The state of one request, which every handler gets as `context`, and helpers for JSON responses."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ from edgeinfer.server.wire_types import ModelFields, Slot
 
 R = TypeVar("R", bound=msgspec.Struct)
 
-#: Most names, and characters of each, in the header of ignored fields: servers and proxies limit it.
+#: Maximum number and length (characters) of names in `x-edgeinfer-ignored`: proxies limit headers.
 _MAX_IGNORED = 32
 _MAX_NAME = 96
-#: Characters that stand in no header, and the comma, which separates its names.
+#: Matches characters that are not allowed in a header, and the comma, which separates its names.
 _UNSAFE = re.compile(r"[^ -+\--~]")
 
 
 @dataclass(eq=False)
 class RequestContext:
-    """The state of one request: its client, its model, its outcome. The ASGI scope holds it."""
+    """The state of one request: its client, its model and its outcome. Stored in the ASGI scope."""
 
     endpoint: Endpoint
     id: str
     operation: Operation | None
     dialect: Dialect
     headers: Mapping[str, str]
-    #: The value of `{id}` in the path.
+    #: The value of `{id}` in the route's path, e.g. a model's name.
     path_id: str
-    #: Headers of the answer; every handler and middleware may add some.
+    #: Headers that will be added to the response.
     reply_headers: dict[str, str]
-    #: The HTTP request; set once the request passed all checks.
+    #: Set after the checks of Host, Origin and API key.
     request: Request = field(init=False)
     caller: Caller = NOBODY
-    #: Only requests with the same salt share cached prefixes; "" is shared by all.
+    #: Only requests with the same salt share cached prefixes.
     cache_salt: str = ""
     started: float = field(default_factory=time.perf_counter)
     status: int = 0
@@ -69,31 +69,31 @@ class RequestContext:
     outcome: str = ""
     #: The request's body as received.
     body: bytes | None = None
-    #: For the payload log: the answers, the failure, and whether the client left before the end.
+    #: The answers so far. For the payload log also the error, and whether the client disconnected.
     answers: list[CollectedAnswer] = field(default_factory=list)
     #: Receipts of the answers, if the client asked for them or the payload log is on.
     receipts: list[Receipt | Refusal] = field(default_factory=list)
     problem: Problem | None = None
     client_left: bool = False
-    #: Bytes of `Endpoint.bodies` that this request holds.
+    #: Bytes that this request has reserved from `Endpoint.bodies`.
     held_bytes: int = 0
-    #: The prompt normalization rules that changed the prompt.
+    #: Names of the `normalize-prompts` rules that changed the prompt, e.g. "day".
     normalized: tuple[PromptRule, ...] = ()
-    #: Spans for the trace; `tokenizing_s` is the time (s) at which the model was loaded.
+    #: Spans for the trace; `tokenizing_s` is the time.perf_counter() at which tokenization began.
     spans: list[Span] = field(default_factory=list)
     tokenizing_s: float = 0.0
-    #: Whether the request's generations wait for slots of the model's engine.
+    #: Whether the request waits until the engine has slots for it.
     is_queued: bool = False
     #: Fields and headers of the request that were ignored.
     ignored: list[str] = field(default_factory=list)
 
     def hold(self, n_bytes: int) -> None:
-        """Count bytes that this request holds until it ends. Raises Problem 429 and 503."""
+        """Reserve memory until the request ends. Raises Problem 429 or 503 beyond the limits."""
         self.endpoint.bodies.take(self.caller.turn, n_bytes)
         self.held_bytes += n_bytes
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Tell the client and the log which parts of the request are ignored."""
+        """Add ignored fields to the response header `x-edgeinfer-ignored` and to the log."""
         cleaned = [_UNSAFE.sub("?", name[:_MAX_NAME]) for name in names]
         self.ignored = [*self.ignored, *cleaned][:_MAX_IGNORED]
         if self.ignored:
@@ -101,7 +101,7 @@ class RequestContext:
 
     @property
     def key(self) -> str:
-        """Name of the client, which separates its files, answers and cached prefixes from others."""
+        """Name of the API key (`Caller.name`). Clients see only stored data of their own key."""
         return self.caller.name
 
     @property
@@ -111,12 +111,12 @@ class RequestContext:
 
     @property
     def plain_id(self) -> str:
-        """Id without its prefix, for ids in another API's form."""
+        """Id without `req_`, from which other ids are made: `msg_0a1b…` for `req_0a1b…`."""
         return self.id.removeprefix("req_")
 
     @property
     def route(self) -> str:
-        """Path pattern of the operation, `other` for an unknown path."""
+        """Path pattern for metrics and logs: `/v1/models/{id}`, or `other` for an unknown path."""
         return self.operation.path if self.operation else "other"
 
     @property
@@ -126,7 +126,12 @@ class RequestContext:
     def normalize(
         self, turns: Sequence[Message], *, stores_prefix: bool = False
     ) -> tuple[Message, ...]:
-        """Normalize a known agent's prompt; a header names the rules that changed it."""
+        """Move or drop lines of a coding agent's prompt that change per request, e.g. the date.
+
+        They would end the shared prefix early (`agents.prompt_normalization`). Without
+        `stores_prefix` nothing is remembered about the conversation. The response header
+        `x-edgeinfer-normalized` names the rules that changed the prompt.
+        """
         turns, self.normalized = self.endpoint.normalizer.normalize(
             turns,
             self.headers.get("user-agent", ""),
@@ -137,13 +142,13 @@ class RequestContext:
         return turns
 
     def add_salt(self, cache_salt: str) -> str:
-        """Combine a request's `cache_salt` with its API key's, so that keys share no cached prefix."""
+        """Combine a request's `cache_salt` with the salt of its API key."""
         return f"{self.cache_salt} {cache_salt}" if self.cache_salt else cache_salt
 
     def keep_alive_s(self, keep_alive: float | str | None) -> float | None:
-        """Return how long (s) the model stays loaded after this request; None means as configured.
+        """Convert a request's `keep_alive` to seconds; None means the configured time.
 
-        Only administrators may choose it. Raises InvalidRequestError.
+        It is ignored unless the client is an administrator. Raises InvalidRequestError.
         """
         seconds = keep_alive_s(keep_alive)
         if seconds is None or self.is_admin:
@@ -152,9 +157,10 @@ class RequestContext:
         return None
 
     def name_model(self, name: str | None) -> None:
-        """Resolve the request's model, or the adapter that it names instead.
+        """Set `model`, and `adapter` if the request names a LoRA adapter in place of a model.
 
-        A header gives the model's name if the request used another name. Raises UnknownModelError.
+        The header `x-edgeinfer-model` tells the client if the model has another name than it sent.
+        Raises UnknownModelError.
         """
         models = self.endpoint.models
         try:
@@ -173,14 +179,14 @@ class RequestContext:
         self.endpoint.metrics.ttft.labels(self.model, self.version).observe(self.ttft_s)
 
     def record_generation(self, finished: Finished) -> None:
-        """Record a finished generation of this request."""
+        """Add a finished generation to the request's totals, trace, metrics and `/slots`."""
         if self.endpoint.traces:
             self.spans += generation_spans(self.tokenizing_s, finished.timings)
         self.prompt_tokens += finished.usage.prompt_tokens
         self.cached_tokens += finished.usage.cached_tokens
         self.completion_tokens += finished.usage.completion_tokens
         self.outcome = finished.reason
-        if finished.divergence.cause != "off":  # `cache_prompt: false` has no cached prefix to report
+        if finished.divergence.cause != "off":  # "off": the request did not use the prefix cache
             self.endpoint.slots.appendleft((self.key, _slot(self, finished)))
             self.endpoint.host.note_prompt(CacheReport.of(self.model, finished))
         self.endpoint.metrics.generation_ended(self.model, self.version, finished)
@@ -208,12 +214,12 @@ def context_of(request: Request) -> RequestContext:
 
 
 def json_reply(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Encode `value` as application/json."""
+    """Make a response with `value` as JSON."""
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
 async def with_engine(context: RequestContext, body: ModelFields, work: Callable[[Engine], R]) -> R:
-    """Run `work(engine)` in a thread with the model of `body`. Raises what loading and `work` raise."""
+    """Load the model that `body` names and run `work(engine)` in a thread. Raises what both raise."""
     context.name_model(body.model)
     keep_alive = context.keep_alive_s(body.keep_alive)
     with await context.endpoint.models.acquire(context.model, keep_alive) as lease:

@@ -1,7 +1,7 @@
-"""The parts of a dialect: one HTTP API with its operations and error envelope.
+"""What all dialects share. A dialect is an HTTP API: OpenAI's, Anthropic's, Ollama's or our own.
 
-Each dialect is a folder next to this file. It holds the wire types (`wire.py`), the conversion of
-requests (`translate.py`) and of answers (`render.py`), and in `routes.py` handlers and `Dialect`.
+Each dialect is a folder next to this file: `wire.py` declares the JSON types, `translate.py` converts
+requests, `render.py` converts answers, and `routes.py` holds the handlers and the `Dialect`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from edgeinfer.server.wire_types import WireTimings
 
 
 def sse_comment(text: str) -> bytes:
-    """Encode a comment of a stream of server-sent events: people see it, clients skip it."""
+    """Encode a comment of an event stream (SSE). Clients skip it; it shows that the server is alive."""
     return f": {text}\n\n".encode()
 
 
@@ -30,64 +30,65 @@ _encode = msgspec.json.Encoder().encode
 
 
 def sse(data: Any, event: str = "") -> bytes:
-    """Encode a server-sent event."""
+    """Encode a server-sent event with `data` as JSON, and an `event:` line unless `event` is ""."""
     name = b"event: %b\n" % event.encode() if event else b""
     return b"%bdata: %b\n\n" % (name, _encode(data))
 
 
 def stamp(unix_s: float) -> str:
-    """Format a time as ISO 8601 in UTC, with a Z."""
+    """Format a Unix time as ISO 8601 in UTC: 2026-11-29T13:05:00.5Z."""
     return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
 
 
 Method = Literal["GET", "POST", "DELETE"]
-#: Called with the request's context and, decoded, body and query; returns a Response or a JSON value.
+#: Called with `context` and, if it has these parameters, the decoded `body` and `query`. Returns a
+#: Response, or a value that is encoded as JSON.
 Handler = Callable[..., Awaitable[Any]]
 #: Called with a problem and the request's id; returns the encoded error.
 Envelope = Callable[[Problem, str], bytes]
 
 
-#: The longest body (bytes) of a route that needs no key.
+#: Maximum body (bytes) of a route that needs no API key.
 _OPEN_BODY_BYTES = 8 << 10
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """A method of a path."""
+    """One HTTP method at one path, with its handler and its JSON types."""
 
     path: str
     handler: Handler
     summary: str
     method: Method
-    #: JSON types of the answer, the request's body and its query.
+    #: JSON types of the response, of the request's body and of its query.
     reply: Any = None
     body: Any = None
     query: Any = None
-    #: Which of "body" and "query" the handler takes.
+    #: Which of the parameters "body" and "query" the handler has.
     takes: tuple[str, ...] = ()
     streams: bool = False
-    #: Whether a request counts against the limits, and is refused while the endpoint drains.
+    #: Whether a request counts towards `max_requests`, and is refused while the endpoint drains.
     uses_model: bool = True
     #: Whether only an administrator may call it.
     is_admin: bool = False
-    #: For routes of the page: "open" to all, or "cookie" in place of the API key.
+    #: For routes of the web page: "open" to all, or "cookie" (which replaces the API key).
     web: Literal["", "open", "cookie"] = ""
-    #: Longest body; 0 means the endpoint's limit.
+    #: Maximum body (bytes); 0 means `Limits.max_body_bytes`.
     max_body_bytes: int = 0
     reply_type: str = "application/json"
-    #: Bodies of further statuses, for the OpenAPI document.
+    #: HTTP status → type of its body, for statuses that other routes do not have (OpenAPI document).
     also: Mapping[str, type[msgspec.Struct]] = {}
 
     @property
     def generates(self) -> bool:
-        """Return whether it answers by generating text."""
+        """Return whether the operation generates text."""
         return (self.streams and not self.is_admin) or self.path == "/infer"
 
 
 class RouteTable(list[Operation]):
-    """The operations of a module, added by decorators.
+    """The operations of a module; the decorators `get`, `post` and `delete` add their handlers.
 
-    A handler's docstring is the operation's summary. The types of its parameters `body` and `query`
-    decode requests; these types and the return type are described in the OpenAPI document.
+    A handler's docstring is the operation's summary. The annotations of its parameters `body` and
+    `query` say how requests are decoded. The OpenAPI document describes them and the return type.
     """
 
     def add(self, method: Method, path: str, **declared: Any) -> Callable[[Handler], Handler]:
@@ -120,63 +121,67 @@ class RouteTable(list[Operation]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Dialect:
-    """An HTTP API that clients speak."""
+    """An HTTP API, such as OpenAI's or Ollama's."""
 
     name: str
     operations: Sequence[Operation]
-    #: The envelope's type, for the OpenAPI document.
+    #: Type of an error's JSON body, for the OpenAPI document.
     error_type: type[msgspec.Struct]
     #: Encodes an error as a JSON body.
     error_body: Envelope
-    #: Encodes an error that ends a running stream.
+    #: Encodes an error as the last event of a stream.
     error_events: Envelope
     #: Media type of the dialect's streams.
     stream_type: str = "text/event-stream"
-    #: Encodes a comment that keeps a stream alive while the model is loaded.
+    #: Encodes a keep-alive comment, sent while the model is loaded.
     comment: Callable[[str], bytes] = sse_comment
-    #: Whether a body must be declared as JSON. Ollama does not check, so its clients declare no type.
+    #: Whether the header Content-Type must say JSON. Ollama does not check it, and its clients omit it.
     checks_body_type: bool = True
-    #: Whether the only model answers to any name. Not for Ollama: its clients pull models not found.
+    #: Whether an endpoint with only one model uses it for any name. Ollama's clients need an error
+    #: instead: they then pull the model.
     answers_any_name: bool = True
-    #: Unknown paths with this prefix get this dialect's error envelope.
+    #: Unknown paths with this prefix get this dialect's errors.
     prefix: str = ""
 
 
 class Renderer(ABC):
-    """Renders the answers of a route. A stream consists of `opening`, each `event`, and `closing`."""
+    """Converts the engine's events to the response of a route.
+
+    A stream consists of `opening`, the result of `event` for each event, and `closing`.
+    """
 
     def opening(self) -> bytes:
-        """Return the first bytes, once the request is accepted."""
+        """Return the first bytes of the stream, sent when the engine has accepted the request."""
         return b""
 
     @abstractmethod
     def event(self, index: int, event: Event) -> bytes:
-        """Render one event of generation `index`; b"" if the client need not receive it."""
+        """Render an event of generation `index`; b"" for an event that this API does not send."""
 
     def closing(self) -> bytes:
-        """Return the last bytes, after every generation has ended."""
+        """Return the last bytes of the stream, sent when every generation has ended."""
         return b""
 
     def failure(self, problem: Problem) -> bytes:
-        """Return the last bytes of a stream that fails; b"" means the dialect's `error_events`."""
+        """Return the last bytes of a stream that fails; b"" to send the dialect's `error_events`."""
         return b""
 
     @abstractmethod
     def waiting(self, text: str) -> bytes:
-        """Return an empty event with a comment `text`, sent before the first token.
+        """Return an event without text, and `text` as a comment, sent in pauses of a stream.
 
-        Some clients time out on a stream without events, and a comment is not an event.
+        Some clients time out on a stream without events, and do not count comments as events.
         """
 
     @abstractmethod
     def whole(self, answers: list[CollectedAnswer]) -> bytes:
-        """Render the JSON body of a request that is not streamed."""
+        """Render a response that is not streamed."""
 
 
 def total(answers: list[Finished], n: int | None = None) -> tuple[Usage, Timings]:
-    """Sum the usage of a request: each prompt once, every answer, the slowest timings.
+    """Sum the usage of a request's answers, and return the timings of the slowest one.
 
-    Each prompt counts once for its `n` answers; `n` None means that all answers have the same prompt.
+    Every `n` answers have the same prompt, which is counted once; None: all answers have the same one.
     """
     if len(answers) == 1:
         return answers[0].usage, answers[0].timings
@@ -194,7 +199,7 @@ def total(answers: list[Finished], n: int | None = None) -> tuple[Usage, Timings
 
 
 def wire_timings(usage: Usage, timings: Timings) -> WireTimings:
-    """Make the `timings` block with llama.cpp's field names."""
+    """Make the field `timings` of a response, as in llama.cpp's server."""
     prefilled = max(0, usage.prompt_tokens - usage.cached_tokens)
     generated, prefill_ms = usage.completion_tokens, timings.prefill_ms
     return WireTimings(

@@ -1,4 +1,4 @@
-"""The endpoint: its components, its running requests, and limits on new ones."""
+"""The endpoint: its components, and the limits on requests and generations."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ if TYPE_CHECKING:
     from edgeinfer.receipts.verify import ReceiptCheck
     from edgeinfer.tools.loop import ChatTools
 
-#: Number of finished generations that /slots lists.
+#: Number of ended generations that GET /slots lists.
 _SLOTS = 64
-#: Most traces that wait for the disk; more are dropped. Time (s) to write them at the end.
+#: Maximum number of traces that wait to be written; more are dropped.
 _TRACES = 1024
+#: How long (s) the endpoint waits for the last traces when it ends.
 _TRACES_S = 1.0
 
 
 @dataclass(eq=False)
 class Endpoint:
-    """A served endpoint. Belongs to one event loop."""
+    """The state that all requests share. Not thread-safe: use it on its event loop."""
 
     models: ModelPool
     limits: Limits
@@ -53,13 +54,13 @@ class Endpoint:
     host: Host
     _: KW_ONLY
     normalizer: PromptNormalizer = field(default_factory=PromptNormalizer)
-    #: Stored responses; None if switched off.
+    #: Stored responses of /v1/responses; None if switched off.
     responses: ResponseStore | None = None
-    #: The web page, a `web.routes.Web`; None if switched off.
+    #: The chat page (`web.access.Web`); None if switched off.
     web: Any = None
     #: Adds and removes models; None if no client may do so.
     model_admin: ModelAdministrator | None = None
-    #: File for traces; "" for none.
+    #: File to which traces are written; "" for none.
     traces: str = ""
     #: Logs requests with their answers (`payload_log.PayloadLog`); None if switched off.
     payload_log: Any = None
@@ -68,25 +69,26 @@ class Endpoint:
         self.metrics = Metrics(self.models.engines)
         self.bodies = BodyBudget(self.limits)
         self.threads = ThreadPoolExecutor(8, "calls")
-        #: Runs engine calls for clients; the threads of `threads` stay free for an operator's requests.
+        #: Runs calls like tokenize and embed, so that `threads` stays free for health and metrics.
         self.engine_calls = FairPool("engine-calls", 8)
-        #: Thread that writes traces, so that a hanging file system blocks only this thread.
+        #: A thread of its own, because a file system may hang.
         self._tracing = ThreadPoolExecutor(1, "traces")
         self._trace_places = threading.Semaphore(_TRACES)
         self.preparation = PreparationPool(self.limits.prepare_s)
         self.draining = False
         #: Whether the default model has been loaded at least once.
         self.was_ready = False
+        #: Running generations and receipt checks, which `cancel_all` cancels.
         self.running: set[Generation | ReceiptCheck] = set()
         self.last_activity = time.monotonic()
-        #: Number of waiting or running generations by model.
+        #: Model → number of its waiting and running generations.
         self.generation_counts: Counter[str] = Counter()
-        #: Slots of the engine of each model in use.
+        #: Model → decode slots of its engine.
         self.engine_slots: defaultdict[str, EngineSlots] = defaultdict(EngineSlots)
         self._by_key: Counter[str] = Counter()
-        #: The latest ended generations, each with the name of its API key.
+        #: The latest ended generations, each with the name of the API key that requested it.
         self.slots: deque[tuple[str, Slot]] = deque(maxlen=_SLOTS)
-        #: The configured tools; None until a request uses them.
+        #: The configured MCP tools; None until a request uses them.
         self.tools: ChatTools | None = None
         self._tools_lock = asyncio.Lock()
         #: Held while a snapshot is taken: only one at a time.
@@ -98,9 +100,10 @@ class Endpoint:
         return self._by_key.total()
 
     def admit_request(self, key: str) -> None:
-        """Admit a request that uses a model. Raises Problem 503 and 429 with Retry-After.
+        """Count a running request until `release_request`, and check the limits.
 
-        A key's only request is never refused because of other keys' requests.
+        Raises Problem 503 (too many requests, or draining) and 429 (too many of this key). A key
+        without other requests is never refused because of other keys.
         """
         if self.draining:
             raise problems.shutting_down()
@@ -122,7 +125,7 @@ class Endpoint:
     def trace(
         self, root: Span, spans: Iterable[Span], facts: Mapping[str, Any], traceparent: str = ""
     ) -> None:
-        """Queue a trace if tracing is on. A failure is logged once and switches tracing off."""
+        """Queue a trace for writing if tracing is on. The first failure switches tracing off."""
         if self.traces and self._trace_places.acquire(blocking=False):
             self._tracing.submit(self._write_trace, root, tuple(spans), facts, traceparent)
 
@@ -130,7 +133,7 @@ class Endpoint:
         try:
             if self.traces:
                 tracing.write(self.traces, *trace)
-        except Exception as error:  # noqa: BLE001  nothing reads this thread's result
+        except Exception as error:  # noqa: BLE001  an exception would be lost in this thread: log it
             reason = getattr(error, "strerror", None) or repr(error)
             self.log.warning("traces-ended", path=self.traces, reason=reason)
             self.traces = ""
@@ -138,15 +141,16 @@ class Endpoint:
             self._trace_places.release()
 
     async def end_traces(self) -> None:
-        """Wait until the traces are written, but not long if the file system hangs."""
+        """Wait up to `_TRACES_S` until the queued traces are written."""
         last = asyncio.wrap_future(self._tracing.submit(int))
         await asyncio.wait([last], timeout=_TRACES_S)
         self._tracing.shutdown(wait=False)
 
     def admit_generations(self, model: str, n_parallel: int, n: int, caller: str = "") -> None:
-        """Count `n` more generations of a model, until `release_generations`. Raises QueueFullError.
+        """Count `n` running or waiting generations of a model until `release_generations`.
 
-        Other callers' generations never exclude a caller's only request.
+        Raises QueueFullError beyond `n_parallel + max_queue`. A caller that has no slot yet is admitted
+        even then.
         """
         is_only = caller != "" and not self.engine_slots[model].has(caller)
         if self.generation_counts[model] + n > n_parallel + self.limits.max_queue and not is_only:
@@ -157,14 +161,14 @@ class Endpoint:
         self.engine_slots[model].n_parallel = n_parallel
 
     def release_generations(self, model: str, n: int, caller: str = "") -> None:
-        """Undo `admit_generations`; a caller with an API key also gives its slots back."""
+        """Undo `admit_generations`; a `caller` other than "" also gives its slots back."""
         self.engine_slots[model].give_back(caller, n)
         self.generation_counts[model] -= n
         if not self.generation_counts[model]:
             del self.generation_counts[model], self.engine_slots[model]
 
     def problem_of(self, error: Exception, request_id: str) -> Problem:
-        """Convert `error` to an answer; the log gets the traceback of a defect."""
+        """Convert an exception to an HTTP error; log the traceback if it was unexpected (a 500)."""
         if isinstance(error, Problem):
             return error
         if isinstance(error, EdgeInferError):
@@ -173,23 +177,23 @@ class Endpoint:
         return problems.internal(request_id)
 
     def cancel_all(self) -> None:
-        """Cancel every generation at its next step; each client is told why."""
+        """Cancel every generation at its next decode step; clients get an error 503."""
         for generation in tuple(self.running):
             generation.cancel()
 
     def failure(self) -> str:
-        """Return why the endpoint cannot answer; "" if it can."""
+        """Return why the endpoint cannot generate; "" if it can."""
         engine = dict(self.models.engines()).get(self.models.default)
         return self.preparation.failure() or (engine.health() if engine else "")
 
     async def use_tools(self) -> ChatTools:
-        """Return the configured tools. The first call asks each server for its list of tools.
+        """Return the configured tools. The first call connects to the MCP servers.
 
-        Raises ConfigError, and UsageError if none are configured.
+        Raises ConfigError, and UsageError if no tools are configured.
         """
         async with self._tools_lock:
             if self.tools is None:
-                from edgeinfer.tools.loop import ChatTools  # 20 ms, which few endpoints need
+                from edgeinfer.tools.loop import ChatTools  # takes 20 ms, and few endpoints need it
 
                 tools = ChatTools(self.host.config.tools, Path.cwd())
                 for message in await self.in_thread(tools.prepare):
@@ -204,20 +208,24 @@ class Endpoint:
 
 
 class PreparationPool:
-    """Prepares requests in threads: template, schema, grammar, tokens. Belongs to one event loop."""
+    """Threads in which requests are prepared: chat template, grammar compilation, tokenization.
+
+    Use it only on one event loop.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._plain = FairPool("prepare", 4)
         self._constrained = FairPool("compile", 2)
-        #: Threads that decode new files, which may take a minute; other requests do not wait for them.
+        #: Decodes files, which may take a minute, without delaying requests that have none.
         self._files = FairPool("decode", 4)
         self._turns: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
 
     def caller_turn(self, caller: str, request: GenerateRequest) -> AbstractAsyncContextManager[object]:
-        """Return a context manager that waits for the client's turn to prepare such a request.
+        """Return a context manager that waits until fewer than half of the threads work for `caller`.
 
-        Waiting requests hold no slot of the engine. A client "" does not wait.
+        Enter it before taking a slot of the engine, so that waiting requests hold none. A caller ""
+        does not wait.
         """
         if not caller:
             return nullcontext()
@@ -230,7 +238,7 @@ class PreparationPool:
         return self._constrained if request.constraint or request.tools else self._plain
 
     async def submit(self, engine: Engine, request: GenerateRequest, caller: str = "") -> Generation:
-        """Submit in a thread; cancel the generation if the client left meanwhile.
+        """Call `engine.submit` in a thread. If this call is cancelled, so is the generation.
 
         Raises what `Engine.submit` raises, and Problem 503 after `timeout_s`.
         """
@@ -238,7 +246,7 @@ class PreparationPool:
         return await self._result(submitting, _cancel_late)
 
     async def read_files(self, caller: str, work: Callable[[], T]) -> T:
-        """Run `work`, which decodes files, in a thread. Raises Problem 503 and what it raises."""
+        """Run `work`, which decodes files, in a thread. Raises what it raises, and Problem 503."""
         return await self._result(self._files.begin(caller, work), lambda late: None)
 
     async def _result(self, future: Future[T], ended_late: Callable[[Future[T]], None]) -> T:
@@ -257,14 +265,14 @@ class PreparationPool:
             raise
 
     def failure(self) -> str:
-        """Name a pool in which no thread became free for `timeout_s`; "" if there is none."""
+        """Return an error text if all threads have been stuck for `timeout_s`; "" otherwise."""
         for pool in (self._plain, self._constrained):
             if pool.is_stuck(self._timeout_s):
                 return f"no thread to {pool.name} requests has become free for {self._timeout_s:g} s"
         return ""
 
     def close(self) -> None:
-        """Submit nothing more; running calls finish."""
+        """Drop waiting work and return at once; running work finishes."""
         for pool in (self._plain, self._constrained, self._files):
             pool.close()
 

@@ -1,9 +1,9 @@
-"""Answer a generating request: acquire the model, submit, and send events, streamed or whole.
+"""Respond to a request that generates text: load the model, submit, and send the events.
 
-A request costs a task that watches for its disconnect and, when streamed, one for keep-alive comments.
-A token costs no task and, where possible, does not wake the event loop
-(docs/decisions/055-send-from-the-decode-thread.md). If a client disconnects, its generations are
-cancelled at their next step.
+The response is an event stream or one JSON body. Each request has an asyncio task that waits for its
+client to disconnect (its generations are then cancelled at their next step) and, if it is streamed,
+one that sends keep-alive comments. A token needs no task; usually it does not even wake the event loop
+(docs/decisions/055-send-from-the-decode-thread.md).
 """
 
 from __future__ import annotations
@@ -38,12 +38,16 @@ from edgeinfer.server.request_fields import refuse_pictures
 from edgeinfer.server.tracing import Span
 from edgeinfer.server.wire_types import ModelFields
 
-#: Longest prompt (characters) that is tokenized on the event loop: 1,000 take 0.7 ms, 16,000 16 ms.
+#: Longest prompt (characters) that is tokenized on the event loop. Tokenizing 1,000 characters takes
+#: 0.7 ms, and 16,000 take 16 ms.
 _INLINE_CHARACTERS = 1024
 
 
 class GenerationSpec(msgspec.Struct, frozen=True):
-    """The requests to generate and their renderer; both functions are called with the loaded model."""
+    """What to generate and how to render it.
+
+    `requests` is called with the loaded model's EngineInfo, `renderer` also with the model's name.
+    """
 
     keep_alive: float | str | None
     requests: Callable[[EngineInfo], Sequence[GenerateRequest]]
@@ -52,7 +56,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
 
 
 class GenerationTask(NamedTuple):
-    """Submitted generations with their model, requests and renderer."""
+    """Submitted generations, with the lease that keeps their model loaded."""
 
     lease: Lease
     requests: Sequence[GenerateRequest]
@@ -61,9 +65,9 @@ class GenerationTask(NamedTuple):
 
 
 async def start(context: RequestContext, spec: GenerationSpec) -> GenerationTask:
-    """Acquire the model and submit. A dead engine is replaced once.
+    """Load the model if needed, and submit. If the model's process has died, load it again once.
 
-    Raises EngineClosedError if the second engine is dead too, and what acquiring and `submit` raise.
+    Raises EngineClosedError if that process dies too, and what loading and `Engine.submit` raise.
     """
     try:
         return await _start_once(context, spec)
@@ -100,7 +104,10 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
 async def _read_files(
     context: RequestContext, work: Callable[[], Sequence[GenerateRequest]]
 ) -> Sequence[GenerateRequest]:
-    """Decode a request with files. Their content counts against the body limit, once for all copies."""
+    """Call `work`, which decodes files, in a thread, and reserve memory for their content.
+
+    It is reserved once for all `n` answers, which share it. Raises Problem beyond the limits.
+    """
     requests = await context.endpoint.preparation.read_files(context.caller.turn, work)
     first = requests[0]
     files = [*first.pictures, *(file for turn in first.messages for file in turn.pictures)]
@@ -109,13 +116,13 @@ async def _read_files(
 
 
 def _may_have_files(body: bytes) -> bool:
-    """Return whether the body may name a picture or a document in any dialect, even JSON-escaped."""
+    """Return whether a body may contain a picture or document, in any API and with JSON escapes."""
     markers = (b"image", b"multimodal_data", b"file_data", b'"document"', b"\\u00")
     return any(marker in body for marker in markers)
 
 
 def _apply_context(context: RequestContext, request: GenerateRequest) -> GenerateRequest:
-    """Normalize the prompt; only the same API key and `cache_salt` share its cached prefixes."""
+    """Apply what the HTTP request implies: prompt normalization, the key's cache salt, the adapter."""
     lora = ((context.adapter, 1.0),) if context.adapter else None
     if request.record_tokens or context.endpoint.payload_log is not None:
         request = with_record(request)
@@ -137,7 +144,11 @@ def _preamble(context: RequestContext, request: GenerateRequest) -> str:
 async def submit_all(
     context: RequestContext, lease: Lease, requests: Sequence[GenerateRequest]
 ) -> list[Generation]:
-    """Submit all requests, or none if one is refused. They count in the queue until `_release`."""
+    """Wait for slots and submit all requests; if one is refused, cancel the others.
+
+    On success the caller must call `Endpoint.release_generations`. Raises QueueFullError, and what
+    `Engine.submit` raises.
+    """
     endpoint, engine = context.endpoint, lease.engine
     caller, has_slots = context.caller.turn, False
     endpoint.admit_generations(context.model, engine.info.n_parallel, len(requests), caller)
@@ -161,15 +172,14 @@ async def submit_all(
 
 
 def _is_slow_to_prepare(request: GenerateRequest) -> bool:
-    """Return whether preparation takes longer than switching to a thread (about 0.1 ms)."""
+    """Return whether a thread should call `Engine.submit`: switching to one takes about 0.1 ms."""
     if request.constraint is not None or request.infill is not None:
         return True
-    # decoding one picture takes 0.1 s
     return bool(request.tools or request.n_pictures) or request.length > _INLINE_CHARACTERS
 
 
 async def events_of(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Event], None]:
-    """Yield the events of all generations in order of arrival, each with the generation's index."""
+    """Yield the events of all generations as they arrive, each with its generation's index."""
     if len(generations) == 1:
         async for event in generations[0]:
             yield 0, event
@@ -209,9 +219,9 @@ async def _feed(
 
 
 def with_receipts(data: bytes, receipts: Sequence[Receipt | Refusal]) -> bytes:
-    """Add the field `receipt` (`receipts` for several answers) to the last JSON object of an answer.
+    """Add the field `receipt` (`receipts` for several answers) to the last JSON object in `data`.
 
-    Every API writes one object per line. The last line is such an object, or `[DONE]` after it.
+    `data` is a JSON body, or the last bytes of a stream: `data: {…}` and perhaps `data: [DONE]`.
     """
     field = {"receipt": receipts[0]} if len(receipts) == 1 else {"receipts": receipts}
     brace = data.rindex(b"}")
@@ -229,9 +239,10 @@ async def answer(
     *,
     stream: bool,
 ) -> Response:
-    """Generate the answers to `requests`, whole or streamed, in the shape of `renderer`.
+    """Return a response that generates the answers to `requests` and sends them.
 
-    Raises Problem and EdgeInferError before the status is sent, then fails in the stream.
+    `requests` gets the loaded model's EngineInfo, `renderer` also the model's name. Raises Problem and
+    EdgeInferError while the status can still say so; later errors end the stream as an event.
     """
     endpoint = context.endpoint
     context.name_model(body.model)
@@ -313,10 +324,10 @@ class _GenerationResponse(Response):
             self._cancel()
             self.task.lease.release()
             for generation in self.task.generations:
-                generation.tap(None)  # otherwise a reference cycle keeps the request in memory
+                generation.tap(None)  # the tap references this response: a cycle would keep both
 
     def _add_receipts(self, data: bytes) -> bytes:
-        """Make the answers' receipts; add them to the last JSON object if the client asked for them."""
+        """Make the answers' receipts, and add them to `data` if the client requested them."""
         assert self.task is not None
         info, key = self.task.lease.engine.info, load_key(self.endpoint.host.config.receipts.key)
         pairs = enumerate(zip(self.task.requests, self.context.answers, strict=True))
@@ -328,7 +339,7 @@ class _GenerationResponse(Response):
         return with_receipts(data, receipts) if self._spec.has_receipt else data
 
     def _check_cancelled(self, event: Event) -> None:
-        """Raise Problem 503 if the endpoint itself cancelled the generation."""
+        """Raise Problem 503 if the generation was cancelled because the endpoint shuts down."""
         if isinstance(event, Finished) and event.reason == "cancelled" and not self.client_left:
             raise shutting_down()
 
@@ -374,7 +385,7 @@ class _WholeResponse(_GenerationResponse):
         return self._add_receipts(task.renderer.whole(answers))
 
     def _collect(self, collected: CollectedAnswer, event: Event) -> bool:
-        """Collect an event on the decode thread; only the last event wakes the event loop."""
+        """Collect an event on the decode thread, so that only the last event wakes the event loop."""
         self._count(event)
         collected.add(event)
         return True
@@ -418,7 +429,7 @@ class _StreamResponse(_GenerationResponse):
                     data = held + renderer.event(index, event)
                     held = b""
                     if isinstance(event, Finished):
-                        held = data  # send it together with the closing bytes
+                        held = data  # sent in one write with the closing bytes
                     elif data:
                         self._last_write = time.monotonic()
                         await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -428,7 +439,7 @@ class _StreamResponse(_GenerationResponse):
             if self.client_left:
                 return b""
             raise
-        except Exception as error:  # noqa: BLE001  the status is already sent: every failure must be told in the stream
+        except Exception as error:  # noqa: BLE001  the status is sent, so the stream itself must report any failure
             problem = self.context.problem = self._problem(error)
             self.context.outcome = problem.code or "error"
             context, info = self.context, EngineInfo(model="")
@@ -443,7 +454,7 @@ class _StreamResponse(_GenerationResponse):
             self.context.answers[index].add(event)
 
     def _use_direct_writer(self, task: GenerationTask) -> None:
-        """After the first token, let the decode thread send tokens where possible."""
+        """After the first token, let the decode thread write the others to the socket if it can."""
         is_due = self._direct_writer is None and self._last_token and len(task.generations) == 1
         if is_due and self._connection is not None:
             self._direct_writer = self._connection.open_direct_writer(self._render_on_engine_thread)

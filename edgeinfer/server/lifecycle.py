@@ -1,7 +1,7 @@
 """Run the endpoint: bind sockets, serve them with uvicorn, report readiness, drain, exit when idle.
 
-uvicorn's own signal handling is replaced: SIGTERM and SIGINT begin a drain: new requests are refused,
-and running ones have `drain_s` to finish. A second signal ends the endpoint at once.
+SIGTERM or SIGINT begins a drain: new requests are refused, and running ones get `drain_s` seconds to
+finish. A second signal ends the endpoint at once. (uvicorn's own signal handlers are not used.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OTHER_ADDRESS = "pick another address: `edgeinfer serve --host 127.0.0.1 --port
 
 
 def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
-    """Bind listening TCP sockets on every address of `host`. Raises ServeError."""
+    """Bind a listening TCP socket to every address of `host` (IPv4 and IPv6). Raises ServeError."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -42,7 +42,7 @@ def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
     listeners: list[socket.socket] = []
     for family, _, _, _, address in dict.fromkeys(addresses):
         if listeners and port == 0:
-            break  # one free port for all families, not one for each
+            break  # each address would get another free port: use only the first address
         try:
             listeners.append(socket.create_server(address, family=family, backlog=backlog))
         except OSError as error:
@@ -55,7 +55,7 @@ def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open files to the hard one, 65,536 at most; return it."""
+    """Raise the soft limit of open files to the hard limit, at most 65,536; return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -74,7 +74,7 @@ def has_port(listeners: Sequence[socket.socket], port: int) -> bool:
 
 
 def is_loopback(listeners: Sequence[socket.socket]) -> bool:
-    """Return whether only this machine can reach `listeners`; a unix socket counts as local."""
+    """Return whether only programs on this machine can connect: loopback and unix sockets."""
     return all(ipaddress.ip_address(host).is_loopback for host, _ in _addresses(listeners))
 
 
@@ -88,12 +88,12 @@ def url(listener: socket.socket, *, tls: bool) -> str:
 
 
 def host_names(listeners: Sequence[socket.socket]) -> set[str]:
-    """Return the host names of these addresses, without loopback's."""
+    """Return the addresses as a Host header writes them: `192.168.1.7`, `[fd00::7]`."""
     return {f"[{host}]" if ":" in host else host for host, _ in _addresses(listeners)}
 
 
 def notify(*lines: str) -> bool:
-    """Notify the service manager; return whether there is one."""
+    """Send lines such as `READY=1` to systemd (sd_notify); return whether it received them."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return False
@@ -106,12 +106,12 @@ def notify(*lines: str) -> bool:
     return True
 
 
-#: Time (s) for clients to receive their last events after a drain cancelled the answers.
+#: Time (s) in which clients receive their last events after a drain has cancelled their answers.
 _DELIVERY_S = 2.0
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a run. `idle_exit_s` None: never exit when idle; certificates are PEM files."""
+    """Options of `EndpointServer`. `idle_exit_s` None: never exit when idle. `tls_*`: PEM files."""
 
     idle_exit_s: float | None = None
     tls_cert: str | None = None
@@ -120,14 +120,14 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServeOutcome(msgspec.Struct, frozen=True):
-    """Why a run ended ("signal" or "idle"), and whether its drain was cut short."""
+    """Why the server ended ("signal" or "idle"), and whether answers were cut off by `drain_s`."""
 
     reason: str
     cut_short: bool = False
 
 
 class EndpointServer(uvicorn.Server):
-    """The uvicorn server of one endpoint."""
+    """The uvicorn server of an endpoint."""
 
     def __init__(
         self, endpoint: Endpoint, gate: Gate, listeners: Sequence[socket.socket], options: RunOptions
@@ -156,8 +156,8 @@ class EndpointServer(uvicorn.Server):
         self._drain_timer: asyncio.TimerHandle | None = None
         self._forced = asyncio.Event()
 
-    async def run(self) -> ServeOutcome:  # type: ignore[override]  # uvicorn's own makes an event loop
-        """Serve until a signal or idleness, then close the endpoint's models."""
+    async def run(self) -> ServeOutcome:  # type: ignore[override]  # uvicorn's `run` starts a loop itself
+        """Serve until a signal or `idle_exit_s` without requests, then unload the models."""
         endpoint = self._endpoint
         capture_uvicorn(endpoint.log)
         capture_loop(endpoint.log)
@@ -184,7 +184,7 @@ class EndpointServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Drain on SIGTERM and SIGINT. Only a main thread gets signals; elsewhere the caller drains"""
+        """Drain on SIGTERM and SIGINT. Outside the main thread there are no handlers: call `drain`."""
         loop = asyncio.get_running_loop()
         handled = []
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -198,7 +198,7 @@ class EndpointServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def drain(self, reason: str) -> None:
-        """Refuse new requests and end after the running ones. A second call ends immediately."""
+        """Refuse new requests, and end when the running ones have ended. A second call ends at once."""
         if self.should_exit:
             self._endpoint.cancel_all()
             self.force_exit = True
@@ -219,7 +219,10 @@ class EndpointServer(uvicorn.Server):
         self._endpoint.cancel_all()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for running answers. A second signal ends this wait, which Python 3.12 prolongs."""
+        """Close the sockets and wait for running answers, unless a second signal comes.
+
+        Without this, uvicorn would wait for open connections in spite of the signal (Python 3.12).
+        """
         await unless(self._forced.wait(), super().shutdown(sockets))
         if self._drain_timer is not None:
             self._drain_timer.cancel()
@@ -247,7 +250,7 @@ class EndpointServer(uvicorn.Server):
 
 
 async def _preload(endpoint: Endpoint) -> None:
-    """Load the default model. /health reports a failure; other models may still load."""
+    """Load the default model. A failure is logged and reported by /health; the server keeps running."""
     models = endpoint.models
     started_s = time.perf_counter()
     try:
@@ -255,7 +258,7 @@ async def _preload(endpoint: Endpoint) -> None:
     except EdgeInferError as error:
         endpoint.log.error("model-failed", model=models.default, message=error.message)
         return
-    except Exception as error:  # noqa: BLE001  the endpoint stays up and reports the error
+    except Exception as error:  # noqa: BLE001  other models may still load: report it and keep running
         endpoint.log.error("model-failed", error, model=models.default)
         return
     lease.release()

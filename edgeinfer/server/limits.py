@@ -1,4 +1,4 @@
-"""Every limit of the endpoint in one value. Durations in seconds, sizes in bytes."""
+"""The limits of the endpoint."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import msgspec
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_queue` is the number of generations that may wait for a model.
+    """Limits of an endpoint: `…_s` in seconds, `…_bytes` in bytes, others as counts.
 
-    `max_requests` counts requests of all models, `max_per_key` those of one key.
-
-    `header_s` and `body_s` are deadlines for a whole header block and a whole body; receiving a byte
-    does not extend them. `write_s` is how long a client may leave its socket full. `comment_s` is the
-    pause between keep-alive comments. `patience_s` is how long a streaming client waits for an HTTP
-    status while its model loads; then the stream begins. `prepare_s` is the time to prepare a request:
-    template, schema, grammar, tokens.
-
-    `max_bodies_bytes` limits the bodies of all running requests with the text of their documents; one
-    caller gets half of it.
-
-    `stored_responses` (per key), `stored_bytes` (all keys) and `stored_s` limit the stored responses.
+    - `max_queue`: generations that may wait for one model.
+    - `max_requests`: running requests; `max_per_key`: those of one API key.
+    - `max_bodies_bytes`: bodies of all running requests with the text of their documents. One caller
+      gets half of it.
+    - `header_s`, `body_s`: deadlines for receiving all headers, and the whole body.
+    - `write_s`: how long a client may leave its socket's buffer full before it is disconnected.
+    - `idle_s`: how long a connection may stay open without a request.
+    - `comment_s`: pause between keep-alive comments of a stream.
+    - `patience_s`: how long a streamed request waits for its model before the status 200 is sent. Later
+      errors are events of the stream.
+    - `prepare_s`: time for the chat template, the schema or grammar, and tokenization.
+    - `drain_s`: how long running requests may take to finish after SIGTERM.
+    - `stored_responses` (per key), `stored_bytes` (all keys), `stored_s`: stored /v1/responses.
     """
 
     max_body_bytes: int = 32 << 20

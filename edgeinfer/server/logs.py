@@ -1,7 +1,7 @@
-"""Log to stderr, one JSON object per line. Prompts, answers and keys are never logged.
+"""Log to stderr, one line per event, without prompts, answers and API keys.
 
-`text` is for a terminal. uvicorn's messages use the same format. Only stderr stays open, so a process
-that logs can be parked.
+A line is a JSON object (style `json`) or words for a terminal (`text`). uvicorn's warnings are logged
+in the same style. No file is opened, because an open file would prevent a snapshot of the process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-#: Errors of accept(2) without free descriptors or memory; asyncio would log 2,000 of them per second.
+#: Errors of accept(2) when file descriptors or memory run out. asyncio would log 2,000 a second.
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _SAID_AGAIN_S = 60.0
 
@@ -24,7 +24,7 @@ Style = Literal["json", "text", "off"]
 
 
 class Log:
-    """Structured log lines. `fields` are JSON values."""
+    """Writes log lines: an event's name, and `fields` with JSON values."""
 
     def __init__(self, style: Style, stream: TextIO | None = None) -> None:
         self._style = style
@@ -59,12 +59,12 @@ class Log:
         try:
             stream.write(line + "\n")
             stream.flush()
-        except (OSError, ValueError):  # stderr is closed: serve on without a log
+        except (OSError, ValueError):  # stderr is closed: keep serving without a log
             self._style = "off"
 
 
 class UvicornHandler(logging.Handler):
-    """Logs uvicorn's warnings and errors in our format."""
+    """Sends warnings and errors of the logging module to a `Log`, as the event `http-server`."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
@@ -78,7 +78,7 @@ class UvicornHandler(logging.Handler):
 
 
 def capture_uvicorn(log: Log) -> None:
-    """Route the loggers of uvicorn and asyncio to `log`. Call it before the server starts."""
+    """Send what uvicorn and asyncio log to `log`. Call it before the server starts."""
     for name in ("uvicorn", "asyncio"):
         logger = logging.getLogger(name)
         logger.handlers = [UvicornHandler(log)]
@@ -88,7 +88,7 @@ def capture_uvicorn(log: Log) -> None:
 
 
 def capture_loop(log: Log) -> None:
-    """Log connections that cannot be accepted, at most once a minute. Call it on the event loop."""
+    """Log at most once a minute that no connection can be accepted. Call it on the event loop."""
     said_s = -_SAID_AGAIN_S
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

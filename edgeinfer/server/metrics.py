@@ -1,8 +1,8 @@
 """Prometheus metrics with vLLM's and llama.cpp's names, prefixed by `edgeinfer_`.
 
-Each endpoint has its own registry. Requests and loads are counted here; values that only the engine
-knows (queue, running, KV use) are read at each scrape. docs/guides/operating.md lists all metrics,
-generated from `Metrics.described`.
+Each endpoint has its own registry. Requests and loads are counted as they end; the engines' values
+(queue length, KV cache usage) are read at each scrape. docs/guides/operating.md has a table of all
+metrics, generated from `Metrics.described`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from edgeinfer.runtime.interface import Engine, HasReplicas
 from edgeinfer.usage.daily_counts import drift_path
 from edgeinfer.usage.drift import compare_weeks
 
-#: Bucket bounds (s). A resumed small model answers in 15 ms, a cold 7B after a long prompt in minutes.
+#: Bucket bounds (s): from a resumed small model (15 ms) to a cold 7B with a long prompt (minutes).
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 20, 40, 80, 160)
 _TOKEN_MS = (2, 5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 750, 1000, 2500, 5000)
 TOKEN_BUCKETS = tuple(ms / 1000 for ms in _TOKEN_MS)
@@ -39,13 +39,13 @@ _E2E_SHORT = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5)
 E2E_BUCKETS = (*_E2E_SHORT, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 LOAD_BUCKETS = (0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _MODEL = ("model_name", "model_version")
-#: How long (s) a drift comparison is cached: computing it takes some 20 ms.
+#: How long (s) the comparison of two weeks (`drift_psi`) is cached: it takes about 20 ms.
 _DRIFT_S = 300.0
-#: Most values of the label `key`. "" means no key, "other" all further keys.
+#: Maximum number of values of the label `key`, with "" (no key) and "other" (all further keys).
 MAX_KEYS = 64
 
 
-#: Gauges and counters read from the engine at each scrape: name → (`EngineMetrics`' field, help).
+#: Gauges that are read from the engines at each scrape: name → (field of EngineMetrics, help).
 _GAUGES = {
     "num_requests_running": ("running", "Generations being decoded."),
     "num_requests_waiting": ("queued", "Generations in the queue."),
@@ -53,7 +53,7 @@ _GAUGES = {
     "weights_streamed_bytes": ("streamed_bytes", "Weights read from the disk at each step."),
     "expert_slot_bytes": ("expert_slot_bytes", "Experts in memory, of models larger than memory."),
 }
-#: Counters read from the engine at each scrape; they restart when a model is loaded again.
+#: Counters that are read at each scrape. They start at 0 when a model is loaded again.
 _COUNTERS = {
     "weights_read_bytes": ("streamed_bytes_total", "Weights read again after they left memory."),
     "weights_wait_seconds": ("streaming_wait_seconds_total", "Time threads waited for the disk."),
@@ -65,10 +65,10 @@ _COUNTERS = {
 
 
 class Metrics:
-    """Counts what an endpoint does, and exports the counters."""
+    """The Prometheus metrics of one endpoint."""
 
     def __init__(self, engines: Callable[[], list[tuple[str, Engine]]]) -> None:
-        # a "_created" series for every series doubles a scrape, and no dashboard plots it
+        # the library adds a "_created" series to each series, which no dashboard shows
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._keys = {"", "other"}
@@ -133,14 +133,14 @@ class Metrics:
         self.payloads_opted_out = self._counter("payload_log_opted_out", text, ())
 
     def request_ended(self, route: str, status: int, key: str, model: str, version: str) -> None:
-        """Count a request. Once `MAX_KEYS` keys are known, new ones count as "other"."""
+        """Count an ended request. If `MAX_KEYS` API keys are known, further ones count as "other"."""
         if key not in self._keys and len(self._keys) >= MAX_KEYS:
             key = "other"
         self._keys.add(key)
         self.requests.labels(route, str(status), key, model, version).inc()
 
     def generation_ended(self, model: str, version: str, finished: Finished) -> None:
-        """Count a finished generation, whatever its reason."""
+        """Count an ended generation, with its tokens and times."""
         labels = (model, version)
         self.finished.labels(finished.reason, *labels).inc()
         self.prompt_tokens.labels(*labels).inc(finished.usage.prompt_tokens)
@@ -158,7 +158,7 @@ class Metrics:
             self.load_time.labels(start, stage, model).observe(stage_ms / 1000)
 
     def described(self) -> list[tuple[str, str, str, str]]:
-        """Return name, kind, labels and help of every metric, as a scrape shows them."""
+        """Return (name, type, labels, help) of every metric, for the documentation."""
         families: list[tuple[Metric, Sequence[str]]] = []
         for metric in vars(self).values():
             if isinstance(metric, MetricWrapperBase):
@@ -175,7 +175,7 @@ class Metrics:
         ]
 
     def exposition(self) -> bytes:
-        """Write the Prometheus text format. Call it in a thread: every engine is asked."""
+        """Return all metrics in Prometheus' text format. It asks each engine: call it in a thread."""
         if time.monotonic() >= self._drift_due:
             self._drift_due = time.monotonic() + _DRIFT_S
             self._compare_weeks()
@@ -196,7 +196,7 @@ class _Engines(Collector):
         self._engines = engines
 
     def describe(self) -> Iterator[Metric]:
-        """Return nothing: prometheus_client calls this at registration; do not query engines."""
+        """Return nothing. Without this, prometheus_client would call `collect` at registration."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
@@ -214,7 +214,7 @@ class _Engines(Collector):
         for name, engine in self._engines():
             try:
                 now = engine.metrics()
-            except EdgeInferError:  # the worker has died; the next request replaces it
+            except EdgeInferError:  # the worker process has died; the next request starts another
                 continue
             labels = (name, version_of(engine.info.sha256))
             for field, family in families.items():
@@ -230,5 +230,5 @@ class _Engines(Collector):
 
 
 def version_of(sha256: str) -> str:
-    """Return a model's version for labels: the first 12 hex digits of its sha256; "" if unknown."""
+    """Return the label `model_version`: the first 12 hex digits of the model file's SHA-256."""
     return sha256[:12]

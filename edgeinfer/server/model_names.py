@@ -1,4 +1,4 @@
-"""Names of models in requests: aliases, and how clients of Ollama spell them."""
+"""Names of models in requests: aliases of the configuration, and Ollama's spellings."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from fnmatch import fnmatchcase
 
 from edgeinfer.models.external_stores.ollama import PREFIX
 
-#: Name in an alias that stands for the endpoint's default model.
+#: In `[serve.aliases]`, a target that stands for the endpoint's default model.
 DEFAULT = "default"
 #: The tag that Ollama adds to a name without one.
 LATEST = ":latest"
 
 
 class Aliases:
-    """Aliases of models. An exact name precedes a pattern.
+    """The table `[serve.aliases]`: name or pattern → model. Exact names take precedence over patterns.
 
-    `says_all`: there is a pattern `"*"`. Without a target it only stops the only model from answering
-    to any name.
+    `says_all`: the table has the pattern `"*"`. `"*" = ""` means that unknown names are refused, even
+    if the endpoint has only one model.
     """
 
     def __init__(self, table: Mapping[str, str]) -> None:
@@ -26,27 +26,33 @@ class Aliases:
         self.says_all = "*" in table
 
     def by_pattern(self, name: str) -> str | None:
-        """Return the target of the longest pattern that matches `name`."""
+        """Return the model of the longest pattern that matches `name`; None if there is none."""
         fitting = [pattern for pattern in self._patterns if fnmatchcase(name, pattern)]
         return self._patterns[max(fitting, key=len)] if fitting else None
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """Return the models that a name may mean: itself, `x` for `x:latest`, or one of Ollama's store."""
+    """Return the model names that a client's `name` may mean, the most likely first.
+
+    `x:latest` gives `x:latest`, `x`, and `ollama/x` (the model `x` in Ollama's own store).
+    """
     plain = name.removesuffix(LATEST)
     return (name, plain, PREFIX + plain)
 
 
 def ollama_name(name: str, taken_names: Container[str] = ()) -> str:
-    """Return a name as Ollama lists it: with a tag, and without `ollama/` unless that name is taken."""
+    """Return a model's name as Ollama's API lists it: with a tag, and without the prefix `ollama/`.
+
+    The prefix stays if another model already has the short name.
+    """
     short = name.removeprefix(PREFIX)
     plain = name if short in taken_names else short
     return plain if ":" in plain else plain + LATEST
 
 
 def where_to_get(missing: str) -> str:
-    """Return the hint for a model that is not here."""
-    from edgeinfer.models.catalog import load_catalog  # imported only after an error
+    """Return a hint that says how to get the model `missing`."""
+    from edgeinfer.models.catalog import load_catalog  # takes 8 ms, and only errors need it
 
     if "/" in missing or missing.partition(":")[0] in load_catalog().models:
         return f"`edgeinfer pull {missing}`, or GET /v1/models"

@@ -1,8 +1,7 @@
-"""Load models on demand, once each; close them when they are idle or another model needs the memory.
+"""Load each model when a request needs it; unload it when it is idle or another one needs the memory.
 
-Everything here runs on the event loop; loading and closing run in threads. A request waits only for its
-own model: different models load concurrently if memory allows. The caller decides how a model is loaded
-and passes `load`.
+The pool is used on the event loop only; it loads and closes engines in threads. Different models load
+concurrently if memory allows. How a model is loaded is up to `ModelPoolCallbacks.load`.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from edgeinfer.runtime.options import Adapter, EngineInfo, ReplicasInfo
 from edgeinfer.server.model_names import DEFAULT, Aliases, spellings, where_to_get
 from edgeinfer.server.wire_types import Reply
 
-#: Memory left free for the page cache, the endpoint itself and other processes.
+#: Memory (bytes) that stays free for the page cache, the endpoint itself and other processes.
 _RESERVE_BYTES = 512 << 20
-#: How long (s) unloads may take when the endpoint ends.
+#: How long (s) the endpoint waits for unloads when it ends.
 _CLOSE_S = 5.0
 
 
 class Lease:
-    """A request's hold on a loaded model, which is not unloaded meanwhile.
+    """Keeps a model loaded until it is released.
 
-    As a context manager it is released at the end, and the engine discarded if its process ended.
+    As a context manager it releases itself at the end. An EngineClosedError also discards the engine.
     """
 
     def __init__(self, models: ModelPool, entry: ModelEntry, keep_alive_s: float) -> None:
@@ -54,11 +53,11 @@ class Lease:
 
     @property
     def in_worker(self) -> bool:
-        """Return whether a call of the engine waits for another process."""
+        """Return whether the engine runs in another process, so that its methods block."""
         return self._entry.loaded is not None and self._entry.loaded.where == "worker"
 
     def discard_dead(self) -> None:
-        """Discard an engine whose process ended, so that the next request loads it anew."""
+        """If the engine's process has ended, let the next request load the model again."""
         if self._entry.loaded is None or not self._entry.loaded.engine.is_open:
             self._models.discard(self._entry)
 
@@ -78,7 +77,7 @@ class Lease:
 
 
 class ModelPool:
-    """Holds the loaded models; every use of a model goes through it."""
+    """The loaded models of an endpoint. Requests `acquire` a model and release the lease."""
 
     def __init__(
         self,
@@ -104,13 +103,13 @@ class ModelPool:
         self._changing_adapters = asyncio.Lock()
         self.last_error = ""
 
-    # --- asking
+    # --- queries
 
     def resolve(self, name: str | None) -> str:
-        """Return the model for `name`, or the default for None. Raises UnknownModelError.
+        """Return the model that a request means by `name`; None means the default model.
 
-        An exact alias precedes a model's own name, which precedes an alias pattern. A name may be
-        spelled as clients of Ollama spell it. A path is not accepted.
+        Exact aliases take precedence over models' own names, and these over alias patterns. Ollama's
+        spellings (`x:latest`) are accepted, paths are not. Raises UnknownModelError.
         """
         if name is None:
             return self.default
@@ -137,7 +136,7 @@ class ModelPool:
         return {self.default, *self._entries, *(model.name for model in self._callbacks.list_pulled())}
 
     def lone_model(self) -> str | None:
-        """Return the model that answers to any name: the default, if it is the only one."""
+        """Return the default model if it is the only one, so that any name may mean it."""
         is_lone = len(self._model_names()) == 1 and not self._aliases.says_all
         return self.default if is_lone else None
 
@@ -152,7 +151,7 @@ class ModelPool:
         return "loading" if entry.loaded is None else "loaded"
 
     def stage(self, name: str) -> tuple[str, float | None]:
-        """Return the loading stage and its progress; ("", None) if not loading."""
+        """Return the stage of a load and its progress (0 to 1, None if unknown), or ("", None)."""
         entry = self._entries.get(name)
         return ("", None) if entry is None or entry.loaded else (entry.stage, entry.fraction)
 
@@ -171,7 +170,10 @@ class ModelPool:
         return None if entry is None or entry.loaded is None else entry.loaded.engine.info
 
     def list_available(self) -> list[AvailableModel]:
-        """List every model a request may name, the default first, with aliases and adapters."""
+        """List all names that a request may use: models, aliases and loaded adapters.
+
+        The default model is the first.
+        """
         listed = list(self._callbacks.list_pulled())
         if all(pulled.name != self.default for pulled in listed):
             listed.append(AvailableModel(name=self.default))
@@ -193,16 +195,20 @@ class ModelPool:
         return [entry.describe(now) for entry in self._entries.values()]
 
     def owner_of_adapter(self, name: str) -> str | None:
-        """Return the loaded model that has an adapter of this name, the default one first."""
+        """Return the loaded model with a LoRA adapter of this name, if possible the default model."""
         owners = [
             model for model, engine in self.engines() if name in {a.name for a in engine.info.lora}
         ]
         return min(owners, key=lambda model: model != self.default, default=None)
 
-    # --- holding
+    # --- acquiring and releasing
 
     async def acquire(self, name: str, keep_alive_s: float | None = None) -> Lease:
-        """Acquire a model, loading it if needed. Raises OutOfMemoryError, and what loading raises."""
+        """Return a lease of a model, which is loaded if needed.
+
+        `keep_alive_s`: how long it stays loaded after the last lease; a negative number means forever,
+        None the configured time. Raises OutOfMemoryError, and what loading raises.
+        """
         entry = self._entries.get(name) or self._start(name)
         entry.users += 1
         if entry.expiry is not None:
@@ -219,9 +225,10 @@ class ModelPool:
     async def use_adapters(
         self, lease: Lease, change: Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
     ) -> tuple[Adapter, ...]:
-        """Change the adapters of an acquired model, also for its later loads.
+        """Change the LoRA adapters of a model, now and whenever it is loaded again.
 
-        Concurrent changes run one after another. Raises what `change` and `Engine.use_adapters` raise.
+        `change` gets the loaded adapters and returns the wanted ones. Raises what it raises, and what
+        `Engine.use_adapters` raises.
         """
         async with self._changing_adapters:
             adapters = change(lease.engine.info.lora)
@@ -231,12 +238,12 @@ class ModelPool:
             return loaded
 
     async def unload(self, name: str) -> Literal["unloaded", "unloading", "not loaded"]:
-        """Unload a model now if idle, otherwise as soon as its requests end."""
+        """Unload a model at once if it is idle, otherwise when its requests have ended."""
         entry = self._entries.get(name)
         if entry is None:
             return "not loaded"
         if entry.users or entry.loaded is None:
-            del self._entries[name]  # later requests load it again
+            del self._entries[name]  # new requests load the model again
             return "unloading"
         await self._unload(entry)
         return "unloaded"
@@ -254,12 +261,12 @@ class ModelPool:
             entry.expiry = asyncio.get_running_loop().call_later(keep_alive_s, self._expire, entry)
 
     def discard(self, entry: ModelEntry) -> None:
-        """Remove a model whose engine died."""
+        """Forget a model's engine, so that the next request loads the model again."""
         if self._entries.get(entry.name) is entry:
             del self._entries[entry.name]
 
     async def close(self) -> None:
-        """Unload everything. Requests must have ended."""
+        """Unload all models. Call it when all requests have ended."""
         for entry in list(self._entries.values()):
             if entry.loaded is not None:
                 await self._unload(entry)
@@ -273,7 +280,7 @@ class ModelPool:
 
     def _start(self, name: str) -> ModelEntry:
         entry = ModelEntry(name, self._need_bytes(name))
-        # a failed load that no request waits for must not be reported as an unretrieved exception
+        # retrieve the exception, so that asyncio does not log it if no request waits for this load
         entry.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._entries[name] = entry
         self._spawn(self._load(entry))
@@ -290,7 +297,7 @@ class ModelPool:
         except asyncio.CancelledError:
             entry.ready.cancel()
             raise
-        except Exception as error:  # noqa: BLE001  waiting requests need every error of a loader
+        except Exception as error:  # noqa: BLE001  the requests that wait for this load get the exception
             if isinstance(error, EdgeInferError):
                 self.last_error = error.message
             self.discard(entry)
@@ -300,7 +307,8 @@ class ModelPool:
         entry.loaded = loaded
         self._callbacks.on_loaded(entry.name, loaded, time.perf_counter() - began_s)
         info = loaded.engine.info
-        kv_bytes = info.least_kv_bytes or info.kv_bytes  # automatic contexts shrink to the free memory
+        # with little memory, an automatic context is loaded smaller: count its minimum
+        kv_bytes = info.least_kv_bytes or info.kv_bytes
         size_bytes = info.weights_bytes + kv_bytes + info.compute_bytes
         self._sizes[entry.name] = entry.need_bytes = size_bytes or entry.need_bytes
         entry.ready.set_result(None)
@@ -316,13 +324,13 @@ class ModelPool:
             try:
                 loaded.engine.use_adapters(adapters)
             except EdgeInferError:
-                del self._adapters[entry.name]  # the next load uses no adapters
+                del self._adapters[entry.name]  # so that the next load can succeed without adapters
                 loaded.engine.close()
                 raise
         return loaded
 
     async def _until_closed(self, entry: ModelEntry) -> None:
-        """Wait until the model's last engine has written its KV blocks, which the new engine reuses."""
+        """Wait until the model's previous engine has stored its cached prefixes for the new one."""
         closing = self._closing.get(entry.name)
         if closing is not None:
             entry.stage = "writing cached prefixes"
@@ -347,7 +355,7 @@ class ModelPool:
                 await self._unload(min(idle, key=lambda s: s.last_used))
                 continue
             if all(s is entry for s in self._entries.values()):
-                return  # the only model: the loader knows better than an estimate
+                return  # no other model could make room: let the load itself fail if memory is short
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - loop.time()))
@@ -397,7 +405,10 @@ Where = Literal["process", "worker"]
 
 
 class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A pulled model or one of its aliases. `created`: Unix time; `can_see`: it has a projector."""
+    """A name that a request may use: a pulled model, or an alias or adapter of the model `alias_of`.
+
+    `created` is a Unix time. `can_see`: the model has a projector for pictures.
+    """
 
     name: str
     size_bytes: int = 0
@@ -412,9 +423,10 @@ class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a load, with its stages (ms).
+    """The result of a load.
 
-    `how`: "resumed", "cold" or "held" (it was in this process already).
+    `how`: "resumed" (from a snapshot), "cold", or "held" (the process already had the engine).
+    `stages_ms`: time (ms) at which each stage of the process's start began (`host.Start`).
     """
 
     engine: Engine
@@ -424,7 +436,13 @@ class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelPoolCallbacks(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the pool. `load` runs in a thread and reports its progress there."""
+    """Functions that the pool calls.
+
+    - `load(model, progress)` loads a model in a thread.
+    - `list_pulled()` lists the models that can be loaded.
+    - `available_bytes()` returns the free memory.
+    - `on_loaded(model, engine, seconds)` is called on the event loop after a load.
+    """
 
     load: Callable[[str, LoadProgress], LoadedEngine]
     list_pulled: Callable[[], Sequence[AvailableModel]]
@@ -433,7 +451,7 @@ class ModelPoolCallbacks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadingReply(Reply, frozen=True, kw_only=True):
-    """`progress` is 0 to 1, or null while unknown."""
+    """A model that is being loaded. `progress` is 0 to 1, or null if unknown."""
 
     model: str
     stage: str
@@ -441,9 +459,10 @@ class LoadingReply(Reply, frozen=True, kw_only=True):
 
 
 class LoadedReply(Reply, frozen=True, kw_only=True):
-    """A model in memory. `expires_in_s` is null while it is in use or has no expiry.
+    """A model that is loading or loaded.
 
-    `replicas` lists its processes if there may be several.
+    `expires_in_s` is null while the model is in use, and if it stays loaded forever. `replicas` is null
+    unless the model may have several processes.
     """
 
     id: str
@@ -458,17 +477,17 @@ class LoadedReply(Reply, frozen=True, kw_only=True):
 
 
 class ModelAdministrator(Protocol):
-    """Adds and removes models. Every call blocks, and raises what the command of that name raises."""
+    """Pulls and removes models. Each method blocks, and raises what `edgeinfer pull` or `rm` raises."""
 
     def pull(self, text: str, report: OnProgress, cancel: threading.Event) -> None:
-        """Pull a model by name or source."""
+        """Pull a model by its catalogue name or source; stop if `cancel` is set."""
 
     def remove(self, name: str) -> None:
         """Remove a model with its snapshots and cached prefixes."""
 
 
 class ModelEntry:
-    """A model that is loading or loaded."""
+    """The pool's record of a model that is loading or loaded."""
 
     def __init__(self, name: str, need_bytes: int) -> None:
         self.name = name
@@ -482,11 +501,11 @@ class ModelEntry:
         self.fraction: float | None = None
 
     def report(self, stage: str, fraction: float | None) -> None:
-        """Set stage and progress from the loading thread; two plain assignments need no lock."""
+        """Set stage and progress. Called in the loading thread; no reader needs both to match."""
         self.stage, self.fraction = stage, fraction
 
     def describe(self, now: float) -> LoadedReply:
-        """Describe the model without its replicas; `now` is the event loop's time."""
+        """Describe the model for /status, without replicas. `now`: the event loop's time()."""
         described: dict[str, Any] = {}
         if self.loaded is not None:
             info = self.loaded.engine.info
