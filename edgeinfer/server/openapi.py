@@ -13,7 +13,7 @@ from edgeinfer.server.request_body import declaration_of, parts_of
 from edgeinfer.server.wire_types import Wire
 
 _REF = "#/components/schemas/{name}"
-#: Status → description. Every operation may answer with these.
+#: Status → description, for errors that every route may return.
 _REFUSALS = {
     "400": "The request is invalid; the error names the field.",
     "401": "The API key is missing or wrong.",
@@ -23,7 +23,7 @@ _REFUSALS = {
     "503": "The queue is full, the model is not available, or the endpoint shuts down; "
     "Retry-After says when to try again.",
 }
-#: One server-sent event; its data is JSON, or [DONE].
+#: Schema of a server-sent event, whose `data` is JSON or `[DONE]`.
 _EVENT = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -31,20 +31,20 @@ _EVENT = {
 }
 #: Schema of a stream of JSON lines.
 _LINES = {"type": "string"}
-#: Status → description, for operations whose `also` names the status.
+#: Status → description, for errors that only routes with `Operation.also` return.
 _RARE = {
     "409": "The operation is impossible here, or the source has changed; the message says what to do.",
     "507": "The disk is full.",
 }
 _BODY_REFUSALS = {"413": "The body is too long.", "415": "The body is not application/json."}
-#: Values of a field that a client does not use.
+#: The values that a refused field may have, because they all mean that it is not used.
 _NOTHING: list[Any] = [None, False, 0, "", [], {}]
-#: Response of the protocol layer, which knows no dialect and sends no body.
+#: Response to a client that is too slow. It has no JSON body (`guards.protocol`).
 _LATE = {"description": "The body did not come in time."}
 
 
 def document(dialects: Sequence[Dialect]) -> dict[str, Any]:
-    """Generate the OpenAPI document of all dialects."""
+    """Return the OpenAPI document of these dialects as JSON values."""
     _, components = msgspec.json.schema_components(_types(dialects), ref_template=_REF)
     wire_types = _wire_types(_types(dialects))
     for kind in wire_types.values():
@@ -103,15 +103,15 @@ def _as_taken(kind: type[Wire], schema: dict[str, Any], kinds: dict[str, type[Wi
         fields[name] = loose[0] if len(loose) == 1 else {"anyOf": loose}
     for name, reason in declared.refused.items():
         fields[name] = {"enum": _NOTHING, "description": f"Not supported: {reason}."}
-    # an object may omit its type if it is of the untagged form
+    # clients may omit `type` in objects of this kind
     optional = declared.tag_field if kind.is_untagged_form else None
     needed = [name for name in schema.get("required", ()) if name != optional]
-    # other fields are ignored; a header of the reply names them
+    # other fields are allowed: they are ignored and named in `x-edgeinfer-ignored`
     return {**schema, "properties": fields, "required": needed, "additionalProperties": True}
 
 
 def _with_dropped(schema: Any, kinds: dict[str, type[Wire]]) -> Any:
-    """Extend a field's schema: its lists may also hold objects of dropped types."""
+    """Allow objects of `Wire.dropped_types` in the lists of a field's schema: they are ignored."""
     if isinstance(schema, list):
         return [_with_dropped(inner, kinds) for inner in schema]
     if not isinstance(schema, dict):
@@ -184,7 +184,7 @@ def _responses(operation: Operation, dialect: Dialect) -> dict[str, Any]:
 
 
 def _query_parameters(operation: Operation) -> list[dict[str, Any]]:
-    """Describe a query's fields as parameters, without nulls and lists, which only a body can have."""
+    """Describe the fields of `Operation.query` as parameters, except lists (only a body has them)."""
     if operation.query is None:
         return []
     schema = msgspec.json.schema_components([operation.query])[1][operation.query.__name__]

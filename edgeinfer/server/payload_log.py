@@ -1,7 +1,7 @@
-"""The payload log: each generation request with its answer as one CloudEvent per line.
+"""The payload log: a CloudEvent for each generation request with its answer, one JSON line each.
 
-Off unless `--log-payloads FOLDER` is given. One thread encodes and writes. No file stays open between
-two lines: CRIU could restore an open file only if its size had not changed since the snapshot.
+It is off unless `--log-payloads FOLDER` is given. A thread encodes and writes the lines. The file is
+opened for each line, because CRIU restores an open file only if its size is that of the snapshot.
 """
 
 from __future__ import annotations
@@ -32,34 +32,35 @@ if TYPE_CHECKING:
     from edgeinfer.server.context import RequestContext
     from edgeinfer.server.endpoint import Endpoint
 
-#: A file ends at this size (bytes) or with the day (UTC). It is removed after `_KEPT_S`.
+#: A new file begins at this size (bytes), and each day (UTC).
 _MAX_BYTES = 64 << 20
+#: Age (s) at which a file is removed.
 _KEPT_S = 30 * 86_400
-#: Most bytes that wait for the disk; more are dropped. A line counts `_LINE_BYTES` and its body.
+#: Maximum bytes that wait to be written; more are dropped. A line counts as its request's body plus
+#: `_LINE_BYTES`.
 _MOST_WAITING_BYTES, _LINE_BYTES = 64 << 20, 64 << 10
 _SAID_AGAIN_S = 60.0
-#: Interval (s) between two flushes to the disk, and the time (s) for the last lines at the end.
+#: Interval (s) between two fsyncs, and how long (s) `close` waits for the last lines.
 _SYNC_S, _CLOSE_S = 1.0, 2.0
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
-#: Keys whose base64 values have no type next to them.
+#: Keys with plain base64 values (no `data:` URI) → what they hold.
 _MEDIA_KEYS = {"images": "image", "multimodal_data": "image", "file_data": "file"}
 _Answers = list[tuple["CollectedAnswer", "Receipt | Refusal | None"]]
-#: An event without request and answers, the body, and the answers with their receipts.
-_Exchange = tuple[dict[str, Any], bytes, _Answers]
+#: What becomes a line: the event's other fields, the request's body, the answers with their receipts.
+_Pending = tuple[dict[str, Any], bytes, _Answers]
 
 
 class PayloadLog:
-    """Writes the log files of one endpoint. If that fails, lines are lost but requests succeed."""
+    """Writes the payload log of an endpoint. If writing fails, lines are lost but requests succeed."""
 
     def __init__(self, folder: Path, endpoint: Endpoint) -> None:
-        """Create the folder. Raises ServeError if that fails, or if other users own or may write it."""
+        """Create the folder and remove old files. Raises ServeError as `make_folder`."""
         self._folder = make_folder(folder)
         self._log, self._metrics = endpoint.log, endpoint.metrics
-        #: Status for `/status`. `failure` says why the last line was dropped; "" after the next
-        #: success.
+        #: Shown by GET /status. `failure`: why the last line was dropped; "" if it was written.
         self.status: dict[str, Any] = dict.fromkeys(("written", "dropped", "opted_out"), 0)
         self.status |= {"folder": str(self._folder), "failure": ""}
-        self._queue: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting_bytes = 0
         self._thread: threading.Thread | None = None
@@ -70,7 +71,7 @@ class PayloadLog:
         self.remove_old()
 
     def write(self, context: RequestContext, method: str) -> None:
-        """Queue an ended generation request, unless its client opted out."""
+        """Queue a request that has ended. Requests that do not generate, or opted out, are skipped."""
         if not (context.operation and context.operation.generates):
             return
         if context.headers.get("x-edgeinfer-no-log", "0") != "0":
@@ -91,23 +92,23 @@ class PayloadLog:
         self._queue.put((_event(context, method), body, answers))
 
     def close(self) -> None:
-        """Write the queued lines, but not long if the file system hangs."""
+        """Wait up to `_CLOSE_S` until the queued lines are written."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        while (exchange := self._next()) is not None:
-            n_bytes = len(exchange[1]) + _LINE_BYTES
+        while (pending := self._next()) is not None:
+            n_bytes = len(pending[1]) + _LINE_BYTES
             try:
-                self._append(_line(*exchange))
+                self._append(_line(*pending))
                 self._count("written", n_bytes)
-            except Exception as error:  # noqa: BLE001  one line must not end those after it
+            except Exception as error:  # noqa: BLE001  a line that fails must not end this thread
                 self._drop(getattr(error, "strerror", None) or repr(error), n_bytes)
         self._sync()
 
-    def _next(self) -> _Exchange | None:
-        """Wait for a request; meanwhile flush new lines to the disk, at most once a second."""
+    def _next(self) -> _Pending | None:
+        """Return the next pending line. While waiting, sync written files every `_SYNC_S`."""
         left_s = self._sync_s - time.monotonic()
         with contextlib.suppress(queue.Empty):
             if self._unsynced and left_s > 0:
@@ -117,7 +118,9 @@ class PayloadLog:
 
     def _sync(self) -> None:
         for path in self._unsynced:
-            with contextlib.suppress(OSError):  # moved away, or the next write fails too
+            with contextlib.suppress(
+                OSError
+            ):  # the file was moved; other errors recur at the next write
                 disk.sync(path)
         self._unsynced.clear()
         self._sync_s = time.monotonic() + _SYNC_S
@@ -128,7 +131,7 @@ class PayloadLog:
             self.status |= {outcome: self.status[outcome] + 1, "failure": failure}
 
     def _drop(self, reason: str, n_bytes: int) -> None:
-        """Count a line that is not written; log it at most once a minute."""
+        """Count a line that is lost, and log that at most once a minute."""
         self._metrics.payloads_dropped.inc()
         if not self.status["failure"] and time.monotonic() - self._said_s >= _SAID_AGAIN_S:
             self._said_s = time.monotonic()
@@ -136,18 +139,21 @@ class PayloadLog:
         self._count("dropped", n_bytes, reason)
 
     def _append(self, line: bytes) -> None:
-        """Append a line with one write(). A partly written line is removed. Raises OSError."""
+        """Append a line with one write(); remove it if only a part was written. Raises OSError."""
         with open(self._open(len(line)), "ab", buffering=0) as file:
             size, path = os.fstat(file.fileno()).st_size, self._path
             self._unsynced.add(path)
             if file.write(line) < len(line):
-                self._path = Path()  # if truncating fails, the next line begins a new file
+                self._path = Path()  # if truncate() fails, the next line is written to a new file
                 file.truncate(size)
                 self._path = path
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _open(self, n_bytes: int) -> int:
-        """Open and lock the log file; begin a new one if it is full, old, deleted or in use."""
+        """Return a descriptor of the locked log file, with space for `n_bytes`.
+
+        A new file begins if the current one is full, of another day, deleted, or locked by a process.
+        """
         if self._path.name.startswith(f"payloads-{datetime.now(UTC):%Y%m%d}"):
             with contextlib.suppress(FileNotFoundError):
                 descriptor = disk.open_regular(self._path, _FLAGS)
@@ -163,7 +169,7 @@ class PayloadLog:
                 disk.try_lock(descriptor)
                 self._path = self._folder / name
                 return descriptor
-            time.sleep(0.05)  # until the next second gives a new name
+            time.sleep(0.05)  # the name exists: the next second makes another one
 
     def remove_old(self) -> None:
         """Remove files that were last written more than 30 days ago."""
@@ -174,7 +180,10 @@ class PayloadLog:
 
 
 def make_folder(folder: Path) -> Path:
-    """Create the folder (0700) and resolve it. Raises ServeError if other users own or may write it."""
+    """Create the folder (mode 0700) and return its absolute path.
+
+    Raises ServeError if that fails, or if another user owns it or may write to it.
+    """
     folder = folder.expanduser().resolve()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -194,7 +203,7 @@ def _event(context: RequestContext, method: str) -> dict[str, Any]:
     problem, version = context.problem, context.version
     return {
         "specversion": "1.0",
-        "id": secrets.token_hex(16),  # clients may send the same request id twice
+        "id": secrets.token_hex(16),  # not the request's id, which a client may send twice
         "source": f"//{socket.gethostname()}/edgeinfer",
         "type": "io.edgeinfer.generation",
         "time": datetime.fromtimestamp(time.time() - context.seconds, UTC).isoformat(),
@@ -230,7 +239,10 @@ def _describe(answer: CollectedAnswer, receipt: Receipt | Refusal | None) -> dic
 
 
 def _without_media(value: Any, kind: str = "") -> Any:
-    """Replace pictures, audio and files by size and digest; `kind` is the type of untyped base64."""
+    """Replace base64 of pictures, audio and files by its size and SHA-256.
+
+    `kind`: if not "", `value` is plain base64 of this type, e.g. "image".
+    """
     if isinstance(value, str):
         head, _, content = value.partition(";base64,")
         if content and head.startswith("data:"):
@@ -241,7 +253,8 @@ def _without_media(value: Any, kind: str = "") -> Any:
     if not isinstance(value, dict):
         return value
     kinds = dict(_MEDIA_KEYS)
-    if value.get("type") == "base64" or "format" in value:  # Anthropic's source, OpenAI's input_audio
+    # Anthropic's `source` of a picture, OpenAI's `input_audio`
+    if value.get("type") == "base64" or "format" in value:
         kinds["data"] = str(value.get("media_type") or f"audio/{value.get('format')}")
     return {key: _without_media(field, kinds.get(key, "")) for key, field in value.items()}
 

@@ -1,8 +1,8 @@
-"""Convert each error to a status, a code and a message for an HTTP client.
+"""HTTP errors: their status, code and message, whatever the API.
 
-The endpoint itself raises a `Problem` for authentication, limits and bodies; every `EdgeInferError` is
-converted to one. The route's dialect encodes it. Messages of unexpected exceptions never leave the
-process: the client gets the request id, the log gets the traceback.
+Code of the server raises `Problem`; an `EdgeInferError` of the engine is converted to one. The dialect
+of the route encodes it as JSON. After an unexpected exception the client gets only the request's id;
+the log has the traceback under this id.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from edgeinfer.config.load_options import LOAD_OPTIONS
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _FOLDERS = re.compile(r"(?<![\w:/.])~?/(?:[^\s/'\"]+/)+")
 _FIELD = re.compile(r"field `([^`]*)`")
-#: Most errors about one body that a message lists.
+#: Maximum number of errors about one body that a message lists.
 _MAX_MESSAGES = 16
 
-#: Prefix of msgspec's message → OpenAI's code, in which `*` stands for the type.
+#: Beginning of a message of msgspec → OpenAI's error code.
 _CODES = (
     (re.compile(r"Object contains unknown field"), "unknown_parameter"),
     (re.compile(r"Object missing required field"), "missing_required_parameter"),
@@ -38,7 +38,7 @@ _CODES = (
     (re.compile(r"Expected `[^`]*`(?:, got|$)"), "invalid_type"),
 )
 
-#: Our error → status, code (None for the error's own), Retry-After (s or None).
+#: Exception → HTTP status, code (None: `EdgeInferError.code`), Retry-After (s; None: no header).
 _ANSWERS: dict[type[e.EdgeInferError], tuple[int, str | None, int | None]] = {
     e.EdgeInferError: (500, None, None),
     e.UsageError: (400, None, None),
@@ -58,15 +58,16 @@ _ANSWERS: dict[type[e.EdgeInferError], tuple[int, str | None, int | None]] = {
     e.SnapshotsUnavailableError: (409, None, None),
     e.SnapshotStaleError: (409, None, None),
 }
-#: Status → OpenAI's error type. All others are `invalid_request_error`.
+#: Status → OpenAI's error type. Other 4xx are `invalid_request_error`.
 _KINDS = {403: "permission_error", 429: "rate_limit_error"}
 
 
 class Problem(Exception):
-    """An answer that is not a success. `code` is OpenAI's error code.
+    """An HTTP error response.
 
-    `retry_after_s` becomes the header Retry-After. `lengths` are the prompt's and the context's size
-    (tokens) if the prompt is too long: clients search for their API's sentence with both numbers.
+    `param` is the request's field that is wrong, `code` is OpenAI's error code. `retry_after_s` becomes
+    the header Retry-After. For a too long prompt, `lengths` are the sizes (tokens) of prompt and
+    context; dialects put them into the sentence that clients of their API recognize.
     """
 
     def __init__(
@@ -92,18 +93,18 @@ class Problem(Exception):
 
     @property
     def kind(self) -> str:
-        """OpenAI's type of this error."""
+        """OpenAI's error type, e.g. "invalid_request_error"."""
         if self.status >= 500:
             return "server_error"
         return _KINDS.get(self.status, "invalid_request_error")
 
 
 def from_error(error: e.EdgeInferError) -> Problem:
-    """Convert an EdgeInferError. A subclass that the table lacks is converted as its parent class."""
+    """Convert an EdgeInferError to an HTTP error, as `_ANSWERS` says for its class or a base class."""
     status, code, wait_s = next(_ANSWERS[c] for c in type(error).__mro__ if c in _ANSWERS)
     message = error.message
     if status == 422 or status >= 500:
-        message = _FOLDERS.sub("", message)  # do not tell clients where the operator keeps files
+        message = _FOLDERS.sub("", message)  # clients must not learn the server's folders
     if error.hint and status < 500:
         message = f"{message} ({error.hint})"
     return Problem(
@@ -123,7 +124,7 @@ def _lengths(error: e.EdgeInferError) -> tuple[int, int] | None:
 
 
 def from_validation(error: msgspec.ValidationError, within: str = "") -> Problem:
-    """Convert a type error of the value at `within`; `param` is the field, `code` is OpenAI's."""
+    """Convert msgspec's error about the field `within`, e.g. `messages[0].content` ("": the body)."""
     text = str(error)
     code = next((code for pattern, code in _CODES if pattern.match(text)), "invalid_value")
     path = _PATH.search(text)
@@ -146,7 +147,7 @@ def _below(path: str, within: str) -> str:
 
 
 def merge(problems: Sequence[Problem]) -> Problem:
-    """Join several errors about one body: all messages, and the first one's `param` and code."""
+    """Combine errors about one body: all messages, with `param` and `code` of the first."""
     first = problems[0]
     messages = list(dict.fromkeys(problem.message for problem in problems))
     if len(messages) > _MAX_MESSAGES:
@@ -171,7 +172,7 @@ def too_many(message: str, retry_after_s: int) -> Problem:
 
 
 def load_option_hint(param: str) -> str:
-    """Name the flag of a load option that a request contains; "" for any other field."""
+    """Return a hint if `param` is an option such as `ctx`, that only `edgeinfer serve` takes; else ""."""
     for option in LOAD_OPTIONS:
         if option.flag and param in (option.field, option.key.replace("-", "_")):
             return f"; it is a load option: start the endpoint with {option.flag}"
@@ -179,16 +180,16 @@ def load_option_hint(param: str) -> str:
 
 
 def internal(request_id: str) -> Problem:
-    """Make the error for a defect, which the log has under this request id."""
+    """Make the error for an unexpected exception, which is logged with this request id."""
     message = f"Internal error; the endpoint's log describes it under request id {request_id}."
     return Problem(500, message, code="internal_error")
 
 
 def unavailable(message: str, code: str, retry_after_s: int) -> Problem:
-    """Make a 503 after which a retry may succeed."""
+    """Make an error 503, after which the client may retry."""
     return Problem(503, message, code=code, retry_after_s=retry_after_s)
 
 
 def shutting_down() -> Problem:
-    """Make the error for a request during a drain."""
+    """Make the error for a request that arrives while the endpoint drains."""
     return unavailable("The endpoint is shutting down.", "shutting_down", 2)

@@ -1,4 +1,4 @@
-"""Pull a model for a client: resolve its source and report the progress."""
+"""Pull models for HTTP clients: check the source they name, and report progress."""
 
 from __future__ import annotations
 
@@ -20,20 +20,25 @@ Reports = AsyncGenerator[PullProgress, None]
 
 
 async def reports_of(work: Work) -> Reports:
-    """Run `work` in a thread and yield its reports. Closing cancels it. Raises what `work` raises."""
+    """Run `work(report, cancel)` in a thread, and yield what it reports.
+
+    Closing the generator sets `cancel`. Raises what `work` raises.
+    """
     loop = asyncio.get_running_loop()
     reports: asyncio.Queue[PullProgress | Exception | None] = asyncio.Queue()
     cancel = threading.Event()
 
     def report(now: PullProgress | Exception | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and so have its clients
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the event loop is closed, so no client reads the reports
             loop.call_soon_threadsafe(reports.put_nowait, now)
 
     def run() -> None:
         outcome: Exception | None = None
         try:
             work(report, cancel)
-        except Exception as error:  # noqa: BLE001  the thread's end: a waiting client must get it
+        except Exception as error:  # noqa: BLE001  the client that waits for reports gets the exception
             outcome = error
         report(outcome)
 
@@ -48,9 +53,10 @@ async def reports_of(work: Work) -> Reports:
 
 
 def source_of(name: str) -> str:
-    """Return a catalogue name or a Hugging Face repository. Raises InvalidRequestError.
+    """Return the model that a client wants to pull: a catalogue name, or `hf:OWNER/REPOSITORY:QUANT`.
 
-    Other sources are refused: clients must not make it read local files or contact other servers.
+    Raises InvalidRequestError for other sources, because clients must not make the server read its
+    files or connect to other servers.
     """
     plain = name.removesuffix(LATEST)
     hub = next((hub for hub in _HUBS if plain.startswith(hub)), "")
@@ -67,11 +73,14 @@ def source_of(name: str) -> str:
 
 
 def _refuse_sizes(name: str) -> None:
-    """Raise UnknownModelError for `llama3.2:3b`: our tags are quantizations, sizes are in names."""
+    """Raise UnknownModelError for `llama3.2:3b`, with a hint to `llama3.2-3b`.
+
+    In Ollama, a tag may be the model's size. Here it is the quantization: `llama3.2-3b:Q4_K_M`.
+    """
     base, colon, tag = name.partition(":")
     if not colon or "/" in name or file_type(tag) is not None:
         return
-    from edgeinfer.models.catalog import (  # 8 ms, only for an unknown name
+    from edgeinfer.models.catalog import (  # takes 8 ms, and only errors need it
         load_catalog,
         similar_names_hint,
     )

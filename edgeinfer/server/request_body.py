@@ -1,4 +1,4 @@
-"""Decode a request's body or query as its wire type."""
+"""Read a request's body or query, and decode it as a wire type (a subclass of `Wire`)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from edgeinfer.server.context import RequestContext, context_of
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.wire_types import Wire
 
-#: Largest body (bytes) decoded on the event loop: 64 KiB take about a millisecond.
+#: Largest body (bytes) that is decoded on the event loop: 64 KiB take about 1 ms.
 _INLINE_BYTES = 64 << 10
-#: Headers that are ignored: the features that they enable are unsupported, or always on.
+#: These headers switch on beta features of the original APIs. They are ignored and reported as such.
 _BETA_HEADERS = ("anthropic-beta", "openai-beta")
 
 T = TypeVar("T")
 
 
 async def read_body(request: Request) -> bytes:
-    """Read the body. Raises Problem 413 if it is too long, 400 if the client disconnects.
+    """Read the body.
 
-    Raises Problem 429 and 503 if all running bodies are too large together.
+    Raises Problem 413 if it is too long, 400 if the client disconnects, and 429 or 503 if the bodies of
+    all running requests are too large together.
     """
     context = context_of(request)
     limit = context.endpoint.limits.max_body_bytes
@@ -56,13 +57,17 @@ async def read_body(request: Request) -> bytes:
     return b"".join(chunks)
 
 
-#: Matches integers that may need more than 64 bits.
+#: Matches integers that may not fit into 64 bits.
 _LONG_INTEGER = re.compile(rb"[0-9]{19}")
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 
 
 async def decode(context: RequestContext, kind: type[T]) -> T:
-    """Decode the body as `kind`. Raises Problem 400 naming the field, 413, 415."""
+    """Decode the body as `kind`.
+
+    Raises Problem 400 that names the wrong fields, 415 for another type than JSON, and what `read_body`
+    raises.
+    """
     headers = context.headers
     if context.dialect.checks_body_type:
         _check_type(headers.get("content-type", "application/json"))
@@ -88,7 +93,10 @@ async def _decode(context: RequestContext, raw: bytes, kind: type[T]) -> T:
 
 
 def _check_integers(value: object) -> None:
-    """Refuse integers in schemas and other free JSON that do not fit into a worker's message."""
+    """Raise Problem for an integer beyond 64 bits in a schema or other free JSON.
+
+    Requests are sent to worker processes as msgpack, which cannot encode it.
+    """
     try:
         msgspec.msgpack.encode(value)
     except OverflowError:
@@ -105,7 +113,7 @@ def _check_type(declared: str) -> None:
 
 def _decode_strictly(raw: bytes, kind: type[T]) -> T | None:
     decoder = _decoders.get(kind)
-    if decoder is None:  # making one takes 0.1 ms
+    if decoder is None:  # creating a decoder takes 0.1 ms, so each is kept
         decoder = _decoders[kind] = msgspec.json.Decoder(kind)
     try:
         with _json_only():
@@ -127,7 +135,10 @@ def _decode_leniently(context: RequestContext, raw: bytes, kind: type[T]) -> T:
 
 
 def _locate(error: msgspec.ValidationError, raw: bytes) -> tuple[msgspec.ValidationError, str]:
-    """Find the field whose number is out of range; its name is "" if the body is not an object."""
+    """Find the top-level field of `raw` that msgspec cannot decode (a number out of range).
+
+    Return its error and its name; `error` and "" if there is none.
+    """
     with contextlib.suppress(msgspec.ValidationError):
         for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
             try:
@@ -139,7 +150,7 @@ def _locate(error: msgspec.ValidationError, raw: bytes) -> tuple[msgspec.Validat
 
 @contextlib.contextmanager
 def _json_only() -> Iterator[None]:
-    """Raise Problem if the body is not JSON; the caller handles JSON of a wrong type."""
+    """Convert the errors of a body that is not JSON to Problem. ValidationError passes through."""
     try:
         yield
     except msgspec.ValidationError:
@@ -153,7 +164,7 @@ def _json_only() -> Iterator[None]:
 
 
 def decode_query(context: RequestContext, kind: type[T]) -> T:
-    """Decode the query string as `kind`; numbers are parsed from text. Raises Problem 400."""
+    """Decode the query string as `kind`, with numbers from text. Raises Problem 400."""
     fields: dict[str, str] = {}
     for name, text in context.request.query_params.multi_items():
         if name in fields:
@@ -167,10 +178,10 @@ def decode_query(context: RequestContext, kind: type[T]) -> T:
 
 
 _UNBOUNDED = 1 << 62
-#: Most ignored fields that a reply names; a request may have any number.
+#: Maximum number of ignored fields that are remembered.
 _MAX_IGNORED = 32
-#: Fields whose zero switches something off or leaves it to the endpoint; elsewhere zero has a meaning
-#: (`prompt_logprobs`: only the chosen tokens; `gpu_layers`: none).
+#: Unsupported fields in which 0 means "off" or "default", so that it may be ignored. In others it asks
+#: for something (`prompt_logprobs`: only the chosen tokens; `gpu_layers`: no layers).
 _ZERO_IS_OFF = {"min_tokens", "dynatemp_range", "xtc_probability", "width", "height", "steps"}
 _ZERO_IS_OFF |= {name for o in LOAD_OPTIONS if o.default == 0 for name in (o.field, o.key)}
 _INDEX = re.compile(r"\[\d+\]")
@@ -178,7 +189,10 @@ _NAME = re.compile(r"[^\w.\[\]=:+-]", re.ASCII)
 
 
 class LenientDecoder:
-    """Converts one value in a single pass. `ignored` lists names in order of occurrence."""
+    """Converts JSON to a wire type; ignores unknown fields and collects all errors.
+
+    Use an object once. `ignored_fields` has the names of ignored fields after `read`.
+    """
 
     def __init__(self, *, strict: bool = True) -> None:
         self._strict = strict
@@ -187,11 +201,11 @@ class LenientDecoder:
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:
-        """Ignored fields, each once, with `[]` for any index."""
+        """Ignored fields, each once, without indexes: `messages[].cache_control`."""
         return tuple(self._ignored)
 
     def read(self, raw: Any, kind: type[T]) -> T:
-        """Convert the value to `kind`. Raises one Problem that names every invalid field."""
+        """Convert decoded JSON to `kind`. Raises a Problem that names all invalid fields."""
         of: Any = kind
         value = self._value(_plan(of), raw, "")
         if self._problems:
@@ -215,7 +229,9 @@ class LenientDecoder:
         try:
             msgspec.convert(value, plan.kind, strict=self._strict)
         except msgspec.ValidationError as error:
-            if isinstance(value, float) and value.is_integer():  # Lua, PHP and spreadsheets send these
+            if (
+                isinstance(value, float) and value.is_integer()
+            ):  # Lua, PHP and spreadsheets send 5.0 for 5
                 return self._value(plan, int(value), path)
             self._problems.append(problems.from_validation(error, path))
         return value
@@ -270,7 +286,7 @@ class LenientDecoder:
 
     def _unknown_or_refused(self, declared: _Declaration, name: str, value: Any, path: str) -> None:
         is_zero = value == 0 and value is not False
-        if not value and (not is_zero or name in _ZERO_IS_OFF):  # the client does not use the field
+        if not value and (not is_zero or name in _ZERO_IS_OFF):  # null, false, "", []: not used
             return
         if name in declared.refused:
             self._problems.append(problems.unsupported(path, declared.refused[name]))
@@ -282,7 +298,12 @@ class LenientDecoder:
 
 
 class _Plan(NamedTuple):
-    """A decoder's plan: `objects` are a type's Structs by tag ("" without one), `item` is for lists."""
+    """How `LenientDecoder` decodes a field.
+
+    `kind` is its annotation. `objects`: the wire types that it may hold, by the value of their
+    `tag_field` ("" for an untagged type). `item`: the plan for the elements of a list of at most
+    `most`. Tags in `other_types` are refused with a reason; tags in `dropped` are ignored.
+    """
 
     kind: Any
     objects: Mapping[str, type[Wire]] = {}
@@ -337,7 +358,7 @@ def _plan(kind: Any) -> _Plan:
 
 @cache
 def declaration_of(kind: type[Wire]) -> _Declaration:
-    """Collect the declarations of `kind` and its base classes."""
+    """Return the accepted and refused fields of a wire type, with those of its base classes."""
     fields = {}
     for field in msgspec.structs.fields(kind):
         nullable = inspect.NoneType() in _alternatives(inspect.type_info(field.type))
@@ -352,7 +373,7 @@ def declaration_of(kind: type[Wire]) -> _Declaration:
 
 
 def parts_of(kind: type[Wire]) -> list[type[Wire]]:
-    """List the object types directly inside `kind`."""
+    """List the wire types of the fields of `kind`, also those in lists."""
     kinds: list[type[Wire]] = []
     waiting = [field.plan for field in declaration_of(kind).fields.values()]
     while waiting:
@@ -364,7 +385,7 @@ def parts_of(kind: type[Wire]) -> list[type[Wire]]:
 
 
 def _alternatives(kind: inspect.Type) -> list[inspect.Type]:
-    """List the members of a union, or the type itself, without OpenAPI notes."""
+    """List the members of a union; [kind] for another type. `Annotated[T, …]` counts as `T`."""
     if isinstance(kind, inspect.Metadata):
         return _alternatives(kind.type)
     if isinstance(kind, inspect.UnionType):

@@ -1,4 +1,4 @@
-"""Parts of a request that several dialects share. Pure functions."""
+"""Conversion of request fields that several APIs have. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def unique_tools(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
-    """Return the tools. Raises InvalidRequestError if two have the same name."""
+    """Return `tools`. Raises InvalidRequestError if two have the same name."""
     if len({tool.name for tool in tools}) != len(tools):
         raise InvalidRequestError("two tools have the same name", param="tools")
     return tools
@@ -29,15 +29,15 @@ def unique_tools(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
 def tool_of(
     name: str, description: str | None, schema: dict[str, Any] | None, strict: bool | None
 ) -> Tool:
-    """Make a tool from a client's description; `schema` is that of its arguments."""
+    """Make a tool; `schema` is the JSON schema of its arguments."""
     text, parameters = description or "", schema or {}
     return Tool(name=name, description=text, parameters=parameters, strict=strict is True)
 
 
 def check_choice(choice: ToolChoice, tools: tuple[Tool, ...], required: str = "required") -> ToolChoice:
-    """Return `choice`. Raises InvalidRequestError if it demands a call of an unknown tool.
+    """Return `choice`. Raises InvalidRequestError if it requires a tool that `tools` does not have.
 
-    `required` is the API's name for the mode that demands any call.
+    `required` is the API's word for "must call any tool" (OpenAI "required", Anthropic "any").
     """
     message = ""
     if choice.mode == "named" and all(tool.name != choice.name for tool in tools):
@@ -57,7 +57,7 @@ def refuse_infill(info: EngineInfo, param: str) -> None:
 
 
 def refuse_pictures(request: GenerateRequest, info: EngineInfo) -> None:
-    """Raise InvalidRequestError for pictures that the model cannot read."""
+    """Raise InvalidRequestError if the request has pictures and the model does not accept them."""
     if request.n_pictures and not info.can_see:
         message, hint = (
             f"{info.model} does not accept pictures",
@@ -67,16 +67,17 @@ def refuse_pictures(request: GenerateRequest, info: EngineInfo) -> None:
 
 
 def as_text(value: str | dict[str, Any]) -> str:
-    """Return JSON text from a field that may hold text or the object itself."""
+    """Return JSON text like `{"a": 1}` from a field that holds such text or the object itself."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def content_of(
     content: str | Iterable[T], pieces_of: Callable[[T], Iterable[str | bytes]], between: str = ""
 ) -> dict[str, Any]:
-    """Return a Message's `content` and `pictures`; `pieces_of` gives those of each part.
+    """Return the fields `content` and `pictures` of a Message.
 
-    `between` separates texts.
+    `content` is a text, or parts of the API's own type, which `pieces_of` converts to texts (str) and
+    picture files (bytes). `between` is put between two adjacent texts.
     """
     if isinstance(content, str):
         return {"content": content}
@@ -89,7 +90,7 @@ def content_of(
     return {"content": text, "pictures": pictures}
 
 
-#: Efforts that no model was trained on → the nearest trained one.
+#: Reasoning efforts that no model was trained with → the nearest one.
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
@@ -100,10 +101,11 @@ def reasoning(
     budget: int | None = None,
     variables: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the GenerateRequest fields that limit reasoning; templates get the effort.
+    """Return the fields `template_options` and `reasoning_budget` (tokens) of a GenerateRequest.
 
-    `enabled` False or an effort of "none" also closes a reasoning span that the template opens.
-    `variables` are the request's own template variables, which take precedence.
+    `effort` and `enabled` become variables of the chat template; the client's own `variables` take
+    precedence. `enabled` False or the effort "none" sets the budget to 0, which also ends reasoning
+    that a template begins by itself.
     """
     options: dict[str, Any] = {}
     if effort is not None:
@@ -118,16 +120,16 @@ def reasoning(
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the stop strings of a field that may hold none, one or several."""
+    """Return a field `stop` (null, one string or a list) as a tuple."""
     if stop is None:
         return ()
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def common_fields(body: GenerationFields) -> dict[str, Any]:
-    """Convert the fields that every API accepts to GenerateRequest fields.
+    """Convert `GenerationFields` to fields of GenerateRequest.
 
-    `store: "none"` stores no prefix, the same as `cache_prompt: false`.
+    OpenAI's `store: "none"` means the same as `cache_prompt: false`: no prefix is stored.
     """
     lora = None if body.lora is None else tuple((a.name, a.scale) for a in body.lora)
     return {
@@ -141,9 +143,9 @@ def common_fields(body: GenerationFields) -> dict[str, Any]:
 
 
 def override_sampling(base: Sampling, **fields: Any) -> Sampling:
-    """Override the model's sampling defaults with the request's fields; None means not given.
+    """Return a model's sampling defaults, overridden by a request's fields that are not None.
 
-    A request that sets any sampling option gets no repeat penalty unless it asks for one.
+    If the request sets any field but the seed, the default penalties are dropped.
     """
     fields = {name: value for name, value in fields.items() if value is not None}
     if fields.get("top_k") == -1:  # other servers write -1 for "off", which is 0 here
@@ -153,9 +155,9 @@ def override_sampling(base: Sampling, **fields: Any) -> Sampling:
 
 
 def seed_of(seed: int | None) -> int | None:
-    """Convert OpenAI's 64-bit seed to llama.cpp's 32-bit one; -1 means random, as in llama.cpp.
+    """Convert a 64-bit seed (OpenAI) to a 32-bit one (llama.cpp); None for -1, which means random.
 
-    Seeds below 0xFFFFFFFF are not changed; llama.cpp takes 0xFFFFFFFF as random.
+    Seeds below 0xFFFFFFFF stay the same; others are hashed.
     """
     if seed is None or seed == -1:
         return None
@@ -170,10 +172,10 @@ _FOR_EVER = -1.0
 
 
 def keep_alive_s(keep_alive: float | str | None) -> float | None:
-    """Convert `keep_alive` to seconds; any negative value becomes -1 (forever). Raises
-    InvalidRequestError.
+    """Convert `keep_alive` to seconds; -1 means forever.
 
-    Text is a duration in Go's notation ("5m", "1h30m"), or a plain number of seconds.
+    Text is a duration like "5m" or "1h30m", or a number of seconds. Negative values and more than a
+    year become -1. Raises InvalidRequestError.
     """
     if keep_alive is None:
         return None
