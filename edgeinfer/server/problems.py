@@ -172,7 +172,7 @@ def too_many(message: str, retry_after_s: int) -> Problem:
 
 
 def load_option_hint(param: str) -> str:
-    """Return a hint if `param` is an option such as `ctx`, that only `edgeinfer serve` takes; else ""."""
+    """Return a hint if `param` (e.g. `ctx`) is an option of `edgeinfer serve`; "" otherwise."""
     for option in LOAD_OPTIONS:
         if option.flag and param in (option.field, option.key.replace("-", "_")):
             return f"; it is a load option: start the endpoint with {option.flag}"
