@@ -150,6 +150,11 @@ class EndpointServer(uvicorn.Server):
         super().__init__(config)
         self._endpoint = endpoint
         self._listeners = listeners
+        for listener in listeners:
+            # asyncio sets it only where the socket's protocol number is known. Without it, the body of
+            # a second reply on a connection waited 40 ms for the client's delayed ACK of the head.
+            if listener.family != socket.AF_UNIX:
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._options = options
         self._reason = "signal"
         self._cut_short = False

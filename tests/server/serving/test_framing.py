@@ -39,6 +39,14 @@ def test_client_of_http_1_0_gets_no_chunks(serve, until, is_stream):
         assert json.loads(body)["choices"][0]["message"]["content"].endswith("4849")
 
 
+def test_pieces_of_a_reply_are_sent_without_waiting_for_an_ack(serve):
+    live_server = serve()
+    assert live_server.client.get("/health").status_code == 200  # the client keeps its connection
+    (connection,) = live_server.server.server_state.connections
+    accepted = connection.transport.get_extra_info("socket")
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 @pytest.mark.parametrize("version", ["2.0", "0.9", "1.2"])
 def test_other_versions_are_refused(serve, raw_exchange, version):
     request = f"GET /health HTTP/{version}\r\nhost: localhost\r\n\r\n".encode()
