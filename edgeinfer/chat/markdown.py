@@ -40,6 +40,7 @@ _MAX_BLOCK, _MAX_CODE = 16 << 10, 256 << 10
 def parser() -> MarkdownIt:
     """Return a parser without state, which may be shared."""
     from markdown_it import MarkdownIt  # 35 ms, which `run` does not need
+    from markdown_it.rules_block import fence
 
     parser = MarkdownIt("commonmark", {"html": False, "linkify": True, "breaks": True})
     parser.enable(["table", "strikethrough", "linkify"]).disable("reference")
@@ -47,6 +48,8 @@ def parser() -> MarkdownIt:
     if parser.linkify is not None:
         parser.linkify.set({"fuzzy_link": False, "fuzzy_email": False})
     interrupts: Any = {"alt": ["paragraph", "reference", "blockquote", "list"]}
+    # as on GitHub: a fence whose first line has pipes does not begin a table
+    parser.block.ruler.before("table", "fence_before_table", fence, interrupts)
     parser.block.ruler.before("fence", "formula_block", _formula_block, interrupts)
     parser.inline.ruler.before("escape", "formula", _formula)
     parser.core.ruler.push("tasks", _tasks)
@@ -135,6 +138,8 @@ class GrowingMarkdown:
             block = parser().parse(text[: closing_line.end() if closing_line else None])
         else:
             content = text[fence.end() : closing_line.start() if closing_line else None]
+            if not content[content.rfind("\n") + 1 :].strip(" \t"):  # the parser drops a blank last line
+                content = content[: content.rfind("\n") + 1]
             block = [_token("fence", content, fence[3])]
         if closing_line is None or closing_line.end() == len(text):
             return [block], 0, 0

@@ -1,7 +1,7 @@
 """Markdown of answers: whatever a model writes, however it arrives, the blocks are those of the whole."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from made_markdown import MARKDOWN, split
 
@@ -52,6 +52,8 @@ def test_blocks_beyond_the_limits_are_cut_alike(parts, dice):
 
 
 @settings(max_examples=500, deadline=None)
+@example("```| a | b |\n-|--|:-:|\n")
+@example("~~~\nword\n  ")
 @given(MARKDOWN)
 def test_a_text_within_the_limits_has_the_blocks_of_the_parser(text):
     plain = without_controls(text)
