@@ -32,7 +32,7 @@ GEMMA3 = "gemma-3-270m/gemma-3-270m-q4_k_m.gguf"
 #: The name of this process among those that pytest's `-n` started, or nothing.
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 #: The folders whose files take longest, in that order.
-_LONGEST = {name: n for n, name in enumerate(("cluster", "snapshots", "binary", "engine", "server"))}
+_LONGEST = {name: n for n, name in enumerate(("cluster", "snapshots", "binary", "runtime", "server"))}
 #: What `--fast` leaves out: tests with these marks; tests that reach these fixtures, which need a model, build the shipped
 #: file, draw the chat or download; tests that import these packages, which the environment of `make lint` has not; and tests
 #: that start a program.
@@ -51,8 +51,10 @@ NEEDS = {
     "levels": "our C++ for other processors than this one",
     "ray": "a Ray cluster",
     "registry": "docker-registry",
+    "root": "root, for what ran as an ordinary user",
     "sanitizers": "our C++ compiled with sanitizers",
     "systemd": "a systemd as process 1",
+    "time": "5 to 60 seconds each",
     "vulkan": "the Vulkan backend and a software GPU",
 }
 #: A test that reaches such a fixture is marked.
@@ -134,6 +136,12 @@ def _is_slow(item: pytest.Item) -> bool:
     return marked or not set(_SLOW_FIXTURES).isdisjoint(item.fixturenames)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Start one process more than there are processors: a third of a test's time is waiting."""
+    return min(len(os.sched_getaffinity(0)) + 1, 4)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give each of the processes that `-n` starts its share of the processors, and so all that it starts.
 
@@ -180,9 +188,9 @@ def _room(item: pytest.Item) -> str:
     return item.path.relative_to(ROOT).parts[1]
 
 
-def _is_an_ordinary_users(item: pytest.Item) -> bool:
-    """Tell whether `item` is the half of a test of both users that an ordinary user's run has too."""
-    return "ordinary user" in getattr(getattr(item, "callspec", None), "params", {}).values()
+def _user_of(item: pytest.Item) -> str:
+    """Return "root" or "ordinary user" for a test that runs once as each, otherwise ""."""
+    return str(getattr(getattr(item, "callspec", None), "params", {}).get("anybody", ""))
 
 
 def _needs(item: pytest.Item) -> set[str]:
@@ -192,6 +200,7 @@ def _needs(item: pytest.Item) -> set[str]:
     for need in by_fixture:
         item.add_marker(pytest.mark.needs(need))
     names = by_fixture.union(*(mark.args for mark in item.iter_markers("needs")))
+    names |= {"root"} & {_user_of(item)}
     assert names <= NEEDS.keys(), f"{item.nodeid} needs {names - NEEDS.keys()}: not in NEEDS"
     return names
 
@@ -207,7 +216,7 @@ def _is_left_out(config: pytest.Config, item: pytest.Item) -> bool:
         return True
     if config.getoption("--fast"):
         return _is_slow(item)
-    return config.getoption("--as-root") and _is_an_ordinary_users(item)
+    return config.getoption("--as-root") and _user_of(item) == "ordinary user"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -83,6 +83,7 @@ def test_unpacks_what_was_packed(shipped_file, tmp_path):
     assert unpack.ensure_unpacked(shipped_file) == app
 
 
+@pytest.mark.needs("time")
 def test_equal_folders_give_equal_payloads(tmp_path):
     for name in ("one", "two"):
         write_tree(tmp_path / name)
@@ -181,6 +182,7 @@ def test_what_a_dead_unpacking_left_is_removed(shipped_file):
     assert not leftover.exists()
 
 
+@pytest.mark.needs("time")
 def test_version_is_kept_while_its_file_is_there_and_removed_when_it_is_replaced(
     shipped_file, tmp_path
 ):

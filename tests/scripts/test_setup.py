@@ -57,6 +57,7 @@ def test_full_disk_is_seen_before_anything_is_made(tmp_path: Path) -> None:
     assert not (tmp_path / "checkout/.venv").exists()
 
 
+@pytest.mark.needs("time")
 def test_packages_that_cannot_be_had_end_it_with_one_sentence(tmp_path: Path) -> None:
     nowhere = {
         "HTTPS_PROXY": "http://127.0.0.1:1",

@@ -37,6 +37,7 @@ def test_cold_start_line_names_the_model_that_was_found(user):
     assert (refused.code == 0, "cold start" in refused.err) == (False, False)
 
 
+@pytest.mark.needs("time")
 def test_unconfigured_options_are_built_after_their_second_use(user):
     log = user.data / "state/auto-warm.log"
     assert user.ask("--ctx", "5").code != 0
@@ -92,6 +93,7 @@ def test_named_snapshot_is_resumed_by_name_alone(user):
     assert re.search(r"^--ctx +512 +as asked$", user.run("snapshots", "show", "short").out, re.M)
 
 
+@pytest.mark.needs("time")
 def test_a_system_prompt_of_its_own_does_not_replace_the_plain_snapshot(user):
     user.run("warm", MODEL, "--quiet").check()
     said = user.run("warm", MODEL, "--system", "You are a pirate.").check().out
@@ -163,6 +165,7 @@ def test_ps_shows_a_launch_and_where_its_prompt_differed_and_stop_ends_it(warm):
     assert warm.run("stop", "nothing").code == 2
 
 
+@pytest.mark.needs("time")
 def test_two_programs_resume_their_own_and_the_one_that_is_gone_is_pruned(user, place):
     copy = place.folder / "second"
     shutil.copytree(place.sources, copy)

@@ -10,6 +10,7 @@ from .conftest import MODEL, NO_AUTO_WARM, Endpoint
 pytestmark = pytest.mark.criu
 
 
+@pytest.mark.needs("time")
 def test_draft_model_is_resumed_with_the_model_and_its_file_is_compared(user, smollm2):
     user.settings(NO_AUTO_WARM)
     small = user.home / "draft.gguf"

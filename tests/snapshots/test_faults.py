@@ -49,6 +49,7 @@ def killed_at(person, stage):
     process.communicate(timeout=60)
 
 
+@pytest.mark.needs("time")
 def test_killing_warm_at_any_stage_leaves_no_half_snapshot(warm):
     before = folders(warm)
     for stage in STAGES:
@@ -203,6 +204,7 @@ def test_rewarming_leaves_a_running_process_alone_and_serves_the_next(warm):
     assert json.loads(out)["result"]["start"]["how"] == "resumed"
 
 
+@pytest.mark.needs("time")
 def test_two_warms_and_a_launch_at_once(warm):
     both = [warm.popen("warm", MODEL, "--quiet") for _ in range(2)]
     assert warm.ask().start["how"] == "resumed"

@@ -31,6 +31,7 @@ def test_an_adapter_is_applied_by_default_resumed_and_cold(user, adapter):
     assert plain.result["text"] != cold.result["text"]
 
 
+@pytest.mark.needs("time")
 def test_a_changed_adapter_is_noticed_and_the_rebuild_has_the_new_one(user, adapter):
     first = user.ask("--lora", str(adapter))
     assert first.start["how"] == "cold"

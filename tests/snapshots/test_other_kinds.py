@@ -103,6 +103,7 @@ def main():  # the last definition counts
 """
 
 
+@pytest.mark.needs("time")
 def test_a_build_that_failed_is_not_tried_again_until_something_changes(user, place):
     copy = place.folder / "failing"
     shutil.copytree(place.sources, copy, ignore=shutil.ignore_patterns("__pycache__"))

@@ -167,6 +167,7 @@ def _ask_in_vain(endpoint: Endpoint, route: str) -> None:
         endpoint.client.post(route, json={})
 
 
+@pytest.mark.needs("time")
 def test_take_includes_adapters_loaded_while_the_endpoint_ran(somebody):
     adapter = somebody.data / "data/adapters/red.gguf"
     adapter.parent.mkdir(parents=True, exist_ok=True)

@@ -539,6 +539,7 @@ def test_memory_is_limited_over_all_processes(patient, processes):
     assert "more than 2 GiB of memory" in result.text
 
 
+@pytest.mark.needs("time")
 @pytest.mark.parametrize(
     ("after", "said"),
     [
@@ -567,6 +568,7 @@ def test_shared_memory_is_limited(patient, after, said):
     assert "held" not in text
 
 
+@pytest.mark.needs("time")
 def test_the_number_of_files_is_limited(patient, folder):
     if not os.statvfs(folder).f_files:
         pytest.skip("this filesystem has no limit of files")

@@ -81,6 +81,7 @@ def moved_aggregates(as_json, until: date, code: int) -> dict[str, dict]:
     return {c["aggregate"]: c for c in report["models"]["small"] if c["moved"]}
 
 
+@pytest.mark.needs("time")
 @pytest.mark.model
 def test_an_injected_drift_is_named_and_an_equal_week_is_not(recording_engine, as_json, capsys):
     rng = random.Random(31)
@@ -214,6 +215,7 @@ def simulate_week(
     return table
 
 
+@pytest.mark.needs("time")
 @pytest.mark.slow
 @pytest.mark.parametrize("like", [(7, 40, 4, 0.0), (3, 60, 16, 0.4), (4, 60, 16, 0.4)])
 def test_a_thousand_weeks_without_a_change_give_no_more_than_ten_alarms(like):

@@ -84,6 +84,7 @@ pathlib.Path.unlink = counted(pathlib.Path.unlink)
 """
 
 
+@pytest.mark.needs("time")
 @pytest.mark.parametrize("again", [False, True])
 def test_kill_9_at_every_step_of_the_publication(server, url, body, start_cli, again) -> None:
     killed = 0

@@ -67,6 +67,7 @@ def test_smollm2_to_q2_k(smol: str) -> None:
     assert not list((paths.models_dir() / ".partial").iterdir())
 
 
+@pytest.mark.needs("time")
 def test_gemma_to_a_q8_0_based_type(gemma: str) -> None:
     done = quantize(gemma, "Q8_0", options=QuantizeOptions(perplexity=False))
     assert done.model.quantization == "Q8_0"
@@ -96,6 +97,7 @@ def test_quantize_writes_a_model_and_says_so(smol: str, as_json) -> None:
     assert Path(body["path"]).stat().st_size == body["size_bytes"]
 
 
+@pytest.mark.needs("time")
 def test_types_are_compared_by_size_speed_loss_and_score(
     smol: str, as_json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +156,7 @@ def importance(model: Path, target: Path, *, wrong: bool = False) -> str:
     return str(target)
 
 
+@pytest.mark.needs("time")
 def test_importance_matrix_allows_small_types(gemma: str, gemma3: Path, tmp_path: Path) -> None:
     matrix = importance(gemma3, tmp_path / "imatrix.gguf")
     done = quantize(gemma, "Q2_K_S", options=QuantizeOptions(perplexity=False, imatrix=matrix))

@@ -124,6 +124,7 @@ def test_tokens_that_a_schema_forces_are_drafted_without_the_draft_model(engine:
     assert drafted > 0.5 * n_tokens
 
 
+@pytest.mark.needs("time")
 @pytest.mark.parametrize("logprobs", [None, 0])
 def test_forced_text_longer_than_a_batch_of_the_draft_model_ends_the_draft(
     engine: LlamaEngine, logprobs: int | None
@@ -184,6 +185,7 @@ def test_long_text_is_caught_up_with_in_pieces(engine: LlamaEngine) -> None:
     assert n_computed.count(DRAFT_BATCH) > 1
 
 
+@pytest.mark.needs("time")
 def test_shifted_context_says_the_same(smollm2: Path) -> None:
     with closing(load(smollm2, smollm2, n_ctx=256, n_parallel=1)) as opened:
         pin_costs(opened, lambda rows: 0.060 + 0.002 * rows, 0.003)
@@ -217,6 +219,7 @@ def test_private_request_leaves_nothing(smollm2: Path) -> None:
         assert opened._draft.kv.used_cells == 0
 
 
+@pytest.mark.needs("time")
 def test_evicted_texts_are_computed_again(smollm2: Path) -> None:
     """A cache that holds one of the texts."""
     with closing(load(smollm2, smollm2, n_ctx=256, n_parallel=1)) as opened:
@@ -238,6 +241,7 @@ def wrong_draft(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
+@pytest.mark.needs("time")
 def test_drafts_that_are_wrong_end(smollm2: Path, wrong_draft: Path) -> None:
     with closing(load(smollm2, wrong_draft)) as opened:
         pin_costs(opened, lambda rows: 0.060 + 0.002 * rows, 0.003)

@@ -81,6 +81,7 @@ def test_batched_answers_equal_unbatched(engine: LlamaEngine, sampling: Sampling
     assert_nothing_left(engine)
 
 
+@pytest.mark.needs("time")
 def test_batched_answers_equal_unbatched_with_weights_of_many_types(gemma3: Path) -> None:
     """Q4_K, Q5_0, Q6_K and Q8_0, with drafts and without, over a sliding window."""
     if not libllama.build_info().kernels:

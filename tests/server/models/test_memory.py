@@ -218,6 +218,7 @@ def test_slots_tell_where_a_prompt_left_what_is_remembered(serve_reader):
     assert len(slots(KEYS[1])) == 1  # `cache_prompt: false` leaves nothing
 
 
+@pytest.mark.needs("time")
 @pytest.mark.model
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are started by the launcher, on Linux")
 def test_a_model_that_leaves_memory_keeps_its_conversations(smollm2, tmp_path, until):

@@ -54,6 +54,7 @@ def place_of(person, name: str) -> Path:
     return person.data / f"data/adapters/{name}.gguf"
 
 
+@pytest.mark.needs("time")
 @pytest.mark.criu
 def test_adapters_are_exported_with_the_model(exporter, export_folder, signer, abroad):
     kinds = [layer.media_type for layer in image.layers(description_of(export_folder))]
