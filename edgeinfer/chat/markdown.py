@@ -138,8 +138,8 @@ class GrowingMarkdown:
             block = parser().parse(text[: closing_line.end() if closing_line else None])
         else:
             content = text[fence.end() : closing_line.start() if closing_line else None]
-            if not content[content.rfind("\n") + 1 :].strip(" \t"):  # the parser drops a blank last line
-                content = content[: content.rfind("\n") + 1]
+            lines, newline, last = content.rpartition("\n")
+            content = lines + newline + last * bool(last.strip(" \t"))  # as the parser does
             block = [_token("fence", content, fence[3])]
         if closing_line is None or closing_line.end() == len(text):
             return [block], 0, 0
