@@ -1,6 +1,6 @@
-"""config.toml: every key has a type, a default and a description; unknown keys are errors.
+"""config.toml: every key with its type, default and description. Unknown keys are errors.
 
-`EDGEINFER_CONFIG` gives another file. Each section belongs to the package that reads it.
+`EDGEINFER_CONFIG` names another file. A class below is a section; its package reads it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from edgeinfer.platform import paths
 
 
 def key_doc(sentence: str, **limits: Any) -> msgspec.Meta:
+    """Return the description of a key and the limits of its value."""
     return msgspec.Meta(description=sentence, **limits)
 
 
@@ -28,6 +29,7 @@ class _Section(
 
 
 def _key(option: LoadOption) -> tuple[str, Any, Any]:
+    """Return the field of `[load]` for a load option: name, type and default."""
     kind: Any = int if option.high else str
     if option.choices:
         kind = Literal[option.choices]
@@ -47,7 +49,7 @@ _LoadKeys = msgspec.defstruct(
 
 
 class LoadConfig(_LoadKeys):  # type: ignore[misc, valid-type]  # its fields are the table's
-    """Default load options: the rows of `load_options` with a key."""
+    """[load]: default values of load options."""
 
     def __post_init__(self) -> None:
         for option in LOAD_OPTIONS:
@@ -55,12 +57,12 @@ class LoadConfig(_LoadKeys):  # type: ignore[misc, valid-type]  # its fields are
                 self.value(option)
 
     def value(self, option: LoadOption) -> int | str:
-        """Return the configured value. Raises ValueError if it is out of range."""
+        """Return the configured value of an option. Raises ValueError if it is out of range."""
         return option.parse(str(getattr(self, option.key.replace("-", "_"))))
 
 
 class SnapshotsConfig(_Section, frozen=True, kw_only=True):
-    """Snapshots of warmed processes."""
+    """[snapshots]: processes with a loaded model that launches resume."""
 
     auto_warm: Annotated[bool, key_doc("Build a snapshot in the background after a cold start.")] = True
     max_total_gib: Annotated[
@@ -70,7 +72,7 @@ class SnapshotsConfig(_Section, frozen=True, kw_only=True):
 
 
 class BlocksConfig(_Section, frozen=True, kw_only=True):
-    """The on-disk prefix cache."""
+    """[blocks]: the on-disk prefix cache."""
 
     enabled: Annotated[bool, key_doc("Cache KV blocks on disk; false: neither write nor read.")] = True
     max_total_gib: Annotated[
@@ -80,7 +82,7 @@ class BlocksConfig(_Section, frozen=True, kw_only=True):
 
 
 class DriftConfig(_Section, frozen=True, kw_only=True):
-    """Daily counts of a model's requests and answers."""
+    """[drift]: daily counts of a model's requests and answers."""
 
     record: Annotated[
         bool,
@@ -89,7 +91,7 @@ class DriftConfig(_Section, frozen=True, kw_only=True):
 
 
 class ReceiptsConfig(_Section, frozen=True, kw_only=True):
-    """Receipts of answers."""
+    """[receipts]: receipts of answers."""
 
     key: Annotated[
         str, key_doc("File of an Ed25519 key (PEM) that signs receipts; empty: they are not signed.")
@@ -97,19 +99,19 @@ class ReceiptsConfig(_Section, frozen=True, kw_only=True):
 
 
 class GpuConfig(_Section, frozen=True, kw_only=True):
-    """GPUs."""
+    """[gpu]: which GPUs are used."""
 
     devices: Annotated[
         tuple[str, ...], key_doc('Devices to use, e.g. `["Vulkan0"]`; empty: all hardware devices.')
     ] = ()
 
 
-#: The names of rules in `agents.prompt_normalization`.
+#: Rules that normalize prompts, by their names in `agents.prompt_normalization`.
 PromptRule = Literal["standing", "billing-header", "day", "environment", "note", "reminder"]
 
 
 class ServeConfig(_Section, frozen=True, kw_only=True):
-    """The HTTP endpoint."""
+    """[serve]: the HTTP endpoint."""
 
     host: Annotated[str, key_doc("Address to bind.")] = "127.0.0.1"
     port: Annotated[int, key_doc("Port to bind; 0 chooses a free port.", ge=0, le=65535)] = 8080
@@ -147,7 +149,7 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
 
 
 class ChatConfig(_Section, frozen=True, kw_only=True):
-    """The terminal chat."""
+    """[chat]: the chat in the terminal."""
 
     theme: Annotated[str, key_doc('"edgeinfer-dark", "edgeinfer-light", or any Textual theme.')] = (
         "edgeinfer-dark"
@@ -163,7 +165,7 @@ class ChatConfig(_Section, frozen=True, kw_only=True):
 
 
 class ToolServerConfig(_Section, frozen=True, kw_only=True):
-    """One MCP server: a program, or a URL."""
+    """[tools.servers.NAME]: an MCP server, either a program or a URL."""
 
     command: Annotated[tuple[str, ...], key_doc("Program to start, and its arguments.")] = ()
     env: Annotated[dict[str, str], key_doc("Environment variables of the program.")] = {}
@@ -172,12 +174,11 @@ class ToolServerConfig(_Section, frozen=True, kw_only=True):
     headers: Annotated[dict[str, str], key_doc("Headers of each request to the URL.")] = {}
 
 
-#: The built-in tools.
 BuiltinTool = Literal["read", "glob", "grep", "write", "edit", "shell", "python", "fetch"]
 
 
 class ToolsConfig(_Section, frozen=True, kw_only=True):
-    """Tools for the model, in `chat --tools` and `run --tools`."""
+    """[tools]: tools of the model in `chat --tools` and `run --tools`."""
 
     builtin: Annotated[
         tuple[BuiltinTool, ...],
@@ -213,12 +214,12 @@ class ToolsConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def has_tools(self) -> bool:
-        """Return whether a tool or a server is configured."""
+        """Return whether any tool or server is configured."""
         return bool(self.builtin or self.servers or self.mcp_files)
 
 
 class Config(_Section, frozen=True, kw_only=True):
-    """The whole file."""
+    """The whole config.toml."""
 
     default_model: Annotated[str, key_doc("Model used when none is named.")] = paths.DEFAULT_MODEL
     offline: Annotated[
@@ -236,11 +237,11 @@ class Config(_Section, frozen=True, kw_only=True):
 
 
 def config_path() -> Path:
-    """Return `EDGEINFER_CONFIG`, otherwise config.toml in the configuration directory."""
+    """Return the path of config.toml, which `EDGEINFER_CONFIG` overrides."""
     return Path(paths.config_file())
 
 
-#: Keys of earlier versions, which are ignored → what replaces them.
+#: Keys of earlier versions → what to do instead. They are ignored with this note.
 REMOVED_KEYS = {
     "load.flash-attention": "flash attention is chosen automatically",
     "snapshots.resume": "type `--resume never`, or set `auto-warm = false` and remove the snapshots",
@@ -260,7 +261,10 @@ REMOVED_KEYS = {
 def load_config(
     path: Path | None = None, on_removed: Callable[[str], None] = lambda _message: None
 ) -> Config:
-    """Read the configuration. Raises ConfigError naming file, key and the nearest valid key."""
+    """Read the configuration. Raises ConfigError with the file, the key and the nearest valid one.
+
+    `on_removed` is called with a message for each removed key.
+    """
     source = path or config_path()
     try:
         content = source.read_bytes()
@@ -296,7 +300,7 @@ def _parse(
 
 
 def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], where: str) -> None:
-    """Raise ConfigError for the first key that `struct` lacks, naming the nearest one."""
+    """Raise ConfigError for a key that is no field of `struct`; `where` begins the message."""
     fields = {f.encode_name: f.type for f in msgspec.structs.fields(struct)}
     for key, value in document.items():
         if key not in fields:
@@ -309,27 +313,28 @@ def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], 
 
 
 def offline(config: Config) -> bool:
-    """Return whether the network is off, by configuration or environment."""
+    """Return whether offline mode is on, by config.toml or an environment variable."""
     switches = (os.environ.get("EDGEINFER_OFFLINE"), os.environ.get("HF_HUB_OFFLINE"))
     return config.offline or any(s not in (None, "", "0", "false", "no") for s in switches)
 
 
 def refuse_offline(target: str) -> None:
-    """Raise OfflineError if the network is switched off. Call this before every network access."""
+    """Raise OfflineError in offline mode. Call this before every network access."""
     if offline(load_config()):
         raise OfflineError(f"{target} needs the network, but offline mode is on")
 
 
 def save(keys: tuple[str, ...], value: Any, path: Path | None = None) -> None:
-    """Set a key of config.toml, e.g. `("chat", "theme")`; None removes it. Raises ConfigError."""
+    """Set a key of config.toml, such as `("chat", "theme")`; None removes it. Raises ConfigError."""
     change(keys, lambda _before: value, path)
 
 
 def change(keys: tuple[str, ...], new_value: Callable[[Any], Any], path: Path | None = None) -> Config:
-    """Replace a key's value by `new_value(current)`, keeping comments and order; return the result.
+    """Replace a key's value by `new_value(current)`; return the new configuration.
 
-    The current value (None if missing) is read from the file under a lock, so that no change by another
-    process is lost. None removes the key. If it raises ConfigError, nothing has changed.
+    Comments and order stay. `current` (None if missing) is read under a lock, so that a change by
+    another process is not lost. Returning None removes the key. Raises ConfigError; then nothing has
+    changed.
     """
     import tomlkit  # slow import (30 ms): only a changed setting needs it
 

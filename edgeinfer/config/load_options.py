@@ -1,10 +1,8 @@
-"""The load options, one per row: flag, key of config.toml, field, default, values, help.
+"""The load options: flag, key of config.toml, field, default, allowed values and help of each.
 
-Users of this table: the parser (`cli.options`), the configuration (`config_file.LoadConfig`), the
-engine (`runtime.options.LoadOptions`, `runtime.llama.model`), and the launcher, which compares options
-with a snapshot's (`launcher.selection`).
-
-Only cheap modules of the standard library, because the launcher imports this.
+This one table serves the parser (`cli.options`), the configuration (`config_file.LoadConfig`), the
+engine (`runtime.options.LoadOptions`), and the launcher, which compares options with a snapshot's
+(`launcher.selection`). Only cheap modules of the standard library, because the launcher imports this.
 """
 
 from __future__ import annotations
@@ -21,15 +19,16 @@ if TYPE_CHECKING:
 
 
 class LoadOption:
-    """One option. A value is one of `choices`, or an integer from `low` to `high` unless both are 0.
+    """A load option. Its value is one of `choices`, or an integer from `low` to `high` if that is set.
 
-    Its flag is `--name` if `is_typed`, its key in config.toml is `name`; with `name` "" it has neither.
-    `of_snapshot`: another value needs another snapshot.
+    Its flag is `--name` if `is_typed`, its key in config.toml is `name`; without a `name` it has
+    neither. `of_snapshot` means that a snapshot has one value of it: another value needs another
+    snapshot.
     """
 
-    #: Whether repeated values are joined with commas.
+    #: Whether it may be repeated; the values are then joined with commas.
     many = False
-    #: Whether a snapshot with this option is only for launches that name it too (adapters, draft).
+    #: Whether a snapshot with this option is resumed only by launches that name it too.
     exact = False
     #: Whether config.toml has a key for it.
     is_configured = True
@@ -60,7 +59,7 @@ class LoadOption:
         self.of_snapshot = of_snapshot
 
     def parse(self, text: str) -> Value:
-        """Parse a typed or configured value. Raises ValueError with the allowed values."""
+        """Return the value of a typed or configured text. Raises ValueError with the allowed values."""
         if text in self.choices:
             return text
         if text.lstrip("-").isdecimal() and self.high and self.low <= int(text) <= self.high:
@@ -68,7 +67,7 @@ class LoadOption:
         raise ValueError(f"{self.field}: {text} is not {self.describe_range()}")
 
     def describe_range(self) -> str:
-        """Describe the allowed values: `"auto", "none" or between 0 and 99`."""
+        """Return the allowed values in words: `"auto", "none" or between 0 and 99`."""
         parts = [f'"{word}"' for word in self.choices]
         if self.high:
             parts.append(f"between {self.low} and {self.high}")
@@ -76,9 +75,9 @@ class LoadOption:
 
 
 class AdaptersOption(LoadOption):
-    """Comma-separated adapters with different names: absolute paths, with `:SCALE` if it is not 1.
+    """LoRA adapters with different names: `NAME` or `FILE`, each optionally with `:SCALE`.
 
-    `NAME` means the pulled adapter of that name.
+    Parsed, they are absolute paths, joined with commas; `NAME` is the pulled adapter of that name.
     """
 
     many = True
@@ -98,7 +97,7 @@ class AdaptersOption(LoadOption):
 
 
 class ModelOption(LoadOption):
-    """A model's name, the absolute path of its file, or one of `choices`."""
+    """A model's name, or the path of its file, which is made absolute."""
 
     exact = True
 
@@ -107,18 +106,18 @@ class ModelOption(LoadOption):
         return os.path.abspath(os.path.expanduser(text)) if is_path else text
 
 
-#: Value that disables the catalogue's adapters or its draft model.
+#: Value for "none, not even those of the catalogue".
 NO_ADAPTERS = NO_DRAFT = "none"
 UNFIT_DRAFT_HINT = "use a smaller model of the same family, or --draft none"
 
 
 def _adapter(entry: str) -> tuple[str, float]:
-    """Return an adapter's absolute path and scale. Raises ValueError for a scale out of range."""
+    """Return the absolute path and the scale of `NAME:SCALE` or `FILE:SCALE`. Raises ValueError."""
     head, colon, tail = entry.rpartition(":")
     scale = 1.0
     if colon and not os.path.exists(os.path.expanduser(entry)):
         entry, scale = head, float(tail)
-    if not -100 <= scale <= 100:  # also refuses what is not a number
+    if not -100 <= scale <= 100:  # true for NaN, too
         raise ValueError(f"the scale {tail} is not between -100 and 100")
     if "/" in entry or entry.endswith(".gguf") or entry.startswith("~"):
         return os.path.abspath(os.path.expanduser(entry)), scale
@@ -126,7 +125,7 @@ def _adapter(entry: str) -> tuple[str, float]:
 
 
 def adapters_of(text: str) -> dict[str, tuple[str, float]]:
-    """Map each adapter's name to its path and scale, from a parsed value of `LORA`."""
+    """Return name → (path, scale) of the adapters in a parsed value of `LORA`."""
     if text == NO_ADAPTERS:
         return {}
     adapters = [_adapter(entry) for entry in text.split(",") if entry]
@@ -134,11 +133,11 @@ def adapters_of(text: str) -> dict[str, tuple[str, float]]:
 
 
 def name_of_file(path: str) -> str:
-    """Return the last part of a path without its extension."""
+    """Return the last component of a path, without its extension."""
     return os.path.splitext(os.path.basename(path))[0]
 
 
-#: Values that let the engine choose; any snapshot satisfies them.
+#: Values that leave the choice to the engine, so that any snapshot fits.
 ENGINE_CHOOSES = (0, "auto")
 
 N_CTX = LoadOption(
@@ -154,7 +153,7 @@ N_PARALLEL = LoadOption(
     0,
     "sequences decoded at once; 0: chosen from cores and memory",
     name="parallel",
-    high=240,  # llama.cpp has 256 sequence ids, some of which keep finished conversations
+    high=240,  # llama.cpp has 256 sequence ids; finished conversations keep some
     metavar="N",
 )
 N_THREADS = LoadOption(
@@ -164,7 +163,7 @@ N_THREADS = LoadOption(
     name="threads",
     high=1024,
     metavar="N",
-    of_snapshot=False,  # set at the resume
+    of_snapshot=False,  # can be set when a process is resumed
 )
 N_BATCH = LoadOption("n_batch", 512, "tokens in one batch", low=32, high=1 << 16)
 KV_TYPE = LoadOption(
@@ -188,7 +187,7 @@ GPU_LAYERS = LoadOption(
     choices=("auto", "none", "all"),
     high=1 << 16,
     metavar="auto|none|all|N",
-    of_snapshot=False,  # devices are attached after the resume
+    of_snapshot=False,  # a resumed process attaches its devices
 )
 CONTENT_TOKENS = LoadOption(
     "special_tokens_in_content",
@@ -231,7 +230,7 @@ LOAD_OPTIONS = (
 
 
 def snapshot_options(options: object) -> dict[str, str]:
-    """Return those non-default values of `options` that need a separate snapshot."""
+    """Return the options, as field → text, that need a snapshot of their own: those not default."""
     return {
         option.field: str(getattr(options, option.field))
         for option in LOAD_OPTIONS
@@ -240,7 +239,11 @@ def snapshot_options(options: object) -> dict[str, str]:
 
 
 def first_difference(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, str]) -> str:
-    """Return the first wanted option that is neither in `requested` nor in `actual`, or ""."""
+    """Return the first wanted option that a snapshot does not have, or "".
+
+    All are dicts of field → text: what a launch wants, what the snapshot's build was given
+    (`requested`), and which values its load chose (`actual`).
+    """
     for name, value in wanted.items():
         if value not in (requested.get(name), actual.get(name)):
             return name
@@ -248,7 +251,10 @@ def first_difference(wanted: dict[str, str], requested: dict[str, str], actual: 
 
 
 def first_mismatch(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, str]) -> str:
-    """Return `first_difference`, or the first `exact` option that only the snapshot has; "" if none."""
+    """Return the first option that differs, also an `exact` one that only the snapshot has, or "".
+
+    Arguments as in `first_difference`.
+    """
     if adapters := first_difference(wanted, requested, actual):
         return adapters
     exact = (option.field for option in LOAD_OPTIONS if option.exact)
@@ -256,13 +262,13 @@ def first_mismatch(wanted: dict[str, str], requested: dict[str, str], actual: di
         field
         for field in exact
         if wanted.get(field) != requested.get(field)
-        # "none" is no choice if the model has no draft model
+        # --draft none asks for nothing else if the model has no draft model anyway
         and not (field not in requested and wanted.get(field) == NO_DRAFT == actual.get(field))
     )
     return next(unrequested, "")
 
 
 def refuse_out_of_range(options: object) -> None:
-    """Raise ValueError for the first field of `options` that is out of range."""
+    """Raise ValueError for the first of `options` that is out of range."""
     for option in LOAD_OPTIONS:
         option.parse(str(getattr(options, option.field)))

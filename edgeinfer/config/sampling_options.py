@@ -1,6 +1,6 @@
-"""The sampling options, one per row: field, kind, range, help, and the flag.
+"""The sampling options: field, type, range, help, and flag of each.
 
-Users of this table: the parser (`cli.options`), the chat (`chat.presets`), the catalogue
+This one table serves the parser (`cli.options`), the chat (`chat.presets`), the catalogue
 (`models.catalog`), the engine (`runtime.requests`) and the endpoint (`server.wire_types`,
 `server.openai.translate`). The defaults are those of `runtime.requests.Sampling`.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class SamplingOption(NamedTuple):
-    """A numeric option; its range includes both ends. `flag` "": it cannot be typed."""
+    """A numeric option from `low` to `high`, inclusive. Without a `flag`, only requests can set it."""
 
     field: str
     kind: type[int] | type[float]
@@ -22,18 +22,18 @@ class SamplingOption(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Name that a person types: `top-p`."""
+        """Name that users type: `top-p`."""
         return self.field.replace("_", "-")
 
     def parse(self, text: str) -> float | int:
-        """Parse a typed value. Raises ValueError if it is out of range."""
+        """Return the value of a typed text. Raises ValueError if it is out of range."""
         value = self.kind(text)
         if not self.low <= value <= self.high:
             raise ValueError(f"{text} is not {self.describe_range()}")
         return value
 
     def describe_range(self) -> str:
-        """Describe the range."""
+        """Return the range in words: "between 0 and 1"."""
         return f"between {self.low} and {self.high}"
 
 
@@ -66,5 +66,5 @@ SAMPLING_OPTIONS = (
     _row("seed", int, 0, (1 << 32) - 1, "with the same seed, the answer is the same"),
 )
 BY_FIELD = {option.field: option for option in SAMPLING_OPTIONS}
-#: Options that can be typed, in every front end.
+#: Options that users can type, in every front end.
 TYPED = tuple(option for option in SAMPLING_OPTIONS if option.flag)

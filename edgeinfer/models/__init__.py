@@ -1,1 +1,1 @@
-"""Find, pull, verify, convert and quantize models as files; no engine is loaded here."""
+"""Find, pull, verify, convert and quantize models as files. Nothing here loads an engine."""

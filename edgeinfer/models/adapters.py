@@ -1,6 +1,6 @@
-"""Pull LoRA adapters and convert them for a base model.
+"""Pull LoRA adapters, and convert them to GGUF for their base model.
 
-adapters/NAME.gguf           the adapter that `--lora NAME` loads
+Adapters are stored as adapters/NAME.gguf, which `--lora NAME` loads.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _log = logging.getLogger("edgeinfer.models")
 
 
 class PulledAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """A stored adapter. `base` is the model it was converted for, `n_tensors` its A and B pairs."""
+
     name: str
     path: str
     base: str
@@ -37,12 +39,12 @@ class PulledAdapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def adapter_path(name: str) -> Path:
-    """Return the file of a pulled adapter; it need not exist."""
+    """Return the path at which the adapter `name` is or would be stored. Raises UsageError."""
     return paths.adapters_dir() / f"{names.model_name(name)}.gguf"
 
 
 def list_adapters() -> list[PulledAdapter]:
-    """List the pulled adapters by name; a damaged adapter is skipped with a warning."""
+    """List the stored adapters by name, without damaged ones (a warning names them)."""
     adapters = []
     for path in sorted(paths.adapters_dir().glob("*.gguf")):
         try:
@@ -64,7 +66,7 @@ def _describe(path: Path) -> PulledAdapter:
 
 
 def is_adapter(text: str) -> bool:
-    """Return whether `text` is a folder written by PEFT."""
+    """Return whether `text` is the path of a PEFT adapter's folder."""
     return names.is_path(text) and (Path(text).expanduser() / ADAPTER_CONFIG).is_file()
 
 
@@ -73,7 +75,8 @@ def pull_adapter(
 ) -> PulledAdapter:
     """Fetch the adapter `text`, convert it for the model `base`, and store it.
 
-    Raises what `pull` and `ModelRef.files` raise, and ConversionError.
+    Raises ConversionError if it cannot be converted for `base`, and the errors of `pull` and
+    `ModelRef.files`.
     """
     from edgeinfer.models.converting.fetched import link_files
     from edgeinfer.models.converting.lora import convert_adapter  # slow import: 150 ms
@@ -87,7 +90,9 @@ def pull_adapter(
     plan = plan_pull(text, load_catalog(), options.name)
     planned = plan.ref.name
     source = plan.candidates[0][0]
-    if isinstance(source, sources.HubQuant):  # an adapter has no quantization
+    if isinstance(
+        source, sources.HubQuant
+    ):  # the source was parsed as a model's; an adapter has no quantization
         planned = source.repo.replace("/", ".").lower()
     ref = Reference(names.model_name(options.name or planned))
     job = Job(progress, None, options.retry_policy)

@@ -1,8 +1,8 @@
-"""Read models.toml: the shipped catalogue and the user's own; unknown keys are errors.
+"""Read models.toml: the catalogue of models that edgeinfer ships, and the user's own.
 
-The user's file (`models.toml` in the configuration directory) adds models, and overrides keys of a
-shipped one by name. If it gives `sources`, the shipped `sha256` and `size-bytes` of that model are
-dropped, because the bytes differ.
+The user's models.toml, in the configuration directory, adds models and overrides keys of shipped ones.
+If it gives other `sources` for a shipped model, the shipped `sha256`, `size-bytes` and `file-name` are
+dropped, because they describe another file. An unknown key is an error.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from edgeinfer.platform import paths
 from edgeinfer.runtime.requests import Sampling, default_sampling
 
 FILE_NAME = "models.toml"
-#: Keys of a shipped model that describe its bytes; dropped if the user gives other sources.
+#: Keys that describe the file at the shipped sources.
 _FILE_KEYS = ("sha256", "size-bytes", "file-name")
 _PARAMETERS = re.compile(r"\d+(\.\d+)?[KMB]")
-#: Mean bits per weight of whole files by type: embeddings and output often have a larger type.
+#: Mean bits per weight of a whole file, by quantization. It is more than the type's own, because
+#: embeddings and output often have a larger type.
 _BITS_PER_WEIGHT = {
     "Q4_0": 4.6,
     "Q4_1": 5.1,
@@ -64,29 +65,30 @@ _SamplingKeys = msgspec.defstruct(
 )
 
 
-#: Sampler keys that were removed after 0.2; they are ignored in models.toml.
+#: Keys of samplers that were removed after 0.2. models.toml may still have them; they are ignored.
 _OLD_SAMPLERS = frozenset({"typical-p", "mirostat", "mirostat-tau", "mirostat-eta"})
 
 
 class SamplingDefaults(_SamplingKeys):  # type: ignore[misc, valid-type]  # its fields are the table's
-    """A model's own sampling defaults; the program's defaults apply to all other options."""
+    """The sampling options that a model's entry sets; None leaves the usual default."""
 
     def chosen_options(self) -> dict[str, float]:
-        """Return the options that the catalogue sets, by field name of `Sampling`."""
+        """Return the options that the entry sets, by field name of `Sampling`."""
         return {key: value for key, value in msgspec.structs.asdict(self).items() if value is not None}
 
     def over(self, base: Sampling) -> Sampling:
+        """Return `base` with the options that the entry sets."""
         return msgspec.structs.replace(base, **self.chosen_options())
 
 
 def parameter_count(text: str) -> float:
-    """Parse a count of parameters: `"1.7B"` → 1.7e9; 0.0 for ""."""
+    """Parse a number of parameters: "1.7B" → 1.7e9, "" → 0.0."""
     unit = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:], 0.0)
     return float(text[:-1]) * unit if unit else float(text or 0)
 
 
 class LoraTable(_Table, frozen=True, kw_only=True):
-    """An adapter of a model: a pulled one by name, or a file."""
+    """An adapter that a model's entry applies: a pulled one (`name`) or a file (`path`)."""
 
     path: Annotated[str, key_doc("A GGUF adapter's file; ~ is the home directory.")] = ""
     name: Annotated[str, key_doc("Name of a pulled adapter.")] = ""
@@ -94,12 +96,16 @@ class LoraTable(_Table, frozen=True, kw_only=True):
 
     @property
     def option(self) -> str:
-        """The adapter in the form of `--lora`."""
+        """Value for `--lora`: `NAME:SCALE` or `PATH:SCALE`."""
         return f"{self.path or self.name}:{self.scale:g}"
 
 
 class Model(_Table, frozen=True, kw_only=True):
-    """A model. `sources` are tried in order; a source that is a list of parts is concatenated."""
+    """An entry of the catalogue, [models.NAME].
+
+    `sources` are tried in order. A source that is a list stands for parts of one file, to be
+    concatenated.
+    """
 
     title: Annotated[str, key_doc("Name for people.", min_length=1)]
     sources: Annotated[
@@ -139,33 +145,33 @@ class Model(_Table, frozen=True, kw_only=True):
 
     @property
     def default_sampling(self) -> Sampling:
-        """Sampling defaults for a model of this size, overridden by its own."""
+        """Sampling defaults: those for models of this size, overridden by the entry's own."""
         return self.sampling.over(default_sampling(parameter_count(self.parameters)))
 
     @property
     def projector_source(self) -> places.Source | None:
-        """The source of the projector; None without one, or if it is a path. Raises UsageError."""
+        """Source of the projector; None if there is none, or a local path. Raises UsageError."""
         named = places.looks_like_source(self.projector) and not names.is_path(self.projector)
         return places.parse(self.projector) if named else None
 
     def parsed_sources(self) -> list[tuple[places.Source, ...]]:
-        """Parse every source into its parts, in order. Raises UsageError."""
+        """Return the sources in order, each as its parts (usually one). Raises UsageError."""
         several = ((text,) if isinstance(text, str) else text for text in self.sources)
         return [tuple(map(places.parse, parts)) for parts in several]
 
     @property
     def final_quantization(self) -> str:
-        """The stored quantization: `quantize` if set, otherwise the source's."""
+        """Quantization after the pull: `quantize` if set, otherwise that of the source."""
         return (self.quantize or self.quantization).upper()
 
     @property
     def stored_is_estimate(self) -> bool:
-        """Return whether `stored_bytes` is estimated from the parameters."""
+        """Return whether `stored_bytes` is estimated from the number of parameters."""
         return bool(self.quantize) or not self.size_bytes
 
     @property
     def stored_bytes(self) -> int:
-        """Size of what `pull` stores, exact or estimated; 0 if the parameters are unknown."""
+        """Size (bytes) of the model after the pull, maybe estimated; 0 if unknown."""
         if not self.stored_is_estimate:
             return self.size_bytes
         bits = _BITS_PER_WEIGHT.get(self.final_quantization, 5.0)
@@ -173,7 +179,7 @@ class Model(_Table, frozen=True, kw_only=True):
 
 
 class Catalog(msgspec.Struct, frozen=True):
-    """Every known model, in the files' order."""
+    """All entries by name, shipped ones first."""
 
     models: dict[str, Model]
 
@@ -182,7 +188,7 @@ class Catalog(msgspec.Struct, frozen=True):
 
 
 def similar_names_hint(name: str, candidates: Any) -> str | None:
-    """Return a hint with those `candidates` that are nearest to `name`, or None."""
+    """Return a hint with up to three `candidates` that resemble `name`, or None."""
     names = list(dict.fromkeys(candidates))
     near = [known_name for known_name in names if len(name) > 2 and known_name.startswith(name)]
     near += difflib.get_close_matches(name, names, n=3, cutoff=0.5)
@@ -196,12 +202,12 @@ def shipped_path() -> Path:
 
 
 def user_path() -> Path:
-    """Return the user's own catalogue's path; it need not exist."""
+    """Return the path of the user's models.toml; it need not exist."""
     return paths.config_dir() / FILE_NAME
 
 
 def load_catalog(user: Path | None = None) -> Catalog:
-    """Load the shipped catalogue with the user's overrides. Raises ConfigError with the nearest key."""
+    """Load the shipped catalogue, overridden by the user's. Raises ConfigError."""
     user = user or user_path()
     tables = _read(shipped_path())
     origin = dict.fromkeys(tables, shipped_path())

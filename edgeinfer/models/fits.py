@@ -1,4 +1,4 @@
-"""Estimate which models fit this machine, how fast they answer, and what memory a load would take."""
+"""Estimate which models fit into this machine's memory, and how fast they answer."""
 
 from __future__ import annotations
 
@@ -38,40 +38,42 @@ from edgeinfer.units import format_bytes, format_duration
 
 Group = Literal["comfortable", "slow", "too big", "embedding"]
 Role = Literal["comfortable", "better", "tiny"]
-#: Rate (tokens/s) of a person's reading.
+#: Speed (tokens/s) at which a person reads.
 READABLE_TOKENS_PER_S = 8.0
-#: Rate (tokens/s) at which an answer is complete before a person has read it.
+#: Speed (tokens/s) at which an answer is complete long before a person has read it.
 _QUICK_TOKENS_PER_S = 20.0
 _ANSWER_TOKENS = 200
-#: Share of the memory bandwidth that decoding reaches, and weights (bytes/s) that one thread
-#: multiplies. Measured on two threads of a Zen 4 EPYC: 15 to 21 GB/s together.
-_SHARE, _THREAD_BYTES_PER_S = 0.7, 8e9
-#: Assumed bandwidth (bytes/s) of a discrete GPU, because drivers do not report it (GPUs since 2019
-#: reach it), and the largest share of its memory for a model.
-_CARD_BYTES_PER_S, _CARD_SHARE = 150e9, 0.9
+#: Decoding reaches this share of the measured memory bandwidth.
+_SHARE = 0.7
+#: Weights (bytes/s) that one thread can multiply: two threads of a Zen 4 EPYC reach 15 to 21 GB/s.
+_THREAD_BYTES_PER_S = 8e9
+#: Assumed memory bandwidth (bytes/s) of a discrete GPU; drivers do not report it.
+_CARD_BYTES_PER_S = 150e9
+#: A model may use this share of a GPU's memory.
+_CARD_SHARE = 0.9
 _ACTIVE = re.compile(r"-a(\d+(?:\.\d+)?)b\b")
-#: Chat models offered on a first run, the best first.
+#: Chat models that a first run may offer, the best first.
 _FIRST_RUN_MODELS = """
     qwen3-30b-a3b-instruct-2507 phi-4 qwen3-4b-instruct-2507 llama-3.2-3b-instruct
     smollm2-1.7b-instruct llama-3.2-1b-instruct lfm2-700m lfm2-350m
 """.split()
 
 
-#: Share of the machine's memory that a model may use; the rest is for the system and other programs.
+#: A model may use this share of the memory; the system and other programs need the rest.
 _MEMORY_SHARE = 0.95
-#: For a model larger than memory, the memory divided by this is for the context.
+#: For a model larger than memory, 1 / this of the memory is reserved for the context.
 _CONTEXT_SHARE = 8
-#: Smallest file (bytes) whose reads measure the disk.
+#: Smallest file (bytes) on which the disk's speed is measured.
 _LEAST_FILE_BYTES = 64 << 20
-#: Measured memory bandwidths by machine.
+#: Measured memory bandwidth, by host name, architecture and number of threads.
 _RATES = CacheTable("memory-rate.json", dict[str, MemoryRate])
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """How well a model runs on this machine. `tokens_per_s` is an estimate for one stream with a short
-    context; for a model larger than memory it depends on the disk.
+    """How well a model runs on this machine: a group for `list`, and the estimated speed.
 
-    Only `shortage` depends on the memory that other programs use now.
+    `tokens_per_s` is for one stream with a short context. `why` explains the group. `shortage` says
+    that other programs use too much memory right now; nothing else depends on them.
     """
 
     group: Group
@@ -82,7 +84,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FirstRunChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A model to offer on a first run: its stored size, its licence, and its estimated speed."""
+    """A model that a first run offers: its size when stored, licence and estimated speed."""
 
     role: Role
     name: str
@@ -97,17 +99,17 @@ _OPEN_LICENCES = ("Apache-2.0", "MIT", "BSD-3-Clause", "OpenMDW-1.0")
 
 
 def is_restricted(licence: str) -> bool:
-    """Return whether a licence is known and not open-source, so that some uses need permission."""
+    """Return whether a licence is known and not open source, so that some uses need permission."""
     return bool(licence) and licence not in _OPEN_LICENCES
 
 
 def needed_bytes(size_bytes: int) -> int:
-    """Estimate the memory (bytes) of a model of `size_bytes` with a short context."""
+    """Estimate the memory (bytes) for a model with a file of `size_bytes` and a short context."""
     return int(size_bytes * 1.2) + (100 << 20)
 
 
 class Estimator:
-    """Estimates for this machine, which `list`, the chat, the page and a first run share."""
+    """Estimates models for this machine. The machine is measured once, when this is created."""
 
     def __init__(self) -> None:
         self.catalog = load_catalog()
@@ -117,7 +119,7 @@ class Estimator:
         self.pulled_bytes = {model.name: model.size_bytes for model in list_pulled()}
 
     def fit(self, name: str, size_bytes: int, purpose: str, parameters: str) -> Fit:
-        """Estimate a model with a file of `size_bytes`, together with its draft model if both fit."""
+        """Estimate a model with a file of `size_bytes`, with its draft model if both fit."""
         model = self.catalog.get(name)
         share = active_share(model, name, parameters)
 
@@ -137,7 +139,7 @@ class Estimator:
         return alone if both.shortage or both.group == "too big" else both
 
     def fit_of(self, model: Model) -> Fit:
-        """Estimate a model of the catalogue as `pull` stores it."""
+        """Estimate a model of the catalogue."""
         return self.fit(model.name, model.stored_bytes, model.purpose, model.parameters)
 
 
@@ -151,10 +153,10 @@ def fit(
     card_bytes: int = 0,
     draft_bytes: int = 0,
 ) -> Fit:
-    """Estimate a model of `size_bytes`, of which each token reads `active_share`.
+    """Estimate a model with a file of `size_bytes` and a draft model of `draft_bytes`.
 
-    `card_bytes` is the memory of discrete GPUs, which the whole model may use; `draft_bytes` is the
-    size of its draft model.
+    A token reads `active_share` of the weights (1.0 unless it is a mixture of experts). `card_bytes` is
+    the memory of discrete GPUs; they are used only if the whole model fits there.
     """
     needed = needed_bytes(size_bytes + draft_bytes)
     is_on_card = needed <= _CARD_SHARE * card_bytes
@@ -181,9 +183,9 @@ def fit(
 def _tokens_per_s_from_disk(
     size_bytes: int, active_share: float, room_bytes: int, speed: float
 ) -> float:
-    """Return the tokens/s (at most `speed`) of a model larger than its `room_bytes` of memory.
+    """Return the speed (at most `speed`) of a model larger than its `room_bytes` of memory.
 
-    For a mixture of experts, half of the weights read per token are assumed to be experts.
+    For a mixture of experts, half of the weights that a token reads are assumed to be experts.
     """
     experts = 0 if active_share == 1.0 else int(size_bytes * (1.0 - active_share / 2))
     shape = make_shape({}, n_vocab=0, n_params=0, weights_bytes=size_bytes)
@@ -195,7 +197,10 @@ def _tokens_per_s_from_disk(
 
 @cache
 def disk_rate() -> float:
-    """Measure the disk (bytes/s) on the largest pulled model, for 0.4 s; 0.0 if that is impossible."""
+    """Return the disk's speed (bytes/s), measured for 0.4 s on the largest pulled model.
+
+    Returns 0.0 if that is impossible.
+    """
     files = [path for model in list_pulled() for path in model.paths]
     large_files = [path for path in files if size_or_zero(path) >= _LEAST_FILE_BYTES]
     return read_rate(max(large_files, key=size_or_zero)) if large_files else 0.0
@@ -215,9 +220,9 @@ def card_bytes() -> int:
 
 @cache
 def memory_rate() -> MemoryRate:
-    """Return this machine's memory bandwidth: the fastest measurement so far, 0.2 s each.
+    """Return this machine's memory bandwidth, the fastest that was ever measured.
 
-    If the machine was busy during the measurement, the next process measures again.
+    Each process measures it (0.2 s) until one measurement found the machine idle.
     """
     machine = f"{platform.node()} {platform.machine()} {memory_threads()}"
     stored = _RATES.read().get(machine)
@@ -231,7 +236,7 @@ def memory_rate() -> MemoryRate:
 
 
 def active_share(model: Model | None, name: str, parameters: str) -> float:
-    """Return the share of weights that a token uses: below 1 for a mixture of experts."""
+    """Return the share of the weights that a token reads: less than 1 for a mixture of experts."""
     total = parameter_count(parameters)
     match = _ACTIVE.search(name.lower())
     stated = parameter_count(model.active_parameters) if model else 0.0
@@ -240,10 +245,10 @@ def active_share(model: Model | None, name: str, parameters: str) -> float:
 
 
 def first_run_choices() -> list[FirstRunChoice]:
-    """Choose up to three chat models for this machine, in the order comfortable, better, tiny.
+    """Return up to three chat models for this machine, in the order comfortable, better, tiny.
 
-    Measures memory for some 0.2 s; uses no network. "tiny" is the default model, which comes from the
-    package index; if no other model is fast enough, only "tiny" is offered.
+    "tiny" is the default model, which is always offered. Takes 0.2 s to measure memory; uses no
+    network.
     """
     estimator = Estimator()
     fitting: list[tuple[Model, float]] = []
@@ -274,7 +279,7 @@ def _choice(role: Role, why: str, model: Model, tokens_per_s: float) -> FirstRun
 
 
 def header_shape(headers: Sequence[GgufHeader]) -> Shape:
-    """Return a model's shape from its files' headers; the first header has the metadata."""
+    """Return a model's shape by the headers of its files; the first has the metadata."""
     first = headers[0]
     return make_shape(
         first.metadata,
@@ -290,8 +295,9 @@ def header_plan(
     machine: Machine,
     draft: Sequence[GgufHeader] = (),
 ) -> tuple[Shape, Plan]:
-    """Return the shape and the memory plan with which `runtime.llama.model` would load these files and
-    those of `draft`.
+    """Return a model's shape, and the memory plan with which an engine would load these files.
+
+    `draft` has the headers of its draft model.
     """
     sizes = {tensor.name: tensor.size_bytes for header in headers for tensor in header.tensors}
     draft_shape = header_shape(draft) if draft else None
@@ -299,7 +305,7 @@ def header_plan(
 
 
 def refuse_unfit_draft(model: ModelRef, draft: str) -> None:
-    """Raise for a draft model that is not pulled, or that cannot draft for `model` by their headers.
+    """Raise an error if `draft` is not pulled, or its headers show that it cannot draft for `model`.
 
     Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError, ModelLoadError.
     """
@@ -310,7 +316,7 @@ def refuse_unfit_draft(model: ModelRef, draft: str) -> None:
         hint = f"{error.hint or '`edgeinfer list`'}, or --draft none"
         raise type(error)(f"draft model {draft!r}: {reason}", hint=hint) from error
     if not model.parts or not model.parts[0].is_file():
-        return  # resolving the model itself gives a better error
+        return  # the model's own load reports this better
     paths = (files.paths[0], model.parts[0])
     problem = draft_problem(
         *(header_shape([gguf.read_model_header(path, vocabulary=False)]) for path in paths)

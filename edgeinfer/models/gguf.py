@@ -1,11 +1,11 @@
 """Read GGUF headers as untrusted input.
 
-The reader walks the header of a mapped file once. Every count, length, type, dimension and offset is
-checked against the remaining bytes before it is used, so a hostile or truncated file raises
-InvalidGgufError here and never reaches llama.cpp or the quantizer. Token lists are skipped, not built:
-a 262,144-token vocabulary costs tens of milliseconds.
+The reader walks once through the header of a mapped file. Every count, length, type, dimension and
+offset is checked before it is used, so a hostile or truncated file raises InvalidGgufError here and
+never reaches llama.cpp. Lists of tokens are skipped: 262,144 of them take tens of milliseconds.
 
-This module checks the format (version 2 and 3, little endian), not what a model needs beyond it.
+`read_header` checks only the format (versions 2 and 3, little endian), `read_model_header` also what
+llama.cpp needs to load a model.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from edgeinfer.platform.disk import open_regular
 
 
 class TensorType(msgspec.Struct, frozen=True):
-    """A tensor type: `block` elements are stored in `bytes` bytes."""
+    """A tensor type: each `block` elements take `bytes` bytes."""
 
     name: str
     block: int
     bytes: int
 
 
-#: Unquantized file types: quantizing any other type again loses more quality.
+#: Types without quantization. Quantizing a file of any other type loses quality twice.
 FULL_PRECISION = frozenset({"F32", "F16", "BF16"})
 
-#: ggml_type, name, elements per block, bytes per block. Missing numbers were removed from the format.
+#: Number (ggml_type), name, elements per block, bytes per block. Missing numbers are no longer in use.
 _TENSOR_TYPES = """
     0 F32 1 4          1 F16 1 2          2 Q4_0 32 18       3 Q4_1 32 20       6 Q5_0 32 22
     7 Q5_1 32 24       8 Q8_0 32 34       9 Q8_1 32 36       10 Q2_K 256 84     11 Q3_K 256 110
@@ -46,7 +46,7 @@ _TENSOR_TYPES = """
     27 I64 1 8         28 F64 1 8         29 IQ1_M 256 56    30 BF16 1 2        34 TQ1_0 256 54
     35 TQ2_0 256 66    39 MXFP4 32 17     40 NVFP4 64 36     41 Q1_0 128 18     42 Q2_0 64 18
 """.split()
-#: ggml_type → TensorType.
+#: Number (ggml_type) → tensor type.
 TENSOR_TYPES: dict[int, TensorType] = {
     int(number): TensorType(name, int(block), int(size))
     for number, name, block, size in zip(*(_TENSOR_TYPES[i::4] for i in range(4)), strict=True)
@@ -56,7 +56,7 @@ _FROM_7 = """
     Q8_0 Q5_0 Q5_1 Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K IQ2_XXS IQ2_XS Q2_K_S
     IQ3_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ3_M IQ2_S IQ2_M IQ4_XS IQ1_M BF16
 """
-#: llama_ftype → name. Only types that llama.cpp can quantize to, in its order.
+#: Number (llama_ftype) → name, only of types to which llama.cpp can quantize.
 FILE_TYPES: dict[int, str] = {
     **dict(enumerate("F32 F16 Q4_0 Q4_1".split())),
     **dict(enumerate(_FROM_7.split(), 7)),
@@ -65,13 +65,13 @@ FILE_TYPES: dict[int, str] = {
 
 
 def file_type(name: str) -> int | None:
-    """Return the llama_ftype of `name` in any letter case, or None."""
+    """Return the llama_ftype of a name such as "q4_k_m", in any letter case; None if unknown."""
     upper = name.upper()
     return next((number for number, type_name in FILE_TYPES.items() if type_name == upper), None)
 
 
 def parse_file_type(name: str, context: str = "") -> int:
-    """Return the llama_ftype of `name`. Raises UsageError, which quotes `context`."""
+    """Return the llama_ftype of `name`. Raises UsageError; `context` is the text it was part of."""
     number = file_type(name)
     if number is None:
         where = f" in {context!r}" if context else ""
@@ -91,21 +91,21 @@ _PICKLE = (
     "a PyTorch pickle file, which can run any program when it is loaded",
     "pull its repository as safetensors or GGUF: `edgeinfer pull OWNER/REPO`",
 )
-#: Magic bytes of other formats: (description, hint).
+#: First bytes of files in other formats → description and hint.
 OTHERS = {b"lmgg": _GGML, b"fmgg": _GGML, b"tjgg": _GGML, b"algg": _GGML, b"PK\x03\x04": _PICKLE}
 DEFAULT_ALIGNMENT = 32
 _ALIGNMENTS = [1 << power for power in range(21)]
-#: Limits of ggml's own reader (gguf.cpp, ggml.h).
+#: Limits of ggml's own reader (gguf.cpp, ggml.h), which would refuse the file.
 MAX_DIMS = 4
 MAX_TENSOR_NAME_BYTES = 63
 MAX_ELEMENTS = 2**63 - 1
-#: Most layers. With more, or with none, llama.cpp aborts (LLAMA_MAX_LAYERS, llama-model.cpp).
+#: Most layers of a model: llama.cpp aborts with more, or with none (LLAMA_MAX_LAYERS).
 MAX_LAYERS = 512
-#: Limits far above any known model, so that no number from the file makes a loop run for long.
+#: Limits far above any known model, so that a number in the file cannot cause a long loop.
 MAX_METADATA = 1 << 16
 MAX_TENSORS = 1 << 20
 MAX_KEY_BYTES = 1 << 16
-#: Longest numeric array that is stored (per-layer head counts); longer ones are only described.
+#: Longest arrays of numbers and of strings that are kept, such as head counts by layer.
 KEPT_ELEMENTS = 4096
 KEPT_STRINGS = 64
 
@@ -118,7 +118,7 @@ _U64 = struct.Struct("<Q")
 
 
 class ArrayInfo(msgspec.Struct, frozen=True):
-    """A long array that was skipped: its element type (GGUF's number) and length."""
+    """An array that was too long to keep: GGUF's number of its element type, and its length."""
 
     type: int
     count: int
@@ -129,7 +129,7 @@ Value = Scalar | tuple[Scalar, ...] | ArrayInfo
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """A tensor. `offset` is from the file's start; `shape` begins with the fastest dimension."""
+    """A tensor in a GGUF. `offset` is from the file's start; `shape[0]` is the fastest dimension."""
 
     name: str
     type: str
@@ -143,7 +143,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked header: everything in it fits the file. Offsets are from the file's start."""
+    """The header of a GGUF file. All that it describes lies within the file."""
 
     path: str
     version: int
@@ -154,19 +154,19 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorInfo, ...]
 
     def text(self, key: str) -> str:
-        """Return the string at `key`, "" if there is no string."""
+        """Return the string at `key`; "" if there is none."""
         value = self.metadata.get(key)
         return value if isinstance(value, str) else ""
 
     def number(self, key: str, default: int = 0) -> int:
-        """Return the non-negative integer at `key`, or `default` if there is none."""
+        """Return the non-negative integer at `key`; `default` if there is none."""
         value = self.metadata.get(key)
         if isinstance(value, bool) or not isinstance(value, int):
             return default
         return value if value >= 0 else default
 
     def arch_key(self, key: str) -> str:
-        """Return `key` with the architecture's prefix, e.g. `block_count` → `llama.block_count`."""
+        """Return `key` with the architecture's prefix: `block_count` → `llama.block_count`."""
         return f"{self.architecture}.{key}"
 
     @property
@@ -212,7 +212,7 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def quantization(self) -> str:
-        """The type in `general.file_type`, otherwise the type of most bytes."""
+        """Name of the file's type: `general.file_type`, or the type of most bytes."""
         if named := FILE_TYPES.get(self.number("general.file_type", -1)):
             return named
         bytes_of: Counter[str] = Counter()
@@ -222,15 +222,15 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def split(self) -> tuple[int, int]:
-        """Index of this file among its shards (from 0) and their number; (0, 1) for a whole file."""
+        """Index of this file among the parts of a split model (from 0), and their number."""
         count = self.number("split.count", 1)
         return self.number("split.no"), max(1, count)
 
 
 def read_header(path: str | os.PathLike[str], *, vocabulary: bool = False) -> GgufHeader:
-    """Read the header of the GGUF at `path`; `vocabulary` refuses equal tokens (0.2 s for 262,144).
+    """Return the header of the GGUF at `path`. Raises InvalidGgufError.
 
-    Raises InvalidGgufError with the file and its defect, or the reason why it cannot be read.
+    `vocabulary` also refuses equal tokens, which takes 0.2 s for 262,144.
     """
     gguf_path = Path(path)
     try:
@@ -246,12 +246,15 @@ def read_header(path: str | os.PathLike[str], *, vocabulary: bool = False) -> Gg
 
 
 def parse(view: bytes | mmap.mmap, name: str = "buffer", *, vocabulary: bool = False) -> GgufHeader:
-    """Parse the header in `view`, a whole file; no reference is kept. Raises InvalidGgufError."""
+    """Return the header in `view`, the content of a whole file. Raises InvalidGgufError."""
     return _Walker(view, name, vocabulary).header()
 
 
 def read_model_header(path: str | os.PathLike[str], *, vocabulary: bool = True) -> GgufHeader:
-    """Read and check the header of a model for llama.cpp. Raises InvalidGgufError."""
+    """Return the header of a model that llama.cpp can load. Raises InvalidGgufError.
+
+    `vocabulary` also refuses equal tokens, at which llama.cpp aborts.
+    """
     header = read_header(path, vocabulary=vocabulary)
     if header.alignment < DEFAULT_ALIGNMENT:
         problem = f"{header.path} aligns its tensors to {header.alignment} bytes"
@@ -276,14 +279,14 @@ def read_model_header(path: str | os.PathLike[str], *, vocabulary: bool = True) 
 
 
 def check_part(header: GgufHeader, name: str, index: int, count: int) -> None:
-    """Raise InvalidGgufError if a split file is not the `index`-th part (from 0) of `count`."""
+    """Raise InvalidGgufError if a split file is not the part `index` (from 0) of `count`."""
     if header.split[1] > 1 and header.split != (index, count):
         stated = f"part {header.split[0] + 1} of {header.split[1]} by its header"
         raise InvalidGgufError(f"{name} is {stated}, but {index + 1} of {count} by its name")
 
 
 class _Walker:
-    """Reads a header in one pass. The `offset` only grows and never passes `size`."""
+    """Reads a header from start to end. `offset` is the position, which never passes `size`."""
 
     def __init__(self, view: bytes | mmap.mmap, name: str, vocabulary: bool) -> None:
         self.view = view
@@ -313,7 +316,7 @@ class _Walker:
         raise InvalidGgufError(f"{self.name} is not a valid GGUF file: {defect}")
 
     def _need(self, n_bytes: int, field: str) -> int:
-        """Skip `n_bytes` and return their offset. Raises InvalidGgufError past the end."""
+        """Step over `n_bytes` and return where they begin. Raises InvalidGgufError past the end."""
         start = self.offset
         if n_bytes > self.size - start:
             self.bad(f"{field} needs {n_bytes} bytes, but only {self.size - start} are left")
@@ -348,7 +351,7 @@ class _Walker:
             other = f"version {version} is not one of 2 and 3"
             self.bad("it is big-endian" if swapped in VERSIONS else other)
         n_tensors, n_metadata = self._u64("the tensor count"), self._u64("the metadata count")
-        if n_tensors > min(MAX_TENSORS, self.size // 24):  # a tensor's entry takes at least 24 bytes
+        if n_tensors > min(MAX_TENSORS, self.size // 24):  # an entry takes at least 24 bytes
             self.bad(f"it claims {n_tensors} tensors")
         if n_metadata > min(MAX_METADATA, self.size // 13):  # an entry takes at least 13 bytes
             self.bad(f"it claims {n_metadata} metadata entries")
@@ -393,7 +396,7 @@ class _Walker:
         return ArrayInfo(_STRING, count)
 
     def _refuse_equal_tokens(self, count: int) -> None:
-        """Refuse two equal tokens, at which llama.cpp aborts; it renames empty ones."""
+        """Refuse two equal tokens, at which llama.cpp aborts. It renames empty ones, so they pass."""
         start = self.offset
         seen = set()
         for _ in range(count):
@@ -406,7 +409,7 @@ class _Walker:
         self.offset = start
 
     def _step_over_strings(self, key: str, count: int) -> None:
-        """Skip strings; unpack_from itself refuses an offset past the buffer."""
+        """Step over `count` strings. unpack_from refuses an offset past the end."""
         unpack = _U64.unpack_from
         view = self.view
         position = self.offset
@@ -426,7 +429,7 @@ class _Walker:
         return alignment
 
     def _tensor(self, index: int) -> TensorInfo:
-        """Return the next entry; its offset counts from the data's start."""
+        """Return the next tensor's entry; its offset counts from the data's start."""
         name = self._string(f"the name of tensor {index}", MAX_TENSOR_NAME_BYTES)
         n_dims = self._u32(f"the dimensions of {name}")
         if n_dims > MAX_DIMS:
@@ -447,7 +450,7 @@ class _Walker:
     def _place_tensors(
         self, tensors: list[TensorInfo], data_offset: int, alignment: int
     ) -> Iterator[TensorInfo]:
-        """Check that tensors are contiguous and end within the file."""
+        """Yield the tensors with offsets from the file's start; refuse gaps and a truncated file."""
         expected = 0
         names = set()
         for tensor in tensors:

@@ -1,4 +1,4 @@
-"""List the models that are here or can be pulled, for `list` and the chat's model picker."""
+"""List the models that are on this machine or can be pulled, for `list` and the model picker."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from edgeinfer.units import format_parameters
 
 
 class ModelSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One model. `size_bytes` is 0 if unknown.
+    """A model in a list. `size_bytes` is 0 if unknown.
 
-    `store` is the external store that has the file, "" for our own. `can_see`: it has a projector, so
-    messages may have pictures.
+    `store` names the program whose file it is, "" for edgeinfer. `can_see`: it has a projector, so
+    messages may contain pictures.
     """
 
     name: str
@@ -40,7 +40,7 @@ class ModelSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnusableModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of an external store that cannot be used: the problem and its fix."""
+    """A model of another program that cannot be used: why, and what to do."""
 
     name: str
     store: str
@@ -48,12 +48,12 @@ class UnusableModel(msgspec.Struct, frozen=True, kw_only=True):
     fix: str
 
 
-#: A model and its local files.
+#: A model in the list, and the paths of its files on this machine.
 Listed = tuple[ModelSummary | UnusableModel, Sequence[str | Path]]
 
 
 def every_model(catalog: Catalog) -> Iterator[Listed]:
-    """List the pulled models, then external stores', then the rest of the catalogue."""
+    """Yield the pulled models, then other programs', then those of the catalogue that are not here."""
     pulled = list_pulled()
     for model in pulled:
         yield _of_pulled(model, catalog.get(model.base)), model.paths
@@ -86,7 +86,7 @@ def _of_pulled(model: PulledModel, entry: Model | None) -> ModelSummary:
 
 def _of_external(model: ExternalModel) -> ModelSummary | UnusableModel:
     try:
-        parts = stores.headers(model, vocabulary=False)  # saves 0.2 s a file
+        parts = stores.headers(model, vocabulary=False)  # without it, a file takes 0.2 s less
     except CatalogError as error:
         problem, fix = model.problem or error.message, model.fix or hint(error)
         return UnusableModel(name=model.name, store=model.store, problem=problem, fix=fix)

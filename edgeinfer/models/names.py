@@ -1,8 +1,8 @@
-"""Check untrusted names, digests and file names; only this module turns them into paths.
+"""Check names, digests and file names that come from outside, and turn names into paths.
 
-A model's reference is `NAME` or `NAME:QUANT`. Its folder is `name` or `name+quant`: no name has a `+`,
-so two references never share a folder. Unsafe names are refused; only names of the user's own files are
-sanitized instead.
+A model is referred to as `NAME` or `NAME:QUANT`. Its folder is `name` or `name+quant`; no name contains
+a `+`, so two references never share a folder. An unsafe name is refused; only the name of a user's own
+file is changed to a safe one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """A model's name and quantization ("" for the catalogue's quantization)."""
+    """A model's name, and its quantization in capitals ("" for the catalogue's)."""
 
     name: str
     quant: str = ""
@@ -34,11 +34,12 @@ class Reference(msgspec.Struct, frozen=True):
 
     @property
     def folder(self) -> str:
+        """Name of the model's folder: `qwen3-4b` or `qwen3-4b+q8_0`."""
         return f"{self.name}+{self.quant.lower()}" if self.quant else self.name
 
 
 def model_name(text: str) -> str:
-    """Check a model's name: 1 to 96 of a-z, digits, `.`, `_`, `-`. Raises UsageError."""
+    """Return `text` if it is a valid name of a model. Raises UsageError."""
     if not _NAME.fullmatch(text) or ".." in text:
         hint = "a name has up to 96 lower-case letters, digits, '.', '_' and '-'"
         raise UsageError(f"{text!r} is not a model name", hint=hint)
@@ -46,7 +47,7 @@ def model_name(text: str) -> str:
 
 
 def parse_reference(text: str) -> Reference:
-    """Parse `NAME` or `NAME:QUANT`, in any letter case. Raises UsageError."""
+    """Parse `NAME` or `NAME:QUANT` in any letter case. Raises UsageError."""
     name, colon, quant = text.partition(":")
     if colon:
         parse_file_type(quant, text)
@@ -54,12 +55,12 @@ def parse_reference(text: str) -> Reference:
 
 
 def pulled_folder(ref: Reference) -> Path:
-    """Return the folder of a pulled model; it need not exist."""
+    """Return the path of the folder that a pulled model has or would have."""
     return paths.models_dir() / ref.folder
 
 
 def parse_digest(text: str) -> str:
-    """Parse a SHA-256 in hexadecimal, with or without `sha256:`. Raises UsageError."""
+    """Return 64 hex digits from a SHA-256 with or without `sha256:`. Raises UsageError."""
     plain = text.lower().removeprefix("sha256:")
     if not _DIGEST.fullmatch(plain):
         raise UsageError(f"{text!r} is not a SHA-256 (64 hexadecimal digits)")
@@ -67,7 +68,7 @@ def parse_digest(text: str) -> str:
 
 
 def check_file_name(text: str) -> str:
-    """Return the last component of `text`. Raises UsageError if it is not a safe file name."""
+    """Return the last component of a path. Raises UsageError if it is not a safe file name."""
     name = text.rsplit("/", 1)[-1]
     if not _FILE.fullmatch(name) or ".." in name:
         raise UsageError(f"{name!r} is not a safe file name")
@@ -75,24 +76,27 @@ def check_file_name(text: str) -> str:
 
 
 def sanitize_file_name(text: str) -> str:
-    """Make a path's or URL's last component a safe file name. Raises UsageError if none is left."""
+    """Return the last component of a path or URL as a safe name: `My model.gguf` → `My-model.gguf`.
+
+    Raises UsageError if nothing is left of it.
+    """
     plain = re.sub(r"[^A-Za-z0-9._+-]+", "-", text.rstrip("/").rsplit("/", 1)[-1])
     return check_file_name(re.sub(r"\.{2,}", ".", plain).strip("-._"))
 
 
 def is_path(text: str) -> bool:
-    """Return whether `text` is a file's path: it ends in .gguf, or begins like a path."""
+    """Return whether `text` is a path: it ends in .gguf, or begins with `/`, `./`, `../` or `~`."""
     is_gguf = text.lower().endswith(".gguf") and ":" not in text
     return is_gguf or text.startswith(("/", "./", "../", "~"))
 
 
 def path_hint(text: str) -> str | None:
-    """Return a hint for a file here whose name `is_path` does not recognize, or None."""
+    """Return a hint if `text`, which `is_path` takes for a name, is a file here; otherwise None."""
     return f"the file in this folder is ./{text}" if Path(text).exists() else None
 
 
 def quantization_of(path: str) -> str:
-    """Return the quantization in a GGUF's file name; "" for none and for `mmproj-` files."""
+    """Return the quantization that a GGUF's file name ends in, "" for none and for projectors."""
     name = path.rsplit("/", 1)[-1]
     if not name.lower().endswith(".gguf") or name.lower().startswith("mmproj"):
         return ""
@@ -104,13 +108,16 @@ def quantization_of(path: str) -> str:
 
 
 def split_parts(path: Path) -> list[Path]:
-    """List all parts of a split GGUF from any part, existing or not; `[path]` for a whole file."""
+    """Return the paths of all parts of a split model, given any of them; `[path]` for a whole file."""
     siblings = split_names(path.name)
     return [path.with_name(name) for name in siblings] if siblings else [path]
 
 
 def split_names(file_name: str) -> list[str]:
-    """List the names of all parts from one of them, at most 999; [] for another name."""
+    """Return the names of all parts of a split model, given any of them; [] for a whole file.
+
+    `m-00002-of-00002.gguf` gives `m-00001-of-00002.gguf` and itself. At most 999 parts count.
+    """
     match = _PART.fullmatch(file_name)
     if match is None or not 1 <= int(match[2]) <= int(match[3]) <= 999:
         return []
@@ -118,7 +125,7 @@ def split_names(file_name: str) -> list[str]:
 
 
 def combined_digest(digests: Sequence[str]) -> str:
-    """Return the SHA-256 of a model: its file's or, for several files, of their digests in order."""
+    """Return a model's SHA-256: its file's, or for a split model that of all digests in order."""
     if len(digests) == 1:
         return digests[0]
     import hashlib  # slow import (3 ms), needed only for split models

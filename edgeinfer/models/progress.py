@@ -1,6 +1,6 @@
-"""Report progress of pulls and quantizations, and cancel them.
+"""Report the progress of long tasks such as pulls, and cancel them.
 
-On stderr: one line that is rewritten on a terminal, otherwise a line every few seconds.
+On a terminal, progress is one line that is rewritten; otherwise a line every few seconds.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ Stage = Literal[
     "scoring", "reading", "done",
 ]  # fmt: skip
 
-#: Note for a cancelled pull or a full disk.
+#: Note in the errors after which the next pull continues.
 FETCHED_IS_KEPT = "downloaded data is kept"
-#: Least interval (s) between reports, except the first and last of a stage.
+#: Shortest time (s) between two reports of a stage.
 _INTERVAL_S = 0.1
-#: Window (s) over which the rate is measured, so that it follows changes of the connection.
+#: The rate is the mean of this time (s), so that it follows a changing connection.
 _WINDOW_S = 5.0
 
 
 class PullProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """Position within `file`, the `index`-th (from 0) of `n_files`; None is unknown.
+    """How far a task is: the position in `file`, the `index`-th (from 0) of `n_files`.
 
-    While quantizing, `done_bytes` counts tensors; while scoring, tokens.
+    `done_bytes` counts bytes; while quantizing it counts tensors, while scoring tokens. `left_s` is the
+    estimated remaining time. None means unknown.
     """
 
     stage: Stage
@@ -49,12 +50,16 @@ class PullProgress(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-#: Called on the thread that pulls, at most ten times a second; it must return quickly.
+#: Progress callback. It is called by the working thread, at most ten times a second.
 OnProgress = Callable[[PullProgress], None]
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """Retries of a server: `attempts` without progress; pauses double from `pause_s` to 30 s."""
+    """When to give up a server: after `attempts` in succession that fetched nothing.
+
+    `pause_s` is the first pause between attempts; pauses double, up to 30 s. `connect_s` and
+    `silence_s` are the time limits of a connection and of a pause in the data.
+    """
 
     attempts: int = 6
     pause_s: float = 1.0
@@ -62,12 +67,12 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     silence_s: float = 30.0
 
     def pause(self, failures: int, asked_s: float) -> float:
-        """Return the pause (s) after `failures` in a row, at least the `asked_s` of the server."""
+        """Return the pause (s) after `failures` in succession; the server asked for `asked_s`."""
         return min(30.0, max(asked_s, self.pause_s * 2.0**failures))
 
 
 class Job:
-    """Report the progress of one task, and raise InterruptedByUser once `cancel` is set."""
+    """A long task: it reports its progress, and raises InterruptedByUser once `cancel` is set."""
 
     def __init__(
         self,
@@ -93,7 +98,7 @@ class Job:
         index: int = 0,
         n_files: int = 1,
     ) -> None:
-        """Begin a stage and report it immediately."""
+        """Begin a stage, and report that at once."""
         self.check()
         self._now = PullProgress(
             stage=stage, file=file, done_bytes=done, total_bytes=total, index=index, n_files=n_files
@@ -103,7 +108,7 @@ class Job:
         self._report()
 
     def report(self, done: int, total: int | None = None) -> None:
-        """Report `done` bytes of the stage. Raises InterruptedByUser once cancelled."""
+        """Report that `done` of `total` is done. Raises InterruptedByUser after a cancellation."""
         self.check()
         now = time.monotonic()
         whole = self._now.total_bytes if total is None else total
@@ -120,12 +125,12 @@ class Job:
         self._report()
 
     def note(self, text: str) -> None:
-        """Report a message immediately: a retry and its reason, the next source."""
+        """Report a message at once, such as the reason of a retry."""
         self._now = msgspec.structs.replace(self._now, note=text)
         self._report()
 
     def check(self) -> None:
-        """Raise InterruptedByUser once cancelled."""
+        """Raise InterruptedByUser after a cancellation."""
         if self._cancel.is_set():
             hint = "type the same command again to continue"
             raise InterruptedByUser(f"stopped; {FETCHED_IS_KEPT}", hint=hint)
@@ -153,7 +158,7 @@ class Job:
             thread.join()
 
     def wait(self, seconds: float) -> None:
-        """Wait `seconds`. A cancellation raises InterruptedByUser."""
+        """Wait for `seconds`. Raises InterruptedByUser after a cancellation."""
         self._cancel.wait(seconds)
         self.check()
 
@@ -166,25 +171,25 @@ class Job:
         self._on_progress(self._now)
 
 
-#: Interval (s) of lines without a terminal: they distinguish a slow download from a dead one.
+#: Time (s) between lines without a terminal: they show that a slow download is not dead.
 _PLAIN_INTERVAL_S = 5.0
-#: Escape that returns to the line's beginning and clears it.
+#: Escape sequence that moves to the beginning of the line and clears it.
 _CLEAR = "\r\x1b[K"
 
-#: Stages whose label differs from their name.
+#: Stages that are shown under another name.
 _LABELS: dict[Stage, str] = {"resolving": "looking up", "scoring": "measuring"}
 _COUNTS: dict[Stage, str] = {"quantizing": "tensors", "scoring": "tokens"}
 
 
 def progress_text(now: PullProgress) -> str:
-    """Return `downloading x.gguf: 12.0 MB of 98.4 MB, 3.1 MB/s, 28 s left`, or the note of a stage."""
+    """Return the line to show: `downloading x.gguf: 12.0 MB of 98.4 MB, 3.1 MB/s, 28 s left`."""
     position = f" ({now.index + 1} of {now.n_files})" if now.n_files > 1 else ""
     text = f"{_LABELS.get(now.stage, now.stage)} {now.file}{position}".rstrip()
     return ": ".join(t for t in (text, amount_text(now), now.note) if t)
 
 
 def amount_text(now: PullProgress) -> str:
-    """Return `12.0 MB of 98.4 MB, 3.1 MB/s, 28 s left`, as far as known."""
+    """Return the known part of `12.0 MB of 98.4 MB, 3.1 MB/s, 28 s left`."""
     parts: list[str] = []
     counted = _COUNTS.get(now.stage)
     if counted and now.total_bytes:
@@ -200,9 +205,9 @@ def amount_text(now: PullProgress) -> str:
 
 
 class ProgressLines:
-    """Write a line at every new stage and note, and between them every few seconds or in place.
+    """Writes progress as lines: one for each new stage and note, and one every few seconds.
 
-    `in_place` (a terminal): the latest line is overwritten, and removed before the next complete line.
+    `in_place` is for terminals: the latest line is overwritten.
     """
 
     def __init__(
@@ -231,7 +236,7 @@ class ProgressLines:
 
 @contextmanager
 def progress_on(stream: TextIO | None = None, *, quiet: bool = False) -> Iterator[OnProgress]:
-    """Yield a reporter: one line in place if `stream` (stderr) is a terminal, otherwise plain lines."""
+    """Yield a progress callback that writes to `stream`, by default stderr."""
     out = stream or sys.stderr
     if quiet:
         yield lambda _: None

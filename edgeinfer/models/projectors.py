@@ -1,4 +1,4 @@
-"""Projectors, the GGUF files that encode pictures for a model: find and check them."""
+"""Find and check projectors: the GGUF files (mmproj) that encode pictures for a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgeinfer.models.gguf import GgufHeader
 
 _ARCHITECTURE = "clip"
 _OTHER_PROJECTOR = "use the projector (mmproj-….gguf) that was made for this model"
-#: Limits of numbers in a projector's header from which llama.cpp computes sizes.
+#: Largest values of numbers in a projector's header from which llama.cpp computes sizes.
 _MOST = {
     "image_size": 4096,
     "patch_size": 256,
@@ -26,21 +26,21 @@ _MOST = {
     "preproc_max_tiles": 256,
     "image_min_pixels": 1 << 24,
 }
-#: Most tiles per side into which a picture is divided; models have up to 5.
+#: Most tiles per side into which a picture is cut; known models use up to 5.
 _MOST_TILES = 8
-#: Most patches of a picture for any encoder, and most per unit of width: models have up to 15 times the
-#: width (HunyuanOCR). Attention takes their square: 16,384 of width 128 took 30 to 60 s.
+#: Most patches of a picture: 1600, or 16 for each number of the embedding's width, whichever is more.
+#: Known models have up to 15. Attention takes their square: 16,384 of width 128 took 30 to 60 s.
 _PATCHES = 1600
 _PATCHES_BY_WIDTH = 16
 
 
 def is_projector(file_name: str) -> bool:
-    """Return whether a file is a projector, by the name that llama.cpp's converter gives."""
+    """Return whether a file is a projector by its name, which contains "mmproj"."""
     return "mmproj" in file_name.lower() and file_name.lower().endswith(".gguf")
 
 
 def in_folder_of(model: Path) -> list[Path]:
-    """List the projectors in the model's folder, by name."""
+    """List the projectors in the folder of a model's file, by name."""
     try:
         return sorted(path for path in model.parent.iterdir() if is_projector(path.name))
     except OSError:
@@ -48,7 +48,7 @@ def in_folder_of(model: Path) -> list[Path]:
 
 
 def check(path: str | Path) -> GgufHeader:
-    """Read and check a projector's header for llama.cpp. Raises InvalidGgufError."""
+    """Return the header of a projector that llama.cpp can load. Raises InvalidGgufError."""
     header = gguf.read_model_header(path, vocabulary=False)
     if header.architecture != _ARCHITECTURE:
         problem = f"{path} is not a projector: architecture {header.architecture!r}"
@@ -74,7 +74,7 @@ def check(path: str | Path) -> GgufHeader:
 
 
 def check_fits(path: str | Path, model: GgufHeader) -> None:
-    """Raise InvalidGgufError if the projector's rows differ in width from the model's embeddings."""
+    """Raise InvalidGgufError if the projector's output is not as wide as the model's embeddings."""
     width = check(path).number("clip.vision.projection_dim")
     if width != model.n_embd:
         makes = f"{Path(path).name} produces embeddings of {width} numbers"
@@ -83,7 +83,7 @@ def check_fits(path: str | Path, model: GgufHeader) -> None:
 
 
 def find_fitting(candidates: Iterable[str | Path], model: GgufHeader) -> str:
-    """Return the smallest valid projector that fits the model, or ""."""
+    """Return the path of the smallest valid projector for the model, or ""."""
     projectors = []
     for path in candidates:
         with suppress(InvalidGgufError):

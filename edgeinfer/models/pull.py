@@ -1,8 +1,8 @@
-"""Pull the verified files of a model; an error keeps fetched data.
+"""Pull a model: fetch its files, verify them, and store them.
 
-The order keeps a wrong file out: lock, fetch to a partial file, hash, compare with every known digest
-(catalogue, hub, pin), check the header, quantize if requested, rename, and finally write the record
-that makes the folder a model.
+A wrong file is never stored: lock, fetch to partial files, compare the SHA-256 with every known digest
+(catalogue, hub, first pull), check the header, quantize if requested, rename, and write the record that
+makes the folder a model. After an error, fetched data stays for the next attempt.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from edgeinfer.platform.disk import sha256_of
 
 
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`quantize` and `sha256` override the catalogue's quantization and digest.
+    """Options of a pull; `quantize` and `sha256` override the catalogue's.
 
-    `in_place` uses a local file without copying it; `again` fetches a pulled model again.
+    `in_place` uses a local file where it is; `again` fetches a model that is already stored.
     """
 
     name: str | None = None
@@ -46,11 +46,11 @@ def pull(
     cancel: threading.Event | None = None,
     options: PullOptions | None = None,
 ) -> PulledModel:
-    """Fetch the model `text` unless it is pulled already, and return its record.
+    """Fetch and store the model `text`, unless it is stored already; return its record.
 
-    Raises UsageError, UnknownModelError, ModelBusyError, OfflineError before any connection,
-    DownloadError and its subclasses if every source failed, ChecksumError, InvalidGgufError,
-    QuantizeError, DiskFullError, InterruptedByUser.
+    Raises UsageError, UnknownModelError, ModelBusyError, OfflineError, DownloadError and its
+    subclasses, ChecksumError, InvalidGgufError, ConversionError, QuantizeError, DiskFullError,
+    InterruptedByUser.
     """
     options = options or PullOptions()
     job = Job(progress, cancel, options.retry_policy)
@@ -83,13 +83,16 @@ def _with_type(plan: PullPlan, type_name: str) -> PullPlan:
 
 
 def _type_in_source(plan: PullPlan) -> str:
-    """Return the type in `OWNER/REPO:TYPE`, or ""."""
+    """Return TYPE if the source is `OWNER/REPO:TYPE`, otherwise ""."""
     parts = chain(*plan.candidates)
     return next((source.quant for source in parts if isinstance(source, sources.HubQuant)), "")
 
 
 def _find_unchanged(plan: PullPlan, job: Job) -> PulledModel | None:
-    """Return the record if every file still matches it; changed files are hashed again."""
+    """Return the stored model if all its files are unchanged; None if it must be fetched.
+
+    A file with another mtime is hashed again.
+    """
     record = store.read_record(names.pulled_folder(plan.ref))
     if record is None:
         return None
@@ -117,7 +120,10 @@ def _find_unchanged(plan: PullPlan, job: Job) -> PulledModel | None:
 def fetch_first_working(
     plan: PullPlan, work: Path, job: Job, options: PullOptions
 ) -> tuple[list[FetchedFile], str]:
-    """Fetch from the first candidate that works. Raises the last error, with the messages of all."""
+    """Fetch and verify the model's files from the first source that works.
+
+    Returns the files and the source. If all fail, raises one error with all messages.
+    """
     failures: list[CatalogError] = []
     for parts in plan.candidates:
         source = " + ".join(map(str, parts))
@@ -144,7 +150,7 @@ def _projector(plan: PullPlan, source: sources.Source, work: Path, job: Job) -> 
 def _summary(failures: list[CatalogError]) -> CatalogError:
     if len(failures) == 1:
         return failures[0]
-    # report a checksum error rather than a server that was only unreachable
+    # a wrong file is worse than an unreachable server: its error decides type and hint
     worst = next((error for error in failures if isinstance(error, ChecksumError)), failures[-1])
     return type(worst)("; ".join(error.message for error in failures), hint=worst.hint)
 
@@ -152,9 +158,9 @@ def _summary(failures: list[CatalogError]) -> CatalogError:
 def _verify(
     fetched: list[FetchedFile], plan: PullPlan, source: str, work: Path, job: Job, wanted_sha256: str
 ) -> None:
-    """Compare with every known digest and check the headers; rename a wrong file to `.bad`.
+    """Compare the files with every known digest and check their headers.
 
-    A projector that is invalid or does not fit the model is removed from `fetched` with a note.
+    A wrong file is renamed to `.bad`; a projector that does not fit is removed with a note.
     """
     n_files = sum(not file.is_projector for file in fetched)
     if wanted_sha256 and (fetched[0].checkpoint or n_files > 1):
@@ -163,7 +169,7 @@ def _verify(
     for index, file in enumerate(list(fetched)):
         if file.path.is_dir():
             continue
-        # the catalogue's size and digest describe a single file
+        # a size or digest in the catalogue is that of a model with a single file
         whole = plan if n_files == 1 and not file.is_projector else None
         size = file.size_bytes
         job.begin("verifying", file.file_name, total=size, index=index, n_files=n_files)
@@ -200,7 +206,7 @@ def _verify(
 def _set_aside(file: FetchedFile, work: Path) -> str:
     if not file.is_ours:
         return "the file was not changed"
-    if not file.pinned:  # a copy of a local file
+    if not file.pinned:  # it is the copy of a local file, which is still there
         file.path.unlink()
         return "the copy was removed"
     bad = work / (file.file_name + ".bad")

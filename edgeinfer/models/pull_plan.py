@@ -1,4 +1,4 @@
-"""Plan a pull: the model, its sources, and the expected size and digest of its files."""
+"""Plan a pull: which sources to try, and what size and digest the file must have."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from edgeinfer.platform.disk import sha256_of
 
 
 class PullPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A planned pull. `candidates` are tried in order; "" and 0 mean unknown or not requested.
+    """What to pull. `candidates` are the sources, tried in order; each is a tuple of parts.
 
-    `projector` is fetched with the model in place of the source's own projector.
+    "" and 0 mean unknown, or not requested. `projector` replaces a projector of the sources.
     """
 
     ref: Reference
@@ -32,11 +32,11 @@ class PullPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchedFile(msgspec.Struct, kw_only=True):
-    """One complete file of a source, not yet verified. `is_ours` is false for a file imported in place.
+    """A file that was fetched completely; at first not verified.
 
-    `sha256` is the source's digest ("" if it has none), `found_sha256` the computed one. `pinned` is
-    false for local files, which may change between two imports. `checkpoint` marks files, or a folder,
-    to convert; `is_projector` the file that encodes pictures.
+    `sha256` is what the source says ("" if nothing), `found_sha256` what was computed. `is_ours` is
+    false for a file that is used in place. `pinned` is false for a local file: its digest need not stay
+    the same. `checkpoint` marks the files, or the folder, of a checkpoint to convert.
     """
 
     path: Path
@@ -54,14 +54,17 @@ class FetchedFile(msgspec.Struct, kw_only=True):
 
     @classmethod
     def hash_result(cls, path: Path, job: Job) -> FetchedFile:
-        """Hash a file that was made from fetched ones; its name is that of `path` without ".part"."""
+        """Hash a file that a conversion or quantization has made, called NAME.part."""
         name = path.name.removesuffix(".part")
         job.begin("verifying", name, total=path.stat().st_size)
         return cls(path=path, file_name=name, pinned=False, found_sha256=sha256_of(path, job.report))
 
 
 def plan_pull(text: str, catalog: Catalog, name: str | None = None) -> PullPlan:
-    """Plan the pull of a path, a source or a catalogue name. Raises UsageError, UnknownModelError."""
+    """Plan the pull of a path, a source or a model of the catalogue; `name` renames it.
+
+    Raises UsageError, UnknownModelError.
+    """
     given_ref = names.parse_reference(name) if name else None
     if names.is_path(text):
         path = Path(text).expanduser().absolute()
@@ -94,7 +97,7 @@ def _of_entry(entry: Model, ref: Reference, given_ref: Reference | None) -> Pull
 
 
 def _in_quant(entry: Model, ref: Reference) -> tuple[tuple[sources.Source, ...], ...]:
-    """Return the same repositories with another quantization; only Hugging Face has several."""
+    """Return sources of the same model in quantization `ref.quant`; only Hugging Face has some."""
     parts = chain(*entry.parsed_sources())
     repos = [source for source in parts if isinstance(source, sources.HubFile | sources.HubQuant)]
     if not repos:

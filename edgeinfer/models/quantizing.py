@@ -1,7 +1,7 @@
-"""Quantize stored and fetched models, and measure the loss of quality.
+"""Quantize models, and measure how much quality that costs.
 
-A quantized model is stored next to its source model as `NAME:TYPE`, and gets its chat template, stop
-strings and sampling defaults. Quantizer and perplexity run in helper processes; cancelling ends them.
+The result is stored next to its source as `NAME:TYPE`, with the same chat template, stop strings and
+sampling defaults. Quantizing and scoring run in child processes, which a cancellation ends.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from edgeinfer.platform.process import child_command, start_child
 
 
 class QuantizeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result compared with its source. Perplexities are of the shipped text, None if not measured.
+    """A quantized model, compared with its source. None means that it was not measured.
 
-    `divergence` is the mean KL divergence of the result from the source, in nats per token; `same_top`
-    is the share of tokens for which both have the same most likely token.
+    Perplexities are of the text in data/perplexity.txt. `divergence` is the mean KL divergence from the
+    source (nats per token), `same_top` the share of tokens for which both predict the same most likely
+    token.
     """
 
     model: PulledModel
@@ -56,10 +57,10 @@ def quantize(
     cancel: threading.Event | None = None,
     options: QuantizeOptions | None = None,
 ) -> QuantizeResult:
-    """Quantize the pulled model (or GGUF file) `text` to `type_name` and store the result.
+    """Quantize the model (or GGUF file) `text` to `type_name`; store and score the result.
 
-    Raises what `ModelRef.files` raises, UsageError, ModelBusyError, QuantizeError, DiskFullError,
-    InterruptedByUser.
+    Raises UsageError, ModelBusyError, QuantizeError, DiskFullError, InterruptedByUser, and the errors
+    of `ModelRef.files`.
     """
     options = options or QuantizeOptions()
     job = Job(progress, cancel)
@@ -101,7 +102,7 @@ def quantize(
 
 
 def _own_projector(path: str, work: Path, job: Job) -> FetchedFile:
-    """Link or copy the projector for the result: its source may be removed later."""
+    """Link or copy the source's projector, since the source may be removed later."""
     target = work / "mmproj.gguf.part"
     try:
         os.link(path, target)
@@ -113,6 +114,7 @@ def _own_projector(path: str, work: Path, job: Job) -> FetchedFile:
 def _reference(
     text: str, type_name: str, origin: PulledModel | None, options: QuantizeOptions
 ) -> Reference:
+    """Return the name under which the result is stored. Raises UsageError."""
     hint = "give the result a name: `--name NAME`"
     if options.name:
         ref = names.parse_reference(options.name)
@@ -128,10 +130,10 @@ def _reference(
 def quantize_fetched(
     fetched: list[FetchedFile], type_name: str, work: Path, job: Job
 ) -> list[FetchedFile]:
-    """Quantize a verified download to the requested type. Raises what `quantize` raises."""
+    """Quantize files that a pull has fetched; return the result. Raises like `run_quantizer`."""
     kind = parse_file_type(type_name)
     first = fetched[0]
-    # llama.cpp finds the other parts of a split file by name
+    # llama.cpp finds the parts of a split model by their names, so .part is removed meanwhile
     for file in fetched:
         file.path = file.path.rename(file.path.with_name(file.file_name)) if file.is_ours else file.path
     stem = names.check_file_name(first.file_name).removesuffix(".gguf")
@@ -139,17 +141,17 @@ def quantize_fetched(
     try:
         run_quantizer(first.path, target, kind, job, QuantizeOptions())
     finally:
-        for file in fetched:  # the next pull looks for fetched files by this name
+        for file in fetched:  # after an error, the next pull looks for FILE.part
             if file.is_ours and file.path.suffix != ".part":
                 file.path = file.path.rename(file.path.with_name(file.file_name + ".part"))
     return [FetchedFile.hash_result(target, job)]
 
 
 def run_child(module: str, *args: str, job: Job, failure: str = "") -> dict[str, Any]:
-    """Run `module`, report its progress, and return its final "done" or "error" message.
+    """Run `module` in a child process, report its progress, and return its last message.
 
-    Raises InterruptedByUser, and QuantizeError if it dies without a message; if `failure` is given,
-    also for its error, with `failure` as the message's beginning.
+    The message is {"event": "done" or "error", …}. Raises InterruptedByUser, QuantizeError if the child
+    ends without one and, if `failure` is given, QuantizeError for an "error", beginning with `failure`.
     """
     event: dict[str, Any] = {}
     with tempfile.TemporaryFile() as complaints:
@@ -184,14 +186,15 @@ def run_child(module: str, *args: str, job: Job, failure: str = "") -> dict[str,
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 
-#: Name of a tensor, offset (bytes) and number of its sums, then of its counts.
+#: Where llama.cpp's statistics of a tensor are: its name, offset (bytes) and number of its sums, the
+#: same of its counts.
 Span = tuple[str, int, int, int, int]
 
 
 def imatrix_spans(path: Path) -> list[Span]:
-    """Return the positions of all sums and counts in the importance matrix at `path`.
+    """Return where the sums and counts in the importance matrix at `path` are.
 
-    Raises InvalidGgufError if it is not a GGUF, or its tensors are missing or do not match.
+    Raises InvalidGgufError if it is not a GGUF, or if they are missing or do not match.
     """
     header = gguf.read_header(path)
     tensors = {tensor.name: tensor for tensor in header.tensors}
@@ -214,14 +217,15 @@ def _span(name: str, sums: TensorInfo, counts: TensorInfo | None, path: Path) ->
     return name, sums.offset, sums.n_elements, counts.offset, counts.n_elements
 
 
-#: Types that llama.cpp refuses without an importance matrix.
+#: Types to which llama.cpp quantizes only with an importance matrix.
 NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K_S"})
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`name` replaces `NAME:TYPE`; `keep` returns a stored result; `imatrix` is a path.
+    """Options of `quantize`: `name` of the result, path of an importance matrix, scoring.
 
-    `score_tokens` limits the scored text; 0 uses all.
+    With `keep`, a result that is already stored is only scored. `score_tokens` limits the scored text;
+    0 is all.
     """
 
     name: str | None = None
@@ -232,9 +236,9 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: QuantizeOptions) -> None:
-    """Write `target` from the checked GGUF at `source`. If it fails, `target` does not exist.
+    """Quantize the GGUF `source` to the file `target`; `kind` is a llama_ftype.
 
-    Raises QuantizeError, DiskFullError, InterruptedByUser.
+    Raises QuantizeError, DiskFullError or InterruptedByUser; then there is no `target`.
     """
     wish = {
         "source": str(source),
@@ -258,8 +262,8 @@ def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: Quan
 def _quantizer_error(event: dict[str, object], target: Path, kind: int) -> CatalogError | DiskFullError:
     message = str(event["message"])
     free = free_bytes(target.parent)
-    torn = "iostream error" in message  # llama.cpp's only message if a write fails
-    if event["kind"] == "no-room" or torn or (free < 1 << 24 and "imatrix" not in message):
+    failed_write = "iostream error" in message  # llama.cpp says nothing else if a write fails
+    if event["kind"] == "no-room" or failed_write or (free < 1 << 24 and "imatrix" not in message):
         problem = f"the disk of {target.parent} is full: the {FILE_TYPES[kind]} file does not fit"
         return DiskFullError(f"{problem}: {message}")
     if "imatrix" in message or "importance matrix" in message:
@@ -272,7 +276,10 @@ def _quantizer_error(event: dict[str, object], target: Path, kind: int) -> Catal
 
 
 def score_model(model: str, job: Job, options: QuantizeOptions, compared: str = "") -> dict[str, float]:
-    """Measure the perplexity of a model, and its divergence from `compared` if given."""
+    """Measure a model's perplexity and, if `compared` is given, the divergence from that model.
+
+    Both are paths. Returns the figures by name, such as "perplexity". Raises QuantizeError.
+    """
     text = paths.shipped_file("perplexity.txt")
     limit = str(options.score_tokens or 0)
     job.begin("scoring", Path(model).name)

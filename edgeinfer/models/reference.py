@@ -1,7 +1,7 @@
-"""Resolve a model reference: `resolve` returns a `ModelRef`, which callers pass on.
+"""Find the model that a user means: `resolve` returns a `ModelRef`, which callers pass on.
 
-A model reference is a path, the name of a pulled model (`NAME`, `NAME:QUANT`), the source that it was
-pulled from, a name in another program's store, or a name of the catalogue.
+A model reference is a path, a pulled model (`NAME` or `NAME:QUANT`), the source that a model was pulled
+from, a model of another program (`ollama/NAME`), or a name in the catalogue.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _E = TypeVar("_E", CatalogError, UsageError)
 
 
 class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A resolved model reference. `name` is the full name here; for a file, its absolute path.
+    """A model that a user has named. `name` is its full name; for a file, the absolute path.
 
-    `pulled` and `external` describe a model of that kind; `entry` is its catalogue entry, if any.
+    `pulled` or `external` describes it, depending on `kind`. `entry` is its entry in the catalogue, if
+    any. An "absent" model is not on this machine.
     """
 
     text: str
@@ -45,7 +46,7 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> list[Path]:
-        """Absolute paths of the files, in order, not verified; for a path they need not exist."""
+        """Paths of the model's files in order, not verified and maybe missing."""
         if self.kind == "file":
             return names.split_parts(Path(self.name))
         if self.external is not None:
@@ -53,13 +54,13 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
         return list(self.pulled.paths) if self.pulled is not None else []
 
     def files(self, progress: stores.Progress | None = None, *, draft: str = "") -> ModelFiles:
-        """Verify the files of the model and of its draft model, which is `draft` or the catalogue's.
+        """Verify the files of the model and of its draft model; return what a load needs.
 
-        The catalogue's draft model is left out with a warning if it was changed or cannot be read.
-        `progress` reports the one-time hashing of an external store's file. Raises UnknownModelError
-        with near names, ModelNotPulledError with the command that pulls it, InvalidGgufError if a path
-        is not a GGUF or a pulled file was changed, ChecksumError if an external file differs from the
-        digest in its name.
+        `draft` names the draft model; "" means the catalogue's, which is left out with a warning if it
+        cannot be used. `progress` reports the hashing of another program's file, which is done once.
+
+        Raises UnknownModelError, ModelNotPulledError, InvalidGgufError if a file is not a valid GGUF or
+        was changed after its pull, ChecksumError if another program's file does not match its digest.
         """
         files = self._own_files(progress)
         named = self.entry.draft if self.entry is not None and not draft else draft
@@ -90,7 +91,7 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
         return _files_of_pulled(self.pulled, self.entry)
 
     def absence(self) -> CatalogError:
-        """Make the error for a model without local files: unknown, or known and not pulled."""
+        """Make the error for a model that is not on this machine: unknown, or not pulled."""
         if stores.is_name(self.text):
             return stores.not_found_error(self.text)
         if self.entry is not None or sources.looks_like_source(self.text):
@@ -105,9 +106,9 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(text: str) -> ModelRef:
-    """Resolve a model reference; its kind is "absent" if there are no local files.
+    """Return the model that `text` means, of kind "absent" if it is not on this machine.
 
-    Raises UsageError for an invalid reference, CatalogError for an unreadable record.
+    Raises UsageError if `text` cannot be a reference, CatalogError if a stored record is damaged.
     """
     try:
         return _resolve(text)
@@ -132,7 +133,7 @@ def _resolve(text: str) -> ModelRef:
 
 
 def _find_pulled(text: str) -> PulledModel | None:
-    """Find a pulled model by name, by source, or by name and quantization."""
+    """Find a pulled model by name, by name and quantization, or by its source."""
     if sources.looks_like_source(text):
         source_text = str(sources.parse(text))
         return next((model for model in list_pulled() if model.source == source_text), None)
@@ -145,9 +146,9 @@ def _find_pulled(text: str) -> PulledModel | None:
 
 
 def find(text: str) -> ModelRef | None:
-    """Find the GGUF file or the known or pulled model `text`; None for any other text.
+    """Return the model that `text` names, or None if `text` is something else, such as a prompt.
 
-    Raises CatalogError for an unreadable record.
+    Raises CatalogError if a stored record is damaged.
     """
     if names.is_path(text):
         is_file = text.lower().endswith(".gguf") and Path(text).expanduser().is_file()
@@ -195,7 +196,7 @@ def _files_of_pulled(pulled: PulledModel, entry: Model | None) -> ModelFiles:
 
 
 def _projector(pulled: PulledModel, entry: Model | None) -> str:
-    """Return the catalogue's projector, or the pulled one, or one next to the file, or "".
+    """Return the path of the catalogue's projector, the pulled one, or one in the folder; or "".
 
     Raises InvalidGgufError if the catalogue's is not a projector.
     """

@@ -1,4 +1,4 @@
-"""Remove models and adapters with their unfinished pulls and cached prefixes."""
+"""Remove models and adapters, with unfinished pulls and cached prefixes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgeinfer.platform.disk import bytes_below
 
 
 class RemovedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A removed model; files that were used in place stay."""
+    """A model that was removed. `left_in_place` are files outside the store, which stay."""
 
     name: str
     freed_bytes: int
@@ -26,9 +26,10 @@ class RemovedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def remove_model(text: str, *, forget: bool = False) -> RemovedModel:
-    """Remove the model or adapter `text` with its cached prefixes; `forget` its pinned SHA-256 too.
+    """Remove the model or adapter `text` and its cached prefixes.
 
-    Raises UnknownModelError, ModelNotPulledError, ModelBusyError, UsageError for an external model.
+    `forget` also removes the SHA-256 that the next pull would have to match. Raises UnknownModelError,
+    ModelNotPulledError, ModelBusyError, UsageError for another program's model.
     """
     # slow import: 80 ms (numpy)
     from edgeinfer.runtime.prefix_cache.block_folder import forget_model
@@ -36,7 +37,7 @@ def remove_model(text: str, *, forget: bool = False) -> RemovedModel:
 
     try:
         ref = resolve(text)
-    except CatalogError:  # remove a model with an unreadable record like any other
+    except CatalogError:  # its record is damaged: remove it by its name
         return _remove(text, None, forget=forget)
     if ref.external is not None:
         owner = ref.external.store

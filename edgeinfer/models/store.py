@@ -1,13 +1,13 @@
-"""Store pulled models: a folder each under `models_dir()`, with a record of its files.
+"""The store of pulled models: a folder for each, with a record of its files.
 
     models/NAME/model.json       the record; a folder without it is not a model
-    models/NAME/FILE.gguf        the files, unless the record names files elsewhere (imported in place)
-    models/NAME.lock.json        pins: the SHA-256 of each source at the first pull; outlives `rm`
+    models/NAME/FILE.gguf        the files, unless they are used in place elsewhere
+    models/NAME.lock.json        pins: the SHA-256 of each file at the first pull; `rm` leaves them
     models/.partial/NAME/        data of an unfinished pull
-    models/.locks/NAME           flock of the process that changes the model
+    models/.locks/NAME           locked (flock) by the process that changes the model
 
-The record is written last, by rename, so a folder is a complete model or none. Files were hashed and
-their headers checked before that; afterwards their size and modification time are compared, not a hash.
+The record is written last, by a rename, so a folder is a complete model or none. The pull has hashed
+the files; later, only their size and mtime are compared.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ T = TypeVar("T")
 
 @contextmanager
 def locked_work_folder(ref: Reference, kept: str = "", suffix: str = "") -> Iterator[Path]:
-    """Hold the model's lock and yield a folder for unfinished files, removed if it stays empty.
+    """Lock a model and yield a folder for unfinished files, which is removed if it is empty.
 
-    `kept` is the note of an error about preserved data; `suffix`: the folder's suffix if it is not a
-    model's. Raises ModelBusyError, DiskFullError, and CatalogError for other errors of the disk.
+    `kept` ends the error of a full disk: what is not lost. `suffix` distinguishes an adapter's folder
+    from a model's. Raises ModelBusyError, DiskFullError, and CatalogError for other errors of the disk.
     """
     work = paths.models_dir() / PARTIAL / (ref.folder + suffix)
     try:
@@ -66,7 +66,7 @@ def locked_work_folder(ref: Reference, kept: str = "", suffix: str = "") -> Iter
 
 @contextmanager
 def model_lock(ref: Reference) -> Iterator[None]:
-    """Hold the model's lock. Raises ModelBusyError without waiting if another process holds it."""
+    """Lock a model. Raises ModelBusyError at once if another process has locked it."""
     path = _lock_path(ref.folder)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -86,7 +86,7 @@ def _lock_path(folder: str) -> Path:
 
 
 class PulledFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One file. `path` is relative to the model's folder, or absolute if it was imported in place."""
+    """A file of a model. `path` is relative to the model's folder, absolute if used in place."""
 
     path: str
     size_bytes: int
@@ -95,7 +95,7 @@ class PulledFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A pulled model. `base` is its catalogue name, or its own name."""
+    """The record of a pulled model, model.json. `base` is its name in the catalogue, or its own."""
 
     name: str
     base: str
@@ -120,12 +120,12 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Absolute paths of the files, in order."""
+        """Absolute paths of the files in order, without the projector."""
         return tuple(self.folder / file.path for file in self.files)
 
     @property
     def all_files(self) -> tuple[PulledFile, ...]:
-        """The files, and the projector if there is one."""
+        """The files, then the projector if there is one."""
         return self.files if self.projector is None else (*self.files, self.projector)
 
     @property
@@ -134,7 +134,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def purpose(self) -> str:
-        """Purpose of the model by its header; "" if the header cannot be read."""
+        """Purpose by the file's header: "chat", "base" or "embedding"; "" if it is unreadable."""
         try:
             return gguf.read_header(self.paths[0]).purpose
         except InvalidGgufError:
@@ -142,33 +142,36 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def in_place(self) -> bool:
-        """Return whether the files are outside the store."""
+        """Return whether the files are used in place, outside the store."""
         return any(os.path.isabs(file.path) for file in self.files)
 
     @property
     def sha256(self) -> str:
-        """The file's SHA-256; for a split model, the SHA-256 of its files' digests in order."""
+        """SHA-256 of its file; for a split model, of the files' digests in order."""
         return names.combined_digest([file.sha256 for file in self.files])
 
 
 def read_record(folder: Path) -> PulledModel | None:
-    """Read the record in `folder`; None if there is none. Raises CatalogError for an invalid record."""
+    """Return the record in `folder`, None if there is none. Raises CatalogError if it is damaged."""
     return _read_json(folder / RECORD, PulledModel, folder.name)
 
 
-def _read_json(path: Path, kind: type[T], removed: str) -> T | None:
-    """Read a file of the store; None if there is none. Raises CatalogError with `rm` of `removed`."""
+def _read_json(path: Path, kind: type[T], rm_argument: str) -> T | None:
+    """Read a file of the store; None if it is missing.
+
+    Raises CatalogError with the hint `edgeinfer rm` if it is damaged.
+    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, msgspec.MsgspecError) as error:
-        hint = f"`edgeinfer rm {removed}`"
+        hint = f"`edgeinfer rm {rm_argument}`"
         raise CatalogError(f"{path} cannot be read: {error}", hint=hint) from error
 
 
 def write_record(record: PulledModel) -> None:
-    """Write the record, which makes the folder a model; its files must be in place and verified."""
+    """Write a record, which makes its folder a model. The files must be there, verified."""
     _write_json(record.folder / RECORD, record)
 
 
@@ -177,7 +180,7 @@ def _write_json(path: Path, value: msgspec.Struct) -> None:
 
 
 def list_pulled() -> list[PulledModel]:
-    """List the pulled models by name, without those whose record cannot be read."""
+    """List the pulled models by name, without those whose record is damaged."""
     pulled = []
     for folder in paths.models_dir().glob("[!.]*"):
         with suppress(CatalogError):
@@ -194,7 +197,7 @@ def publish(
     requantized_from: str,
     projector: FetchedFile | None = None,
 ) -> PulledModel:
-    """Store verified files as the model `ref`, and return its record."""
+    """Move verified files into the store as the model `ref`; return its record."""
     folder = names.pulled_folder(ref)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
@@ -217,7 +220,7 @@ def publish(
     )
     write_record(record)
     published = {RECORD, *(file.path for file in record.all_files)}
-    for child in folder.iterdir():  # files of an earlier pull under this name
+    for child in folder.iterdir():  # remove the files of an earlier pull
         if child.is_file() and child.name not in published:
             child.unlink()
     return record
@@ -239,7 +242,7 @@ def _place(file: FetchedFile, folder: Path) -> PulledFile:
 
 
 def unfinished_pulls() -> dict[str, int]:
-    """Return the size (bytes) of each interrupted pull by model name, without running pulls."""
+    """Return model name → size (bytes) of the pulls that were interrupted."""
     sizes = {}
     for folder in sorted((paths.models_dir() / PARTIAL).glob("*")):
         size = 0 if is_locked(_lock_path(folder.name)) else bytes_below(folder)
@@ -252,6 +255,8 @@ _PINS_SUFFIX = ".lock.json"
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
+    """The SHA-256 that a file had at its first pull; later pulls of it must match."""
+
     source: str
     file_name: str
     sha256: str
@@ -260,28 +265,30 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True):
+    """The pins of a model, NAME.lock.json."""
+
     pins: tuple[Pin, ...] = ()
     version: Literal[1] = 1
 
 
 def pins_path(ref: Reference) -> Path:
-    """Return the file of a model's pins; it need not exist."""
+    """Return the path of a model's pins; the file need not exist."""
     return paths.models_dir() / (ref.folder + _PINS_SUFFIX)
 
 
 def read_pins(ref: Reference) -> Pins:
-    """Read the pins of a model. Raises CatalogError if they cannot be read."""
+    """Return a model's pins. Raises CatalogError if they are damaged."""
     return _read_json(pins_path(ref), Pins, f"{ref} --forget") or Pins()
 
 
 def pinned_digest(ref: Reference, source: str, file_name: str) -> str:
-    """Return the pinned SHA-256, or "" on the first pull."""
+    """Return the SHA-256 that a file had at its first pull, "" if this is the first."""
     pins = {(pin.source, pin.file_name): pin.sha256 for pin in read_pins(ref).pins}
     return pins.get((source, file_name), "")
 
 
 def pin_files(ref: Reference, source: str, fetched: Iterable[FetchedFile]) -> None:
-    """Pin the SHA-256 of every file that has no pin yet."""
+    """Record the SHA-256 of all files that are pulled for the first time."""
     old = read_pins(ref).pins
     have = {(pin.source, pin.file_name) for pin in old}
     now = datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,4 +1,5 @@
-"""The platform: CPUs, memory, processes, disks, sockets, and the paths of our folders.
+"""What is below the program: CPUs, memory, processes, disks, sockets, and the paths of our folders.
 
-It knows no models and no requests. Modules that the launcher imports need only the standard library.
+It knows nothing of models and requests. Modules that the launcher imports need only the standard
+library.
 """

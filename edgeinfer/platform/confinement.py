@@ -1,4 +1,4 @@
-"""Restrict this process to some files and system calls: Landlock and seccomp, for any user."""
+"""Restrict this process to some files (Landlock) and system calls (seccomp), without root."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from collections.abc import Sequence
 
 from edgeinfer.platform import linux
 
-#: Numbers of Landlock's system calls, equal on all processors.
+#: System calls of Landlock: create a ruleset, add a rule, restrict this process.
 _CREATE, _ADD = 444, 445
 _RESTRICT = 446
 _GET_VERSION, _PATH_BENEATH = 1, 1
-#: Access rights: run, read a file, list a folder; and those that apply to files.
+#: Access rights to run and read files and to list folders, and all rights that a file can have.
 _READ, _OF_FILES = 0b1101, 0b1100_0000_0000_0111
-#: Number of access rights by Landlock version, and size (bytes) of its attributes (files, TCP, scopes).
+#: Number of access rights in Landlock's versions 1, 2, …
 _RIGHTS = (13, 14, 15, 15, 16)
+#: Size (bytes) of a ruleset's attributes in these versions: for files, TCP, and scopes.
 _SIZES = (8, 8, 8, 16, 16, 24)
 
 
 def confine(writable: Sequence[str]) -> None:
-    """Let this process and its children change only files below `writable`; they may read all files.
+    """Let this process and its children write only below `writable`; they may read all files.
 
-    Call `linux.refuse_new_privileges` first. Newer kernels also refuse TCP, abstract sockets and
-    signals to other processes. Raises OSError.
+    Newer kernels also refuse TCP, abstract sockets, and signals to other processes. Call
+    `linux.refuse_new_privileges` first. Raises OSError.
     """
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -61,27 +62,27 @@ _MODE_FILTER = 2
 _ALLOW = 0x7FFF0000
 _KILL = 0x80000000
 _ERRNO = 0x00050000
-#: Instructions of the kernel's filters (linux/bpf_common.h): load a word, keep some of its bits, jump
-#: if equal or if a bit is set, return.
+#: Instructions of a seccomp filter (linux/bpf_common.h): load a word, keep some of its bits, jump if it
+#: is equal or has a bit, return.
 _LOAD = 0x20
 _AND = 0x54
 _IF_EQUAL = 0x15
 _IF_BITS = 0x45
 _RETURN = 0x06
-#: Offsets in seccomp_data; for an argument, that of its low half.
+#: Offsets in seccomp_data of a call's number, architecture and arguments (their low halves).
 _NUMBER = 0
 _ARCHITECTURE = 4
 _FIRST_ARGUMENT = 16
 _SECOND_ARGUMENT = 24
 _THIRD_ARGUMENT = 32
 _CLONE_THREAD = 0x00010000
-#: Bit that marks a call of x86-64's 32-bit interface (x32).
+#: Bit in the numbers of x32, an alternative interface of x86-64.
 _X32 = 0x40000000
 
-#: Architecture → its audit number; `clone` and `clone3`; the calls that compute, use memory and open
-#: descriptors, or end the process: read write close fstat lseek mmap mprotect munmap brk rt_sigaction
-#: rt_sigprocmask rt_sigreturn mremap madvise exit exit_group futex clock_gettime getrandom gettid
-#: tgkill getpid sched_yield set_robust_list rseq.
+#: Architecture → its audit number, the numbers of `clone` and `clone3`, and those of calls that only
+#: compute, use memory and open descriptors, or end the process: read write close fstat lseek mmap
+#: mprotect munmap brk rt_sigaction rt_sigprocmask rt_sigreturn mremap madvise exit exit_group futex
+#: clock_gettime getrandom gettid tgkill getpid sched_yield set_robust_list rseq.
 _ARCHITECTURES = {
     "x86_64": (
         0xC000003E,
@@ -94,29 +95,29 @@ _ARCHITECTURES = {
         "63 64 57 80 62 222 226 215 214 134 135 139 216 233 93 94 98 113 278 178 131 172 124 99 293",
     ),
 }
-#: memfd_create memfd_secret shmget add_key request_key keyctl userfaultfd bpf perf_event_open
-#: io_uring_setup openat2 (a filter cannot read its arguments).
+#: Calls for memory outside of processes, for keys, and that exploits use: memfd_create memfd_secret
+#: shmget add_key request_key keyctl userfaultfd bpf perf_event_open io_uring_setup, and openat2, whose
+#: arguments a filter cannot read.
 _HIDDEN = {
     "x86_64": "319 447 29 248 249 250 323 321 298 425 437",
     "aarch64": "279 447 194 217 218 219 282 280 241 425 437",
 }
-#: Calls with a file mode, each with the argument's index: chmod fchmod fchmodat fchmodat2 open creat
-#: openat mknod mknodat. A setuid program would give its user's rights to others.
+#: Calls that set a file's mode, each with that argument's index: chmod fchmod fchmodat fchmodat2 open
+#: creat openat mknod mknodat. A setuid program would give its owner's rights to others.
 _MODES = {
     "x86_64": ((90, 1), (91, 1), (268, 2), (452, 2), (2, 2), (85, 1), (257, 3), (133, 1), (259, 2)),
     "aarch64": ((52, 1), (53, 2), (452, 2), (56, 3), (33, 2)),
 }
 _SETUID_OR_SETGID = 0o6000
-#: Number of setsockopt, which is refused for these options of SOL_SOCKET: SO_SNDBUF SO_RCVBUF
-#: SO_SNDBUFFORCE SO_RCVBUFFORCE.
+#: Number of setsockopt, which must not set SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE or SO_RCVBUFFORCE.
 _SET_OPTION = {"x86_64": 54, "aarch64": 208}
 _OF_SOCKETS, _BUFFERS = 1, (7, 8, 32, 33)
 #: Numbers of socket and socketpair.
 _SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}
-#: Allowed families: inet inet6 netlink, which a namespace confines. A unix socket would reach a program
-#: that listens in the folder, and vsock the host of a virtual machine.
+#: Allowed socket families: inet, inet6 and netlink, which a network namespace confines. A unix socket
+#: could reach a program that listens in the folder, vsock the host of a virtual machine.
 _FAMILIES = (2, 10, 16)
-#: Types allowed for socketpair: stream and seqpacket, whose ends can only send to each other.
+#: Allowed types of a socketpair, stream and seqpacket, and the bits of the type.
 _PAIRS, _TYPE_BITS = (1, 5), 0xF
 
 
@@ -125,10 +126,10 @@ class _Program(ctypes.Structure):
 
 
 def allow_only_computation() -> None:
-    """Refuse all further system calls except those of a computation; threads may start.
+    """Refuse all system calls from now on, except those that a computation and its threads need.
 
-    The process keeps its descriptors, but opens no others and reaches no other process. Does nothing on
-    other systems than Linux, and on other processors than x86-64 and arm64. Raises OSError.
+    Open descriptors stay usable, but no others can be opened, and no other process can be reached.
+    Works on Linux on x86-64 and arm64, elsewhere it does nothing. Raises OSError.
     """
     architecture = _ARCHITECTURES.get(platform.machine())
     if sys.platform == "linux" and architecture is not None:
@@ -137,11 +138,11 @@ def allow_only_computation() -> None:
 
 
 def refuse_hidden_memory() -> None:
-    """Refuse calls for memory outside of processes, for keys, and those with which exploits begin.
+    """Refuse system calls that use memory outside of a process, keys, or that exploits need.
 
-    Modes with setuid or setgid bits are refused, and so are larger socket buffers. Sockets are limited
-    to those of a network namespace, and pairs; other calls stay allowed. Call
-    `linux.refuse_new_privileges` first. Works where `allow_only_computation` does. Raises OSError.
+    Also refused are setuid and setgid modes, larger socket buffers, and sockets that leave a network
+    namespace. Call `linux.refuse_new_privileges` first. Works where `allow_only_computation` does.
+    Raises OSError.
     """
     machine = platform.machine()
     if sys.platform == "linux" and machine in _ARCHITECTURES:
@@ -153,15 +154,15 @@ def _install(code: bytes) -> None:
     program = _Program(len(code) // 8, code)
     if libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0):
         number = ctypes.get_errno()
-        if number not in (errno.EINVAL, errno.ENOSYS):  # a kernel without filters
+        if number not in (errno.EINVAL, errno.ENOSYS):  # otherwise the kernel has no seccomp filters
             raise OSError(number, f"prctl(PR_SET_SECCOMP): {os.strerror(number)}")
 
 
 def _filter(architecture: int, clones: tuple[int, int], calls: str) -> bytes:
-    """Assemble the filter: a call that is not listed gets EPERM.
+    """Return a filter that allows `calls` and refuses all others with EPERM.
 
-    `clone3` gets ENOSYS, because a filter cannot read its arguments. Then the C library starts threads
-    with `clone`, which the filter allows for threads but not for processes.
+    `clone` is allowed only for threads. `clone3` gets ENOSYS, because a filter cannot read its
+    arguments; the C library then uses `clone`.
     """
     clone, clone3 = clones
     steps = _of_architecture(architecture)
@@ -180,6 +181,7 @@ def _filter(architecture: int, clones: tuple[int, int], calls: str) -> bytes:
 
 
 def _refusing(machine: str) -> bytes:
+    """Return a filter that refuses the calls of `refuse_hidden_memory` and allows all others."""
     socket, pair = _SOCKETS[machine]
     steps = _of_architecture(_ARCHITECTURES[machine][0])
     steps += [(_IF_BITS, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]

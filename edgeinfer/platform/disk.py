@@ -1,6 +1,6 @@
-"""Disks: free space, atomic files, locks, shared blocks, digests.
+"""Files: free space, atomic and durable writing, locks, shared blocks, digests.
 
-Standard library only; costly modules are imported inside functions.
+Standard library only. Modules that are slow to import are imported inside functions.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from edgeinfer.units import format_bytes
 
 CHUNK_BYTES = 4 << 20
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-#: ioctl number (linux/fs.h) that lets a file share blocks of another file of the same filesystem.
+#: ioctl (linux/fs.h) that lets a file share disk blocks of another one.
 _FICLONERANGE = 0x4020940D
 
-# --- room
+# --- free space
 
 
-def free_bytes(place: str | Path) -> int:
-    """Return the bytes that this user may write to the disk of `place`, which need not exist."""
-    path = Path(place).absolute()
-    room = os.statvfs(next(p for p in (path, *path.parents) if p.exists()))
-    return room.f_bavail * room.f_frsize
+def free_bytes(path: str | Path) -> int:
+    """Return the free space (bytes) on the disk on which `path` is or would be."""
+    absolute = Path(path).absolute()
+    info = os.statvfs(next(p for p in (absolute, *absolute.parents) if p.exists()))
+    return info.f_bavail * info.f_frsize
 
 
 def require_free_space(folder: Path, n_bytes: int, content: str) -> None:
-    """Raise DiskFullError if the disk of `folder` has less than `n_bytes` free."""
+    """Raise DiskFullError if fewer than `n_bytes` are free for `content` in `folder`."""
     free = free_bytes(folder)
     if free < n_bytes:
         needed = f"{content} needs {format_bytes(n_bytes)} on the disk of {folder}"
@@ -44,33 +44,33 @@ def require_free_space(folder: Path, n_bytes: int, content: str) -> None:
 
 
 @contextmanager
-def disk_full_errors(place: Path, but: str = "") -> Iterator[None]:
-    """Turn ENOSPC, EDQUOT and EFBIG into DiskFullError; `but` ends its message: what is not lost."""
+def disk_full_errors(path: Path, not_lost: str = "") -> Iterator[None]:
+    """Turn an OSError of a full disk or quota into DiskFullError, whose message ends in `not_lost`."""
     try:
         yield
     except OSError as error:
         if error.errno not in _DISK_FULL:
             raise
-        problem = f"the disk of {place} is full: {error.strerror}"
-        raise DiskFullError(f"{problem}; {but}" if but else problem) from error
+        problem = f"the disk of {path} is full: {error.strerror}"
+        raise DiskFullError(f"{problem}; {not_lost}" if not_lost else problem) from error
 
 
 @contextmanager
 def path_errors(path: str | Path, hint: str, kind: type[EdgeInferError] = UsageError) -> Iterator[None]:
-    """Turn OSError into an error of this kind, which names the path."""
+    """Turn an OSError into an error of class `kind` that names the path."""
     try:
         yield
     except OSError as error:
         raise kind(f"{path}: {error.strerror}", hint=hint) from error
 
 
-# --- whole files
+# --- opening and writing
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:
-    """Open a file (for reading unless `flags` say otherwise); only this user can access a new one.
+    """Open a regular file, by default for reading; a new file gets mode 0600.
 
-    Raises OSError, also for a pipe, a device or a folder.
+    Raises OSError, also for a FIFO, a device or a folder.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -80,7 +80,7 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
 
 
 def sync(path: str | Path) -> None:
-    """Flush a file or folder to the disk, so that a later rename survives a power cut."""
+    """Flush a file or folder to the disk, so that it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -92,11 +92,11 @@ def sync(path: str | Path) -> None:
 def new_file(
     path: Path, mode: int | None = None, *, replaces: bool = True, folder: int | None = None
 ) -> Iterator[BinaryIO]:
-    """Yield a file to write; if the block succeeds, it appears complete as `path`. Raises OSError.
+    """Yield a new file, which replaces `path` if the block succeeds. Raises OSError.
 
-    `mode` None: 0666 under the umask. Without `replaces`, an existing file stays. `folder` is the open
-    folder to which `path` is relative. The temporary name is random, because all resumed processes have
-    the same pid.
+    `mode` None is 0666 without the umask's bits. With `replaces=False`, an existing file stays. `path`
+    is relative to `folder`, an open descriptor, if that is given. The temporary name is random, because
+    all resumed processes have the same pid.
     """
     scratch = path.with_name(f".{path.name}.{os.urandom(8).hex()}.new")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -118,7 +118,7 @@ def new_file(
 
 @contextmanager
 def durable_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
-    """Yield a `new_file`; sync it and its folder to the disk. Raises DiskFullError."""
+    """Like `new_file`, but also flush the file and its folder to the disk. Raises DiskFullError."""
     with disk_full_errors(path), new_file(path, mode) as file:
         yield file
         file.flush()
@@ -127,7 +127,7 @@ def durable_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
 
 
 def open_private(path: Path) -> int:
-    """Open a regular file that only this user can access; never waits for a FIFO. Raises OSError."""
+    """Open a regular file that only this user can access. Raises OSError, also for a FIFO."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     info = os.fstat(descriptor)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
@@ -137,15 +137,15 @@ def open_private(path: Path) -> int:
 
 
 def write_durably(path: Path, content: bytes, mode: int | None = None) -> None:
-    """Replace `path` by `content`, atomically and durably. Raises DiskFullError."""
+    """Replace `path` by a file with `content`, flushed to the disk. Raises DiskFullError."""
     with durable_file(path, mode) as file:
         file.write(content)
 
 
 def share_blocks(source: int, target: int, start: int = 0, length: int = 0) -> bool:
-    """Let the file `target` share the blocks of `source` from `start` on; return whether it could.
+    """Let the file `target` share disk blocks with `source`; return False if it cannot.
 
-    Both are descriptors. `length` 0 means up to the end; start and length are whole blocks.
+    Both are descriptors. `start` and `length` (bytes) are whole blocks; `length` 0 means up to the end.
     """
     try:
         fcntl.ioctl(target, _FICLONERANGE, struct.pack("<qQQQ", source, start, length, 0))
@@ -154,11 +154,11 @@ def share_blocks(source: int, target: int, start: int = 0, length: int = 0) -> b
     return True
 
 
-# --- locks: the kernel lets go when the holder dies
+# --- locks, which the kernel releases when their process ends
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file; return False if it is already locked."""
+    """Lock an open file; return False if another one has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -168,9 +168,9 @@ def try_lock(descriptor: int) -> bool:
 
 @contextmanager
 def locked(path: str | Path, busy: Callable[[], None] | None = None) -> Iterator[int]:
-    """Hold a file's lock during the block, creating the file if missing; yield its descriptor.
+    """Hold the lock of a file, created if missing, during the block; yield its descriptor.
 
-    Waits while another process or thread holds it. `busy` is called before the wait, and may raise.
+    If another process or thread holds it, `busy` is called, which may raise; then this waits.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
@@ -185,7 +185,7 @@ def locked(path: str | Path, busy: Callable[[], None] | None = None) -> Iterator
 
 
 def is_locked(path: str | Path) -> bool:
-    """Return whether the file is locked; False if there is no file."""
+    """Return whether a file is locked; False if it is missing."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -196,29 +196,31 @@ def is_locked(path: str | Path) -> bool:
         os.close(descriptor)
 
 
-# --- which file it is
+# --- identity, digests, sizes
 
 
 def stamps(files: Sequence[str]) -> str:
-    """Return path, size, time and inode of files, which identify their content. Raises OSError."""
+    """Return path, size, mtime and inode of files as one text, which changes with their content.
+
+    Raises OSError.
+    """
     stats = [(path, os.stat(path)) for path in files]
     return "\0".join(f"{path} {s.st_size} {s.st_mtime_ns} {s.st_ino}" for path, s in stats)
 
 
-# --- digests
-
-
 def sha256_of(path: Path, progress: Callable[[int], None] = lambda _done: None) -> str:
-    """Return the SHA-256 of a file in hexadecimal; `progress` gets the bytes read so far."""
+    """Return a file's SHA-256 (hex); `progress` is called with the bytes read so far."""
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         return sha256_of_part(file.fileno(), 0, size, lambda _chunk, done: progress(done))
 
 
-def sha256_of_part(descriptor: int, start: int, length: int, seen: Callable[[bytes, int], None]) -> str:
-    """Return the SHA-256 of up to `length` bytes of an open file, beginning at `start`.
+def sha256_of_part(
+    descriptor: int, start: int, length: int, on_chunk: Callable[[bytes, int], None]
+) -> str:
+    """Return the SHA-256 (hex) of up to `length` bytes of an open file from `start` on.
 
-    `seen` is called with each chunk and the number of bytes read so far.
+    `on_chunk` is called with each chunk and the bytes read so far.
     """
     import hashlib  # slow import (2 ms): it loads OpenSSL
 
@@ -227,17 +229,18 @@ def sha256_of_part(descriptor: int, start: int, length: int, seen: Callable[[byt
     while chunk := os.pread(descriptor, min(CHUNK_BYTES, length - done), start + done):
         hasher.update(chunk)
         done += len(chunk)
-        seen(chunk, done)
+        on_chunk(chunk, done)
     return hasher.hexdigest()
 
 
 def bytes_below(folder: Path, ending: str = "") -> int:
-    """Return the size (bytes) of the files below a folder with this suffix; removed files count 0."""
+    """Return the size (bytes) of all files below a folder whose names end in `ending`."""
     files_below = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
     return sum(size_or_zero(path) for path in files_below if path.name.endswith(ending))
 
 
 def size_or_zero(path: Path) -> int:
+    """Return a file's size (bytes); 0 if it is missing."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -245,19 +248,19 @@ def size_or_zero(path: Path) -> int:
 
 
 T = TypeVar("T")
-#: Most entries of a table; the oldest are dropped first.
+#: Most entries of a CacheTable; the oldest are dropped first.
 MOST_ENTRIES = 1000
 
 
 class CacheTable(Generic[T]):
-    """Values by key in the file `name` of the cache folder; `kind` is the type of the whole table."""
+    """A table of values by key, kept as the JSON file `name` in the cache folder."""
 
     def __init__(self, name: str, kind: type[dict[str, T]]) -> None:
         self._name = name
         self._kind = kind
 
     def read(self) -> dict[str, T]:
-        """Return every value by its key, the oldest first."""
+        """Return all values by key, the oldest first; {} if the file is missing or damaged."""
         import msgspec
 
         try:
@@ -266,6 +269,7 @@ class CacheTable(Generic[T]):
             return {}
 
     def put(self, key: str, value: T) -> None:
+        """Store a value; if that fails, nothing happens."""
         import msgspec
 
         table = self.read()

@@ -1,7 +1,7 @@
-"""Ed25519 (RFC 8032) with the OpenSSL that Python is linked with.
+"""Sign and verify with Ed25519 (RFC 8032), by the OpenSSL that Python is linked with.
 
-It needs no package: `libcrypto` is loaded wherever `hashlib` is. `openssl pkey` can read the key files,
-and `openssl pkeyutl -verify -rawin` can check the signatures.
+No package is needed: `libcrypto` is loaded wherever `hashlib` is. `openssl pkey` reads the key files,
+and `openssl pkeyutl -verify -rawin` checks the signatures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from edgeinfer.errors import EdgeInferError
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
-#: DER prefixes of a key's bytes: PKCS #8 and SubjectPublicKeyInfo (RFC 8410).
+#: What precedes the bytes of a key in its DER form: PKCS #8 for a private key, SubjectPublicKeyInfo for
+#: a public one (RFC 8410).
 _PKCS8 = bytes.fromhex("302e020100300506032b657004220420")
 _SPKI = bytes.fromhex("302a300506032b6570032100")
 _BEGIN, _END = "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----"
@@ -30,7 +31,7 @@ _NAMES = ("libcrypto.so.3", "libcrypto.so.1.1")
 
 @cache
 def _libcrypto() -> ctypes.CDLL:
-    """Open the library that `hashlib` has loaded. Raises EdgeInferError if that is impossible."""
+    """Return OpenSSL's library. Raises EdgeInferError if Python has it built in."""
     for name in _NAMES:
         with suppress(OSError):
             library = ctypes.CDLL(name)
@@ -42,7 +43,7 @@ def _libcrypto() -> ctypes.CDLL:
 
 
 def fingerprint(public: bytes) -> str:
-    """Return a public key's fingerprint: `SHA256:` and the base64 digest of its DER form."""
+    """Return a public key's fingerprint: `SHA256:` and the base64 SHA-256 of its DER form."""
     digest = hashlib.sha256(_SPKI + public).digest()
     return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
@@ -70,7 +71,7 @@ def _context() -> Iterator[ctypes.c_void_p]:
 
 
 class SigningKey:
-    """A private key (32 bytes)."""
+    """A private key, made from its 32 bytes. `public` is the public key (32 bytes)."""
 
     def __init__(self, seed: bytes) -> None:
         self._seed = seed
@@ -84,7 +85,7 @@ class SigningKey:
         return fingerprint(self.public)
 
     def sign(self, message: bytes) -> bytes:
-        """Sign a message; return 64 bytes."""
+        """Return the signature of a message (64 bytes)."""
         crypto, length = _libcrypto(), ctypes.c_size_t(len(message))
         signature = ctypes.create_string_buffer(SIGNATURE_BYTES)
         size = ctypes.c_size_t(SIGNATURE_BYTES)
@@ -98,6 +99,7 @@ class SigningKey:
 
 
 def is_signed_by(public: bytes, signature: bytes, message: bytes) -> bool:
+    """Return whether `signature` is that of the owner of the key `public`."""
     if len(public) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
         return False
     crypto, length = _libcrypto(), ctypes.c_size_t(len(message))
@@ -110,13 +112,13 @@ def is_signed_by(public: bytes, signature: bytes, message: bytes) -> bool:
 
 
 def new_key_text() -> str:
-    """Make a private key; return the content of its file."""
+    """Make a private key; return it as the text of a PEM file."""
     body = base64.b64encode(_PKCS8 + os.urandom(KEY_BYTES)).decode()
     return f"{_BEGIN}\n{body}\n{_END}\n"
 
 
 def parse_key(text: str) -> SigningKey | None:
-    """Return the private key in a file's text; None if it is not an Ed25519 key."""
+    """Return the private key in the text of a PEM file; None if that is not Ed25519."""
     body = "".join(text.split())
     body = body.removeprefix("".join(_BEGIN.split())).removesuffix("".join(_END.split()))
     try:

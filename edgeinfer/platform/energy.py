@@ -1,4 +1,4 @@
-"""The energy that this machine has used, if it reports it: RAPL, hwmon, or a battery in use."""
+"""Measure the energy that this machine uses, if it reports it: RAPL, hwmon, or a battery."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ _NONE = (
 
 
 class _Kind(NamedTuple):
-    """Files of energy (µJ) or power (µW); each file's `beside` begins with its subject's name."""
+    """A kind of file with an energy (µJ) or a power (µW).
+
+    It counts only if the content of the file `label` next to it begins with `name`.
+    """
 
     source: str
     files: str
-    beside: str
+    label: str
     name: str
     is_power: bool = False
 
     def measures(self, file: Path) -> bool:
-        beside = self.beside.format(file.name.partition("_")[0])
-        return _text(file.with_name(beside)).startswith(self.name)
+        label = self.label.format(file.name.partition("_")[0])
+        return _text(file.with_name(label)).startswith(self.name)
 
 
-#: Sources of energy figures. Only the first readable one is used, because they overlap.
+#: Kinds of files in order of preference. Only the first readable kind is used: they overlap.
 _KINDS = (
     _Kind("of the processors, by RAPL", "powercap/*rapl:*/energy_uj", "name", "package"),
     _Kind("of the processors, by hwmon", "hwmon/hwmon*/energy*_input", "{}_label", "Esocket"),
@@ -37,11 +40,11 @@ _KINDS = (
 
 
 class EnergyMeter:
-    """Reads the joules between two calls of `read_joules`.
+    """Measures the energy (J) between two calls of `read_joules`.
 
-    RAPL and hwmon's sockets count the processors' energy; a power meter or a battery measures the
-    machine's power, which is integrated between calls, at most once a second. `source` describes the
-    source, `reason` says why there is none; the other one is "".
+    RAPL and hwmon count the processors' energy. A power meter or a battery reports the whole machine's
+    power; the energy is the mean of two values times the time between them. `source` says what is
+    measured, or `reason` why nothing is; the other one is "".
     """
 
     def __init__(self, sys: Path | None = None) -> None:
@@ -62,9 +65,9 @@ class EnergyMeter:
         self._wraps = [wrap or 1 << 64 for wrap in ranges]
 
     def read_joules(self) -> float | None:
-        """Return the joules since the last call, 0 at first.
+        """Return the energy (J) since the last call, 0.0 at the first.
 
-        Return None once they cannot be read any more, or once a battery is being charged.
+        Returns None if it can no longer be read, for example while the battery is charged.
         """
         values = [_number(file) for file in self._files if self._kind.measures(file)]
         readings = [value for value in values if value is not None]

@@ -1,4 +1,4 @@
-"""Make system calls that Python 3.11 lacks: namespaces, mounts. Standard library; ctypes 1.7 ms."""
+"""System calls that Python 3.11 lacks: namespaces, mounts, capabilities. ctypes takes 1.7 ms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SIGCHLD = 17
 CLONE_NEWNS = 0x20000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
-#: Namespaces of a sandbox: also those of cgroups, host name, System V IPC and network.
+#: Namespaces of a sandbox: mounts, users, pids, and by number cgroups, host name, IPC and network.
 SANDBOX_NAMESPACES = CLONE_NEWNS | CLONE_NEWUSER | CLONE_NEWPID | 0x4E000000 | 0x02000000
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR = 442
@@ -25,7 +25,7 @@ _PR_CAP_AMBIENT = 47
 _PR_CAP_AMBIENT_RAISE, _PR_CAP_AMBIENT_CLEAR_ALL = 2, 4
 _PR_SET_CHILD_SUBREAPER = 36
 _CAPABILITY_VERSION_3 = 0x20080522
-#: checkpoint_restore, sys_ptrace, setpcap, sys_admin: the most that CRIU needs in a user namespace.
+#: checkpoint_restore, sys_ptrace, setpcap and sys_admin: what CRIU needs in a user namespace.
 CRIU_CAPABILITIES = (40, 19, 8, 21)
 _CAP_SETFCAP = 31
 MADV_DONTNEED = 4
@@ -34,7 +34,7 @@ _loaded: list[ctypes.CDLL] = []
 
 
 def _libc() -> ctypes.CDLL:
-    """Open the C library on first use, so that this module can be imported where there is none."""
+    """Return the C library, opened at the first use: other systems can import this module."""
     if not _loaded:
         _loaded.append(ctypes.CDLL(None, use_errno=True))
     return _loaded[0]
@@ -48,20 +48,23 @@ def _check(result: int, call: str) -> int:
 
 
 def clone(flags: int) -> int:
-    """Fork into new namespaces; 0 in the child. Only for processes with one thread. Raises OSError."""
+    """Fork into new namespaces; return the child's pid, 0 in the child. Raises OSError.
+
+    The process must have one thread.
+    """
     number, raw_flags = _CLONE[os.uname().machine], ctypes.c_ulong(flags | _SIGCHLD)
     return _check(_libc().syscall(number, raw_flags, None, None, None, None), "clone")
 
 
 def refuse_threads() -> None:
-    """Raise OSError if there are several threads: a child of `clone` could wait forever."""
+    """Raise OSError if this process has several threads: a child of `clone` could hang."""
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         raise OSError(f"this process has {len(threads)} threads and cannot be cloned")
 
 
 def map_this_user(uid: int, gid: int) -> None:
-    """Map this user and group to themselves in a new user namespace; other groups stay."""
+    """In a new user namespace, map this user and group to themselves."""
     for name, text in (
         ("uid_map", f"{uid} {uid} 1"),
         ("setgroups", "deny"),
@@ -72,7 +75,7 @@ def map_this_user(uid: int, gid: int) -> None:
 
 
 def mount_proc() -> None:
-    """Mount a /proc for this pid namespace. Later outside mounts are visible here, ours not outside."""
+    """Mount a /proc for this pid namespace, which is invisible outside of this mount namespace."""
     mount("none", "/", "", _MS_REC | _MS_SLAVE)
     mount("proc", "/proc", "proc", 0)
 
@@ -84,7 +87,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def bind(source: str, target: str, *, read_only: bool) -> None:
-    """Show `source`, with everything mounted below it, at `target` too. Raises OSError."""
+    """Show `source`, and everything mounted below it, at `target` too. Raises OSError."""
     mount(source, target, "", _MS_BIND | _MS_REC)
     if read_only:
         attributes = (ctypes.c_uint64 * 4)(1)  # MOUNT_ATTR_RDONLY
@@ -93,7 +96,7 @@ def bind(source: str, target: str, *, read_only: bool) -> None:
 
 
 def pivot_root(folder: str) -> None:
-    """Make a mounted folder the root, and drop the old root. Raises OSError."""
+    """Make a mounted folder the root folder, and unmount the old one. Raises OSError."""
     os.chdir(folder)
     _check(_libc().syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
     _check(_libc().umount2(b".", _MNT_DETACH), "umount")
@@ -101,9 +104,10 @@ def pivot_root(folder: str) -> None:
 
 
 def become_init(flags: int, uid: int, gid: int) -> None:
-    """Set up the child of `clone(flags)`: map this user's ids, mount a separate /proc.
+    """Make the child of `clone(flags)` the init of its namespaces: map the user, mount /proc.
 
-    Without namespaces it adopts orphans, as the init of a pid namespace does anyway.
+    Without a pid namespace, it becomes the reaper of its orphaned descendants, as an init is. Raises
+    OSError.
     """
     if flags & CLONE_NEWUSER:
         map_this_user(uid, gid)
@@ -114,21 +118,21 @@ def become_init(flags: int, uid: int, gid: int) -> None:
 
 
 def set_name(name: str) -> None:
-    """Set the command name that ps and top show (15 bytes)."""
+    """Set the command name that ps and top show, up to 15 bytes."""
     _libc().prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def set_title(title: str) -> None:
-    """Show `title` as the command line in ps and top, cut off at the length of the real one."""
+    """Set the command line that ps and top show, cut off at the length of the real one."""
     with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
         fields = file.read().rpartition(") ")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # arg_start, arg_end of proc(5)
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
     raw = title.encode("utf-8", "replace")[: end - start - 1]
     ctypes.memmove(start, raw.ljust(end - start, b"\0"), end - start)
 
 
 def keep_capabilities(numbers: tuple[int, ...]) -> None:
-    """Keep only these capabilities, also after an exec by an ordinary user."""
+    """Keep only these capabilities, for the programs that this process executes too."""
     word = sum(1 << n for n in numbers)
     low, high = word & 0xFFFFFFFF, word >> 32
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
@@ -140,10 +144,9 @@ def keep_capabilities(numbers: tuple[int, ...]) -> None:
 
 
 def drop_privileges(*, can_map_root: bool = False) -> None:
-    """Drop every capability, now and after an exec; disable setuid programs.
+    """Drop all capabilities, also those that an exec would give; setuid programs get none.
 
-    `can_map_root` leaves root the capability that it needs to create a user namespace for a sandbox;
-    root may write these files anyway.
+    `can_map_root` lets root keep CAP_SETFCAP, which it needs to create a user namespace for a sandbox.
     """
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     permitted = (ctypes.c_uint32 * 6)()
@@ -155,17 +158,17 @@ def drop_privileges(*, can_map_root: bool = False) -> None:
 
 
 def refuse_new_privileges() -> None:
-    """Prevent execs from gaining privileges, as a filter or Landlock requires. Raises OSError."""
+    """Let no exec gain privileges, which seccomp and Landlock require. Raises OSError."""
     _check(_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
 
 
 def forget_pages(start: int, length: int) -> None:
-    """Call madvise(MADV_DONTNEED): the pages then read as after their mapping."""
+    """Drop the content of pages: they are then as when they were mapped (MADV_DONTNEED)."""
     _check(_libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED), "madvise")
 
 
 def getrandom(size: int) -> bytes:
-    """Read randomness with the system call: libc's state may repeat (glibc >= 2.41)."""
+    """Return random bytes of the kernel. libc's may repeat after a resume (glibc >= 2.41)."""
     number = {"x86_64": 318, "aarch64": 278}[os.uname().machine]
     buffer = ctypes.create_string_buffer(size)
     got = _check(_libc().syscall(number, buffer, ctypes.c_size_t(size), 0), "getrandom")

@@ -1,12 +1,9 @@
-"""Read the resources of this process: processors, memory, GPUs on the bus, a disk's rate.
+"""Read this process's resources: CPUs, memory, GPUs on the PCI bus, speed of memory and disk.
 
-Sources are /proc, /sys and the control groups of version 1 and 2, our own group and every ancestor.
-Knows no model. Standard library only.
-
-A control group still allows its limit minus its usage, both of the same group; the page cache in the
-usage counts as free (`inactive_file` and `active_file`). The kernel's MemAvailable for the whole
-machine is similar: clean file pages, including mapped weights, can be reclaimed without swapping.
-Shared memory and locked pages are not in these two figures and count as used.
+Sources are /proc, /sys and the control groups of version 1 and 2: our group and all its ancestors. A
+group still allows its limit minus its usage. Page cache in the usage (`inactive_file`, `active_file`)
+counts as free, as it does in the kernel's MemAvailable: clean file pages, such as mapped weights, can
+be reclaimed without swapping. Shared memory and locked pages count as used. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,20 +18,21 @@ from pathlib import Path
 
 _ROOT = Path("/")
 _GPU_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
-#: Most bytes that `read_rate` reads, and the bytes per read.
+#: `read_rate` reads at most this part of a file (bytes), in blocks of this size.
 _RATE_BYTES, _RATE_BLOCK = 256 << 20, 1 << 20
-#: How long (s) `read_rate` reads, and its threads: eight read three times as fast as one from an SSD.
-_RATE_S, _RATE_THREADS = 0.4, 8
-#: Bytes that all threads together read per round: more than the caches of most CPUs hold.
+_RATE_S = 0.4
+#: Eight threads read from an SSD three times as fast as one.
+_RATE_THREADS = 8
+#: Bytes that `read_memory_rate` reads per round: more than the caches of most CPUs hold.
 _RATE_ROUND_BYTES = 128 << 20
 _RATE_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes that this process may still allocate, and what limits them.
+    """Memory (bytes) that this process may still allocate; `reason` says what limits it.
 
-    If unknown (not Linux), `total_bytes` is 0 and `available_bytes` is 2**62.
+    If it is unknown (not Linux), `total_bytes` is 0 and `available_bytes` is 2**62.
     """
 
     total_bytes: int
@@ -44,7 +42,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processors:
-    """CPUs within our affinity. `quota` is the control groups' limit in cores."""
+    """CPUs that this process may use. `quota` is the limit of its control groups in CPUs."""
 
     physical_cores: int
     logical_cpus: int
@@ -53,17 +51,19 @@ class Processors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine(Processors):
+    """CPUs and memory that this process may use."""
+
     memory: Memory
 
     def without(self, n_bytes: int) -> Machine:
-        """Return the machine with `n_bytes` less free memory."""
+        """Return a copy with `n_bytes` less of available memory."""
         available_bytes = max(0, self.memory.available_bytes - n_bytes)
         return replace(self, memory=replace(self.memory, available_bytes=available_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRate:
-    """Bytes per second of `threads` readers; `busy` if other processes used the CPUs."""
+    """Memory bandwidth as `threads` measured it; `busy` if other processes used the CPUs."""
 
     bytes_per_s: float
     threads: int
@@ -71,7 +71,7 @@ class MemoryRate:
 
 
 def read_machine(root: Path = _ROOT) -> Machine:
-    """Read the resources of this process; `root` is the folder that contains /proc and /sys."""
+    """Read CPUs and memory; `root` is the folder that contains /proc and /sys."""
     return Machine(**asdict(read_processors(root)), memory=read_memory(root))
 
 
@@ -84,7 +84,7 @@ def read_processors(root: Path = _ROOT) -> Processors:
 
 
 def read_memory(root: Path = _ROOT) -> Memory:
-    """Read the available memory: the kernel's figure, or less if a control group limits it."""
+    """Read the available memory: MemAvailable, or less if a control group allows less."""
     info = _table(root / "proc/meminfo")
     if "MemAvailable:" not in info:
         return Memory(total_bytes=0, available_bytes=1 << 62, reason="unknown: no /proc/meminfo")
@@ -98,10 +98,7 @@ def read_memory(root: Path = _ROOT) -> Memory:
 
 
 def read_gpus(root: Path = _ROOT) -> tuple[str, ...]:
-    """Return the vendors of the display and 3D controllers on the PCI bus: "NVIDIA", "AMD", "Intel".
-
-    Other vendors, mostly of virtual machines, are left out.
-    """
+    """Return the vendors of GPUs on the PCI bus, of "AMD", "Intel" and "NVIDIA"."""
     vendors = set()
     for folder in (root / "sys/bus/pci/devices").glob("*"):
         if _text(folder / "class").startswith("0x03"):
@@ -110,7 +107,7 @@ def read_gpus(root: Path = _ROOT) -> tuple[str, ...]:
 
 
 def has_gpu(root: Path = _ROOT) -> bool:
-    """Return whether a device file of a GPU exists: DRM's, NVIDIA's, AMD's, WSL's."""
+    """Return whether there is a device file of a GPU: of DRM, NVIDIA, AMD or WSL."""
     files = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
     return any((root / "dev/dri").glob("renderD*")) or any((root / file).exists() for file in files)
 
@@ -125,19 +122,19 @@ def resident_bytes() -> int:
 
 
 def memory_threads() -> int:
-    """Return the number of threads that `read_memory_rate` uses."""
+    """Return the number of threads of `read_memory_rate`."""
     processors = read_processors()
     return max(1, min(processors.logical_cpus, round(processors.quota or processors.logical_cpus), 32))
 
 
 def read_memory_rate() -> MemoryRate:
-    """Measure the memory bandwidth of all CPUs, which limits decoding: the best of 4 rounds, 0.2 s."""
+    """Measure the memory bandwidth of all CPUs, which limits decoding. Takes 0.2 s."""
     import ctypes  # slow import: 10 ms with the pool
     from concurrent.futures import ThreadPoolExecutor
 
     threads = memory_threads()
     busy = os.getloadavg()[0] > read_processors().logical_cpus / 4
-    memchr = ctypes.CDLL(None).memchr  # vectorized, and ctypes releases the GIL
+    memchr = ctypes.CDLL(None).memchr  # it is vectorized, and ctypes releases the GIL
     memchr.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t)
     memchr.restype = ctypes.c_void_p
     size = _RATE_ROUND_BYTES // threads
@@ -152,9 +149,9 @@ def read_memory_rate() -> MemoryRate:
 
 
 def read_rate(path: str | os.PathLike[str]) -> float:
-    """Measure the rate (bytes/s) at which threads read the end of `path`, bypassing the page cache.
+    """Measure the disk's speed (bytes/s) by reading `path` without the page cache. Takes 0.4 s.
 
-    Takes up to 0.4 s. Returns 0.0 if the file system cannot bypass its cache.
+    Returns 0.0 if the file system cannot bypass its cache.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -186,13 +183,15 @@ def read_rate(path: str | os.PathLike[str]) -> float:
 
 
 def read_ahead_bytes(path: str | os.PathLike[str], root: Path = _ROOT) -> int:
-    """Return the bytes that the kernel reads around a page fault in `path`; 0 if unknown."""
+    """Return how many bytes the kernel reads at a page fault in `path`; 0 if unknown."""
     device = os.stat(path).st_dev
     text = _text(root / f"sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
     return int(text) * 1024 if text.isdecimal() else 0
 
 
 def _physical_cores(cpus: set[int], root: Path) -> int:
+    """Return the number of cores of these CPUs; hyper-threads of one core count once."""
+
     def core(cpu: int) -> str:
         siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         return _text(siblings) or str(cpu)
@@ -201,18 +200,23 @@ def _physical_cores(cpus: set[int], root: Path) -> int:
 
 
 def _cpu_quota(root: Path) -> float | None:
-    """Return the smallest CPU quota of our control groups, in cores; None without a limit."""
+    """Return the smallest CPU quota of our control groups (CPUs); None without a limit."""
     quotas = []
     for folder in _groups(root, "cpu"):
         older = [_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
         fields = _text(folder / "cpu.max").split() or older
-        if len(fields) == 2 and all(word.isdecimal() for word in fields):  # "max" and -1 mean no limit
+        if len(fields) == 2 and all(
+            word.isdecimal() for word in fields
+        ):  # otherwise "max" or -1: no limit
             quotas.append(int(fields[0]) / max(1, int(fields[1])))
     return min(quotas, default=None)
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[int, int, Path]]:
-    """Yield limit, usage without page cache (bytes), and limit file of every group with a limit."""
+    """Yield limit and usage (bytes, without page cache) of each control group with a limit.
+
+    The third value is the path of the limit's file.
+    """
     for folder in _groups(root, "memory"):
         for limit_file, used_file, prefix in (
             ("memory.max", "memory.current", ""),
@@ -226,15 +230,15 @@ def _memory_groups(root: Path) -> Iterator[tuple[int, int, Path]]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of our control group and its ancestors for `controller`, our own first."""
+    """Yield the folders of our control group and of its ancestors, upwards, for a controller."""
     for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, place = line.split(":", 2)
+        _, controllers, group = line.split(":", 2)
         top = root / "sys/fs/cgroup"
-        if controllers:  # version 1 has a tree for each controller
+        if controllers:  # version 1: each controller has its own tree
             if controller not in controllers.split(","):
                 continue
             top /= controller
-        folder = top / place.lstrip("/")
+        folder = top / group.lstrip("/")
         while folder != top:
             yield folder
             folder = folder.parent
@@ -254,7 +258,7 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def describe_machine() -> str:
-    """Describe cores, processor, memory and kernel in one line."""
+    """Return cores, processor, memory and kernel: "2 cores of AMD EPYC 9754, 24 GiB, Linux 6.1"."""
     lines = _text(Path("/proc/cpuinfo")).splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     processor = names[0] if names else "an unknown processor"

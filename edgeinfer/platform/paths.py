@@ -1,8 +1,8 @@
-"""Paths of data, cache, state and configuration. `EDGEINFER_HOME` puts all below one directory.
+"""Paths of our folders. `EDGEINFER_HOME` puts them all below one folder.
 
-On Linux they follow the XDG base directory specification, as platformdirs does (a test compares the
-two). Functions ending in `_dir` return a `Path`, those ending in `_path` return text for the launcher,
-because `pathlib` costs 12 ms of a launch that takes 40. Only `private_dir` creates a directory.
+On Linux they follow the XDG base directory specification. Functions ending in `_dir` return a `Path`,
+those ending in `_path` a str for the launcher: importing `pathlib` would take 12 ms of its 40. Only
+`private_dir` creates a folder.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-#: The default model, and the variable in which a shipped file names the model inside it.
-DEFAULT_MODEL, BUNDLED_MODEL = "smollm2-135m-instruct", "EDGEINFER_BUNDLED_MODEL"
-#: Prefixes of model names in external stores: Ollama's, Hugging Face's, LM Studio's.
+DEFAULT_MODEL = "smollm2-135m-instruct"
+#: Environment variable by which the shipped file names the model that it contains.
+BUNDLED_MODEL = "EDGEINFER_BUNDLED_MODEL"
+#: Prefixes of the names of other programs' models: Ollama's, Hugging Face's, LM Studio's.
 EXTERNAL_PREFIXES = ("ollama/", "hf:", "lmstudio/")
-#: Address where Ollama's clients look for it, and the variable for another port.
+#: Where Ollama's clients look for Ollama; the variable names another port.
 OLLAMA_HOST, _OLLAMA_PORT = "127.0.0.1", 11434
 _OLLAMA_VARIABLE = "EDGEINFER_OLLAMA_PORT"
 _XDG = {
@@ -34,15 +35,15 @@ _XDG = {
 
 
 def ollama_port(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the port of `serve --ollama`; an invalid variable is ignored."""
+    """Return the port of `serve --ollama`; an invalid value of the variable is ignored."""
     named = environment.get(_OLLAMA_VARIABLE, "")
     return int(named) if named.isdecimal() and 0 < int(named) <= 65_535 else _OLLAMA_PORT
 
 
 def base(kind: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the absolute directory for a kind of data ("config", "data", "cache", "state").
+    """Return the folder for "config", "data", "cache" or "state" as an absolute path.
 
-    `environment` is that of the process to which the directory belongs.
+    `environment` are the variables of the process whose folder it is.
     """
     home = environment.get("EDGEINFER_HOME")
     if home:
@@ -59,12 +60,12 @@ def base(kind: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def shared_with(environment: Mapping[str, str]) -> bool:
-    """Return whether a process with this environment shares one of our directories."""
+    """Return whether a process with these environment variables uses one of our folders."""
     return any(base(kind, environment) == base(kind) for kind in _XDG)
 
 
 def config_file() -> str:
-    """Return `EDGEINFER_CONFIG`, otherwise config.toml in the configuration directory."""
+    """Return the path of config.toml, which `EDGEINFER_CONFIG` overrides."""
     return os.environ.get("EDGEINFER_CONFIG") or os.path.join(base("config"), "config.toml")
 
 
@@ -79,7 +80,7 @@ def snapshots_path() -> str:
 
 
 def runtime_path() -> str:
-    """Return the folder of sockets: `$XDG_RUNTIME_DIR/edgeinfer`, otherwise one under /tmp."""
+    """Return the folder of sockets: `$XDG_RUNTIME_DIR/edgeinfer`, or a folder in /tmp."""
     home = os.environ.get("EDGEINFER_HOME")
     if home:
         return os.path.join(os.path.abspath(home), "run")
@@ -102,7 +103,7 @@ def config_dir() -> Path:
 
 
 def data_dir() -> Path:
-    """Return the folder of models and conversations: data that a user would miss."""
+    """Return the folder of models and conversations: data that cannot be made again."""
     return _path(base("data"))
 
 
@@ -130,7 +131,7 @@ def snapshots_dir() -> Path:
 
 
 def blocks_dir() -> Path:
-    """Return the folder of the on-disk prefix cache (0700): it holds prompts."""
+    """Return the folder of the on-disk prefix cache (0700, because it contains prompts)."""
     return cache_dir() / "blocks"
 
 
@@ -139,9 +140,9 @@ def shipped_file(name: str) -> Path:
 
 
 def private_dir(path: Path) -> Path:
-    """Create `path` if missing, and return it. Only this user can access it (0700, no symlink).
+    """Create `path` if missing, for this user only (0700), and return it.
 
-    Raises SnapshotUnsafeError if it exists with another owner, a wider mode, or as a symlink.
+    Raises SnapshotUnsafeError if it exists with another owner or a wider mode, or is a symlink.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = os.lstat(path)

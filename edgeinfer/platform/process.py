@@ -1,4 +1,4 @@
-"""Start other processes of this program, set priorities, find the sockets that systemd passed.
+"""Start other processes of this program, set priorities, take over sockets from systemd.
 
 Only cheap modules of the standard library: the launcher imports this.
 """
@@ -16,31 +16,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
-#: Switch of the frozen binary: `edgeinfer --edgeinfer-module MODULE ARG...` runs MODULE as `__main__`.
+#: In the shipped file, `edgeinfer --edgeinfer-module MODULE ARG...` runs MODULE as `__main__`.
 MODULE_SWITCH = "--edgeinfer-module"
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
-#: Niceness of a background process, and the autogroup niceness of its session, which gets a tenth of a
-#: busy processor.
+#: Niceness of a background process, and of its session, which then gets a tenth of a busy CPU.
 _LOWEST, _SESSION = 19, 10
-#: Attempts to set the autogroup, and the pause (s) between them: the kernel allows few such changes per
-#: second, counted over all users.
+#: Setting a session's niceness is tried five times, because the kernel allows ten changes per second.
 _AUTOGROUP_TRIES, _AUTOGROUP_WAIT_S = 5, 0.12
 
 
 def child_command(module: str, *args: str) -> list[str]:
-    """Return the command that runs our `module`, in a checkout, an installation or the shipped file."""
+    """Return the command that runs our `module`: with Python, or with the shipped file itself."""
     if getattr(sys, "frozen", False):
         return [sys.executable, MODULE_SWITCH, module, *args]
-    return [sys.executable, "-P", "-m", module, *args]  # -P: the current folder may contain modules
+    return [sys.executable, "-P", "-m", module, *args]  # -P: import nothing from the current folder
 
 
 def fork_and_exec(
     command: list[str], prepare: Callable[[], None], environment: Mapping[str, str] = os.environ
 ) -> int:
-    """Start `command` in a child that calls `prepare` first; return the child's pid.
+    """Fork, call `prepare` in the child, and execute `command` there; return the child's pid.
 
-    The child exits with 127 if either fails. Raises OSError if fork fails.
+    The child exits with 127 if that fails. Raises OSError if fork fails.
     """
     pid = os.fork()
     if pid == 0:
@@ -53,7 +51,10 @@ def fork_and_exec(
 
 
 def open_missing_streams() -> None:
-    """Open closed standard streams on /dev/null: files would get their numbers. Raises OSError."""
+    """Open /dev/null for standard streams that are closed: other files would get their numbers.
+
+    Raises OSError.
+    """
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             null = os.open("/dev/null", os.O_RDWR)
@@ -65,7 +66,7 @@ def open_missing_streams() -> None:
 
 
 def redirect_to_null(*keep: int) -> None:
-    """Point the standard streams, except those in `keep`, at /dev/null. Raises OSError."""
+    """Redirect the standard streams to /dev/null, except those in `keep`. Raises OSError."""
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     for fd in (0, 1, 2):
         if fd not in keep:
@@ -75,7 +76,7 @@ def redirect_to_null(*keep: int) -> None:
 
 
 def close_all_but(*keep: int) -> None:
-    """Close every descriptor except the standard streams and `keep`."""
+    """Close all descriptors from 3 on, except those in `keep`."""
     first = 3
     for fd in sorted(keep):
         os.closerange(first, fd)
@@ -84,7 +85,7 @@ def close_all_but(*keep: int) -> None:
 
 
 def die_with_parent(number: int = _SIGKILL) -> None:
-    """Let Linux end this process with a signal when its parent thread ends. Raises OSError."""
+    """Let the kernel send this process a signal when its parent thread ends. Raises OSError."""
     if sys.platform != "linux":
         return
     import ctypes  # slow import (1.7 ms); an app's supervisor has imported it already
@@ -93,30 +94,34 @@ def die_with_parent(number: int = _SIGKILL) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0):
         failed = ctypes.get_errno()
         raise OSError(failed, f"prctl(PR_SET_PDEATHSIG): {os.strerror(failed)}")
-    if os.getppid() != parent:  # the parent ended before the call
+    if os.getppid() != parent:  # the parent had ended before the call
         os.kill(os.getpid(), number)
 
 
 def die_with_parent_hook(number: int = _SIGKILL) -> Callable[[], None] | None:
-    """Return a `preexec_fn` with which Linux ends the child, even after exec, when this thread ends."""
+    """Return a `preexec_fn`: the kernel will end the child when this thread ends, also after exec."""
     if sys.platform != "linux":
         return None
     import ctypes
 
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # now: the child must only call it
+    prctl, parent = (
+        ctypes.CDLL(None).prctl,
+        os.getpid(),
+    )  # looked up before the fork, after which little is safe
 
     def prepare() -> None:
         prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-        if os.getppid() != parent:  # the parent has ended meanwhile
+        if os.getppid() != parent:  # the parent had ended before the call
             os._exit(127)
 
     return prepare
 
 
 def start_child(command: list[str], number: int = _SIGKILL, **settings: Any) -> subprocess.Popen[bytes]:
-    """Start a child that Linux ends with this thread. Raises what `subprocess.Popen` raises.
+    """Start a child that the kernel ends when this thread ends. Raises like `subprocess.Popen`.
 
-    Signal handlers run afterwards: Python drops an exception that one raises during a fork.
+    Signals that arrive meanwhile are handled afterwards, because Python drops an exception that a
+    handler raises during a fork.
     """
     import signal
     import subprocess
@@ -137,10 +142,10 @@ def start_child(command: list[str], number: int = _SIGKILL, **settings: Any) -> 
 
 
 def use_lowest_priority() -> None:
-    """Give this process, and the session that it leads, the lowest CPU priority.
+    """Give this process, and the session if it is its leader, the lowest CPU priority.
 
-    With `sched_autogroup_enabled`, Linux first shares the CPU among sessions; niceness counts only
-    within one (sched(7)). A session with another leader, such as a user's shell, is not changed.
+    With autogroups (sched(7)), Linux shares the CPU among sessions first, and niceness counts only
+    within a session. The session of another leader, such as a user's shell, is not changed.
     """
     os.setpriority(os.PRIO_PROCESS, 0, _LOWEST)
     if os.getsid(0) != os.getpid():
@@ -150,14 +155,14 @@ def use_lowest_priority() -> None:
             with open("/proc/self/autogroup", "w") as file:
                 file.write(str(_SESSION))
             return
-        except BlockingIOError:  # the kernel allows ten changes per second, of all users together
+        except BlockingIOError:
             time.sleep(_AUTOGROUP_WAIT_S)
         except OSError:
             return
 
 
 def keep_lowest_priority() -> None:
-    """Lower the priority of the session that this process has just started, if its parent's was low."""
+    """Give this process's new session the lowest priority, if the process inherited that."""
     if os.getpriority(os.PRIO_PROCESS, 0) == _LOWEST:
         use_lowest_priority()
 
@@ -165,7 +170,7 @@ def keep_lowest_priority() -> None:
 def activated_descriptors() -> list[int]:
     """Return the listening sockets that systemd passed to this process (sd_listen_fds(3)).
 
-    Removes the variables, and prevents children from inheriting the sockets.
+    The variables are removed, and children do not inherit the sockets.
     """
     count = os.environ.pop("LISTEN_FDS", "")
     pid = os.environ.pop("LISTEN_PID", "")
@@ -179,7 +184,7 @@ def activated_descriptors() -> list[int]:
 
 
 def lower_thread_priority() -> None:
-    """Lower this thread's priority on Linux; on other systems niceness applies to whole processes."""
+    """Lower this thread's priority on Linux. Elsewhere, priorities are those of whole processes."""
     if sys.platform == "linux":
         thread = _thread.get_native_id()
         nice = max(os.getpriority(os.PRIO_PROCESS, thread), _SESSION)

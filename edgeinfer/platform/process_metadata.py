@@ -1,7 +1,7 @@
-"""Records that a process publishes for `edgeinfer ps` and `snapshots take`.
+"""Records that a running process publishes, for `edgeinfer ps` and `snapshots take`.
 
-They are in that process's memory, which `/proc` shows only to its user: a record may contain words of a
-prompt. They disappear with the process.
+A record is an open file in memory (memfd), which /proc shows only to the same user: it may contain
+words of a prompt. It disappears with the process.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import msgspec
 
 T = TypeVar("T")
 
-#: Names of records: the latest prompt, a model's replicas, its layers on devices, the loaded model.
+#: Names of records: a CacheReport of the latest prompt, ReplicasInfo, LayersInfo, ProcessDescription.
 CACHE_REPORT, REPLICAS = "edgeinfer-last-prompt", "edgeinfer-replicas"
 LAYERS, DESCRIPTION = "edgeinfer-layers", "edgeinfer-description"
 
 
 class ProcessRecord:
-    """A named record that this process publishes; only the latest value is kept."""
+    """A record of this process with a name; only the latest value is kept."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._fd = -1
 
     def write(self, value: msgspec.Struct) -> None:
-        """Replace the record's value; does nothing off Linux."""
+        """Replace the record's value. Does nothing on other systems than Linux."""
         if self._fd < 0 and hasattr(os, "memfd_create"):
             self._fd = os.memfd_create(self._name)
         if self._fd >= 0:
@@ -37,14 +37,14 @@ class ProcessRecord:
 
 
 def read_process_record(pid: int, name: str, kind: type[T]) -> T | None:
-    """Return the record of process `pid`; None if it has none, or belongs to another user."""
+    """Return a record of process `pid`; None if it has none, or is another user's."""
     folder = f"/proc/{pid}/fd"
     try:
         numbers = os.listdir(folder)
     except OSError:
         return None
     for number in numbers:
-        with contextlib.suppress(OSError, msgspec.MsgspecError):  # the descriptor may be closed by now
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # the process may close it meanwhile
             if os.readlink(f"{folder}/{number}").startswith(f"/memfd:{name}"):
                 with open(f"{folder}/{number}", "rb") as file:
                     return msgspec.json.decode(file.read(), type=kind)

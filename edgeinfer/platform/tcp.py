@@ -1,12 +1,13 @@
-"""Find the user at the other end of a local TCP connection, or the users who listen on a port.
+"""Find out which user is at the other end of a local TCP connection, or listens on a port.
 
-The kernel answers for one connection by netlink (sock_diag(7), 40 µs). If that is forbidden, the tables
-in /proc/net are read, which takes 3.5 ms, because the kernel walks all its buckets.
+The kernel answers that for one connection by netlink (sock_diag(7)) in 40 µs. If netlink is forbidden,
+the tables in /proc/net are read, which takes 3.5 ms.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import struct
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from typing import NamedTuple
 
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
-_REQUEST = 1  # NLM_F_REQUEST
+_NLM_F_REQUEST = 1
 _ANY = 0xFFFFFFFF
-_SHUTDOWN_ATTRIBUTE = 8  # INET_DIAG_SHUTDOWN
+_INET_DIAG_SHUTDOWN = 8
 _SEND_SHUTDOWN = 2
 _LISTEN = "0A"
 _MAPPED = "0000000000000000FFFF0000"  # prefix of an IPv4 address in /proc/net/tcp6
@@ -26,45 +27,45 @@ _MESSAGE_BYTES = 72
 _UID_AND_INODE = struct.Struct("=II")
 
 
-#: Netlink socket from outside our user namespace; None: each question opens a socket here.
+#: Netlink socket to use; None: open a new one for each question.
 _kernel: socket.socket | None = None
 
 
 def use_netlink_socket(kernel: socket.socket) -> None:
     """Use this netlink socket from now on.
 
-    The kernel translates user ids to the namespace of the socket's creation: for a socket of a resumed
-    process, every other user, including root, would be 65534.
+    A resumed process gets it from the launcher. On its own socket, the kernel would show every other
+    user as 65534, because it translates user ids to the user namespace in which a socket was created.
     """
     global _kernel
     _kernel = kernel
 
 
 class Peer(NamedTuple):
-    """The other end of a connection. `is_half_closed`: it sends no more, but still reads."""
+    """The user at the other end. `is_half_closed`: that end will send nothing more, but still reads."""
 
     uid: int
     is_half_closed: bool = False
 
 
 def peer_of(connection: socket.socket) -> Peer | None:
-    """Return the user at the other end; None if it is not, or no longer, on this machine."""
+    """Return the peer of a connection; None if it is on another machine, or gone."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     try:
         local, remote = connection.getsockname()[:2], connection.getpeername()[:2]
-    except OSError:  # the client has left
+    except OSError:  # the client has disconnected
         return None
     try:
         return _ask_kernel(connection.family, local, remote)
-    except OSError:  # a seccomp filter, gVisor, or a kernel without inet_diag
+    except OSError:  # no netlink: a seccomp filter, gVisor, a kernel without inet_diag
         ends = _spell(*remote), _spell(*local)
         uids = [row.uid for row in _rows() if (row.local, row.remote) == ends and row.inode]
         return Peer(uids[0]) if uids else None
 
 
 def listener_uids(port: int) -> set[int]:
-    """Return the users with a socket listening on `port`, on any address of this machine."""
+    """Return the ids of the users who listen on a port, on any address of this machine."""
     suffix = f":{port:04X}"
     return {row.uid for row in _rows() if row.state == _LISTEN and row.local.endswith(suffix)}
 
@@ -75,7 +76,7 @@ def _ask_kernel(family: int, local: tuple[str, int], remote: tuple[str, int]) ->
     addresses = b"".join(address.ljust(16, b"\0") for address in packed)
     request = struct.pack("=BBxxI", family, socket.IPPROTO_TCP, _ANY) + ports + addresses
     request += struct.pack("=III", 0, _ANY, _ANY)
-    head = _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _REQUEST, 0, 0)
+    head = _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0)
     kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
     kernel = _kernel or socket.socket(socket.AF_NETLINK, kind, _NETLINK_SOCK_DIAG)
     try:
@@ -86,20 +87,20 @@ def _ask_kernel(family: int, local: tuple[str, int], remote: tuple[str, int]) ->
             kernel.close()
     if _HEADER.unpack_from(answer)[1] != _SOCK_DIAG_BY_FAMILY:
         number = -struct.unpack_from("=i", answer, _HEADER.size)[0]
-        if number == 2:  # ENOENT
+        if number == errno.ENOENT:
             return None
         raise OSError(number, "the kernel does not answer")
     uid, inode = _UID_AND_INODE.unpack_from(answer, _HEADER.size + _MESSAGE_BYTES - _UID_AND_INODE.size)
-    # for any user's closed socket the kernel reports root, without an inode
+    # a socket without an inode is closed, and its user id is meaningless
     return Peer(uid, _shutdown(answer) == _SEND_SHUTDOWN) if inode else None
 
 
 def _shutdown(answer: bytes) -> int:
-    """Return the directions that the socket's owner has closed, as bits of `sk_shutdown`."""
+    """Return which directions the peer has closed: the kernel's `sk_shutdown` bits."""
     offset = _HEADER.size + _MESSAGE_BYTES
     while offset + 4 < len(answer):
         length, kind = struct.unpack_from("=HH", answer, offset)
-        if kind == _SHUTDOWN_ATTRIBUTE:
+        if kind == _INET_DIAG_SHUTDOWN:
             return answer[offset + 4]
         offset += max(4, (length + 3) & ~3)
     return 0

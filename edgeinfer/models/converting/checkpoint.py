@@ -1,7 +1,8 @@
-"""Read a checkpoint's config.json and safetensors, checked before any value is used.
+"""Read a checkpoint, as Hugging Face's transformers saves it: config.json and safetensors files.
 
-Tensors are views of the mapped files; values are copied only when a computation needs them. The format
-(https://huggingface.co/docs/safetensors): eight bytes of header length, a JSON header, the data.
+Every size and offset is checked before it is used. Tensors are views of the mapped files; values are
+copied only when a computation needs them. Format of safetensors: 8 bytes of header length, a JSON
+header, the data (https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from edgeinfer.platform.disk import open_regular
 
 Array = npt.NDArray[Any]
 
-#: Largest header that the safetensors library accepts.
+#: Largest header (bytes), as in the safetensors library.
 MAX_HEADER_BYTES = 100_000_000
-#: numpy has no BF16: the bits are read as integers.
+#: Safetensors' types and numpy's. numpy has no BF16 and no F8, so their bits are read as integers.
 _NUMPY = """
     F64 <f8  F32 <f4  F16 <f2  BF16 <u2  I64 <i8  I32 <i4  I16 <i2  I8 i1  U8 u1  BOOL ?
     F8_E4M3 u1  F8_E5M2 u1
@@ -45,7 +46,10 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """A tensor's type, shape (slowest dimension first) and position. `dtype` is safetensors' name."""
+    """Where a tensor is in its file: `offset` and `n_bytes`.
+
+    `dtype` is safetensors' name of the type; `shape` begins with the slowest dimension.
+    """
 
     name: str
     dtype: str
@@ -55,7 +59,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Safetensors:
-    """An open safetensors file. Raises ConversionError naming the file and its defect."""
+    """An open safetensors file. Opening raises ConversionError for an invalid one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -100,14 +104,14 @@ class Safetensors:
         return Tensor(name, entry.dtype, entry.shape, data + begin, n_bytes)
 
     def view(self, name: str) -> Array:
-        """Return the stored values in the tensor's shape; BF16 as 16-bit integers."""
+        """Return a tensor's values in its shape, without a copy; BF16 as 16-bit integers."""
         tensor = self.tensors[name]
         count = math.prod(tensor.shape)
         flat: Array = np.frombuffer(self._map, DTYPES[tensor.dtype], count, tensor.offset)
         return flat.reshape(tensor.shape)
 
     def release(self, name: str) -> None:
-        """Return the tensor's pages to the kernel; the next use reads them again."""
+        """Give the tensor's pages back to the kernel; the next access reads them again."""
         tensor = self.tensors[name]
         begin = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (tensor.offset + tensor.n_bytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -116,6 +120,7 @@ class Safetensors:
 
 
 def to_float32(values: Array, dtype: str) -> npt.NDArray[np.float32]:
+    """Return values as float32; `dtype` is safetensors' name of their type."""
     if dtype == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)
@@ -125,7 +130,7 @@ Config = dict[str, Any]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file; {} if there is no file. Raises ConversionError."""
+    """Read a JSON file that contains an object; {} if it is missing. Raises ConversionError."""
     try:
         with open(open_regular(path), "rb") as file:
             return msgspec.json.decode(file.read(), type=dict[str, Any])
@@ -137,7 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def conversion_errors(folder: Path) -> Iterator[None]:
-    """Turn errors caused by a wrong value in an untrusted file into ConversionError."""
+    """Turn exceptions in the block into ConversionError: a checkpoint may have any wrong value."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
@@ -145,11 +150,10 @@ def conversion_errors(folder: Path) -> Iterator[None]:
 
 
 class ModelCheckpoint:
-    """An open checkpoint; `home` maps each tensor to its file.
+    """An open checkpoint. `home` maps the name of each tensor to the file that has it.
 
-    `config` is the text model's; `whole_config` is the whole config.json.
-
-    Raises SourceNotFoundError if a numbered shard is missing, ConversionError if a shard is truncated.
+    `whole_config` is config.json; `config` is the same with the text model's part on top. Opening
+    raises SourceNotFoundError if a shard is missing, ConversionError if a file is invalid.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -179,12 +183,12 @@ class ModelCheckpoint:
 
     @property
     def architectures(self) -> list[str]:
-        """The class names in config.json; the first decides the family."""
+        """Names of model classes in config.json; the first one decides the family."""
         names = self.whole_config.get("architectures") or []
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     def tensor(self, name: str) -> Tensor:
-        """Return the position of tensor `name`. Raises ConversionError if it is not floating-point."""
+        """Return where tensor `name` is. Raises ConversionError if it is not floating-point."""
         tensor = self.home[name].tensors[name]
         if tensor.dtype not in FLOATS:
             raise ConversionError(
@@ -195,7 +199,7 @@ class ModelCheckpoint:
 
     @property
     def native_type(self) -> str:
-        """BF16 or F16: the type that loses least for most of the weights."""
+        """BF16 if most of the weights are BF16, otherwise F16."""
         bytes_of: Counter[str] = Counter()
         for file in set(self.home.values()):
             for tensor in file.tensors.values():

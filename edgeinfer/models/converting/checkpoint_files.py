@@ -1,4 +1,4 @@
-"""Choose the files of a checkpoint or an adapter in a folder or a repository."""
+"""Choose the files that a conversion needs from those of a folder or a repository."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from edgeinfer.errors import SourceNotFoundError
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-#: Files that PEFT writes.
+#: Files of a LoRA adapter, as PEFT saves it.
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-#: Types that a conversion writes without llama.cpp's quantizer.
+#: Types to which a conversion writes itself; others need llama.cpp's quantizer.
 DIRECT = ("F32", "F16", "BF16", "Q8_0")
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
-#: Files that a conversion reads next to the weights.
+#: Files without weights that a conversion reads.
 _CONFIGURATION = (
     CONFIG,
     "tokenizer.json",
@@ -27,9 +27,9 @@ _CONFIGURATION = (
 
 
 def weight_files(names: list[str]) -> list[str]:
-    """Choose the files with a checkpoint's weights, in order; [] if there are none.
+    """Return the safetensors files of a checkpoint in order; [] if there are none.
 
-    Raises SourceNotFoundError if shards of a numbered set are missing.
+    Raises SourceNotFoundError if a shard is missing.
     """
     if WEIGHTS in names:
         return [WEIGHTS]
@@ -47,7 +47,7 @@ def weight_files(names: list[str]) -> list[str]:
 
 
 def checkpoint_files(paths: list[str]) -> list[str]:
-    """Choose the files that a conversion needs; [] without a checkpoint or an adapter."""
+    """Return the files to fetch for a conversion; [] if this is no checkpoint or adapter."""
     if CONFIG not in paths and {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(paths):
         return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
     weights = weight_files(paths) if CONFIG in paths else []

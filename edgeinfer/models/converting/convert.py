@@ -1,7 +1,7 @@
 """Convert a checkpoint to one GGUF file, a block of rows at a time.
 
-Memory holds at most one tensor that must be reordered, and a block of the result. All others are
-mapped, and their pages are returned to the kernel once written.
+At most one tensor is in memory (if it must be reordered), and one block of the result. All other
+tensors are mapped, and their pages are given back to the kernel after they are written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from edgeinfer.models.gguf import MAX_LAYERS, file_type
 from edgeinfer.models.progress import Job
 from edgeinfer.platform.disk import disk_full_errors, require_free_space
 
-#: Prefixes of vision tower tensors, which become a separate file (`vision`).
+#: Prefixes of the vision encoder's tensors, which `vision` converts to a separate file.
 VISION = (
     *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal"),
     *("model.vision_model.", "model.connector.", "visual.", "model.visual."),
@@ -39,9 +39,9 @@ VISION = (
 
 
 class PlannedTensor(msgspec.Struct, frozen=True):
-    """A tensor of the result, made from the checkpoint's tensor `source`.
+    """A tensor of the GGUF, computed from the checkpoint's tensor `source`.
 
-    `exact`: stored as float32 whatever the file's type. `shape` begins with the slowest dimension.
+    `exact` tensors are stored as float32 in every file type. `shape` begins with the slowest dimension.
     """
 
     name: str
@@ -52,7 +52,7 @@ class PlannedTensor(msgspec.Struct, frozen=True):
 
 
 def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[PlannedTensor]:
-    """Plan every tensor. Raises ConversionError for a tensor that llama.cpp does not know."""
+    """List the tensors of the GGUF. Raises ConversionError for one that llama.cpp lacks."""
     table = tensor_names(family, required_number(config, "block_count", MAX_LAYERS))
     planned = []
     for source in checkpoint.home:
@@ -71,13 +71,13 @@ def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[P
 
 
 def tensor_names(family: Family, n_layer: int) -> gguf.TensorNameMap:
-    """Return the mapping from a checkpoint's tensor names to llama.cpp's."""
+    """Return the gguf package's map from a checkpoint's tensor names to llama.cpp's."""
     arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family.arch)
     return gguf.get_tensor_name_map(arch, n_layer)
 
 
 def text_model_name(name: str) -> str:
-    """Return the tensor's name without a text model's wrappers."""
+    """Return a tensor's name in a text model, without prefixes such as `language_model.`."""
     for prefix, plain in (
         ("model.language_model.", "model."),
         ("model.text_model.", "model."),
@@ -90,7 +90,7 @@ def text_model_name(name: str) -> str:
 
 
 def find_transform(family: Family, name: str) -> Transform | None:
-    """Return the family's transform of the GGUF tensor `name`, or None."""
+    """Return how the family changes the GGUF tensor `name`, or None if it does not."""
     return next(
         (transform for suffix, transform in family.transforms.items() if _has_suffix(name, suffix)),
         None,
@@ -98,7 +98,7 @@ def find_transform(family: Family, name: str) -> Transform | None:
 
 
 def _has_suffix(name: str, suffix: str) -> bool:
-    """Return whether a transform's `suffix` matches the tensor name, with or without weight or bias."""
+    """Return whether a tensor's name ends in `suffix`, to which .weight or .bias may be added."""
     if suffix.endswith((".weight", ".bias")):
         return name.endswith(suffix)
     return re.search(rf"\.{suffix}\.(weight|bias)$", name) is not None
@@ -112,14 +112,15 @@ def _order(name: str) -> tuple[int, int, str]:
 
 
 _BLOCK_BYTES = 64 << 20
-#: Largest vocabulary, far above any known one: each token takes memory.
+#: Largest vocabulary; each token takes memory, and known models have a quarter million.
 _MOST_TOKENS = 1 << 22
 
 
 def convert(folder: Path, target: Path, type_name: str, job: Job) -> ModelCheckpoint:
-    """Write the checkpoint in `folder` to `target` as a type of `DIRECT`; "" keeps its own type.
+    """Convert the checkpoint in `folder` to the file `target`; return the checkpoint.
 
-    Raises ConversionError, DiskFullError, InterruptedByUser; then `target` does not exist.
+    `type_name` is one of `DIRECT`, or "" for the checkpoint's own type. Raises ConversionError,
+    DiskFullError or InterruptedByUser; then there is no `target`.
     """
     try:
         with conversion_errors(folder):
@@ -136,7 +137,7 @@ def convert(folder: Path, target: Path, type_name: str, job: Job) -> ModelCheckp
 
 
 class Conversion:
-    """Conversion of a checkpoint's text model to one file."""
+    """The conversion of a checkpoint's text model to one GGUF file."""
 
     def __init__(self, checkpoint: ModelCheckpoint, family: families.Family, type_name: str) -> None:
         self.checkpoint = checkpoint
@@ -148,7 +149,7 @@ class Conversion:
         self.computed = families.rope_tensors(checkpoint.config, self.heads.head_dim)
 
     def write(self, target: Path, job: Job) -> None:
-        """Write the file to `target`. Raises ConversionError, DiskFullError, InterruptedByUser."""
+        """Write the GGUF to `target`. Raises ConversionError, DiskFullError, InterruptedByUser."""
         writer = gguf.GGUFWriter(target, self.arch)
         self._metadata(writer)
         for name, values in self.computed.items():
@@ -169,7 +170,7 @@ class Conversion:
             self._data(writer, job)
 
     def _type(self, tensor: PlannedTensor) -> gguf.GGMLQuantizationType:
-        """Return the tensor's type; rows that do not divide into blocks of Q8_0 are stored as F16."""
+        """Return the type in which a tensor is stored: F16 if its rows do not fit Q8_0's blocks."""
         name = "F32" if tensor.exact else self.type_name
         if name == "Q8_0" and tensor.shape[-1] % 32:
             name = "F16"
@@ -242,6 +243,6 @@ class Conversion:
 
 
 def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    """Add a key of the value's kind: whole numbers as u32, fractions as f32."""
+    """Add a key to the GGUF, typed by its value: an int as u32, a float as f32."""
     kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
     getattr(writer, f"add_{kinds[type(value)]}")(key, value)

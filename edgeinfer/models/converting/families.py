@@ -1,8 +1,8 @@
-"""The supported families: a row maps config.json and tensors to llama.cpp's terms.
+"""The model families that can be converted: `FAMILIES` has a row for each.
 
-The first name in `architectures` of config.json selects the row. A row gives llama.cpp's name of the
-architecture, its activation, and its peculiarities: tensors in another order, additional keys, and
-settings that llama.cpp cannot express; these are refused, not converted wrongly.
+The first name in `architectures` of config.json selects the row. It gives llama.cpp's name of the
+architecture, how tensors are reordered, and which settings llama.cpp supports; a checkpoint with other
+settings is refused, because its conversion would compute wrong results.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from edgeinfer.models.converting.checkpoint import Array
 
 
 class Heads(msgspec.Struct, frozen=True):
-    """Number of query heads and of key and value heads, and a head's width."""
+    """Number of attention heads, number of key-value heads, and width of a head."""
 
     n_head: int
     n_head_kv: int
     head_dim: int
 
 
-#: Reorders a tensor that llama.cpp stores in another order. Takes values (slowest dimension first) and
-#: returns values of the same type; only `plus_one` takes and returns float32.
+#: Changes a tensor's values (slowest dimension first) to what llama.cpp stores, in the same type. Only
+#: `plus_one` needs float32.
 Transform = Callable[[Array, Heads], Array]
 
 
 def _interleave(values: Array, n_head: int) -> Array:
-    """Reorder each head's rows from halves (rotate_half) to pairs (ggml's rope of type "norm")."""
+    """Reorder each head's rows from two halves (rotate_half) to pairs (ggml's NORM rope)."""
     shape = values.shape
     halves = values.reshape(n_head, 2, shape[0] // n_head // 2, *shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(shape)
 
 
 def plus_one(values: Array, _heads: Heads) -> Array:
-    """Add one to norms that are stored as the difference from one, float32."""
+    """Add 1 to the float32 weights of a norm, which Gemma's checkpoints store minus 1."""
     return values + np.float32(1)
 
 
 Values = dict[str, Any]
 
 
-#: GGUF key (without the architecture's name) → its type, and config.json's key. Keys that config.json
-#: lacks or has as null are left out.
+#: GGUF key (without the architecture's prefix) → its type, and the key in config.json. A key that
+#: config.json lacks is left out.
 KEYS: dict[str, tuple[type, str]] = {
     "vocab_size": (int, "vocab_size"),
     "context_length": (int, "max_position_embeddings"),
@@ -62,16 +62,19 @@ KEYS: dict[str, tuple[type, str]] = {
 
 
 def required_number(config: Values, key: str, most: int = 1 << 31) -> int:
-    """Return the number for a GGUF key. Raises ConversionError if it is missing or invalid."""
-    word = KEYS[key][1]
-    value = config.get(word)
+    """Return config.json's value for a GGUF key: an integer from 1 to `most`.
+
+    Raises ConversionError if it is missing or invalid.
+    """
+    config_key = KEYS[key][1]
+    value = config.get(config_key)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ConversionError(f"config.json: {word} must be between 1 and {most}, not {value!r}")
+        raise ConversionError(f"config.json: {config_key} must be between 1 and {most}, not {value!r}")
     return value
 
 
 def attention_heads(config: Values) -> Heads:
-    """Return the shape of attention. Raises ConversionError if config.json lacks it."""
+    """Return the number and width of attention heads. Raises ConversionError."""
     n_head = required_number(config, "attention.head_count")
     width = required_number(config, "embedding_length")
     head_dim = config.get("head_dim")
@@ -85,7 +88,7 @@ def attention_heads(config: Values) -> Heads:
 
 
 def metadata(family: Family, config: Values) -> dict[str, Any]:
-    """Return the architecture's keys (without its prefix) and values. Raises ConversionError."""
+    """Return the GGUF keys of the architecture, without its prefix. Raises ConversionError."""
     heads = attention_heads(config)
     required_number(config, "context_length")
     keys: dict[str, Any] = {}
@@ -106,7 +109,10 @@ _KNOWN = "default, linear, dynamic, yarn, llama3, longrope"
 
 
 def rope_parameters(config: Values, layers: str = "full_attention") -> Values:
-    """Return config.json's rope parameters in their newer form, for layers of one kind."""
+    """Return config.json's rope parameters, in older files from `rope_scaling` and `rope_theta`.
+
+    `layers` selects the kind of layers, for models that have several.
+    """
     rope: Values = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if isinstance(rope.get(layers), dict):
         rope = rope[layers]
@@ -115,7 +121,7 @@ def rope_parameters(config: Values, layers: str = "full_attention") -> Values:
 
 
 def _rope_metadata(config: Values, head_dim: int) -> Values:
-    """Return the keys of rope. Raises ConversionError for a kind that llama.cpp lacks.
+    """Return the GGUF keys of rope. Raises ConversionError for a rope_type that llama.cpp lacks.
 
     https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_rope_utils.py
     """
@@ -166,7 +172,7 @@ def _llama3(rope: Values, head_dim: int) -> Array:
     return factors
 
 
-#: Reordering of projections [heads * head_dim, …] for rope over neighbouring values.
+#: Reordering of the query and key projections for ggml's NORM rope, which rotates neighbours.
 _NORM_PAIRS: dict[str, Transform] = {
     "attn_q": lambda values, heads: _interleave(values, heads.n_head),
     "attn_k": lambda values, heads: _interleave(values, heads.n_head_kv),
@@ -177,10 +183,12 @@ _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
 
 
 class Family(msgspec.Struct, frozen=True):
-    """A supported family. `checkpoints` are values of `architectures`, `arch` is llama.cpp's name.
+    """A family of models that can be converted.
 
-    `transforms` match the end of a GGUF name; `needs` are the values that config.json must have.
-    `extra` computes further keys of the architecture.
+    `arch` is llama.cpp's name, `checkpoints` are values of `architectures` in config.json. `transforms`
+    are keyed by the end of a GGUF tensor's name. `needs` has the values that llama.cpp supports for a
+    key of config.json. `extra` computes further GGUF keys; `defaults` apply to keys that config.json
+    lacks.
     """
 
     title: str
@@ -194,7 +202,7 @@ class Family(msgspec.Struct, frozen=True):
 
 
 def _gemma2(config: Values) -> Values:
-    """Set the attention window only for architectures with one: it changes memory estimates."""
+    """Return the sliding window's key, if the model has one: memory estimates depend on it."""
     window = config.get("sliding_window")
     return {"attention.sliding_window": int(window)} if window else {}
 
@@ -206,7 +214,7 @@ def _gemma3(config: Values) -> Values:
 
 
 def _mrope(config: Values) -> Values:
-    """Set how many pairs of a head rotate with time, height and width."""
+    """Return the keys of M-RoPE: how many pairs of a head rotate with time, height and width."""
     sections = [int(count) for count in rope_parameters(config)["mrope_section"]]
     deep = (config.get("vision_config") or {}).get("deepstack_visual_indexes")
     keys: Values = {} if deep is None else {"n_deepstack_layers": len(deep)}
@@ -276,7 +284,7 @@ FAMILIES = (
 
 
 def find_family(architectures: list[str]) -> Family:
-    """Return the family of a checkpoint. Raises ConversionError, which lists the supported ones."""
+    """Return the family of a checkpoint. Raises ConversionError with the supported names."""
     for word in architectures[:1]:
         for family in FAMILIES:
             if word in family.checkpoints:
@@ -290,7 +298,7 @@ def find_family(architectures: list[str]) -> Family:
 
 
 def refuse_unsupported(family: Family, config: Values) -> None:
-    """Refuse settings that the family's graph in llama.cpp lacks. Raises ConversionError."""
+    """Raise ConversionError for settings that llama.cpp lacks for this family."""
     spellings = ("hidden_act", "hidden_activation", "activation_function", "activation")
     activations = [config[word] for word in spellings if config.get(word)]
     if activations and activations[-1] not in family.activations:

@@ -1,4 +1,4 @@
-"""Convert a fetched checkpoint to GGUF. Imports numpy and gguf (150 ms): import it only to convert."""
+"""Convert fetched files to GGUF. This module imports numpy and gguf, which takes 150 ms."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from edgeinfer.models.pull_plan import FetchedFile
 def convert_fetched(
     fetched: list[FetchedFile], type_name: str, work: Path, job: Job
 ) -> list[FetchedFile]:
-    """Convert verified files or a local folder to one GGUF in `work`, and a vision tower to a
-    projector.
+    """Convert fetched files, or a local folder, to one GGUF in `work`, plus a projector if it can see.
 
-    `type_name` is one of DIRECT, or "" for the checkpoint's own type. Raises ConversionError,
-    DiskFullError, InterruptedByUser; fetched files are kept.
+    `type_name` is one of `DIRECT`, or "" for the checkpoint's own type. Raises ConversionError,
+    DiskFullError, InterruptedByUser. The fetched files stay, also after an error.
     """
     if any(file.file_name == ADAPTER_CONFIG for file in fetched):
         problem = "the repository holds a LoRA adapter, not a model"
@@ -49,7 +48,7 @@ def _projector(checkpoint: ModelCheckpoint, type_name: str, work: Path, job: Job
 
 
 def link_files(fetched: list[FetchedFile], folder: Path) -> Path:
-    """Link the files in `folder` under their published names, and return the folder."""
+    """Link the files into `folder` under their original names; return the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
     for file in fetched:

@@ -1,9 +1,11 @@
-"""Convert PEFT's LoRA adapters to GGUF adapters for one base model.
+"""Convert PEFT's LoRA adapters to GGUF, for one base model.
 
-    W + scale * alpha / rank * (B @ A), with A [rank, in] and B [out, rank]
+With the matrices A [rank, in] and B [out, rank], an adapter changes a weight W to
 
-The base decides names and order: B's rows are in the order of the base's tensor.
-Keys of `adapter_config.json`: https://huggingface.co/docs/peft/package_reference/lora.
+    W + scale * alpha / rank * (B @ A)
+
+B's rows are reordered like the rows of the base's tensor. adapter_config.json is described at
+https://huggingface.co/docs/peft/package_reference/lora.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ _OTHER_BASE = "name the model that the adapter was trained on: `--base MODEL`"
 _SAVE_AGAIN = "fetch it again, or save it again with PEFT: `save_pretrained(FOLDER)`"
 
 
-#: Tensor name in the base → module name in the adapter, and its matrices "A" and "B" (float32).
+#: Base's tensor name → the adapter's module name, and its matrices "A" and "B".
 _Pairs = dict[str, tuple[str, dict[str, Array]]]
 
 
 def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path) -> None:
-    """Write the adapter in `folder` to `target`, for the model `base` that is called `base_name`.
+    """Convert the adapter in `folder` to the file `target`, for the base model `base`.
 
     Raises ConversionError if it is not a plain LoRA, or does not fit the base.
     """
@@ -59,8 +61,7 @@ def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path
         writer.add_float32("adapter.lora.alpha", 1.0)
         for name, (module, pair) in pairs.items():
             a, b = _fitting(name, pair, base)
-            # llama.cpp has one alpha (alpha / rank) for all modules, so a module's own scale is
-            # multiplied into B
+            # llama.cpp has one alpha per file, so B is multiplied by each module's own scale
             with np.errstate(over="ignore"):
                 b = b * np.float32(_scale(config, module, len(a)) * len(a))
             if not (np.isfinite(a).all() and np.isfinite(b).all()):
@@ -152,11 +153,11 @@ def _fitting(name: str, pair: dict[str, Array], base: GgufHeader) -> tuple[Array
 
 
 def _scale(config: dict[str, Any], module: str, rank: int) -> float:
-    """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA, with the module's own alpha."""
+    """Return a module's scale: alpha / rank, for rsLoRA alpha / sqrt(rank)."""
     by_pattern = (config.get("alpha_pattern") or {}).items()
     alphas = (value for pattern, value in by_pattern if re.fullmatch(rf"(.*\.)?({pattern})", module))
     alpha = float(next(alphas, config.get("lora_alpha", 8)))
-    if not abs(alpha) <= MOST_ALPHA:  # NaN compares as false
+    if not abs(alpha) <= MOST_ALPHA:  # true for NaN, too
         problem = f"the adapter has an alpha of {alpha:g} for {module}: it is damaged"
         raise ConversionError(problem, hint=_SAVE_AGAIN)
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

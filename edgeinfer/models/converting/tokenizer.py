@@ -1,8 +1,9 @@
-"""Map a tokenizer.json to the keys of a GGUF.
+"""Convert tokenizer.json to the keys that llama.cpp reads from a GGUF.
 
-Two kinds: byte-level BPE, and BPE over text with byte fallback (SentencePiece's: Llama 2, Gemma).
-llama.cpp has a fixed set of ways to split text before BPE, each named after the first model that used
-it (`llama-vocab.cpp`). The steps in tokenizer.json select the name, never the model's name.
+Two kinds are supported: byte-level BPE, and SentencePiece's BPE with byte fallback (Llama 2, Gemma).
+llama.cpp knows a fixed set of patterns that split text before BPE, each named after a model that used
+it (`llama-vocab.cpp`). The patterns in tokenizer.json decide which name is used, never the model's
+name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _CASED = (
 )
 _SLASH_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-#: Pattern of a ByteLevel step without a pattern of its own.
+#: Pattern of a ByteLevel step, which tokenizer.json does not write out.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CL100K = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
 QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
@@ -36,8 +37,9 @@ TEKKEN = rf"{_CASED % ('', '')}|\p{{N}}|{_SLASH_TAIL}"
 O200K = rf"{_CASED % (_CONTRACTIONS + '?', _CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|{_SLASH_TAIL}"
 _DIGIT = "digit"
 
-#: Steps in order → llama.cpp's name, and its name if whole words of the vocabulary are not split.
-#: llama.cpp's gpt-4o leaves combining marks out of words, so O200K gets another name with its pattern.
+#: Splitting steps → llama.cpp's name for them, and its name if merges are ignored for words that are
+#: tokens themselves (`ignore_merges`). O200K is not llama.cpp's "gpt-4o", which leaves combining marks
+#: out of words; another model has exactly its pattern.
 _PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, str]] = {
     (GPT2,): ("gpt-2", ""),
     (CL100K,): ("dbrx", "llama-bpe"),
@@ -50,7 +52,7 @@ _PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, str]] = {
 
 
 def pre_tokenizer_name(tokenizer: dict[str, Any]) -> str:
-    """Return llama.cpp's name for a byte-level tokenizer's pre-tokenizer. Raises ConversionError."""
+    """Return llama.cpp's name for how tokenizer.json splits text. Raises ConversionError."""
     steps = tuple(_steps(tokenizer.get("pre_tokenizer")))
     whole_words = bool(tokenizer["model"].get("ignore_merges"))
     name = _PRE_TOKENIZERS.get(steps, ("", ""))[whole_words]
@@ -64,7 +66,7 @@ def pre_tokenizer_name(tokenizer: dict[str, Any]) -> str:
 
 
 def _steps(step: dict[str, Any] | None) -> list[str]:
-    """Return each step's pattern, or a label for a step without one."""
+    """Return the patterns of a splitting step, or its type if it has none."""
     match step:
         case None:
             return []
@@ -87,7 +89,7 @@ def _steps(step: dict[str, Any] | None) -> list[str]:
 Values = dict[str, Any]
 
 _FORM = NORMALIZER_KEY.removeprefix("tokenizer.")
-#: Key of tokenizer_config.json → llama.cpp's key.
+#: Special token in tokenizer_config.json → key in the GGUF.
 _SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -100,7 +102,7 @@ _SPECIAL = {
 
 
 class Vocabulary:
-    """Tokens by id, with type and score; ids without a token are unused padding."""
+    """Tokens with their types and scores, by id. Ids without a token are unused padding."""
 
     def __init__(self, size: int) -> None:
         self.tokens = [f"[PAD{index}]" for index in range(size)]
@@ -108,7 +110,7 @@ class Vocabulary:
         self.scores = [-1000.0] * size
 
     def set_token(self, index: int, token: str, kind: TokenType, score: float = -1000.0) -> None:
-        """Set a token. Raises ConversionError if the model has no row for its id."""
+        """Set the token with this id. Raises ConversionError if the id is out of range."""
         if not 0 <= index < len(self.tokens):
             bound = f"config.json says {len(self.tokens)} tokens"
             raise ConversionError(f"tokenizer.json has {token!r} at {index}, but {bound}")
@@ -118,7 +120,7 @@ class Vocabulary:
 
 
 def metadata(folder: Path, n_vocab: int) -> Values:
-    """Return the keys under `tokenizer.` for the checkpoint in `folder`. Raises ConversionError."""
+    """Return the GGUF keys under `tokenizer.` for a checkpoint. Raises ConversionError."""
     tokenizer = read_json(folder / "tokenizer.json")
     if not isinstance(tokenizer.get("model"), dict):
         hint = "create it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
@@ -142,7 +144,7 @@ def _model(tokenizer: Values, vocabulary: Vocabulary) -> Values:
 
 
 def _merges(model: Values) -> list[tuple[str, str]]:
-    """Return the BPE merges, the highest rank first; tokenizer.json has two notations for them."""
+    """Return BPE's merges as pairs, the first one to apply first."""
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
     return [(first, second) for first, second in pairs]
 
@@ -151,7 +153,7 @@ def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     model = tokenizer["model"]
     for token, index in model["vocab"].items():
         vocabulary.set_token(index, token, TokenType.NORMAL)
-    # inside a token a space is written Ġ, so one space separates the pair
+    # a pair is joined by a space, so a space inside a token must be written as Ġ
     merges = [" ".join(part.replace(" ", "Ġ") for part in pair) for pair in _merges(model)]
     pre = pre_tokenizer_name(tokenizer)
     keys: Values = {"ggml.model": "gpt2", "ggml.pre": pre, "ggml.merges": merges}
@@ -164,9 +166,10 @@ def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
 
 
 def _sentence_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
-    """Put the tokens with SentencePiece's scores, and return the keys.
+    """Add the tokens of a SentencePiece vocabulary; return its keys.
 
-    SentencePiece first merges the pair with the best score; here that is the rank of its first merge.
+    llama.cpp merges the pair with the highest score first, so a token's score is the negative rank of
+    the first merge that makes it.
     """
     model = tokenizer["model"]
     rank: dict[str, int] = {}
@@ -190,7 +193,7 @@ def _prefixes(tokenizer: Values) -> bool:
 
 
 def _added_tokens(tokenizer: Values, vocabulary: Vocabulary) -> None:
-    """Put the tokens that are matched before text is split: special tokens and whole words."""
+    """Add the tokens that are recognized before text is split, such as special tokens."""
     for token in tokenizer.get("added_tokens") or ():
         index = token["id"]
         if index < len(vocabulary.types) and vocabulary.types[index] == TokenType.UNKNOWN:
@@ -222,7 +225,7 @@ def _specials(folder: Path, tokenizer: Values) -> Values:
 
 
 def _adds_bos_eos(step: Values | None) -> tuple[bool | None, bool | None]:
-    """Return whether a special token goes before and after a text; None if the file does not say."""
+    """Return whether BOS goes before a text and EOS after it; None if the file does not say."""
     if step is None:
         return None, None
     if step["type"] == "Sequence":

@@ -1,7 +1,7 @@
-"""Convert a checkpoint's vision tower to a projector; a row describes each family.
+"""Convert a checkpoint's vision encoder to a projector, the GGUF that llama.cpp's mtmd loads.
 
-Tensor names come from the gguf package's table; keys are those that llama.cpp's reader
-(`tools/mtmd/clip.cpp`) looks for.
+Tensors are named by the gguf package's map, keys as llama.cpp's reader expects them
+(`tools/mtmd/clip.cpp`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from edgeinfer.models.converting.families import Heads, Transform, Values, plus_
 from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import Job
 
-#: Key under "clip.vision." → key of the vision configuration.
+#: GGUF key under "clip.vision." → key of the vision configuration.
 _KEYS = {
     "image_size": "image_size",
     "patch_size": "patch_size",
@@ -33,16 +33,17 @@ _KEYS = {
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
 }
-#: Activation → llama.cpp's switch. llama.cpp's GELU is the tanh approximation.
+#: Activation in config.json → key of the GGUF. llama.cpp's GELU is the tanh approximation.
 _ACTIVATIONS = {"gelu_pytorch_tanh": "use_gelu", "gelu": "use_gelu", "silu": "use_silu"}
 
 
 class Tower(msgspec.Struct, frozen=True):
-    """A supported vision tower. `checkpoints` are values of `architectures`, `kind` is llama.cpp's
-    projector type.
+    """A kind of vision encoder that can be converted.
 
-    `defaults` apply to keys that config.json leaves out. `extra` computes keys under "clip.vision."
-    from the whole configuration, the vision tower's and the preprocessor's.
+    `checkpoints` are values of `architectures` in config.json, `kind` is llama.cpp's projector type.
+    `defaults` apply to keys that config.json leaves out. `extra` computes further keys under
+    "clip.vision." from three configurations: the whole one, the vision encoder's and the
+    preprocessor's.
     """
 
     kind: str
@@ -87,7 +88,7 @@ _QWEN = {
 }
 _QWEN2_5 = {"num_hidden_layers": 32, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
 _QWEN3 = {"num_hidden_layers": 27, "num_position_embeddings": 2304}
-#: Qwen's key in vision_config → the common key.
+#: Qwen's name of a key in vision_config → the name that other families use.
 _QWEN_KEYS = {"depth": "num_hidden_layers", "num_heads": "num_attention_heads"}
 
 
@@ -124,7 +125,8 @@ TOWERS = (
 )
 
 
-#: Prefixes of newer and older checkpoints → those of the gguf package's table.
+#: Prefix of a tensor's name in some checkpoints → prefix in the gguf package's map. All rows are
+#: applied in order.
 _RENAMED = (
     ("model.vision_tower.", "vision_tower."),
     ("vision_tower.vision_model.", "vision_tower."),
@@ -139,7 +141,7 @@ _DEEPSTACK = re.compile(r"visual\.deepstack_merger_list\.(\d+)\.(norm|linear_fc[
 
 
 def find_tower(checkpoint: ModelCheckpoint) -> Tower | None:
-    """Return the row for a checkpoint's vision tower; None if it is not supported."""
+    """Return the kind of a checkpoint's vision encoder; None without one that is supported."""
     if not any(name.startswith(VISION) for name in checkpoint.home):
         return None
     first = checkpoint.architectures[:1]
@@ -147,7 +149,7 @@ def find_tower(checkpoint: ModelCheckpoint) -> Tower | None:
 
 
 def _plain(name: str) -> str:
-    """Return a tensor's name as the gguf package's table spells it."""
+    """Return a tensor's name as the gguf package's map has it."""
     for prefix, plain in _RENAMED:
         if name.startswith(prefix):
             name = plain + name.removeprefix(prefix)
@@ -155,19 +157,21 @@ def _plain(name: str) -> str:
 
 
 def _frame(frame: int, values: Array, _heads: Heads) -> Array:
+    """Return the weights for one of the two frames of a video."""
     selected: Array = values[:, :, frame]
     return selected
 
 
 def _third(third: int, values: Array, _heads: Heads) -> Array:
+    """Return the query, key or value rows (`third` 0 to 2) of a joint projection."""
     rows = len(values) // 3
     return values[third * rows : (third + 1) * rows]
 
 
 def convert_tower(checkpoint: ModelCheckpoint, target: Path, type_name: str, job: Job) -> None:
-    """Write the projector to `target` in F32 or, for any other type, F16.
+    """Convert the vision encoder to the file `target`: as F32 if `type_name` says so, otherwise as F16.
 
-    If it raises (ConversionError, InvalidGgufError, DiskFullError, InterruptedByUser), there is no
+    Raises ConversionError, InvalidGgufError, DiskFullError or InterruptedByUser; then there is no
     `target`.
     """
     tower = find_tower(checkpoint)
@@ -198,7 +202,7 @@ class _TowerConversion(Conversion):
 
     def _plan(self) -> Iterator[PlannedTensor]:
         for source in self.checkpoint.home:
-            # SigLIP's head pools a picture to one row
+            # SigLIP's head reduces a picture to one embedding, which a language model does not use
             if not source.startswith(VISION) or ".head." in source:
                 continue
             name = self._name(_plain(source))
@@ -220,7 +224,11 @@ class _TowerConversion(Conversion):
     def _parts(
         self, name: str, shape: tuple[int, ...]
     ) -> Iterator[tuple[str, tuple[int, ...], Transform | None]]:
-        """Yield the parts of a tensor: Qwen's have two frames, and before Qwen3 three projections."""
+        """Yield the GGUF tensors that a checkpoint's tensor becomes: name, shape and transform.
+
+        Qwen's patch embedding becomes one tensor per video frame, Qwen2.5's joint query-key-value
+        projection becomes three.
+        """
         if len(shape) == 5:
             for frame, suffix in enumerate(("", ".1")):
                 yield name + suffix, shape[:2] + shape[3:], partial(_frame, frame)

@@ -1,1 +1,1 @@
-"""Use models in other programs' stores in place; nothing is ever written there."""
+"""Use the models of Ollama, LM Studio and Hugging Face's cache where they are, read-only."""

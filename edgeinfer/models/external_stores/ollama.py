@@ -1,11 +1,10 @@
-"""Read Ollama's store: manifests name the blobs of a model by their SHA-256.
+"""Read Ollama's models. A manifest names the files of a model by their SHA-256.
 
     MODELS/manifests/REGISTRY/NAMESPACE/MODEL/TAG    JSON: layers by kind, digest and size
     MODELS/blobs/sha256-HEX                          a fetched file, named by its digest
 
-A model is called `ollama/NAME`, with the NAME of `ollama run`.
-
-Ollama's templates are Go templates, which are ignored: the GGUF's Jinja template is used.
+A model is called `ollama/NAME`, with the NAME of `ollama run`. Ollama's own templates are ignored,
+because they are Go templates: the Jinja template in the GGUF is used.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class OllamaStore(ExternalStore):
     fix = "fetch it again with Ollama: `ollama pull {}`"
 
     def roots(self, environment: Mapping[str, str]) -> list[Path]:
-        """Return the configured folder, this user's folder and the service's."""
+        """Return the folders of OLLAMA_MODELS, of this user and of Ollama's system service."""
         folder = environment.get("OLLAMA_MODELS", "")
         return [Path(folder)] * bool(folder) + [Path.home() / ".ollama/models", Path(_SERVICE)]
 
@@ -119,12 +118,12 @@ def _weights(files: Mapping[str, ExternalFile]) -> ExternalFile:
     return files["model"]
 
 
-#: Most stop strings of a model, and their maximum length (characters).
+#: At most this many stop strings are used, of at most this many characters.
 _STOPS, _STOP_CHARACTERS = 32, 200
 
 
 class OllamaSettings(msgspec.Struct, kw_only=True):
-    """Settings from a model's layers; `show` prints `used` and `unused`."""
+    """Ollama's settings of a model. `show` prints the descriptions in `used` and `unused`."""
 
     system_prompt: str = ""
     stop: tuple[str, ...] = ()
@@ -134,7 +133,10 @@ class OllamaSettings(msgspec.Struct, kw_only=True):
 
 
 def read_settings(layers: Mapping[str, str], *, has_template: bool) -> OllamaSettings:
-    """Read the layers of a model; `has_template`: the GGUF has one. Never raises."""
+    """Read the settings from a model's further files (`layers`: kind → path). Never raises.
+
+    `has_template` says whether the GGUF has a chat template.
+    """
     settings = OllamaSettings()
     for kind, path in sorted(layers.items()):
         if kind == "system":

@@ -1,8 +1,7 @@
-"""Read other programs' stores with limits, only inside the store, and without writing.
+"""Read other programs' model stores safely: read-only, with limits, and never outside the store.
 
-Nothing here opens a file for writing, takes a lock or creates a folder. A path from inside a store is
-used only if it leads to an ordinary file inside the store. Hashed files are recorded in the cache by
-path; size, modification time and inode must be unchanged.
+A path from inside a store is used only if it leads to a regular file inside that store. The result of
+hashing a file is cached; it is valid while size, mtime and inode are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from edgeinfer.platform.disk import CacheTable, sha256_of
 
 
 class ExternalFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A GGUF file. `path` has no links; `sha256` is the digest in its name, or ""."""
+    """A GGUF file. `path` has no symlinks; `sha256` is the digest in its name, "" for none."""
 
     path: str
     size_bytes: int
@@ -30,10 +29,10 @@ class ExternalFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExternalModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of another program. `name` is its model reference.
+    """A model of another program. `name` is how edgeinfer calls it.
 
-    `problem` says why it cannot be used and `fix` how to solve that. `layers` are Ollama's further
-    files by kind (`template`, `params`, `system`, …). `projectors` may encode pictures for it.
+    If it cannot be used, `problem` says why and `fix` what to do. `layers` are Ollama's further files
+    by kind (`template`, `params`, `system`, …). `projectors` are candidates for its projector.
     """
 
     name: str
@@ -54,7 +53,7 @@ class ExternalModel(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(file.path for file in self.files)
 
 
-#: Progress callback: (bytes read, total bytes).
+#: Progress callback: bytes read so far, and in all.
 OnRead = Callable[[int, int], None]
 
 
@@ -65,12 +64,15 @@ class _Seen(msgspec.Struct, frozen=True):
     sha256: str
 
 
-#: Verified files by path.
+#: Files that were hashed and had the digest in their name, by path.
 _VERIFIED = CacheTable("verified.json", dict[str, _Seen])
 
 
 def verify(file: ExternalFile, progress: OnRead) -> None:
-    """Compare a file with the digest in its name, once per file. Raises ChecksumError, OSError."""
+    """Hash a file and compare it with the digest in its name, unless that was done before.
+
+    Raises ChecksumError, OSError.
+    """
     if not file.sha256:
         return
     now = _look(file)
@@ -88,14 +90,14 @@ def _look(file: ExternalFile) -> _Seen:
     return _Seen(info.st_size, info.st_mtime_ns, info.st_ino, file.sha256)
 
 
-#: Most folders and files that a search of one store visits; real stores have tens of models.
+#: Most entries of a folder that are read; real stores have tens.
 MAX_ENTRIES = 20_000
-#: Longest manifest, template or settings file (bytes) that is read.
+#: Longest manifest, template or settings file (bytes).
 MAX_TEXT_BYTES = 1 << 20
 
 
 class UnusableError(Exception):
-    """Part of a store that cannot be used; a search reports it as a model's problem."""
+    """A model that cannot be used, or a folder that cannot be read; a search continues."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -104,8 +106,9 @@ class UnusableError(Exception):
 
 
 class ExternalStore(ABC):
-    """A program's models. Their names begin with `prefix`. `fix` is the hint for an unusable model,
-    whose name replaces "{}".
+    """Another program's models. Their names begin with `prefix`.
+
+    `fix` is the hint for a model that cannot be used; "{}" stands for its name.
     """
 
     name: ClassVar[str]
@@ -118,16 +121,19 @@ class ExternalStore(ABC):
 
     @abstractmethod
     def search(self, root: Path) -> Iterator[ExternalModel]:
-        """Yield every model below the real path `root`. Raises UnusableError if it is not readable."""
+        """Yield every model below `root`, a path without symlinks.
+
+        Raises UnusableError if `root` cannot be read.
+        """
 
     def unusable(self, name: str, error: UnusableError) -> ExternalModel:
-        """Return an unusable model, with the error's hint or the store's `fix`."""
+        """Return a model that cannot be used because of `error`."""
         fix = error.hint or self.fix.replace("{}", name.removeprefix(self.prefix))
         return ExternalModel(name=name, store=self.name, problem=error.message, fix=fix)
 
 
 def entries(folder: Path) -> list[os.DirEntry[str]]:
-    """List a folder by name; empty if absent. Raises UnusableError if it is not readable."""
+    """List a folder's entries by name; [] if it is missing. Raises UnusableError."""
     try:
         with os.scandir(folder) as scan:
             return sorted(islice(scan, MAX_ENTRIES), key=lambda entry: entry.name)
@@ -138,7 +144,7 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def folders(folder: Path) -> list[Path]:
-    """List the visible folders in a folder. Raises what `entries` raises."""
+    """List the folders in a folder, without hidden ones. Raises UnusableError."""
     return [Path(e.path) for e in entries(folder) if not e.name.startswith(".") and _is_folder(e)]
 
 
@@ -150,7 +156,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def ggufs(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield `….gguf` files up to `depth` folders deep; links to folders are not followed."""
+    """Yield the paths of `.gguf` files up to `depth` folders deep, not through linked folders."""
     for entry in entries(folder):
         if entry.name.startswith("."):
             continue
@@ -161,9 +167,9 @@ def ggufs(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def resolve_inside(path: Path, store: Path) -> tuple[str, os.stat_result]:
-    """Return the ordinary file that `path` is or links to, and its status. `store` is a real path.
+    """Return the real path and the status of a file; `store` is a path without symlinks.
 
-    Raises UnusableError if it does not exist, is not a readable file, or is outside `store`.
+    Raises UnusableError if it is missing, is not a readable regular file, or is outside `store`.
     """
     real = os.path.realpath(path)
     try:
@@ -185,7 +191,7 @@ def resolve_inside(path: Path, store: Path) -> tuple[str, os.stat_result]:
 
 
 def small_file(path: Path, store: Path) -> bytes:
-    """Read a manifest or another short file whole. Raises UnusableError."""
+    """Return the content of a file of at most MAX_TEXT_BYTES. Raises UnusableError."""
     real, info = resolve_inside(path, store)
     if info.st_size > MAX_TEXT_BYTES:
         raise UnusableError(f"{real} has {info.st_size} bytes; at most {MAX_TEXT_BYTES} are read")

@@ -1,12 +1,12 @@
-"""Read stores of repositories' GGUF files: Hugging Face's cache and LM Studio's folders.
+"""Read models of Hugging Face's cache and of LM Studio: folders with GGUF files.
 
     HUB/models--OWNER--REPO/refs/REF                 the revision of a branch or tag
     HUB/models--OWNER--REPO/snapshots/REVISION/…     links, under the files' own names
     HUB/models--OWNER--REPO/blobs/SHA256             a fetched file
     LMSTUDIO/PUBLISHER/REPOSITORY/FILE.gguf
 
-A model of Hugging Face's cache is named `hf:OWNER/REPO:QUANT`, a model of LM Studio
-`lmstudio/PUBLISHER/REPOSITORY:QUANT`. LM Studio stores no digests: only size and time are compared.
+Models are called `hf:OWNER/REPO:QUANT` and `lmstudio/PUBLISHER/REPOSITORY:QUANT`. LM Studio stores no
+digests, so its files are not hashed.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ _REPO = re.compile(r"models--([A-Za-z0-9][\w.-]*?)--([A-Za-z0-9][\w.-]*)", re.AS
 
 
 class _RepositoryStore(ExternalStore):
-    """A store of repositories. Their folders are `depth` deep; names omit `suffix`."""
+    """A store with a folder per repository.
+
+    GGUF files are at most `depth` folders deep; `suffix` is left out of models' names.
+    """
 
     depth: int
     suffix: str
 
     def in_repository(self, folder: Path, root: Path, prefix: str) -> Iterator[ExternalModel]:
-        """Yield the models of the repository in `folder`, below the store's `root`.
+        """Yield the models in the repository `folder` of the store `root`.
 
-        A model is called `prefix:QUANT` if only one file has that quantization, otherwise `prefix` and
-        its path. Every model gets all projectors. Raises UnusableError if `folder` is not readable.
+        A model is called `prefix:QUANT`, or `prefix/FILE` if several files have its quantization. All
+        the repository's projectors are candidates for each of its models. Raises UnusableError.
         """
         gguf_names = [str(path.relative_to(folder)) for path in reader.ggufs(folder, self.depth)]
         firsts = sorted({min(_parts(file)) for file in gguf_names if "mmproj" not in file.lower()})
@@ -61,7 +64,7 @@ class _RepositoryStore(ExternalStore):
 
 
 def _projectors(folder: Path, gguf_names: list[str], root: Path) -> Iterator[ExternalFile]:
-    """Yield the readable projectors of a repository."""
+    """Yield a repository's projectors that can be read."""
     for file in gguf_names:
         if is_projector(os.path.basename(file)):
             with contextlib.suppress(reader.UnusableError):
@@ -76,7 +79,7 @@ def _found_file(path: Path, root: Path) -> ExternalFile:
     if not os.path.lexists(path):
         raise reader.UnusableError(f"its part {path.name} is missing")
     real, info = reader.resolve_inside(path, root)
-    # a blob of Hugging Face is named by SHA-256 if it is large, otherwise by Git's digest
+    # Hugging Face names a large file by its SHA-256, a small one by Git's SHA-1
     blob = os.path.basename(real)
     digest = blob if _SHA256.fullmatch(blob) else ""
     return ExternalFile(path=real, size_bytes=info.st_size, sha256=digest)
@@ -90,7 +93,7 @@ class HuggingFaceCache(_RepositoryStore):
     suffix = ""
 
     def roots(self, environment: Mapping[str, str]) -> list[Path]:
-        """Return the cache's folder, from the first variable that is set."""
+        """Return the cache's folder, from the first of its variables that is set."""
         for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
             if environment.get(variable):
                 return [Path(environment[variable]).expanduser()]
@@ -123,6 +126,7 @@ class HuggingFaceCache(_RepositoryStore):
 
 
 def _main(root: Path, repo: Path, revisions: list[Path]) -> str:
+    """Return the revision of branch `main`, or of the newest folder if that is not here."""
     revision_names = [revision.name for revision in revisions]
     if (repo / "refs/main").is_file():
         revision_name = reader.small_file(repo / "refs/main", root).decode("ascii", "replace").strip()
@@ -143,7 +147,7 @@ class LmStudioFolder(_RepositoryStore):
     suffix = ".gguf"
 
     def roots(self, _environment: Mapping[str, str]) -> list[Path]:
-        """Return the configured folder and the usual one."""
+        """Return the folder in LM Studio's settings, and the default one."""
         home = Path.home() / ".lmstudio"
         try:
             content = reader.small_file(home / "settings.json", Path(os.path.realpath(home)))

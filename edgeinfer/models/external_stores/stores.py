@@ -1,7 +1,7 @@
 """Find models in other programs' stores, and verify one before it is used.
 
-A search reads only names and sizes. When a model is used, its header is checked as untrusted input, and
-the whole file is compared once with the digest in its name.
+A search reads only names and sizes. Before a model is used, its header is checked as untrusted input,
+and the whole file is compared once with the digest in its name.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from edgeinfer.models.external_stores.repositories import HuggingFaceCache, LmSt
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
 
-#: How long (s) a list of the stores' models is cached.
+#: How long (s) the list of usable models is cached.
 FRESH_S = 2.0
-#: Progress callback (stage, fraction), as in loading.
+#: Progress callback: stage, and fraction from 0 to 1 or None.
 Progress = Callable[[str, float | None], None]
 
 
@@ -35,12 +35,12 @@ _STORES: tuple[ExternalStore, ...] = (_OLLAMA, _HUGGING_FACE, _LM_STUDIO)
 
 
 def is_name(text: str) -> bool:
-    """Return whether `text` can only mean a model of Ollama or LM Studio."""
+    """Return whether `text` can only be the name of a model of Ollama or LM Studio."""
     return text.lower().startswith((_OLLAMA.prefix, _LM_STUDIO.prefix))
 
 
 def search(prefix: str = "") -> list[ExternalModel]:
-    """List every model whose name begins with `prefix`, including unusable ones."""
+    """List all models whose names begin with `prefix`, also those that cannot be used."""
     models: dict[str, ExternalModel] = {}
     for store in _STORES:
         if store.prefix.startswith(prefix) or prefix.startswith(store.prefix):
@@ -72,7 +72,7 @@ def _printable(model: ExternalModel) -> ExternalModel:
 
 
 def find(text: str) -> ExternalModel | None:
-    """Find a model by name, ignoring case, with or without `hf:` and Ollama's `:latest`."""
+    """Find a model by name; letter case, `hf:` and Ollama's `:latest` do not matter."""
     name = text.lower()
     if name.startswith(_OLLAMA.prefix):
         name = name.removesuffix(":latest")
@@ -85,7 +85,7 @@ def find(text: str) -> ExternalModel | None:
 
 
 def similar_names(text: str) -> list[str]:
-    """List usable models whose names end in `text`: `ollama/llama3.2:1b` for `llama3.2:1b`."""
+    """List usable models with the same name in some store: `ollama/qwen3:4b` for `qwen3:4b`."""
     suffix = f"/{text.lower()}"
     return [m.name for m in search() if not m.problem and m.name.lower().endswith(suffix)]
 
@@ -95,7 +95,7 @@ def usable() -> list[ExternalModel]:
 
 
 class StoreCache:
-    """Caches the usable models for a moment, because clients list them often. Thread-safe."""
+    """Caches the list of usable models for `FRESH_S`, because clients ask often. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,7 +103,7 @@ class StoreCache:
         self._stale_at = 0.0
 
     def usable(self) -> list[ExternalModel]:
-        """List the usable models, at most `FRESH_S` old."""
+        """Return the usable models."""
         with self._lock:
             if time.monotonic() >= self._stale_at:
                 self._models = usable()
@@ -112,7 +112,10 @@ class StoreCache:
 
 
 def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufHeader]:
-    """Read the headers of all files. Raises ModelNotPulledError, InvalidGgufError."""
+    """Return the checked headers of a model's files.
+
+    Raises ModelNotPulledError if it cannot be used, InvalidGgufError.
+    """
     if model.problem:
         problem = f"{model.name} can't be used: {model.problem}"
         raise ModelNotPulledError(problem, hint=model.fix or None)
@@ -123,14 +126,14 @@ def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufH
 
 
 def settings(model: ExternalModel, header: gguf.GgufHeader) -> OllamaSettings:
-    """Return the settings that a store keeps next to a model's weights."""
+    """Return the settings that Ollama has for a model."""
     return ollama.read_settings(model.layers, has_template=bool(header.chat_template))
 
 
 def verified_files(model: ExternalModel, progress: Progress | None = None) -> ModelFiles:
     """Check a model's headers and digests; return its files, which stay where they are.
 
-    Raises ModelNotPulledError for an unusable model, InvalidGgufError, ChecksumError.
+    Raises ModelNotPulledError if it cannot be used, InvalidGgufError, ChecksumError.
     """
     files = describe_files(model)
     report, hint = progress or (lambda stage, fraction: None), f"fetch it again with {model.store}"
@@ -148,7 +151,7 @@ def verified_files(model: ExternalModel, progress: Progress | None = None) -> Mo
 
 
 def describe_files(model: ExternalModel) -> ModelFiles:
-    """Describe a model's files by their headers and the store's records, without verifying bytes.
+    """Return a model's files by their headers and the store's settings, without hashing.
 
     Raises ModelNotPulledError, InvalidGgufError.
     """
@@ -166,13 +169,13 @@ def describe_files(model: ExternalModel) -> ModelFiles:
 
 
 def digest(model: ExternalModel) -> str:
-    """Return the SHA-256 from the files' names; "" if a name has none."""
+    """Return a model's SHA-256 by the names of its files; "" if a name has none."""
     digests = [file.sha256 for file in model.files]
     return names.combined_digest(digests) if all(digests) else ""
 
 
 def not_found_error(text: str) -> ModelNotPulledError:
-    """Make the error for a model that another program's store lacks."""
+    """Make the error for the name of an Ollama or LM Studio model that is not there."""
     store = next(s for s in _STORES if text.lower().startswith(s.prefix))
     roots = " or ".join(dict.fromkeys(map(str, store.roots(os.environ))))
     typed = text[len(store.prefix) :]

@@ -1,1 +1,1 @@
-"""Fetch sources into partial files, one module per kind of source; nothing is verified here."""
+"""Fetch models: a module per kind of source. The caller verifies what was fetched."""

@@ -1,9 +1,9 @@
-"""Download one file over HTTP into a partial file; an interrupted download can resume.
+"""Download one file over HTTP into a partial file, FILE.part; a later attempt can continue it.
 
-`FILE.part.json` records which file the bytes belong to. A download resumes only if the server's partial
-response has the same validator (a strong ETag, or Last-Modified), because not every server with ranges
-supports If-Range (RFC 9110, 15.3.7), or if the SHA-256 is known and compared afterwards. The caller
-verifies and renames the file.
+FILE.part.json records which file the bytes belong to. A download is continued only if the server still
+has that file: its response has the same validator (a strong ETag, or Last-Modified), or the SHA-256 is
+known and will be compared. If-Range is not enough, because not every server with ranges obeys it (RFC
+9110, 15.3.7).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PART = ".part"
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
-    """A file on a server; 0 and "" mean unknown. `headers` are sent to the first host only.
+    """A file on a server. `origin` names it in errors; 0 and "" mean unknown.
 
-    `login` is the hint if the server refuses access. `is_projector`: it encodes pictures for the model.
+    `headers` are not sent to another host after a redirect. `login` is the hint if access is refused.
     """
 
     url: str
@@ -40,7 +40,7 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _PartialState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file that partial bytes belong to. `validator` is "" if the server gave none."""
+    """FILE.part.json: the file that the partial bytes belong to, and its validator ("" for none)."""
 
     origin: str
     sha256: str
@@ -48,11 +48,10 @@ class _PartialState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def fetch(remote: Remote, folder: Path, job: Job) -> Path:
-    """Download `remote` into `folder` and return the partial file, complete but not verified.
+    """Download `remote` into `folder`; return the path of the complete partial file, not verified.
 
-    Raises DownloadError and its subclasses, ChecksumError if the server's length is not the expected
-    one, DiskFullError, InterruptedByUser. FetchedFile bytes are kept for the next attempt unless they
-    belong to another file.
+    Raises DownloadError and its subclasses, ChecksumError if the length is wrong, DiskFullError,
+    InterruptedByUser. The bytes stay for the next attempt unless they belong to another file.
     """
     partial_file = folder / (remote.file_name + PART)
     retry_policy = job.retry_policy
@@ -65,7 +64,7 @@ def fetch(remote: Remote, folder: Path, job: Job) -> Path:
                 _try_once(client, remote, partial_file, job)
                 return partial_file
             except RetryableError as again:
-                job.check()  # `check` raises if a cancellation shut the connection down
+                job.check()  # a cancellation ends the connection: raise InterruptedByUser then
                 n_kept = size_or_zero(partial_file)
                 failures = 0 if n_kept > had else failures + 1
                 if failures >= retry_policy.attempts:
@@ -106,10 +105,13 @@ def _state_path(partial_file: Path) -> Path:
 
 
 def _resumable_state(remote: Remote, partial_file: Path) -> _PartialState:
-    """Return the partial file's record. Removes the partial file if it may belong to another file."""
+    """Return the record of the partial file, which is removed if it belongs to another file."""
     try:
         state = msgspec.json.decode(_state_path(partial_file).read_bytes(), type=_PartialState)
-    except (FileNotFoundError, msgspec.MsgspecError):  # no record, or one of an older version
+    except (
+        FileNotFoundError,
+        msgspec.MsgspecError,
+    ):  # there is no record, or an older version wrote it
         state = _PartialState(origin="", sha256="")
     same = (state.origin, state.sha256) == (remote.origin, remote.sha256)
     if not same or not (remote.sha256 or state.validator):
@@ -131,7 +133,7 @@ def _receive(
         partial_file.unlink()
         raise RetryableError("the file on the server may have changed; starting over")
     if offset == 0 and state.validator not in ("", validator):
-        partial_file.unlink(missing_ok=True)  # the server now has another file
+        partial_file.unlink(missing_ok=True)  # the server has a new version of the file
     new_state = _PartialState(origin=remote.origin, sha256=remote.sha256, validator=validator)
     write_durably(_state_path(partial_file), msgspec.json.encode(new_state))
     job.report(offset, total)
@@ -151,13 +153,13 @@ def _receive(
                 view = view[file.write(view) :]
             offset += len(chunk)
             job.report(offset)
-        file.truncate()  # cut off what a longer earlier file left
+        file.truncate()  # an earlier version of the file may have been longer
     if total is not None and offset != total:
         raise RetryableError(f"the server sent {offset} of {total} bytes")
 
 
 def _after_416(remote: Remote, response: httpx2.Response, partial_file: Path, start: int) -> None:
-    """Handle "Range not satisfiable": the file is complete, or the server's file has become shorter."""
+    """Handle status 416: the partial file is complete, or longer than the server's file."""
     total = response.headers.get("Content-Range", "").rpartition("/")[2]
     expected = int(total) if total.isdecimal() else remote.size_bytes
     if expected != start:

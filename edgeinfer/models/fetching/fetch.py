@@ -1,4 +1,4 @@
-"""Fetch the complete partial files of one source of any kind; nothing is verified here."""
+"""Fetch the files of one source, of any kind, into partial files. The caller verifies them."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ _NAME_MODEL = "name a GGUF file, or a folder of config.json, tokenizer.json and 
 def fetch(
     parts: tuple[sources.Source, ...], plan: PullPlan, work: Path, job: Job, *, in_place: bool
 ) -> list[FetchedFile]:
-    """Fetch the files of one candidate: one file, or all files of a split model or a checkpoint.
+    """Fetch the files of a source into `work`: one, or all of a split model or a checkpoint.
 
-    Raises DownloadError and its subclasses, ChecksumError, DiskFullError, InterruptedByUser.
+    `parts` is the source; several parts (wheels only) are concatenated to one file. `in_place` uses a
+    local file without copying it. Raises UsageError, DownloadError and its subclasses, ChecksumError,
+    DiskFullError, InterruptedByUser.
     """
     first = parts[0]
     wheels = tuple(part for part in parts if isinstance(part, sources.WheelFile))
@@ -137,7 +139,7 @@ def _from_server(source: sources.Source, plan: PullPlan, work: Path, job: Job) -
 def _fetch_renewing(
     source: sources.Source, plan: PullPlan, index: int, remote: Remote, work: Path, job: Job
 ) -> Path:
-    """Fetch one file; resolve it again if its address or token expires meanwhile."""
+    """Fetch file `index` of a source; get a new address if the signed one expires meanwhile."""
     from edgeinfer.models.fetching import download  # slow import: 75 to 120 ms
 
     partial_file = work / (remote.file_name + download.PART)
@@ -152,7 +154,7 @@ def _fetch_renewing(
 
 
 def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[FetchedFile]:
-    """Copy the file at `path`, or all its parts, into `work` unless `in_place`."""
+    """Return the local files of a model, copied into `work` unless `in_place`."""
     if path.is_dir():
         return [_checkpoint_folder(path)]
     if path.suffix == ".safetensors":
@@ -176,6 +178,7 @@ def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetc
 
 
 def _projector_beside(model: Path, work: Path, job: Job) -> list[FetchedFile]:
+    """Copy the projector in the model's folder that fits the model, if there is one."""
     encoder = projectors.find_fitting(projectors.in_folder_of(model), gguf.read_header(model))
     if not encoder or encoder == str(model):
         return []
@@ -185,7 +188,7 @@ def _projector_beside(model: Path, work: Path, job: Job) -> list[FetchedFile]:
 
 
 def writable_by_others(path: Path) -> bool:
-    """Return whether a user other than root may change or replace the file at `path`."""
+    """Return whether another user than root could change or replace the file at `path`."""
     folder = path.parent.stat()
     return _others_write(path.stat()) or (not folder.st_mode & stat.S_ISVTX and _others_write(folder))
 
@@ -203,7 +206,10 @@ def _checkpoint_folder(folder: Path) -> FetchedFile:
 
 
 def copy_into(work: Path, source: Path, job: Job, index: int = 0, n_files: int = 1) -> Path:
-    """Copy or clone `source` to a partial file in `work`. Raises DiskFullError, InterruptedByUser."""
+    """Copy `source` to a partial file in `work`, sharing disk blocks if the file system can.
+
+    Raises DiskFullError, InterruptedByUser.
+    """
     target = work / (names.sanitize_file_name(source.name) + ".part")
     size = source.stat().st_size
     job.begin("copying", source.name, total=size, index=index, n_files=n_files)

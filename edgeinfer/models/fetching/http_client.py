@@ -1,6 +1,7 @@
-"""The HTTP client for models and snapshots, and errors for responses.
+"""An HTTP client for models and snapshots that turns failures into our errors.
 
-It obeys the offline switch, and follows redirects only to HTTP(S) and never from HTTPS to HTTP.
+It refuses to connect in offline mode. It follows redirects only to HTTP(S), and never from HTTPS to
+HTTP.
 """
 
 from __future__ import annotations
@@ -16,19 +17,18 @@ import httpx2  # slow import (75 to 120 ms): only a pull imports this module
 from edgeinfer.config.config_file import refuse_offline
 from edgeinfer.errors import AuthenticationError, DownloadError, SourceNotFoundError
 
-#: Largest manifest, token or error response (bytes), as in registries.
+#: Largest manifest, token or error response (bytes); registries have the same limit.
 SMALL_BYTES = 4 << 20
-#: Hint for servers that a retry cannot help with.
+#: Hint for a server that behaves wrongly, so that a retry cannot help.
 OTHER_SOURCE = "check the address, or use another source"
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 
 
 @contextmanager
 def client(origin: str, timeout: float | httpx2.Timeout) -> Iterator[httpx2.Client]:
-    """Open a client for requests about `origin`, the name that errors use.
+    """Open a client. `origin` names the requested file in errors.
 
-    Raises OfflineError before any connection; requests raise DownloadError before they follow a
-    redirect to another scheme.
+    Raises OfflineError. Requests raise DownloadError instead of following an unsafe redirect.
     """
     refuse_offline(origin)
 
@@ -42,7 +42,7 @@ def client(origin: str, timeout: float | httpx2.Timeout) -> Iterator[httpx2.Clie
 
 
 def refuse_downgrade(origin: str, asked: httpx2.URL, target: httpx2.URL) -> None:
-    """Raise DownloadError if a redirect leads from `asked` to a `target` with a weaker scheme."""
+    """Raise DownloadError if a redirect leads from HTTPS to HTTP, or to another scheme."""
     if target.scheme == "https" or target.scheme == asked.scheme == "http":
         return
     destination = "an unencrypted address" if target.scheme == "http" else f"a {target.scheme}: address"
@@ -50,13 +50,13 @@ def refuse_downgrade(origin: str, asked: httpx2.URL, target: httpx2.URL) -> None
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name, with or without a port, means this machine."""
+    """Return whether `host`, with or without a port, is this machine."""
     name = host.rpartition(":")[0] if host.count(":") == 1 else host
     return name == "localhost" or name.startswith("127.") or name in ("::1", "[::1]")
 
 
 class RetryableError(Exception):
-    """A failed attempt that a retry may fix. `wait_s` is the pause (s) that the server asked for."""
+    """A failure that a retry may fix. `wait_s` is the pause (s) that the server requests."""
 
     def __init__(self, reason: str, wait_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -64,7 +64,7 @@ class RetryableError(Exception):
 
 
 def read_small(response: httpx2.Response, origin: str) -> bytes:
-    """Read the body of a streamed response. Raises DownloadError beyond `SMALL_BYTES`."""
+    """Return a response's body. Raises DownloadError if it is larger than `SMALL_BYTES`."""
     content = bytearray()
     for chunk in response.iter_bytes():
         content += chunk
@@ -75,7 +75,7 @@ def read_small(response: httpx2.Response, origin: str) -> bytes:
 
 
 def range_headers(start: int, validator: str) -> dict[str, str]:
-    """Return the headers that ask for the bytes from `start` on, if `validator` still holds."""
+    """Return the request headers for the bytes from `start` on, if the file has this validator."""
     headers = {"Accept-Encoding": "identity", "User-Agent": "edgeinfer"}
     if start:
         headers["Range"] = f"bytes={start}-"
@@ -85,9 +85,9 @@ def range_headers(start: int, validator: str) -> dict[str, str]:
 
 
 def parse_range(response: httpx2.Response, start: int) -> tuple[int, int | None]:
-    """Return the body's offset in the file, and the file's length or None, by the response headers.
+    """Return where the response's body begins in the file, and the file's length, None if unknown.
 
-    Raises DownloadError, RetryableError.
+    `start` is the requested beginning. Raises DownloadError or RetryableError for another range.
     """
     if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
         problem = f"{response.url.host} sends the file in an encoding that was not requested"
@@ -107,13 +107,16 @@ def parse_range(response: httpx2.Response, start: int) -> tuple[int, int | None]
 
 
 def validator(response: httpx2.Response) -> str:
-    """Return the value for If-Range: a strong ETag, otherwise Last-Modified, or ""."""
+    """Return the file's validator, as for If-Range: a strong ETag, or Last-Modified, or ""."""
     etag = response.headers.get("ETag", "")
     return etag if etag.startswith('"') else response.headers.get("Last-Modified", "")
 
 
 def refuse_status(origin: str, response: httpx2.Response, login: str | None) -> None:
-    """Raise DownloadError, a subclass (with the hint `login`) or RetryableError for an error status."""
+    """Raise an error unless the status is 200 or 206: RetryableError for a temporary one.
+
+    Otherwise raises DownloadError or a subclass; `login` is the hint if access is refused.
+    """
     status = response.status_code
     if status in (200, 206):
         return
@@ -124,7 +127,7 @@ def refuse_status(origin: str, response: httpx2.Response, login: str | None) -> 
 
 
 def status_error(origin: str, who: str, status: int, login: str | None = None) -> DownloadError:
-    """Make the error for a status of the server `who`; `login` is the hint for 401 and 403."""
+    """Make the error for a status. `who` is the server in words ("server", "registry")."""
     if status in (401, 403):
         problem = f"the {who} refuses access ({status}): it needs a token or an accepted licence"
         return AuthenticationError(f"{origin}: {problem}", hint=login)
@@ -136,28 +139,29 @@ def status_error(origin: str, who: str, status: int, login: str | None = None) -
 
 
 def hang_up(response: httpx2.Response) -> None:
-    """End a read that waits in another thread. The connection cannot be used afterwards."""
+    """Make another thread's pending read of this response fail; the connection is lost."""
     if stream := response.extensions.get("network_stream"):
         shut_down(stream)
 
 
 def shut_down(stream: Any) -> None:
-    """End a read of a connection, given by httpx's extension object."""
+    """Make a pending read fail. `stream` is httpx's extension object "network_stream"."""
     connection = stream.get_extra_info("socket")
     if connection is not None:
         with suppress(OSError):
-            # shut down the plain socket, also under TLS: a TLS shutdown could block
+            # not the TLS layer's shutdown, which could wait for the server
             socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def is_untrusted(error: BaseException | None) -> bool:
-    """Return whether the server's certificate was refused, so that a retry cannot help."""
+    """Return whether the server's certificate was refused; a retry cannot help then."""
     while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def describe_transport_error(error: Exception) -> str:
+    """Return in words why a connection failed."""
     descriptions: dict[type[Exception], str] = {
         httpx2.ConnectError: "cannot connect",
         httpx2.ConnectTimeout: "the server does not answer",

@@ -1,7 +1,7 @@
-"""Resolve a Hugging Face repository to files with sizes, SHA-256 and addresses.
+"""Find the files of a Hugging Face repository, with sizes, SHA-256 and addresses.
 
-huggingface_hub handles the endpoint, tokens and gated repositories; `download` fetches, resumes and
-verifies. Nothing here is called if the network is switched off.
+huggingface_hub handles endpoint, tokens and gated repositories; `download` fetches the files. The
+caller has checked offline mode.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ _TIMEOUT_S = 15.0
 
 
 def resolve(source: HubFile | HubQuant) -> list[Remote]:
-    """Return the files of `source` at the repository's current commit; all parts of a split model.
+    """Return the files of `source` at the current commit, and the repository's smallest projector.
 
-    The smallest projector of the repository is added. Raises AuthenticationError, SourceNotFoundError,
-    DownloadError.
+    Raises AuthenticationError, SourceNotFoundError, DownloadError.
     """
     from huggingface_hub import HfApi, get_token  # slow import: 130 ms
 
@@ -48,7 +47,7 @@ def resolve(source: HubFile | HubQuant) -> list[Remote]:
 
 
 def _projectors(chosen: list[str], listed: dict[str, Any]) -> list[Any]:
-    """Return the smallest projector for the chosen GGUF files, if there is one."""
+    """Return the repository's smallest projector in a list, [] if it needs none."""
     if not _ggufs(chosen) or is_projector(chosen[0]):
         return []
     projectors = [file for path, file in listed.items() if is_projector(path)]
@@ -56,6 +55,7 @@ def _projectors(chosen: list[str], listed: dict[str, Any]) -> list[Any]:
 
 
 def _choose_files(source: HubFile | HubQuant, paths: list[str]) -> list[str]:
+    """Return the paths to fetch. Raises SourceNotFoundError with those the repository has."""
     if isinstance(source, HubFile):
         if source.path not in paths:
             hint = _offer(_ggufs(paths)[:8])

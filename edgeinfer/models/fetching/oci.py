@@ -1,8 +1,7 @@
-"""Container registries: artifacts with GGUF layers, and images of snapshots.
+"""Pull models from container registries, and store snapshots there.
 
-A manifest lists layers by media type and digest. The digest is the SHA-256 of the file, so each
-download is verified. Protocol: https://github.com/opencontainers/distribution-spec. Logins of docker
-and podman are used.
+A manifest lists layers by media type and digest, which is the SHA-256 of the file. The logins of docker
+and podman are used. Protocol: https://github.com/opencontainers/distribution-spec.
 """
 
 from __future__ import annotations
@@ -27,14 +26,15 @@ from edgeinfer.models.fetching.download import Remote
 from edgeinfer.models.progress import Job
 from edgeinfer.models.sources import OciArtifact
 
-#: Media types of layers with GGUF weights: Ollama's, Docker's, and ModelPack's by file name.
+#: Media types of layers with GGUF weights: Ollama's, Docker's and ModelPack's. Of the last one, only
+#: files named `.gguf` count.
 _WEIGHTS = (
     "application/vnd.ollama.image.model",
     "application/vnd.docker.ai.gguf.v3",
     "application/vnd.cncf.model.weight.v1.gguf",
     "application/vnd.cncf.model.weight.v1.raw",
 )
-#: Media types of projector layers, which encode pictures for the model.
+#: Media types of layers with a projector.
 _PROJECTORS = ("application/vnd.ollama.image.projector", "application/vnd.docker.ai.mmproj")
 _INDEXES = (
     "application/vnd.oci.image.index.v1+json",
@@ -47,14 +47,14 @@ _MANIFESTS = (
 )
 _TITLES = ("org.opencontainers.image.title", "org.cncf.model.filepath")
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
-#: Docker Hub's registry, by its common names.
+#: Host of Docker Hub's registry, which is called docker.io.
 _HUB = "registry-1.docker.io"
 _TIMEOUT_S = 60.0
 
 
 @contextmanager
 def connect(source: OciArtifact) -> Iterator[Registry]:
-    """Open a registry. Raises OfflineError before any connection, DownloadError."""
+    """Open a client for a registry. Raises OfflineError, DownloadError."""
     try:
         with http_client.client(str(source), _TIMEOUT_S) as client:
             yield Registry(source, client)
@@ -63,10 +63,9 @@ def connect(source: OciArtifact) -> Iterator[Registry]:
 
 
 def resolve(source: OciArtifact) -> list[Remote]:
-    """Return the artifact's GGUF files, in order, with sizes and digests; a projector is last.
+    """Return the GGUF files of a model in a registry, then its projector if it has one.
 
-    Raises AuthenticationError, SourceNotFoundError, ChecksumError for a manifest of another digest,
-    DownloadError.
+    Raises AuthenticationError, SourceNotFoundError, DownloadError, ChecksumError for a wrong manifest.
     """
     try:
         with connect(source) as registry:
@@ -114,7 +113,7 @@ def _file_names(source: OciArtifact, layers: list[dict[str, Any]]) -> list[str]:
 
 
 class Answer(NamedTuple):
-    """A registry's complete answer; `url` is the address after redirects."""
+    """A registry's answer, completely read; `url` is the address after redirects."""
 
     status_code: int
     headers: httpx2.Headers
@@ -123,11 +122,11 @@ class Answer(NamedTuple):
 
 
 class Registry:
-    """A client of one repository of a registry, with its token."""
+    """A client for one repository of a registry. It gets a token when it needs one."""
 
     def __init__(self, source: OciArtifact, client: httpx2.Client) -> None:
         host = _HUB if source.registry in ("docker.io", "index.docker.io") else source.registry
-        # like Docker, allow HTTP for a registry on this machine
+        # like Docker, use HTTP for a registry on this machine
         scheme = "http" if http_client.is_loopback(host) else "https"
         self.base = f"{scheme}://{host}/v2/{source.repository}"
         self._url = httpx2.URL(self.base)
@@ -136,14 +135,17 @@ class Registry:
         self._authorization = ""
 
     def manifest(self, reference: str) -> dict[str, Any]:
-        """Return the manifest of a tag or digest, which is verified."""
+        """Return the manifest of a tag or a digest. Raises ValueError if it is not JSON."""
         manifest = json.loads(self.manifest_content(reference))
         if not isinstance(manifest, dict):
-            raise ValueError("no object")
+            raise ValueError("it is not a JSON object")
         return manifest
 
     def manifest_content(self, reference: str = "") -> bytes:
-        """Return a manifest; one named by digest is verified. "" means the source's reference."""
+        """Return a manifest's bytes; "" is the source's own reference.
+
+        Raises ChecksumError if `reference` is a digest and the content has another one.
+        """
         reference = reference or self._source.reference
         url = f"{self.base}/manifests/{reference}"
         content = self.send("GET", url, {"Accept": ", ".join(_MANIFESTS)}).content
@@ -153,7 +155,7 @@ class Registry:
         return content
 
     def blob(self, layer: dict[str, Any], file_name: str) -> Remote:
-        """Return the address, size and digest of a layer."""
+        """Return the address, size and digest of a layer, to be stored as `file_name`."""
         digest = str(layer["digest"])
         return Remote(
             url=f"{self.base}/blobs/{digest}",
@@ -198,9 +200,9 @@ class Registry:
         content: bytes | Iterator[bytes] | None = None,
         accepted: tuple[int, ...] = (200,),
     ) -> Answer:
-        """Send a request, again with a token if required; return an answer with an `accepted` status.
+        """Send a request and return the answer; log in and repeat it if the registry asks for a token.
 
-        Raises AuthenticationError, SourceNotFoundError, DownloadError.
+        Raises AuthenticationError, SourceNotFoundError or DownloadError for a status not in `accepted`.
         """
         response = self._ask(method, url, headers, content)
         if response.status_code == 401 and self._is_ours(response.url):
@@ -215,7 +217,7 @@ class Registry:
     def _ask(
         self, method: str, url: str, headers: dict[str, str], content: bytes | Iterator[bytes] | None
     ) -> Answer:
-        target = httpx2.URL(url)  # for an upload, this is the registry's Location header
+        target = httpx2.URL(url)  # for an upload, the registry chose this address
         http_client.refuse_downgrade(str(self._source), self._url, target)
         all_headers = {"User-Agent": "edgeinfer"} | headers
         if self._authorization and self._is_ours(target):
@@ -228,10 +230,11 @@ class Registry:
             return Answer(response.status_code, response.headers, response.url, content)
 
     def _is_ours(self, url: httpx2.URL) -> bool:
-        """Return whether an address belongs to the registry; only then it gets the credentials."""
+        """Return whether an address is on the registry's host: others never get its credentials."""
         return (url.scheme, url.host, url.port) == (self._url.scheme, self._url.host, self._url.port)
 
     def _authorize(self, challenge: str) -> str:
+        """Return the Authorization header for a WWW-Authenticate challenge, "" without a login."""
         kind, _, parameters_text = challenge.partition(" ")
         login = _login(self._source.registry)
         if kind.lower() == "basic":
@@ -255,13 +258,13 @@ class Registry:
 
 
 def _same_owner(host: str, other: str) -> bool:
-    """Return whether two hosts are equal or in one domain, such as auth.docker.io and its registry."""
+    """Return whether two hosts are in one domain, such as auth.docker.io and registry-1.docker.io."""
     domain = host.split(".")[-2:]
     return host == other or (domain == other.split(".")[-2:] and not domain[-1].isdigit())
 
 
 def _login(registry: str) -> str:
-    """Return the credentials of `docker login` or `podman login`, base64, or ""."""
+    """Return the credentials (base64) of `docker login` or `podman login` for a registry, or ""."""
     home = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     podman = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent") / "containers/auth.json"
     hub = registry in ("docker.io", "index.docker.io", _HUB)

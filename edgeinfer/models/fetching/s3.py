@@ -1,7 +1,7 @@
-"""Resolve objects of S3 and Google Cloud Storage to signed addresses, with botocore.
+"""Turn objects of S3 and Google Cloud Storage into signed addresses, with botocore.
 
-Credentials, region and endpoint come from the usual places of S3 tools (environment, profile,
-instance). Without credentials, requests are anonymous. Google's buckets use Google's S3 endpoint.
+Credentials, region and endpoint come from where S3 tools look for them: environment, profile, instance.
+Without credentials, requests are anonymous. For gs://, Google's S3-compatible endpoint is used.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from edgeinfer.models.fetching.http_client import status_error
 from edgeinfer.models.sources import StoredObject
 
 _GOOGLE = "https://storage.googleapis.com"
-#: How long (s) a signed address is valid: the longest that S3 allows.
+#: How long (s) a signed address is valid: the longest that S3 allows, a week.
 _SIGNED_S = 7 * 24 * 3600
 
 
 def resolve(source: StoredObject) -> list[Remote]:
-    """Return the object, or all files of a split model or a checkpoint, with sizes and signed URLs.
+    """Return the files of an object, a split model or a checkpoint's folder, with signed addresses.
 
     Raises UsageError without botocore, AuthenticationError, SourceNotFoundError, DownloadError.
     """
@@ -38,6 +38,7 @@ def resolve(source: StoredObject) -> list[Remote]:
 
 
 def _keys(source: StoredObject, client: Any) -> list[tuple[str, str]]:
+    """Return the key and the file name of each object to fetch."""
     if not source.key.endswith("/"):
         name = names.sanitize_file_name(source.key)
         siblings = names.split_names(name) or [name]
@@ -73,7 +74,7 @@ def _remote(source: StoredObject, client: Any, key: str, file_name: str) -> Remo
     head = client.head_object(**about, **digests)
     home = head["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", "")
     if home and home != client.meta.region_name:
-        client = _client(source, home)  # a signature is valid in one region only
+        client = _client(source, home)  # a signature is valid only in the bucket's region
     return Remote(
         url=client.generate_presigned_url("get_object", Params=about, ExpiresIn=_SIGNED_S),
         file_name=file_name,
@@ -84,7 +85,7 @@ def _remote(source: StoredObject, client: Any, key: str, file_name: str) -> Remo
 
 
 def _sha256(head: dict[str, Any]) -> str:
-    """Return the SHA-256 of the whole object if the store has it, otherwise ""."""
+    """Return an object's SHA-256 (hex), "" if the store has none of the whole object."""
     digest = head.get("ChecksumSHA256", "")
     if not digest or "-" in digest or head.get("ChecksumType", "FULL_OBJECT") != "FULL_OBJECT":
         return ""

