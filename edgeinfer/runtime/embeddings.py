@@ -1,7 +1,7 @@
-"""Embeddings and reranking: a second context over the same weights, created on first use.
+"""Embeddings and reranking, in a second context over the same weights, which the first use creates.
 
-Texts are packed into batches, one sequence id each, and pooled by llama.cpp as the model says (mean,
-cls, last), by default by mean. Work runs on the decode loop's thread, between steps.
+Each text of a batch has a sequence id. llama.cpp pools its token embeddings as the model's file says
+(mean, cls, last), by default by their mean. Batches run on the decode thread, between steps.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Call = Callable[[Callable[[], Any]], Any]
 _MEAN, _RANK = 1, 4
 _MAX_SEQUENCES = 32
 _MIN_TOKENS, _MAX_TOKENS = 512, 2048
-#: Most bytes of logits per batch, which llama.cpp computes for every token even when embedding.
+#: Most bytes of logits per batch: llama.cpp computes them for every token even when embedding.
 _LOGITS_BYTES = 256 << 20
 _CHOOSE = "choose {}: `edgeinfer list`"
 
 
 class Embedder:
-    """Embeds and reranks, on any thread; `call` runs work on the decode loop's thread."""
+    """Embeds and reranks texts. Usable on any thread; `call` runs work on the decode thread."""
 
     def __init__(self, loaded: LlamaModel, options: LoadOptions, call: Call) -> None:
         self._loaded = loaded
@@ -48,13 +48,13 @@ class Embedder:
         )
         by_logits = _LOGITS_BYTES // (4 * loaded.vocab.n_vocab)
         n_tokens = min(loaded.n_ctx_train, max(_MIN_TOKENS, min(_MAX_TOKENS, by_logits)))
-        # llama.cpp rounds its worst-case graph up to the number of sequences, and asserts equality
+        # llama.cpp aborts unless the batch size is a multiple of the number of sequences
         self.max_tokens = max(1, n_tokens // _MAX_SEQUENCES) * _MAX_SEQUENCES
         self._context: LlamaContext | None = None
         self._batch: Batch | None = None
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
-        """Return an L2-normalised vector per text. Raises InvalidRequestError, ContextLengthError."""
+        """Return a vector of length 1 per text. Raises InvalidRequestError, ContextLengthError."""
         if not self.can_embed:
             problem = "this model is a reranker, not an embedding model"
             raise InvalidRequestError(problem, param="model", hint=_CHOOSE.format("an embedding model"))
@@ -63,7 +63,10 @@ class Embedder:
         return [_normalize(v) for v in vectors]
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Score documents; a higher score is better. Raises InvalidRequestError, ContextLengthError."""
+        """Return a score per document: higher is better.
+
+        Raises InvalidRequestError, ContextLengthError.
+        """
         if not self.can_rerank:
             problem = "this model has no reranking head"
             raise InvalidRequestError(problem, param="model", hint=_CHOOSE.format("a reranker"))
@@ -100,15 +103,15 @@ class Embedder:
         return tokens
 
     def _pair(self, query: str, document: str) -> list[int]:
-        """Join both texts by the model's template, or as BOS query EOS SEP document EOS.
+        """Tokenize both texts in the model's template, otherwise as BOS query EOS SEP document EOS.
 
-        WordPiece has one token for EOS and SEP, and BERT was trained with one of them there.
+        In WordPiece vocabularies, EOS and SEP are one token, which BERT expects only once.
         """
         vocab = self._loaded.vocab
         template = self._loaded.chat_template("rerank")
         if template:
-            text = template.replace("{query}", self._control.guard(query))
-            text = text.replace("{document}", self._control.guard(document))
+            text = template.replace("{query}", self._control.escape(query))
+            text = text.replace("{document}", self._control.escape(document))
             return self._control.tokenize(text)
         is_word_piece = vocab.kind == L.LLAMA_VOCAB_TYPE_WPM
         middle = [vocab.sep] if is_word_piece else [vocab.eos, vocab.sep]
@@ -160,7 +163,7 @@ class Embedder:
         return context, Batch.of(context, max_outputs=n)
 
     def warm_up(self) -> None:
-        """Embed or rank one word, so that the first request needs no setup."""
+        """Embed or rank one word, which creates the context."""
         if self.can_rerank:
             self.rerank("warm", ["up"])
         else:
@@ -178,7 +181,7 @@ class Embedder:
 
 
 def model_pooling(meta: dict[str, str]) -> int:
-    """Return the file's own pooling type (llama.cpp's number); 0 if it specifies none."""
+    """Return the pooling type in the file's metadata, as llama.cpp's number; 0 if it has none."""
     arch = meta.get("general.architecture", "")
     value = meta.get(f"{arch}.pooling_type", "0")
     return int(value) if value.isdigit() else 0

@@ -45,7 +45,10 @@ from edgeinfer.runtime.vision import open_vision
 def load_engine(
     files: ModelFiles, options: LoadOptions, progress: Progress | None = None
 ) -> LlamaEngine:
-    """Load a model into this process. Raises ModelLoadError, OutOfMemoryError."""
+    """Load a model into this process.
+
+    Raises ModelLoadError, OutOfMemoryError, UsageError for an option that is out of range.
+    """
     with ExitStack() as on_error:
         draft = None
         try:
@@ -64,7 +67,7 @@ def load_engine(
 
 
 class LlamaEngine:
-    """The `Engine` over llama.cpp. Usable on any thread; the first work starts its decode thread."""
+    """An `Engine` in this process, over llama.cpp. The first request starts its decode thread."""
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class LlamaEngine:
         )
         self._files, self._options = files, options
         self._choices_at_load = self._info.choices
-        #: Callback with the adapters after each change; set by the engine's owner.
+        #: Called with the loaded adapters after each change.
         self.on_new_adapters: Callable[[tuple[Adapter, ...]], None] = lambda adapters: None
         self._check_outcome = ""
         self._closed = False
@@ -139,7 +142,7 @@ class LlamaEngine:
         return self._info
 
     def submit(self, request: GenerateRequest) -> EventStream:
-        """Validate and queue a request; see `Engine.submit`."""
+        """Validate and queue a request, as `Engine.submit` says."""
         self._check_open()
         if not self._loaded.can_generate:
             problem = f"{self._info.model} is an embedding model; it cannot generate"
@@ -215,7 +218,7 @@ class LlamaEngine:
             raise InvalidRequestError(problem, param="lora", hint="leave out the adapters")
         self._loop.call(lambda: self._lora.change(adapters))
         while not self._loop.call(self._unload_removed_adapters):
-            continue  # the loop's next step runs the check again
+            continue  # requests still use a removed adapter: look again after the next step
         self.on_new_adapters(self._lora.named_adapters)
         return self._lora.named_adapters
 
@@ -251,16 +254,16 @@ class LlamaEngine:
         return self._prefix_cache_switch.cache
 
     def open_prefix_cache(self, store: BlockStore) -> None:
-        """Store prefixes in `store` and look them up there; not for encoders. Raises OSError."""
+        """Use the on-disk prefix cache in `store`; do nothing for an encoder. Raises OSError."""
         if self._loaded.can_generate and self._prefix_cache is None:
             self._prefix_cache_switch.open(store, self._gpu.loaded, self._check_outcome)
 
     def add_observer(self, observer: RequestObserver) -> None:
-        """Let `observer` see the requests from now on; it is closed with the engine."""
+        """Let `observer` record all later requests. `close` closes it."""
         self._core.queue.observers += (observer,)
 
     def attach_devices(self, request: OffloadRequest) -> None:
-        """Attach devices in the background while the CPU decodes; once per engine."""
+        """Move layers to GPUs in the background, while the CPU decodes. Once per engine."""
         if self._loaded.can_generate:
             self._gpu.begin(request)
 
@@ -268,11 +271,11 @@ class LlamaEngine:
         self._input_processor.n_ctx = loaded.n_ctx
 
     def wait_for_devices(self, timeout_s: float | None = None) -> bool:
-        """Wait until devices are attached or have failed; return False after the timeout."""
+        """Wait until layers are on GPUs, or that has failed; return False after the timeout."""
         return self._gpu.wait(timeout_s)
 
     def flush_blocks(self, timeout_s: float = FLUSH_S) -> bool:
-        """Wait until prefixes are on disk; return False after the timeout. Only while idle."""
+        """Wait until pending blocks are on disk; return False after the timeout. Only while idle."""
         if self._prefix_cache is None:
             return True
         self._loop.stop()
@@ -282,28 +285,28 @@ class LlamaEngine:
         if self._prefix_cache is None:
             return []
         tokens = self._prefix_cache.search.agent_prefix(agent, self._lora.key(None), salt)
-        return list(takewhile(lambda token: token >= 0, tokens))  # token prompts have no pictures
+        return list(takewhile(lambda token: token >= 0, tokens))  # up to the first picture
 
     def store_blocks_before_exit(self) -> None:
-        """Store prefixes before the process ends, without a round-trip check."""
+        """Store pending blocks before the process ends, even if the round-trip check has not run."""
         if self._prefix_cache is not None and not self._loop.n_requests:
             self._prefix_cache.saver.is_exiting = True
             self.flush_blocks()
 
     def warm_up(self) -> None:
-        """Prepare for the first request: build tables, run the round-trip check, measure step costs."""
+        """Do what the first request would wait for: tables, round-trip check, step costs."""
         if self._loaded.can_generate:
             self._constraints.token_table(self._loaded.vocab)
             self._chat_format.warm_up()
-            libllama.build_info()  # caches it for the prefix cache
-            # on the decode thread, because OpenMP creates threads for each thread that computes
+            libllama.build_info()  # the result is cached, and the prefix cache needs it
+            # on the decode thread: OpenMP creates a team of threads per thread that computes
             self._check_outcome = self._loop.call(lambda: run_check(self._options, self._loaded))
             self._loop.call(lambda: self._core.profile_steps(max(self._loaded.vocab.bos, 0)))
         else:
             self._embedder.warm_up()
 
     def prefill_system(self, text: str) -> int:
-        """Prefill and pin a system prompt ("" for the template's default); return its length in tokens.
+        """Prefill and pin a system prompt, "" for the template's default; return its length (tokens).
 
         Only while idle. Raises InvalidRequestError, ContextLengthError.
         """
@@ -313,14 +316,14 @@ class LlamaEngine:
         return self._loop.call(lambda: self._core.pin(tokens, self._lora.key(None)))
 
     def park(self) -> None:
-        """End the decode thread and drop every sequence except the pinned one.
+        """End the decode thread and drop every sequence except the pinned one, before a dump.
 
-        The next work starts the thread again. Raises EngineError while requests are running.
+        The next request starts the thread again. Raises EngineError while requests run or wait.
         """
         self._loop.stop()
         if self._vision is not None:
             self._vision.park()
-            self._core.executor.batch.clear()  # it may hold rows of a picture
+            self._core.executor.batch.clear()  # frees the rows of a picture
         self._prefix_cache_switch.close()
         self._core.kv.drop_idle()
         self._embedder.close()
@@ -329,9 +332,9 @@ class LlamaEngine:
             self._draft.park()
 
     def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None:
-        """Decode after a restore with `n_threads` (0: as before) and new seeds.
+        """Prepare a restored engine: use `n_threads` (0: as before), and mix `entropy` into seeds.
 
-        Weights that do not fit into the free memory are streamed again.
+        If the weights do not all fit into the free memory, streaming them starts again.
         """
         self._input_processor.entropy = entropy
         if self._loaded.plan.from_disk:
@@ -427,5 +430,5 @@ def template_facts(files: ModelFiles, options: LoadOptions, loaded: LlamaModel) 
         eos_text=vocab.text(vocab.eos),
         vocab=vocab,
         add_bos=vocab.adds_bos,
-        guard_content=options.special_tokens_in_content == "off",
+        escape_content=options.special_tokens_in_content == "off",
     )

@@ -1,4 +1,4 @@
-"""The events of a running request: streamed from the decode loop to any consumer, and collected."""
+"""Streams of a request's events: from the decode thread to a consumer, and collected into an answer."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Item = Event | EngineError
 
 
 class EventStream:
-    """A `Generation`: one thread calls `put`, which never blocks; one consumer iterates.
+    """The `Generation` of a request. One thread calls `put`, which never blocks; one consumer iterates.
 
-    Leaving the iteration early cancels the request.
+    A consumer that stops iterating cancels the request.
     """
 
     def __init__(self, on_cancel: Callable[[], None]) -> None:
@@ -43,7 +43,7 @@ class EventStream:
         self.has_ended = False
 
     def put(self, item: Item) -> None:
-        """Add an event, or the error that ends the stream; everything after that error is dropped."""
+        """Add an event, or the error that ends the stream. After the end, events are dropped."""
         if self.has_ended:
             return
         if isinstance(item, Finished | EngineError):
@@ -64,7 +64,7 @@ class EventStream:
         self._on_cancel()
 
     def tap(self, tap: Callable[[Event], bool] | None) -> None:
-        """See `Generation.tap`."""
+        """Offer each event to `tap` before the consumer, as `Generation.tap` says."""
         self._tap = tap
 
     def pipe(self, sink: Callable[[Item], None]) -> None:
@@ -136,7 +136,7 @@ class EventStream:
 
 
 class CollectedCall:
-    """A tool call that is being assembled."""
+    """A tool call, assembled from its deltas."""
 
     def __init__(self) -> None:
         self.id = ""
@@ -144,19 +144,19 @@ class CollectedCall:
         self._fragments: list[str] = []
 
     def add(self, delta: ToolCallDelta) -> None:
-        """Add a fragment; the first one carries `id` and `name`."""
+        """Add a delta. The first one has `id` and `name`, later ones parts of the arguments."""
         self.id = self.id or delta.id
         self.name = self.name or delta.name
         self._fragments.append(delta.arguments)
 
     @property
     def arguments(self) -> str:
-        """Arguments so far; complete JSON once the generation has ended."""
+        """Arguments so far (JSON, complete at the end of the generation)."""
         return "".join(self._fragments)
 
 
 class CollectedAnswer:
-    """The events of a generation. `last_event` ends it, `progress` is its last prefill report."""
+    """The answer so far, collected from events. `last_event` is None until the generation has ended."""
 
     def __init__(self, text: str = "", reasoning: str = "") -> None:
         self._text = [text]
@@ -189,22 +189,23 @@ class CollectedAnswer:
 
     @property
     def reasoning(self) -> str:
-        """Reasoning so far, without its markers."""
+        """Reasoning so far, without markers such as `<think>`."""
         return "".join(self._reasoning)
 
     @property
     def finish(self) -> Finished:
-        """The last event. Only after the iteration has ended."""
+        """The last event; the generation must have ended."""
         assert self.last_event is not None
         return self.last_event
 
 
-#: Minimum length of a loop (characters), and minimum number of its repeats.
+#: An answer loops if its end repeats one text (at most _LONGEST_PART characters) at least _TIMES times
+#: over at least _SPAN characters.
 _SPAN, _TIMES = 240, 4
 _LONGEST_PART = 400
-#: Length (characters) of the end that is searched for earlier; its distance is the length of a repeat.
+#: To find a repeat, the last 32 characters are searched in the text before.
 _KEY = 32
-#: Counters of list items, which may differ between repeats.
+#: Matches the numbers of list items, which may differ between repeats.
 _COUNTER = re.compile(r"^\s*\d+[.)]", re.MULTILINE)
 #: A text is monotonous if most sequences of four among its last words occurred three times before. Of
 #: 76 documents none were monotonous, of 1,011 pieces of Python 4, so code blocks are left out.
@@ -213,7 +214,7 @@ _OCCURRENCES, _STALE_SHARE = 3, 0.5
 
 
 class RepetitionWatch:
-    """Watches one answer for loops of equal text and for text of little variety."""
+    """Detects that a model repeats itself: the same text in a loop, or ever the same phrases."""
 
     def __init__(self) -> None:
         self._tail = ""
@@ -224,9 +225,9 @@ class RepetitionWatch:
         self._is_in_code = False
 
     def add(self, text: str) -> int | None:
-        """Add generated text; return how many characters of it make the answer a loop, or None.
+        """Add generated text. Return how many of its characters make the answer a loop, or None.
 
-        Each character is checked, because drafts and timing decide how the answer is split into pieces.
+        The result does not depend on how the answer is split into pieces.
         """
         for i, character in enumerate(text, 1):
             self._tail = (self._tail + character)[-_TIMES * _LONGEST_PART :]

@@ -1,4 +1,4 @@
-"""The events of one generation: text, reasoning, tool calls, progress, and a finish.
+"""The events of one generation: text, reasoning, tool calls, progress, and the end.
 
 A generation yields any number of `Progress`, `TextDelta`, `ReasoningDelta` and `ToolCallDelta`, then
 exactly one `Finished`. If requested, one `PromptLogprobs` comes before the first text. After a failure
@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "deadline"]
 
 
 class Logprob(msgspec.Struct, frozen=True):
-    """A token with its natural-log probability, before sampling (temperature 1, unbiased)."""
+    """A token and the natural logarithm of its probability, at temperature 1 and without penalties."""
 
     token_id: int
     piece: bytes
@@ -48,11 +48,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """The point, after `n_tokens`, where a prompt diverges from the cached prefixes.
+    """Where a prompt differs from the longest cached prefix: after its first `n_tokens`.
 
-    `before` and `here` are the prompt's text around that point, `there` the cached text instead.
-    `cause`: "text" differs, the cached prefix reaches its "end", "nothing" is cached, "none" (all was
-    cached), or "off" (the request shares nothing, or never ran).
+    The prompt has the text `before`, then `here`; the cache has `there` instead of `here`. `cause`:
+    "text" (it differs), "end" (the cached prefix is shorter), "nothing" (none is cached), "none" (all
+    of the prompt is cached), "off" (the request did not use the cache, or never ran).
     """
 
     n_tokens: int = 0
@@ -63,9 +63,9 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Durations of one request (ms). TTFT counts from submission to the first token.
+    """Durations of one request (ms). `ttft_ms` is the time from submission to the first token.
 
-    `saved_ms` estimates the prefill time of the cached tokens by recent prefills; 0 if unknown.
+    `saved_ms` estimates how long prefill of the cached tokens would have taken; 0 if unknown.
     """
 
     queue_ms: float = 0.0
@@ -83,18 +83,18 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
         return (self.ttft_ms or self.queue_ms + self.prefill_ms) + self.decode_ms
 
     def cost(self, cached_tokens: int) -> str:
-        """Describe the total time, and the time that the cached tokens saved."""
+        """Return a sentence with the total time and the time that cached tokens saved."""
         return format_cost(self.total_ms / 1000, cached_tokens, self.saved_ms / 1000)
 
     def decode_tokens_per_s(self, completion_tokens: int) -> float:
-        """Return the decode rate after the first token; 0 if there is only one."""
+        """Return the decode rate (tokens/s) after the first token; 0 without further tokens."""
         if completion_tokens <= 1 or not self.decode_ms:
             return 0.0
         return (completion_tokens - 1) * 1000.0 / self.decode_ms
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="type"):
-    """Prefill has reached `done_tokens` of `total_tokens`; `queued`: it has not begun."""
+    """Progress of prefill: `done_tokens` of the prompt's `total_tokens`. `queued`: it has not begun."""
 
     done_tokens: int
     total_tokens: int
@@ -102,7 +102,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="type"):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, tag="prompt_logprobs", tag_field="type"):
-    """The prompt's tokens: the `first`, which nothing predicts; the others with log-probabilities."""
+    """Log-probabilities of the prompt's tokens, except the `first` one, which nothing precedes."""
 
     first: bytes
     tokens: tuple[TokenLogprobs, ...] = ()
@@ -116,7 +116,7 @@ class TextDelta(msgspec.Struct, frozen=True, tag="text", tag_field="type"):
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True, tag="reasoning", tag_field="type"):
-    """The next part of a reasoning span (such as `<think>`), without the markers."""
+    """The next part of the reasoning, without markers such as `<think>`."""
 
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -125,7 +125,7 @@ class ReasoningDelta(msgspec.Struct, frozen=True, tag="reasoning", tag_field="ty
 class ToolCallDelta(msgspec.Struct, frozen=True, tag="tool_call", tag_field="type"):
     """The next part of tool call `index`.
 
-    The first delta of an index carries `id` and `name`; `arguments` is a JSON fragment.
+    Only the first delta of an index has `id` and `name`. `arguments` is a part of a JSON text.
     """
 
     index: int
@@ -134,17 +134,17 @@ class ToolCallDelta(msgspec.Struct, frozen=True, tag="tool_call", tag_field="typ
     name: str = ""
 
 
-#: Events that a parser makes from an answer's text.
+#: Events that contain a part of the answer.
 Parsed = TextDelta | ReasoningDelta | ToolCallDelta
 
 
 class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens of a prompt and its answer, and the log-probability of each answer token.
+    """The tokens of a prompt and its answer, for receipts.
 
-    `adapters` are those that it was generated with, at its scales. A log-probability is None for a
-    token that a constraint or a spent budget forced. If a replay ended at a different token,
-    `replayed_logprob` is the log-probability of the expected token at that position.
-    `irreproducible`: why another engine may get different tokens; "" if it cannot.
+    `logprobs` are of the answer's tokens; None for a token that a constraint or the reasoning budget
+    forced. `adapters` have the scales that were used. `irreproducible` says why another engine may get
+    other tokens, "" if it cannot. After a replay that ended at a different token, `replayed_logprob` is
+    the log-probability of the expected token.
     """
 
     prompt: tuple[int, ...]
@@ -156,7 +156,7 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_field="type"):
-    """The end of a generation. `stop_sequence` is the stop string that ended it, if any."""
+    """The end of a generation. `stop_sequence` is the stop string that ended it, None for none."""
 
     reason: FinishReason
     usage: Usage
@@ -167,7 +167,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_fi
 
     @property
     def is_cut_short(self) -> bool:
-        """Return whether a limit of tokens or time ended it."""
+        """Return whether a limit on tokens or time ended the answer."""
         return self.reason in ("length", "deadline")
 
 
@@ -175,7 +175,7 @@ Event = Progress | PromptLogprobs | TextDelta | ReasoningDelta | ToolCallDelta |
 
 
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished prompt: its cached tokens, and where it diverged from the prefix cache."""
+    """How much of a request's prompt was cached, and why not more."""
 
     model: str
     usage: Usage
@@ -183,12 +183,12 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, model: str, finished: Finished) -> CacheReport:
-        """Report on the prompt of a finished generation."""
+        """Make the report of a finished generation."""
         return cls(model=model, usage=finished.usage, divergence=finished.divergence)
 
     @property
     def summary(self) -> str:
-        """One line: how many tokens were cached, and why no more."""
+        """A line such as "prompt cache: 512 of 530 tokens; new from token 513 on"."""
         usage, where = self.usage, self.divergence
         disk = f", {usage.cached_disk_tokens:,} from disk" if usage.cached_disk_tokens else ""
         cached = f"prompt cache: {usage.cached_tokens:,} of {usage.prompt_tokens:,} tokens{disk}"
@@ -208,5 +208,5 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _quote(text: str) -> str:
-    printable = "".join(c if c.isprintable() else " " for c in text)  # it may be shown on a terminal
+    printable = "".join(c if c.isprintable() else " " for c in text)  # it is shown on terminals
     return f"“{' '.join(printable.split())}”"

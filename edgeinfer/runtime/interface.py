@@ -16,9 +16,9 @@ from edgeinfer.runtime.requests import GenerateRequest
 
 
 class Generation(Protocol):
-    """A running request. Iterate it once, from one thread (`for`) or one task (`async for`).
+    """A running request. Iterate over its events once, on a thread (`for`) or in a task (`async for`).
 
-    Events for a slow consumer are buffered, at most those of `max_tokens`; other requests continue.
+    A slow consumer does not delay other requests: its events are buffered.
     """
 
     def __iter__(self) -> Iterator[Event]: ...
@@ -26,14 +26,14 @@ class Generation(Protocol):
     def __aiter__(self) -> AsyncIterator[Event]: ...
 
     def tap(self, tap: Callable[[Event], bool] | None) -> None:
-        """Offer every event but the last to `tap` on the thread that made it.
+        """Let `tap` handle events on the decode thread, without waking the task that iterates.
 
-        `tap` is called only while the iterating task waits for an event. Events for which it returns
-        True are not iterated, and do not wake the task.
+        `tap` is called with each event except the last while that task waits. If it returns True, the
+        iteration does not yield the event.
         """
 
     def cancel(self) -> None:
-        """End it soon with `Finished(reason="cancelled")`. Usable on any thread; idempotent."""
+        """End the request soon with `Finished(reason="cancelled")`. Any thread; idempotent."""
 
 
 class Engine(Protocol):
@@ -41,16 +41,16 @@ class Engine(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Return whether requests are accepted: the engine is open, its process or thread alive."""
+        """Return whether requests are accepted; False after `close` and after a crash."""
 
     def health(self) -> str:
-        """Return the error that stopped the engine, "" while healthy. Does not block."""
+        """Return the error that stopped the engine, "" while it is healthy. Does not block."""
 
     @property
     def info(self) -> EngineInfo: ...
 
     def submit(self, request: GenerateRequest) -> Generation:
-        """Validate and queue a request; if this raises, nothing is computed.
+        """Validate and queue a request, and return its generation.
 
         Raises InvalidRequestError, ContextLengthError, UnsupportedConstraintError, QueueFullError,
         EngineClosedError.
@@ -63,28 +63,32 @@ class Engine(Protocol):
     def detokenize(self, tokens: Sequence[int]) -> bytes: ...
 
     def apply_template(self, request: GenerateRequest) -> str:
-        """Render a request's messages with the model's chat template. Raises InvalidRequestError."""
+        """Return the prompt of a request with messages, as text. Raises InvalidRequestError."""
 
     def tokenize_chat(self, request: GenerateRequest) -> list[int]:
-        """Tokenize that prompt as `submit` does: text of messages never becomes a control token."""
+        """Return the prompt of a request with messages, as tokens. Raises InvalidRequestError."""
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
-        """Return an L2-normalised vector per text. Raises InvalidRequestError for other models."""
+        """Return a vector of length 1 per text. Raises InvalidRequestError, ContextLengthError."""
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Score each document. Raises InvalidRequestError if the model has no reranking head."""
+        """Return a score per document: higher is better.
+
+        Raises InvalidRequestError, ContextLengthError.
+        """
 
     def agent_prefix(self, agent: str, salt: str = "") -> list[int]:
-        """Return the tokens that sessions of `agent` share, and those after them in the latest session.
+        """Return the cached prefix of a coding agent's prompts ("claude-code"), [] if there is none.
 
-        Only tokens on disk under this `salt` count; [] without any.
+        It has the tokens that the agent's sessions share, and those that followed in the latest
+        session, as far as they are in the on-disk prefix cache under this `salt`.
         """
 
     def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
-        """Load these LoRA adapters, unload all others, and return `info.lora`.
+        """Load these LoRA adapters, unload all others, and return the loaded ones.
 
-        A changed file is read again. Waits until requests with an unloaded adapter have ended. Changes
-        nothing if it raises: InvalidRequestError, ModelLoadError.
+        A changed file is read again. Waits for the end of requests that use an unloaded adapter. Raises
+        InvalidRequestError, ModelLoadError; then nothing has changed.
         """
 
     def metrics(self) -> EngineMetrics: ...

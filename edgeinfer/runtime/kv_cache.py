@@ -1,7 +1,7 @@
-"""The KV cache in memory: the tokens and cells of each sequence id, eviction, and prefix matches.
+"""The KV cache in memory: which tokens and cells each sequence has, prefix matches, and eviction.
 
-llama.cpp's cache is unified: all sequences share its cells, and copying a prefix to another sequence id
-sets one bit per cell. llama.cpp does not report free cells, so this module counts them.
+llama.cpp's unified cache is used: all sequences share its cells, and copying a prefix to another
+sequence id only sets a bit per cell. llama.cpp does not report free cells, so this module counts them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from edgeinfer.runtime.events import TokenLogprobs
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.recurrent_checkpoints import Checkpoint, Checkpoints
 
-#: Adapters with which a sequence was computed: the stamp of each file, and its scale.
+#: LoRA adapters of a sequence: a stamp of each file (its path, size and times) and its scale, sorted.
 AdapterKey = tuple[tuple[str, float], ...]
 
 _COMPARE_STRIDE = 64
@@ -28,7 +28,7 @@ _SHORT_IDLE_CELLS = 384
 
 
 def common_prefix(a: Sequence[object], b: Sequence[object], start: int = 0) -> int:
-    """Return the length of the common prefix of two lists, which agree at least up to `start`."""
+    """Return how many first elements are equal. The first `start` are known to be."""
     n = min(len(a), len(b))
     i = start
     while i + _COMPARE_STRIDE <= n and a[i : i + _COMPARE_STRIDE] == b[i : i + _COMPARE_STRIDE]:
@@ -39,12 +39,10 @@ def common_prefix(a: Sequence[object], b: Sequence[object], start: int = 0) -> i
 
 
 class SequenceMemory(Protocol):
-    """The sequences of llama.cpp's cache."""
+    """The operations of llama.cpp's KV cache on its sequences."""
 
     def remove(self, seq_id: int, start: int, stop: int) -> bool:
-        """Remove positions [start, stop); a `stop` of -1 is the end. Return False if that is
-        impossible.
-        """
+        """Remove positions [start, stop), to the end if `stop` is -1; return False on failure."""
 
     def copy(self, source: int, target: int, stop: int) -> None:
         """Let `target` share positions [0, stop) of `source`."""
@@ -53,18 +51,20 @@ class SequenceMemory(Protocol):
         """Add `delta` to the positions from `start` on."""
 
     def first_position(self, seq_id: int) -> int:
-        """Return the first position that every layer still has, -1 if there is none."""
+        """Return the first position that no layer has dropped, -1 if there is none."""
 
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
-    """Tokens and cells of one sequence id (llama-server: a slot); several may share `cells`.
+    """Tokens and cells of one sequence id (llama-server: a slot). Several may share cells.
 
-    Requests with another `salt` cannot use it; if `is_private`, no other request can. `conversation` is
-    its latest owner. It is not `is_storable` (on disk) if its keys were rotated, or copied from another
-    context. Its first `n_unchanged` tokens have not changed since the last store; those from
-    `memory_only_from` on are never stored. `is_prefetched`: it was prefilled for an expected request.
-    `logprobs[i]` belongs to token `i + 1`, with `n_top` alternatives each.
+    `in_use`: a request runs in it. Only requests with the same `salt` may reuse it, none if
+    `is_private`. `is_prefetched`: it was prefilled for an expected request. `logprobs[i]` belongs to
+    token `i + 1`, with `n_top` alternatives each.
+
+    Storing on disk: not if a context shift or another context changed the rounding (`is_storable`), and
+    not from token `memory_only_from` on. The first `n_unchanged` tokens are as they were last stored.
+    `conversation` will own the blocks.
     """
 
     seq_id: int
@@ -86,17 +86,17 @@ class CachedSequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def is_reusable_with(self, adapters: AdapterKey, salt: str) -> bool:
-        """Return whether a new request with `adapters` and `salt` may reuse these tokens."""
+        """Return whether a request with `adapters` and `salt` may reuse these tokens."""
         is_shared = self.pinned or self.salt == salt
         return is_shared and self.adapters == adapters and not self.is_private
 
 
 class KvCache:
-    """Assigns the `n_cells` cells and `n_seq_max` sequence ids of a unified cache. For one thread.
+    """Keeps account of the `n_cells` cells and `n_seq_max` sequence ids of the cache. For one thread.
 
-    With `checkpoints` (recurrent, hybrid models) a sequence can be reused only whole, or up to a
-    checkpoint. `window` is the number of positions that layers with a sliding window see, 0 without
-    such layers. `before_drop` is called with each cached sequence before it is dropped.
+    Recurrent and hybrid models have `checkpoints`; their sequences can be reused only whole or up to a
+    checkpoint. `window` is the sliding window (positions), 0 without one. `before_drop` is called with
+    each cached sequence before it is dropped.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class KvCache:
         self.before_drop: Callable[[CachedSequence], None] = lambda cached_seq: None
         self._free_seq_ids = list(range(n_seq_max - 1, -1, -1))
         self._free_cells = list(range(n_cells - 1, -1, -1))
-        self._ref_counts = [0] * n_cells  # by cell: number of sequences that use it
+        self._ref_counts = [0] * n_cells  # per cell: number of sequences that use it
         self._clock = 0
         self.cached_sequences: list[CachedSequence] = []
 
     def resize(self, n_cells: int) -> None:
-        """Continue with a memory of `n_cells` cells, in which those in use come first."""
+        """Renumber the used cells from 0 on, for another context with `n_cells` cells."""
         used = [cell for cell, n in enumerate(self._ref_counts) if n]
         new_cells = {cell: new_cell for new_cell, cell in enumerate(used)}
         for cached_seq in self.cached_sequences:
@@ -132,7 +132,7 @@ class KvCache:
 
     @property
     def pinned_cells(self) -> int:
-        """Number of cells of pinned prompts, the first cells of the cache."""
+        """Number of cells that pinned prompts use. They are the first cells of the cache."""
         return len({cell for c in self.cached_sequences if c.pinned for cell in c.cells})
 
     @property
@@ -146,10 +146,10 @@ class KvCache:
     def match(
         self, tokens: PromptTokens, adapters: AdapterKey, salt: str = "", *, n_top: int | None = None
     ) -> tuple[CachedSequence | None, int]:
-        """Find the cached sequence with the longest prefix of `tokens`, and the usable length.
+        """Find the sequence with the longest reusable prefix of `tokens`, and its length; (None, 0).
 
-        At least one token of `tokens` must be computed, because its logits are needed; with `n_top`,
-        also every token before the first one without cached log-probabilities.
+        The last token of a prompt is never reused, because its logits are needed. With `n_top` (prompt
+        log-probabilities), tokens are reused only as far as their log-probabilities are cached.
         """
         reusable = (c for c in self.cached_sequences if c.is_reusable_with(adapters, salt))
         matches = ((self._count_usable(c, tokens, n_top), not c.in_use, c) for c in reusable)
@@ -157,12 +157,15 @@ class KvCache:
         return (longest, n) if n else (None, 0)
 
     def _count_usable(self, cached_seq: CachedSequence, tokens: PromptTokens, n_top: int | None) -> int:
-        """Return how many tokens are usable: up to a checkpoint; 0 if a window lacks cells."""
+        """Return how many first tokens of a cached sequence a prompt can reuse.
+
+        Recurrent models reuse up to a checkpoint. 0 if layers with a window have dropped needed cells.
+        """
         n = common_prefix(cached_seq.tokens, tokens)
         if n_top is not None:
             n_logprobs = len(cached_seq.logprobs) if cached_seq.n_top == n_top else 0
             n = min(n_logprobs, max(0, n - 1))
-        n = tokens.cut(min(n, len(tokens) - 1))
+        n = tokens.round_down(min(n, len(tokens) - 1))
         if self.checkpoints is not None and n < len(cached_seq.tokens):
             checkpoint = self.checkpoints.latest_before(cached_seq.checkpoints, n)
             return checkpoint.n_tokens if checkpoint is not None else 0
@@ -178,10 +181,10 @@ class KvCache:
         reuse: bool = True,
         n_top: int | None = None,
     ) -> CachedSequence | None:
-        """Return a cached sequence with the longest prefix of `tokens`; None if every id is in use."""
+        """Give a request a sequence with the longest cached prefix; None if every id is in use."""
         source, n = self.match(tokens, adapters, salt, n_top=n_top) if reuse else (None, 0)
         if source is not None and not source.in_use and not source.pinned and n == len(source.tokens):
-            source.in_use = True  # the next turn of the same conversation: continue in place
+            source.in_use = True  # usually the next turn of the conversation: no copy is needed
             return source
         if not self._free_seq_ids and not self._evict_lru(except_for=source):
             if source is None or source.in_use or source.pinned or not self.truncate(source, n):
@@ -213,7 +216,7 @@ class KvCache:
             self._ref_counts[cell] += 1
 
     def record_computed(self, cached_seq: CachedSequence, tokens: Sequence[int]) -> None:
-        """Record that `tokens` were computed and stored after the earlier ones."""
+        """Record that llama.cpp has appended `tokens` to the sequence, each in a free cell."""
         for _ in tokens:
             cell = self._free_cells.pop()
             self._ref_counts[cell] = 1
@@ -221,7 +224,7 @@ class KvCache:
         cached_seq.tokens.extend(tokens)
 
     def truncate(self, cached_seq: CachedSequence, n: int) -> bool:
-        """Keep the first `n` tokens; if the model does not support that, drop all and return False."""
+        """Keep the first `n` tokens. If the model cannot do that, drop all tokens and return False."""
         if n == len(cached_seq.tokens):
             return True
         position = cached_seq.tokens.position(n)
@@ -251,22 +254,22 @@ class KvCache:
         return self.checkpoints.restore(cached_seq.seq_id, checkpoint)
 
     def exclude_from_disk(self, cached_seq: CachedSequence) -> None:
-        """Never store the tokens that are added from now on."""
+        """Keep the tokens that are added from now on out of the on-disk prefix cache."""
         if cached_seq.memory_only_from is None:
             cached_seq.memory_only_from = len(cached_seq.tokens)
 
     def save_checkpoint(self, cached_seq: CachedSequence) -> None:
-        """Save the recurrent state at the present length of the sequence."""
+        """Save a checkpoint of the recurrent state after the present tokens."""
         if self.checkpoints is not None:
             self.checkpoints.save(cached_seq.checkpoints, cached_seq.seq_id, len(cached_seq.tokens))
 
     def remove_unrecorded_cells(self, cached_seq: CachedSequence) -> None:
-        """Remove cells after the recorded tokens, which an aborted step may have filled."""
+        """Remove what an aborted step may have computed after the recorded tokens."""
         position = cached_seq.tokens.position(len(cached_seq.tokens))
         self._memory.remove(cached_seq.seq_id, position, -1)
 
     def clear_cells(self, cached_seq: CachedSequence) -> None:
-        """Empty the cells in llama.cpp before they are written again; the counts do not change."""
+        """Remove the sequence in llama.cpp, not here: it will be restored into the same cells."""
         self._memory.remove(cached_seq.seq_id, -1, -1)
 
     def _release_cells(self, cells: Iterable[int]) -> None:
@@ -276,7 +279,10 @@ class KvCache:
                 self._free_cells.append(cell)
 
     def shift(self, cached_seq: CachedSequence, n_keep: int, n_discard: int) -> bool:
-        """Discard tokens after the first `n_keep`; return False if cells that would move are shared."""
+        """Discard `n_discard` tokens after the first `n_keep` (context shift).
+
+        Returns False if another sequence shares cells whose positions would change.
+        """
         is_shared = any(self._ref_counts[cell] > 1 for cell in cached_seq.cells[n_keep:])
         if is_shared or not self.supports_truncation:
             return False

@@ -20,13 +20,16 @@ from edgeinfer.runtime.scheduler.sequence import Sequence
 T = TypeVar("T")
 _log = logging.getLogger("edgeinfer.engine")
 
-#: Requests within this time (s) of each other, up to `_MAX_BURST`, start an idle engine in one batch.
+#: An idle engine waits this long (s) for further requests, so that a burst starts in one batch.
 _BURST_S = 0.0005
 _MAX_BURST = 64
 
 
 class DecodeLoop:
-    """Runs the scheduler's steps and, between them, other native work. `capacity` limits requests."""
+    """Runs the steps of `core` on the decode thread, and other work between them.
+
+    At most `capacity` requests may run or wait.
+    """
 
     def __init__(self, core: EngineCore, *, capacity: int) -> None:
         self._core, self._capacity = core, capacity
@@ -48,7 +51,7 @@ class DecodeLoop:
         with self._changed:
             self._check_open()
             if self.n_requests >= self._capacity:
-                raise QueueFullError(f"the queue is full: it has {self.n_requests} requests")
+                raise QueueFullError(f"the queue is full: {self.n_requests} requests run or wait")
             self.n_requests += 1
             seq.wake_loop = self.wake
             self._inbox.put(seq)
@@ -57,7 +60,7 @@ class DecodeLoop:
             self._core.executor.cancellation.abort_for_incoming_request(len(seq.tokens))
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run `work` on the loop's thread between two steps; return its result or raise its error."""
+        """Run `work` on the decode thread between two steps; return its result or raise its error."""
         done: Future[T] = Future()
         with self._changed:
             self._check_open()
@@ -72,7 +75,7 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End the thread until the next work. Raises EngineError while requests are not finished."""
+        """End the thread until there is work again. Raises EngineError while requests run or wait."""
         with self._changed:
             if self.n_requests:
                 raise EngineError(f"{self.n_requests} requests are still running")
@@ -81,7 +84,7 @@ class DecodeLoop:
         self._stopping = False
 
     def close(self) -> None:
-        """Cancel all requests and end the thread for good. Idempotent; not from the loop's thread."""
+        """Cancel all requests and end the thread for good. Idempotent; not on the decode thread."""
         with self._changed:
             self._closed = True
         self._join()
@@ -146,7 +149,7 @@ class DecodeLoop:
                 self._run_guarded(self._core.do_idle_work)
 
     def _wait_for_work(self) -> bool:
-        """Wait for work; return False if the thread must end. A closed loop cancels its requests."""
+        """Wait for work; return False if there is none and the thread must end."""
         with self._changed:
             while not (self._has_work() or self._stopping or self._closed):
                 self._changed.wait(self._core.idle_work_due_in_s())
@@ -155,7 +158,7 @@ class DecodeLoop:
                 for seq in [*self._queue.running, *self._queue.waiting]:
                     seq.cancelled = True
             if not self._has_work():
-                self._thread = None  # under the lock, so that the next work starts another thread
+                self._thread = None  # within the lock: whoever adds work next starts a thread
                 return False
             return True
 
@@ -164,7 +167,7 @@ class DecodeLoop:
         return not is_idle or self._core.idle_work_due_in_s() == 0.0
 
     def _wait_for_burst(self) -> None:
-        """Wait for the rest of a burst: 8 streams that start one by one lose 2 % of their rate."""
+        """Wait until no further request arrives: 8 streams that start one by one are 2 % slower."""
         n_before = 0
         while n_before < self._inbox.qsize() < _MAX_BURST:
             n_before = self._inbox.qsize()
@@ -175,7 +178,7 @@ class DecodeLoop:
             self._queue.add(self._inbox.get())
 
     def _run_jobs(self) -> None:
-        for _ in range(self._jobs.qsize()):  # a job that queues itself again must run after the inbox
+        for _ in range(self._jobs.qsize()):  # jobs added meanwhile run after new requests
             work, done = self._jobs.get()
             try:
                 done.set_result(work())

@@ -1,6 +1,6 @@
-"""Text normalization before tokenizing, for models that need it; llama.cpp has none.
+"""Unicode normalization of texts before they are tokenized, for models that need it.
 
-A converted file names the form under a separate key, which llama.cpp ignores.
+llama.cpp does not normalize. A file that edgeinfer converted names the form under a key of its own.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ NFC = "nfc"
 
 
 def normalize_text(text: str, form: str) -> str:
-    """Return the text in `form`: Unicode's NFC, or unchanged for ""."""
+    """Return the text in the normalization form "nfc", or unchanged for ""."""
     return text if form != NFC or text.isascii() else unicodedata.normalize("NFC", text)

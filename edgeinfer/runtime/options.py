@@ -13,12 +13,12 @@ from edgeinfer.runtime.requests import Sampling
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """A pulled model: the absolute paths of its files, and the catalogue's settings for it.
+    """A pulled model: the absolute paths of its files, and its settings in models.toml.
 
-    `paths` are the GGUF files in order, several for a split model. `chat_template` overrides the file's
-    own. `lora` applies if `LoadOptions.lora` is empty. `draft` is the name of the draft model in
-    `draft_paths`; `no_draft` says why the catalogue's is left out, and is a warning if `draft` is set.
-    `projector` is the path of the GGUF file that encodes pictures for the model, "" without one.
+    `paths` are the GGUF files in order, several for a split model. `chat_template` replaces the one in
+    the file. `lora` is used if `LoadOptions.lora` is "". `draft` is the name of the draft model and
+    `draft_paths` its files; `no_draft` is why it is left out. `projector` is the path of the GGUF file
+    that encodes pictures, "" without one.
     """
 
     name: str
@@ -40,9 +40,9 @@ MOST_ALPHA = 65_536.0
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """A LoRA adapter: its name in requests, its file, and its scale for requests without adapters.
+    """A LoRA adapter: its name in requests, its file, and its scale unless a request sets one.
 
-    `sha256` is the digest of the file as it was loaded, "" before.
+    `sha256` is the digest of the loaded file, "" before it is loaded.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Load options; `edgeinfer.config.load_options` documents each field and its range.
+    """Options of a load. `edgeinfer.config.load_options` documents each field and its range.
 
-    0 or "auto" lets the engine choose, with a reason in `EngineInfo.choices`. `max_queue` limits the
-    engine's own queue, also in a snapshot; the front end has a separate limit for each launch.
-    `is_counted`: a person asked for the answers, so `edgeinfer drift` and `ps --usage` count them.
+    With 0 or "auto" the engine chooses a value, and gives its reason in `EngineInfo.choices`.
+    `max_queue` limits the waiting requests. `is_counted`: `edgeinfer drift` and `ps --usage` count the
+    answers.
     """
 
     n_ctx: int = table.N_CTX.default
@@ -73,36 +73,36 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     is_counted: bool = True
 
     def adapters(self, files: ModelFiles) -> tuple[Adapter, ...]:
-        """Return the requested LoRA adapters, otherwise those of `models.toml`."""
+        """Return the LoRA adapters to load: the requested ones, otherwise those of models.toml."""
         return parse_adapters(self.lora or files.lora)
 
     def adapter_paths(self, files: ModelFiles) -> tuple[str, ...]:
         return tuple(adapter.path for adapter in self.adapters(files))
 
     def for_another_model(self) -> LoadOptions:
-        """Return these options without the adapters and the draft model, which belong to one model."""
+        """Return these options without adapters and draft model, which fit only one model."""
         draft = self.draft if self.draft == table.NO_DRAFT else ""
         return msgspec.structs.replace(self, lora="", draft=draft)
 
 
 def parse_adapters(text: str) -> tuple[Adapter, ...]:
-    """Parse a valid value of `--lora`."""
+    """Parse a value of `--lora` that has been checked."""
     return tuple(Adapter(name, *settings) for name, settings in table.adapters_of(text).items())
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """An automatic choice and the reason that people are shown."""
+    """The value that the engine chose for an option, and why, for `edgeinfer show`."""
 
     value: Any
     reason: str
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A loaded model.
+    """Description of a loaded model.
 
-    Texts of up to `n_ctx_embed` tokens can be embedded. Sizes in bytes; `least_kv_bytes` is the
-    smallest useful KV cache of another load. `can_see`: messages may have pictures. `lora` are the
-    currently loaded adapters. `choices` maps options' names to choices; `warnings` are sentences.
+    Texts of up to `n_ctx_embed` tokens can be embedded. `least_kv_bytes` is the smallest useful size of
+    the KV cache. `can_see`: messages may have pictures. `lora` are the loaded adapters. `choices` maps
+    names of options to the chosen values. `warnings` are sentences for the user.
     """
 
     model: str
@@ -140,13 +140,15 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_chat_template(self) -> bool:
-        """Return whether the model has a chat format; a base model has none."""
+        """Return whether the model's file has a chat template; a base model's has none."""
         return bool(self.chat_template)
 
 
 class StreamingStatistics(msgspec.Struct):
-    """Bytes read since the start, seconds that threads waited for them, and weights that left memory;
-    the current bytes of pinned, streamed and slotted weights. In the kernels' order.
+    """Statistics of weights streamed from disk (native/streaming.cpp writes the fields in this order).
+
+    Since the start: bytes read, seconds that threads waited, weights that had to leave memory. Now:
+    bytes of weights that stay in memory, that are streamed, and of cached experts.
     """
 
     streamed_bytes_total: int = 0
@@ -158,7 +160,7 @@ class StreamingStatistics(msgspec.Struct):
 
 
 class EngineTotals(StreamingStatistics, kw_only=True):
-    """Totals since the engine started."""
+    """Counts since the engine started."""
 
     requests_total: int = 0
     cancelled_total: int = 0
@@ -176,7 +178,7 @@ class EngineTotals(StreamingStatistics, kw_only=True):
 
 
 class EngineMetrics(EngineTotals, kw_only=True):
-    """An engine's counters and gauges at one moment, which front ends publish."""
+    """Counters and gauges of an engine at one moment, for `/metrics`."""
 
     queued: int = 0
     running: int = 0
@@ -191,7 +193,7 @@ class EngineMetrics(EngineTotals, kw_only=True):
 
     @classmethod
     def sum(cls, parts: Iterable[EngineMetrics]) -> EngineMetrics:
-        """Add up the metrics of several engines; latencies keep all samples."""
+        """Add up the metrics of several engines, and join their samples of latencies."""
         total = cls()
         for metrics in parts:
             both = {
@@ -216,16 +218,16 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayersInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Distribution of layers after a device was attached or lost: "29 of 29 on CUDA0", "none"."""
+    """Which layers are on devices now: "29 of 29 on CUDA0", "none"."""
 
     model: str
     layers: str
 
 
 class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The replicas of a model; `count` is their target number.
+    """The replicas of a model. `count` is how many there should be, and `reason` why.
 
-    `reason` explains it; `crashed_total` counts those whose process ended unexpectedly.
+    `crashed_total` counts replicas whose process ended unexpectedly.
     """
 
     model: str
@@ -235,12 +237,12 @@ class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
     crashed_total: int = 0
 
     @property
-    def words(self) -> str:
-        """Description of their number and its reason."""
+    def summary(self) -> str:
+        """A line: "2 of 3 replicas: " and the reason."""
         return f"{len(self.running)} of {self.count} replicas: {self.reason}"
 
 
-#: Number of latest samples kept per latency.
+#: How many latest samples of each latency are kept.
 _SAMPLES = 1024
 
 
@@ -249,13 +251,13 @@ def _ring() -> deque[float]:
 
 
 class Counters(EngineTotals, kw_only=True):
-    """Counters since the engine started, and latencies in milliseconds."""
+    """Counters of a running engine, and its latest latencies (ms)."""
 
     ttft_ms: deque[float] = msgspec.field(default_factory=_ring)
     inter_token_ms: deque[float] = msgspec.field(default_factory=_ring)
 
     def copy_with(self, **fields: float) -> EngineMetrics:
-        """Return the metrics to publish, with `fields`: the gauges, and the prefix cache's counters."""
+        """Return these counters as metrics, together with `fields`, which are counted elsewhere."""
         latencies = {"ttft_ms": _copy(self.ttft_ms), "inter_token_ms": _copy(self.inter_token_ms)}
         return EngineMetrics(**msgspec.structs.asdict(self) | latencies | fields)
 
@@ -264,5 +266,5 @@ def _copy(ring: deque[float]) -> tuple[float, ...]:
     while True:
         try:
             return tuple(ring)
-        except RuntimeError:  # the loop appended a sample meanwhile
+        except RuntimeError:  # the decode thread added a sample meanwhile
             continue

@@ -1,9 +1,9 @@
-"""The tokens of a prompt, including the rows of its pictures: where it may be cut, and positions.
+"""A list of prompt tokens that may contain pictures: `PromptTokens`.
 
-Each row of a picture is a negative pseudo-token: a hash of the file, the projector and the row's index.
-So code that compares tokens also compares pictures (the KV cache, names of blocks, common prefixes),
-and two pictures that differ in one pixel share nothing. The last two bits mark where a picture begins
-and, with M-RoPE, which rows have no own position.
+A picture is a sequence of embedding rows. Each row stands in the list as a negative pseudo-token: a
+hash of the image file, the projector and the row's index. So code that compares tokens (the KV cache,
+block names) compares pictures too, and pictures that differ in one pixel share no prefix. The two
+lowest bits say where a picture begins and, with M-RoPE, which rows do not advance the position.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import struct
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-#: Remainders of a row's token by 4. The first row of a picture is odd, so a list of tokens shows where
-#: its pictures begin. With M-RoPE a picture takes fewer positions than rows, all in one place.
+#: The two lowest bits of a row's pseudo-token. They are odd for the first row of a picture. With M-RoPE
+#: (_FIRST_IN_PLACE), a picture takes fewer positions than it has rows.
 _ROW, _FIRST, _WITHOUT_POSITION, _FIRST_IN_PLACE = range(4)
 
 
 def row_tokens(key: bytes, n_rows: int, n_positions: int = 0) -> list[int]:
-    """Return the pseudo-tokens of the `n_rows` rows identified by `key`.
+    """Return pseudo-tokens for a picture with `n_rows` rows; `key` identifies its content.
 
-    With M-RoPE they take `n_positions` (1 to `n_rows`); 0 means that each row has its own.
+    With M-RoPE the rows take `n_positions` (1 to `n_rows`); 0 means that each row takes one.
     """
     hashed = hashlib.shake_128(key).digest(4 * n_rows)
     kinds = [_WITHOUT_POSITION if 0 < n_positions <= i else _ROW for i in range(n_rows)]
@@ -31,13 +31,14 @@ def row_tokens(key: bytes, n_rows: int, n_positions: int = 0) -> list[int]:
 
 
 def text_only(tokens: Iterable[int]) -> list[int]:
-    """Return only the tokens of text."""
+    """Return the tokens without the rows of pictures."""
     return [token for token in tokens if token >= 0]
 
 
 class PromptTokens(list[int]):
-    """Tokens of text and rows of pictures. They change only by the methods of this class, by `append`
-    of text, and by deleting from a list of only text.
+    """Tokens of text and rows of pictures.
+
+    Change a list with pictures only by the methods here or `append`, which keep account of positions.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
@@ -55,25 +56,25 @@ class PromptTokens(list[int]):
         """Keep the first `n` tokens."""
         del self[n:], self._without_position[bisect_left(self._without_position, n) :]
 
-    def cut(self, n: int) -> int:
-        """Return `n`, or the start of a picture that `n` would cut: a prefix has whole pictures."""
+    def round_down(self, n: int) -> int:
+        """Return the length up to `n` of the longest prefix that does not end inside a picture."""
         while 0 < n < len(self) and self[n] < 0 and not self[n] % 2:
             n -= 1
         return n
 
     def block_end(self, n: int) -> int:
-        """Return `n`, or a picture's end if `n` is inside it and its rows share a position."""
+        """Return `n`, or the end of the picture around `n` if its rows share positions."""
         if self._is_in_place(n):
             while n < len(self) and self[n] < 0 and not self[n] % 2:
                 n += 1
         return n
 
     def position(self, n: int) -> int:
-        """Return the position of token `n`; for rows that share a position, the picture's start."""
+        """Return the position of token `n` in the context; rows of one picture may share it."""
         if self._is_in_place(n):
-            n = self.cut(n)
+            n = self.round_down(n)
         return n - bisect_left(self._without_position, n)
 
     def _is_in_place(self, n: int) -> bool:
-        start = self.cut(n)
+        start = self.round_down(n)
         return start < n and self[start] % 4 == _FIRST_IN_PLACE

@@ -1,8 +1,8 @@
-"""Checkpoints of the recurrent state of sequences whose model does not support truncation.
+"""Checkpoints of the recurrent state, for models whose sequences cannot be truncated.
 
-A checkpoint holds the state at one length, and restores a sequence to it. So after an edited message,
-for another answer to the same question, or if a template drops earlier reasoning, the engine prefills
-only the new tokens, not the whole conversation.
+A checkpoint is the state after a number of tokens, to which it restores the sequence. So if a prompt
+shares only a part of a cached sequence (an edited message, another answer to the same question), the
+engine prefills the rest, not the whole prompt.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from typing import Protocol
 _MOST_BYTES = 512 << 20
 #: Distance (tokens) between checkpoints during prefill.
 INTERVAL_TOKENS = 2048
-#: Shortest prompt (tokens) with a checkpoint; in a shorter one, the extra step for the last token costs
-#: as much as the prefill.
+#: Shortest prompt (tokens) with a checkpoint. A checkpoint needs a separate step for the last token.
 SHORT = 32
 
 
 def tokens_to_next_checkpoint(n_past: int, n_tokens: int) -> int:
-    """Return the most tokens of a step, which must end at the prompt's next checkpoint.
+    """Return how many tokens a step may prefill at most, so that it ends at the next checkpoint.
 
     The prompt has `n_tokens`, of which `n_past` are prefilled. The last checkpoint is before the last
-    token, because a repeated prompt differs only after it.
+    token, which is computed again if the prompt is repeated.
     """
     to_end = n_tokens - 1 - n_past
     if n_tokens - n_past < SHORT or to_end <= 0:
@@ -37,7 +36,7 @@ def is_checkpoint_position(n_past: int, n_tokens: int) -> bool:
 
 
 class CheckpointStates(Protocol):
-    """Saves and restores the recurrent state of a sequence in llama.cpp, as bytes."""
+    """Saves and restores the recurrent state of a sequence id in llama.cpp, as bytes."""
 
     def save_checkpoint(self, seq_id: int) -> memoryview | None: ...
 
@@ -53,7 +52,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Checkpoints by sequence, limited in memory; the oldest are evicted first. For one thread."""
+    """Saves checkpoints into the lists of their sequences, within a memory limit. For one thread."""
 
     def __init__(self, states: CheckpointStates, most_bytes: int = _MOST_BYTES) -> None:
         self._states, self._most_bytes = states, most_bytes
@@ -61,7 +60,7 @@ class Checkpoints:
         self._bytes = 0
 
     def save(self, checkpoints: list[Checkpoint], seq_id: int, n_tokens: int) -> None:
-        """Save a checkpoint of `seq_id` at `n_tokens`, unless there is one."""
+        """Save the present state of `seq_id`, which has `n_tokens`, unless that was done."""
         if not n_tokens or any(checkpoint.n_tokens == n_tokens for checkpoint in checkpoints):
             return
         state = self._states.save_checkpoint(seq_id)
@@ -69,7 +68,7 @@ class Checkpoints:
             self.add(checkpoints, Checkpoint(n_tokens, state))
 
     def add(self, checkpoints: list[Checkpoint], checkpoint: Checkpoint) -> None:
-        """Add a checkpoint of a sequence, and evict the oldest beyond the limit."""
+        """Add a checkpoint to a sequence's list, and drop the oldest of all beyond the memory limit."""
         checkpoints.append(checkpoint)
         self._lists.append((checkpoints, checkpoint))
         self._bytes += len(checkpoint.state)
@@ -80,14 +79,14 @@ class Checkpoints:
                 kept_in.remove(oldest)
 
     def drop_after(self, checkpoints: list[Checkpoint], n_tokens: int = 0) -> None:
-        """Drop a sequence's checkpoints beyond its first `n_tokens`."""
+        """Drop the checkpoints of a sequence that are after its first `n_tokens`."""
         gone = [checkpoint for checkpoint in checkpoints if checkpoint.n_tokens > n_tokens]
         self._bytes -= sum(len(checkpoint.state) for checkpoint in gone)
         self._lists = deque(e for e in self._lists if e[0] is not checkpoints or e[1] not in gone)
         checkpoints[:] = [checkpoint for checkpoint in checkpoints if checkpoint not in gone]
 
     def latest_before(self, checkpoints: list[Checkpoint], n_tokens: int) -> Checkpoint | None:
-        """Find the last checkpoint within the first `n_tokens`."""
+        """Find the last checkpoint within the first `n_tokens`, None without one."""
         within = [checkpoint for checkpoint in checkpoints if checkpoint.n_tokens <= n_tokens]
         return max(within, key=lambda checkpoint: checkpoint.n_tokens, default=None)
 

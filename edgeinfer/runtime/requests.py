@@ -1,4 +1,4 @@
-"""Requests to the engine, and their checks before any computation."""
+"""Requests to the engine, and checks of their fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from edgeinfer.errors import ContextLengthError, InvalidRequestError
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that an assistant made in an earlier turn. `arguments` is JSON text."""
+    """A tool call in an earlier assistant message. `arguments` is JSON text."""
 
     id: str
     name: str
@@ -27,10 +27,10 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn. Role "tool" has `tool_call_id` and `name`, role "assistant" `tool_calls` and `reasoning`.
+    """A message of a conversation.
 
-    `content` has a `PICTURE_MARK` for each of `pictures`, in order; `pictures.join_parts` makes both.
-    Each picture is a file's bytes; the engine decodes files that it has not seen before.
+    Role "tool" uses `tool_call_id` and `name`, role "assistant" `tool_calls` and `reasoning`. `content`
+    contains a `PICTURE_MARK` for each of `pictures`, which are bytes of image files, in order.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -45,8 +45,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """A function that the model may call; `parameters` is a JSON schema.
 
-    A `strict` tool refuses a required call if its schema cannot be enforced; for other tools, the
-    arguments are then any JSON object.
+    If a required call's schema cannot be enforced, a `strict` tool refuses the request; for other
+    tools, the arguments may then be any JSON object.
     """
 
     name: str
@@ -56,7 +56,10 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The mode of tool calls: forbidden, free, required, or required of one tool (`name`)."""
+    """Whether the model may ("auto") or must call tools ("required"; "named": the tool `name`).
+
+    `parallel`: several calls are allowed.
+    """
 
     mode: Literal["none", "auto", "required", "named"] = "auto"
     name: str = ""
@@ -64,10 +67,10 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling options with llama.cpp's names and order. Neutral values switch a stage off.
+    """Sampling options, with llama.cpp's names. `edgeinfer.config.sampling_options` describes each.
 
-    `seed` None draws a seed from the kernel. `edgeinfer.config.sampling_options` describes each option.
-    `penalize_prompt` False makes the repeat penalties count only the answer.
+    Stages are applied in llama.cpp's order. `seed` None means a random seed. Without `penalize_prompt`,
+    the repeat penalties ignore the prompt's tokens.
     """
 
     temperature: float = 0.8
@@ -88,8 +91,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
 
 
-#: Models of up to this many parameters repeat themselves. DRY's usual breakers would exempt the lines
-#: of lists. Penalties on the question's words cost SmolLM2 a third of its right answers.
+#: Models of up to this many parameters repeat themselves, so they get penalties by default. Without
+#: sequence breakers, DRY also penalizes repeated lines. The prompt is not penalized: for SmolLM2, that
+#: would cost a third of the right answers.
 _SMALL = 500_000_000
 _PENALTIES: dict[str, Any] = {
     "repeat_penalty": 1.1,
@@ -99,12 +103,12 @@ _PENALTIES: dict[str, Any] = {
     "dry_sequence_breakers": (),
     "penalize_prompt": False,
 }
-#: Neutral values of the penalties that a model's defaults may have.
+#: Values that switch these penalties off.
 NO_PENALTIES = {"repeat_penalty": 1.0, "dry_multiplier": 0.0, "penalize_prompt": True}
 
 
 def default_sampling(n_params: float) -> Sampling:
-    """Return the defaults for a model's size (0: unknown): small models get repeat penalties."""
+    """Return the default options for a model with `n_params` parameters (0: unknown)."""
     return Sampling(**_PENALTIES) if 0 < n_params <= _SMALL else Sampling()
 
 
@@ -118,25 +122,25 @@ def with_options(defaults: Sampling, options: Mapping[str, Any]) -> Sampling:
 
 
 class JsonSchema(msgspec.Struct, frozen=True, tag="json_schema"):
-    """Output is JSON that is valid for `schema` (`{}` for any JSON value)."""
+    """The answer is JSON that `schema` allows; `{}` allows any JSON value."""
 
     schema: dict[str, Any]
 
 
 class Regex(msgspec.Struct, frozen=True, tag="regex"):
-    """The whole output matches `pattern` (Rust regex syntax)."""
+    """The whole answer matches `pattern` (syntax of Rust's regex crate)."""
 
     pattern: str
 
 
 class Choice(msgspec.Struct, frozen=True, tag="choice"):
-    """Output is one of `options`."""
+    """The answer is one of `options`."""
 
     options: tuple[str, ...]
 
 
 class Grammar(msgspec.Struct, frozen=True, tag="gbnf"):
-    """Output follows a GBNF grammar (llama.cpp's notation), from its rule `root`."""
+    """The answer follows a grammar in llama.cpp's notation (GBNF); its first rule is `root`."""
 
     gbnf: str
 
@@ -145,14 +149,17 @@ Constraint = JsonSchema | Regex | Choice | Grammar
 
 
 class InfillFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Text of another file that helps to fill the gap."""
+    """Another file of the project, as context for fill-in-the-middle."""
 
     name: str
     text: str
 
 
 class Infill(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefix and suffix of an infill, and extra files, the most relevant last."""
+    """A fill-in-the-middle prompt: text before and after the gap, and other files.
+
+    The last of `files` is the most relevant.
+    """
 
     prefix: str = ""
     suffix: str = ""
@@ -160,10 +167,10 @@ class Infill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """An earlier answer to a request, to be compared with the engine's output.
+    """An earlier answer (tokens) with which the engine's answer is compared, to verify a receipt.
 
-    `answer` are its tokens, which are verified in groups like draft tokens. The generation ends at the
-    first different token. Templates that write the date get the day of `time` (ISO 8601).
+    Its tokens are verified several at a time, like draft tokens. The generation ends at the first
+    different token. A template that writes the date gets `time`.
     """
 
     answer: tuple[int, ...]
@@ -171,29 +178,25 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation, with exactly one of `messages` (for the chat template), `prompt` and `infill`.
+    """One generation. Its prompt is exactly one of `messages`, `prompt` (text or tokens) and `infill`.
 
-    `prompt` has a `PICTURE_MARK` for each of `pictures`, as a message has.
-
-    `continue_final` leaves the last message open: an assistant's message is continued, a user's message
-    is still being typed (`max_tokens` 0). `overflow` says what happens if the context is full: "refuse"
-    refuses a longer prompt and ends the answer with "length", "shift" drops the oldest tokens after the
-    system prompt. `logprobs` is the number of alternatives per token (0 to 20), None for no
-    log-probabilities. `prompt_logprobs` is the same for the prompt's tokens, reported at once in
-    `PromptLogprobs`; it uses a cached prefix only if its log-probabilities are cached too. `lora` are
-    (adapter name, scale) pairs; None applies all adapters loaded with the model. `speculative` "auto"
-    lets the engine decide by measured gain. `deadline_s` counts from submission.
-
-    `max_tokens` 0 prefills the prompt for later requests and ends without a token, at the lowest
-    priority; if it is cancelled, the finished part is kept. With `background` it also yields the
-    processor to other programs. `cache_prompt` False neither uses nor fills the prefix cache, in memory
-    or on disk. `cache_on_disk` False keeps the prompt in memory, until a later request with it is
-    stored. Requests share prefixes only under one `cache_salt`. `conversation` owns the blocks, which
-    are deleted with it. `preamble` names an agent, whose shared prefix is evicted last.
-
-    `reasoning_budget` closes a reasoning span after this many tokens, 0 immediately, None never.
-
-    `record_tokens` and `replay` report the tokens of prompt and answer in `Finished.record`.
+    - prompt: text `prompt` contains a `PICTURE_MARK` for each of `pictures`, as a message does.
+      `continue_final`: the prompt ends inside the last message, which the answer continues.
+    - limits: `overflow` decides what happens if the context is full: "refuse" refuses a longer prompt
+      and ends the answer with "length"; "shift" drops the oldest tokens after the system prompt.
+      `deadline_s` counts from submission. `reasoning_budget` is the most reasoning tokens.
+    - log-probabilities: `logprobs` is the number of alternatives per token (0 to 20); None switches them
+      off. `prompt_logprobs` is the same for the prompt's tokens, which arrive as one `PromptLogprobs`.
+    - model: `lora` are pairs of adapter name and scale; None applies all loaded adapters. `speculative`
+      "auto" drafts tokens while that pays.
+    - prefill only: with `max_tokens` 0, the prompt is prefilled for later requests, at the lowest
+      priority. If the request is cancelled, the finished part stays cached. With `background`, other
+      programs get the processor first.
+    - prefix cache: without `cache_prompt` it is neither used nor filled, in memory and on disk. Without
+      `cache_on_disk` the prompt stays in memory only. Only requests with the same `cache_salt` share
+      prefixes. Blocks on disk are deleted with their `conversation`. `preamble` is the name of a coding
+      agent, whose shared prefix is evicted last.
+    - receipts: `record_tokens` and `replay` put the tokens of prompt and answer into `Finished.record`.
     """
 
     messages: tuple[Message, ...] = ()
@@ -227,7 +230,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def length(self) -> int:
-        """Number of characters to tokenize; a token of a token prompt counts as one."""
+        """Length of the prompt in characters (in tokens if the prompt is tokens)."""
         gap = self.infill or Infill()
         texts = (gap.prefix, gap.suffix, *(file.text for file in gap.files), self.prompt or "")
         return sum(map(len, texts)) + sum(len(turn.content) for turn in self.messages)
@@ -237,12 +240,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.pictures) + sum(len(turn.pictures) for turn in self.messages)
 
 
-#: Default limit (tokens) of an answer in the chat and `run`, without and with reasoning.
+#: Longest answer (tokens) in the chat and in `run` by default, without and with reasoning.
 _ANSWER_TOKENS, _REASONED_ANSWER_TOKENS = 1_500, 8_000
 
 
 def with_answer_limit(request: GenerateRequest, *, can_think: bool) -> GenerateRequest:
-    """Set `max_tokens` of a chat request without a limit, unless it has tools or a constraint."""
+    """Set the default `max_tokens` of a chat, unless the request has a limit, tools or a constraint."""
     if request.max_tokens is not None or request.constraint is not None or request.tools:
         return request
     limit = _REASONED_ANSWER_TOKENS if can_think else _ANSWER_TOKENS
@@ -253,10 +256,10 @@ _MAX_BIASES = 1024
 _MAX_BIAS = 1000.0
 _MAX_STOPS = 128
 _MAX_STOP_CHARS = 1024
-#: Largest values of fields that count something.
+#: Largest allowed values.
 _MOST = {"max_tokens": 1 << 24, "reasoning_budget": 1 << 24, "logprobs": 20, "prompt_logprobs": 20}
-#: Most characters per token of any tokenizer, on average over a context; and the length (characters) up
-#: to which every text is tokenized.
+#: No tokenizer needs fewer than one token per 64 characters of a long text. Texts of up to 1 Mi
+#: characters are tokenized in any case.
 _MAX_TOKEN_CHARS = 64
 _TRIED_CHARS = 1 << 20
 
@@ -266,7 +269,7 @@ def _refuse(param: str, message: str) -> None:
 
 
 def check_sampling(s: Sampling, n_vocab: int) -> None:
-    """Check the sampling options. Raises InvalidRequestError naming the field."""
+    """Check the sampling options. Raises InvalidRequestError, which names the field."""
     for option in SAMPLING_OPTIONS:
         value = getattr(s, option.field)
         if value is None and option.field == "seed":
@@ -287,32 +290,35 @@ def check_sampling(s: Sampling, n_vocab: int) -> None:
 
 
 def check_request(request: GenerateRequest, n_vocab: int) -> None:
-    """Check a request. Raises InvalidRequestError naming the field; tokenizing checks the length."""
+    """Check the fields of a request, except the prompt's length. Raises InvalidRequestError."""
     check_sampling(request.sampling, n_vocab)
     inputs = (bool(request.messages), request.prompt is not None, request.infill is not None)
     if sum(inputs) != 1:
-        _refuse("messages", "give either messages or a prompt")
+        _refuse("messages", "give exactly one of messages, prompt and infill")
     if request.tools and not request.messages:
-        _refuse("tools", "tools need messages")
+        _refuse("tools", "a request with tools needs messages, not a prompt")
     for name, most in _MOST.items():
         value = getattr(request, name)
         if value is not None and not 0 <= value <= most:
             _refuse(name, f"{value} is not between 0 and {most}")
     last = request.messages[-1].role if request.messages else ""
     if request.continue_final and last != "assistant" and request.max_tokens != 0:
-        _refuse("messages", "the last message must be the assistant's to continue it")
+        _refuse("messages", "only a message of the assistant can be continued, and the last one is not")
     if request.reasoning_budget is not None and not request.messages:
-        _refuse("reasoning_budget", "a plain prompt has no reasoning; use messages")
+        _refuse("reasoning_budget", "it needs messages: a plain prompt has no reasoning")
     if request.deadline_s is not None and not (
         math.isfinite(request.deadline_s) and request.deadline_s > 0
     ):
-        _refuse("deadline_s", "must be a positive number of seconds")
+        _refuse("deadline_s", f"{request.deadline_s} is not a positive number of seconds")
     if request.prompt_logprobs is not None and request.overflow == "shift":
-        _refuse("prompt_logprobs", 'a shifted prompt is incomplete; use overflow "refuse"')
+        _refuse(
+            "prompt_logprobs",
+            'not with overflow "shift", which drops tokens of the prompt; use "refuse"',
+        )
     if request.n_pictures and request.overflow == "shift":
         _refuse("overflow", 'a context with pictures cannot be shifted; use "refuse"')
     if request.n_pictures and request.prompt_logprobs is not None:
-        _refuse("prompt_logprobs", "rows of pictures have no log-probabilities")
+        _refuse("prompt_logprobs", "a prompt with pictures has no log-probabilities; leave it out")
     if len(request.stop) > _MAX_STOPS:
         _refuse("stop", f"at most {_MAX_STOPS} stop strings are allowed")
     if any(not stop or len(stop) > _MAX_STOP_CHARS for stop in request.stop):
@@ -320,26 +326,26 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
     if isinstance(request.prompt, tuple) and any(not 0 <= t < n_vocab for t in request.prompt):
         _refuse("prompt", f"a token is not in the vocabulary of {n_vocab}")
     if request.speculative not in ("auto", "off", "ngram"):
-        _refuse("speculative", '"auto", "off" or "ngram"')
+        _refuse("speculative", f'{request.speculative!r} is not "auto", "off" or "ngram"')
 
 
 def hint_beyond_training(n_tokens: int, n_ctx_train: int) -> str | None:
-    """Return the hint for a prompt beyond the training context; None if a larger context may help."""
+    """Return the hint for a prompt longer than the model's training context, None for a shorter one."""
     if not n_ctx_train or n_tokens < n_ctx_train:
         return None
     return f"shorten it, or use another model: this one was trained on {n_ctx_train:,} tokens"
 
 
 def check_length(n_chars: int, n_ctx: int, param: str, n_ctx_train: int = 0) -> None:
-    """Refuse a text that no context can hold, before it is tokenized: 20 MB of one letter take 38 s.
+    """Raise ContextLengthError for a text that cannot fit into the context, before it is tokenized.
 
-    Raises ContextLengthError, with the fewest tokens that the text can have.
+    To tokenize 20 MB of one letter takes 38 s.
     """
     most = max(_TRIED_CHARS, n_ctx * _MAX_TOKEN_CHARS)
     if n_chars > most:
         raise ContextLengthError(
-            f"the text has {n_chars:,} characters; for a context of {n_ctx:,} tokens {most:,} are "
-            "tokenized at most",
+            f"the text has {n_chars:,} characters; a context of {n_ctx:,} tokens holds at most "
+            f"{n_ctx * _MAX_TOKEN_CHARS:,}",
             param=param,
             hint=hint_beyond_training(n_chars // _MAX_TOKEN_CHARS, n_ctx_train),
             n_tokens=n_chars // _MAX_TOKEN_CHARS,
@@ -347,7 +353,8 @@ def check_length(n_chars: int, n_ctx: int, param: str, n_ctx_train: int = 0) -> 
         )
 
 
-#: Limit of preparation (CPU seconds); the slowest of 150 published schemas takes less than 2.
+#: CPU time (s) for preparing one request: template, schema, tokens. The slowest of 150 published
+#: schemas takes less than 2 s.
 PREPARATION_S = 10.0
 
 _deadline: ContextVar[float] = ContextVar("edgeinfer_prepare_deadline", default=float("inf"))
@@ -355,7 +362,7 @@ _deadline: ContextVar[float] = ContextVar("edgeinfer_prepare_deadline", default=
 
 @contextmanager
 def limit_preparation(seconds: float = PREPARATION_S) -> Iterator[None]:
-    """Let `check_deadline` raise inside the block after `seconds` of this thread's CPU time."""
+    """Limit the block's CPU time on this thread: after `seconds`, `check_deadline` raises."""
     token = _deadline.set(min(_deadline.get(), time.thread_time() + seconds))
     try:
         yield
@@ -364,7 +371,7 @@ def limit_preparation(seconds: float = PREPARATION_S) -> Iterator[None]:
 
 
 def check_deadline() -> None:
-    """Raise InvalidRequestError if the request that is being prepared has used up its time."""
+    """Raise InvalidRequestError if the CPU time of `limit_preparation` is used up."""
     if time.thread_time() > _deadline.get():
         raise InvalidRequestError(
             f"preparing the request takes more than {PREPARATION_S:.0f} s of processor time",
@@ -376,8 +383,11 @@ _count = itertools.count()
 
 
 def random_bytes(size: int, entropy: bytes = b"") -> bytes:
-    """Draw up to 64 bytes from kernel, time, count and `entropy`: a resume may repeat one of them."""
-    import hashlib  # takes 1 ms, which verbs without an engine save
+    """Return up to 64 random bytes, different in each process restored from one snapshot.
+
+    They depend on the kernel, the time, a count and the `entropy` of the launch.
+    """
+    import hashlib  # here, because it takes 1 ms, and verbs without an engine do not need it
 
     clock, count = time.time_ns().to_bytes(8, "little"), next(_count).to_bytes(8, "little")
     return hashlib.blake2b(os.urandom(16) + clock + count + entropy, digest_size=size).digest()

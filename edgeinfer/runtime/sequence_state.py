@@ -1,4 +1,4 @@
-"""The state of a sequence as bytes: what llama.cpp saves and restores, and what a KV block holds."""
+"""The state of a sequence (the contents of its KV cells) as bytes, as llama.cpp saves it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 
 import msgspec
 
-#: Offset of a piece that may begin anywhere in a page.
+#: Page offset of a piece that need not have a certain one.
 ANYWHERE = -1
 
 
 class MappedFile:
-    """A file mapped from its first byte on, at `address`; its descriptor is closed with this object."""
+    """A file mapped at `address`. Its descriptor is closed with this object."""
 
     def __init__(self, descriptor: int, address: int) -> None:
         self.descriptor, self.address = descriptor, address
@@ -21,10 +21,10 @@ class MappedFile:
 
 
 class State(msgspec.Struct, frozen=True):
-    """A sequence's state as bytes. Each of `pieces` has cells of a tensor, or metadata between them.
+    """A sequence's state as bytes. Each piece has the cells of one tensor, or metadata between them.
 
-    `page_offsets` are their best offsets within a page, or ANYWHERE. `file` is the file that they are
-    views of, None for other memory.
+    A piece in a file should begin at its `page_offsets` within a page, so that its pages can be mapped
+    into the KV cache; ANYWHERE for metadata. `file` contains the pieces, None if they are in memory.
     """
 
     pieces: tuple[memoryview, ...]
@@ -45,5 +45,5 @@ class State(msgspec.Struct, frozen=True):
 
 
 def as_state(state: memoryview) -> State:
-    """Make a state of one piece, which may lie anywhere."""
+    """Make a state of one piece."""
     return State((state,), (ANYWHERE,))

@@ -101,7 +101,7 @@ class Histories:
         if seq is None:
             assert len(self.active) == 6
             return
-        n_kept = tokens.cut(common_prefix(seq.tokens, tokens[:-1]))
+        n_kept = tokens.round_down(common_prefix(seq.tokens, tokens[:-1]))
         assert n_kept == n_shared
         self.kv.truncate(seq, n_kept)
         self.held[seq.seq_id] = prompt[:shared]
@@ -119,7 +119,7 @@ class Histories:
         if not self.active:
             return
         seq = self.rng.choice(self.active)
-        n_tokens = seq.tokens.cut(self.rng.randrange(len(seq.tokens) + 1))
+        n_tokens = seq.tokens.round_down(self.rng.randrange(len(seq.tokens) + 1))
         self.kv.truncate(seq, n_tokens)
         pieces = self.held[seq.seq_id]
         while sum(len(self.pieces[piece]) for piece in pieces) > n_tokens:

@@ -21,7 +21,7 @@ from edgeinfer.errors import InvalidRequestError
 from edgeinfer.media.pictures import PICTURE_MARK, Picture, decode, join_parts
 from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime import vision
-from edgeinfer.runtime.chat_format.chat_format import PicturePlaces
+from edgeinfer.runtime.chat_format.chat_format import PictureMarkers
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import TextDelta
@@ -581,11 +581,11 @@ def test_row_tokens_name_pictures_and_their_starts() -> None:
     assert common_prefix(a, b) == 0
     in_place = row_tokens(b"c", 6, 3)
     tokens = PromptTokens([1, 2, *a, *b, *in_place, 3])
-    assert [n for n in range(len(tokens) + 1) if tokens.cut(n) == n] == [
+    assert [n for n in range(len(tokens) + 1) if tokens.round_down(n) == n] == [
         *(0, 1, 2, 502, 1002, 1008, 1009)
     ]
-    assert tokens.cut(501) == 2
-    assert tokens.cut(1001) == 502
+    assert tokens.round_down(501) == 2
+    assert tokens.round_down(1001) == 502
     assert [tokens.block_end(n) for n in (1, 501, 1002, 1003, 1007, 1008)] == [
         *(1, 501, 1002, 1008, 1008, 1008)
     ]
@@ -602,16 +602,16 @@ def test_pictures_must_have_their_pixels() -> None:
 
 
 def test_places_survive_a_template_that_moves_messages() -> None:
-    places = PicturePlaces()
+    markers = PictureMarkers()
     a, b = picture(), picture(flip=1)
     first, second = (
         Message(role="user", content=content, pictures=pictures)
         for content, pictures in (join_parts(["x", a]), join_parts([b, "y"]))
     )
-    later, earlier = places.mark([first, second])
-    assert list(places.split(earlier.content + later.content, [a, b])) == ["", b, "yx", a, ""]
+    later, earlier = markers.insert([first, second])
+    assert list(markers.split(earlier.content + later.content, [a, b])) == ["", b, "yx", a, ""]
     spaced = f"User: {earlier.content}; User: {later.content}"
-    assert list(places.split(spaced, [a, b], is_tight=True)) == ["User:", b, "y; User: x", a, ""]
+    assert list(markers.split(spaced, [a, b], is_tight=True)) == ["User:", b, "y; User: x", a, ""]
     for prompt in (later.content, later.content + earlier.content * 2):
-        with pytest.raises(InvalidRequestError, match="the chat template renders"):
-            list(places.split(prompt, [a, b]))
+        with pytest.raises(InvalidRequestError, match="pictures into the prompt"):
+            list(markers.split(prompt, [a, b]))

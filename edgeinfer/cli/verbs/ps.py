@@ -36,7 +36,7 @@ class PsResult(Result, frozen=True, kw_only=True):
 
 
 def _reports(process: RunningLaunch) -> list[str]:
-    lines = [f"{replica.model}: {replica.words}" for replica in process.replicas]
+    lines = [f"{replica.model}: {replica.summary}" for replica in process.replicas]
     lines += [f"{layers.model}: layers on GPUs: {layers.layers}" for layers in process.layers]
     return lines + [f"{last.model}: {last.summary}" for last in process.last_prompts]
 

@@ -1,8 +1,9 @@
-"""Split one answer into reasoning, text and tool calls: `AnswerParser`.
+"""Split one answer into reasoning, text and tool calls while it is generated: `AnswerParser`.
 
-Output is text, or reasoning inside a span; an end that could still become a marker is held back. A
-marker of the family opens a section, which `tool_call_parser` and `xml_calls` read. A call ends a
-reasoning span around it, because models forget to close the span.
+The parser looks for the markers of the model's format, such as `<think>` and `<tool_call>`. It holds
+back the end of the text while more characters could complete a marker (`<tool_` waits for `call>`). The
+text after a tool-call marker is a section, which `tool_call_parser` or `xml_calls` parses. A tool call
+also ends the reasoning, because models forget to close it.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ _NO_CALLS = ToolFormat(name="none")
 
 
 def call_id(*, short: bool = False) -> str:
-    """Make a unique call id: nine letters and digits for Mistral, otherwise `call_` and 24."""
+    """Make a unique tool-call id: `call_` and 24 letters and digits, or only nine for Mistral."""
     drawn = "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in random_bytes(24))
     return drawn[:9] if short else f"call_{drawn}"
 
 
 class AnswerParser:
-    """Parses one generation's text; `tools` are schemas by name. Only for the decode loop's thread.
+    """Parses the text of one answer into events. Used on the decode thread; never raises.
 
-    `span` is the reasoning span that may begin the answer, or has begun in the prompt (`opened`).
-    `certain`: calls are constrained, so they are well formed. `special_tokens`: `feed` needs control
-    tokens as text. Never raises because of a model's output.
+    `tools` maps names to argument schemas. The answer may begin with the reasoning `span`; `opened`
+    means that the prompt already contains its first marker. `constrained`: a grammar guarantees
+    well-formed calls, so their arguments can be streamed. `special_tokens`: the caller must pass
+    control tokens as text.
     """
 
     def __init__(
@@ -48,13 +50,13 @@ class AnswerParser:
         *,
         span: ReasoningSpan | None = None,
         opened: bool = False,
-        certain: bool = False,
+        constrained: bool = False,
         special_tokens: bool = False,
     ) -> None:
         self._form = form if tools else _NO_CALLS
-        self._tools, self._certain = tools, certain
+        self._tools, self._constrained = tools, constrained
         self._span = span or ReasoningSpan("", "")
-        #: "closed": after a span, before the first character of the answer.
+        #: "closed": the reasoning has ended, and the answer has no character yet.
         self._phase: Literal["start", "thinking", "closed", "answer"] = "start" if span else "answer"
         if opened:
             self._phase = "thinking"
@@ -66,7 +68,7 @@ class AnswerParser:
         self._text = ""
         self._section: Section | None = None
         self._n_calls = 0
-        #: White space that is emitted only together with later text.
+        #: White space that is dropped unless text follows it.
         self._space = ""
         self._fresh, self._has_thought = True, False
         self._after_call = False
@@ -74,16 +76,16 @@ class AnswerParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Return whether the text so far ends inside the span."""
+        """Return whether the text so far ends inside the reasoning."""
         return self._phase == "thinking" and self._section is None
 
     @property
     def is_holding(self) -> bool:
-        """Return whether the end of the text could still become a marker of the span."""
+        """Return whether text is held back that could become a marker of the reasoning span."""
         return self._phase in ("start", "thinking") and bool(self._text)
 
     def feed(self, text: str) -> Sequence[Parsed]:
-        """Return the events that `text` makes certain; a possible beginning of a marker waits."""
+        """Add text; return the events up to where a marker may have begun."""
         self._text += text
         while self._step():
             pass
@@ -91,14 +93,14 @@ class AnswerParser:
         return _merge(events) if len(events) > 1 else events
 
     def finish(self, *, cut: bool = False) -> Sequence[Parsed]:
-        """Return the held-back text when the generation ends; `cut`: the model did not end it."""
+        """Return the last events. `cut`: a limit ended the answer, perhaps inside a tool call."""
         events = list(self.feed(""))
         text = ""
         while (section := self._section) is not None:
             section.finish(cut=cut)
             marker, leftover = self._close_section(section)
             if marker:
-                text = marker + leftover  # an unfinished call is no call: show its text
+                text = marker + leftover  # the call is incomplete: show it as text
             else:
                 self._text = leftover
             events += self.feed("")
@@ -110,12 +112,12 @@ class AnswerParser:
         return [*events, *self.feed("")]
 
     def _step(self) -> bool:
-        """Parse one step; return whether more can be parsed."""
+        """Handle the next piece of the text; return whether to call again."""
         if self._section is not None:
             return self._parse_section(self._section)
         if self._phase == "start":
             return self._start()
-        if self._phase == "closed":  # drop white space between the span and the answer
+        if self._phase == "closed":  # drop the white space before the answer
             self._text = self._text.lstrip()
             self._phase = "answer" if self._text else "closed"
             return bool(self._text)
@@ -152,20 +154,22 @@ class AnswerParser:
         return bool(marker) and self._open_section(marker)
 
     def _open_section(self, marker: str) -> bool:
-        """Begin a tool-call section after `marker`; return False if the decision needs more text."""
+        """Begin a tool-call section after `marker`; return False if its notation is not known yet."""
         is_xml = self._form.inner == "xml"
         first = self._text.lstrip()[:1]
         if is_xml and marker != FUNCTION and not first:
             self._text = marker + self._text
             return False
-        if marker == FUNCTION and self._answer.count(FENCE) % 2:  # in a code block it is an example
+        if marker == FUNCTION and self._answer.count(FENCE) % 2:  # the code block shows an example call
             self._emit(marker)
             return True
         self._fresh = False
-        # the grammar covers only the format's first begin marker; others may begin malformed calls
-        certain = self._certain and marker in ("", *self._form.begin[:1])
+        # the grammar covers only the first marker of the format: after others, calls may be malformed
+        constrained = self._constrained and marker in ("", *self._form.begin[:1])
         kind = XmlSection if is_xml and first not in ("{", "[") else JsonSection
-        self._section = kind(self._form, marker, self._tools, certain=certain, new_call=self._new_call)
+        self._section = kind(
+            self._form, marker, self._tools, constrained=constrained, new_call=self._new_call
+        )
         return True
 
     def _parse_section(self, section: Section) -> bool:
@@ -173,7 +177,7 @@ class AnswerParser:
         section.feed(text)
         if section.is_over:
             marker, self._text = self._close_section(section)
-            self._emit(marker)  # emit it as text: parsed again, it would open a section
+            self._emit(marker)  # not a call; parsed again, the marker would open the same section
         else:
             self._take_calls(section)
         return section.is_over and bool(self._text)
@@ -191,17 +195,14 @@ class AnswerParser:
             self._events += events
 
     def _new_call(self) -> tuple[int, str]:
-        """Return (index, id) of a new call. White space before the call is dropped as layout."""
+        """Return the index and the id of a new call, and drop the white space before it."""
         self._space = ""
         self._after_call = True
         self._n_calls += 1
         return self._n_calls - 1, call_id(short=self._form.short_ids)
 
     def _emit(self, text: str) -> None:
-        """Emit text of the answer, or of the reasoning, without white space around the span.
-
-        White space at the beginning, after a call and at the end of reasoning waits for later text.
-        """
+        """Emit text of the reasoning or the answer, without white space at its beginning and end."""
         if self._phase == "thinking":
             text = self._space + text
             if not self._has_thought:
@@ -227,7 +228,7 @@ class AnswerParser:
 
 
 def _merge(events: list[Parsed]) -> list[Parsed]:
-    """Join adjacent pieces of text."""
+    """Join successive events of the same kind of text."""
     merged: list[Parsed] = []
     for event in events:
         last = merged[-1] if merged else None

@@ -1,14 +1,14 @@
 """Convert a request's messages to a prompt, a constraint and a parser of the answer.
 
 The engine calls `load_chat_format`. `templates` renders prompts, `answer_parser` parses answers, and
-`sampling.grammar` constrains them. Per `tool_choice`:
+`sampling.grammar` constrains them. The request's `tool_choice` decides:
 
-- none: the prompt shows no tools, and the answer is text.
-- auto: the answer is free. A call that begins with the family's marker follows the tool's schema if the
-  grammar can express it. Calls of families without a marker, or of tools beyond the grammar, count if
-  they are complete and valid.
-- required, named: the whole answer is calls; for "named", of that tool. The request's own constraint is
-  for an answer in text, so it is not used.
+- none: the prompt does not show the tools, and the answer is text.
+- auto: the answer is text or tool calls. After the model's marker of a call (`<tool_call>`), a grammar
+  enforces the tool's schema. Without such a marker, or if no grammar can express the schema, a call
+  counts if it is complete and valid.
+- required, named: the whole answer consists of tool calls; for "named", of that tool. The request's own
+  constraint is ignored, because it is meant for an answer in text.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ if TYPE_CHECKING:
 _KEPT = 32
 _MAX_TOOLS = 128
 _MAX_NAME = 128
-#: Most example calls in a prompt whose template does not describe tools: small models copy them.
+#: Most example calls in a prompt if the template cannot show tools. Small models copy the examples.
 _EXAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedChat:
-    """A request with messages, ready for the engine.
+    """The prompt of a chat request, and how its answer is constrained and parsed.
 
-    `prompt` is tokenized by `ChatFormat.tokenize`. `constraint` replaces the request's: it is set if a
-    tool call is required, or if the request's constraint begins after a reasoning span. `stop` adds
-    stop strings. `parser` is None if the text needs none. `reasoning_close` ends a reasoning span.
+    `ChatFormat.tokenize` tokenizes `prompt`. `constraint` replaces the request's own one unless None.
+    `stop` are further stop strings. `parser` is None if the whole answer is plain text.
+    `reasoning_close` is the marker that ends the reasoning, such as `</think>`.
     """
 
     prompt: str
@@ -78,11 +78,11 @@ class ProcessedChat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateFacts:
-    """A model file's facts about its chat format; `template` may be "".
+    """What a model file says about its chat format.
 
-    `add_bos`: the model wants BOS before the prompt (`llama_vocab_get_add_bos`); it is added if the
-    template leaves it out. `guard_content`: control tokens come only from the template. `tool_template`
-    is the file's template for conversations with tools (Command R, Hermes 2 Pro), or "".
+    `template` is the jinja2 source, `tool_template` the one for conversations with tools (Command R,
+    Hermes 2 Pro); "" if the file has none. `add_bos` (`llama_vocab_get_add_bos`): the prompt must begin
+    with BOS. `escape_content`: texts of control tokens in messages stay text.
     """
 
     template: str
@@ -93,7 +93,7 @@ class TemplateFacts:
     vocab: Vocab
     tool_template: str = ""
     add_bos: bool = False
-    guard_content: bool = True
+    escape_content: bool = True
 
 
 def load_chat_format(facts: TemplateFacts) -> ChatFormat:
@@ -119,7 +119,7 @@ def _has_chatml(vocab: Vocab) -> bool:
 
 
 class ChatFormat:
-    """A model's chat format: prompts, parsers, constraints. Usable on any thread."""
+    """Makes prompts, answer parsers and constraints for one model. Usable on any thread."""
 
     def __init__(
         self,
@@ -137,19 +137,19 @@ class ChatFormat:
         self._grammars: OrderedDict[bytes, tuple[Lark | None, bool]] = OrderedDict()
         self._lock = Lock()
         self._control = ControlTokens(facts.vocab)
-        self._places = PicturePlaces()
+        self._pictures = PictureMarkers()
         self.reason = reason
 
     @property
     def tool_format(self) -> str:
-        """Format in which the model's calls are parsed; "" without a chat template."""
+        """Name of the format of the model's tool calls ("hermes"); "" without a chat template."""
         if self._for_tools is not None:
             return self._for_tools.tool_format
         return "" if self._is_transcript else self._form.name
 
     @property
     def choices(self) -> dict[str, Chosen]:
-        """Chosen template, tool-call format and reasoning span, with reasons."""
+        """The chosen template, tool-call format and reasoning markers, with reasons."""
         span_reason = (
             "the chat template contains it"
             if self.can_think
@@ -163,14 +163,17 @@ class ChatFormat:
         }
 
     def render(self, request: GenerateRequest) -> str:
-        """Render the prompt for `tokenize`, with marks and markers. Raises InvalidRequestError."""
+        """Render the prompt. It contains escapes and picture markers, for `tokenize` and `split`.
+
+        Raises InvalidRequestError.
+        """
         if self._for_tools is not None and self._tools(request):
             return self._for_tools.render(request)
         if any(message.pictures for message in request.messages):
-            messages = self._places.mark(request.messages)
+            messages = self._pictures.insert(request.messages)
             request = msgspec.structs.replace(request, messages=messages)
-        if self._facts.guard_content:
-            request = self._control.guard_request(request, (self._span.open, self._span.close))
+        if self._facts.escape_content:
+            request = self._control.escape_request(request, (self._span.open, self._span.close))
         tools = self._tools(request)
         messages = self._adapt(request.messages, tools)
         shown = tools if self._template.traits.tools else ()
@@ -185,7 +188,7 @@ class ChatFormat:
         return text if text.startswith(bos) else bos + text
 
     def tokenize(self, prompt: str) -> list[int]:
-        """Tokenize a rendered prompt: control tokens come only from the template."""
+        """Tokenize a rendered prompt. Escaped control tokens become text."""
         return self._control.tokenize(prompt)
 
     def split(self, prompt: str, request: GenerateRequest) -> Iterator[str | bytes]:
@@ -195,25 +198,25 @@ class ChatFormat:
         """
         pictures = [picture for message in request.messages for picture in message.pictures]
         is_tight = self._template.traits.tight_pictures
-        return self._places.split(prompt, pictures, is_tight=is_tight)
+        return self._pictures.split(prompt, pictures, is_tight=is_tight)
 
     def display_text(self, prompt: str) -> str:
-        """Return a rendered prompt for display, without marks."""
-        return self._places.display_text(remove_marks(prompt))
+        """Return a rendered prompt as a person may read it, without escapes and picture markers."""
+        return self._pictures.display_text(remove_marks(prompt))
 
     def warm_up(self) -> None:
-        """Read the vocabulary's control tokens."""
-        if self._facts.guard_content:
+        """Read the vocabulary's control tokens, which takes 10 to 60 ms."""
+        if self._facts.escape_content:
             self._control.load()
 
     def process(self, request: GenerateRequest) -> ProcessedChat:
-        """Return prompt, constraint and parser of the answer. Raises InvalidRequestError."""
+        """Make the prompt, the constraint and the parser of the answer. Raises InvalidRequestError."""
         tools = self._tools(request)
         if self._for_tools is not None and tools:
             return self._for_tools.process(request)
         prompt = self.render(request)
         span = self._span
-        constraint, certain = self._constraint(request, tools)
+        constraint, constrained = self._constraint(request, tools)
         opened = is_open(prompt, span)
         if opened and request.reasoning_budget == 0:
             prompt += span.close
@@ -224,11 +227,12 @@ class ChatFormat:
                 span,
                 self._facts.vocab,
                 opened=opened,
-                free=not prompt.rstrip().endswith(span.close),  # a closed span: thinking is off
+                # a template closes the span in the prompt if thinking is off
+                optional=not prompt.rstrip().endswith(span.close),
             )
         return ProcessedChat(
             prompt=prompt,
-            parser=self._parser(tools, certain=certain, opened=opened),
+            parser=self._parser(tools, constrained=constrained, opened=opened),
             constraint=constraint,
             reasoning_close=span.close,
             stop=TRANSCRIPT_STOP if self._is_transcript else (),
@@ -257,7 +261,7 @@ class ChatFormat:
     def _constraint(
         self, request: GenerateRequest, tools: tuple[Tool, ...]
     ) -> tuple[Constraint | Lark | None, bool]:
-        """Return the constraint, and whether it guarantees well-formed calls."""
+        """Return the constraint, and whether it guarantees well-formed tool calls."""
         if not tools:
             return request.constraint, False
         mode = request.tool_choice.mode
@@ -277,7 +281,7 @@ class ChatFormat:
         return grammar
 
     def _call_or_answer(self, request: GenerateRequest, constraint: Constraint) -> Lark:
-        """Return a grammar of calls or an answer, which may look like a call: so no call is certain."""
+        """Return a grammar of an answer that is either tool calls or follows `constraint`."""
         tools = _constrained_tools(request, may_refuse=True)
         several = request.tool_choice.parallel
         calls = tool_call_grammar.required_calls(self._form, tools, self._facts.vocab, several=several)
@@ -288,13 +292,13 @@ class ChatFormat:
         choice, vocab = request.tool_choice, self._facts.vocab
         tools = _constrained_tools(request, may_refuse=choice.mode != "auto")
         if choice.mode == "auto":
-            grammar = tool_call_grammar.once_begun(self._form, tools, vocab, several=choice.parallel)
+            grammar = tool_call_grammar.text_or_calls(self._form, tools, vocab, several=choice.parallel)
             span = tool_call_grammar.control_token(self._span.open, vocab) if self.can_think else None
             return (None, False) if grammar is None or span is not None else (grammar, True)
         several = choice.mode == "required" and choice.parallel
         return tool_call_grammar.required_calls(self._form, tools, vocab, several=several), True
 
-    def _parser(self, tools: Sequence[Tool], *, certain: bool, opened: bool) -> AnswerParser | None:
+    def _parser(self, tools: Sequence[Tool], *, constrained: bool, opened: bool) -> AnswerParser | None:
         if self._is_transcript and not tools:
             return None
         vocab = self._facts.vocab
@@ -307,7 +311,7 @@ class ChatFormat:
             {tool.name: tool.parameters for tool in tools},
             span=self._span,
             opened=opened,
-            certain=certain,
+            constrained=constrained,
             special_tokens=has_special_span
             or (bool(tools) and tool_call_grammar.needs_special(self._form, vocab)),
         )
@@ -324,12 +328,12 @@ class ChatFormat:
 
 
 def _first_part(marker: str) -> str:
-    """Return the first marker in a sequence: `<|channel|>` of `<|channel|>analysis<|message|>`."""
+    """Return the first control token: `<|channel|>` of `<|channel|>analysis<|message|>`."""
     return marker[: marker.find(">") + 1] if marker.startswith("<|") else marker
 
 
 def _callable(request: GenerateRequest) -> list[tuple[int, Tool]]:
-    """Return the tools that the answer may call, with their indexes."""
+    """Return the index and the definition of each tool that the answer may call."""
     choice = request.tool_choice
     named = choice.name if choice.mode == "named" else None
     tools = request.tools if choice.mode != "none" else ()
@@ -337,9 +341,9 @@ def _callable(request: GenerateRequest) -> list[tuple[int, Tool]]:
 
 
 def _constrained_tools(request: GenerateRequest, *, may_refuse: bool) -> tuple[Tool, ...]:
-    """Return the callable tools; if a schema cannot be enforced, the arguments may be any object.
+    """Return the callable tools. One whose schema cannot be enforced gets a schema of any object.
 
-    Raises UnsupportedConstraintError for such a schema if the tool is strict and `may_refuse`.
+    With `may_refuse`, raises UnsupportedConstraintError for a strict tool with such a schema.
     """
     tools = []
     for i, tool in _callable(request):
@@ -353,7 +357,11 @@ def _constrained_tools(request: GenerateRequest, *, may_refuse: bool) -> tuple[T
 
 
 def unenforced_fields(request: GenerateRequest) -> list[str]:
-    """Return the places of tool schemas that are not enforced, and of invalid earlier arguments."""
+    """Return the fields of a request that the engine cannot enforce or read, as JSON paths.
+
+    They are parts of tool schemas (`tools[0].parameters#/properties/x`), and the arguments of earlier
+    tool calls that are not JSON (`messages[2].tool_calls[0].arguments`).
+    """
     with limit_preparation():
         faults = [
             (i, tool_call_grammar.schema_fault(t, request.cache_salt)) for i, t in _callable(request)
@@ -370,10 +378,10 @@ def unenforced_fields(request: GenerateRequest) -> list[str]:
 
 
 def _after_reasoning(
-    constraint: Constraint | Lark, span: ReasoningSpan, vocab: Vocab, *, opened: bool, free: bool
+    constraint: Constraint | Lark, span: ReasoningSpan, vocab: Vocab, *, opened: bool, optional: bool
 ) -> Constraint | Lark:
-    """Put the constraint after a reasoning span, which is `opened` by the prompt or `free` to open."""
-    if not opened and not free:
+    """Let the constraint begin after the reasoning, which the prompt has `opened` or is `optional`."""
+    if not opened and not optional:
         return constraint
     source, grammars = lark_parts(constraint)
     close = tool_call_grammar.control_token(span.close, vocab)
@@ -429,8 +437,8 @@ def _with_description(
     return (Message(role="system", content=text), *messages)
 
 
-class PicturePlaces:
-    """Puts markers for pictures into messages, and finds them in a rendered prompt. Any thread."""
+class PictureMarkers:
+    """Puts a unique marker for each picture into messages, and finds it in the prompt. Any thread."""
 
     @cached_property
     def _word(self) -> str:
@@ -440,8 +448,8 @@ class PicturePlaces:
     def _marker(self) -> re.Pattern[str]:
         return re.compile(rf"picture{self._word}n(\d+)[be]")
 
-    def mark(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Replace the picture marks in messages by unique markers. Raises InvalidRequestError."""
+    def insert(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Replace each PICTURE_MARK in messages by a unique marker. Raises InvalidRequestError."""
         numbers = itertools.count()
 
         def marker(mark: re.Match[str]) -> str:
@@ -451,7 +459,7 @@ class PicturePlaces:
             n_places = message.content.count(PICTURE_MARK)
             if message.pictures and n_places != len(message.pictures):
                 raise InvalidRequestError(
-                    f"a message has {len(message.pictures)} pictures, but {n_places} places for them",
+                    f"a message has {len(message.pictures)} pictures and {n_places} placeholders",
                     param="messages",
                 )
         return tuple(
@@ -466,7 +474,7 @@ class PicturePlaces:
     ) -> Iterator[str | bytes]:
         """Yield the texts and pictures of a rendered prompt, in order. Raises InvalidRequestError.
 
-        `is_tight` removes the space before a picture that begins a message.
+        `is_tight`: the template writes no space before a picture at the beginning of a message.
         """
         text_start = 0
         seen = []
@@ -477,10 +485,10 @@ class PicturePlaces:
             yield pictures[seen[-1]]
             text_start = mark.end()
         if sorted(seen) != list(range(len(pictures))):
-            problem = f"the chat template renders {len(seen)} of {len(pictures)} pictures"
+            problem = f"the chat template put {len(seen)} of {len(pictures)} pictures into the prompt"
             raise InvalidRequestError(problem, param="messages")
         yield prompt[text_start:]
 
     def display_text(self, prompt: str) -> str:
-        """Return a rendered prompt for display, without markers."""
+        """Return a rendered prompt with each marker replaced by a sign that people can read."""
         return self._marker.sub(SHOWN, prompt)

@@ -1,8 +1,8 @@
 """Tokenize a rendered prompt so that control tokens come only from the template.
 
-`<|im_end|>` in a message, a tool's result or a document is text. `guard` marks such spellings before
-the template is rendered; `tokenize` reads parts with marks without special tokens. A prompt without
-marks is tokenized as a whole, as llama.cpp does.
+`<|im_end|>` in a message, a tool's result or a document must stay text. `escape` inserts MARK after the
+first character of such a text before the template is rendered. `tokenize` removes the marks, and parses
+no special tokens where they were. A prompt without marks is tokenized as a whole, as llama.cpp does.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolCall,
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
 
-#: Mark after the first character of a guarded spelling. It is a noncharacter, which no text contains.
+#: Inserted after the first character of an escaped control token. No text contains this noncharacter.
 MARK = "\ufdd0"
-#: The mark as JSON and Python write it, for templates that escape non-ASCII characters.
-_ESCAPED = "\\ufdd0"
-#: Length (characters) of the prefixes with which spellings are looked up.
+#: MARK after a template has written its text as ASCII-only JSON.
+_MARK_IN_JSON = "\\ufdd0"
+#: Control tokens are searched by their first characters; this is how many.
 _PREFIX = 3
-#: An escaped character of JSON, after an even number of backslashes.
-_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\u([0-9a-fA-F]{4})")
+#: Matches a `\\uXXXX` of JSON whose backslash is not escaped itself.
+_JSON_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\u([0-9a-fA-F]{4})")
 _SPACE = " \t\n\v\f\r"
 
 
 class ControlTokens:
-    """A vocabulary's control tokens. Any thread."""
+    """Escapes the texts of a vocabulary's control tokens, and tokenizes prompts. Any thread."""
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
@@ -43,7 +43,7 @@ class ControlTokens:
 
     @cached_property
     def _spellings(self) -> frozenset[str]:
-        """Spellings in lower case, because a template may change the case of a text."""
+        """Texts of the control tokens in lower case, because a template may change the case."""
         return frozenset(text.lower() for text in self._tokens)
 
     @cached_property
@@ -57,10 +57,10 @@ class ControlTokens:
 
     def load(self) -> None:
         """Read the vocabulary now, not at the first prompt."""
-        self.guard("")
+        self.escape("")
 
-    def guard(self, text: str, markers: tuple[str, ...] = ()) -> str:
-        """Mark every spelling of a control token in `text`, except the `markers`."""
+    def escape(self, text: str, markers: tuple[str, ...] = ()) -> str:
+        """Return `text` with MARK inside each control token, except those that begin with `markers`."""
         pieces = []
         last = 0
         for prefix in self._prefix.finditer(text):
@@ -72,56 +72,56 @@ class ControlTokens:
                 last = start + 1
         return MARK.join([*pieces, text[last:]]) if pieces else text
 
-    def guard_request(self, request: GenerateRequest, markers: tuple[str, ...]) -> GenerateRequest:
-        """Guard all text of `request` that the template renders; `markers` in an answer stay."""
+    def escape_request(self, request: GenerateRequest, markers: tuple[str, ...]) -> GenerateRequest:
+        """Escape all text that the template renders, except `markers` in earlier answers."""
         tools = msgspec.to_builtins(request.tools)
         try:
             return msgspec.structs.replace(
                 request,
                 messages=tuple(self._message(message, markers) for message in request.messages),
-                tools=msgspec.convert(self._guard_all(tools), tuple[Tool, ...]),
-                template_options=self._guard_all(request.template_options),
+                tools=msgspec.convert(self._escape_all(tools), tuple[Tool, ...]),
+                template_options=self._escape_all(request.template_options),
             )
         except RecursionError as error:
-            raise InvalidRequestError("a tool or an option is nested too deeply") from error
+            raise InvalidRequestError("a tool or a template option is nested too deeply") from error
 
     def _message(self, message: Message, markers: tuple[str, ...]) -> Message:
         return msgspec.structs.replace(
             message,
-            content=self.guard(message.content, markers if message.role == "assistant" else ()),
-            reasoning=self.guard(message.reasoning),
-            name=self.guard(message.name),
-            tool_call_id=self.guard(message.tool_call_id),
+            content=self.escape(message.content, markers if message.role == "assistant" else ()),
+            reasoning=self.escape(message.reasoning),
+            name=self.escape(message.name),
+            tool_call_id=self.escape(message.tool_call_id),
             tool_calls=tuple(self._call(call) for call in message.tool_calls),
         )
 
     def _call(self, call: ToolCall) -> ToolCall:
-        r"""Guard a call. Its JSON may spell `<` as `\u003c`: a template that parses it sees `<`."""
-        arguments = self.guard(call.arguments)
-        plain = self.guard(_ESCAPE.sub(_unescape, call.arguments))
+        r"""Escape a tool call. Its JSON may write `<` as `\u003c`, which templates decode."""
+        arguments = self.escape(call.arguments)
+        plain = self.escape(_JSON_ESCAPE.sub(_unescape, call.arguments))
         if plain.count(MARK) > arguments.count(MARK):
             arguments = plain
         return msgspec.structs.replace(
-            call, id=self.guard(call.id), name=self.guard(call.name), arguments=arguments
+            call, id=self.escape(call.id), name=self.escape(call.name), arguments=arguments
         )
 
-    def _guard_all(self, value: Any) -> Any:
+    def _escape_all(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self.guard(value)
+            return self.escape(value)
         if isinstance(value, (list, tuple)):
-            return [self._guard_all(element) for element in value]
+            return [self._escape_all(element) for element in value]
         if isinstance(value, dict):
-            return {self._guard_all(key): self._guard_all(element) for key, element in value.items()}
+            return {self._escape_all(key): self._escape_all(element) for key, element in value.items()}
         return value
 
     def tokenize(self, prompt: str) -> list[int]:
-        """Tokenize a rendered prompt; marked spellings are text."""
-        prompt = prompt.replace(_ESCAPED, MARK)
+        """Tokenize a rendered prompt; escaped control tokens become text."""
+        prompt = prompt.replace(_MARK_IN_JSON, MARK)
         if MARK not in prompt:
             return self._vocab.tokenize(prompt, parse_special=True)
         tokens: list[int] = []
         tail_start, before = 0, -1
-        for start, text_end, after in self._stretches(prompt):
+        for start, text_end, after in self._split_at_control_tokens(prompt):
             if MARK in prompt[start:text_end]:
                 text = self._strip(remove_marks(prompt[start:text_end]), before, after)
                 tokens += self._vocab.tokenize(prompt[tail_start:start], parse_special=True)
@@ -130,8 +130,8 @@ class ControlTokens:
             before = after
         return tokens + self._vocab.tokenize(prompt[tail_start:], parse_special=True)
 
-    def _stretches(self, prompt: str) -> Iterator[tuple[int, int, int]]:
-        """Yield each text between control tokens: start, end, the control token after it or -1."""
+    def _split_at_control_tokens(self, prompt: str) -> Iterator[tuple[int, int, int]]:
+        """Yield the texts between control tokens: start, end, and the token after the text or -1."""
         last = 0
         for prefix in self._prefix.finditer(prompt):
             check_deadline()
@@ -155,5 +155,5 @@ def _unescape(escape: re.Match[str]) -> str:
 
 
 def remove_marks(prompt: str) -> str:
-    """Remove the guard marks from a rendered prompt."""
-    return prompt.replace(_ESCAPED, "").replace(MARK, "")
+    """Return a rendered prompt as the model reads it, without MARK."""
+    return prompt.replace(_MARK_IN_JSON, "").replace(MARK, "")

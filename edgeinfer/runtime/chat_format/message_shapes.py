@@ -1,4 +1,4 @@
-"""Shape messages and tools as a chat template expects them."""
+"""Convert messages and tools to the dictionaries that a chat template expects."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateTraits:
-    """Features that probing found in a template. `late_system`: a system turn after other turns.
-    `typed_content`: it reads content only as a list of parts, as some models with pictures do.
-    `tight_pictures`: no space before a picture that begins a turn (SmolVLM's `User:`).
+    """What a chat template supports, found by rendering probes.
+
+    `late_system`: a system message after other messages. `string_arguments`: arguments of earlier tool
+    calls as JSON text. `null_content`: None as the content of a tool call. `typed_content`: content
+    only as a list of parts. `tight_pictures`: it writes no space before a picture that begins a message
+    (SmolVLM's `User:`). `short_ids`: tool-call ids of nine characters. `reasoning_key`: key of a
+    message's reasoning.
     """
 
     system: bool = True
@@ -47,10 +51,10 @@ def tool_dict(tool: Tool) -> dict[str, Any]:
 
 
 def adaptations(messages: Sequence[Message], traits: TemplateTraits) -> Iterator[list[dict[str, Any]]]:
-    """Yield a conversation in the forms that templates may require, beginning with the plain one.
+    """Yield a conversation in the forms that templates may require, beginning with the unchanged one.
 
-    Further forms have one call per turn, joined or alternating turns; the last has {} for bad
-    arguments.
+    Then come: one tool call per message, successive messages of a role joined, user and assistant
+    alternating. All are repeated with {} for arguments of tool calls that are not JSON.
     """
     tried: list[list[dict[str, Any]]] = []
     for variant in (messages, tuple(map(_without_broken_arguments, messages))):
@@ -63,7 +67,7 @@ def adaptations(messages: Sequence[Message], traits: TemplateTraits) -> Iterator
 
 
 def shape(messages: Sequence[Message], traits: TemplateTraits) -> list[dict[str, Any]]:
-    """Return messages in the shapes that this template supports. Raises InvalidRequestError."""
+    """Convert messages to dictionaries that this template supports."""
     shaped = [_shape_one(message, traits) for message in messages]
     if traits.system and traits.late_system:
         return shaped
@@ -109,7 +113,7 @@ def _call_dict(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
 
 
 def read_arguments(call: ToolCall) -> dict[str, Any] | str:
-    """Return an earlier call's arguments, {} for other JSON; text that is not JSON stays as it is."""
+    """Decode the arguments of an earlier tool call: invalid JSON stays text, other values become {}."""
     try:
         arguments = msgspec.json.decode(call.arguments or "{}")
     except (msgspec.DecodeError, UnicodeEncodeError):
@@ -128,9 +132,9 @@ def _without_broken_arguments(message: Message) -> Message:
 
 
 def _merge_system(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put system messages before the text of the next user turn, as Gemma's makers advise.
+    """Move the text of system messages to the beginning of the next user message, as Gemma expects.
 
-    System messages without a later user turn go after the text of the last one.
+    Without a later user message, it is added to the last user message at the end, or becomes one.
     """
     merged: list[dict[str, Any]] = []
     waiting: list[str] = []
@@ -150,7 +154,7 @@ def _merge_system(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def join_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join consecutive plain turns of one role, for templates that require alternation."""
+    """Join successive messages of one role that have no tool calls."""
     joined: list[dict[str, Any]] = []
     for message in shaped:
         plain = message["role"] in ("user", "assistant", "system") and not message.get("tool_calls")
@@ -163,7 +167,7 @@ def join_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def split_calls(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Split a turn with several calls into turns with one call and its result each."""
+    """Split a message with several tool calls into one message per call, each before its result."""
     results = {message["tool_call_id"]: message for message in shaped if message.get("tool_call_id")}
     split: list[dict[str, Any]] = []
     placed: set[str] = set()
@@ -182,9 +186,9 @@ def split_calls(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def alternate_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join turns of one role, and insert empty turns where user and assistant do not alternate.
+    """Make user and assistant alternate: join successive messages of a role, insert empty ones.
 
-    Calls and results do not count: Mistral's templates skip them, and other templates accept any order.
+    Tool calls and results are left alone, as in the check of Mistral's templates.
     """
     turns: list[dict[str, Any]] = []
     expected = "user"

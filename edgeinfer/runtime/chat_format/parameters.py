@@ -1,4 +1,4 @@
-"""A tool's parameters by its schema, and values in notations without types."""
+"""Types of a tool's parameters by its JSON schema, and conversion of untyped texts to JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def property_schemas(schema: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the schemas of each parameter, including those of references and alternatives."""
+    """Return the schemas by parameter name. References, `anyOf` and the like may give several."""
     root = dict(schema)
     schemas_by_name: dict[str, list[Any]] = {}
     for subschema in value_schemas([root], root):
@@ -28,7 +28,7 @@ def property_schemas(schema: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def parameter_kinds(schema: Mapping[str, Any], name: str) -> frozenset[str]:
-    """Return the types that a parameter may have; all types if the schema does not say."""
+    """Return the JSON types that a parameter may have; all of them if the schema does not say."""
     root = dict(schema)
     overlaps = Overlaps(lambda ref: target(root, ref), lambda subschema: subschema)
     try:
@@ -40,7 +40,7 @@ def parameter_kinds(schema: Mapping[str, Any], name: str) -> frozenset[str]:
 
 
 def typed_value(text: str, kinds: frozenset[str]) -> str:
-    """Return a value as JSON of the first type in `kinds` that it matches, otherwise as a string.
+    """Convert a parameter's text to JSON: `3` is a number if `kinds` has numbers, otherwise a string.
 
     Python's notation is accepted too: models write `True`, `None` and lists with single quotes.
     """
@@ -64,6 +64,6 @@ def json_text(value: Any) -> str:
     try:
         text = _ENCODER.encode(value)
         text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair
+    except UnicodeEncodeError:  # UTF-8 cannot encode half of a surrogate pair, `\\ud83d` can
         return json.dumps(value)
     return text

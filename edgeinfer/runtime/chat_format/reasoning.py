@@ -1,7 +1,7 @@
-"""Reasoning spans, such as `<think>…</think>`.
+"""Markers around a model's reasoning, such as `<think>…</think>`.
 
-Only the beginning of an answer can open a span; later its marker is text. Some templates open the span
-in the prompt, so that the answer begins inside it. `answer_parser` reads the spans.
+Reasoning stands only at the beginning of an answer; later its marker is text. Some templates end the
+prompt with the first marker, so that the answer begins inside the reasoning.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSpan:
-    """A pair of markers. `plain` is a marker that begins answers without a span; it is removed."""
+    """Markers before and after the reasoning. `plain`: marker of an answer without reasoning, or ""."""
 
     open: str
     close: str
@@ -19,7 +19,7 @@ class ReasoningSpan:
 
 
 THINK = ReasoningSpan("<think>", "</think>")
-#: Searched in a template's source in this order; the first is also the default.
+#: All known markers, in the order in which a template is searched for them.
 SPANS = (
     THINK,
     ReasoningSpan("<thinking>", "</thinking>"),
@@ -36,7 +36,7 @@ SPANS = (
 
 
 def detect(template: str) -> tuple[ReasoningSpan, bool]:
-    """Return the span, and whether the template contains it; by default `<think>`."""
+    """Return the markers in a template's source and True, or `<think>` and False if there are none."""
     for span in SPANS:
         first = span.close.partition("<|start|>")[0]
         if span.close in template or (span.open in template and first in template):
@@ -47,5 +47,5 @@ def detect(template: str) -> tuple[ReasoningSpan, bool]:
 
 
 def is_open(prompt: str, span: ReasoningSpan) -> bool:
-    """Return whether the prompt ends inside a span, ignoring white space."""
+    """Return whether the prompt ends with the first marker: the answer begins with reasoning."""
     return prompt.rstrip().endswith(span.open)

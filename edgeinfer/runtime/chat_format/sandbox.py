@@ -1,10 +1,10 @@
 """Render untrusted chat templates in jinja2 with limits: a GGUF's template is downloaded code.
 
-ImmutableSandboxedEnvironment keeps a template from Python's internals (CVE-2024-34359), but not from
-endless loops or a string of a terabyte. Here each loop round, macro call, concatenation, container and
-result of a call or filter spends `Fuel`, which also watches the thread's CPU time. So a render ends
-within CPU_LIMIT_S and uses about four times FUEL bytes. Operations that can produce a huge value in one
-step (multiplication, padding, replacing, joining) are checked before they run.
+jinja2's ImmutableSandboxedEnvironment keeps a template from Python's internals (CVE-2024-34359), but
+not from endless loops or a string of a terabyte. So `Fuel` counts the work of a render: iterations,
+macro calls and the sizes of values. A render ends within CPU_LIMIT_S and uses about four times FUEL
+bytes. Operations that can make a huge value at once (multiplication, padding, replacing, joining) are
+checked before they run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jinja2.visitor import NodeTransformer
 
 from edgeinfer.runtime.requests import check_deadline
 
-#: Units of work of one render: 1 for a character produced, 16 for a loop round, 256 for an element.
+#: Work that one render may do: a character costs 1, an iteration 16, an element of a container 256.
 FUEL = 64 * 1024 * 1024
 #: CPU time (s) of one render; a long conversation takes a few milliseconds.
 CPU_LIMIT_S = 2.0
@@ -45,7 +45,7 @@ _CHECK_EVERY = 16
 _WIDE = re.compile(r"\d{6}")
 #: Characters other than \n at which `splitlines` splits.
 _LINE_BREAKS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-#: String methods that compare each character with each of the argument's; 16 comparisons cost one unit.
+#: String methods that compare all characters with all of the argument's. 16 comparisons cost 1.
 _QUADRATIC = ("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim")
 #: The filters that chat templates use; jinja2's others can produce long output, or are for web pages.
 _FILTERS = """
@@ -65,11 +65,11 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 class ExhaustedError(SecurityError):
-    """The template needs more work or memory than any real conversation."""
+    """A template did more work than any real conversation needs."""
 
 
 class Fuel:
-    """The remaining budget of one render."""
+    """Limits the work and the CPU time of one render."""
 
     __slots__ = ("deadline", "units_left", "until_check")
 
@@ -90,8 +90,8 @@ class Fuel:
             if time.thread_time() > self.deadline:
                 raise ExhaustedError("the chat template takes too long")
 
-    def afford(self, units: int) -> None:
-        """Raise ExhaustedError if a value of `units` would exceed the budget."""
+    def require(self, units: int) -> None:
+        """Raise ExhaustedError unless `units` are left. Spends nothing."""
         if units > self.units_left:
             raise ExhaustedError("the chat template produces too much text or loops too often")
 
@@ -101,7 +101,7 @@ _fuel: contextvars.ContextVar[Fuel] = contextvars.ContextVar("edgeinfer_template
 
 @contextmanager
 def limit_fuel(fuel: Fuel | None = None) -> Iterator[Fuel]:
-    """Limit the work of compiling and rendering during the block; an outer limit is shared."""
+    """Limit the work of templates during the block by `fuel`, the outer block's, or a new one."""
     tank = fuel or _fuel.get(None) or Fuel()
     token = _fuel.set(tank)
     try:
@@ -110,11 +110,11 @@ def limit_fuel(fuel: Fuel | None = None) -> Iterator[Fuel]:
         _fuel.reset(token)
 
 
-def weigh(value: Any) -> Any:
-    """Return `value` if its text would fit the budget. Raises ExhaustedError.
+def charge(value: Any) -> Any:
+    """Spend fuel for the size of a value, and return it. Raises ExhaustedError.
 
-    Nested lists that contain each element twice, forty levels deep, are small in memory and a terabyte
-    as text.
+    Containers count by their size as text: nested lists that contain each element twice, forty levels
+    deep, are small in memory and a terabyte as text.
     """
     if isinstance(value, str):
         _fuel.get().spend(len(value))
@@ -149,12 +149,12 @@ def _tick() -> None:
 
 
 def _join(*parts: Any) -> str:
-    weigh(parts)
-    return weigh("".join(map(str, parts)))  # type: ignore[no-any-return]
+    charge(parts)
+    return charge("".join(map(str, parts)))  # type: ignore[no-any-return]
 
 
 def _concat(parts: Iterable[str]) -> str:
-    """Join the pieces of a render or macro; each piece spends fuel."""
+    """Join the pieces that a template or macro has written, and spend fuel for each."""
     fuel, pieces = _fuel.get(), []
     for piece in parts:
         fuel.spend(len(piece) + 1)
@@ -163,36 +163,36 @@ def _concat(parts: Iterable[str]) -> str:
 
 
 def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Refuse a string method with a huge result; return its arguments, with iterators as lists."""
+    """Return the arguments of a string method. Raises ExhaustedError if the result would be huge."""
     fuel = _fuel.get()
     if any(isinstance(arg, int) and arg > _MAX_WIDTH for arg in args):
         raise ExhaustedError(f"the chat template calls str.{name} with too large a number")
     if name in _QUADRATIC and args and isinstance(args[0], str):
-        fuel.afford(len(text) * len(args[0]) // 16)
+        fuel.require(len(text) * len(args[0]) // 16)
     if name in ("split", "rsplit"):
-        most = fuel.units_left // _NODE_COST + 1  # one more than `weigh` allows
+        most = fuel.units_left // _NODE_COST + 1  # so many parts that `charge` refuses them
         limit = args[1] if len(args) > 1 and isinstance(args[1], int) else -1
         return (args[0] if args else None, limit if 0 <= limit < most else most)
     if name == "splitlines":
-        fuel.afford((text.count("\n") + sum(map(text.count, _LINE_BREAKS))) * _NODE_COST)
+        fuel.require((text.count("\n") + sum(map(text.count, _LINE_BREAKS))) * _NODE_COST)
     if name == "replace" and len(args) >= 2 and all(isinstance(arg, str) for arg in args[:2]):
-        fuel.afford((text.count(args[0]) + 1) * len(args[1]) + len(text))
+        fuel.require((text.count(args[0]) + 1) * len(args[1]) + len(text))
     if name == "join" and args:
         items = list(islice(args[0], 1_000_000))
-        weigh(items)
-        fuel.afford(len(items) * len(text))
+        charge(items)
+        fuel.require(len(items) * len(text))
         return (items, *args[1:])
     return args
 
 
 def _wrap_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the result of a filter spend fuel; jinja2's markers such as pass_context are kept."""
+    """Return the filter `inner` with its arguments checked and its result charged."""
     takes_environment = hasattr(inner, "jinja_pass_arg")
 
-    def charge(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         passed, operands = (args[:1], args[1:]) if takes_environment else ((), args)
         if operands and isinstance(operands[0], Iterator):
-            operands = (weigh(list(islice(operands[0], 1_000_000))), *operands[1:])
+            operands = (charge(list(islice(operands[0], 1_000_000))), *operands[1:])
         if operands and name in ("replace", "join", "indent", "trim"):
             operands = _check_filter(name, operands, kwargs)
         if any(
@@ -200,11 +200,11 @@ def _wrap_filter(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         ) and name not in ("default", "d"):
             raise ExhaustedError(f"the chat template passes too large a number to the filter {name}")
         result = inner(*passed, *operands, **kwargs)
-        return weigh(result)
+        return charge(result)
 
     if takes_environment:
-        charge.jinja_pass_arg = inner.jinja_pass_arg  # type: ignore[attr-defined]
-    return charge
+        run.jinja_pass_arg = inner.jinja_pass_arg  # type: ignore[attr-defined]
+    return run
 
 
 def _check_filter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -221,7 +221,7 @@ def _check_filter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     else:
         width = argument(1, "width", 4)
         n = width if isinstance(width, int) else len(str(width))
-        _fuel.get().afford(str(args[0]).count("\n") * n)
+        _fuel.get().require(str(args[0]).count("\n") * n)
     return args
 
 
@@ -232,12 +232,12 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Encode as Hugging Face's `tojson` does: without escapes for HTML, unlike jinja2's own."""
+    """Encode as JSON as Hugging Face does: without the escapes for HTML that jinja2 adds."""
     if len(str(indent)) > 64 or len(str(separators)) > 64:
         raise ExhaustedError("the chat template passes too long a separator to tojson")
     if isinstance(value, jinja2.Undefined):
-        raise TemplateRuntimeError("tojson of an undefined value")
-    # `| map(…) | tojson` passes a generator, which other engines' jinja writes as a list
+        raise TemplateRuntimeError("the chat template passes an undefined value to tojson")
+    # `| map(…) | tojson` passes a generator: write it as a list, as other engines do
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -251,7 +251,7 @@ def _to_json(
 def _as_list(value: Any) -> list[Any]:
     if not isinstance(value, Iterator):
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
-    return weigh(list(islice(value, 1_000_000)))  # type: ignore[no-any-return]
+    return charge(list(islice(value, 1_000_000)))  # type: ignore[no-any-return]
 
 
 def _raise_exception(message: Any = "") -> None:
@@ -280,8 +280,8 @@ class GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Guard(NodeTransformer):
-    """Charges each loop round and macro call, and checks expressions that build values from others."""
+class _AddCharges(NodeTransformer):
+    """Adds calls of `tick` to loops and macros, and of `charge` to expressions that build values."""
 
     def _call(self, node: nodes.Node, method: str, args: list[nodes.Expr]) -> nodes.Call:
         call = nodes.Call(nodes.EnvironmentAttribute(method), args, [], None, None)
@@ -297,13 +297,13 @@ class _Guard(NodeTransformer):
 
     visit_For = visit_Macro = visit_CallBlock = _ticking
 
-    def _weigh(self, node: Any) -> Any:
+    def _charged(self, node: Any) -> Any:
         plain = all(isinstance(child, nodes.Const) for child in node.iter_child_nodes())
         self.generic_visit(node)
         is_value = not plain and getattr(node, "ctx", "load") == "load"
-        return self._call(node, "weigh", [node]) if is_value else node
+        return self._call(node, "charge", [node]) if is_value else node
 
-    visit_List = visit_Dict = visit_Tuple = _weigh
+    visit_List = visit_Dict = visit_Tuple = _charged
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -311,12 +311,12 @@ class _Guard(NodeTransformer):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox with fuel. Threads may share it: the fuel belongs to the context."""
+    """jinja2's sandbox with limits on work. Threads may share it: each has its own `Fuel`."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     concat = staticmethod(_concat)
     tick = staticmethod(_tick)
-    weigh = staticmethod(weigh)
+    charge = staticmethod(charge)
     join = staticmethod(_join)
     str_methods = frozenset(_STR_METHODS.split())
 
@@ -333,7 +333,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        _Guard().visit(tree)
+        _AddCharges().visit(tree)
         return tree.set_environment(self)  # type: ignore[return-value]
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -343,10 +343,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 named = dict(zip(("sep", "maxsplit"), args, strict=False)) | kwargs
                 args, kwargs = (named.get("sep"), named.get("maxsplit", -1)), {}
             args = _check_text_call(owner, __obj.__name__, args)
-        elif __obj is not weigh and (kwargs or any(isinstance(arg, _CONTAINERS) for arg in args)):
-            weigh((*args, *kwargs.values()))
+        elif __obj is not charge and (kwargs or any(isinstance(arg, _CONTAINERS) for arg in args)):
+            charge((*args, *kwargs.values()))
         result = super().call(__context, __obj, *args, **kwargs)
-        return result if __obj is _tick or __obj is weigh else weigh(result)
+        return result if __obj is _tick or __obj is charge else charge(result)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str):
@@ -366,14 +366,14 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             self._check_product(left_operand, right_operand)
         elif operator == "%" and isinstance(left_operand, str):
             raise SecurityError("the chat template formats text with %, which is not allowed")
-        return weigh(super().call_binop(context, operator, left_operand, right_operand))
+        return charge(super().call_binop(context, operator, left_operand, right_operand))
 
     @staticmethod
     def _check_product(left_operand: Any, right_operand: Any) -> None:
         for many, times in ((left_operand, right_operand), (right_operand, left_operand)):
             if isinstance(many, (str, list, tuple)) and isinstance(times, int):
                 cost = 1 if isinstance(many, str) else _NODE_COST
-                _fuel.get().afford(len(many) * times * cost)
+                _fuel.get().require(len(many) * times * cost)
 
 
 _EXTENSIONS = (GenerationTag, "jinja2.ext.loopcontrols", "jinja2.ext.do")

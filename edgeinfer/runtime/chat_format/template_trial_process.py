@@ -1,6 +1,6 @@
-"""Probe a chat template under limits of memory and CPU time. Reads a `TemplateTrial` from stdin.
+"""The process that probes a new chat template under limits of memory and CPU time.
 
-Writes its `TemplateTraits` as JSON, or a string with the error.
+It reads a `TemplateTrial` as JSON from stdin, and writes `TemplateTraits` or an error text as JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> int:
     die_with_parent()
     trial = msgspec.json.decode(sys.stdin.buffer.read(), type=TemplateTrial)
     resource.setrlimit(resource.RLIMIT_AS, (trial.memory_bytes, trial.memory_bytes))
-    cpu_s = int(time.process_time()) + trial.cpu_s  # on the slowest machines, imports take seconds
+    cpu_s = int(time.process_time()) + trial.cpu_s  # not counting the imports, which may take seconds
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.stdout.buffer.write(msgspec.json.encode(_answer(trial)))

@@ -1,13 +1,12 @@
 """Render messages and tools with a model's chat template.
 
-A template is the model's own jinja2 program. It is compiled once and probed once (`probe`) for its
-features: system role, tools, earlier tool calls and the form of their arguments. `render` then shapes
-messages for these features, so callers need not know model families. A request works even if a feature
-is missing: a system prompt goes into the first user turn (Gemma), successive turns of a role are
-joined.
+A template is a jinja2 program in the model's file. When it is loaded, `probe` renders small
+conversations with it to find what it supports: system messages, tools, earlier tool calls. `render`
+then adapts messages to that, so that requests work with every model: for Gemma, for example, the system
+prompt goes into the first user message.
 
-The first rendering runs in a process with limits, later ones only in the `sandbox`. Probe results are
-cached by the template's digest, so a known template needs no process.
+A new template is probed in a separate process with limits; later it runs in the `sandbox`. The results
+are cached by the template's digest.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _TEMPLATE_FAILURES = (
     TypeError,
     ValueError,
 )
-#: Placeholder for a text in probes, and for the end of a continued answer; no template changes it.
+#: Text that is searched in rendered prompts. Its invisible characters occur in no template.
 _MARK = "\u2060\u2063{}\u2063\u2060"
 #: CPU time (s) of all probes of one template; the longest template in use takes 0.02.
 _PROBE_CPU_S = 1.0
@@ -60,9 +59,8 @@ CHATML = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
 )
-#: Template of base models: a plain transcript, which any text model continues, and which the stop
-#: strings below end. No second space is put before an answer that begins with a space, so that its
-#: tokens match the cached ones.
+#: Template of base models: a plain transcript, "User: … Assistant: …". An answer that begins with a
+#: space gets no second one, so that a later prompt has the same tokens as the cached answer.
 TRANSCRIPT = (
     "{{- bos_token -}}{%- for message in messages -%}"
     "{%- if message.role == 'system' -%}{{- message.content + '\n\n' -}}"
@@ -76,7 +74,7 @@ TRANSCRIPT_STOP = ("\nUser:", "\nAssistant:")
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A compiled template with its model's BOS and EOS texts. Immutable, so usable on any thread."""
+    """A compiled template with the texts of BOS and EOS. Immutable, so usable on any thread."""
 
     source: str
     bos: str = ""
@@ -119,9 +117,9 @@ class ChatTemplate:
         options: dict[str, Any] | None = None,
         continue_final: bool = False,
     ) -> str:
-        """Render the prompt; templates get `options` as variables (`enable_thinking`).
+        """Render the prompt. `options` are variables for the template, such as `enable_thinking`.
 
-        `continue_final` leaves the last message open. Raises InvalidRequestError.
+        With `continue_final`, the prompt ends inside the last message. Raises InvalidRequestError.
         """
         if not messages:
             raise InvalidRequestError("a conversation needs at least one message", param="messages")
@@ -135,7 +133,8 @@ class ChatTemplate:
     def _render_open(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
         last = messages[-1]
         if last.role not in ("assistant", "user") or last.tool_calls:
-            raise InvalidRequestError("the template cannot continue the last message", param="messages")
+            problem = "only a user or assistant message without tool calls can be continued"
+            raise InvalidRequestError(problem, param="messages")
         mark = _MARK.format("continue")
         marked = (*messages[:-1], msgspec.structs.replace(last, content=mark))
         head, has_mark, _ = self._render_adapted(marked, variables).rpartition(mark)
@@ -145,8 +144,8 @@ class ChatTemplate:
         return head + last.content
 
     def _render_adapted(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
-        """Render; if the template refuses, try each adaptation. Raises InvalidRequestError."""
-        first_error: Exception | None = None  # report the first: it is about the original messages
+        """Render in the first form of `adaptations` that works. Raises InvalidRequestError."""
+        first_error: Exception | None = None  # the only one about the unchanged messages
         for turns in adaptations(messages, self.traits):
             try:
                 return self.render_raw(turns, variables)
@@ -157,7 +156,7 @@ class ChatTemplate:
         raise InvalidRequestError(problem, param="messages") from first_error
 
     def render_raw(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Render these dictionaries. Raises one of `_TEMPLATE_FAILURES`."""
+        """Render messages as given. Raises one of `_TEMPLATE_FAILURES`."""
         typed = self.traits.typed_content
         names = {
             **variables,
@@ -166,7 +165,7 @@ class ChatTemplate:
             "eos_token": self.eos,
         }
         if names.get("tools") is None:
-            names.pop("tools", None)  # templates test both `tools is defined` and `tools`
+            names.pop("tools", None)  # for templates that test `tools is defined`
         with limit_fuel():
             return str(self._compiled.render(names))
 
@@ -194,7 +193,7 @@ _RESULT = {
 
 
 def probe(template: ChatTemplate) -> TemplateTraits:
-    """Detect which features `template` has by rendering small conversations."""
+    """Find out what `template` supports by rendering small conversations."""
     source = template.source
     mark, typed = _MARKS["user"], _with_typed_content(_USER)
     typed_content = mark not in _render_probe(template, _USER) and mark in _render_probe(
@@ -225,7 +224,7 @@ def probe(template: ChatTemplate) -> TemplateTraits:
 
 
 def _render_probe(template: ChatTemplate, *messages: dict[str, Any], tools: Any = None) -> str:
-    """Render a probe; return "" if the template refuses. Raises ExhaustedError, MemoryError."""
+    """Render a probe; return "" if the template fails. Raises ExhaustedError, MemoryError."""
     try:
         return template.render_raw(list(messages), {"tools": tools, "add_generation_prompt": True})
     except (ExhaustedError, MemoryError):
@@ -235,9 +234,9 @@ def _render_probe(template: ChatTemplate, *messages: dict[str, Any], tools: Any 
 
 
 def _probe_late_system(template: ChatTemplate) -> bool:
-    """Return whether a system turn between two others is rendered at its position.
+    """Return whether a system message between two others is rendered there.
 
-    Some templates drop it silently, others move all system turns to the beginning.
+    Some templates drop it silently, others move it to the beginning.
     """
     said = (("user", "user"), ("assistant", "value"), ("system", "system"), ("user", "result"))
     text = _render_probe(template, *({"role": role, "content": _MARKS[mark]} for role, mark in said))
@@ -266,11 +265,11 @@ def _probe_message(string_arguments: bool, null_content: bool) -> dict[str, Any]
 
 
 def _probe_calls(template: ChatTemplate) -> tuple[bool, bool] | None:
-    """Return how to give earlier calls: arguments as text, content as none. None if neither works.
+    """Return `string_arguments` and `null_content` of `TemplateTraits`; None without tool calls.
 
-    DeepSeek's templates render content that is empty but not none; others cannot search in none. So
-    none is tried first, and used unless the template prints it as a word. Double quotes distinguish
-    templates that write JSON from those that expect text: Python's notation has single quotes.
+    None is tried first as the content: DeepSeek's templates render empty content as an answer. It is
+    not used if the template fails or prints "None". A template that needs arguments as JSON text prints
+    a dictionary in Python's notation, with single quotes, so the probe looks for double quotes.
     """
     for key in (f'"{_MARKS["key"]}"', _MARKS["key"]):
         for string_arguments in (False, True):
@@ -285,7 +284,7 @@ def _probe_calls(template: ChatTemplate) -> tuple[bool, bool] | None:
 
 
 _HELPER = "edgeinfer.runtime.chat_format.template_trial_process"
-#: Limits of the process: address space, CPU time, and elapsed time including waits.
+#: Limits of the probing process: address space (bytes), CPU time (s) and elapsed time (s).
 MEMORY_BYTES = 1 << 30
 CPU_S = 8
 _PATIENCE_S = 60.0
@@ -294,7 +293,7 @@ _KNOWN = CacheTable("templates.json", dict[str, TemplateTraits])
 
 
 class TemplateTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """A template to probe, and the limits of its process."""
+    """A template to probe, and the limits of the probing process."""
 
     source: str
     bos: str
@@ -346,7 +345,7 @@ def _probe_in_process(trial: TemplateTrial) -> TemplateTraits | None:
 
 
 def choose(source: str, bos: str, eos: str, *, has_chatml: bool) -> tuple[ChatTemplate, str]:
-    """Choose the model's template, ChatML or a transcript, with a reason. Raises ModelLoadError.
+    """Return the model's template, otherwise ChatML or a transcript, and why. Raises ModelLoadError.
 
     `has_chatml`: the vocabulary has `<|im_start|>` and `<|im_end|>` as tokens.
     """

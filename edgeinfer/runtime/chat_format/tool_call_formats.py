@@ -1,8 +1,4 @@
-"""The tool-call formats of model families with their markers, data for the parser and the grammar.
-
-A section begins with one of `begin` and ends with `end`. It holds calls: JSON objects with a name and
-arguments, single or in a list; or, with `named`, a bare name and the object of arguments. `skip` is
-text that may separate them.
+"""The notations in which model families write tool calls, for the parser and the grammar.
 
 Sources: the models' own chat templates and cards. hermes: Hermes 2 Pro and 3, Qwen 2.5 and 3, SmolLM3.
 llama: Llama 3.1 and 3.2. mistral: 7B v0.3 and Nemo (a list), Small 3.2 and Devstral (name and
@@ -16,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-#: Schemas of the arguments by tool name.
+#: JSON schema of the arguments by tool name.
 Tools = Mapping[str, Mapping[str, Any]]
 #: Longest name, and longest text between a name and its arguments (characters).
 MAX_NAME = 256
@@ -24,11 +20,13 @@ MAX_NAME = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """A format. Calls are written as `opening`, `call`s between `separator`s, `closing`.
+    """How a model family writes tool calls: `[TOOL_CALLS][{"name": …, "arguments": …}]`.
 
-    `head` follows the first marker and `tail` precedes the last, for example a list's brackets. `call`
-    contains `$name` and `$arguments`. `bare`: a call may also be the whole answer, without `begin`.
-    `inner`: a section's alternative notation besides JSON. `short_ids`: call ids have nine characters.
+    Calls are written as `begin[0]`, `head`, each `call` with `separator` between them, `tail`, `end`.
+    The parser accepts every marker in `begin`, and ignores `skip` between calls. `call` contains
+    `$name` and `$arguments`. `named`: the name precedes the JSON and ends before one of `name_ends`.
+    `bare`: a call may also be the whole answer, without markers. `inner`: notation of calls besides
+    JSON. `parallel`: several calls are possible. `short_ids`: call ids have nine characters.
     """
 
     name: str
@@ -48,17 +46,17 @@ class ToolFormat:
 
     @property
     def opening(self) -> str:
-        """Text before the first call."""
+        """Text that precedes the first call."""
         return "" if self.bare else self.begin[0] + self.head
 
     @property
     def closing(self) -> str:
-        """Text after the last call."""
+        """Text that follows the last call."""
         return "" if self.bare else self.tail + self.end
 
     @property
     def literals(self) -> frozenset[str]:
-        """Text that is skipped inside a section."""
+        """Markers and separators, which the parser ignores between calls."""
         return frozenset((*self.skip, *self.begin, self.end)) - {""}
 
 
@@ -125,7 +123,7 @@ GENERIC = ToolFormat(
 _ALL = (HERMES, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, PHI, GEMMA, DEEPSEEK, QWEN_XML, LFM, GENERIC)
 FAMILIES = {family.name: family for family in _ALL}
 
-#: Texts of a chat template, and the family of a template with all of them; the first row counts.
+#: A template that contains all these texts is of this family. The first row that applies counts.
 _SIGNS = (
     (("<tool_call>", "<function=", "<parameter="), QWEN_XML),
     (("<tool_call>", "</tool_call>"), HERMES),
@@ -143,7 +141,7 @@ _SIGNS = (
 
 
 def detect(template: str, architecture: str = "", name: str = "") -> tuple[ToolFormat, str]:
-    """Return the format by template, by architecture, or JSON by default; and the reason."""
+    """Return the format of a model's tool calls, and how it was recognized."""
     for signs, family in _SIGNS:
         if all(sign in template for sign in signs):
             return family, f"the chat template has {signs[0]}"
@@ -155,7 +153,7 @@ def detect(template: str, architecture: str = "", name: str = "") -> tuple[ToolF
 
 
 def hold_back(text: str, markers: Sequence[str]) -> tuple[str, str]:
-    """Split `text` before its longest end that could begin a marker."""
+    """Split off the end of `text` if it may be the beginning of a marker: ("so ", "<tool_")."""
     n_held = max((len(marker) for marker in markers), default=1) - 1
     first_characters = {marker[:1] for marker in markers}
     for start in range(max(0, len(text) - n_held), len(text)):
@@ -165,10 +163,9 @@ def hold_back(text: str, markers: Sequence[str]) -> tuple[str, str]:
 
 
 def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
-    """Return (text before, marker, text after) of the earliest marker, the longest if there are
-    several.
+    """Split `text` at its first marker: (text before, marker, text after).
 
-    Without a marker it is "", and the text after is an end that could begin one.
+    Without a marker: (text, "", the end of the text if it may be the beginning of a marker).
     """
     places = [(start, -len(marker)) for marker in markers if (start := text.find(marker)) >= 0]
     if not places:
@@ -179,5 +176,5 @@ def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
 
 
 def could_become(text: str, literals: Sequence[str]) -> bool:
-    """Return whether further characters could make `text` one of the literals."""
+    """Return whether `text` is the incomplete beginning of one of the literals."""
     return any(len(literal) > len(text) and literal.startswith(text) for literal in literals)

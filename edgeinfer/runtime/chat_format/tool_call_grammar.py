@@ -1,8 +1,7 @@
-"""Write tool calls as a grammar: a required call, or the part of a free call after its marker.
+"""Grammars that make a model write well-formed tool calls, in the notation that it was trained on.
 
-The format is the family's, so the model writes what it was trained on; the arguments follow the tool's
-JSON schema. A marker that is one control token is given by its number, other markers are text. At most
-MAX_CALLS calls are allowed: a small model does not stop by itself.
+The arguments follow the tool's JSON schema. Markers that are control tokens appear in the grammar as
+token ids, others as text. At most MAX_CALLS calls are allowed, because small models do not stop.
 """
 
 from __future__ import annotations
@@ -26,45 +25,50 @@ if TYPE_CHECKING:
 
 MAX_CALLS = 8
 _ANY = "/(?s:.*)/"
-#: Matches a possible control token in a family's notation.
+#: Matches what may be a control token: `<tool_call>`, `[TOOL_CALLS]`.
 _MARKER = re.compile(r"(<[^<>\n]+>|\[[A-Z_]+\])")
 
 
 def marker(text: str, vocab: Vocab) -> str:
-    """Return a marker as a term of the grammar."""
+    """Return a marker in the grammar's syntax: `<[151657]>` for a control token, otherwise a string."""
     token = control_token(text, vocab)
     return quote(text) if token is None else f"<[{token}]>"
 
 
 def control_token(text: str, vocab: Vocab) -> int | None:
-    """Return the id of the control token `text`, None for other text."""
+    """Return the id of the control token `text`; None if the text is not one."""
     tokens = vocab.tokenize(text, parse_special=True)
     return tokens[0] if len(tokens) == 1 and vocab.is_control(tokens[0]) else None
 
 
 def needs_special(form: ToolFormat, vocab: Vocab) -> bool:
-    """Return whether the family's markers are control tokens, which the parser must request as text."""
+    """Return whether some markers are control tokens, so that the parser needs their texts."""
     texts = (*form.begin[:1], form.opening, form.call, form.separator, form.closing)
     markers = [piece for text in texts for piece in _MARKER.split(text) if piece]
     return any(control_token(piece, vocab) is not None for piece in markers)
 
 
 def _terms(text: str, vocab: Vocab) -> str:
-    """Return a text and its markers as terms of the grammar."""
+    """Return a text that may contain markers in the grammar's syntax."""
     return " ".join(marker(piece, vocab) for piece in _MARKER.split(text) if piece)
 
 
 def required_calls(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark:
-    """Write 1 to MAX_CALLS calls of `tools`. Raises UnsupportedConstraintError."""
+    """Return the grammar of an answer that is calls of `tools`: one, or with `several` up to MAX_CALLS.
+
+    Raises UnsupportedConstraintError.
+    """
     body = _section(form, vocab, several=several and form.parallel)
     opening = _terms(form.opening, vocab)
     return Lark("\n".join([f"start: {opening} {body}", *_calls(form, tools, vocab)]))
 
 
-def once_begun(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark | None:
-    """Return a grammar of any text in which the family's marker begins a well-formed call.
+def text_or_calls(
+    form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool
+) -> Lark | None:
+    """Return the grammar of free text, in which the first marker must begin a well-formed call.
 
-    None if calls have no marker, or are Python: then the model is not constrained.
+    Returns None if calls have no marker or are Python. Raises UnsupportedConstraintError.
     """
     if form.bare or not form.begin or form.inner == "python":
         return None
@@ -80,7 +84,7 @@ def once_begun(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several
 
 
 def _section(form: ToolFormat, vocab: Vocab, *, several: bool) -> str:
-    """Write the rules for the calls and the end of a section; `several` bare calls are a list."""
+    """Return the grammar of the calls and the closing marker; without markers, several are a list."""
     more = f" ({_terms(form.separator, vocab)} call){{0,{MAX_CALLS - 1}}}" if several else ""
     if form.bare:
         return f'(call | "[" call{more} "]")' if several else "call"
@@ -104,13 +108,13 @@ def _calls(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab) -> list[str]:
 
 
 def _around_arguments(form: ToolFormat, name: str) -> tuple[str, str]:
-    """Return a call's text before and after its arguments."""
+    """Return the texts of a call before and after its arguments."""
     written = name if form.named else quote(name)[1:-1]
     before, _, after = form.call.partition("$arguments")
     return before.replace("$name", written), after
 
 
-#: A parameter's text may quote a call: each `<parameter=` in it is paired with one `</parameter>`.
+#: A text parameter may contain XML calls itself, so these rules pair `<parameter=` and `</parameter>`.
 _XML_VALUE = (
     "xvalue: xend | xopen xvalue xvalue",
     'xend[lazy]: /(?s:.*)/ "\\n</parameter>\\n"',
@@ -119,7 +123,7 @@ _XML_VALUE = (
 
 
 def _xml_call(i: int, tool: Tool) -> list[str]:
-    """Return the rules of one tool's call: parameters in the schema's order, each as text or JSON."""
+    """Return the rules of the call of tool `i`, with its parameters in the schema's order."""
     schema = arguments_schema(tool)
     required = schema.get("required")
     rules, terms = [], []
@@ -165,7 +169,7 @@ def _xml_function(name: str, arguments: str) -> str:
 
 
 def write_call(form: ToolFormat, name: str, arguments: str) -> str:
-    """Write a call in the family's notation, for earlier turns and as an example."""
+    """Return a call in the model's notation, for prompts. `arguments` is JSON."""
     if form.inner == "xml":
         call = _xml_function(name, arguments)
     else:
@@ -174,17 +178,16 @@ def write_call(form: ToolFormat, name: str, arguments: str) -> str:
 
 
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-#: Keywords that may allow properties beyond an object's own list.
+#: Keywords that may allow an object more properties than `properties` lists.
 _JOINING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")
 #: Most optional arguments in an example if no argument is required.
 _SHOWN = 3
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, an object; without parameters it is empty.
+    """Return the schema of a tool's arguments, with `additionalProperties: false` where it is not set.
 
-    Objects are closed unless the schema says otherwise, because small models add members. A required
-    name is a member even if the schema does not describe it.
+    Otherwise, small models add properties. A required property may lack a description.
     """
     schema = {"type": "object", **tool.parameters}
     if set(schema) <= {"type", "description", "title", "$schema"} and schema["type"] == "object":
@@ -203,9 +206,9 @@ def _fault_of(parameters: bytes, salt: str) -> tuple[str, str] | None:
 
 
 def schema_fault(tool: Tool, salt: str) -> tuple[str, str] | None:
-    """Return the place and the message of a schema's part that cannot be enforced, otherwise None.
+    """Return why a tool's schema cannot be enforced: JSON pointer of the part, and message; or None.
 
-    Cached by `salt`: the time must not tell one client which schemas another one sent.
+    Results are cached per `salt`, so that timing does not reveal another client's schemas.
     """
     types = tool.parameters.get("type", "object")
     if "object" not in (types if isinstance(types, list) else [types]):
@@ -214,7 +217,7 @@ def schema_fault(tool: Tool, salt: str) -> tuple[str, str] | None:
 
 
 def describe_loose(tool: Tool) -> str:
-    """Return why and where a tool's arguments are not constrained by its schema, "" if they are."""
+    """Return a notice that a tool's schema is not enforced, and why; "" if it is."""
     try:
         with limit_preparation():
             fault = schema_fault(tool, "")
@@ -224,7 +227,10 @@ def describe_loose(tool: Tool) -> str:
 
 
 def _close(schema: Any, depth: int, *, joined: bool) -> Any:
-    """Close the schema's objects. If `joined`, another schema applies too: the object stays open."""
+    """Forbid properties that an object schema does not list.
+
+    An object stays open if other schemas apply to it too (`joined`), as in `allOf`.
+    """
     if isinstance(schema, list):
         return [_close(operand, depth, joined=joined) for operand in schema]
     if not isinstance(schema, dict) or depth > MAX_DEPTH:

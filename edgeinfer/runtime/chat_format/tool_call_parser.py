@@ -1,9 +1,9 @@
-"""Parse the tool calls in a section of an answer: `Section`, and `JsonSection` for JSON and Python.
+"""Parse tool calls after a marker of an answer: `JsonSection` for calls in JSON and Python.
 
-A section keeps all its text and reads it with one cursor. Its parser is a generator that yields when it
-needs more text. A JSON call is emitted once it is complete, known and valid; otherwise its whole text
-is emitted as text. With `certain` (the output is constrained, so calls are well formed), name and
-arguments are streamed. `xml_calls` parses the other notation.
+A section is the part of the answer from a marker to the end of its calls. The parser is a generator,
+which yields when it needs more text. A call is emitted when it is complete and valid; a section without
+any is emitted as text. If a grammar constrains the calls, name and arguments are streamed. `xml_calls`
+parses calls in XML.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ FENCE = "```"
 
 
 class Section:
-    """The calls after a marker (which may be ""). `new_call` returns the next (index, id)."""
+    """Parses the text after a marker, "" for an answer that begins with a call; base class.
+
+    `new_call` returns the index and the id of the next call.
+    """
 
     def __init__(
         self,
@@ -31,16 +34,16 @@ class Section:
         marker: str,
         tools: Tools,
         *,
-        certain: bool,
+        constrained: bool,
         new_call: Callable[[], tuple[int, str]],
     ) -> None:
         self._form, self._tools = form, tools
-        self._certain, self._new_call = certain, new_call
+        self._constrained, self._new_call = constrained, new_call
         self._marker = self._raw = marker
         self._cursor = self._end_of_calls = 0
         self._has_ended = self._cut = False
         self._events: list[ToolCallDelta] = []
-        #: Index of the call whose arguments are being streamed.
+        #: Index of the call whose arguments are being streamed; -1 if there is none.
         self._index = -1
         self._steps = self._parse()
         self.is_over = False
@@ -52,11 +55,11 @@ class Section:
         """Parse more text. Sets `is_over` at the section's end or at an error."""
         self._raw += text
         self.is_over = next(self._steps, True) is True
-        if self.is_over and self._index >= 0:  # already sent as a call: its arguments stay unfinished
+        if self.is_over and self._index >= 0:  # its beginning was sent, so it cannot become text
             self._end_of_calls = self._cursor
 
     def finish(self, *, cut: bool) -> None:
-        """End the generation inside the section; `cut`: the model did not end it."""
+        """Parse the rest. `cut`: a limit ended the answer, so the last call may be incomplete."""
         self._has_ended, self._cut = True, cut
         self.feed("")
         if self._index >= 0:
@@ -70,15 +73,15 @@ class Section:
 
     @property
     def leftover(self) -> tuple[str, str]:
-        """Text that is not part of a call, and the unparsed rest, which may hold more markers."""
+        """Text that turned out not to be a call, and text after it that is still to be parsed."""
         n_text = 0 if self._end_of_calls else len(self._marker) or 1
         text_end = self._end_of_calls + n_text
         return self._raw[text_end - n_text : text_end], self._raw[text_end:]
 
     def _upcoming(self, literals: Sequence[str]) -> Generator[None, None, str]:
-        """Skip white space; return the following text once it cannot become a literal.
+        """Skip white space and return the following text; "" at the end of the answer.
 
-        At the end of the answer an incomplete literal is skipped too.
+        Waits while the text may be the incomplete beginning of one of the `literals`.
         """
         while True:
             text = self._raw[self._cursor :].lstrip()
@@ -111,18 +114,18 @@ _KEYS = ("name", "type", "id", "function", *ARGUMENT_KEYS)
 _BRACKETS = ("[", ",", "]")
 #: Longest call (characters); a longer one is text.
 MAX_CALL = 1_000_000
-#: Rest of a JSON string after its opening quote; characters allowed outside strings.
+#: Matches the rest of a JSON string after its opening quote; and JSON outside strings and brackets.
 _IN_STRING = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
 _OUTSIDE_STRINGS = re.compile(r"[ \t\r\n:+\-.0-9eEtrufalsn]*")
 
 
 class JsonSection(Section):
-    """Calls as JSON objects, or as Python if the family writes Python."""
+    """Parses calls that are JSON objects, or Python if the format allows it."""
 
     def _parse(self) -> Iterator[None]:
         form = self._form
         self._cursor = len(self._marker)
-        # a fence ends a section that a fence opened; otherwise the family's marker does
+        # a section that began with ``` ends with ```
         closing = FENCE if self._marker.startswith(FENCE) else form.end
         brackets = () if form.named and form.end else _BRACKETS
         literals = sorted({*form.literals, closing, *brackets} - {""}, key=len, reverse=True)
@@ -145,7 +148,7 @@ class JsonSection(Section):
             self._end_of_calls = self._cursor
 
     def _find(self, *texts: str) -> Generator[None, None, int]:
-        """Return the offset of the first of `texts`, -1 if there is none within MAX_NAME characters."""
+        """Return where the first of `texts` begins, -1 if not within the next MAX_NAME characters."""
         begin, limit = self._cursor, self._cursor + MAX_NAME
         while True:
             places = [start for text in texts if (start := self._raw.find(text, begin, limit)) >= 0]
@@ -161,7 +164,7 @@ class JsonSection(Section):
             if call.name not in self._tools:
                 return False
             self._cursor = name_end
-            # an id, a marker or a fence may stand between a name and its arguments
+            # an id, a marker or ```json may stand between the name and the arguments
             self._cursor = yield from self._find("{")
             if self._cursor < 0:
                 return False
@@ -169,7 +172,7 @@ class JsonSection(Section):
         call.arguments_start = call.start if self._form.named else -1
         if not (yield from self._read_object(call)):
             return False
-        if self._certain:
+        if self._constrained:
             self._stream(call)
         if self._index >= 0:
             return True
@@ -185,12 +188,12 @@ class JsonSection(Section):
                 return ""
             if self._raw[self._cursor :] not in ("", "\\"):
                 return self._raw[self._cursor]
-            if self._certain:
+            if self._constrained:
                 self._stream(call)
             yield
 
     def _read_object(self, call: _JsonCall) -> Generator[None, None, bool]:
-        """Move the cursor to the object's end; return whether it may be a call."""
+        """Move the cursor to the end of a JSON object; return False if it cannot be a call."""
         depth, key = 0, None
         while character := (yield from self._skip(_OUTSIDE_STRINGS, call)):
             begin = self._cursor
@@ -225,7 +228,7 @@ class JsonSection(Section):
         return False
 
     def _stream(self, call: _JsonCall) -> None:
-        """Send the part of the arguments that has not been sent yet."""
+        """Emit the part of the arguments that has not been emitted yet."""
         if call.arguments_start < 0 or call.name not in self._tools:
             return
         if self._index < 0:
@@ -236,7 +239,7 @@ class JsonSection(Section):
         call.n_sent = sent_end
 
     def _read_python(self, closing: str) -> Iterator[None]:
-        """Parse calls in Python, up to the section's first end outside a string."""
+        """Parse calls in Python. The section ends at `closing`, unless a string contains it."""
         begin = search_from = len(self._marker)
         while True:
             while (closing_start := self._raw.find(closing, search_from)) < 0 and not self._has_ended:
@@ -254,7 +257,7 @@ class JsonSection(Section):
             search_from = closing_start + len(closing)
 
     def _resolve(self, name: str) -> str:
-        """Return the tool's name, such as get_weather for `functions.get_weather`; "" if unknown."""
+        """Return the tool that a call names, "" for none: `functions.search` means `search`."""
         candidates = (name, name.rpartition(".")[2])
         return next((candidate for candidate in candidates if candidate in self._tools), "")
 
@@ -267,14 +270,14 @@ class JsonSection(Section):
 
 
 class _JsonCall:
-    """Offsets of a call's parts in the text of its section; -1 for parts that are not reached yet."""
+    """Where a JSON call and its arguments lie in the section's text; -1 before they are known."""
 
     def __init__(self, *, is_bare: bool) -> None:
         self.name = ""
         self.start = self.n_sent = 0
         self.arguments_start = self.arguments_end = -1
         self.arguments_depth = 0
-        #: Depth of the object with the name; some models write `{"function": {…}}`.
+        #: Nesting depth of the object with the name: 2 in `{"function": {"name": …}}`.
         self.depth = 1 if is_bare else -1
 
     def arguments(self, text: str, raw: str) -> str | None:
@@ -284,7 +287,7 @@ class _JsonCall:
             return None
         if self.arguments_start >= 0:
             return raw[self.arguments_start : self.arguments_end]
-        # missing, or an object inside a string, as some models write it
+        # some models omit the arguments, or write them as a string of JSON
         call = call.get("function", call)
         if not isinstance(call, dict):
             return None
@@ -295,14 +298,14 @@ class _JsonCall:
 
 
 def _decode(text: str) -> Any:
-    """Decode JSON; None for other text."""
+    """Decode JSON; return None for invalid JSON."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError):
         return None
 
 
-#: Longest block (characters) that is parsed.
+#: Longest Python code (characters) that is parsed.
 _MAX_PYTHON = 20_000
 
 
@@ -317,7 +320,7 @@ def _ends_in_string(code: str) -> bool:
 
 
 def python_calls(code: str) -> list[tuple[str, str]] | None:
-    """Return (name, arguments as JSON) of each call; None unless all arguments are literal keywords."""
+    """Parse `[search(text="x")]` to [("search", '{"text": "x"}')]; return None for other code."""
     if len(code) > _MAX_PYTHON:
         return None
     try:

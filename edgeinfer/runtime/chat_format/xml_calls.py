@@ -1,10 +1,10 @@
-"""Parse calls in the notation of Qwen3-Coder and Qwen 3.5, which has no escapes: `XmlSection`.
+"""Parse tool calls in the notation of Qwen3-Coder and Qwen 3.5: `XmlSection`.
 
-`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`; every marker but
-the second and third may be missing. A value is streamed. Its possible end is held back until later text
-decides, because a value may itself show calls. A value ends at the first closing tag that does not
-belong to a tag inside it and that the next parameter or call follows. If the answer ends without such a
-closing tag, the value ends at the first one after which every closing tag has its opening tag.
+`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`. Models may omit
+all tags except `<function=` and `<parameter=`. Nothing is escaped, so a value (source code, say) may
+contain these tags itself. A value ends at the first closing tag that has no opening tag inside the
+value, and that is followed by the next parameter or call. Values are streamed, but text from a possible
+end on waits for the decision. If the answer ends first, `_best_end` chooses the most likely end.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 _OPENERS = {END_CALL: CALL, END_FUNCTION: FUNCTION, END_PARAMETER: PARAMETER}
 _MARKERS = (*_OPENERS, *_OPENERS.values())
 _MARKER = re.compile("|".join(_MARKERS))
-#: Text after the closing tag of a value that is inside another value.
+#: Matches what follows the closing tag of a value in a call that another value contains.
 _AFTER_VALUE = re.compile(rf"\s*(?:{PARAMETER}|{END_FUNCTION}|{END_CALL}|\Z)")
 _NAME = rf"([^>\n]{{0,{MAX_NAME}}})>"
 _HEAD = re.compile(rf"(?:{FUNCTION}|{PARAMETER}){_NAME}")
-#: Text that may follow a value: the next parameter, or the call's closing tags and the next call.
+#: Matches what may follow a value: the next parameter, or closing tags and the next call.
 _TAIL = re.compile(
     rf"\s*(?:{PARAMETER}{_NAME}"
     rf"|(?P<closers>(?:{END_FUNCTION}\s*)?(?:{END_CALL}\s*)?)(?:{CALL}\s*)?(?:{FUNCTION}{_NAME})?)"
 )
-#: Longest scalar (characters); a longer value is a string.
+#: Longest number, boolean or null (characters). A longer value is a string.
 _MAX_SCALAR = 64
 
-#: Verdicts on a closing tag: not the end; undecided until more text arrives; the end; the end unless a
-#: better one follows.
+#: Whether a tag ends a value: no; unknown until more text arrives; yes; yes unless a better one
+#: follows.
 Verdict = Literal["no", "wait", "end", "perhaps"]
 
 
 class XmlSection(Section):
-    """Calls in tags; the tools' schemas give the types of values."""
+    """Parses calls in XML tags. The tools' schemas decide the types of the values."""
 
     def _parse(self) -> Iterator[None]:
         while text := (yield from self._upcoming((CALL, FUNCTION, END_CALL))):
@@ -82,7 +82,7 @@ class XmlSection(Section):
         if text.startswith(END_FUNCTION):
             self._cursor += len(END_FUNCTION)
             self._begin(name)
-        elif self._index < 0 or (not text and self._cut):  # only a name, or an answer that was cut off
+        elif self._index < 0 or (not text and self._cut):  # no parameter, or cut off by a limit
             return False
         self._send("}")
         self._end_call()
@@ -95,21 +95,21 @@ class XmlSection(Section):
             self._separator = ""
 
     def _read_name(self) -> Generator[None, None, str]:
-        """Return the name of `<function=NAME>` at the cursor, without quotes; "" if incomplete."""
+        """Return NAME of `<function=NAME>` or `<parameter=NAME>` at the cursor; "" if incomplete."""
         while not (head := _HEAD.match(self._raw, self._cursor)) and self._may_grow(self._cursor):
             yield
         self._cursor = head.end() if head else self._cursor
         return head[1].strip().strip("\"'") if head else ""
 
     def _may_grow(self, start: int) -> bool:
-        """Return whether later text may complete a marker with a name that starts there."""
+        """Return whether the tag that begins at `start` lacks its `>`, which may still come."""
         text = self._raw[start : start + MAX_NAME]
         return not self._has_ended and len(text) < MAX_NAME and not {">", "\n"} & set(text)
 
     def _read_value(self, key: str, kinds: frozenset[str]) -> Generator[None, None, bool]:
-        """Stream a value; return False if the answer ends inside it."""
+        """Emit a parameter's value; return False if the answer ends inside it."""
         self._cursor += self._raw.startswith("\n", self._cursor)
-        value = _Value(self._cursor, kinds, is_json=self._certain)
+        value = _Value(self._cursor, kinds, is_json=self._constrained)
         self._keys.add(key)
         head = f"{self._separator}{json_text(key)}: "
         while (value_end := self._find_end(value)) is None:
@@ -122,17 +122,15 @@ class XmlSection(Section):
         return True
 
     def _send_value(self, head: str, text: str) -> str:
-        """Send more of a value after its `head`; return the part of the head that is still unsent."""
+        """Emit `head` (the key) and `text`, if there is text; return what is left of the head."""
         if not text:
             return head
         self._send(head + text)
         self._separator = ", "
         return ""
 
-    # where a value ends
-
     def _find_end(self, value: _Value) -> int | None:
-        """Return the offset of the value's end; None if that is undecided."""
+        """Return where the value ends; None if more text is needed."""
         while marker := _MARKER.search(self._raw, value.seen):
             start, marker_end = marker.span()
             verdict = self._judge(marker)
@@ -157,7 +155,7 @@ class XmlSection(Section):
         return self._best_end(value) if self._has_ended and not self._cut else None
 
     def _judge(self, marker: re.Match[str]) -> Verdict:
-        """Judge a possible end of a value by the text after it."""
+        """Return whether a tag ends the current value, according to the text after the tag."""
         kind, start = marker[0], marker.start()
         if kind not in (PARAMETER, END_FUNCTION, END_PARAMETER):
             return "no"
@@ -182,13 +180,13 @@ class XmlSection(Section):
         return "end" if has_closer and (is_next or (self._has_ended and not text)) else "perhaps"
 
     def _is_open(self, text: str) -> bool:
-        """Return whether later text may change the verdict."""
+        """Return whether `text` is the incomplete beginning of a tag."""
         if text.startswith((PARAMETER, FUNCTION)):
             return self._may_grow(len(self._raw) - len(text))
         return not text or could_become(text, _MARKERS)
 
     def _best_end(self, value: _Value) -> int | None:
-        """Return the value's end once the answer has ended; None if there is no possible end."""
+        """Return the most likely end of the value once the answer has ended; None if there is none."""
         ends = [candidate for candidate in value.ends if not self._dangles(candidate[0])]
         rows = (
             [start for start, depth, kind in ends if kind == END_PARAMETER and not depth],
@@ -199,14 +197,14 @@ class XmlSection(Section):
         return next((row[0] for row in rows if row), None)
 
     def _dangles(self, start: int) -> bool:
-        """Return whether a closing tag without its opening tag follows the end of a value."""
+        """Return whether closing tags lack opening tags if the value ends at `start`."""
         n_open = {CALL: 1, FUNCTION: 1, PARAMETER: 1}
         if self._raw.startswith((PARAMETER, END_FUNCTION), start):
             n_open[PARAMETER] = 0
         for marker in _MARKER.finditer(self._raw, start):
             opener = _OPENERS.get(marker[0], "")
             if n_open[PARAMETER] and PARAMETER not in (opener, marker[0]):
-                continue  # inside a value
+                continue  # a tag inside the next value
             if marker[0] == END_PARAMETER and not _AFTER_VALUE.match(self._raw, marker.end()):
                 continue
             n_open[opener or marker[0]] += -1 if opener else 1
@@ -216,24 +214,24 @@ class XmlSection(Section):
 
 
 class _Value:
-    """A value being parsed: its start, the text so far, and how much was streamed.
+    """The value of a parameter while it is parsed; converts its text to JSON.
 
-    `is_json`: the value's type is not a string, so its text is JSON already.
+    `is_json`: a grammar guarantees that a value that is not a string is JSON.
     """
 
     def __init__(self, start: int, kinds: frozenset[str], *, is_json: bool) -> None:
         self.start = self.seen = start
         self._kinds, self._is_json = kinds, is_json
-        #: Offsets after each unclosed `<parameter=` inside the value.
+        #: Where each `<parameter=` inside the value ends that is not closed yet.
         self.openers: list[int] = []
-        #: Offset, number of openers and marker of each possible end of the value.
+        #: Each possible end of the value: offset, number of `openers` there, tag.
         self.ends: list[tuple[int, int, str]] = []
         self._n_sent = 0
-        #: Opening quote; "" if the value is JSON, None while that is unknown.
+        #: Quote before and after the value; "" if it is not a string, None while that is unknown.
         self._quote: str | None = None
 
     def grow(self, raw: str) -> str:
-        """Return more of the value as JSON."""
+        """Return the next part of the value as JSON, up to its first possible end."""
         safe = self.ends[0][0] if self.ends else self.seen
         if safe > self.start and raw[safe - 1] == "\n":
             safe -= 1
@@ -243,14 +241,14 @@ class _Value:
         return opening + self._encode(raw[self.start + self._n_sent : safe])
 
     def close(self, text: str) -> str:
-        """Return the rest of the complete value as JSON; "" for an empty value that is not a string."""
+        """Return the rest of the value as JSON; `text` is the whole value."""
         opening = self._open(text[: 2 * _MAX_SCALAR]) if self._quote is None else ""
         if self._quote is None:
             return typed_value(text, self._kinds)
         return opening + self._encode(text[self._n_sent :]) + self._quote
 
     def _open(self, text: str) -> str:
-        """Choose how to write a value with this beginning; return its opening quote."""
+        """Decide by the beginning of a value whether it is a string; return its opening quote or ""."""
         self._quote = self._choose_quote(text.strip())
         return self._quote or ""
 

@@ -244,5 +244,5 @@ def _writable(cached_seq: CachedSequence) -> PromptTokens:
     tokens = PromptTokens(cached_seq.tokens[: cached_seq.memory_only_from])
     # the last picture may be only partly decoded, which positions do not show: leave it out
     if tokens and tokens[-1] < 0:
-        tokens.truncate(tokens.cut(len(tokens) - 1))
+        tokens.truncate(tokens.round_down(len(tokens) - 1))
     return tokens

@@ -158,7 +158,7 @@ class PrefixCache:
         if block is None:
             return False
         loaded = block.tokens
-        n = loaded.cut(min(common_prefix(loaded, tokens[n_before:]), load.stop - n_before))
+        n = loaded.round_down(min(common_prefix(loaded, tokens[n_before:]), load.stop - n_before))
         fits = n > 0 and self.kv.make_room(len(loaded))
         if not fits or not self.states.restore(cached_seq.seq_id, block.states[0]):
             return False

@@ -70,7 +70,7 @@ class Executor:
         if code in (_ABORTED, MISSED_ADAPTER):
             for entry in entries:
                 seq = entry.seq
-                self.kv.truncate(seq.cached_seq, seq.n_past_uncut)
+                self.kv.truncate(seq.cached_seq, seq.n_past_whole)
                 self.kv.remove_unrecorded_cells(seq.cached_seq)
             if code == MISSED_ADAPTER:
                 self.adapters.leave_kernels()

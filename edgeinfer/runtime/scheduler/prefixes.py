@@ -81,7 +81,7 @@ class Prefixes:
             return
         seq.start(cached_seq)
         cached_seq.is_private = not request.cache_prompt
-        n_cached = seq.tokens.cut(common_prefix(cached_seq.tokens, seq.tokens[:-1]))
+        n_cached = seq.tokens.round_down(common_prefix(cached_seq.tokens, seq.tokens[:-1]))
         if n_top is not None:
             n_cached = min(n_cached, len(cached_seq.logprobs))
             seq.prompt_logprobs = cached_seq.logprobs[:n_cached]
@@ -159,7 +159,7 @@ class Prefixes:
         load.cancel()
         if self.prefix_cache is not None and not succeeded:
             self.prefix_cache.drop_unfinished(seq.cached_seq)
-        self._kv.truncate(seq.cached_seq, seq.n_past_uncut)
+        self._kv.truncate(seq.cached_seq, seq.n_past_whole)
         self._begin_prefill(seq, load.n_in_memory)
 
     def wait_for_disk(self, running: list[Sequence]) -> None:
@@ -179,7 +179,7 @@ class Prefixes:
     def save_checkpoint(self, seq: Sequence) -> None:
         """Save a recurrent checkpoint if later requests may need one at this length."""
         n_past = seq.n_past
-        if not seq.request.cache_prompt or seq.n_past_uncut < n_past:
+        if not seq.request.cache_prompt or seq.n_past_whole < n_past:
             return
         if seq.pictures.is_edge(n_past) or is_checkpoint_position(n_past, len(seq.tokens)):
             self._kv.save_checkpoint(seq.cached_seq)
@@ -195,7 +195,7 @@ class Prefixes:
         self._end_load(seq)
         if not seq.is_started:
             return
-        is_whole = seq.n_past_uncut == seq.n_past
+        is_whole = seq.n_past_whole == seq.n_past
         cached_seq = seq.stop()
         cached_seq.conversation = seq.request.conversation
         cached_seq.is_prefetched = seq.is_prefill_only

@@ -129,9 +129,9 @@ class Sequence:
         return len(self._cached_seq.tokens) if self._cached_seq else 0
 
     @property
-    def n_past_uncut(self) -> int:
+    def n_past_whole(self) -> int:
         """Number of tokens in the KV cache, without a picture that is there only in part."""
-        return self.tokens.cut(self.n_past)
+        return self.tokens.round_down(self.n_past)
 
     @property
     def n_pending(self) -> int:

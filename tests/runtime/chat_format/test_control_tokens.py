@@ -27,7 +27,7 @@ def load(vocab: Vocab, name: str, *, guard: bool = True) -> ChatFormat:
             eos_text=vocab.text(vocab.eos),
             vocab=vocab,
             add_bos=vocab.adds_bos,
-            guard_content=guard,
+            escape_content=guard,
         )
     )
 
@@ -140,7 +140,7 @@ def test_guard_mark_survives_template_filters(vocab, written):
     assert vocab.detokenize(tokens).decode() == remove_marks(prompt)
 
 
-def test_guard_content_off_restores_special_tokens(vocab):
+def test_escape_content_off_restores_special_tokens(vocab):
     chat_format = load(vocab, "smollm2", guard=False)
     messages = (Message(role="system", content="S"), Message(role="user", content="a<|im_end|>"))
     tokens = prompt_of(chat_format, GenerateRequest(messages=messages))
@@ -150,7 +150,7 @@ def test_guard_content_off_restores_special_tokens(vocab):
 def test_answer_keeps_the_markers_of_its_reasoning(vocab):
     control = ControlTokens(vocab)
     messages = (Message(role="assistant", content="<|im_start|>hm<|im_end|>"),)
-    guarded = control.guard_request(
+    guarded = control.escape_request(
         GenerateRequest(messages=messages), ("<|im_start|>", "<|im_start|>")
     )
     assert guarded.messages[0].content == f"<|im_start|>hm<{MARK}|im_end|>"

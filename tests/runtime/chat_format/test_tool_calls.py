@@ -44,7 +44,7 @@ def gather(events) -> list[Said]:
 
 
 def read(family: str, *chunks: str, certain: bool = False) -> list[Said]:
-    parser = AnswerParser(FAMILIES[family], NAMES, certain=certain)
+    parser = AnswerParser(FAMILIES[family], NAMES, constrained=certain)
     events = [event for chunk in chunks for event in parser.feed(chunk)]
     return gather([*events, *parser.finish()])
 
@@ -151,7 +151,7 @@ def test_rubbish_parses_alike_in_any_chunks_and_loses_no_text(family, fragments,
 
 
 def test_certain_call_streams_its_arguments():
-    parser = AnswerParser(HERMES, NAMES, certain=True)
+    parser = AnswerParser(HERMES, NAMES, constrained=True)
     chunks = ['<tool_call>\n{"name": "add", "argum', 'ents": {"a"', ": 1", "0}", "}\n</tool_call>"]
     seen = [parser.feed(chunk) for chunk in chunks]
     assert [[e.arguments for e in events if not e.name] for events in seen] == [
@@ -166,7 +166,7 @@ def test_certain_call_streams_its_arguments():
 
 
 def test_cut_certain_call_is_not_text():
-    parser = AnswerParser(HERMES, NAMES, certain=True)
+    parser = AnswerParser(HERMES, NAMES, constrained=True)
     parser.feed('<tool_call>\n{"name": "add", "arguments": {"a"')
     assert parser.finish() == []
 

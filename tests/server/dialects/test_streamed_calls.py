@@ -30,7 +30,7 @@ NOTATIONS = sorted(set(FAMILIES) - {"generic"})
 
 def fed(family: str) -> list[tuple[str, list[Any]]]:
     """Each character of a call, and its end, with the events that the parser makes of it."""
-    parser = AnswerParser(FAMILIES[family], {"write_file": SCHEMA}, certain=True)
+    parser = AnswerParser(FAMILIES[family], {"write_file": SCHEMA}, constrained=True)
     text = write_call(FAMILIES[family], "write_file", json.dumps(ARGUMENTS))
     return [*((c, list(parser.feed(c))) for c in text), ("", list(parser.finish()))]
 
