@@ -202,7 +202,7 @@ class GpuOffload:
         loaded = replace(loaded, choices=loaded.choices | chosen)
         context = loaded.llama_context()
         try:
-            context.adapters = self.lora.open(model)
+            context.adapters = self.lora.load_for(model)
         except BaseException:
             loaded.free()
             raise
@@ -219,7 +219,7 @@ class GpuOffload:
         if not self.core.evict_to_fit(loaded.n_ctx, loaded.n_cells):
             return False
         has_copy = self.context.copy_state_to(context)
-        self.lora.attach(loaded.model, context.adapters)
+        self.lora.add_model(loaded.model, context.adapters)
         self.prefix_cache_switch.detach()
         self.core.switch_context(context, loaded.n_ctx, has_copy=has_copy, on_device=True)
         for cached_seq in self.core.kv.cached_sequences:
@@ -229,7 +229,7 @@ class GpuOffload:
         self._device_context = device_context
         cpu = self.cpu.llama_context()
         cpu.clear()
-        cpu.cells.give_back()
+        cpu.cells.release_pages()
         self.cpu.stop_streaming()
         self._enter(loaded)
         return True
@@ -247,7 +247,7 @@ class GpuOffload:
         _log.warning("%s failed, the CPU continues: %s", names, error.message)
         self.prefix_cache_switch.detach()
         context = self.cpu.llama_context()
-        context.adapters = self.lora.detach()
+        context.adapters = self.lora.remove_second_model()
         self.core.switch_context(context, self.cpu.n_ctx, has_copy=False, on_device=False)
         self.cpu.start_streaming(self.files, self.cpu.plan.streaming)
         self._enter(self.cpu)

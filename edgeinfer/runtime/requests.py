@@ -185,8 +185,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     - limits: `overflow` decides what happens if the context is full: "refuse" refuses a longer prompt
       and ends the answer with "length"; "shift" drops the oldest tokens after the system prompt.
       `deadline_s` counts from submission. `reasoning_budget` is the most reasoning tokens.
-    - log-probabilities: `logprobs` is the number of alternatives per token (0 to 20); None switches them
-      off. `prompt_logprobs` is the same for the prompt's tokens, which arrive as one `PromptLogprobs`.
+    - log-probabilities: `logprobs` is the number of alternatives per token (0 to 20), None for none at
+      all. `prompt_logprobs` is the same for the prompt's tokens, which arrive as one `PromptLogprobs`.
     - model: `lora` are pairs of adapter name and scale; None applies all loaded adapters. `speculative`
       "auto" drafts tokens while that pays.
     - prefill only: with `max_tokens` 0, the prompt is prefilled for later requests, at the lowest

@@ -29,7 +29,7 @@ from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.llama.context import LlamaContext
 from edgeinfer.runtime.llama.libedgeinfer import library
 from edgeinfer.runtime.llama.libllama import L
-from edgeinfer.runtime.llama.model import _beside_projector
+from edgeinfer.runtime.llama.model import _reserve_projector
 from edgeinfer.runtime.llama.mtmd import Chunk, Projector
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache import block_saver, cache
@@ -528,7 +528,7 @@ def test_memory_plan_leaves_room_for_the_projector(tmp_path: Path) -> None:
     projector.write_bytes(bytes(5000))
     machine = read_machine()
     files = ModelFiles(name="m", paths=(), projector=str(projector))
-    remaining_bytes = _beside_projector(machine, files).memory.available_bytes
+    remaining_bytes = _reserve_projector(machine, files).memory.available_bytes
     assert machine.memory.available_bytes - remaining_bytes == 5000
 
 

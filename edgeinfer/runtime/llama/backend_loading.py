@@ -37,7 +37,7 @@ _KINDS: dict[int, Kind] = {1: "gpu", 2: "integrated"}
 _SOFTWARE = ("llvmpipe", "SwiftShader")
 _VULKAN_LOADER = "libvulkan.so.1"
 DRIVER_FIX = "use Vulkan with your distribution's driver; CUDA needs NVIDIA's driver 580 or newer"
-#: Missing library in a failure → the missing part and the command that helps.
+#: Library that the linker did not find → what is missing, and what to do.
 _MISSING = {
     "libcuda.so.1": ("there is no NVIDIA driver (libcuda.so.1)", DRIVER_FIX),
     _VULKAN_LOADER: (
@@ -60,7 +60,7 @@ class _Props(ctypes.Structure):
         ("total", ctypes.c_size_t),
         ("type", ctypes.c_int),
         ("id", ctypes.c_char_p),
-        ("caps", ctypes.c_bool * 8),  # this version has 5; room for more
+        ("caps", ctypes.c_bool * 8),  # 5 in this version of ggml
     )
 
 
@@ -76,7 +76,7 @@ def this_build() -> Build:
 
 
 def driver_problem() -> str:
-    """Return why NVIDIA's driver cannot run the CUDA backend; "" if it can. No device is opened."""
+    """Return why NVIDIA's driver cannot run the CUDA backend, "" if it can. Opens no device."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -89,10 +89,10 @@ def driver_problem() -> str:
 
 
 def load(name: str) -> LoadedBackend | MissingBackend:
-    """Load a backend once; a second call returns the same devices, measured again.
+    """Load a backend's library into this process, and return it with its devices, or why it failed.
 
-    The first call takes 50 to 200 ms; other threads wait for it. Raises UsageError for an unknown
-    backend, EngineError without a CPU backend.
+    The first call takes 50 to 200 ms. Later calls only update the free memory. Raises UsageError for
+    an unknown backend, EngineError without a CPU backend.
     """
     with _lock:
         build = this_build()
@@ -119,7 +119,7 @@ def _load(file: BackendFile) -> LoadedBackend | MissingBackend:
         return msgspec.structs.replace(loaded, devices=_devices(file.name, handle))
     beside = os.path.join(os.path.dirname(file.path), _VULKAN_LOADER)
     if file.name == "vulkan" and os.path.isfile(beside):
-        ctypes.CDLL(beside)  # the linker then uses it for the backend library
+        ctypes.CDLL(beside)  # so that the linker resolves the backend's dependency to this file
     warning = find_cublas(file.path) if file.name == "cuda" else ""
     handle, lines = libllama.load_backend(file.path)
     if not handle:
@@ -197,10 +197,10 @@ def _no_device(name: str, lines: list[str]) -> MissingBackend:
     return MissingBackend(name=name, reason="no usable device", absent=True)
 
 
-#: Variable that tells the CUDA backend the library.
+#: Environment variable from which the CUDA backend reads the path of cuBLAS.
 VARIABLE = "EDGEINFER_CUBLAS"
 LIBRARY = "libcublas.so.13"
-#: The shipped file does not use installed Python packages.
+#: The one-file program cannot use installed wheels.
 _CUBLAS_FIX = "install NVIDIA's package" + (
     "" if hasattr(sys, "_MEIPASS") else " or the wheel nvidia-cublas"
 )
@@ -214,7 +214,7 @@ _SYSTEM = (
 
 
 def find_cublas(backend: str) -> str:
-    """Tell the backend library at `backend` where cuBLAS is; return a warning if it is missing."""
+    """Find cuBLAS and set VARIABLE for the CUDA backend; return a warning if it is missing, or ""."""
     library = next((path for path in _candidates(backend) if os.path.isfile(path)), None)
     if library is None:
         return (
@@ -229,7 +229,7 @@ def _candidates(backend: str) -> Iterator[str]:
     if os.environ.get(VARIABLE):
         yield os.environ[VARIABLE]
     folders = [os.path.dirname(backend), *os.environ.get("LD_LIBRARY_PATH", "").split(":")]
-    wheels = importlib.util.find_spec("nvidia")  # a namespace that NVIDIA's wheels share
+    wheels = importlib.util.find_spec("nvidia")  # the package that contains all of NVIDIA's wheels
     folders += [
         f"{location}/cu13/lib" for location in (wheels and wheels.submodule_search_locations) or ()
     ]

@@ -1,9 +1,8 @@
 """GPU backends of llama.cpp: their libraries, builds and devices, and which of them a launch uses.
 
-Next to `libggml-NAME.so` lies `libggml-NAME.json`, which describes its build. ggml itself compares only
-an interface number, and two builds with one number may have different data structures. So a library is
-opened only if its build is that of the llama.cpp in use, and only if no other user may write to it.
-Nothing here loads a library into this process.
+The file `libggml-NAME.json` next to a library `libggml-NAME.so` describes its build. A library is used
+only if its build is that of the llama.cpp in use, because ggml checks no more than an interface number;
+and only if no other user may write to it. This module does not load libraries into this process.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from edgeinfer.platform.process import child_command
 from edgeinfer.runtime.offload_plan import DeviceMemory
 from edgeinfer.units import format_bytes
 
-#: Every backend in order of preference: a vendor's own before Vulkan, which shows the same devices.
+#: All backends, preferred ones first. Vulkan offers the same devices as CUDA.
 NAMES = ("cuda", "vulkan")
 
 
 class Build(msgspec.Struct, frozen=True, kw_only=True):
-    """The build of a library. `commit` is "unknown" if it was built without git."""
+    """What a library was built from and for. `commit` is ggml's, "unknown" if built without git."""
 
     binding: str
     ggml: str
@@ -50,7 +49,7 @@ class Build(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LibraryFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON file next to a library."""
+    """Contents of the JSON file next to a library."""
 
     name: str
     build: Build
@@ -61,7 +60,7 @@ class LibraryFacts(msgspec.Struct, frozen=True, kw_only=True):
 class BackendFile(msgspec.Struct, frozen=True, kw_only=True):
     """A backend library on this machine. `problem` is why it cannot be used, "" for none.
 
-    `added`: it lies in the user's data folder; others came with the program.
+    `added`: it is in the user's data folder, and did not come with the program.
     """
 
     name: str
@@ -72,12 +71,12 @@ class BackendFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def this_machine() -> str:
-    """Return the machine's name as a build spells it: "linux-x86_64"."""
+    """Return the platform as `Build.machine` names it, such as "linux-x86_64"."""
     return f"{sys.platform}-{platform.machine().lower()}"
 
 
 def file_name(name: str) -> str:
-    """Return a backend's file name, `libggml-vulkan.so`. Raises UsageError for an unknown one."""
+    """Return the file name of a backend's library. Raises UsageError for an unknown backend."""
     if name not in NAMES:
         raise UsageError(f"there is no backend {name!r}: one of {', '.join(NAMES)}")
     return f"libggml-{name}.so"
@@ -88,7 +87,10 @@ def facts_path(library: Path) -> Path:
 
 
 def shipped_dir() -> Path:
-    """Return the program's folder of backends; ggml loads all files of the CPU variants' folder."""
+    """Return the folder of the backends that came with the program.
+
+    It is not the folder of the CPU variants, of which ggml loads every library.
+    """
     frozen = getattr(sys, "_MEIPASS", None)
     return Path(frozen) / "backends" if frozen else Path(sys.prefix) / "lib/edgeinfer/backends"
 
@@ -98,7 +100,7 @@ def added_dir() -> Path:
 
 
 def adding(name: str) -> str:
-    """Describe how to add the library of a backend to this build on this machine."""
+    """Return what to do to get the library of a backend for this build and machine."""
     if name == "cuda" and this_machine() == "linux-x86_64" and has_release_key():
         return "edgeinfer backend install cuda"
     by_hand = f"put libggml-{name}.so and .json into {added_dir()}"
@@ -106,31 +108,31 @@ def adding(name: str) -> str:
 
 
 def has_release_key() -> bool:
-    """Return whether this build can verify what a release offers; a checkout cannot."""
+    """Return whether this build can verify signed releases; a checkout cannot."""
     channel = resource_files("edgeinfer").joinpath("data/release.toml").read_bytes()
     return bool(msgspec.toml.decode(channel)["keys"])
 
 
 def available() -> tuple[BackendFile, ...]:
-    """List the libraries on this machine, one per backend, preferred backends first.
-
-    For each backend a usable library is preferred, and the user's own to the program's.
-    """
+    """Find the library of each backend that is on this machine, preferred backends first."""
     return tuple(filter(None, map(find, NAMES)))
 
 
 def find(name: str, build: Build | None = None) -> BackendFile | None:
-    """Find one backend's library, preferably one that fits `build`. Raises UsageError."""
+    """Find a backend's library, None without one. Raises UsageError for an unknown backend.
+
+    A library that fits `build` is preferred, then one that the user added.
+    """
     library = file_name(name)
     places = ((added_dir() / library, True), (shipped_dir() / library, False))
-    # Path.is_file raises for a folder that this user may not open
+    # not Path.is_file, which raises for a folder that this user may not open
     files = [read(name, path, added=added) for path, added in places if os.path.isfile(path)]
     usable = [file for file in files if not (misfit(file, build) if build else file.problem)]
     return next(iter(usable or files), None)
 
 
 def read(name: str, path: Path, *, added: bool) -> BackendFile:
-    """Describe one library by its JSON file; of the library itself only the size is read."""
+    """Describe a library by the JSON file next to it; check its size and permissions."""
     facts, problem = None, _unsafe(path)
     if not problem:
         try:
@@ -143,7 +145,7 @@ def read(name: str, path: Path, *, added: bool) -> BackendFile:
 
 
 def misfit(file: BackendFile, build: Build) -> str:
-    """Return why a library cannot be loaded into a llama.cpp of `build`; "" if it can."""
+    """Return why a library cannot be loaded into the llama.cpp of `build`, "" if it can."""
     if file.problem or file.facts is None:
         return file.problem
     if file.facts.build.fits(build):
@@ -152,7 +154,7 @@ def misfit(file: BackendFile, build: Build) -> str:
 
 
 def _unsafe(path: Path) -> str:
-    """Return why code at `path` must not run; "" if only this user or root may write it."""
+    """Return that another user may write to the file or its folder, "" if none may."""
     for location in (path, path.parent):
         info = location.stat()
         if info.st_uid not in (0, os.getuid()) or info.st_mode & stat.S_IWOTH:
@@ -160,16 +162,15 @@ def _unsafe(path: Path) -> str:
     return ""
 
 
-#: "gpu" has its own memory, "integrated" shares the machine's, "software" emulates a GPU on the CPU.
+#: A "gpu" has memory of its own, an "integrated" GPU shares the machine's, "software" runs on the CPU.
 Kind = Literal["gpu", "integrated", "software", "accelerator"]
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """One device of a loaded backend, as it was when probed.
+    """A device of a loaded backend, with its memory (bytes) when it was asked.
 
     `name` is llama.cpp's ("Vulkan0"), `pointer` its ggml_backend_dev_t, valid only in this process.
-    `id` is the PCI address, "" for none. Memory is in bytes, of the whole device; a driver that does
-    not know the free memory reports all of it.
+    `id` is the PCI address, "" for none. Some drivers report all memory as free.
     """
 
     name: str
@@ -183,9 +184,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadedBackend(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
-    """A backend library that is loaded into this process, which cannot be dumped from now on.
+    """A backend that was loaded, and its devices (at least one). A process with one cannot be dumped.
 
-    `devices` has at least one. `warning` names a missing dependency, "" for none.
+    `warning` names a missing dependency, "" for none.
     """
 
     file: BackendFile
@@ -194,9 +195,9 @@ class LoadedBackend(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
 
 
 class MissingBackend(msgspec.Struct, frozen=True, kw_only=True, tag="not-loaded"):
-    """Why a backend offers no device (one line); `fix` is the command that helps, or "".
+    """Why a backend offers no device, in one line. `fix` is what to do, "" if unknown.
 
-    `absent`: nothing is wrong, the machine has no such device, or the library was not added.
+    `absent`: this is not an error; the machine has no such device, or the library was not added.
     """
 
     name: str
@@ -212,16 +213,17 @@ def device_line(device: Device) -> str:
 
 
 def describe(answer: LoadedBackend | MissingBackend) -> str:
-    """Return a backend's devices, or why it has none, in a line."""
+    """Return a line that names a backend's devices, or says why it has none."""
     if isinstance(answer, MissingBackend):
         return f"{answer.name}: {answer.reason}"
     return f"{answer.file.name}: {'; '.join(map(device_line, answer.devices))}"
 
 
 class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`layers` is `--gpu-layers`; the other fields are `[gpu]` of the configuration.
+    """Which layers to place on which devices.
 
-    `devices` are llama.cpp's names of the devices to use; () means all except software devices.
+    `layers` is the value of `--gpu-layers`. `devices` are llama.cpp's names of the devices to use, from
+    `[gpu]` of config.toml; () means all except software devices.
     """
 
     layers: int | str = "auto"
@@ -229,17 +231,18 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_explicit(self) -> bool:
-        """Return whether layers on a device were requested, so that a failure must be reported."""
+        """Return whether the user asked for layers on a device; then a failure is reported."""
         return self.layers not in ("auto", "none", 0)
 
     def opens_backends(self) -> bool:
-        """Return whether to open backends: without a request only if there may be a GPU."""
+        """Return whether to load backends. Without an explicit request, only if there may be a GPU."""
         named = self.is_explicit or bool(self.devices)
         return self.layers not in ("none", 0) and (named or machine.has_gpu())
 
     def choose(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Choose the named devices, otherwise discrete GPUs, otherwise integrated ones, which share the
-        machine's memory, otherwise software devices if layers were requested.
+        """Return the named devices; otherwise discrete GPUs; otherwise integrated ones.
+
+        If there are none, software devices are used only on an explicit request.
         """
         if self.devices:
             return tuple(device for device in devices if device.name in self.devices)
@@ -249,22 +252,22 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(devices) if self.is_explicit else ()
 
     def usable_memory(self, device: Device) -> DeviceMemory:
-        """Return how much of a device's memory may be used."""
+        """Return the memory of a device that may be used (bytes)."""
         return DeviceMemory(name=device.name, free_bytes=device.free_bytes)
 
 
 _HELPER = "edgeinfer.runtime.llama.helpers.backend_probe"
-#: Longest time (s) of a probe; a slower driver is stuck.
+#: A driver that does not answer for this long (s) is considered stuck.
 _PATIENCE_S = 30.0
 
 
 def survey() -> tuple[LoadedBackend | MissingBackend, ...]:
-    """Ask each backend library for its devices, each in a separate process: 0.2 s or more."""
+    """Ask each backend for its devices, in separate processes. Takes 0.2 s or more."""
     return tuple(ask(file.name) for file in available())
 
 
 def ask(name: str) -> LoadedBackend | MissingBackend:
-    """Ask one backend library for its devices, or report how its process ended."""
+    """Ask a backend for its devices in a separate process, which a bad library may crash."""
     command = child_command(_HELPER, name)
     try:
         done = subprocess.run(command, capture_output=True, timeout=_PATIENCE_S, check=False)

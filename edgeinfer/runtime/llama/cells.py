@@ -1,18 +1,16 @@
-"""The memory of KV cells, and copies between it and a state's bytes (native/cells.cpp).
+"""The memory of KV cells: clear it without touching it, and fill it without copying.
 
-llama.cpp clears a new KV cache: 0.5 s and a gigabyte of memory per gigabyte, though most cells may
-never be used. Returned anonymous memory also reads as zeros (madvise(2)), so buffers are cleared by
-returning their pages. That is done for the first clearing only: later, pages may be mapped from a file,
-whose content would come back.
+Clearing: llama.cpp writes zeros to a new KV cache, which takes 0.5 s and a gigabyte of memory per
+gigabyte, though most cells may never be used. `sparse_buffers` gives the pages back to the kernel
+instead (madvise(2)); they read as zeros (docs/decisions/082).
 
-ggml has no option for this, nor for copies, so entries of a buffer's function table are replaced. They
-are found by probing: an entry counts only if ggml's public function calls the probe. Without one,
-ggml's own function stays (decision 082).
+Filling: llama.cpp copies a restored state into the cells, which takes half a millisecond per megabyte,
+most of it for the first write to each page. `CellCopies` maps pages of the block's file in place of the
+cells' pages instead, in a tenth of the time, and without memory until they are written to
+(docs/decisions/096-mapped-cells.md, native/cells.cpp).
 
-The kernel allocates cells' memory when they are first written. llama.cpp's copies take half a
-millisecond per megabyte, most of it for the first touch of each page. A page of a cached file can
-become a page of cells in a tenth of that time, and takes no memory of this process until it is written
-(docs/decisions/096-mapped-cells.md).
+ggml has no options for either, so entries of a buffer's function table are replaced. `find_entry` finds
+an entry by calling a public function of ggml; if it does not, ggml's own functions stay in use.
 """
 
 from __future__ import annotations
@@ -36,12 +34,12 @@ Pointer = ctypes.c_void_p
 _ALLOCATE = ctypes.CFUNCTYPE(Pointer, Pointer, ctypes.c_size_t)
 _CLEAR = ctypes.CFUNCTYPE(None, Pointer, ctypes.c_uint8)
 _PROBE_BYTES = 4096
-#: Most function-table entries that are read of a buffer type and of a buffer.
+#: Pointers in the function tables of a ggml buffer type and of a buffer.
 TYPE_ENTRIES, BUFFER_ENTRIES = 6, 12
 
 
 class Buffer(NamedTuple):
-    """A ggml buffer: its handle, and the address of its bytes."""
+    """A ggml buffer: ggml's pointer to it, and the addresses of its bytes."""
 
     handle: int
     memory: Range
@@ -49,8 +47,9 @@ class Buffer(NamedTuple):
 
 @contextlib.contextmanager
 def sparse_buffers() -> Iterator[list[Buffer]]:
-    """During the block, clear new buffers by returning their pages. Yields a list of them, which is
-    filled at the end.
+    """During the block, let ggml clear new buffers by giving their pages back to the kernel.
+
+    Yields the list of these buffers, to which they are added.
     """
     sparse = _find()
     if sparse is None:
@@ -61,7 +60,7 @@ def sparse_buffers() -> Iterator[list[Buffer]]:
 
 
 class _SparseBuffers:
-    """The two table entries and their replacements. Never freed: buffers keep pointers to them."""
+    """Replaces ggml's allocate and clear functions. Never freed, because buffers point to it."""
 
     def __init__(self, ggml: ctypes.CDLL, buffer_type: int, allocate: int, clear: int) -> None:
         self._ggml = ggml
@@ -136,12 +135,15 @@ def _find() -> _SparseBuffers | None:
 
 
 def table(address: int, length: int) -> Any:
-    """View the `length` pointers at `address`, for reading and writing."""
+    """Return a writable view of the `length` pointers at `address`."""
     return (Pointer * length).from_address(address)
 
 
 def find_entry(entries: Any, kind: Any, call: Callable[[], object]) -> int | None:
-    """Find the table entry of ctypes prototype `kind` that `call` uses, or None."""
+    """Return the index of the entry that `call` runs, None if it runs none.
+
+    `kind` is the ctypes prototype of the entry.
+    """
     seen: list[bool] = []
 
     def note(*_: object) -> None:
@@ -158,7 +160,7 @@ def find_entry(entries: Any, kind: Any, call: Callable[[], object]) -> int | Non
 
 @contextlib.contextmanager
 def replace_entry(entries: Any, number: int, function: Any) -> Iterator[None]:
-    """Replace a table entry by the ctypes `function` during the block."""
+    """Replace entry `number` of a function table by the ctypes `function` during the block."""
     before = entries[number]
     entries[number] = ctypes.cast(function, Pointer).value
     try:
@@ -169,32 +171,32 @@ def replace_entry(entries: Any, number: int, function: Any) -> Iterator[None]:
 
 _COPY = ctypes.CFUNCTYPE(
     None, Pointer, Pointer, Pointer, ctypes.c_size_t, ctypes.c_size_t
-)  # get_tensor and set_tensor of ggml_backend_buffer_i
+)  # the prototype of get_tensor and set_tensor in ggml_backend_buffer_i
 _TENSOR_BYTES = 4096
 _I8 = 24  # GGML_TYPE_I8
-#: Most copies that are recorded while one state is saved; a layer has two per run of cells.
+#: Most copies that are recorded while a state is saved. A layer has two per range of adjacent cells.
 _MOST_COPIES = 32768
-#: Most mappings of a process if the kernel does not say; and the share of them for cells.
+#: Assumed limit of a process's memory mappings if the kernel does not tell it; share of it for cells.
 _DEFAULT_MAPPINGS = 65_530
 _MAPPINGS_SHARE = 0.75
-#: Interval (s) between counts of the mappings; one count takes some 10 ms.
+#: Interval (s) at which the mappings are counted, which takes 10 ms.
 _COUNT_S = 1.0
 
 
 class Copied(ctypes.Structure):
-    """`size` bytes of a state from `at` on are cells of the tensor whose data begin at `tensor`."""
+    """A copy from cells to a state: bytes [at, at + size) are of the tensor at address `tensor`."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("at", "size", "tensor")]
 
 
 class StatePiece(ctypes.Structure):
-    """`size` bytes of a state from `at` on lie at address `source`."""
+    """A part of a state: its bytes [at, at + size) are at address `source`."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("at", "size", "source")]
 
 
 class _Transfer(ctypes.Structure):
-    """`Transfer` of native/cells.cpp."""
+    """The struct `Transfer` of native/cells.cpp."""
 
     _fields_ = [
         ("state", ctypes.c_uint64),
@@ -213,7 +215,7 @@ class _Transfer(ctypes.Structure):
 
 
 class _InitParams(ctypes.Structure):
-    """ggml_init_params."""
+    """The struct ggml_init_params."""
 
     _fields_ = [("size", ctypes.c_size_t), ("buffer", Pointer), ("no_alloc", ctypes.c_bool)]
 
@@ -224,7 +226,7 @@ class _Entries(NamedTuple):
 
 
 class CellCopies:
-    """The library, and the table entries that it replaces. One per process, for all contexts."""
+    """Intercepts llama.cpp's copies between KV cells and states. One per process."""
 
     def __init__(
         self, library: ctypes.CDLL, entries: _Entries, kernels: ctypes.CDLL | None = None
@@ -238,9 +240,10 @@ class CellCopies:
         self._counted_at = float("-inf")
 
     @contextlib.contextmanager
-    def out(self, buffers: Sequence[int], state: int) -> Iterator[list[Copied]]:
-        """During the block, record llama.cpp's copies from `buffers` to `state`; yield a list that is
-        filled at its end.
+    def record(self, buffers: Sequence[int], state: int) -> Iterator[list[Copied]]:
+        """During the block, record llama.cpp's copies from `buffers` to the address `state`.
+
+        Yields a list, which has the copies after the block.
         """
         noted: list[Copied] = []
         transfer = _Transfer(state=state, copied=self._copied, capacity=_MOST_COPIES)
@@ -250,12 +253,12 @@ class CellCopies:
             noted += self._copied[: transfer.n_copied]
 
     @contextlib.contextmanager
-    def into(
+    def replace(
         self, buffers: Sequence[int], state: int, pieces: Sequence[StatePiece], file: MappedFile | None
     ) -> Iterator[_Transfer]:
-        """During the block, use `pieces`, in order, as those bytes of the state at address `state`.
+        """During the block, let llama.cpp read `pieces`, in order, instead of the bytes at `state`.
 
-        If they lie in `file`, its pages become pages of the cells. Yields the counter of bytes.
+        Pages of `file` are mapped, not copied. Yields a struct whose `n_bytes` counts the bytes used.
         """
         can_map = file is not None and self._may_map(len(pieces))
         transfer = _Transfer(
@@ -269,7 +272,7 @@ class CellCopies:
         )
         with self._at_work(buffers, self._entries.set, "edgeinfer_cells_set", transfer):
             yield transfer
-        self._n_free -= 2 * transfer.n_mapped  # each adds a mapping, and splits another one
+        self._n_free -= 2 * transfer.n_mapped  # a mapping inside another one makes two more
 
     @contextlib.contextmanager
     def _at_work(
@@ -283,12 +286,12 @@ class CellCopies:
             yield
 
     def forget_order(self, memory: Range) -> None:
-        """Forget the order in which cells in `memory` were written (native/cell_order.cpp)."""
+        """Forget the order in which cells at these addresses were written (native/cell_order.cpp)."""
         if self._kernels:
             self._kernels.edgeinfer_cells_freed(*map(ctypes.c_void_p, memory))
 
     def _may_map(self, n: int) -> bool:
-        """Return whether the kernel allows this process `n` more separate mappings."""
+        """Return whether the kernel allows this process to map `n` more ranges of pages."""
         if self._n_free < 2 * n and time.monotonic() - self._counted_at > _COUNT_S:
             self._counted_at = time.monotonic()
             self._n_free = int(_MAPPINGS_SHARE * _most_mappings()) - sum(1 for _ in areas())
@@ -297,7 +300,7 @@ class CellCopies:
 
 @cache
 def find_copies() -> CellCopies | None:
-    """Open the library once, if it fits ggml's tables."""
+    """Return the interceptor of copies, None if the library or the table entries are missing."""
     if sys.platform != "linux":
         return None
     entries = _find_entries(libllama.base_library())
@@ -337,16 +340,16 @@ def _find_entries(ggml: ctypes.CDLL) -> _Entries | None:
     return None if get is None or put is None else _Entries(get, put)
 
 
-#: Bytes returned per call: a gigabyte takes 0.1 to 0.25 s, during which a request waits.
+#: Bytes that are given back at once. A gigabyte takes 0.1 to 0.25 s, for which a request would wait.
 _PIECE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class CellMemory:
-    """The memory of `n_cells` cells: `buffers` whose pages can be returned.
+    """The memory of a KV cache's `n_cells` cells: ggml's `buffers` in host memory.
 
-    `rows` are the bytes of one cell in each tensor of the cache, in their order in the only buffer;
-    empty if unknown. `copies` intercepts llama.cpp's copies. `is_all`: no cells are on a device.
+    `rows` are the bytes of a cell in each tensor, in the tensors' order in the buffer; () if unknown.
+    `copies` is None if copies cannot be intercepted. `is_all`: no cells are on a device.
     """
 
     buffers: tuple[Buffer, ...] = ()
@@ -360,35 +363,35 @@ class CellMemory:
         return [buffer.handle for buffer in self.buffers]
 
     def pages(self) -> Iterator[Range]:
-        """Yield the complete pages of all buffers, in pieces."""
+        """Yield the pages of all buffers, 256 MiB at a time."""
         for start, stop in (buffer.memory for buffer in self.buffers):
             low = _round_up(start)
             high = stop // mmap.PAGESIZE * mmap.PAGESIZE
             for address in range(low, high, _PIECE_BYTES):
                 yield Range(address, min(address + _PIECE_BYTES, high))
 
-    def give_back(self, pages: Iterable[Range] | None = None) -> None:
-        """Return `pages`, or all, to the kernel; they become zeros. No sequence may use these cells."""
+    def release_pages(self, pages: Iterable[Range] | None = None) -> None:
+        """Give `pages` (by default all) back to the kernel. Their cells become zeros."""
         for low, high in self.pages() if pages is None else pages:
             map_zeros(low, high)
 
     def forget_order(self) -> None:
-        """Forget the cells' order. Call it before the context and its buffers are freed."""
+        """Forget in which order the cells were written, before their context is freed."""
         if self.copies:
             for buffer in self.buffers:
                 self.copies.forget_order(buffer.memory)
 
-    def can_be_pages_of(self, shift: int) -> bool:
-        """Return whether cells have the same position in a page as the cells `shift` before them."""
+    def is_page_aligned(self, shift: int) -> bool:
+        """Return whether `shift` cells are whole pages in each tensor, so that pages can be mapped."""
         return bool(self.copies and self.rows) and not any(
             shift * row % mmap.PAGESIZE for row in self.rows
         )
 
     def populate(self, first: int, stop: int) -> None:
-        """Allocate the pages of cells [first, stop) now. Any thread.
+        """Have the kernel allocate the pages of cells [first, stop) now. Any thread.
 
-        The first write of a page waits 0.3 to 0.5 ms per megabyte for the allocation; another thread
-        can do it ahead. A kernel before 5.14 does nothing.
+        So the decode thread need not wait for it (0.3 to 0.5 ms per megabyte) at its first write. Does
+        nothing before Linux 5.14.
         """
         advise(self._of_cells(first, min(stop, self.n_cells)), POPULATE_WRITE)
 
@@ -402,14 +405,14 @@ class CellMemory:
             address += self.n_cells * row
 
 
-#: Memory of cells that are unknown or on a device.
+#: The memory of a KV cache that is unknown or on a device.
 NO_CELLS = CellMemory()
 
 
 def cell_memory(
     buffers: Sequence[Buffer], rows: Sequence[int], n_cells: int, *, is_all: bool = True
 ) -> CellMemory:
-    """Describe the memory of `buffers`; `rows` count only if they add up to the only buffer's size."""
+    """Describe a KV cache in `buffers`. `rows` are ignored unless they add up to one buffer's size."""
     size = sum(memory.high - memory.low for _, memory in buffers)
     is_known = len(buffers) == 1 and sum(rows) * n_cells == size
     copies = find_copies() if buffers else None

@@ -1,4 +1,4 @@
-"""A llama.cpp context: its batch, its logits, its memory's sequences, and aborting a step."""
+"""A llama.cpp context, the batches that it decodes, and a flag that aborts a decode."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from edgeinfer.runtime.llama.row_adapters import LoadedAdapter, RowAdapters
 
 
 class LlamaContext:
-    """Calls a llama_context, and edits the sequences of its KV cache. For one thread.
+    """A llama_context (at `pointer`) and the sequences in its KV cache. For one thread.
 
-    `pointer` points to the llama_context, `cells` is the memory of its KV cache; `adapters` maps the
-    stamps of files to LoRA adapters of the model.
+    `cells` is the memory of the KV cache. `adapters` are the loaded LoRA adapters by the stamps of
+    their files.
     """
 
     __slots__ = ("adapters", "cells", "memory", "pointer")
@@ -48,7 +48,7 @@ class LlamaContext:
         """Free the context. Idempotent."""
         if self.pointer:
             self.cells.forget_order()
-            with suppress(DecodeError):  # a lost device keeps its memory
+            with suppress(DecodeError):  # memory of a lost device cannot be freed
                 libllama.call(L.llama_free, self.pointer)
             self.pointer = self.memory = None
 
@@ -65,12 +65,12 @@ class LlamaContext:
         return int(L.llama_memory_seq_pos_min(self.memory, seq_id))
 
     def clear(self, *, zeros: bool = False) -> None:
-        """Remove every sequence; with `zeros` overwrite the cells too."""
+        """Remove every sequence; with `zeros` also write zeros to the cells."""
         if self.memory:
             L.llama_memory_clear(self.memory, zeros)
 
     def copy_state_to(self, target: LlamaContext) -> bool:
-        """Copy the computed state of this context to `target`; return False if it does not fit.
+        """Copy the state of all sequences to the context `target`; return False if it does not fit.
 
         Raises DecodeError if a device fails.
         """
@@ -80,9 +80,9 @@ class LlamaContext:
         return bool(n and libllama.call(L.llama_state_set_data, target.pointer, pointer, n) == n)
 
     def logits(self, index: int, n_vocab: int) -> npt.NDArray[np.float32]:
-        """View the logits of the last batch's token `index`, valid until the next decode.
+        """Return a view of the logits of the last batch's token `index`: float32[n_vocab].
 
-        Raises DecodeError if the token has none.
+        It is valid until the next decode. Raises DecodeError if the token has no logits.
         """
         pointer = L.llama_get_logits_ith(self.pointer, index)
         if not pointer:
@@ -90,19 +90,19 @@ class LlamaContext:
         return _floats(pointer, n_vocab)
 
     def all_logits(self, n_outputs: int, n_vocab: int) -> npt.NDArray[np.float32]:
-        """View all `n_outputs` rows of logits of the last batch, in order; valid until the next decode.
+        """Return a view of all logits of the last batch: float32[n_outputs, n_vocab].
 
-        One view per step, because `logits` for each of 32 rows takes 0.1 to 0.2 ms.
+        It is valid until the next decode. Getting 32 rows one by one would take 0.1 to 0.2 ms.
         """
         if not n_outputs:
             return np.empty((0, n_vocab), np.float32)
         return _floats(L.llama_get_logits(self.pointer), n_outputs * n_vocab).reshape(-1, n_vocab)
 
     def embedding(self, seq_id: int, width: int) -> npt.NDArray[np.float64]:
-        """Return a copy of the pooled embedding of a sequence. Raises DecodeError without one."""
+        """Return the pooled embedding of a sequence: float64[width]. Raises DecodeError without one."""
         pointer = L.llama_get_embeddings_seq(self.pointer, seq_id)
         if not pointer:
-            raise DecodeError("llama.cpp gave no embedding")
+            raise DecodeError(f"llama.cpp has no embedding of sequence {seq_id}")
         return _floats(pointer, width).astype(np.float64)
 
 
@@ -116,7 +116,10 @@ _F32 = ctypes.POINTER(ctypes.c_float)
 
 
 class Batch:
-    """Up to `capacity` tokens of any sequences, `max_outputs` of them with logits. For one thread."""
+    """A batch for llama_decode. For one thread.
+
+    It holds up to `capacity` tokens, of which up to `max_outputs` get logits.
+    """
 
     def __init__(
         self, *, capacity: int, max_outputs: int, n_vocab: int, n_seq_max: int, n_cells: int
@@ -152,7 +155,7 @@ class Batch:
 
     @classmethod
     def of(cls, context: LlamaContext, *, max_outputs: int) -> Batch:
-        """Make the largest batch that a context accepts."""
+        """Make an empty batch, as large as a context accepts."""
         model = L.llama_get_model(context.pointer)
         return cls(
             capacity=L.llama_n_batch(context.pointer),
@@ -180,9 +183,12 @@ class Batch:
     def add(
         self, tokens: Sequence[int], pos: int, seq_id: int, *, outputs: int, adapters: AdapterKey = ()
     ) -> int:
-        """Add `tokens`, the last `outputs` with logits; return the first row. Raises DecodeError."""
+        """Add tokens of a sequence from position `pos` on, the last `outputs` of them with logits.
+
+        Returns the index of the first one in the batch. Raises DecodeError.
+        """
         if self._pictures is not None:
-            raise DecodeError("rows of a picture cannot share a step with tokens")
+            raise DecodeError("a batch cannot contain both tokens and rows of a picture")
         if tokens and (min(tokens) < 0 or max(tokens) >= self._n_vocab):
             raise DecodeError("a token is outside the vocabulary")
         return self._add(tokens, pos, seq_id, outputs, adapters)
@@ -198,13 +204,13 @@ class Batch:
         positions: npt.NDArray[np.int32] | None = None,
         adapters: AdapterKey = (),
     ) -> int:
-        """Add rows of a picture, which must be the only ones in a step; otherwise as `add`.
+        """Add embedding rows of a picture, float32[n_rows, width], to an empty batch, as `add` does.
 
-        `positions` (4, rows) gives each row its own position after `pos`, in three dimensions; the
-        fourth counts from 0. Raises DecodeError.
+        For M-RoPE, `positions` is int32[4, n_rows]: time, y and x relative to `pos`, and 0. Without
+        `is_causal`, the rows attend to each other in both directions.
         """
         if self.n_tokens:
-            raise DecodeError("rows of a picture need a separate step")
+            raise DecodeError("a batch cannot contain both tokens and rows of a picture")
         self._pictures, self._is_causal = np.ascontiguousarray(rows, np.float32), is_causal
         if positions is not None:
             behind = np.array([[pos], [pos], [pos], [0]], np.int32)
@@ -223,16 +229,16 @@ class Batch:
 
     def _check(self, n: int, pos: int, seq_id: int, outputs: int) -> None:
         if not 0 < n <= self.room:
-            raise DecodeError(f"{n} tokens do not fit in a batch with room for {self.room}")
+            raise DecodeError(f"{n} tokens do not fit into a batch with room for {self.room}")
         if not 0 <= seq_id < self._n_seq_max:
-            raise DecodeError(f"no such sequence: {seq_id}")
+            raise DecodeError(f"there is no sequence id {seq_id}: ids end at {self._n_seq_max - 1}")
         if pos < 0 or pos + n > self._n_cells:
-            raise DecodeError(f"position {pos + n} is beyond the context of {self._n_cells} tokens")
+            raise DecodeError(f"{n} tokens at position {pos} exceed the context of {self._n_cells}")
         if not 0 <= outputs <= n or self.n_outputs + outputs > self.max_outputs:
-            raise DecodeError(f"more than {self.max_outputs} outputs in a batch")
+            raise DecodeError(f"a batch can have logits of {self.max_outputs} tokens at most")
 
     def _write(self) -> None:
-        """Fill llama.cpp's arrays for all rows together; one by one they cost 7 µs each."""
+        """Fill llama.cpp's arrays with all tokens at once. One by one takes 7 µs for each."""
         n = self._native.n_tokens = self.n_tokens
         self._token[:n], self._pos[:n], self._seq[:n], self._output[:n] = zip(*self._rows, strict=True)
         rows = self._pictures
@@ -242,8 +248,10 @@ class Batch:
         self._native.embd = rows.ctypes.data_as(_F32) if rows is not None else None
 
     def decode(self, context: LlamaContext) -> int:
-        """Run llama_decode and return its code: 0, 1 without free KV cells, 2 if aborted,
-        MISSED_ADAPTER; negative is fatal. Raises DecodeError if streamed weights could not be read.
+        """Run llama_decode and return its code.
+
+        0: success; 1: no free KV cells; 2: aborted; MISSED_ADAPTER: the kernels lack a LoRA adapter;
+        below 0: fatal. Raises DecodeError if streamed weights could not be read.
         """
         self._write()
         code = self._adapters.run(
@@ -263,12 +271,11 @@ class Batch:
 
 
 class AbortFlag:
-    """Ends a llama_decode early.
+    """Aborts a llama_decode. Any thread may call `set`, only the decode thread the other methods.
 
-    Any thread may call `set`; only the decode thread calls the other methods.
-
-    llama.cpp calls back before each node of its graph. A Python callback would take the GIL thousands
-    of times per step. libc's `strlen` over our buffer needs no GIL: "" continues, "x" aborts.
+    llama.cpp calls a function before each node of its graph, and aborts if that returns true. A Python
+    function would take the GIL thousands of times per step, so it is libc's `strlen` of a text: "" to
+    continue, "x" to abort.
     """
 
     def __init__(self) -> None:
@@ -277,13 +284,13 @@ class AbortFlag:
         self._callback = ctypes.cast(strlen, libllama.lib().ggml_abort_callback)
 
     def install(self, pointer: Any) -> None:
-        """Make the computations of a context abortable; `pointer` is llama.cpp's."""
+        """Use this flag for the llama_context at `pointer`."""
         libllama.lib().llama_set_abort_callback(
             pointer, self._callback, ctypes.cast(self._text, ctypes.c_void_p)
         )
 
     def set(self) -> None:
-        """Abort the running llama_decode, or the next one; it returns 2."""
+        """Abort the running llama_decode, or the next one, which then returns 2."""
         self._text[0] = b"x"
 
     def clear(self) -> None:

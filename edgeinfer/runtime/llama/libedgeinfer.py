@@ -1,7 +1,7 @@
-"""The in-tree C++ libraries (native/): their folder, and the kernels for ggml's CPU backend.
+"""Find and open edgeinfer's C++ libraries (native/), and register the kernels with ggml's CPU backend.
 
-ggml offers each operation to its "extra buffer types" before computing it; its repacked weights use
-this. Our kernels (attention, matrix products) are another such type, which holds no weights
+ggml asks "extra buffer types" whether they compute an operation, before it computes it itself. The
+kernels (attention, matrix products) are registered as such a type
 (docs/decisions/095-attention-kernels.md, 098-matrix-kernels.md).
 """
 
@@ -17,11 +17,11 @@ from pathlib import Path
 import msgspec
 
 _log = logging.getLogger("edgeinfer.engine")
-#: The llama-cpp-python version that the kernels are built for: they access its data by offsets.
+#: The only version of llama-cpp-python that the libraries work with: they use its private structs.
 BUILT_FOR = "0.3.36"
-#: Mangled name of ggml_backend_cpu_get_extra_buffer_types, a function of the CPU variant's library.
+#: ggml_backend_cpu_get_extra_buffer_types, mangled; ggml's library for the CPU variant exports it.
 _EXTRA_TYPES = "_Z39ggml_backend_cpu_get_extra_buffer_typesv"
-#: Functions of each library, without `edgeinfer_`, by the first word of the library's name.
+#: Functions that a library must export, without the prefix `edgeinfer_`, to detect an old library.
 _FUNCTIONS = {
     "kernels": "kernels version dependent_operation cells_written cells_freed "
     "adapter_open adapter_close adapters_begin adapters_end "
@@ -29,25 +29,26 @@ _FUNCTIONS = {
     "guard": "guard decode reason call call_with",
     "cells": "cells cells_get cells_set",
 }
-#: ggml_backend_dev_type.
+#: GGML_BACKEND_DEVICE_TYPE_CPU.
 _CPU = 0
-#: ggml's CPU variant of x86-64 → level of the kernels for it: x86-64-v3, with AVX-VNNI, or v4 with
-#: VNNI.
+#: CPU variant of ggml on x86-64 → level of the kernels: AVX2 ("v3"), AVX2 with VNNI, AVX-512 with VNNI
+#: ("v4").
 LEVELS = {
     "haswell": "v3",
     "skylakex": "v3",
     "cannonlake": "v3",
     "alderlake": "v3-vnni",
 } | dict.fromkeys("cascadelake cooperlake icelake zen4 sapphirerapids".split(), "v4")
-#: getauxval's AT_HWCAP and AT_HWCAP2, and one bit of each on arm64.
+#: AT_HWCAP and AT_HWCAP2 of getauxval(3), and the bits of arm64 for dot products and for i8mm.
 _HWCAPS = (16, 26)
 _ASIMDDP, _I8MM = 1 << 20, 1 << 13
 
 
 class Kernels(msgspec.Struct, frozen=True):
-    """The kernels in use. `level` is the result of `level_of`, "" for llama.cpp's own kernels.
+    """Which of edgeinfer's kernels are in use.
 
-    `version` is a digest of the library's sources, "" for llama.cpp's own.
+    `level` is the instruction set ("v3", "v4", "i8mm" …), `version` a digest of the sources; both are
+    "" if llama.cpp's own kernels are used.
     """
 
     level: str = ""
@@ -55,24 +56,24 @@ class Kernels(msgspec.Struct, frozen=True):
 
 
 def folder() -> Path:
-    """Return the libraries' folder: in the shipped file, or the output folder of native/build.sh."""
+    """Return the libraries' folder: in the one-file program, or where native/build.sh writes."""
     frozen = getattr(sys, "_MEIPASS", None)
     return Path(frozen) / "native" if frozen else Path(sys.prefix) / "lib/edgeinfer/native"
 
 
 def library(name: str) -> Path:
-    """Return the path of a library by name, such as "guard" or "kernels-v3"."""
+    """Return the path of the library "guard", "cells", "kernels-v3" and so on."""
     return folder() / f"libedgeinfer-{name}.so.1"
 
 
 def open_library(name: str, binding_version: str) -> ctypes.CDLL:
-    """Open the library of that name.
+    """Open the library `name` for llama-cpp-python `binding_version`.
 
     Raises OSError if it is missing, built for another llama.cpp, or older than this program.
     """
     path = library(name)
     if not _fits(binding_version):
-        raise OSError(f"{path} is built for llama-cpp-python {BUILT_FOR}")
+        raise OSError(f"{path} is built for llama-cpp-python {BUILT_FOR}, not for {binding_version}")
     opened = ctypes.CDLL(str(path))
     functions = _FUNCTIONS.get(name.partition("-")[0], "").split()
     missing = [function for function in functions if not hasattr(opened, f"edgeinfer_{function}")]
@@ -104,7 +105,7 @@ def _fits(binding_version: str) -> bool:
 
 
 def cpu_library() -> str:
-    """Find the mapped library of ggml's CPU variant; return "" without variants."""
+    """Return the path of the loaded library of ggml's CPU variant, "" if it has no variants."""
     try:
         maps = Path("/proc/self/maps").read_text("utf-8", "surrogateescape")
     except OSError:
@@ -114,14 +115,14 @@ def cpu_library() -> str:
 
 
 def variant_of(path: str) -> str:
-    """Return the CPU variant in a library's name: `…/libggml-cpu-zen4.so` → `zen4`; "" for ""."""
+    """Return the CPU variant of a library: "zen4" for `…/libggml-cpu-zen4.so`, "" for ""."""
     return Path(path).stem.removeprefix("libggml-cpu-")
 
 
 def level_of(variant: str) -> str:
-    """Return the kernel level for ggml's CPU variant on this machine; "" if there is none.
+    """Return the kernel level for a CPU variant of ggml on this machine, "" if there is none.
 
-    On arm64 the processor decides: ggml's variants with i8mm need SVE too.
+    On arm64 the processor decides, not the variant: ggml's variants with i8mm need SVE too.
     """
     if not variant.startswith("armv"):
         return LEVELS.get(variant, "")
@@ -131,17 +132,17 @@ def level_of(variant: str) -> str:
 
 
 def arm_level(hwcap: int, hwcap2: int) -> str:
-    """Return the level for an arm64 processor with these hardware capabilities of Linux."""
+    """Return the kernel level for an arm64 processor with these values of AT_HWCAP and AT_HWCAP2."""
     if not hwcap & _ASIMDDP:
         return ""
     return "i8mm" if hwcap2 & _I8MM else "dotprod"
 
 
 def dependent_operation() -> str:
-    """Return an operation that this process has computed and whose bits depend on the processor.
+    """Return the first computed operation whose bits depend on the processor, "" for none.
 
-    It is ggml's name of the operation and the type of its first operand ("MUL_MAT bf16"). "" means
-    none: answers are bit-identical with AVX2 and AVX-512. Without in-tree kernels it is "every one".
+    It is ggml's name and the type of the first operand ("MUL_MAT bf16"). Without such an operation,
+    answers are bit-identical with AVX2 and AVX-512. Without edgeinfer's kernels it is "every one".
     """
     level = level_of(variant_of(cpu_library()))
     if not level:
@@ -157,10 +158,10 @@ def dependent_operation() -> str:
 
 
 def use_kernels(ggml: ctypes.CDLL, base: ctypes.CDLL, binding_version: str) -> Kernels:
-    """Register the kernel library with the loaded CPU backend. Call it once.
+    """Register the kernels for this CPU with ggml's loaded CPU backend. Call it once.
 
-    llama.cpp's own kernels stay in use if the library is missing, cannot be opened, or does not fit
-    this variant. `ggml` and `base` are libggml and libggml-base, with their functions declared.
+    llama.cpp's own kernels stay in use if there is no library for this CPU, or it cannot be opened.
+    `ggml` and `base` are libggml and libggml-base.
     """
     path = cpu_library()
     level = level_of(variant_of(path))
@@ -183,7 +184,7 @@ def use_kernels(ggml: ctypes.CDLL, base: ctypes.CDLL, binding_version: str) -> K
 
 
 def _list_buffer_types(ggml: ctypes.CDLL, base: ctypes.CDLL) -> None:
-    """List the device's extra buffer types now: ggml keeps the first list, and uses it for weights."""
+    """Have ggml cache its list of buffer types for weights, before the kernels are added to it."""
     device = ggml.ggml_backend_dev_by_type(_CPU)
     registry = base.ggml_backend_dev_backend_reg(device)
     address = base.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")

@@ -1,8 +1,8 @@
-"""llama.cpp itself: its CPU variants, its log, and its build.
+"""The binding of llama.cpp: load its backends, read its log, describe its build.
 
-This is the only module that imports llama_cpp. The portable wheel has one library per instruction set
-next to the package, and nothing loads them automatically. `lib()` loads one, once per process, before a
-model is opened. `L` is the same binding for code that already holds a model, a context or a memory.
+Only this module imports llama_cpp. Call `lib()` before the first function of llama.cpp: it loads the
+CPU backend, of which there is one library per instruction set. `L` is the same binding, for code that
+has a model or context and thus knows that the backend is loaded.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import msgspec
 from edgeinfer.errors import DecodeError, EngineError
 from edgeinfer.runtime.llama import libedgeinfer
 
-#: Environment variables that libgomp and ggml read when they are mapped. By default libgomp spins for a
-#: millisecond at every barrier, which starves ggml's own threads as soon as another program runs
-#: (docs/decisions/002-spin-count.md). ggml would run gdb on a process that ends by an exception.
+#: Environment variables that libgomp and ggml read when they are loaded. By default libgomp's threads
+#: spin for a millisecond at each barrier, which slows ggml as soon as another program runs
+#: (docs/decisions/002-spin-count.md), and ggml runs gdb on a process that aborts.
 _WHILE_MAPPED = {"GOMP_SPINCOUNT": "1000", "GGML_NO_BACKTRACE": "1"}
 
 
 @contextmanager
 def _environment_while_mapped() -> Iterator[None]:
-    """Set the missing variables during the block, then remove them, so that no child inherits them."""
+    """Set these variables, if unset, during the block only, so that child processes do not get them."""
     variables = {name: value for name, value in _WHILE_MAPPED.items() if name not in os.environ}
     os.environ |= variables
     try:
@@ -44,7 +44,7 @@ def _environment_while_mapped() -> Iterator[None]:
 
 
 def _import_binding() -> Any:
-    """Import llama.cpp's functions without the package's classes, which take 45 ms."""
+    """Import the module with llama.cpp's functions, without the package's classes, which take 45 ms."""
     spec = importlib.util.find_spec("llama_cpp") if "llama_cpp" not in sys.modules else None
     package = importlib.util.module_from_spec(spec) if spec else None
     if package is not None:
@@ -58,18 +58,18 @@ def _import_binding() -> Any:
 
 with _environment_while_mapped():
     L: Any = _import_binding()
-#: Folder of the binding.
+#: Folder of the package llama_cpp.
 _PACKAGE = Path(L.__file__).resolve().parent
-#: llama.cpp's log levels (ggml.h); a line of level CONT continues the previous one.
+#: Log levels of ggml.h. A message of level CONT continues the line before.
 _INFO = 2
 _WARN = 3
 _CONT = 5
 
-#: Code that `decode` returns after a device's exception; most integers and pointers for `call`.
+#: Code of `decode` after an exception of a device; most arguments of `call` besides a struct.
 _THROWN = -100
 _WORDS = 6
 
-#: Held while a context is created, which iterates over ggml's backends, and while a backend is added.
+#: Held while a backend is added, and while a context is made, which iterates over the backends.
 registry_lock = threading.Lock()
 
 _lock = threading.Lock()
@@ -79,10 +79,10 @@ _listeners: list[list[str]] = []
 
 
 class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The build of llama.cpp. `cpu_variant` "": one library serves every CPU.
+    """The build of llama.cpp, and edgeinfer's kernels in it.
 
-    `kernels` is the level of the in-tree kernels in use (`libedgeinfer.level_of`), and
-    `kernels_version` a digest of their sources; both are "" for llama.cpp's own.
+    `cpu_variant` is the library that was chosen for this CPU ("zen4"), "" if there is only one.
+    `kernels` and `kernels_version` are those of `libedgeinfer.Kernels`.
     """
 
     binding_version: str
@@ -97,11 +97,11 @@ class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lib() -> Any:
-    """Load the backends and capture the logs once. Raises EngineError without a CPU backend."""
+    """Return the binding, with the CPU backend loaded. Raises EngineError if none runs on this CPU."""
     with _lock:
         if "ggml" not in _state:
             _capture_logs()
-            _say_aborts()
+            _print_aborts()
             _state["ggml"] = _load_backends()
             _state["kernels"] = libedgeinfer.use_kernels(
                 _state["ggml"], base_library(), binding_version()
@@ -124,39 +124,39 @@ def _capture_logs() -> None:
                 listener.append(line)
 
     callback = L.llama_log_callback(on_line)
-    _state["log"] = callback  # the library keeps only the pointer, so keep the object
+    _state["log"] = callback  # keep the object: llama.cpp stores only a pointer to it
     L.llama_log_set(callback, ctypes.c_void_p(0))
 
 
-def _say_aborts() -> None:
-    """Print ggml's abort message, without running gdb on this process."""
+def _print_aborts() -> None:
+    """Let ggml print only its message when it aborts, and not run gdb on this process."""
 
     def on_abort(message: bytes) -> None:
         os.write(2, message + b"\n")
 
     callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(on_abort)
-    _state["abort"] = callback  # keep the object, of which the library has only a pointer
+    _state["abort"] = callback  # keep the object: ggml stores only a pointer to it
     base_library().ggml_set_abort_callback(callback)
 
 
 def recent_reason() -> str:
-    """Return the last warnings and errors of llama.cpp, oldest first."""
+    """Return llama.cpp's last three warnings and errors, joined by "; "."""
     return "; ".join(line for line in list(_log)[-3:] if line.strip(" .")) or "no reason given"
 
 
 def log_callback() -> ctypes.c_void_p:
-    """Return the callback that logs llama.cpp's lines, for other libraries."""
+    """Return the address of the log function, so that another library can log to it."""
     return ctypes.cast(_state["log"], ctypes.c_void_p)
 
 
 def clear_log() -> None:
-    """Clear the log before a call whose own messages are needed."""
+    """Forget earlier messages, so that `recent_reason` is about the next call."""
     _log.clear()
 
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """Collect llama.cpp's log during the block, from any thread."""
+    """Yield a list that collects llama.cpp's log lines during the block, from all threads."""
     lines: list[str] = []
     _listeners.append(lines)
     try:
@@ -171,7 +171,7 @@ def library_dir() -> Path:
 
 @cache
 def binding_version() -> str:
-    """Return the binding's version from the name of its metadata folder, which our wheel contains."""
+    """Return the version of llama-cpp-python, from the name of its metadata folder."""
     folders = [
         p for parent in (_PACKAGE, _PACKAGE.parent) for p in parent.glob("llama_cpp_python-*.dist-info")
     ]
@@ -179,15 +179,15 @@ def binding_version() -> str:
 
 
 def variant_dirs() -> list[Path]:
-    """List the folders that may hold the CPU variants: next to the package, or in a frozen program."""
+    """Return the folders that may contain CPU variants: the package's, and the one-file program's."""
     frozen = getattr(sys, "_MEIPASS", None)
     places = [_PACKAGE.parent / "bin", _PACKAGE / "lib", _PACKAGE / "bin"]
     return places + ([Path(frozen) / "bin", Path(frozen)] if frozen else [])
 
 
 def ggml_library() -> ctypes.CDLL:
-    """Open libggml, with the functions that edgeinfer calls declared."""
-    # libllama is linked against the soname; the wheel's libggml.so is a copy with another registry
+    """Open libggml, and declare the functions that are called here."""
+    # libllama uses libggml.so.0; the wheel's libggml.so is a copy with a registry of its own
     path = library_dir() / "libggml.so.0"
     ggml = ctypes.CDLL(str(path if path.exists() else library_dir() / "libggml.so"))
     signatures: dict[str, tuple[Any, list[Any]]] = {
@@ -225,21 +225,21 @@ def _load_backends() -> ctypes.CDLL:
 
 
 def load_backend(path: str) -> tuple[int, list[str]]:
-    """Register a backend library; return ggml's handle (0 on failure) and the log."""
+    """Load a backend's library; return ggml's handle (0 on failure) and llama.cpp's log."""
     lib()
     with registry_lock, listening() as lines:
         return _state["ggml"].ggml_backend_load(os.fsencode(path)) or 0, lines
 
 
 def own_library(name: str) -> ctypes.CDLL:
-    """Open a native/ library for the loaded llama.cpp. Raises OSError."""
+    """Open one of edgeinfer's C++ libraries (native/). Raises OSError."""
     return libedgeinfer.open_library(name, binding_version())
 
 
 def guard_calls() -> None:
-    """Let native/guard.cpp catch devices' errors in `decode` and `call`. Called once.
+    """Let `decode` and `call` survive errors of devices (native/guard.cpp) from now on.
 
-    They are C++ exceptions and aborts, which would end the process.
+    These are C++ exceptions and aborts, which would otherwise end the process.
     """
     if "guard" in _state:
         return
@@ -266,20 +266,21 @@ def guard_calls() -> None:
 
 
 def decode(context: Any, batch: Any) -> int:
-    """Run llama_decode: 0, 1 without KV cells, 2 if aborted; negative is fatal."""
+    """Run llama_decode and return its code: 0 success, 1 no free KV cells, 2 aborted, below 0 fatal."""
     return int(_state.get("decode", L.llama_decode)(context, batch))
 
 
 def decode_error(code: int, work: str) -> DecodeError:
-    """Make the error for a code of `decode` on this thread, with the device's message."""
+    """Return the error for a code that `decode` has just returned on this thread."""
     thrown = f" ({_thrown()})" if code == _THROWN else ""
     return DecodeError(f"llama_decode returned {code}{thrown} for {work}")
 
 
 def call(function: Any, *args: Any) -> Any:
-    """Call a function, guarded by `guard_calls`, with integers, pointers, and one structure at the end.
+    """Call a C function that returns a pointer, a size or nothing.
 
-    It returns a pointer, a size, or nothing. Raises DecodeError if a device throws during the call.
+    Its arguments are integers, pointers, and perhaps a struct at the end. After `guard_calls`, raises
+    DecodeError if a device fails during the call.
     """
     guard = _state.get("guard")
     if guard is None:
@@ -304,20 +305,20 @@ def _word(value: Any) -> int:
 
 
 def _thrown() -> str:
-    """Return the message thrown in this thread's last guarded call, and the errors logged with it."""
+    """Return the message of the exception that ended this thread's last call, and logged errors."""
     thrown = _state["guard"].edgeinfer_reason().decode("utf-8", "replace")
     errors = [line.strip() for line in list(_log)[-3:] if re.search(r"error|lost|fail", line, re.I)]
     return "; ".join([thrown, *errors])
 
 
 class GgufParams(ctypes.Structure):
-    """gguf_init_params."""
+    """The struct gguf_init_params."""
 
     _fields_ = (("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p))
 
 
 def base_library() -> ctypes.CDLL:
-    """Open libggml-base, with the functions that edgeinfer calls declared."""
+    """Open libggml-base, and declare the functions that are called here."""
     base = ctypes.CDLL(str(library_dir() / "libggml-base.so.0"))
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     signatures: dict[str, tuple[Any, list[Any]]] = {
@@ -361,7 +362,7 @@ def _device_names(ggml: ctypes.CDLL) -> tuple[str, ...]:
 
 @cache
 def build_info() -> BuildInfo:
-    """Describe the build for `doctor` and `version`. Raises EngineError as `lib` does."""
+    """Describe the build of llama.cpp. Raises EngineError if no CPU backend runs on this CPU."""
     llama = lib()
     base = base_library()
     system = llama.llama_print_system_info().decode()

@@ -1,5 +1,7 @@
-"""LoRA adapters, loaded with the model or while it runs. Adapters that the kernels cannot add to single
-rows (row_adapters.py) are set on the context for all sequences of a step.
+"""The LoRA adapters of an engine: load them, name them in requests, unload them while it runs.
+
+edgeinfer's kernels apply adapters to single rows of a batch (row_adapters.py). Adapters that they
+cannot compute are set on llama.cpp's context, and apply to all sequences of a step.
 """
 
 from __future__ import annotations
@@ -26,15 +28,17 @@ from edgeinfer.runtime.llama.row_adapters import LoadedAdapter
 from edgeinfer.runtime.options import MOST_ALPHA, Adapter
 
 _log = logging.getLogger("edgeinfer.engine")
-#: The adapters of one model by the stamps of their files.
-Held = dict[str, LoadedAdapter]
+#: Loaded adapters by the stamps of their files (path, size, mtime, inode).
+AdaptersByStamp = dict[str, LoadedAdapter]
 
 
 class LoraAdapters:
-    """The adapters of an engine by name, for every model that it may decode with.
+    """Loads and unloads an engine's adapters, and translates their names in requests.
 
-    `key` may be called on any thread; all other methods run on the decode thread, between two steps.
-    `lock` is held from getting a request's key until it is queued: no adapter is unloaded meanwhile.
+    After layers have moved to a GPU, the engine has a second model, for which every adapter is loaded
+    too. `key` may be called on any thread; the other methods only on the decode thread, between steps.
+    Hold `lock` while a request gets its key and is queued, so that its adapters are not unloaded in
+    between.
     """
 
     def __init__(self, model: Any, context: LlamaContext, adapters: Sequence[Adapter]) -> None:
@@ -44,20 +48,21 @@ class LoraAdapters:
         self._named: dict[str, tuple[Adapter, str]] = {}
         self._current: AdapterKey = ()
         self._pointer = context.pointer
-        self._homes: list[tuple[Any, Held]] = [(model, context.adapters)]
-        #: Whether kernels add adapters to single rows. Recurrent models reorder the rows of a batch.
+        self._homes: list[tuple[Any, AdaptersByStamp]] = [(model, context.adapters)]
+        #: Whether the kernels can apply adapters: not if a recurrent model reorders the rows of a
+        #: batch.
         self.has_kernels = not (L.llama_model_is_recurrent(model) or L.llama_model_is_hybrid(model))
         self.change(adapters)
 
     @property
     def named_adapters(self) -> tuple[Adapter, ...]:
-        """Adapters that requests may name, in the order of loading."""
+        """The adapters that requests may name, in the order of loading."""
         return tuple(adapter for adapter, _ in self._named.values())
 
     def key(self, requested: tuple[tuple[str, float], ...] | None) -> AdapterKey:
-        """Convert a request's adapters to the stamps of their files, sorted, without scale 0.
+        """Convert the adapter names and scales of a request to a key; leave out scale 0.
 
-        None means all adapters, each at its loaded scale. Raises InvalidRequestError.
+        None means all adapters at their default scales. Raises InvalidRequestError.
         """
         if requested is None:
             requested = tuple((adapter.name, adapter.scale) for adapter in self.named_adapters)
@@ -68,25 +73,25 @@ class LoraAdapters:
                 raise InvalidRequestError(f'no LoRA adapter "{name}"; loaded: {names}', param="lora")
             stamp = self._named[name][1]
             if stamp in scales:
-                raise InvalidRequestError(f'LoRA adapter "{name}" is named twice', param="lora")
+                raise InvalidRequestError(f'the LoRA adapter "{name}" is given twice', param="lora")
             _check_scale(scale)
             scales[stamp] = float(scale)
         return tuple(sorted((stamp, scale) for stamp, scale in scales.items() if scale))
 
     def with_scales(self, adapters: AdapterKey) -> tuple[Adapter, ...]:
-        """Return the adapters of a key that was just made, each at its scale there."""
+        """Return the adapters that a new key stands for, with the key's scales."""
         by_stamp = {stamp: adapter for adapter, stamp in self._named.values()}
         return tuple(msgspec.structs.replace(by_stamp[stamp], scale=scale) for stamp, scale in adapters)
 
     def of_context(self, adapters: AdapterKey) -> AdapterKey:
-        """Return those `adapters` that llama.cpp computes; all rows of a step must share them."""
+        """Return those of `adapters` that llama.cpp must compute, for all sequences of a step."""
         loaded = self._context.adapters
         return tuple(pair for pair in adapters if not loaded[pair[0]].is_per_row)
 
     def use(self, adapters: AdapterKey) -> None:
-        """Set the context's adapters, if they differ from the current ones. Raises DecodeError.
+        """Let llama.cpp compute `adapters` in the next steps. Raises DecodeError.
 
-        After a change, llama.cpp reserves its graph again.
+        A change makes llama.cpp reserve its graph again, which takes time.
         """
         pointer = self._context.pointer
         if adapters == self._current and pointer is self._pointer:
@@ -99,21 +104,21 @@ class LoraAdapters:
             raise DecodeError("llama.cpp could not set the LoRA adapters")
         self._current, self._pointer = adapters, pointer
 
-    def leave_kernels(self) -> None:
+    def use_llama_cpp(self) -> None:
         """Let llama.cpp compute every adapter from now on."""
-        _log.warning("our kernels cannot add this model's LoRA adapters: llama.cpp computes them")
+        _log.warning("edgeinfer's kernels cannot compute this LoRA adapter, llama.cpp does: slower")
         self.has_kernels = False
         for loaded in self._context.adapters.values():
-            loaded.leave_kernels()
+            loaded.use_llama_cpp()
 
     def change(self, adapters: Sequence[Adapter]) -> None:
-        """Let requests name these adapters, and no others. Removed ones stay loaded until `release`.
+        """Load these adapters; new requests may name only them. Others stay loaded until `release`.
 
-        If it raises (InvalidRequestError, ModelLoadError), nothing has changed.
+        Raises InvalidRequestError, ModelLoadError; then nothing has changed.
         """
         named = {adapter.name: (adapter, _stamp(adapter)) for adapter in adapters}
         if len({stamp for _, stamp in named.values()}) < len(adapters):
-            raise InvalidRequestError("an adapter or its name is given twice", param="lora")
+            raise InvalidRequestError("a LoRA adapter, or its name, is given twice", param="lora")
         for adapter in adapters:
             _check_scale(adapter.scale)
         before = self._homes_held()
@@ -130,11 +135,11 @@ class LoraAdapters:
             self._named = named
 
     def removed_stamps(self) -> frozenset[str]:
-        """List the stamps of removed adapters that are still loaded."""
+        """Return the stamps of adapters that requests can no longer name but that are still loaded."""
         return self._homes_held() - {stamp for _, stamp in self._named.values()}
 
     def release(self) -> None:
-        """Free removed adapters, which no running request uses."""
+        """Free the adapters that `change` has removed. No running request may use one."""
         if removed := self.removed_stamps():
             self.use(())
             self._free_but(self._homes_held() - removed)
@@ -147,38 +152,42 @@ class LoraAdapters:
             for stamp in held.keys() - stamps:
                 held.pop(stamp).free()
 
-    def open(self, model: Any) -> Held:
-        """Load all adapters for another model. Usable on any thread. Raises ModelLoadError."""
-        held: Held = {}
+    def load_for(self, model: Any) -> AdaptersByStamp:
+        """Load all adapters for a second model. Usable on any thread. Raises ModelLoadError."""
+        held: AdaptersByStamp = {}
         self._fill(model, held, self._named)
         return held
 
-    def attach(self, model: Any, held: Held) -> None:
-        """Keep the adapters `held`, loaded by `open` for `model`, up to date. Raises ModelLoadError."""
+    def add_model(self, model: Any, held: AdaptersByStamp) -> None:
+        """Load and unload adapters for a second model too; `held` has those of `load_for`.
+
+        Raises ModelLoadError.
+        """
         self._fill(model, held, self._named)
         self._homes.append((model, held))
 
-    def detach(self) -> Held:
-        """Forget the second model; return its adapters."""
+    def remove_second_model(self) -> AdaptersByStamp:
+        """Forget the second model; return the first model's adapters."""
         del self._homes[1:]
         return self._homes[0][1]
 
     def close(self) -> None:
-        """Free the first model's adapters. Call it before the model is freed."""
-        self.detach()
+        """Free the first model's adapters, before that model is freed."""
+        self.remove_second_model()
         self._free_but(frozenset())
 
-    def _fill(self, model: Any, held: Held, named: dict[str, tuple[Adapter, str]]) -> None:
+    def _fill(self, model: Any, held: AdaptersByStamp, named: dict[str, tuple[Adapter, str]]) -> None:
         for adapter, stamp in named.values():
             if stamp not in held:
                 held[stamp] = _load(model, adapter, stamp)
-                if self.has_kernels and model is self._homes[0][0]:  # later models are on devices
+                if self.has_kernels and model is self._homes[0][0]:  # the second one is on a device
                     held[stamp].use_kernels()
 
 
 def _check_scale(scale: float) -> None:
     if not math.isfinite(scale) or abs(scale) > 100:
-        raise InvalidRequestError("a LoRA scale must be between -100 and 100", param="lora")
+        problem = f"a LoRA scale of {scale:g} is not between -100 and 100"
+        raise InvalidRequestError(problem, param="lora")
 
 
 def _stamp(adapter: Adapter) -> str:
@@ -199,10 +208,10 @@ def _load(model: Any, adapter: Adapter, stamp: str) -> LoadedAdapter:
         problem = f'LoRA adapter "{adapter.name}" does not fit this model: {reason}'
         raise ModelLoadError(problem, hint="use an adapter that was trained on this model")
     alpha = _alpha(pointer)
-    if not abs(alpha) <= MOST_ALPHA:  # NaN compares as false
+    if not abs(alpha) <= MOST_ALPHA:  # also true for NaN
         L.llama_adapter_lora_free(pointer)
         raise ModelLoadError(
-            f'LoRA adapter "{adapter.name}" has an alpha of {alpha:g}, which makes answers noise',
+            f'LoRA adapter "{adapter.name}" has an alpha of {alpha:g}; the limit is {MOST_ALPHA:g}',
             hint="its file is damaged: fetch or convert it again",
         )
     if not (sha256 := _digest(adapter, stamp)):
@@ -213,7 +222,7 @@ def _load(model: Any, adapter: Adapter, stamp: str) -> LoadedAdapter:
 
 
 def _digest(adapter: Adapter, stamp: str) -> str:
-    """Return the SHA-256 of an adapter's file; "" if the file was changed since `stamp`."""
+    """Return the SHA-256 of an adapter's file, "" if the file no longer has this stamp."""
     with contextlib.suppress(OSError, ModelLoadError):
         sha256 = sha256_of(Path(adapter.path))
         return sha256 if _stamp(adapter) == stamp else ""
@@ -221,7 +230,7 @@ def _digest(adapter: Adapter, stamp: str) -> str:
 
 
 def _alpha(pointer: Any) -> float:
-    """Return an adapter's alpha (llama.cpp scales the adapter by alpha / rank); 0 if it has none."""
+    """Return an adapter's alpha, 0 if it has none. llama.cpp multiplies the adapter by alpha / rank."""
     text = ctypes.create_string_buffer(64)
     n = L.llama_adapter_meta_val_str(pointer, b"adapter.lora.alpha", text, len(text))
     return float(text.value) if n > 0 else 0.0

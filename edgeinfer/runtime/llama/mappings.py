@@ -1,4 +1,4 @@
-"""This process's memory mappings on Linux, and madvise(2) on them."""
+"""Memory mappings of this process on Linux: list them, advise the kernel, release pages."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import mmap
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-#: madvise(2).
+#: Advice for madvise(2), from Linux's mman.h.
 NORMAL = 0
 DONTNEED = 4
 HUGEPAGE = 14
 POPULATE_WRITE = 23
-#: mmap(2) flags that Python does not define.
+#: Flags of mmap(2) that Python does not define.
 _FIXED, _NORESERVE = 0x10, 0x4000
-#: Smaller allocations and mappings are ignored.
+#: Smallest mapping (bytes) that counts as weights.
 LARGE_BYTES = 32 << 20
 
 
 class Range(NamedTuple):
-    """Addresses, or offsets in a file, from `low` up to but not including `high`."""
+    """The addresses, or offsets in a file, [low, high)."""
 
     low: int
     high: int
 
 
 class Area(NamedTuple):
-    """A line of /proc/self/maps. `path` is "" for anonymous memory."""
+    """A mapping, from a line of /proc/self/maps. `path` is "" for anonymous memory."""
 
     low: int
     high: int
@@ -36,7 +36,7 @@ class Area(NamedTuple):
 
 
 def areas() -> Iterator[Area]:
-    """Yield this process's mappings, in order."""
+    """Yield this process's mappings by address; none without /proc."""
     try:
         file = open("/proc/self/maps", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
     except FileNotFoundError:
@@ -49,7 +49,7 @@ def areas() -> Iterator[Area]:
 
 
 def mapped_weights() -> list[Area]:
-    """Return the large shared file mappings, in the order of their addresses."""
+    """Return the large shared mappings of files, which are weights, by address."""
     return [
         area
         for area in areas()
@@ -60,16 +60,16 @@ def mapped_weights() -> list[Area]:
 
 
 def advise(ranges: Iterable[Range], advice: int) -> None:
-    """Call madvise(2) on each range; a refusal by the kernel is not an error."""
+    """Call madvise(2) on each range. Failures are ignored."""
     libc = ctypes.CDLL(None)
     for low, high in ranges:
         libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), advice)
 
 
 def map_zeros(low: int, high: int) -> None:
-    """Replace whole pages of the caller by private, untouched memory.
+    """Map new memory over the pages [low, high): they become zeros that take no memory.
 
-    If the kernel cannot add the mapping, the pages keep their contents.
+    If the kernel refuses, the pages keep their contents.
     """
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p

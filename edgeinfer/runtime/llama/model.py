@@ -1,4 +1,4 @@
-"""Load files into a llama.cpp model and context, with every automatic choice and its reason."""
+"""Load a model's files with llama.cpp, and make its context as planned."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _FLASH = {"auto": -1, "off": 0, "on": 1}
 
 @dataclass(slots=True)
 class LlamaModel:
-    """A model and its main context. `free` frees llama.cpp's pointers. Sizes in bytes.
+    """A loaded model and its main context. `model`, `context` and `memory` are llama.cpp's pointers.
 
-    `cells` is the memory of the KV cache; `plan` is the plan from which the context was made.
+    `cells` is the memory of the KV cache. The context was made as `plan` says. `free` frees all.
     """
 
     model: Any
@@ -55,27 +55,27 @@ class LlamaModel:
 
     @property
     def can_generate(self) -> bool:
-        """Return whether the model generates; encoders only embed."""
+        """Return whether the model generates text; an encoder only embeds."""
         return bool(self.memory)
 
     @property
     def supports_truncation(self) -> bool:
-        """Return whether sequences can be truncated anywhere; not for recurrent and hybrid models."""
+        """Return whether sequences can be truncated to any length: not in recurrent layers."""
         return not self.shape.is_recurrent
 
     @property
     def sliding_window(self) -> int:
-        """Number of positions in a sliding window; 0 without such layers."""
+        """Size of the sliding window (positions), 0 if all layers attend to everything."""
         return int(libllama.L.llama_model_n_swa(self.model))
 
     @property
     def scratch_seq_id(self) -> int:
-        """The sequence id that ranges of states pass through; the KV cache never assigns it."""
+        """The sequence id that `SequenceStates` uses and no request gets."""
         return self.plan.n_seq_max - 1
 
     @property
     def can_shift(self) -> bool:
-        """Return whether a full context can drop its oldest tokens."""
+        """Return whether llama.cpp can drop the oldest tokens of a full context."""
         return bool(self.memory and libllama.L.llama_memory_can_shift(self.memory))
 
     @property
@@ -92,7 +92,7 @@ class LlamaModel:
 
     @property
     def n_classes(self) -> int:
-        """Width of a reranking head's output."""
+        """Number of outputs of a reranking head."""
         return int(libllama.L.llama_model_n_cls_out(self.model))
 
     @property
@@ -102,7 +102,7 @@ class LlamaModel:
         return buffer.value.decode("utf-8", "replace")
 
     def chat_template(self, name: str | None = None) -> str:
-        """The file's own template, or the one called `name`; "" without one."""
+        """Return the chat template in the file, or its template called `name`; "" if there is none."""
         text = libllama.L.llama_model_chat_template(self.model, name.encode() if name else None)
         return text.decode("utf-8", "replace") if text else ""
 
@@ -110,17 +110,17 @@ class LlamaModel:
         return LlamaContext(self.context, self.cells)
 
     def start_streaming(self, files: ModelFiles, plan: StreamingPlan | None) -> None:
-        """Stream the weights that do not fit into memory from the next step on."""
+        """Stream the weights that do not fit into memory, as `plan` says, from the next step on."""
         self._streaming = self._streaming or streaming.start(files.paths, plan)
 
     def stop_streaming(self) -> None:
-        """Free the memory of streaming. Idempotent; no step may be running."""
+        """Stop streaming and free its memory. Idempotent; no step may be running."""
         if self._streaming is not None:
             self._streaming.stop()
             self._streaming = None
 
     def free(self) -> None:
-        """Free context and model. Idempotent; no pointer may be used afterwards."""
+        """Free context and model. Idempotent."""
         self.stop_streaming()
         self.llama_context().free()
         if self.model:
@@ -134,15 +134,15 @@ def load_model(
     progress: Progress | None = None,
     draft: Shape | None = None,
 ) -> LlamaModel:
-    """Map the weights and make a context that leaves room for a draft model of shape `draft`.
+    """Load a model, and make a context that leaves memory for a draft model of shape `draft`.
 
-    Raises UsageError, ModelLoadError, OutOfMemoryError.
+    Raises UsageError for an option that is out of range, ModelLoadError, OutOfMemoryError.
     """
     started = time.perf_counter()
     check_options(options)
     model = open_model(files.paths, progress)
     try:
-        machine = _beside_projector(read_machine(), files)
+        machine = _reserve_projector(read_machine(), files)
         meta = read_meta(model)
         _refuse_encoder_decoder(model, files.paths[0])
         shape, plan = make_exact_plan(
@@ -164,8 +164,8 @@ def load_model(
     return loaded
 
 
-def _beside_projector(machine: Machine, files: ModelFiles) -> Machine:
-    """Return the machine with less free memory: the projector's weights are read into it."""
+def _reserve_projector(machine: Machine, files: ModelFiles) -> Machine:
+    """Return `machine` with the memory for the projector's weights subtracted."""
     if not files.projector or not os.path.isfile(files.projector):
         return machine
     return machine.without(os.path.getsize(files.projector))
@@ -182,7 +182,7 @@ def _refuse_encoder_decoder(model: Any, path: str) -> None:
 
 
 def check_options(options: LoadOptions) -> None:
-    """Raise UsageError naming the option that is out of range."""
+    """Raise UsageError if an option is out of range."""
     try:
         load_options.refuse_out_of_range(options)
     except ValueError as error:
@@ -190,7 +190,7 @@ def check_options(options: LoadOptions) -> None:
 
 
 def read_meta(model: Any) -> dict[str, str]:
-    """Read the file's scalar metadata as text."""
+    """Return the metadata of the model's file as text, without the vocabulary."""
     llama = libllama.lib()
     buffer = ctypes.create_string_buffer(1 << 16)
     meta = {}
@@ -201,15 +201,17 @@ def read_meta(model: Any) -> dict[str, str]:
         if key.startswith("tokenizer.ggml.") and key.endswith(
             ("tokens", "merges", "scores", "token_type")
         ):
-            continue  # the vocabulary as one long text: building it would take a second
+            continue  # llama.cpp would take a second to write the vocabulary as text
         llama.llama_model_meta_val_str_by_index(model, i, buffer, len(buffer))
         meta[key] = buffer.value.decode("utf-8", "replace")
     return meta
 
 
 def model_shape(model: Any, meta: dict[str, str]) -> Shape:
-    """Compute the sizes of a loaded model. llama.cpp keeps no arrays of the metadata, so if head counts
-    differ by layer, an upper bound is used for all.
+    """Compute the sizes of a loaded model.
+
+    llama.cpp does not return arrays, so head counts that differ by layer are replaced by an upper
+    bound.
     """
     llama = libllama.lib()
     metadata: dict[str, object] = {
@@ -265,7 +267,7 @@ def _with_context(
 def with_another_context(
     loaded: LlamaModel, model: Any, options: LoadOptions, n_cells: int
 ) -> LlamaModel:
-    """Return `loaded` with a context of `model` and at most `n_cells` cells.
+    """Return `loaded` with its copy on devices, `model`, and a new context of `n_cells` cells.
 
     Raises ModelLoadError, OutOfMemoryError, DecodeError.
     """
@@ -314,7 +316,7 @@ def _choices(plan: Plan, options: LoadOptions, lines: list[str]) -> dict[str, Ch
 def context_params(
     options: LoadOptions, n_cells: int, n_batch: int, n_seq_max: int, n_threads: int
 ) -> Any:
-    """Make parameters of a context: unified KV cache, no timers. An unchosen KV type is f16."""
+    """Make the parameters of a context. A KV type of "auto" means f16."""
     llama = libllama.lib()
     kv_type = "f16" if options.kv_type == "auto" else options.kv_type
     params = llama.llama_context_default_params()
@@ -325,10 +327,9 @@ def context_params(
     params.type_k = params.type_v = getattr(llama, f"GGML_TYPE_{kv_type.upper()}")
     params.flash_attn_type = _FLASH["on" if kv_type != "f16" else options.flash_attention]
     params.kv_unified = True
-    # llama.cpp aborts if a pooling context gets fewer outputs than tokens, so generating contexts do
-    # not pool
+    # with pooling, llama.cpp aborts unless every token is an output
     params.pooling_type = llama.LLAMA_POOLING_TYPE_NONE
-    # only a full-size sliding-window cache allows reusing a prefix of it (decision 021)
+    # keep cells outside the sliding window, so that prefixes can be reused (decision 021)
     params.swa_full = True
     params.no_perf = True
     return params
@@ -345,7 +346,7 @@ def open_context(
     n_outputs: int = 0,
     pooling: int | None = None,
 ) -> LlamaContext:
-    """Make another context for a model; with `pooling` (llama.cpp's number) it embeds.
+    """Make another context of a model. With `pooling` (llama.cpp's number), it computes embeddings.
 
     Raises ModelLoadError, OutOfMemoryError.
     """
@@ -360,7 +361,7 @@ def open_context(
 
 
 def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]:
-    """Make a context; return it, llama.cpp's log meanwhile, and the buffers that contain zeros.
+    """Make a context; return it, what llama.cpp logged, and the buffers that `sparse_buffers` cleared.
 
     Raises ModelLoadError, OutOfMemoryError.
     """
@@ -381,7 +382,7 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]
 def _cells(
     buffers: list[Buffer], lines: list[str], shape: Shape, n_cells: int, choices: dict[str, Chosen]
 ) -> CellMemory:
-    """Describe the KV cache's memory. Without flash attention V is transposed."""
+    """Describe the KV cache's memory. Cells are not rows of V without flash attention."""
     is_flash = choices["flash_attention"].value == "on"
     rows = shape.kv_row_bytes(choices["kv_type"].value) if is_flash else ()
     return _kv_cells(buffers, lines, rows, n_cells)
@@ -390,10 +391,7 @@ def _cells(
 def _kv_cells(
     buffers: list[Buffer], lines: list[str], rows: tuple[int, ...], n_cells: int
 ) -> CellMemory:
-    """Find the KV cache's buffers by the sizes in llama.cpp's log, which also lists those of devices.
-
-    They exist as long as the context; other buffers may be replaced.
-    """
+    """Find which of a context's new buffers are its KV cache, by the sizes in llama.cpp's log."""
     sizes = [m.group(1) for line in lines if (m := re.search(r"KV buffer size *= *([\d.]+) MiB", line))]
     kv = [b for b in buffers if f"{(b.memory.high - b.memory.low) / (1 << 20):.2f}" in sizes]
     return cell_memory(kv, rows, n_cells, is_all=len(kv) == len(sizes))

@@ -1,7 +1,7 @@
-"""libmtmd: a projector that encodes pictures into rows of a model's input embeddings.
+"""Encode pictures into rows of a model's input embeddings, with a projector: `Projector`.
 
-The library is the core of llama.cpp's tools/mtmd (native/mtmd.sh): it converts pixels to rows, and has
-no image decoder. Our own `Batch` feeds tokens and rows to the model.
+It uses libmtmd, the core of llama.cpp's tools/mtmd without image decoders (native/mtmd.sh).
+`context.Batch` gives the rows to the model.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_size_t
 _I32 = ctypes.c_int32
 _TEXT_CHUNK = 0  # MTMD_INPUT_CHUNK_TYPE_TEXT
-#: Size (pixels) of the picture with which a projector is tested when it is opened.
+#: Width and height (pixels) of the picture that tests a new projector.
 _PROBE = 64
-#: Largest accepted absolute value in a row. Embeddings stay below 1,000; its square fits into f32.
+#: Largest accepted absolute value in a row; real ones are below 1,000.
 _LARGEST = 1e6
 
 
 class _Params(ctypes.Structure):
-    """mtmd_context_params."""
+    """The struct mtmd_context_params."""
 
     _fields_ = (
         ("use_gpu", ctypes.c_bool),
@@ -53,13 +53,13 @@ class _Params(ctypes.Structure):
 
 
 class _Position(ctypes.Structure):
-    """mtmd_decoder_pos: a row's position among the rows of its picture."""
+    """The struct mtmd_decoder_pos: a row's position within its picture."""
 
     _fields_ = tuple((name, ctypes.c_uint32) for name in ("t", "x", "y", "z"))
 
 
 class _Part(ctypes.Structure):
-    """mtmd_input_part; `text` stays null here."""
+    """The struct mtmd_input_part; `text` stays null here."""
 
     _fields_ = (("text", _POINTER), ("bitmap", _POINTER))
 
@@ -95,11 +95,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a picture in a prompt: `tokens` of text, or `n_rows` rows.
+    """A part of a picture in a prompt: text `tokens` (such as separators of tiles), or `n_rows` rows.
 
-    `is_whole`: the rows attend to each other in both directions, so they must be in one step. With
-    M-RoPE the rows take only `n_positions` positions, and `positions` (4, rows) are each row's own
-    after the first: time, y, x, z.
+    `is_whole`: the rows attend to each other in both directions, so one step must compute all of them.
+    They take `n_positions` positions of the prompt. With M-RoPE these are fewer than the rows, and
+    `positions` has each row's time, y, x and z relative to the first: int32[4, n_rows].
     """
 
     tokens: tuple[int, ...] = ()
@@ -110,7 +110,7 @@ class Chunk:
 
 
 def _open_library() -> ctypes.CDLL:
-    """Open libmtmd with its functions declared. Raises ModelLoadError if it is missing."""
+    """Open libmtmd, and declare its functions. Raises ModelLoadError if it is missing."""
     try:
         library = libllama.own_library("mtmd")
         for name, (result, arguments) in _SIGNATURES.items():
@@ -124,16 +124,16 @@ def _open_library() -> ctypes.CDLL:
 
 
 class Projector:
-    """An opened projector of one model. `chunks` may run on any thread, `encode` only on one."""
+    """Encodes pictures for one model. `chunks` may run on any thread, `encode` only on one."""
 
     def __init__(self, path: str, model: Any, n_threads: int, device: int = 0) -> None:
-        """Open a projector on a ggml_backend_dev_t, or with 0 on the CPU.
+        """Open the projector at `path` on `device`, a ggml_backend_dev_t, 0 for the CPU.
 
-        Raises ModelLoadError if it is invalid or does not fit the model, DecodeError of a device.
+        Raises ModelLoadError if it is invalid or of another model, DecodeError if the device fails.
         """
         self._library = _open_library()
         self._context: int | None = None
-        #: Width of a row: that of the model's input.
+        #: Elements of a row: the size of the model's input embeddings.
         self.width = int(libllama.L.llama_model_n_embd_inp(model))
         params = self._library.mtmd_context_params_default()
         params.print_timings = params.warmup = False
@@ -157,18 +157,21 @@ class Projector:
         if not self._library.mtmd_support_vision(self._context):
             raise ModelLoadError(f"{path} has no picture encoder")
         tried = self.chunks(_PROBE, _PROBE)
-        # a token of -1 would end the process in the step that computes it
+        # llama.cpp would abort in the step that computes a token of -1
         if any(token < 0 for chunk in tried for token in chunk.tokens):
             problem = f"{path} belongs to another model: its tokens are not in the vocabulary"
             raise ModelLoadError(problem, hint="use the projector that was made for this model")
 
     def chunks(self, width: int, height: int) -> list[Chunk]:
-        """Return the chunks of a prompt for a picture of this size. Raises InvalidRequestError."""
+        """Return the parts that a picture of this size (pixels) has in a prompt.
+
+        Raises InvalidRequestError if the model does not accept the size.
+        """
         with self._tokenize(width, height, None) as natives:
             return [self._chunk(native) for native in natives]
 
     def encode(self, picture: Picture) -> list[npt.NDArray[np.float32]]:
-        """Return the rows of each chunk with rows: float32[n_rows, width of the model's input].
+        """Return the rows of each chunk that is not text: float32[n_rows, width].
 
         Raises InvalidRequestError, DecodeError.
         """
@@ -187,7 +190,7 @@ class Projector:
             reason = libllama.recent_reason()
             raise DecodeError(f"the projector could not encode the picture (code {code}): {reason}")
         rows = np.ctypeslib.as_array(pointer, (n_rows, self.width)).copy()
-        # one NaN in the KV cache would make every sequence's attention NaN, even where masked
+        # a NaN in the KV cache spreads to all sequences: masked cells count 0 times, and 0 * NaN is NaN
         if not -_LARGEST < rows.min() <= rows.max() < _LARGEST:
             raise DecodeError(
                 "the projector's output for this picture contains NaN, infinite or huge values",
@@ -197,7 +200,7 @@ class Projector:
 
     @contextmanager
     def _tokenize(self, width: int, height: int, rgb: bytes | None) -> Iterator[list[int]]:
-        """Yield the native chunks of a picture; without pixels they can only be counted."""
+        """Yield libmtmd's pointers to the chunks of a picture. `rgb` is needed only to encode them."""
         library = self._library
         bitmap = library.mtmd_bitmap_init(width, height, rgb)
         chunks = library.mtmd_input_chunks_init()

@@ -1,4 +1,7 @@
-"""LoRA adapters that the in-tree kernels add to single rows of a batch (native/adapters.cpp)."""
+"""LoRA adapters computed by edgeinfer's kernels, for single rows of a batch (native/adapters.cpp).
+
+So sequences with different adapters can share a step. llama.cpp applies adapters to a whole batch.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from edgeinfer.runtime.kv_cache import AdapterKey
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.libllama import L
 
-#: Return code of a decode if the kernels could not add all adapters.
+#: Return code of `Batch.decode` if the kernels could not apply all adapters: the logits are invalid.
 MISSED_ADAPTER = 3
 #: Mangled name of llama_model::get_tensor.
 _GET_TENSOR = "_ZNK11llama_model10get_tensorEPKc"
 
 
 class _Rows(ctypes.Structure):
-    """`Rows` of native/adapters.cpp."""
+    """The struct `Rows` of native/adapters.cpp."""
 
     _fields_ = (
         ("first", ctypes.c_int32),
@@ -51,8 +54,10 @@ def _kernels() -> ctypes.CDLL | None:
 
 @dataclass(slots=True, eq=False)
 class LoadedAdapter:
-    """An adapter of one model: llama.cpp's pointer, the digest of its file, and the kernels' pointer
-    (0 if they cannot add it).
+    """A LoRA adapter that was loaded for one model.
+
+    `pointer` is llama.cpp's, `kernels` is the kernels' (0 if llama.cpp computes the adapter), `sha256`
+    the digest of the file.
     """
 
     pointer: Any
@@ -65,25 +70,25 @@ class LoadedAdapter:
         return bool(self.kernels)
 
     def use_kernels(self) -> None:
-        """Let the kernels add it if they can. Only for models on the CPU without recurrent layers."""
+        """Let the kernels compute the adapter if they can. Only on the CPU, not if recurrent."""
         if (kernels := _kernels()) and hasattr(L._lib, _GET_TENSOR):
             get_tensor = ctypes.cast(getattr(L._lib, _GET_TENSOR), ctypes.c_void_p)
             self.kernels = kernels.edgeinfer_adapter_open(self.pointer, get_tensor) or 0
 
-    def leave_kernels(self) -> None:
+    def use_llama_cpp(self) -> None:
         """Let llama.cpp compute the adapter from now on."""
         if (kernels := _kernels()) and self.kernels:
             kernels.edgeinfer_adapter_close(self.kernels)
             self.kernels = 0
 
     def free(self) -> None:
-        """Free the adapter; the model must still be loaded."""
-        self.leave_kernels()
+        """Free the adapter, before its model is freed."""
+        self.use_llama_cpp()
         L.llama_adapter_lora_free(self.pointer)
 
 
 class RowAdapters:
-    """The adapters of a batch's rows: those of each sequence's tokens and outputs."""
+    """Records which rows of a batch have which adapters, and decodes the batch with them."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[AdapterKey, tuple[int, int, int, int]]] = []
@@ -92,7 +97,11 @@ class RowAdapters:
         self._spans.clear()
 
     def add(self, adapters: AdapterKey, span: tuple[int, int, int, int]) -> None:
-        """Record the adapters of a span: first token, token count, first output, output count."""
+        """Record the adapters of a range of rows.
+
+        `span` is the index of its first token, the number of tokens, the index of its first output, and
+        the number of outputs.
+        """
         if adapters:
             self._spans.append((adapters, span))
 
@@ -103,8 +112,8 @@ class RowAdapters:
         n_tokens: int,
         n_outputs: int,
     ) -> int:
-        """Run `decode` with these adapters; return its code, or MISSED_ADAPTER."""
-        rows = [  # sorted by adapter, so that the kernels read each adapter once
+        """Run `decode` with these adapters; return its code, MISSED_ADAPTER if one was left out."""
+        rows = [  # sorted by adapter: the kernels read the weights of each adapter once
             _Rows(*span, loaded[stamp].kernels, scale)
             for stamp, span, scale in sorted(
                 (stamp, span, scale) for adapters, span in self._spans for stamp, scale in adapters

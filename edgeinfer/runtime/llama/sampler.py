@@ -1,4 +1,4 @@
-"""Sampling with llama.cpp's sampler chains, one per request; plain greedy sampling needs none."""
+"""Sample tokens of a request with llama.cpp's sampler chains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.requests import Sampling
 
 _NEUTRAL_MIN_KEEP = 1
-#: llama.cpp's llama_token_data.
+#: The struct llama_token_data.
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
@@ -25,27 +25,27 @@ def _penalises(s: Sampling) -> bool:
 
 
 class Sampler:
-    """One request's sampler. Owns native memory until `close`. One thread at a time.
+    """The sampler of one request. Used on one thread at a time; call `close` at the end.
 
-    `history` is the number of latest prompt tokens that penalties read.
+    `history` is how many last tokens of the prompt the penalties need.
     """
 
     def __init__(self, vocab: Vocab, sampling: Sampling, *, seed: int, n_ctx: int) -> None:
         self._choice = _chain(_choice_stages(sampling, seed))
         self._penalties = _chain(_penalty_stages(vocab, sampling, n_ctx))
         self.history = _history(sampling, n_ctx) if sampling.penalize_prompt else 0
-        #: Bias of each token whose logit a bias or a penalty may change.
+        #: Bias of each token that has one, and 0.0 of each token that penalties may change.
         self._biases = dict(sampling.logit_bias)
 
     def sample(self, context: Any, row: int, logits: npt.NDArray[np.float32]) -> int:
-        """Sample from row `row`, which `logits` views, and add the token to the history.
+        """Sample a token, and add it to the penalties' history.
 
-        A negative row counts from the end of the batch's rows with logits.
+        `logits` is a view of row `row` of the context's logits. A negative row counts from the end.
         """
         if not self._biases:
             token = self._choose(context, row, logits)
         else:
-            tokens, before = self._change(logits)
+            tokens, before = self._penalize(logits)
             token = self._choose(context, row, logits)
             logits[tokens] = before
         self.accept((token,))
@@ -56,17 +56,17 @@ class Sampler:
             return int(logits.argmax())
         return int(L.llama_sampler_sample(self._choice, context, row))
 
-    def _change(
+    def _penalize(
         self, logits: npt.NDArray[np.float32]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Bias and penalize; return the tokens that this may change, and their logits before.
+        """Add biases and penalties to `logits`; return the changed tokens and their logits before.
 
-        llama.cpp's stages get only these tokens: of a whole vocabulary, they look up each in a table.
+        llama.cpp's penalties get only these tokens, because they look up each token in a table.
         """
         n = len(self._biases)
         tokens = np.fromiter(self._biases, np.int64, n)
         biases = np.fromiter(self._biases.values(), np.float32, n)
-        is_known = tokens < len(logits)  # a draft model may have fewer tokens
+        is_known = tokens < len(logits)  # a draft model's vocabulary may be smaller
         tokens = tokens[is_known]
         before = logits[tokens]
         candidates = np.zeros(len(tokens), _CANDIDATE)
@@ -80,7 +80,7 @@ class Sampler:
         return tokens, before
 
     def accept(self, tokens: Iterable[int]) -> None:
-        """Add tokens (also the prompt's) to the penalties' history."""
+        """Add tokens to the penalties' history."""
         if self._penalties is not None:
             for token in tokens:
                 L.llama_sampler_accept(self._penalties, token)
@@ -108,7 +108,7 @@ class Sampler:
 
 
 def _history(s: Sampling, n_ctx: int) -> int:
-    """Return how many latest tokens the penalties read; a negative option means all."""
+    """Return how many last tokens the penalties need. A negative option means all."""
     lengths = [s.repeat_last_n] if _penalises(s) else []
     if s.dry_multiplier:
         lengths.append(s.dry_penalty_last_n)
@@ -116,7 +116,7 @@ def _history(s: Sampling, n_ctx: int) -> int:
 
 
 def _chain(stages: Iterable[Any]) -> Any:
-    """Return a chain of the stages, None of none."""
+    """Return a llama_sampler chain of the stages, None without stages."""
     if not (stages := list(stages)):
         return None
     params = L.llama_sampler_chain_default_params()
@@ -128,7 +128,7 @@ def _chain(stages: Iterable[Any]) -> Any:
 
 
 def _penalty_stages(vocab: Vocab, s: Sampling, n_ctx: int) -> Iterable[Any]:
-    """Yield the stages that change logits by the history, in llama.cpp's order."""
+    """Yield llama.cpp's samplers that penalize tokens of the history."""
     if _penalises(s):
         last_n = n_ctx if s.repeat_last_n < 0 else s.repeat_last_n
         yield L.llama_sampler_init_penalties(
@@ -139,7 +139,7 @@ def _penalty_stages(vocab: Vocab, s: Sampling, n_ctx: int) -> Iterable[Any]:
 
 
 def _choice_stages(s: Sampling, seed: int) -> Iterable[Any]:
-    """Yield the stages that draw a token by all logits; none take the largest logit."""
+    """Yield llama.cpp's samplers that draw a token; none for greedy sampling."""
     if s.temperature > 0:
         yield from _truncations(s)
         yield L.llama_sampler_init_temp(s.temperature)

@@ -1,9 +1,9 @@
-"""Save and restore ranges of a sequence's state, the contents of a KV block.
+"""Save and restore the state of a range of tokens, the contents of a KV block: `SequenceStates`.
 
-llama.cpp only saves the state of a whole sequence. So a range is copied to a scratch sequence (one bit
-per cell) and saved from there; a saved range is read into the scratch sequence and copied to the end of
-the target. Cells of each tensor are separate pieces (native/cells.cpp), whose file pages can become
-pages of the cells.
+llama.cpp saves only whole sequences. So a range is first copied to a scratch sequence id (which sets a
+bit per cell) and saved from there. A restore reads it into the scratch sequence, and copies that to the
+end of the target. A state has one piece per tensor, whose pages can be mapped into the KV cache
+(cells.py).
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from edgeinfer.runtime.llama.context import LlamaContext
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.sequence_state import ANYWHERE, State, as_state
 
-#: llama.cpp's flag for only the recurrent part of a state.
+#: Flag of llama.cpp's state functions: only the recurrent part.
 _PARTIAL_ONLY = 1
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _BEFORE_CACHES, _BEFORE_TENSOR = 8, 12
-#: Smallest piece (bytes) that is mapped; mapping a smaller one is not faster than copying.
+#: Smaller pieces (bytes) are copied, because mapping them is not faster.
 _WORTH_MAPPING = 32 << 10
 
 
 class SequenceStates:
-    """Saves and restores states. No request uses the id `scratch`. For one thread.
+    """Saves and restores states of a context's sequences. For one thread.
 
-    Saving and restoring raise DecodeError if a device fails.
+    Passes them through the sequence id `scratch`, which no request uses. Raises DecodeError if a
+    device fails.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class SequenceStates:
     ) -> State | None:
         """Save the state of tokens [start, stop); None if the context lacks some of them.
 
-        The pieces are laid out for a restore into cells `shift` after the tokens' indices.
-        `position(n)` is the position that follows the first n tokens.
+        `position(n)` is the position after the first `n` tokens. The state's page offsets are for a
+        restore into cells [start + shift, stop + shift).
         """
         low, high = position(start), position(stop)
         first = self._llama.llama_memory_seq_pos_min(self._context.memory, seq_id)
         if self._supports_truncation and first > low:
-            return None  # cells before a sliding window may have other tokens by now
+            return None  # a sliding window has dropped these tokens
         self._clear()
         self._llama.llama_memory_seq_cp(self._context.memory, seq_id, self._scratch, low, high)
         state = self._get_in_pieces(stop - start, start + shift)
@@ -68,7 +69,7 @@ class SequenceStates:
         return state
 
     def restore(self, seq_id: int, state: State) -> bool:
-        """Append a saved range to the sequence `seq_id`; return False if there is not enough room."""
+        """Append a saved state to the sequence `seq_id`; return False without enough free cells."""
         self._clear()
         done = self._set_pieces(state) or self._set(self._scratch, state.join_pieces(), 0)
         if done:
@@ -77,11 +78,14 @@ class SequenceStates:
         return done
 
     def save_checkpoint(self, seq_id: int) -> memoryview | None:
-        """Save the recurrent state of `seq_id`."""
+        """Save the recurrent state of `seq_id`, None on failure."""
         return self._get(seq_id, _PARTIAL_ONLY)
 
     def restore_checkpoint(self, seq_id: int, state: memoryview) -> bool:
-        """Restore the recurrent state of `seq_id`, after which later positions can be removed."""
+        """Restore the recurrent state of `seq_id`; return whether that worked.
+
+        Then llama.cpp can remove later positions.
+        """
         return self._set(seq_id, state, _PARTIAL_ONLY)
 
     def _clear(self) -> None:
@@ -94,7 +98,7 @@ class SequenceStates:
             return None if state is None else as_state(state)
         size = self._llama.llama_state_seq_get_size_ext(self._context.pointer, self._scratch, 0)
         buffer = np.empty(size, np.uint8)
-        with cells.copies.out(cells.handles, buffer.ctypes.data) as copied:
+        with cells.copies.record(cells.handles, buffer.ctypes.data) as copied:
             done = self._fill(buffer, self._scratch, 0)
         if not done:
             return None
@@ -107,20 +111,19 @@ class SequenceStates:
         cells = self._context.cells
         if cells.copies is None:
             return False
-        # a large piece needs only addresses: no memory, and no huge pages, which NumPy would request
+        # mmap, because most of the buffer is never written to, and NumPy would request huge pages
         buffer = np.frombuffer(mmap.mmap(-1, state.n_bytes, _PRIVATE), np.uint8)
         pieces: list[StatePiece] = []
         offset = 0
         for piece, page_offset in zip(state.pieces, state.page_offsets, strict=True):
             size = piece.nbytes
-            # our copy hook sees only copies to host memory; for cells on a device, llama.cpp needs the
-            # bytes in the buffer
+            # copies to a device cannot be intercepted: llama.cpp needs these bytes in the buffer
             if page_offset == ANYWHERE or not cells.is_all:
                 buffer[offset : offset + size] = np.frombuffer(piece, np.uint8)
             else:
                 pieces.append(StatePiece(offset, size, np.frombuffer(piece, np.uint8).ctypes.data))
             offset += size
-        with cells.copies.into(cells.handles, buffer.ctypes.data, pieces, state.file) as counted:
+        with cells.copies.replace(cells.handles, buffer.ctypes.data, pieces, state.file) as counted:
             done = self._set(self._scratch, memoryview(buffer.data), 0)
         if done and counted.n_bytes == sum(piece.size for piece in pieces):
             return True
@@ -161,13 +164,13 @@ def _runs(copied: Sequence[Copied]) -> list[Copied]:
 
 
 def _sort_by_position(state: npt.NDArray[np.uint8], runs: Iterable[Copied]) -> None:
-    """Sort the cells of a state, which llama.cpp writes by index, by position.
+    """Sort the cells in a state by position; llama.cpp writes them by index.
 
-    The state begins with a magic number and the sequence id. Before the layers of a cache
+    The format: a state begins with a magic number and the sequence id. Before the layers of a cache
     (`llama_kv_cache::state_write`): u32 number of streams, u32 number of cells; for each cell an i32
     position, a u32 1, with M-RoPE i32 x, y and token, and the i32 sequence id; u32 transposed, u32
-    number of layers. Before each tensor: i32 type, u64 bytes per cell. Transposed values are not
-    sorted: the attention that reads them sums by index.
+    number of layers. Before each tensor: i32 type, u64 bytes per cell. Transposed values (without
+    flash attention) are not sorted: their attention sums by index.
     """
     run_end = 0
     order = None
@@ -175,7 +178,8 @@ def _sort_by_position(state: npt.NDArray[np.uint8], runs: Iterable[Copied]) -> N
         if run.at - run_end > _BEFORE_TENSOR:
             header = state[run_end or _BEFORE_CACHES : run.at - _BEFORE_TENSOR].view(np.int32)
             cells = header[2:-2].reshape(header[1], -1)
-            order = np.lexsort((*cells[:, 2:4].T, cells[:, 0]))  # for a picture: row by row
+            # by position; then, for rows of a picture, which share one, by y and x
+            order = np.lexsort((*cells[:, 2:4].T, cells[:, 0]))
             if header[-2] or (order[1:] > order[:-1]).all():
                 order = None
             else:
@@ -187,7 +191,10 @@ def _sort_by_position(state: npt.NDArray[np.uint8], runs: Iterable[Copied]) -> N
 
 
 def _cut(state: memoryview, runs: Iterable[Copied], n_tokens: int, cell: int) -> State:
-    """Split a state into cells of tensors, placed like those from `cell` on, and all other bytes."""
+    """Split a state into one piece per tensor, and the metadata between them.
+
+    The page offsets of the pieces are those of the cells from index `cell` on.
+    """
     pieces: list[memoryview] = []
     page_offsets: list[int] = []
     offset = 0

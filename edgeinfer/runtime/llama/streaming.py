@@ -1,7 +1,7 @@
-"""Weights of a model larger than memory, read from its files at each step (native/streaming.cpp).
+"""Run a model that is larger than memory: its kernels read weights from disk at each step.
 
-The kernels read them. This module opens the files, watches the free memory, and reports failures. A
-process can stream only one model at a time.
+native/streaming.cpp reads them. This module starts and stops it, adapts it to the free memory, and
+reports failures. A process can stream only one model at a time.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from edgeinfer.runtime.memory_plan import StreamingPlan
 from edgeinfer.runtime.options import StreamingStatistics
 
 _log = logging.getLogger("edgeinfer.engine")
-#: Codes of native/streaming.cpp that are not an errno → their texts.
+#: Codes of native/streaming.cpp below 0; others are an errno.
 _WORDS = {-1: "is shorter than when it was loaded", -2: "has been written to since it was loaded"}
-#: Interval (s) at which free memory is read.
+#: Interval (s) at which free memory is checked.
 _MEMORY_S = 1.0
-#: Free memory (bytes) below which weights leave memory, and above which others are read; smallest
-#: change (bytes).
+#: Below the first amount of free memory (bytes), fewer weights are kept in memory; above the second
+#: one, more. _STEP_BYTES is the smallest change.
 _LEAST_FREE_BYTES, _AMPLE_FREE_BYTES = 48 << 20, 112 << 20
 _STEP_BYTES = 16 << 20
 
 
 class Streaming:
-    """Streams one model's weights from disk until `stop`. Used between steps, on the decode thread."""
+    """The streaming of one model's weights, until `stop`. Used on the decode thread, between steps."""
 
     def __init__(self, kernels: ctypes.CDLL, paths: tuple[str, ...], plan: StreamingPlan) -> None:
         self._kernels, self._paths = kernels, paths
@@ -40,7 +40,7 @@ class Streaming:
         self._looked_at = time.monotonic()
 
     def check(self) -> None:
-        """Check for a failure of the last step, and at times the free memory. Raises DecodeError."""
+        """Raise DecodeError if the last step could not read weights; adapt to the free memory."""
         code = self._kernels.edgeinfer_stream_end()
         if code:
             text = _WORDS.get(code) or f"could not be read: {os.strerror(code)}"
@@ -54,9 +54,9 @@ class Streaming:
             self._follow(read_memory().available_bytes)
 
     def _follow(self, available_bytes: int) -> None:
-        """Keep fewer weights in memory while it is short, and more while it is ample.
+        """Keep fewer weights in memory if little of it is free, and more if much is.
 
-        Pinned weights, which are page cache, may use memory that the context does not use yet.
+        Weights may use memory that is planned for the KV cache as long as that does not use it.
         """
         now, held = self._now, self.statistics()
         to_fill = max(0, now.expert_bytes - held.expert_slot_bytes)
@@ -78,7 +78,7 @@ class Streaming:
         return StreamingStatistics(int(read_bytes), waited_s, *map(int, counts))
 
     def stop(self) -> None:
-        """End the readers, close the files, return the memory. Idempotent; no step may be running."""
+        """Stop streaming and free its memory. Idempotent; no step may be running."""
         global _active
         if _active is self:
             self._kernels.edgeinfer_stream_stop()
@@ -89,21 +89,21 @@ _active: Streaming | None = None
 
 
 def check() -> None:
-    """Check for failures after a step. Raises DecodeError."""
+    """Raise DecodeError if the last step could not read weights. Call it after each step."""
     if _active is not None:
         _active.check()
 
 
 def statistics() -> StreamingStatistics:
-    """Return the statistics of streaming in this process; zeros if all weights fit."""
+    """Return the statistics of streaming in this process, zeros without streaming."""
     return _active.statistics() if _active is not None else StreamingStatistics()
 
 
 def start(paths: tuple[str, ...], plan: StreamingPlan | None) -> Streaming | None:
-    """Stream the weights in these mapped files from the next step on.
+    """Stream the weights of a model's files, which are mapped, from the next step on.
 
-    Return None without a plan or our kernels, if another model is streamed, if a file cannot be opened
-    or no thread started; then the kernel reads weights by page faults.
+    Returns None if that is impossible: there is no plan, edgeinfer's kernels are not in use, another
+    model is streamed, or a file or thread cannot be opened. Then Linux reads weights by page faults.
     """
     global _active
     files = [os.path.realpath(path) for path in paths]
@@ -122,7 +122,10 @@ def start(paths: tuple[str, ...], plan: StreamingPlan | None) -> Streaming | Non
         *map(size, (plan.ring_bytes, plan.expert_bytes, plan.streamed_bytes)),
     )
     if code:
-        _log.warning("weights are read by page faults, which is slower: %s", os.strerror(code))
+        _log.warning(
+            "weights cannot be streamed (%s): Linux reads them by page faults, which is slower",
+            os.strerror(code),
+        )
         advise((Range(area.low, area.high) for area in mapped.values()), NORMAL)
         return None
     _active = Streaming(kernels, paths, plan)

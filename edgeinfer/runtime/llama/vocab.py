@@ -1,4 +1,4 @@
-"""The model's vocabulary: text to tokens and back. It never changes, so any thread may use it."""
+"""A model's vocabulary: convert text to tokens and back. Usable on any thread."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.normalizing import NORMALIZER_KEY, normalize_text
 
-#: Longest piece (bytes) read in one call; a longer one takes a second call.
+#: Size (bytes) of the buffer for a token's text. A longer text takes a second call.
 _PIECE_BYTES = 512
-#: Attributes of tokens that are made from text only if special tokens are parsed.
+#: Attributes of control tokens, which text becomes only with `parse_special`.
 _CONTROL = L.LLAMA_TOKEN_ATTR_CONTROL | L.LLAMA_TOKEN_ATTR_UNKNOWN
 
 
 class FimTokens(NamedTuple):
-    """Tokens for fill-in-the-middle: before the prefix, the suffix and the middle.
+    """Tokens of a fill-in-the-middle prompt: they precede the prefix, the suffix and the middle.
 
-    `repo` and `file` are -1 if a model has none.
+    `repo` and `file`, before a repository's and a file's name, are -1 if the model has none.
     """
 
     prefix: int
@@ -30,7 +30,7 @@ class FimTokens(NamedTuple):
 
 
 class Vocab:
-    """A loaded model's vocabulary; `model`, llama.cpp's pointer, must outlive it."""
+    """The vocabulary of a loaded `model` (llama.cpp's pointer), which must outlive this object."""
 
     def __init__(self, model: Any) -> None:
         self.pointer = L.llama_model_get_vocab(model)
@@ -46,14 +46,14 @@ class Vocab:
 
     @cached_property
     def eos_tokens(self) -> tuple[int, ...]:
-        """All end-of-generation tokens, end of turn first; searched on first use: 80 ms for 262,144."""
+        """All end-of-generation tokens; the first access takes 80 ms for 262,144 tokens."""
         ends = [t for t in range(self.n_vocab) if L.llama_vocab_is_eog(self.pointer, t)]
         first = [t for t in (self.eos, L.llama_vocab_eot(self.pointer)) if t in ends]
         return tuple(dict.fromkeys(first + ends))
 
     @cached_property
     def fim(self) -> FimTokens | None:
-        """Fill-in-the-middle tokens; None for a model without them."""
+        """Tokens of fill-in-the-middle prompts, None if the model has none."""
         tokens = FimTokens(
             prefix=L.llama_vocab_fim_pre(self.pointer),
             suffix=L.llama_vocab_fim_suf(self.pointer),
@@ -70,7 +70,10 @@ class Vocab:
         return bool(L.llama_vocab_is_control(self.pointer, token))
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """Return a token's bytes; control tokens if `special`. Raises IndexError beyond the last."""
+        """Return a token's text as UTF-8 bytes, which may end inside a character.
+
+        The text of a control token is empty unless `special`. Raises IndexError for an unknown token.
+        """
         cache = self._special_pieces if special else self._pieces
         piece = cache.get(token)
         if piece is None:
@@ -89,7 +92,7 @@ class Vocab:
             size = -n
 
     def marked_pieces(self) -> Iterator[bytes]:
-        """Yield each token's bytes; for tokens without text 0xFF and the name, as in llguidance."""
+        """Yield each token's bytes for llguidance: of a control token 0xFF and its name."""
         size = 4096
         buffer = ctypes.create_string_buffer(size)
         for token in range(self.n_vocab):
@@ -102,21 +105,21 @@ class Vocab:
 
     @property
     def tokenize_address(self) -> int:
-        """Address of llama.cpp's `llama_tokenize`, for a library that calls it directly."""
+        """Address of the function llama_tokenize, which llguidance calls."""
         return ctypes.cast(L._lib.llama_tokenize, ctypes.c_void_p).value or 0
 
     def text(self, token: int) -> str:
-        """Return a token's spelling, "" for an unknown token."""
+        """Return a token's text, also of a control token; "" for an unknown token."""
         if not 0 <= token < self.n_vocab:
             return ""
         return self.piece(token, special=True).decode("utf-8", "replace")
 
     def raw_text(self, token: int) -> bytes:
-        """Return a token as the file spells it, for comparing vocabularies."""
+        """Return a token as it is written in the model's file, to compare vocabularies."""
         return bytes(L.llama_vocab_get_text(self.pointer, token))
 
     def control_tokens(self) -> dict[str, int]:
-        """Find all control tokens by their spelling: 10 ms for 49,152, 60 ms for 262,144."""
+        """Return the ids of all control tokens by their texts. Takes 60 ms for 262,144 tokens."""
         pointer, attributes = self.pointer, L.llama_vocab_get_attr
         tokens = [t for t in range(self.n_vocab) if attributes(pointer, t) & _CONTROL]
         return {self.raw_text(t).decode("utf-8", "replace"): t for t in tokens}
@@ -130,10 +133,10 @@ class Vocab:
     def tokenize(
         self, text: str, *, add_special: bool = False, parse_special: bool = False
     ) -> list[int]:
-        """Tokenize `text`.
+        """Convert text to tokens.
 
-        `parse_special` reads spellings such as `<|im_end|>` as tokens; `add_special` adds BOS if the
-        model wants it.
+        With `parse_special`, texts such as `<|im_end|>` become control tokens. With `add_special`, BOS
+        and EOS are added if the model wants them.
         """
         data = normalize_text(text, self._normalizer).encode("utf-8", "replace")
         size = len(data) // 2 + 16
@@ -147,7 +150,7 @@ class Vocab:
             size = -n
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
-        """Return the bytes of `tokens`, special ones too. Raises IndexError for an unknown token."""
+        """Return the text of `tokens` as bytes, with control tokens. Raises IndexError."""
         if any(not 0 <= token < self.n_vocab for token in tokens):
             raise IndexError("a token is not in the vocabulary")
         array = (L.llama_token * len(tokens))(*tokens)

@@ -1,4 +1,4 @@
-"""Map a model's weights, on the CPU or on devices."""
+"""Load a model's weights: mapped for the CPU, or copied to devices."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from edgeinfer.runtime.offload_plan import Offload
 Progress = Callable[[str, float | None], None]
 
 
-#: ggml_backend_dev_type.
+#: GGML_BACKEND_DEVICE_TYPE_CPU.
 _CPU = 0
-#: Number of pointers in ggml_backend_reg, and index of the function that finds functions by name.
+#: Number of pointers in ggml_backend_reg; prototype of its function get_proc_address.
 _REGISTRY_ENTRIES = 5
 _GET_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
-#: Pattern of llama.cpp's names for a layer's expert tensors.
+#: Matches llama.cpp's names of expert tensors.
 _EXPERTS = r"ffn_(up|down|gate|gate_up)_(ch|)exps"
 
 
 class _Override(ctypes.Structure):
-    """llama_model_tensor_buft_override."""
+    """The struct llama_model_tensor_buft_override."""
 
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
 def tensor_sizes(paths: Sequence[str]) -> dict[str, int]:
-    """Return the sizes (bytes) of all tensors of GGUF files by name. Raises ModelLoadError."""
+    """Return the size (bytes) of each tensor in GGUF files by name. Raises ModelLoadError."""
     base, sizes = libllama.base_library(), {}
     for path in paths:
         gguf = base.gguf_init_from_file(os.fsencode(path), libllama.GgufParams(no_alloc=True))
         if not gguf:
-            raise ModelLoadError(f"{path} cannot be read as GGUF")
+            raise ModelLoadError(f"{path} cannot be read as a GGUF file")
         for i in range(base.gguf_get_n_tensors(gguf)):
             name = base.gguf_get_tensor_name(gguf, i).decode("utf-8", "replace")
             sizes[name] = base.gguf_get_tensor_size(gguf, i)
@@ -47,10 +47,10 @@ def tensor_sizes(paths: Sequence[str]) -> dict[str, int]:
 
 
 class Placement:
-    """The device parameters of a model for `offload` on `pointers` (ggml_backend_dev_t).
+    """Which layers llama.cpp loads to which devices; `pointers` are ggml_backend_dev_t.
 
-    Without pointers the CPU gets all: the list of devices is empty, because llama.cpp creates each
-    known device even for no layers. llama.cpp keeps pointers to this object's memory while it loads.
+    Without pointers, all layers stay on the CPU. Then llama.cpp gets an empty list of devices, because
+    it would open every device it knows. The object must live until the model is loaded.
     """
 
     def __init__(self, pointers: Sequence[int], offload: Offload | None = None) -> None:
@@ -82,14 +82,17 @@ def _overrides(n_without_experts: int) -> Any:
 def open_model(
     paths: tuple[str, ...], progress: Progress | None = None, placement: Placement | None = None
 ) -> Any:
-    """Map the weights; without a `placement` on no device. Raises ModelLoadError."""
+    """Load a model from its GGUF files and return llama.cpp's pointer; by default for the CPU.
+
+    Raises ModelLoadError.
+    """
     llama = libllama.lib()
     for path in paths:
         if not os.path.isfile(path):
             raise ModelLoadError(f"there is no {path}")
     params = llama.llama_model_default_params()
     params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
-    params.use_extra_bufts = False  # repacked weights would be a second copy (decision 099)
+    params.use_extra_bufts = False  # no repacking, which copies the weights (decision 099)
     placement = placement or Placement(())
     placement.write(params)
     hook = _progress_hook(progress)
@@ -97,7 +100,7 @@ def open_model(
     libllama.clear_log()
     names = (ctypes.c_char_p * len(paths))(*(os.fsencode(path) for path in paths))
     is_too_large = sum(map(os.path.getsize, paths)) > read_memory().available_bytes
-    with _left_on_disk() if is_too_large else contextlib.nullcontext():
+    with _without_prefetch() if is_too_large else contextlib.nullcontext():
         model = libllama.call(llama.llama_model_load_from_splits, names, len(paths), params)
     if not model:
         raise ModelLoadError(f"llama.cpp could not load {paths[0]}: {libllama.recent_reason()}")
@@ -105,8 +108,8 @@ def open_model(
 
 
 @contextlib.contextmanager
-def _left_on_disk() -> Iterator[None]:
-    """Let llama.cpp map files without reading them, as on a machine with several NUMA nodes."""
+def _without_prefetch() -> Iterator[None]:
+    """Keep llama.cpp from reading the mapped files at once, by pretending that the machine has NUMA."""
     base = libllama.base_library()
     registry = base.ggml_backend_dev_backend_reg(libllama.ggml_library().ggml_backend_dev_by_type(_CPU))
     entries, get = table(registry, _REGISTRY_ENTRIES), base.ggml_backend_reg_get_proc_address
@@ -138,6 +141,6 @@ def _progress_hook(progress: Progress | None) -> Any:
 
 
 def free_model(model: Any) -> None:
-    """Free a model of `open_model`; a lost device keeps its memory."""
+    """Free a model of `open_model`. Memory of a lost device stays allocated."""
     with contextlib.suppress(DecodeError):
         libllama.call(libllama.L.llama_model_free, model)

@@ -111,7 +111,7 @@ class PrefixCache:
         """Make a callback that allocates the memory of a block's cells, unless they are mapped."""
         offset = self.kv.used_cells - ends[0]
         cells = self.context.cells
-        if cells.can_be_pages_of(offset - self.kv.pinned_cells):
+        if cells.is_page_aligned(offset - self.kv.pinned_cells):
             return lambda i: None
         return lambda i: cells.populate(offset + ends[i], offset + ends[i + 1])
 

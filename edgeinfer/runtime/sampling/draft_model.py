@@ -123,7 +123,7 @@ class DraftModel:
     def park(self) -> None:
         """Forget every text, and return the memory of the cells. Only while idle."""
         self.kv.drop_idle()
-        self.context.cells.give_back()
+        self.context.cells.release_pages()
 
     def free(self) -> None:
         """Free context and weights. Idempotent."""

@@ -73,7 +73,7 @@ class Executor:
                 self.kv.truncate(seq.cached_seq, seq.n_past_whole)
                 self.kv.remove_unrecorded_cells(seq.cached_seq)
             if code == MISSED_ADAPTER:
-                self.adapters.leave_kernels()
+                self.adapters.use_llama_cpp()
             return None
         seconds = time.perf_counter() - began
         if code:
@@ -146,7 +146,7 @@ class Executor:
             code = self.batch.decode(self.context)
             if code == MISSED_ADAPTER:
                 self.kv.remove_unrecorded_cells(cached_seq)
-                self.adapters.leave_kernels()
+                self.adapters.use_llama_cpp()
                 self.prefill(cached_seq, tokens[start:])
                 return
             if code:

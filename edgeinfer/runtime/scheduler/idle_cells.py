@@ -61,7 +61,7 @@ class IdleCells:
     def release_some(self) -> None:
         """Empty the cells, then return one piece of their memory. Only while idle."""
         if self._ranges:
-            self._context.cells.give_back([self._ranges.pop()])
+            self._context.cells.release_pages([self._ranges.pop()])
             return
         self._kv.drop_idle()
         pinned = [cached_seq for cached_seq in self._kv.cached_sequences if cached_seq.pinned]
@@ -80,7 +80,7 @@ class IdleCells:
             states.append((cached_seq, state, checkpoint))
         for cached_seq in pinned:
             self._kv.clear_cells(cached_seq)
-        self._context.cells.give_back()
+        self._context.cells.release_pages()
         for cached_seq, state, checkpoint in states:
             is_restored = state is not None and self._states.restore(cached_seq.seq_id, state)
             if is_restored and checkpoint is not None:

@@ -138,7 +138,7 @@ def test_returned_memory_releases_the_files(
 
     def empty() -> None:
         engine._core.kv.drop_idle()
-        engine._context.cells.give_back()
+        engine._context.cells.release_pages()
 
     engine.between_steps(empty)
     assert count_mappings(engine) == 0

@@ -1,4 +1,4 @@
-"""Programs that run in separate processes and answer with lines of JSON on stdout."""
+"""Programs that use llama.cpp in a separate process, and report with lines of JSON on stdout."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import Batch, LlamaContext
 
 
-def say(code: int = 0, /, **fields: Any) -> int:
-    """Write one line to stdout, flush it, and return `code` as the result of a main function."""
+def report(code: int = 0, /, **fields: Any) -> int:
+    """Write a line of JSON to stdout and return `code`, the exit status for `main`."""
     sys.stdout.buffer.write(msgspec.json.encode(fields) + b"\n")
     sys.stdout.buffer.flush()
     return code
 
 
 def run(work: Callable[[list[str]], dict[str, Any]]) -> int:
-    """Run `work` on the arguments; write its result or its error, and return the exit status."""
+    """Run `work` with the program's arguments; report its result or its error; return the status."""
     die_with_parent()
     try:
-        return say(event="done", **work(sys.argv[1:]))
+        return report(event="done", **work(sys.argv[1:]))
     except EdgeInferError as error:
-        return say(1, event="error", message=error.message)
+        return report(1, event="error", message=error.message)
 
 
 def scoring_params(n_tokens: int, n_batch: int) -> Any:
-    """Make parameters of a context of `n_tokens` that computes the logits of every token."""
+    """Make the parameters of a context of `n_tokens` in which every token may have logits."""
     params = libllama.lib().llama_context_default_params()
     params.n_ctx = n_tokens
     params.n_batch = params.n_ubatch = params.n_outputs_max = n_batch
@@ -41,7 +41,7 @@ def scoring_params(n_tokens: int, n_batch: int) -> Any:
 
 
 def decode(context: LlamaContext, batch: Batch, tokens: list[int], position: int) -> None:
-    """Decode `tokens`, each with logits, beginning at `position`. Raises DecodeError."""
+    """Compute the logits of all `tokens`, which begin at `position`. Raises DecodeError."""
     batch.clear()
     batch.add(tokens, position, 0, outputs=len(tokens))
     if code := batch.decode(context):

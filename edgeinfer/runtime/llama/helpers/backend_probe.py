@@ -1,7 +1,7 @@
-"""Load one backend library and print the result: `python -m` this module, NAME.
+"""Load one backend and print its devices. Argument: NAME ("cuda", "vulkan").
 
-Writes a `LoadedBackend` or a `MissingBackend` as one JSON line. It is a separate process, because a
-driver may print, keep open files, or crash.
+Writes a `LoadedBackend` or a `MissingBackend` as a line of JSON. This is a separate process because
+drivers may print, keep files open, or crash.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     answer = msgspec.json.encode(load(argv[0]))
     sys.stdout.buffer.write(answer + b"\n")
     sys.stdout.buffer.flush()
-    os._exit(0)  # some drivers crash in their destructors
+    os._exit(0)  # without destructors, in which some drivers crash
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Measure how well a model predicts a text: `python -m` this module, MODEL TEXT [TOKENS [COMPARED]].
+"""Measure how well a model predicts a text. Arguments: MODEL TEXT [TOKENS [COMPARED]].
 
 Writes `{"event": "progress", "done", "total"}` lines and then `{"event": "done", "perplexity",
-"n_tokens"}`. With COMPARED, another file of the same model, that line also has "compared_perplexity",
-the mean Kullback-Leibler "divergence" of the model from it in nats per token, and "same_top", the share
-of tokens for which both have the same most likely token. The text is read once from its beginning, in
-one window; every token after the first 32 is scored. Their vocabularies must be equal.
+"n_tokens"}`. COMPARED is another file of the same model (usually less quantized) with the same
+vocabulary. With it, the last line also has its "compared_perplexity", the mean Kullback-Leibler
+"divergence" of MODEL from it (nats per token), and "same_top", the share of tokens for which both have
+the same most likely token. The first TOKENS tokens of the text are computed in one context, and all but
+the first 32 are scored.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.llama.context import Batch, LlamaContext
-from edgeinfer.runtime.llama.helpers import decode, run, say, scoring_params
+from edgeinfer.runtime.llama.helpers import decode, report, run, scoring_params
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.model import make_context
 from edgeinfer.runtime.llama.vocab import Vocab
@@ -26,12 +27,15 @@ from edgeinfer.runtime.llama.weights import open_model
 
 SKIPPED_TOKENS = 32
 _WINDOW_TOKENS = 1024
-#: Positions per llama_decode, which limits the logits kept (64 rows of 262,144 floats are 67 MB).
+#: Tokens per llama_decode. Their logits take 67 MB with a vocabulary of 262,144.
 _BATCH_TOKENS = 64
 
 
 def measure(argv: list[str]) -> dict[str, float]:
-    """Score the text. Raises ModelLoadError, OutOfMemoryError, UsageError, DecodeError."""
+    """Return the figures of the last line.
+
+    Raises ModelLoadError, OutOfMemoryError, UsageError, DecodeError.
+    """
     limit = (int(argv[2]) if len(argv) > 2 else 0) or _WINDOW_TOKENS
     models = [open_model((name,)) for name in (argv[0], *filter(None, argv[3:4]))]
     vocab = Vocab(models[0])
@@ -39,7 +43,7 @@ def measure(argv: list[str]) -> dict[str, float]:
     tokens = vocab.tokenize(text, add_special=True)[:limit]
     scored = len(tokens) - 1 - SKIPPED_TOKENS
     if scored < 1:
-        raise UsageError(f"the text has {len(tokens)} tokens, too few to score")
+        raise UsageError(f"the text has {len(tokens)} tokens; at least {SKIPPED_TOKENS + 2} are needed")
     if any(Vocab(model).n_vocab != vocab.n_vocab for model in models):
         raise UsageError("the two files have different vocabularies")
     params = scoring_params(len(tokens), _BATCH_TOKENS)
@@ -54,7 +58,11 @@ def measure(argv: list[str]) -> dict[str, float]:
 
 
 def _sums(contexts: list[LlamaContext], tokens: list[int], n_vocab: int) -> list[float]:
-    """Sum negative log-likelihoods in nats; for two contexts also their divergence and agreement."""
+    """Return four sums over the scored tokens.
+
+    Negative log-likelihoods (nats) of the first and second model, Kullback-Leibler divergences, and how
+    often both models have the same most likely token.
+    """
     sums = [0.0, 0.0, 0.0, 0.0]
     batch = Batch.of(contexts[0], max_outputs=_BATCH_TOKENS)
     for start in range(0, len(tokens) - 1, _BATCH_TOKENS):
@@ -74,7 +82,7 @@ def _sums(contexts: list[LlamaContext], tokens: list[int], n_vocab: int) -> list
             first, second = log_probs
             sums[2] += float((np.exp(second) * (second - first)).sum())
             sums[3] += float((first.argmax(axis=1) == second.argmax(axis=1)).sum())
-        say(event="progress", done=start + len(piece), total=len(tokens) - 1)
+        report(event="progress", done=start + len(piece), total=len(tokens) - 1)
     return sums
 
 

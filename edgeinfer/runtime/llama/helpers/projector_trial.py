@@ -1,7 +1,7 @@
-"""Test a projector with its model on one picture: `python -m` this module, PROJECTOR MODEL…
+"""Test whether a projector works with its model. Arguments: PROJECTOR MODEL…
 
-Prints "" as JSON if it works, otherwise the reason. It is a separate process, because an invalid
-projector ends the process that opens it: of 300 mutated headers 55 by SIGABRT, 7 by SIGSEGV.
+Prints "" as JSON if it does, otherwise the reason. This is a separate process because an invalid
+projector may crash it: of 300 with damaged headers, 62 did.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from edgeinfer.runtime.llama.mtmd import Projector
 from edgeinfer.runtime.llama.weights import open_model
 
 _CPU_S = 600
-#: Address space (bytes) for libraries and for threads' stacks and heaps, most of it never touched.
+#: Address space (bytes) for libraries and threads, most of which is never used.
 _MAPPED_BYTES = 4 << 30
 _SIDE = 64
-#: Picture sizes that are cut into tiles or scaled differently; only their sizes are tested.
+#: Picture sizes (pixels) that are tiled or scaled differently. Such pictures are tokenized, not
+#: encoded.
 _SIZES = ((2000, 2000), (4000, 20), (20, 4000), (1, 1))
 
 
@@ -50,7 +51,7 @@ def try_projector(path: str, model: Any, n_threads: int) -> str:
     try:
         projector = Projector(path, model, n_threads)
         for width, height in _SIZES:
-            with contextlib.suppress(DecodeError):  # a refusal here is fine: later it is a refusal too
+            with contextlib.suppress(DecodeError):  # a picture of this size would be refused later, too
                 projector.chunks(width, height)
         projector.encode(Picture(_SIDE, _SIDE, bytes(3 * _SIDE * _SIDE)))
     except EngineError as error:

@@ -1,8 +1,7 @@
-"""Run llama.cpp's quantizer in a separate process: `python -m` this module, JOB in JSON.
+"""Run llama.cpp's quantizer in a separate process, which a bad model file may crash.
 
-It writes a line of JSON to stdout for each tensor, `{"event": "progress", "done", "total"}`, and
-finally `{"event": "done"}` or `{"event": "error", "kind", "message"}`. If a model file makes llama.cpp
-abort, only this process ends.
+The argument is a `QuantizeJob` as JSON. Writes a line of JSON for each tensor, `{"event": "progress",
+"done", "total"}`, and finally `{"event": "done"}` or `{"event": "error", "kind", "message"}`.
 """
 
 from __future__ import annotations
@@ -19,18 +18,21 @@ import numpy as np
 from edgeinfer.platform.disk import free_bytes
 from edgeinfer.platform.process import die_with_parent
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.llama.helpers import say
+from edgeinfer.runtime.llama.helpers import report
 from edgeinfer.runtime.llama.libllama import L
 
 _TENSOR = re.compile(r"\[\s*(\d+)/\s*(\d+)\]\s+\S")
 _SIZE = re.compile(r"quant size\s*=\s*([\d.]+) MiB")
 _FAILED = re.compile(r"failed to quantize: (.*)")
-#: Size (bytes) of the metadata beside the tensors: a generous estimate, small for any model.
+#: Most bytes that the target's metadata may take.
 _HEADER_BYTES = 64 << 20
 
 
 class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor's sums and counts in a checked matrix: byte offsets, numbers of float32."""
+    """Where an importance matrix file has a tensor's sums and counts.
+
+    Offsets are in bytes, numbers of float32.
+    """
 
     name: str
     sums_offset: int
@@ -40,7 +42,10 @@ class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A quantization to do. `ftype` is a llama_ftype."""
+    """A quantization of the file `source` to `target`. `ftype` is a llama_ftype.
+
+    `spans` are the tensors in the importance matrix, the file `imatrix`.
+    """
 
     source: str
     target: str
@@ -50,17 +55,17 @@ class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(argv: list[str]) -> int:
-    """Quantize as `argv[0]` says; return 0 if the target is complete."""
+    """Quantize as `argv[0]` says; return 0 on success."""
     die_with_parent()
     job = msgspec.json.decode(argv[0], type=QuantizeJob)
-    libllama.lib()  # load the backends before this log replaces theirs
+    libllama.lib()  # first, because it sets a log of its own
     log = _Log()
     L.llama_log_set(log.callback, ctypes.c_void_p(0))
     failed = _run(job, _params(job, dry=True))
     planned = 0 if failed else log.planned_bytes()
     free = free_bytes(os.path.dirname(job.target))
     if planned + min(_HEADER_BYTES, os.path.getsize(job.source)) > free:
-        return say(
+        return report(
             1, event="error", kind="no-room", message=f"{planned} bytes are needed, but {free} are free"
         )
     log.reports_progress = True
@@ -69,27 +74,27 @@ def main(argv: list[str]) -> int:
     if imatrix:
         params.imatrix = imatrix[0]
     if _run(job, params) != 0:
-        return say(1, event="error", kind="refused", message=log.reason())
-    return say(0, event="done")
+        return report(1, event="error", kind="refused", message=log.reason())
+    return report(0, event="done")
 
 
 class _Log:
-    """llama.cpp's log, kept to explain a failure, and converted to progress if requested."""
+    """Receives llama.cpp's log, and reports progress from it if `reports_progress` is set."""
 
     def __init__(self) -> None:
         self.reports_progress = False
         self._lines: list[str] = []
-        self.callback = L.llama_log_callback(self._on_line)  # llama.cpp stores only the pointer
+        self.callback = L.llama_log_callback(self._on_line)  # kept, as llama.cpp stores only a pointer
 
     def _on_line(self, _level: int, text: bytes, _data: object) -> None:
         line = text.decode("utf-8", "replace")
         self._lines.append(line)
         match = _TENSOR.search(line)
         if match and self.reports_progress:
-            say(event="progress", done=int(match[1]), total=int(match[2]))
+            report(event="progress", done=int(match[1]), total=int(match[2]))
 
     def planned_bytes(self) -> int:
-        """Return the result's size (bytes) as llama.cpp expects it; 0 if unknown."""
+        """Return the size of the target (bytes) that a dry run has logged, 0 if none."""
         match = _SIZE.search("".join(self._lines))
         return int(float(match[1]) * (1 << 20)) if match else 0
 
