@@ -158,7 +158,7 @@ class DecodeLoop:
                 for seq in [*self._queue.running, *self._queue.waiting]:
                     seq.cancelled = True
             if not self._has_work():
-                self._thread = None  # within the lock: whoever adds work next starts a thread
+                self._thread = None  # within the lock, so that new work starts a thread
                 return False
             return True
 

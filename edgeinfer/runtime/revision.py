@@ -1,4 +1,4 @@
-"""The number that says whether two engines compute the same bits, for receipts."""
+"""The number by which receipts tell whether two engines are bit-identical."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""The file of one KV block.
+"""The file format of a KV block: `encode`, `decode`.
 
     offset  bytes
     0       8      MAGIC, the version in it
-    8       8      XXH3 (64 bits) of everything from byte 16 on, little endian
+    8       8      XXH3 checksum (64 bits, little endian) of everything from byte 16 on
     16      8      length of the file
     24      4      length of the header
-    28      ...    header: msgpack of `Header`
-    64 * n  ...    the states' pieces, in order, each from a multiple of 64 on, zeros between
+    28      ...    header: `Header` as msgpack
+    64 * n  ...    the states' pieces in order, with zeros between them
 
-A piece of a state that is cells of a tensor starts where the header says, within a page of this kernel:
-such pages can become those of the cells. Each page size but 4,096 has its own MAGIC. No byte is
-used before the checksum is verified: llama.cpp asserts on damaged states.
+A piece begins at a multiple of 64; a piece with KV cells begins at the page offset in the header, so
+that its pages can be mapped into the KV cache. So the format depends on the page size, and so does
+MAGIC. The checksum is verified first, because llama.cpp aborts on damaged states.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _HEAD = struct.Struct("<8sQQI")
 _CHECKED_FROM = 16
 _ALIGN = 64
 
-#: "full": a whole block of a chain. "tail": the partial block after the last whole one. "point": a
-#: partial block that ends at a checkpoint of a recurrent model. "rows": the rows of a picture in f32,
-#: for any prompt; their `tokens` are width and height (pixels).
+#: "full": a whole block. "tail": the partial block at the end of a sequence. "point": a partial block
+#: that ends at a checkpoint of a recurrent model. "rows": the embedding rows of a picture (f32), which
+#: do not depend on the prompt; their `tokens` are the picture's width and height.
 Kind = Literal["full", "tail", "point", "rows"]
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """A block's header. `tokens` are int32, little endian.
+    """The header of a block. `tokens` are int32, little endian.
 
-    `states` lists the pieces of each state: number of bytes, and where in a page the piece starts, [0,
-    page size), or ANYWHERE.
+    `states` has the size (bytes) and the page offset of each piece of each state; the offset is in
+    [0, page size), or ANYWHERE.
     """
 
     kind: Kind
@@ -55,7 +55,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvBlock(msgspec.Struct, frozen=True):
-    """A block in memory. `states`: the state of its tokens, then that of a checkpoint."""
+    """A block in memory. `states` are the state of its tokens and, if it has one, of its checkpoint."""
 
     header: Header
     states: tuple[State, ...]
@@ -74,12 +74,12 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
-    """Decode `pack_tokens`."""
+    """Return the tokens that `pack_tokens` has packed."""
     return list(np.frombuffer(packed, "<i4").tolist())
 
 
 def encode(block: KvBlock) -> list[bytes | memoryview]:
-    """Return the file as buffers to be written in order."""
+    """Return the contents of a block's file, as buffers to write one after the other."""
     states = tuple(state.sizes for state in block.states)
     header = msgspec.msgpack.encode(msgspec.structs.replace(block.header, states=states))
     buffers: list[bytes | memoryview] = [header]
@@ -96,7 +96,7 @@ def encode(block: KvBlock) -> list[bytes | memoryview]:
 
 
 def read_header(start: bytes | memoryview) -> Header:
-    """Decode a header from a file's start, unchecked, only for listing. Raises BlockDamagedError."""
+    """Decode the header at a file's start without verifying the checksum. Raises BlockDamagedError."""
     try:
         magic, _, _, length = _HEAD.unpack_from(start)
         if magic != MAGIC:
@@ -107,18 +107,18 @@ def read_header(start: bytes | memoryview) -> Header:
 
 
 def decode(data: memoryview, file: MappedFile | None = None) -> KvBlock:
-    """Decode the block in `data`, which may be the content of `file`; its pieces are views of it.
+    """Verify and decode the block in `data`, which may be mapped from `file`. Copies no pieces.
 
-    Raises BlockDamagedError before any piece is used.
+    Raises BlockDamagedError.
     """
     if len(data) < _HEAD.size:
-        raise BlockDamagedError("it is shorter than its head")
+        raise BlockDamagedError(f"it has {len(data)} bytes, fewer than its fixed fields")
     magic, checksum, size, length = _HEAD.unpack_from(data)
     if magic != MAGIC:
         raise BlockDamagedError("it is not a block of this version")
     if size != len(data):
         raise BlockDamagedError(f"it has {len(data)} bytes, but its header says {size}")
-    computed = xxhash.xxh3_64()  # `update` releases the GIL, but xxh3_64_intdigest does not
+    computed = xxhash.xxh3_64()  # not xxh3_64_intdigest, which holds the GIL
     computed.update(data[_CHECKED_FROM:])
     if computed.intdigest() != checksum:
         raise BlockDamagedError("its checksum is wrong")
@@ -141,5 +141,5 @@ def _states(
 
 
 def _padding(size: int, page_offset: int) -> int:
-    """Return the number of zeros before a piece, in a file of `size` bytes so far."""
+    """Return how many zeros precede a piece in a file that has `size` bytes so far."""
     return -size % _ALIGN if page_offset == ANYWHERE else (page_offset - size) % mmap.PAGESIZE

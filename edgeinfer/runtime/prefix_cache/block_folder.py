@@ -1,16 +1,16 @@
 """The prefix cache of one user: a folder of immutable files, shared by every process without a lock.
 
-    ROOT/secret                      the key of all names (0600)
-    ROOT/used                        the bytes of all blocks (retention.py)
+    ROOT/secret                      the key with which names are hashed (0600)
+    ROOT/used                        the total size of all blocks (retention.py)
     ROOT/owners/HASH                 names of the blocks of one conversation
-    ROOT/MODEL/answers/NAME          past answers, for suffix drafting (past_answers.py)
-    ROOT/MODEL/IDENTITY/checked      the result of the round-trip check: "exact", or the failure
+    ROOT/MODEL/answers/NAME          past answers, from which tokens are drafted (past_answers.py)
+    ROOT/MODEL/IDENTITY/checked      the result of the round-trip check: "exact", or what failed
     ROOT/MODEL/IDENTITY/kept/AGENT   names of the blocks that an agent's sessions share (retention.py)
     ROOT/MODEL/IDENTITY/NAME.block   a block (block_file.py)
 
-A block appears by one rename and never changes; every writer of a block writes the same bytes. Only
-this user may access the files; otherwise they are refused. They contain what a person wrote, so they
-are never part of a snapshot.
+IDENTITY is a hash of everything besides the model that changes states. A block is renamed into place
+when it is complete, and never changes; all processes would write the same bytes. Files that another
+user may access are refused. Blocks contain what people wrote, so they are never part of a snapshot.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from edgeinfer.runtime.prefix_cache.writer_thread import WriterThread
 from edgeinfer.runtime.sampling.past_answers import PastAnswers, forget_answers
 from edgeinfer.runtime.sequence_state import MappedFile
 
-#: Threads that read and verify files; each reads about 4 GB/s.
+#: Number of threads that read and verify files, each about 4 GB/s.
 _N_READERS = 2
-#: Pause (s) of writing after a full disk.
+#: How long (s) nothing is written after the disk was full.
 _FULL_DISK_PAUSE_S = 60.0
 #: How long (s) clearing waits for pending writes.
 _CLEAR_TIMEOUT_S = 10.0
@@ -52,7 +52,7 @@ _CLEAR_TIMEOUT_S = 10.0
 
 @dataclass(slots=True)
 class Traffic:
-    """Counters since the store was opened. Bytes are sizes of files."""
+    """Counts since the store was opened."""
 
     blocks_written: int = 0
     bytes_written: int = 0
@@ -63,9 +63,11 @@ class Traffic:
 
 
 class BlockStore:
-    """Opens the block folders of one user, below `root`. `warn` gets, once, the reason not to write.
+    """The on-disk prefix cache of one user, below the folder `root`.
 
-    Raises SnapshotUnsafeError if the folder belongs to another user or is open to others, OSError.
+    `warn` is called at most once, with the reason why nothing can be written.
+
+    Raises OSError, SnapshotUnsafeError if another user may access the folder.
     """
 
     def __init__(
@@ -86,10 +88,9 @@ class BlockStore:
     def open_folder(
         self, model: str, identity: dict[str, str], block_tokens: int = BLOCK_TOKENS
     ) -> BlockFolder:
-        """Open the blocks of one model under one identity.
+        """Open the blocks of one model with one set of settings.
 
-        `model` is its sha256, or another name for exactly these bytes. `identity` is everything else
-        that decides a bit of a state.
+        `model` is its `model_key`. `identity` are all settings that change states.
         """
         raw = msgspec.json.encode(sorted({**identity, "model": model}.items()))
         digest = hashlib.blake2b(raw, digest_size=16)
@@ -98,7 +99,7 @@ class BlockStore:
         return BlockFolder(self, paths.private_dir(folder), names)
 
     def reserve(self, n_bytes: int) -> bool:
-        """Reserve space for a file, evicting blocks if needed; return False if it may not be written.
+        """Reserve space for a file, and evict blocks if needed; return False if there is no space.
 
         Raises OSError.
         """
@@ -113,18 +114,18 @@ class BlockStore:
 
     @property
     def is_full(self) -> bool:
-        """True for a while after the disk was full."""
+        """Whether writing is paused because the disk was full or failed."""
         return time.monotonic() < self._full_until
 
     def stop_writing(self, reason: str) -> None:
-        """Pause writing for a while, and warn once."""
+        """Pause writing for a minute; warn at the first time."""
         self._full_until = time.monotonic() + _FULL_DISK_PAUSE_S
         if not self._is_warned:
             self._is_warned = True
             self._warn(f"{reason}: prompts will be prefilled again after a restart")
 
     def add_owner(self, conversation: str, names: Sequence[bytes]) -> None:
-        """Add blocks to a conversation's list. Raises OSError, SnapshotUnsafeError."""
+        """Append block names to a conversation's list. Raises OSError, SnapshotUnsafeError."""
         self.make_root()
         paths.private_dir(self.root / "owners")
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -138,9 +139,9 @@ class BlockStore:
         return self.root / "owners" / owner_name(self.secret, conversation)
 
     def make_root(self) -> None:
-        """Recreate a deleted folder.
+        """Create the folder again if it was deleted.
 
-        Raises OSError, also if another process has written a secret of its own; SnapshotUnsafeError.
+        Raises SnapshotUnsafeError, OSError (ESTALE if another process did so, with another secret).
         """
         paths.private_dir(self.root)
         if read_secret(self.root / "secret", self.secret) != self.secret:
@@ -154,7 +155,7 @@ def model_folder(model: str) -> str:
 
 
 class BlockFolder:
-    """Reads and writes, in threads, the blocks of one model with one set of settings. Any thread."""
+    """Reads and writes the blocks of one model with one set of settings. Any thread."""
 
     def __init__(self, store: BlockStore, folder: Path, names: BlockNames) -> None:
         self._store = store
@@ -171,11 +172,11 @@ class BlockFolder:
         return self._folder / f"{name.hex()}{retention.SUFFIX}"
 
     def has(self, name: bytes) -> bool:
-        """Return whether a block exists; only reading shows whether it is complete."""
+        """Return whether a block's file exists. Only `read` shows whether it is valid."""
         return self.path(name).exists()
 
     def header(self, name: bytes) -> Header | None:
-        """Read a block's header without verifying the checksum; None if it is not readable."""
+        """Read a block's header without verifying the checksum; None if that fails."""
         try:
             with open(open_private(self.path(name)), "rb") as file:
                 start = file.read(1 << 16)
@@ -184,7 +185,7 @@ class BlockFolder:
             return None
 
     def touch(self, names: Sequence[bytes]) -> None:
-        """Mark a chain as used. `names` begin with the root, which gets the latest time."""
+        """Mark blocks as used now. The first name gets the latest time, so that it is evicted last."""
         now_ns = time.time_ns()
         for i, name in enumerate(names):
             try:
@@ -193,19 +194,19 @@ class BlockFolder:
                 continue
 
     def boundary_blocks(self, parent: bytes) -> list[bytes]:
-        """List the blocks after `parent` in which an agent's shared prefix ends."""
+        """Return the blocks after `parent` in which the prompts of an agent begin to differ."""
         return [bytes.fromhex(name) for name in retention.boundary_blocks(self._folder, parent.hex())]
 
     def agent_blocks(self, agent: str, salt: str) -> list[bytes]:
-        """List the blocks that sessions of `agent` share, in order, then blocks after them."""
+        """Return the blocks that sessions of `agent` share, in order, then later ones, latest first."""
         return [bytes.fromhex(name) for name in retention.agent_blocks(self._folder, agent, salt)]
 
     def prefetch(
         self, names: Sequence[bytes], before_read: Callable[[int], None] = lambda i: None
     ) -> list[Future[KvBlock | None]]:
-        """Start to read and verify blocks, in order; a result is None for an unusable block.
+        """Start to read blocks in other threads, in order. A result is None as that of `read`.
 
-        The thread that reads a block first calls `before_read` with the block's index in `names`.
+        The thread calls `before_read` with the block's index in `names` before it reads the block.
         """
         if self._readers is None:
             self._readers = ThreadPoolExecutor(_N_READERS, "edgeinfer-read")
@@ -217,12 +218,12 @@ class BlockFolder:
         return [self._readers.submit(read, i, name) for i, name in enumerate(names)]
 
     def read(self, name: bytes) -> KvBlock | None:
-        """Read a block, mapped and verified; None if it is missing or unusable."""
+        """Map and verify a block. Return None if it is missing or damaged; a damaged one is deleted."""
         path = self.path(name)
         try:
             block = self._map(path)
             if block.header.name != name or block.header.identity != self.names.identity:
-                raise BlockDamagedError("it is another block that was renamed")
+                raise BlockDamagedError("its header has the name of another block")
         except OSError:
             return None
         except BlockDamagedError:
@@ -248,15 +249,15 @@ class BlockFolder:
         return not self._store.is_full
 
     def write(self, block: KvBlock) -> bool:
-        """Queue a block; return False if too much is pending."""
+        """Queue a block for writing; return False if too many bytes are waiting."""
         return self._put(lambda: self._write(block), block.n_bytes)
 
     def add_owner(self, conversation: str, names: Sequence[bytes]) -> None:
-        """Record a conversation as owner of these blocks, so that they are deleted with it."""
+        """Record that blocks belong to a conversation, so that they can be deleted with it."""
         self._put(lambda: self._add_owner(conversation, names))
 
     def _add_owner(self, conversation: str, names: Sequence[bytes]) -> None:
-        if not self._store.has_owner(conversation):  # new, or forgotten while it continues
+        if not self._store.has_owner(conversation):  # a new one, or its blocks were deleted
             self._owned.pop(conversation, None)
         owned = self._owned.setdefault(conversation, set())
         new = [name for name in names if name not in owned]
@@ -265,19 +266,19 @@ class BlockFolder:
             owned.update(new)
 
     def record_session(self, agent: str, names: Sequence[bytes], salt: str) -> None:
-        """Record the blocks of a session of `agent`: those that its sessions share are evicted last."""
+        """Record the blocks of a prompt of `agent`. Blocks that its sessions share are evicted last."""
         shared = [name.hex() for name in names]
         self._put(lambda: retention.record_session(self._folder, agent, shared, salt))
 
     def add_answer(self, salt: str, conversation: str, tokens: Sequence[int]) -> None:
-        """Append an answer to the past answers, in which draft tokens are searched."""
+        """Add an answer to the past answers, from which tokens are drafted."""
         self._put(lambda: self.answers.add(salt, conversation, tokens))
 
     def _put(self, work: Callable[[], None], n_bytes: int = 0) -> bool:
         return self.writer_thread.put(lambda: self._try(work), n_bytes)
 
     def _write(self, block: KvBlock) -> None:
-        """Write the file, completely or not at all. Runs on the writer's thread."""
+        """Write a block's file, unless there is no space. Runs on the writer thread."""
         if self._store.reserve(block.n_bytes):
             header = block.header
             n_bytes = _write_file(self.path(header.name), block_file.encode(block), is_durable=True)
@@ -285,10 +286,10 @@ class BlockFolder:
             self.traffic.bytes_written += n_bytes
             if header.kind in ("full", "tail"):
                 parent, name = header.parent.hex(), header.name.hex()
-                retention.record_fork(self._folder, parent, name, is_tail=header.kind == "tail")
+                retention.record_following(self._folder, parent, name, is_tail=header.kind == "tail")
 
     def _try(self, work: Callable[[], None]) -> None:
-        """Write, and again after recreating a deleted folder; other failures pause writing."""
+        """Run `work`, again after creating a deleted folder. A failure pauses writing."""
         try:
             try:
                 work()
@@ -307,13 +308,13 @@ class BlockFolder:
         self.path(name).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Delete all blocks of this folder, also those not yet written."""
+        """Delete all blocks of this folder, also those that wait to be written."""
         self.writer_thread.flush(_CLEAR_TIMEOUT_S)
         for block in retention.list_blocks(self._folder):
             block.path.unlink(missing_ok=True)
 
     def read_check(self) -> str:
-        """Read the result of the round-trip check: "exact", the failure, or "" before any."""
+        """Return the stored result of the round-trip check: "exact", what failed, or "" before any."""
         try:
             with open(open_private(self._folder / "checked"), encoding="utf-8") as file:
                 self._checked = file.read()
@@ -322,7 +323,7 @@ class BlockFolder:
         return self._checked
 
     def save_check(self, outcome: str) -> None:
-        """Save the result of the check. If the disk is full, the check runs again later."""
+        """Store the result of the round-trip check. If that fails, another process checks again."""
         self._checked = outcome
         self._try(self._write_check)
 
@@ -331,7 +332,10 @@ class BlockFolder:
             _write_file(self._folder / "checked", [self._checked.encode()])
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Write pending blocks and end the threads; return False after the timeout. Reusable."""
+        """Write waiting blocks, and end the threads; return False after the timeout.
+
+        The folder can still be used: the threads start again.
+        """
         if self._readers is not None:
             self._readers.shutdown(wait=True, cancel_futures=True)
             self._readers = None
@@ -341,7 +345,7 @@ class BlockFolder:
 
 
 def _write_file(path: Path, buffers: Sequence[bytes | memoryview], *, is_durable: bool = False) -> int:
-    """Write a file, completely or not at all, and return its size. Raises OSError."""
+    """Write a file, completely or not at all; return its size (bytes). Raises OSError."""
     with new_file(path, 0o600) as file:
         for buffer in buffers:
             file.write(buffer)
@@ -353,9 +357,9 @@ def _write_file(path: Path, buffers: Sequence[bytes | memoryview], *, is_durable
 
 
 def forget_all(root: Path) -> int:
-    """Delete everything except the secret, which running processes use; return the freed bytes.
+    """Delete everything except the secret, which processes use; return the freed bytes.
 
-    Processes keep the prefixes in their own memory until they end.
+    Running processes keep cached prefixes in memory.
     """
     freed = sum(block.n_bytes for block in retention.list_blocks(root))
     if root.is_dir():
@@ -366,7 +370,7 @@ def forget_all(root: Path) -> int:
 
 
 def forget_model(root: Path, model: str) -> int:
-    """Delete the blocks of a model, given by its key; return the freed bytes."""
+    """Delete the blocks of a model, given its `model_key`; return the freed bytes."""
     folder = root / model_folder(model)
     freed = sum(block.n_bytes for block in retention.list_blocks(folder))
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,9 @@
 """Names of KV blocks: keyed hashes, which reveal no text without the user's secret.
 
-A name depends on everything that decides a block's bytes: the model and how it is computed
-(`identity`), the cache `salt`, the adapters, all tokens before the block, and its own. It is the hash
-of the parent's name and of the block's tokens, so a prefix has one chain of names and needs no index.
+A block's name is a hash of its tokens and of the name of the block before it, its parent. The parent of
+a first block, the root, is a hash of the model, its settings (`identity`), the adapters and the cache
+salt. So a name stands for everything on which the block's bytes depend, and equal prefixes have equal
+names.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from edgeinfer.runtime.prompt_tokens import PromptTokens
 
 NAME_BYTES = 20
 SECRET_BYTES = 32
-#: Number of tokens in a block, unless a sliding window is shorter.
+#: Tokens per block. Blocks of models with a shorter sliding window are smaller (cache.block_tokens).
 BLOCK_TOKENS = 256
-#: Lengths (tokens) of the prefixes by which a partial block is searched, longest first.
+#: The name of a partial block is a hash of its first tokens: of the first of these numbers that it has.
 TAIL_KEYS_TOKENS = (32, 16, 8, 4, 2, 1)
 TAIL_KEY_TOKENS = TAIL_KEYS_TOKENS[0]
 
 
 def read_secret(path: Path, secret_if_new: bytes = b"") -> bytes:
-    """Read the secret in `path` (0600), or create it as `secret_if_new` or random. Raises OSError."""
+    """Return the secret in the file `path`, which is created if missing. Raises OSError.
+
+    A new secret is `secret_if_new`, by default random.
+    """
     for _ in range(2):
         try:
             with open(open_private(path), "rb") as file:
@@ -40,17 +44,20 @@ def read_secret(path: Path, secret_if_new: bytes = b"") -> bytes:
             continue
         if len(secret) == SECRET_BYTES:
             return secret
-        path.unlink(missing_ok=True)  # the disk was full when the file was created
-    raise OSError(f"no secret can be kept in {path}")
+        path.unlink(missing_ok=True)  # incomplete, because the disk was full
+    raise OSError(f"the secret in {path} cannot be written")
 
 
 def model_key(sha256: str, files: Sequence[str]) -> str:
-    """Return a model's sha256, or the stamps of files that have none. Raises OSError."""
+    """Return what identifies a model: its SHA-256, otherwise paths, sizes and times of its files.
+
+    Raises OSError.
+    """
     return sha256 or stamps(files)
 
 
 class BlockNames:
-    """Names one model's blocks. `identity` is a digest of all settings that change a block's bytes."""
+    """Names the blocks of one model. `identity` is a digest of all settings that change states."""
 
     def __init__(self, secret: bytes, identity: bytes, block_tokens: int) -> None:
         self._secret = secret
@@ -58,20 +65,20 @@ class BlockNames:
         self.block_tokens = block_tokens
 
     def root(self, adapters: AdapterKey = (), salt: str = "") -> bytes:
-        """Name the parent of the first block. Requests with different salts share no blocks."""
+        """Return the parent of first blocks. Requests with different salts share no blocks."""
         scales = "\0".join(f"{scale} {stamp}" for stamp, scale in adapters)
         return self._hash(b"root", self.identity, salt.encode(), scales.encode())
 
     def chain(self, tokens: PromptTokens, adapters: AdapterKey, salt: str) -> Chain:
-        """Return the root, and the name of every whole block."""
+        """Return the names of the whole blocks of `tokens`."""
         chain = Chain([self.root(adapters, salt)])
         self.extend(chain, tokens)
         return chain
 
     def extend(self, chain: Chain, tokens: PromptTokens) -> None:
-        """Append the names of the whole blocks of `tokens` that `chain` lacks.
+        """Append the names of further whole blocks of `tokens` to `chain`.
 
-        A block is longer if it would end inside a picture whose rows share a position.
+        A block that would end inside a picture whose rows share positions contains all of it.
         """
         start = chain.ends[-1]
         while (block_end := tokens.block_end(start + self.block_tokens)) <= len(tokens):
@@ -80,21 +87,21 @@ class BlockNames:
             start = block_end
 
     def full(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Return the name of a whole block after `parent`."""
+        """Return the name of the whole block with these tokens after `parent`."""
         return self._hash(b"full", parent, pack_tokens(tokens))
 
     def tail(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Return a partial block's name. It depends on the first tokens: a longer block replaces it."""
+        """Return the name of a partial block. It has the same name if it becomes longer."""
         n_key = next((n for n in TAIL_KEYS_TOKENS if n <= len(tokens)), 0)
         return self._hash(b"tail", parent, pack_tokens(tokens[:n_key]))
 
     def checkpoint(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Return a checkpoint's name; a checkpoint a few tokens later has the same name."""
+        """Return the name of a block that ends at a checkpoint, with its length rounded down to 32."""
         n_key = len(tokens) // TAIL_KEY_TOKENS * TAIL_KEY_TOKENS
         return self._hash(b"point", parent, pack_tokens(tokens[:n_key]))
 
     def rows(self, digest: bytes) -> bytes:
-        """Return the name of a picture's rows."""
+        """Return the name of the block with the rows of a picture."""
         return self._hash(b"rows", self.identity, digest)
 
     def _hash(self, kind: bytes, *parts: bytes) -> bytes:
@@ -111,11 +118,11 @@ def owner_name(secret: bytes, conversation: str) -> str:
 
 @dataclass(slots=True)
 class Chain:
-    """Names of a prefix's root and whole blocks, and the number of tokens up to each block's end."""
+    """The whole blocks of a prefix: their names, after the root's, and the index of each end."""
 
     names: list[bytes]
     ends: list[int] = field(default_factory=lambda: [0])
 
     def index_at(self, n_tokens: int) -> int:
-        """Return the index of the last block that ends within the first `n_tokens`."""
+        """Return the index of the last block within the first `n_tokens`; 0 is the root."""
         return bisect_right(self.ends, n_tokens) - 1

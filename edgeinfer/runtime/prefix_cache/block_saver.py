@@ -1,4 +1,4 @@
-"""Store the KV blocks of sequences in the prefix cache, one block at a time, between steps."""
+"""Save sequences as KV blocks in the on-disk prefix cache, a block at a time, between steps."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.sequence_state import State, as_state
 
-#: Sequences that can be prefilled faster than this (s) are not stored: writing a file costs as much.
+#: Sequences that can be prefilled in less time (s) are not saved: writing a file costs as much.
 _MIN_PREFILL_S = 0.05
-#: Share of the time for storing blocks while streams run.
+#: Largest share of the time for saving blocks while sequences decode.
 _WRITE_SHARE = 0.02
-#: Interval (s) at which a full queue is checked again.
+#: How long (s) an idle engine waits for room in the writer's queue.
 _WAIT_S = 0.05
 
-#: A missing block: its header, its first position, and the partial block that it replaces.
+#: A block that is not on disk: its header, the index of its first token, a partial block it replaces.
 _Missing = tuple[Header, int, bytes | None]
 
 
 @dataclass(slots=True, eq=False)
 class _PendingWrite:
-    """A sequence to be stored. `chain` names its root and whole blocks; the first `n_done` are done."""
+    """A sequence that waits to be saved. The first `n_done` blocks of `chain` are on disk or queued."""
 
     chain: Chain
     n_done: int = 0
@@ -38,14 +38,14 @@ class _PendingWrite:
 
 @dataclass(eq=False, kw_only=True)
 class BlockSaver:
-    """Stores ended sequences of `kv` after this model's round-trip check succeeded. For one thread."""
+    """Saves the ended sequences of `kv` as blocks. For one thread."""
 
     folder: BlockFolder
     states: SequenceStates
     kv: KvCache
     search: BlockSearch
     verdict: RoundtripVerdict
-    #: Whether the process will end: blocks are stored unchecked, and a later process runs the check.
+    #: Set before the process ends: then it does not run the round-trip check, a later process does.
     is_exiting: bool = False
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class BlockSaver:
         return self._was_used and not self.verdict.outcome and not self.is_exiting
 
     def add(self, cached_seq: CachedSequence, s_per_token: float) -> None:
-        """Store `cached_seq` if prefilling it again would take long enough."""
+        """Queue a sequence for saving, unless prefilling it again would be faster."""
         n = len(cached_seq.tokens)
         if self.verdict.is_refused or not cached_seq.is_storable or n < TAIL_KEY_TOKENS:
             return
@@ -73,7 +73,7 @@ class BlockSaver:
         pending = self._pending.get(cached_seq)
         if pending is None:
             if self.folder.writer_thread.is_idle:
-                self._queued.clear()  # store blocks that were deleted meanwhile again
+                self._queued.clear()  # so that blocks that were deleted are saved again
             root = self.folder.names.root(cached_seq.adapters, cached_seq.salt)
             pending = self._pending[cached_seq] = _PendingWrite(Chain([root]))
             cached_seq.n_unchanged = 0
@@ -82,16 +82,16 @@ class BlockSaver:
             pending.conversations.add(cached_seq.conversation)
 
     def would_store(self, cached_seq: CachedSequence) -> bool:
-        """Return whether dropping `cached_seq` now would store all its tokens."""
+        """Return whether all tokens of a sequence are on disk, or will be if it is dropped now."""
         if not cached_seq.is_storable or cached_seq.memory_only_from is not None:
             return False
         return cached_seq not in self._pending or self.folder.writer_thread.has_room
 
     def step(self, *, is_idle: bool) -> None:
-        """Store one block, or continue the round-trip check.
+        """Save one block, or run a part of the round-trip check.
 
-        While streams run, storing takes a small share of the time, and the check waits for an idle
-        engine. If the check passes, blocks stored before are used, otherwise they are deleted.
+        While requests run, saving takes at most 2 % of the time, and the check waits. Blocks are saved
+        before the check, but used only after it; if it fails, they are deleted.
         """
         if is_idle and self._wants_check:
             self.verdict.step()
@@ -121,10 +121,10 @@ class BlockSaver:
                 break
 
     def _write_missing(self, cached_seq: CachedSequence, pending: _PendingWrite) -> bool:
-        """Store the first missing block of `cached_seq`; return False if none is missing."""
+        """Save the first block of a sequence that is not on disk; return False if all are."""
         if self.verdict.is_refused or not cached_seq.is_storable:
             return False
-        if cached_seq not in self.kv.cached_sequences:  # dropped meanwhile
+        if cached_seq not in self.kv.cached_sequences:  # it was dropped
             return False
         missing = next(self._missing(cached_seq, pending), None)
         if missing is None:
@@ -132,10 +132,10 @@ class BlockSaver:
             return False
         header, start, superseded = missing
         self._queued.add(header.name + header.tokens)
-        states = self._read_states(cached_seq, header, start)
+        states = self._save_states(cached_seq, header, start)
         if states is None:
             return False
-        # do this first, so that a killed process leaves no block without an owner
+        # before the block, so that a killed process leaves no block without an owner
         for conversation in pending.conversations:
             self.folder.add_owner(conversation, [header.name])
         self.folder.write(KvBlock(header, states))
@@ -143,10 +143,10 @@ class BlockSaver:
             self.folder.writer_thread.put(lambda: self.folder.remove(superseded))
         return True
 
-    def _read_states(
+    def _save_states(
         self, cached_seq: CachedSequence, header: Header, start: int
     ) -> tuple[State, ...] | None:
-        """Save a block's state and its checkpoint; None if llama.cpp lacks a part."""
+        """Return the state of a block's tokens, and of its checkpoint; None if one is missing."""
         stop = start + len(unpack_tokens(header.tokens))
         shift, position = self.kv.pinned_cells, cached_seq.tokens.position
         state = self.states.save(cached_seq.seq_id, start, stop, shift, position)
@@ -169,7 +169,7 @@ class BlockSaver:
     def _extend_chain(
         self, cached_seq: CachedSequence, tokens: PromptTokens, pending: _PendingWrite
     ) -> None:
-        """Name the blocks of new tokens, and rename those whose tokens have changed."""
+        """Add the names of new blocks to the chain, after removing those whose tokens have changed."""
         n_same = pending.chain.index_at(cached_seq.n_unchanged)
         del pending.chain.names[n_same + 1 :], pending.chain.ends[n_same + 1 :]
         pending.n_done = min(pending.n_done, n_same)
@@ -203,7 +203,8 @@ class BlockSaver:
         names = self.folder.names
         headers: dict[bytes, tuple[Header, int]] = {}
         for n_tokens in sorted(c.n_tokens for c in cached_seq.checkpoints if c.n_tokens <= len(tokens)):
-            ends_with_picture = tokens[n_tokens - 1] < 0  # and so may a block there
+            # a whole block that ends with the same picture must not be its parent
+            ends_with_picture = tokens[n_tokens - 1] < 0
             i = chain.index_at(n_tokens - ends_with_picture)
             start, parent = chain.ends[i], chain.names[i]
             partial = tokens[start:n_tokens]
@@ -226,11 +227,11 @@ class BlockSaver:
         return header.name + header.tokens in self._queued
 
     def _record_owners(self, cached_seq: CachedSequence, pending: _PendingWrite) -> None:
-        """Mark the prefix as used, and record the conversation as owner of blocks written by others."""
+        """Mark all blocks of a sequence as used, and as owned by its conversations."""
         names, conversations = pending.chain.names, pending.conversations
         tail_tokens = _writable(cached_seq)[pending.chain.ends[-1] :]
 
-        def record() -> None:  # on the writer's thread: the tail block exists only after its write
+        def record() -> None:  # on the writer thread, after the tail block was written
             tail, n = self.search.find_tail(names[-1], tail_tokens)
             used_names = [*names[1:], *([tail] if n else [])]
             self.folder.touch(used_names)
@@ -242,7 +243,7 @@ class BlockSaver:
 
 def _writable(cached_seq: CachedSequence) -> PromptTokens:
     tokens = PromptTokens(cached_seq.tokens[: cached_seq.memory_only_from])
-    # the last picture may be only partly decoded, which positions do not show: leave it out
+    # leave out a picture at the end: it may be computed only in part
     if tokens and tokens[-1] < 0:
         tokens.truncate(tokens.round_down(len(tokens) - 1))
     return tokens

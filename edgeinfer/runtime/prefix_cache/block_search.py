@@ -1,4 +1,4 @@
-"""Search on disk for blocks whose tokens begin like a prompt."""
+"""Search the blocks on disk that continue a prefix of a prompt."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from edgeinfer.runtime.prefix_cache.block_file import Header, unpack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
 from edgeinfer.runtime.prefix_cache.block_names import TAIL_KEY_TOKENS, TAIL_KEYS_TOKENS
 
-#: A block's name, and how many of its tokens agree with a prompt's; 0 if there is no match.
+#: Name of a block, and how many of its first tokens are those of the prompt; (b"", 0) for no block.
 Match = tuple[bytes, int]
 
 
 class BlockSearch:
-    """Searches the blocks of one model. Each method reads the headers of a few files."""
+    """Searches the blocks of one model, by reading the headers of a few files.
+
+    `tokens` are those of the prompt after its whole blocks, `parent` is the last of these.
+    """
 
     def __init__(self, folder: BlockFolder) -> None:
         self._folder = folder
 
     def agent_prefix(self, agent: str, adapters: AdapterKey, salt: str) -> list[int]:
-        """Return the tokens that sessions of `agent` share, and those after them in the latest one.
+        """Return the cached prefix of an agent's prompts.
 
-        Only tokens on disk count.
+        It has the tokens that its sessions share, then those of the latest session, as far as on disk.
         """
         following: dict[bytes, Header] = {}
         for name in self._folder.agent_blocks(agent, salt):
@@ -38,7 +41,7 @@ class BlockSearch:
         return tokens
 
     def find_checkpoint(self, parent: bytes, tokens: list[int]) -> Match:
-        """Find the longest checkpoint after `parent` whose tokens are all a prefix of `tokens`."""
+        """Find the longest block at a checkpoint whose tokens are a prefix of `tokens`."""
         blocks = self._read(self._checkpoint_names(parent, tokens))
         matches = [(name, len(saved)) for name, saved in blocks if tokens[: len(saved)] == saved]
         return max(matches, key=itemgetter(1), default=_NO_MATCH)
@@ -51,11 +54,11 @@ class BlockSearch:
             yield names.checkpoint(parent, tokens[:n])
 
     def find_tail(self, parent: bytes, tokens: list[int]) -> Match:
-        """Find the partial block after `parent` that agrees longest with `tokens`."""
+        """Find the partial block that has the longest common prefix with `tokens`."""
         return _longest(self._read(self._tail_names(parent, tokens)), tokens)
 
     def find_superseded(self, parent: bytes, tokens: list[int], by: bytes) -> bytes | None:
-        """Find a partial block all of whose tokens are in `tokens`, and so in block `by`."""
+        """Find a shorter partial block, which the block `by` with `tokens` replaces."""
         blocks = self._read(self._tail_names(parent, tokens))
         return next((n for n, saved in blocks if n != by and tokens[: len(saved)] == saved), None)
 
@@ -64,13 +67,13 @@ class BlockSearch:
         return (self._folder.names.tail(parent, tokens[:n]) for n in lengths)
 
     def find_boundary_block(self, parent: bytes, tokens: list[int]) -> Match:
-        """Find the block where an agent's shared prefix ends that agrees longest with `tokens`."""
+        """Find, where an agent's prompts begin to differ, the block most like `tokens`."""
         return _longest(self._read(self._folder.boundary_blocks(parent), parent), tokens)
 
     def _read(
         self, names: Iterable[bytes], parent: bytes | None = None
     ) -> Iterator[tuple[bytes, list[int]]]:
-        """Read the tokens of those blocks that exist and have the parent `parent`."""
+        """Yield name and tokens of the blocks that exist (and have this `parent`, if given)."""
         for name in names:
             header = self._folder.header(name)
             if header is not None and parent in (None, header.parent):

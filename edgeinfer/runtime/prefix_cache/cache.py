@@ -1,12 +1,10 @@
-"""Load KV blocks: between the KV cache's accounting and the files on disk.
+"""The on-disk prefix cache of one loaded model: restore blocks into sequences, save ended sequences.
 
-`start_load` finds how much of a prompt is on disk and starts to read it, `load_block` puts a block into
-a sequence; `writer` stores ended sequences. The files' side knows no llama.cpp, and the scheduler no
-files. For one thread.
+`start_load` finds the blocks of a prompt and starts to read them, `load_block` appends one to a
+sequence. `block_saver` saves sequences. For one thread.
 
-A block has `block_tokens` tokens, fewer than a sliding window. A longer block would lack the cells that
-the window hides at its end, which would show only when a later request is truncated inside it (decision
-080).
+Blocks are shorter than a sliding window. A longer block would lack cells that the window has dropped
+before its end; after a truncation inside it, they would be needed (decision 080).
 """
 
 from __future__ import annotations
@@ -33,16 +31,16 @@ from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripCheck, Round
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import GenerateRequest
 
-#: Smallest gain (tokens) for which blocks are read.
+#: Blocks are loaded only if they save at least this many tokens of prefill.
 _MIN_GAIN_TOKENS = 32
-#: Smallest gain, in multiples of the tokens of the round-trip check, for which a request waits for it.
+#: A request waits for the round-trip check only if it saves this many times the check's own tokens.
 _MIN_GAIN_CHECKS = 2
 #: Shortest time (s) that a request waits for a block before it prefills instead.
 _MIN_WAIT_S = 0.05
 
 
 def block_tokens(window: int) -> int:
-    """Return a block's tokens for a sliding window (0 for none): a power of two below the window."""
+    """Return the tokens per block: a power of two below the sliding `window` (0 for none)."""
     if window <= 0 or window > BLOCK_TOKENS:
         return BLOCK_TOKENS
     return max(1, 1 << ((window - 1).bit_length() - 1))
@@ -50,7 +48,7 @@ def block_tokens(window: int) -> int:
 
 @dataclass(eq=False, kw_only=True)
 class PrefixCache:
-    """Loads blocks into `context`. `check`, not yet started, tests that this changes no bit."""
+    """Restores and saves blocks of `context`. Blocks are used only after the round-trip `check`."""
 
     folder: BlockFolder
     states: SequenceStates
@@ -75,10 +73,10 @@ class PrefixCache:
         *,
         is_only_request: bool,
     ) -> BlockLoad | None:
-        """Start to read blocks of `tokens` beyond the first `n_cached`; None if the gain is too small.
+        """Start to read the blocks of `tokens` after the first `n_cached`; None if that saves little.
 
-        The blocks begin at or before `n_cached`. An unchecked model is checked now if the gain is large
-        and no other request waits.
+        The first block may begin before `n_cached`. If the round-trip check has not run, it runs now if
+        much is saved and no other request waits.
         """
         if self.verdict.is_refused or len(tokens) - n_cached <= _MIN_GAIN_TOKENS:
             return None
@@ -108,7 +106,7 @@ class PrefixCache:
         return BlockLoad(self.folder.prefetch(block_names, populate), ends[first], stop)
 
     def _make_populate(self, ends: list[int]) -> Callable[[int], None]:
-        """Make a callback that allocates the memory of a block's cells, unless they are mapped."""
+        """Make a callback that allocates the pages of a block's cells, unless they will be mapped."""
         offset = self.kv.used_cells - ends[0]
         cells = self.context.cells
         if cells.is_page_aligned(offset - self.kv.pinned_cells):
@@ -116,7 +114,7 @@ class PrefixCache:
         return lambda i: cells.populate(offset + ends[i], offset + ends[i + 1])
 
     def _last_checkpoint(self, chain: Chain, n_full: int, tokens: list[int]) -> tuple[int, bytes, int]:
-        """Find the last checkpoint: number of whole blocks before it, name, own tokens (0 for none)."""
+        """Find the last checkpoint of a prompt: parent's index in `chain`, name, number of tokens."""
         ends = [*chain.ends, len(tokens)]
         for i in range(n_full, -1, -1):
             limit = min(ends[i + 1], len(tokens) - 1)
@@ -133,11 +131,11 @@ class PrefixCache:
 
     @property
     def can_store(self) -> bool:
-        """Return whether blocks written now can be restored."""
+        """Return whether blocks that are saved now will be usable."""
         return self.verdict.outcome == "exact" and self.folder.can_write
 
     def can_evict(self, cached_seq: CachedSequence) -> bool:
-        """Return whether an idle sequence is on disk, or would be stored immediately."""
+        """Return whether dropping a sequence loses nothing: it is idle, and on disk or savable now."""
         is_needed = cached_seq.in_use or cached_seq.pinned or cached_seq.is_prefetched
         if is_needed or len(cached_seq.cells) < self.block_tokens:
             return False
@@ -146,13 +144,13 @@ class PrefixCache:
     def record_preamble(
         self, request: GenerateRequest, tokens: PromptTokens, adapters: AdapterKey
     ) -> None:
-        """Record the blocks of an agent's session: blocks that sessions share are evicted last."""
+        """Record the blocks of a coding agent's prompt, to evict those that sessions share last."""
         if request.preamble and not self.verdict.is_refused:
             names = self.folder.names.chain(tokens, adapters, request.cache_salt).names[1:]
             self.folder.record_session(request.preamble, names, request.cache_salt)
 
     def load_block(self, load: BlockLoad, cached_seq: CachedSequence, tokens: list[int]) -> bool:
-        """Append the next block, which is ready; return False if the rest must be prefilled."""
+        """Append the next block, which must be ready; return False if the rest must be prefilled."""
         block = load.next_block()
         n_before = len(cached_seq.tokens)
         if block is None:
@@ -174,22 +172,22 @@ class PrefixCache:
         return is_restored
 
     def drop_unfinished(self, cached_seq: CachedSequence) -> None:
-        """Drop a partly loaded sequence whose model does not support truncation."""
+        """Drop the tokens of a sequence that was loaded in part, if it cannot be truncated."""
         if self.kv.checkpoints is not None:
             self.kv.truncate(cached_seq, 0)
 
     def close(self, timeout_s: float) -> bool:
-        """Store pending blocks; return False after the timeout."""
+        """Write waiting blocks, and stop using the cache; return False after the timeout."""
         self.kv.before_drop = lambda cached_seq: None
         return self.folder.close(timeout_s)
 
 
 @dataclass(slots=True, eq=False)
 class BlockLoad:
-    """Blocks that are being loaded into a sequence: its tokens from `start` to `stop`.
+    """Blocks with the tokens [start, stop) that are being read and appended to a sequence.
 
-    `futures` are the blocks, in order; None stands for an unusable one. `n_loaded` blocks are in the
-    sequence. `n_in_memory` tokens of the prompt were cached in memory.
+    `futures` are the blocks in order (None if one is unusable); `n_loaded` of them have been appended.
+    `n_in_memory` tokens of the prompt were cached in memory before.
     """
 
     futures: Sequence[Future[KvBlock | None]]
@@ -205,11 +203,11 @@ class BlockLoad:
 
     @property
     def is_ready(self) -> bool:
-        """True if the next block was read."""
+        """Whether the next block has been read."""
         return self.futures[self.n_loaded].done()
 
     def next_block(self) -> KvBlock | None:
-        """Return the next block, which must be ready; None if it is unusable."""
+        """Return the next block, which must be ready, or None if it is unusable."""
         block = self.futures[self.n_loaded].result()
         self.n_loaded += 1
         self.waits_since = time.monotonic()
@@ -218,7 +216,7 @@ class BlockLoad:
     def is_too_slow(self, prefill_s: float) -> bool:
         """Return whether prefilling the next block (`prefill_s`) is faster than waiting for it."""
         if self.is_ready:
-            return False  # the block was read in time, but this thread was late
+            return False  # only this thread is late
         return time.monotonic() - self.waits_since > max(_MIN_WAIT_S, prefill_s)
 
     def wait(self, timeout_s: float) -> None:
@@ -229,9 +227,9 @@ class BlockLoad:
             future.cancel()
 
 
-#: Tokens per block for a model with a large recurrent state.
+#: Tokens per block of a model with a large recurrent state.
 _LONG_BLOCK_TOKENS = 2048
-#: Tokens that a step of the round-trip check computes.
+#: Tokens per step of the round-trip check.
 _CHECK_BATCH = 32
 
 
@@ -244,9 +242,9 @@ def open_prefix_cache(
     kv: KvCache,
     check_outcome: str = "",
 ) -> PrefixCache:
-    """Open the blocks of this model, for the decode thread.
+    """Open the prefix cache of a model in `store`. Raises OSError.
 
-    `check_outcome` is an earlier result of `run_check` with this build of llama.cpp. Raises OSError.
+    `check_outcome` is the result of `run_check`, "" if it has not run.
     """
     n_tokens = model_block_tokens(loaded)
     folder = store.open_folder(
@@ -264,7 +262,7 @@ def open_prefix_cache(
 
 
 def run_check(options: LoadOptions, loaded: LlamaModel) -> str:
-    """Run the round-trip check now; return "exact", or the failure."""
+    """Run the whole round-trip check; return "exact", or what failed."""
     check = _check(options, loaded)
     while (outcome := check.step()) is None:
         continue
@@ -296,13 +294,13 @@ def _check(options: LoadOptions, loaded: LlamaModel) -> RoundtripCheck:
 
 
 def model_block_tokens(loaded: LlamaModel) -> int:
-    """Return the tokens per block: more for recurrent models, because their state is large."""
+    """Return the tokens per block. Each block of a recurrent model has a state, so they are longer."""
     has_large_state = any(".ssm." in key or ".wkv." in key for key in loaded.meta)
     return _LONG_BLOCK_TOKENS if has_large_state else block_tokens(loaded.sliding_window)
 
 
 def identity(loaded: LlamaModel, n_tokens: int) -> dict[str, str]:
-    """Describe everything besides the model's file that decides a bit of a block of `n_tokens`."""
+    """Return all settings on which the bits of a block with `n_tokens` depend, besides the model."""
     build = libllama.build_info()
     names = (name for name in ("kv_type", "gpu_layers", "gpus") if name in loaded.choices)
     options = {name: str(loaded.choices[name].value) for name in names}
@@ -313,7 +311,7 @@ def identity(loaded: LlamaModel, n_tokens: int) -> dict[str, str]:
         "cpu": build.cpu_variant,
         "kernels": f"{build.kernels} {build.kernels_version}".strip(),
         "flash": str(loaded.choices["flash_attention"].value),
-        # some models have separate rope factors for long and short contexts
+        # some models have different RoPE factors for long and short contexts
         "rope": "long" if trained.isdigit() and loaded.n_cells > int(trained) else "short",
         "block": str(n_tokens),
     }

@@ -1,20 +1,19 @@
-"""The disk limit of the prefix cache, and its eviction: the least recently used blocks first.
+"""The disk limit of the prefix cache, and which blocks are evicted first.
 
-    ROOT/used   int64 words: the bytes of all blocks when they were last counted, then of each written
-                since. Listing 100,000 files takes 2 to 3 s, so blocks are counted again only after a
-                part of the limit was written, or when the limit seems reached. Until then,
-                blocks that were deleted otherwise stay in the sum.
+    ROOT/used   int64 numbers: the size (bytes) of all blocks when they were last listed, then of each
+                block written since. Listing 100,000 files takes 2 to 3 s, so that is done only after a
+                part of the limit was written, or when the sum reaches the limit.
 
-A block's last use is its file's mtime, set when it is written and whenever it is read. Parents are
-stamped later than their children, so that leaves go first. Times in the future (a clock that was set
-back) count as now. Prefixes that the sessions of an agent share go last:
+The least recently used blocks are evicted first. The last use is the file's mtime, which is set when
+the block is written or read; a parent gets a later time than its children, so that it is evicted after
+them. Times in the future (the clock was set back) count as now.
 
-    FOLDER/kept/AGENT[.SALT]   the number of recorded sessions; names of the blocks that all share;
-                               after an empty line the names of blocks after them, inside which the
-                               sessions diverge
+Blocks that the prompts of a coding agent have in common (its instructions and tools) are evicted last:
 
-One session does not show where the agent's instructions and tools end and the user's text begins. So a
-shared prefix is known, and retained, from the second session on.
+    FOLDER/kept/AGENT[.SALT]   number of sessions; names of the blocks that all sessions have in common;
+                               after an empty line, names of the next block of single sessions
+
+One session does not show where the common part ends, so blocks are retained from the second one on.
 """
 
 from __future__ import annotations
@@ -36,28 +35,28 @@ from edgeinfer.runtime.kv_cache import common_prefix
 
 SUFFIX = ".block"
 _USED = "used"
-#: Divisor for the default limit: a quarter of the free space plus the blocks.
+#: The default limit is a quarter of the free space and the blocks together.
 _SHARE_OF_FREE = 4
 _MOST_BYTES = 64 << 30
-#: Space (bytes) that stays free on the disk.
+#: Free space (bytes) that the cache leaves on the disk.
 MARGIN_BYTES = 512 << 20
-#: Share of the limit at which pruning stops, so that it is not needed again soon.
+#: Blocks are evicted down to this share of the limit, so that eviction is rare.
 _PRUNE_TO = 0.9
-#: Blocks are counted again after 1/32 of the limit was written.
+#: Blocks are listed again after 1/32 of the limit was written.
 _RECOUNT_SHARE = 32
-#: Age (s) at which unfinished files, and lists of deleted blocks, are removed.
+#: Age (s) from which unfinished files, and owners' lists of deleted blocks, are deleted.
 _STALE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLimits:
-    """`max_bytes` limits all blocks; 0 means a quarter of the free space. `margin_bytes` stays free."""
+    """The disk limit. `max_bytes` 0 means a quarter of the free space; `margin_bytes` stay free."""
 
     max_bytes: int = 0
     margin_bytes: int = MARGIN_BYTES
 
     def allowed_bytes(self, root: Path, used_bytes: int) -> int:
-        """Return how many bytes all blocks below `root` may have now. Raises OSError."""
+        """Return how many bytes all blocks may have, if they have `used_bytes` now. Raises OSError."""
         free = free_bytes(root)
         by_disk = max(0, used_bytes + free - self.margin_bytes)
         limit = self.max_bytes or min(_MOST_BYTES, (used_bytes + free) // _SHARE_OF_FREE)
@@ -66,7 +65,7 @@ class CacheLimits:
 
 @dataclass(frozen=True, slots=True)
 class ListedBlock:
-    """A block's file below the root, with the data of a listing."""
+    """The file of a block, its size on disk, and the time of its last use (ns)."""
 
     path: Path
     n_bytes: int
@@ -74,7 +73,7 @@ class ListedBlock:
 
 
 def list_blocks(root: Path) -> list[ListedBlock]:
-    """List every block below `root`, least recently used first. Removes files of killed writers."""
+    """List all blocks below `root`, least recently used first. Deletes old unfinished files."""
     now_ns = time.time_ns()
     blocks = []
     for folder, _, files in os.walk(root):
@@ -96,7 +95,9 @@ def list_blocks(root: Path) -> list[ListedBlock]:
 
 
 def reserve(root: Path, limits: CacheLimits, n_bytes: int) -> tuple[int, bool]:
-    """Reserve `n_bytes` for a new block; return the number of evicted blocks, and whether it fits.
+    """Evict blocks until `n_bytes` more fit, and count them as used.
+
+    Returns the number of evicted blocks, and whether there is enough space.
 
     Raises OSError.
     """
@@ -115,7 +116,7 @@ def reserve(root: Path, limits: CacheLimits, n_bytes: int) -> tuple[int, bool]:
 
 
 def _read_used(root: Path) -> tuple[int, int]:
-    """Return the bytes of all blocks, and of those since the last count; too many if there was none."""
+    """Return the bytes of all blocks, and of those written since they were listed."""
     try:
         with open(open_private(root / _USED), "rb") as file:
             counted, *written = array("q", file.read())
@@ -125,14 +126,14 @@ def _read_used(root: Path) -> tuple[int, int]:
 
 
 def forget_total(root: Path) -> None:
-    """Discard the stored total, so that the next write counts all blocks again."""
+    """Delete the stored sum, so that blocks are listed before the next write."""
     (root / _USED).unlink(missing_ok=True)
 
 
 def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, int]:
-    """Evict the least recently used blocks until `extra_bytes` fit. Raises OSError.
+    """Evict the least recently used blocks until `extra_bytes` more fit. Raises OSError.
 
-    Returns the number of evicted blocks, and the bytes of the others.
+    Returns the number of evicted blocks, and the bytes of all others.
     """
     blocks = list_blocks(root)
     used = sum(block.n_bytes for block in blocks)
@@ -149,14 +150,14 @@ def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, i
         n_evicted += 1
     names_left = {block.path.name.removesuffix(SUFFIX) for block in blocks if block.path.exists()}
     for owner in (root / "owners").glob("*"):
-        is_old = time.time() - owner.stat().st_mtime > _STALE_S  # a new list names unwritten blocks
+        is_old = time.time() - owner.stat().st_mtime > _STALE_S  # a new one may name unwritten blocks
         if is_old and not owned_names(owner) & names_left:
             owner.unlink(missing_ok=True)
     return n_evicted, used
 
 
 def owned_names(owner: Path) -> set[str]:
-    """Read the list of a conversation's blocks; empty if it is missing or belongs to another user."""
+    """Return the names of a conversation's blocks, none if the list is missing or another user's."""
     try:
         with open(open_private(owner), encoding="ascii") as file:
             return set(file.read().split())
@@ -165,23 +166,23 @@ def owned_names(owner: Path) -> set[str]:
 
 
 _FOLDER = "kept"
-#: An agent's name is the name of a file, with a digest of the salt: other salts share no block.
+#: Names of agents that are recorded, and of their files, which end with a hash of the cache salt.
 _AGENT = re.compile(r"[a-z0-9-]{1,32}")
 _FILE = re.compile(r"[a-z0-9-]{1,32}(\.[0-9a-f]{16})?")
-#: Least share of the recorded prefix in a session. With less it is a new version of the agent, and
-#: recording restarts.
+#: If a session has less than this share of the recorded blocks, the agent must be a new version:
+#: recording begins again.
 _SAME_SHARE = 0.5
-#: Number of sessions that prove a shared prefix.
+#: Number of sessions from which on the blocks in common are known.
 _MIN_SESSIONS = 2
-#: Most recorded blocks after the shared prefix.
+#: Most blocks recorded after the ones in common.
 _MAX_FOLLOWING = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _AgentRecord:
-    """Names of the blocks that an agent's sessions share, in order, and of blocks `following` them.
+    """Names of the blocks that an agent's sessions have in common, in order.
 
-    The latest of `following` comes first.
+    `following` are the next blocks of single sessions, the latest session first.
     """
 
     n_sessions: int = 0
@@ -190,7 +191,7 @@ class _AgentRecord:
 
 
 def record_session(folder: Path, agent: str, names: Sequence[str], salt: str = "") -> None:
-    """Record that a session of `agent` begins with the blocks of these names. Raises OSError."""
+    """Record the block names of a new prompt of `agent`. Raises OSError."""
     if not names or not _AGENT.fullmatch(agent):
         return
     path = _path(folder, agent, salt)
@@ -200,11 +201,11 @@ def record_session(folder: Path, agent: str, names: Sequence[str], salt: str = "
         _write(path, after)
 
 
-def record_fork(folder: Path, parent: str, name: str, *, is_tail: bool = False) -> None:
-    """Record that a block follows `parent`, if an agent's shared prefix ends there.
+def record_following(folder: Path, parent: str, name: str, *, is_tail: bool = False) -> None:
+    """Record a new block if its `parent` is the last one that an agent's sessions have in common.
 
-    A partial block also counts after the last recorded one, because a working directory may be named at
-    a block's end. Raises OSError.
+    A partial block (`is_tail`) may also come after the latest of `following`, because prompts may begin
+    to differ at the very end of a block. Raises OSError.
     """
     for path, agent in _read_all(folder):
         ends = agent.shared[-1:] + (agent.following[:1] if is_tail else ())
@@ -214,13 +215,13 @@ def record_fork(folder: Path, parent: str, name: str, *, is_tail: bool = False) 
 
 
 def retained_names(root: Path) -> set[str]:
-    """List all blocks below `root` that at least two sessions of an agent share."""
+    """Return the names of all blocks that at least two sessions of an agent have in common."""
     agents = map(_read, root.glob(f"*/*/{_FOLDER}/*"))
     return {name for agent in agents if agent.n_sessions >= _MIN_SESSIONS for name in agent.shared}
 
 
 def agent_blocks(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
-    """List the blocks that sessions of `agent` share, in order, then later ones, latest first."""
+    """Return the blocks that sessions of `agent` share, in order, then later ones, latest first."""
     if not _AGENT.fullmatch(agent):
         return ()
     record = _read(_path(folder, agent, salt))
@@ -228,7 +229,7 @@ def agent_blocks(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
 
 
 def boundary_blocks(folder: Path, parent: str) -> tuple[str, ...]:
-    """List the blocks after `parent` in which sessions diverge, if it is their last shared one."""
+    """Return the blocks recorded after `parent`, if it is the last that an agent's sessions share."""
     agents = (agent for _, agent in _read_all(folder))
     return next((agent.following for agent in agents if agent.shared[-1:] == (parent,)), ())
 
@@ -262,7 +263,7 @@ def _read(path: Path) -> _AgentRecord:
         with open(open_private(path), encoding="ascii") as file:
             head, _, following = file.read().partition("\n\n")
         first, *names = head.split("\n")
-        bytes.fromhex("".join([*names, *following.split()]))  # raises ValueError for an invalid name
+        bytes.fromhex("".join([*names, *following.split()]))  # ValueError if a name is invalid
         return _AgentRecord(int(first), tuple(names), tuple(following.split()))
     except (OSError, ValueError):
         return _AgentRecord()

@@ -1,9 +1,9 @@
-"""Check once per model and build that KV blocks are bit-identical after a round trip.
+"""Check once per model and build that saving and restoring KV blocks changes no bit.
 
-llama.cpp has many kinds of caches. If one of them loses information when a part is saved, the only
-symptom is wrong logits. So a small context prefills a text and stores the next logits, after the whole
-text and after a truncation in its middle. Then blocks restore the same text into an empty cache, and
-both logits must be bit-identical. Both sides use the same batches, because others round differently.
+llama.cpp has many kinds of caches. If one loses information when a part of it is saved, the only
+symptom is wrong logits. So a small context prefills a random text, saves it as blocks, and computes the
+next logits: after the text, and after a truncation in its middle. Then the blocks are restored into an
+empty cache, and both logits must be bit-identical.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from edgeinfer.runtime.llama.libllama import decode_error
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
 
-#: Tokens per step of the check: a request waits at most for one step.
+#: Tokens per step of the check. A request waits for one step at most.
 _CHUNK = 32
-#: Tokens of the text without a window, and per block: three blocks, and a truncation inside one.
+#: Tokens of the text, and per block, for models without a sliding window.
 _TOKENS = 24
 _BLOCK_TOKENS = 8
-#: Most tokens of the check. A longer window is not filled: blocks are shorter than it in any case.
+#: Most tokens of the text. A longer sliding window is not filled.
 _MOST_TOKENS = 1600
-#: The check's sequence id, the scratch id next to it, and the number of both.
+#: Sequence id of the text, scratch id for `SequenceStates`, number of ids.
 _SEQ_ID = 0
 _SCRATCH = 1
 _N_SEQ = 2
@@ -35,13 +35,13 @@ _TAIL_TOKENS = 3
 
 
 def text_tokens(window: int, block_tokens: int) -> int:
-    """Return the length of the text: more than a sliding window, unless that is too long."""
+    """Return the length of the text (tokens): longer than a sliding window, unless that is too long."""
     beyond = window + 2 * block_tokens if window else 0
     return max(_TOKENS, beyond) if beyond <= _MOST_TOKENS else 3 * block_tokens
 
 
 class RoundtripCheck:
-    """Runs one check. `make_context(n_cells, n_seq)` makes a small context like the engine's own."""
+    """Runs one check. `make_context(n_cells, n_seq_max)` makes a small context of the model."""
 
     def __init__(
         self,
@@ -61,10 +61,7 @@ class RoundtripCheck:
         self._steps = self._compare()
 
     def step(self) -> str | None:
-        """Run the next part; return None if more parts follow, otherwise "exact" or the failure.
-
-        For one thread.
-        """
+        """Run the next part; return None if more follow, otherwise "exact" or what failed."""
         return next(self._steps)
 
     def _compare(self) -> Iterator[str | None]:
@@ -97,7 +94,7 @@ class RoundtripCheck:
     def _next_logits(
         self, probe: _Probe, checkpoints: list[memoryview | None]
     ) -> list[npt.NDArray[np.float32]]:
-        """Return the next logits after the whole text, and after truncating and extending it."""
+        """Return the logits after the whole text, and after truncating and extending it."""
         after_text = probe.logits(self._tokens[:1], len(self._tokens))
         probe.restore(checkpoints[0], self._truncate_at)
         tail = self._tokens[-_TAIL_TOKENS:]
@@ -105,7 +102,7 @@ class RoundtripCheck:
 
 
 class _Probe:
-    """Computes one sequence in the check's small context."""
+    """Prefills, truncates and restores the check's sequence in the small context."""
 
     def __init__(self, context: LlamaContext, n_vocab: int, *, supports_truncation: bool) -> None:
         self._supports_truncation = supports_truncation
@@ -115,7 +112,7 @@ class _Probe:
         self._n_vocab = n_vocab
 
     def prefill(self, tokens: list[int], start: int) -> Iterator[str | None]:
-        """Prefill `tokens` from position `start` on, in chunks. The last token has logits."""
+        """Prefill `tokens` from position `start` on, a step per iteration. The last has logits."""
         for offset in range(0, len(tokens), _CHUNK):
             chunk = tokens[offset : offset + _CHUNK]
             self._batch.clear()
@@ -125,7 +122,7 @@ class _Probe:
             yield None
 
     def logits(self, tokens: list[int], start: int) -> npt.NDArray[np.float32]:
-        """Return the logits after `tokens`: float32 of the vocabulary's length."""
+        """Compute `tokens` from position `start` on; return the logits after them: float32[n_vocab]."""
         for _ in self.prefill(tokens, start):
             continue
         return self._context.logits(len(tokens) - 1, self._n_vocab).copy()
@@ -134,14 +131,17 @@ class _Probe:
         return None if self._supports_truncation else self.states.save_checkpoint(_SEQ_ID)
 
     def restore(self, checkpoint: memoryview | None, n: int) -> None:
-        """Truncate to the first `n` positions, and restore the checkpoint saved at that position."""
+        """Truncate to the first `n` tokens; a recurrent state is restored from their checkpoint."""
         if checkpoint is not None:
             self.states.restore_checkpoint(_SEQ_ID, checkpoint)
         self._context.remove(_SEQ_ID, n)
 
 
 class RoundtripVerdict:
-    """Runs a model's check once and stores its `outcome`: "" before, "exact", or the failure."""
+    """The stored result of a model's check, which `step` runs if there is none.
+
+    `outcome` is "" before the check, "exact", or what failed.
+    """
 
     def __init__(self, folder: BlockFolder, check: RoundtripCheck) -> None:
         self._folder, self._check = folder, check
@@ -153,9 +153,9 @@ class RoundtripVerdict:
         return self.outcome not in ("", "exact")
 
     def step(self) -> None:
-        """Continue the check; a failure deletes the blocks stored so far.
+        """Run the next part of the check. If it fails, delete all blocks.
 
-        If the check cannot compute, this process does not use the cache; a later process tries again.
+        If it cannot be computed (no memory), only this process does without the cache.
         """
         try:
             outcome = self._check.step()

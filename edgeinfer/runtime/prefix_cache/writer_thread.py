@@ -1,4 +1,4 @@
-"""The thread that writes the prefix cache's files."""
+"""A thread that writes the prefix cache's files in the background."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Callable
 
 _log = logging.getLogger("edgeinfer.blocks")
-#: Most pending bytes; a single job is always accepted.
+#: Most bytes that may wait to be written. A single larger job is accepted.
 _MAX_QUEUED_BYTES = 256 << 20
 
 
 class WriterThread:
-    """Runs jobs in a separate thread, in order. Any thread may call it."""
+    """Runs jobs in order on a thread of its own. Any thread may call it."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Callable[[], None], int]] = deque()
@@ -32,9 +32,9 @@ class WriterThread:
         return not (self._waiting or self._busy)
 
     def put(self, job: Callable[[], None], n_bytes: int = 0) -> bool:
-        """Queue a job that holds `n_bytes` of memory until done; return False if too much is pending.
+        """Queue a job, which needs `n_bytes` of memory until it is done.
 
-        A job that holds no memory is always accepted.
+        Returns False if too many bytes are waiting. A job without memory is always accepted.
         """
         with self._changed:
             if n_bytes and not self.has_room:
@@ -48,7 +48,7 @@ class WriterThread:
             return True
 
     def wait_for_room(self, timeout_s: float) -> bool:
-        """Wait until another job can be accepted; return False after the timeout."""
+        """Wait until `put` would accept a job; return False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self.has_room, timeout_s)
 
@@ -58,7 +58,7 @@ class WriterThread:
             return self._changed.wait_for(lambda: self.is_idle, timeout_s)
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish the jobs and end the thread, until the next job; return False after the timeout."""
+        """Finish the jobs and end the thread, until a new job; return False after the timeout."""
         deadline = time.monotonic() + timeout_s
         done = self.flush(timeout_s)
         with self._changed:

@@ -40,9 +40,9 @@ def test_boundary_blocks_are_the_latest_eight(folder):
     for names in (_names("a", "b"), _names("a", "b")):
         retention.record_session(folder, "codex", names)
     for number in range(10):
-        retention.record_fork(folder, *_names("b", f"folder {number}"))
-    retention.record_fork(folder, *_names("b", "folder 5"))
-    retention.record_fork(folder, *_names("a", "elsewhere"))
+        retention.record_following(folder, *_names("b", f"folder {number}"))
+    retention.record_following(folder, *_names("b", "folder 5"))
+    retention.record_following(folder, *_names("a", "elsewhere"))
     assert retention.boundary_blocks(folder, *_names("b")) == tuple(
         _names(*(f"folder {number}" for number in (5, 9, 8, 7, 6, 4, 3, 2)))
     )
@@ -53,9 +53,9 @@ def test_boundary_blocks_are_the_latest_eight(folder):
 def test_partial_block_behind_a_boundary_block_is_recorded(folder):
     for names in (_names("a", "b"), _names("a", "b")):
         retention.record_session(folder, "codex", names)
-    retention.record_fork(folder, *_names("b", "folder"))
-    retention.record_fork(folder, *_names("folder", "whole"))
-    retention.record_fork(folder, *_names("folder", "words"), is_tail=True)
+    retention.record_following(folder, *_names("b", "folder"))
+    retention.record_following(folder, *_names("folder", "whole"))
+    retention.record_following(folder, *_names("folder", "words"), is_tail=True)
     assert retention.agent_blocks(folder, "codex") == tuple(_names("a", "b", "words", "folder"))
     assert retention.agent_blocks(folder, "../codex") == ()
 
