@@ -114,7 +114,7 @@ class BlockStore:
 
     @property
     def is_full(self) -> bool:
-        """Whether writing is paused because the disk was full or failed."""
+        """Return whether writing is paused because the disk was full or failed."""
         return time.monotonic() < self._full_until
 
     def stop_writing(self, reason: str) -> None:

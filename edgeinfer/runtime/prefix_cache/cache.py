@@ -203,7 +203,7 @@ class BlockLoad:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next block has been read."""
+        """Return whether the next block has been read."""
         return self.futures[self.n_loaded].done()
 
     def next_block(self) -> KvBlock | None:

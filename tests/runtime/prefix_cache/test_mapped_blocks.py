@@ -182,7 +182,7 @@ def test_cells_that_lie_on_a_device_come_back_with_the_others(
 ) -> None:
     """As with half of the layers on a device: llama.cpp's log names its buffer, its copies go unseen."""
     path: Path = request.getfixturevalue(model)
-    make, out = llama_model.make_context, cells.CellCopies.out
+    make, out = llama_model.make_context, cells.CellCopies.record
 
     def with_a_device(model: object, params: object) -> tuple[object, list[str], list[cells.Buffer]]:
         context, lines, buffers = make(model, params)
@@ -196,7 +196,7 @@ def test_cells_that_lie_on_a_device_come_back_with_the_others(
         copied[:] = [copy for copy in copied if copy.tensor in tensors[: len(tensors) // 2]]
 
     monkeypatch.setattr(llama_model, "make_context", with_a_device)
-    monkeypatch.setattr(cells.CellCopies, "out", half)
+    monkeypatch.setattr(cells.CellCopies, "record", half)
     outcomes = []
     for _ in range(2):
         with closing(load(path, store)) as engine:
