@@ -1,12 +1,13 @@
-"""Measure OpenAI-compatible servers, ours and others, with llama-bench's tests, in alternating rounds.
+"""Measure OpenAI-compatible servers, ours and others, with the tests of llama-bench.
 
-`pp512`: prompt tokens without the cached ones, divided by the time to the first token. `tg128`: tokens
+`pp512`: prompt tokens without cached ones, divided by the time to the first token. `tg128`: tokens
 after the first, divided by the time after it. `tg128 x4`: four streams at once; all their tokens after
-the first, divided by the time from the earliest first token to the last. `turn`: time to the first
-token if all but the last words of the prompt are cached. `@d4096`: after this many cached tokens.
+the first, divided by the time from the earliest first token to the last token. `turn`: time to the
+first token if only the last words of the prompt are not cached. `@d4096`: with this many cached tokens
+before the prompt.
 
-The client shares the processors with the measured server. So it only records times of arrival and looks
-for the end of the answer; it parses the answer afterwards.
+The client shares the processors with the measured server. So it only notes when data arrives and
+whether the answer has ended, and parses it afterwards.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from edgeinfer.errors import ServeError
 from edgeinfer.platform.energy import EnergyMeter
 from edgeinfer.safe_text import without_controls
 
-#: Longest answer (bytes) that is read, and longest time (s) of reading one.
+#: Most bytes of an answer that are read, and most seconds.
 _MOST_BYTES, _MOST_S = 64 << 20, 1800.0
 _READ_BYTES, _CONNECT_S = 64 << 10, 10.0
 _CHARACTERS_OF_ERROR = 300
-#: Most concurrent answers; a thread reads each.
+#: Most concurrent answers; each is read by a thread.
 MOST_STREAMS = 256
 _STREAMS = ThreadPoolExecutor(MOST_STREAMS, "stream")
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A server's address (`http://host:port`), the model, and the API key ("" for none)."""
+    """A server to measure: its URL (`http://host:port`), the model, and the API key ("" for none)."""
 
     url: str
     model: str = ""
@@ -51,17 +52,20 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_here(self) -> bool:
-        """Return whether the address is on this machine."""
+        """Return whether the server runs on this machine."""
         return urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
 
     @property
     def label(self) -> str:
-        """Address and model as a name."""
+        """Address and model: `127.0.0.1:8080 qwen3-4b`."""
         return f"{urlsplit(self.url).netloc} {self.model}".strip()
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer. `arrivals`: seconds to each event with text; `cached_tokens` None: not reported."""
+    """A measured answer. `arrivals` are the times (s) from the request to each event with text.
+
+    `cached_tokens` is None if the server does not report it.
+    """
 
     arrivals: tuple[float, ...]
     total_s: float
@@ -79,7 +83,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Body:
-    """`pieces` of a body with their times of arrival; httptools calls its methods."""
+    """A response's body: its pieces with the time (s) of their arrival. httptools calls the methods."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[float, bytes]] = []
@@ -104,9 +108,10 @@ def _connect(url: SplitResult) -> socket.socket:
 def _exchange(
     connection: socket.socket, request: bytes, began: float
 ) -> tuple[int, list[tuple[float, bytes]]]:
-    """Return the status, and each line of the body with the seconds from `began` to its arrival.
+    """Send a request; return the status, and each line of the response with its arrival.
 
-    Reads block: an event loop slowed the decoding of a server that keeps both processors busy by 2 %.
+    The arrival is in seconds after `began`. Reads block, because an event loop slowed the decoding of a
+    server that uses both processors by 2 %.
     """
     body, size = _Body(), 0
     parser = httptools.HttpResponseParser(body)
@@ -148,7 +153,9 @@ async def _post(target: Target, path: str, body: Any) -> tuple[int, list[tuple[f
         with await in_thread(_connect, url) as connection:
             try:
                 return await in_thread(_exchange, connection, request, began)
-            finally:  # ends a cancelled task's thread; TLS's shutdown could make it send unencrypted
+            # shut down to end the reading thread of a cancelled task; not by TLS, which could send
+            # unencrypted
+            finally:
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
     except (OSError, httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
@@ -156,7 +163,7 @@ async def _post(target: Target, path: str, body: Any) -> tuple[int, list[tuple[f
 
 
 async def ask(target: Target, path: str, body: dict[str, Any]) -> Answer:
-    """Stream one completion. Raises ServeError, also if text or token counts are missing."""
+    """Stream one answer. Raises ServeError for a failure, or if text or token counts are missing."""
     fields = {"stream": True, "stream_options": {"include_usage": True}}
     model = {"model": target.model} if target.model else {}
     status, lines = await _post(target, path, fields | model | body)
@@ -194,7 +201,7 @@ def _has_text(choice: dict[str, Any]) -> bool:
     return any(delta.get(name) for name in ("text", "content", "reasoning_content", "reasoning"))
 
 
-#: Words that are one token each in most vocabularies.
+#: Words that are one token in most vocabularies.
 _WORDS = (
     "time year people way day man thing woman life child world school state family student group "
     "country problem hand part place case week company system program question work government number "
@@ -202,23 +209,27 @@ _WORDS = (
     "business issue side kind head house service friend father power hour game line end member law "
     "car city community name "
 ).split()
-#: Request that makes any chat model count for longer than a measurement takes.
+#: End of a prompt after which any chat model answers longer than is measured.
 _LONG = ". Now count from one to ten thousand in words: one, two, three, four, five, six,"
 _TURN = ". And what is more:"
-#: Extra request fields (llama.cpp's and ours, or none), tried in order until a server accepts them.
+#: Request fields of llama.cpp and edgeinfer; without them if a server refuses them.
 _FIELDS: dict[str, Any] = {"ignore_eos": True, "speculative": "off"}
 _FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", _FIELDS),
     ("/v1/completions", {}),
     ("/v1/chat/completions", {}),
 )
-#: Data that the fixed job between measurements hashes.
+#: Bytes that the fixed job hashes.
 _NOISE = bytes(16 << 20)
 _FEW, _MORE = 32, 160
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Lengths (tokens), numbers of streams, and rounds. 0 for `pp` or `tg` skips that test."""
+    """What to measure, in how many rounds. 0 for `pp` or `tg` skips that test.
+
+    `pp`, `tg` and `depths` are tokens of prompt, answer and cached prefix; `streams` are concurrent
+    answers.
+    """
 
     pp: int = 512
     tg: int = 128
@@ -228,7 +239,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """A figure of one round, in tokens/s or ms, and its energy (J per token) if measurable."""
+    """One measurement, in tokens/s or ms; `joules` is the energy per token, None if unknown."""
 
     value: float
     unit: str
@@ -236,7 +247,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A test of one server. `beside`: the median, over the rounds, of the ratio to the first server."""
+    """A test of one server in all rounds. `beside` is the median of the ratios to the first server."""
 
     side: str
     test: str
@@ -250,7 +261,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredServer:
-    """A measured server. `key` owns the cached prefixes of its requests."""
+    """A server during the measurement. `key` marks its cached prefixes, to delete them afterwards."""
 
     def __init__(self, name: str, target: Target, key: str, meter: EnergyMeter | None = None) -> None:
         self.name, self.target = name, target
@@ -258,12 +269,13 @@ class MeasuredServer:
         self._meter = meter if meter is not None and target.is_here else None
         self._path, self._fields = _FORMS[0]
         self._words_per_token, self._fixed_tokens = 1.0, 0.0
-        self._random = random.Random(f"{key} {name}")  # ours share a cache on disk: vary the prompts
+        # prompts differ by server: endpoints of edgeinfer share a prefix cache on disk
+        self._random = random.Random(f"{key} {name}")
         self.notes: set[str] = set()
         self.last_prompt = self.last_turn = ""
 
     async def prepare(self) -> None:
-        """Find fields that the server accepts, and count a prompt's tokens. Raises ServeError."""
+        """Find request fields that the server accepts, and its tokens per word. Raises ServeError."""
         failure: ServeError | None = None
         for self._path, self._fields in _FORMS:
             try:
@@ -282,7 +294,7 @@ class MeasuredServer:
         return " ".join(self._random.choices(_WORDS, k=max(1, n_words)))
 
     def prompt(self, tokens: int, *, append_to: str = "") -> str:
-        """Make a text of about `n` tokens that begins like no other, or append it to a text."""
+        """Return a random text of about `tokens` tokens, appended to `append_to`."""
         if not tokens:
             return append_to
         fixed = 0.0 if append_to else self._fixed_tokens
@@ -290,7 +302,7 @@ class MeasuredServer:
         return f"{append_to} {text}".lstrip()
 
     async def ask(self, prompt: str, n: int) -> Answer:
-        """Request `n` tokens, sampled greedily. Raises ServeError."""
+        """Request an answer of `n` tokens, without sampling. Raises ServeError."""
         messages = [{"role": "user", "content": prompt}]
         content = {"prompt": prompt} if self._path == "/v1/completions" else {"messages": messages}
         fields = self._fields | ({"prompt_cache_key": self.key} if self._fields else {})
@@ -298,14 +310,14 @@ class MeasuredServer:
         return await ask(self.target, self._path, body)
 
     async def measure(self, *asked: tuple[str, int]) -> tuple[list[Answer], float | None]:
-        """Send all requests concurrently; return the answers, and the energy used (J)."""
+        """Send (prompt, answer tokens) pairs at once; return answers, and energy (J) if measurable."""
         if self._meter:
             self._meter.read_joules()
         answers = await asyncio.gather(*(self.ask(prompt, n) for prompt, n in asked))
         return answers, self._meter.read_joules() if self._meter else None
 
     async def round(self, plan: Plan) -> dict[str, Sample]:
-        """Measure every test once. Raises ServeError."""
+        """Run every test of `plan` once; return the measurements by test. Raises ServeError."""
         samples: dict[str, Sample] = {}
         for depth in plan.depths:
             depth_suffix = f" @d{depth}" if depth else ""
@@ -331,7 +343,7 @@ class MeasuredServer:
         return samples
 
     async def turn(self) -> Sample:
-        """Continue the last prompt, which is cached."""
+        """Measure the next turn of a conversation: the cached last prompt, and a few words."""
         answer = await self.ask(self.last_prompt + _TURN, 1)
         return Sample(answer.ttft_s * 1000, "ms")
 
@@ -353,7 +365,7 @@ def _rate(tokens: int, seconds: float, joules: float | None) -> Sample:
 
 
 def noise_ms() -> float:
-    """Return how long (ms) a fixed job takes now."""
+    """Return the time (ms) of a fixed job, which shows how busy the machine is."""
     began = time.perf_counter()
     hashlib.sha256(_NOISE).digest()
     return (time.perf_counter() - began) * 1000
@@ -362,7 +374,11 @@ def noise_ms() -> float:
 async def measure(
     sides: Sequence[MeasuredServer], plan: Plan, report: Callable[[str, float | None], None]
 ) -> tuple[list[dict[str, dict[str, Sample]]], list[float]]:
-    """Measure in turn, odd rounds backwards. Return rounds and fixed jobs' times. Raises ServeError."""
+    """Measure the servers in `plan.rounds` rounds, every second one in reverse order.
+
+    Return, for each round, measurements by server and test; and the times (ms) of the fixed job between
+    them. Raises ServeError.
+    """
     for side in sides:
         report(f"asking {side.name}", None)
         await side.prepare()
@@ -378,7 +394,7 @@ async def measure(
 
 
 def rows(rounds: Sequence[dict[str, dict[str, Sample]]], sides: Sequence[str]) -> list[Row]:
-    """Summarize the rounds: a row for each test and side."""
+    """Summarize the rounds: one row for each test of each server."""
     tests = dict.fromkeys(test for samples in rounds for side in sides for test in samples[side])
     result = []
     for test, side in itertools.product(tests, sides):
@@ -405,6 +421,6 @@ def rows(rounds: Sequence[dict[str, dict[str, Sample]]], sides: Sequence[str]) -
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Format a table in Markdown."""
+    """Return a Markdown table."""
     every = [head, ["---"] * len(head), *lines]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in every)

@@ -1,7 +1,7 @@
-"""Describes errors to a person: the table of hints and exit codes.
+"""The exit status and hint of each error class, and errors as text for people.
 
-A subclass without a row uses its parent's. If a hint contains names, the code that raises the error
-gives it (`hint=`).
+A class without a row has its parent's. A hint that needs names is given where the error is raised
+(`hint=`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from edgeinfer import errors as e
 from edgeinfer.safe_text import without_controls
 
-#: Error class → exit code, and the next command or step. Exit codes: 1 failure, 2 usage, 3 model not
+#: Error class → exit status, and hint: what to do next. Exit statuses: 1 failure, 2 usage, 3 model not
 #: here, 4 network, 5 verification, 6 disk or memory full, 7 snapshot, 8 engine, 130 interrupted;
 #: `verify` also uses 9 and 10.
 TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
@@ -67,7 +67,7 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
 
 
 def row(kind: type[e.EdgeInferError]) -> tuple[int, str]:
-    """Return exit code and hint of a class, or of its nearest parent with a row."""
+    """Return exit status and hint of a class, or of its nearest parent in the table."""
     return next(TABLE[cls] for cls in kind.__mro__ if cls in TABLE)
 
 
@@ -82,9 +82,9 @@ def exit_code(error: e.EdgeInferError) -> int:
 
 
 def describe_error(error: e.EdgeInferError) -> str:
-    """Format an error for stderr: `error: …`, a blank line, `hint: …`; terminal escapes are removed.
+    """Format an error for stderr: `error: …`, an empty line, `hint: …`.
 
-    If the user stopped the command or declined, there is no "error:".
+    Terminal escapes are removed. "error:" is left out if the user stopped the command.
     """
     step = hint(error)
     prefix = "" if isinstance(error, e.InterruptedByUser) else "error: "

@@ -1,10 +1,10 @@
 """Every error that edgeinfer raises on purpose.
 
-Each class has a stable `code` (its name in kebab case) on which `--json`, the endpoint and scripts may
-rely. Exit codes and hints are in one table, `edgeinfer.error_text`, which is the only code that formats
-errors. Between processes an error is sent as the strings of `to_fields`.
+Each class has a stable `code` (its name in kebab case) for `--json`, the endpoint and scripts.
+`edgeinfer.error_text` has the exit status and hint of each class, and formats errors. Between processes
+an error is passed as the strings of `to_fields`.
 
-Standard library only: the launcher imports this.
+Only the standard library is used: the launcher imports this.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def kebab(name: str) -> str:
 
 
 class EdgeInferError(Exception):
-    """A failure without a more specific class.
+    """A failure without a more specific class; the base class of all others.
 
-    `message` says what happened; `hint`, if set, replaces the table's. `details` names the
-    constructor's other arguments.
+    `message` says what happened. `hint` says what to do; None uses the hint of the class. `details` are
+    the names of the constructor's keyword arguments.
     """
 
     code = "edge-infer"
     details: tuple[str, ...] = ("hint",)
 
     def __init_subclass__(cls) -> None:
-        if cls.__module__ == __name__:  # a package's own class has its parent's code
+        if cls.__module__ == __name__:  # a subclass in another module has its parent's code
             cls.code = kebab(cls.__name__.removesuffix("Error"))
             _by_code[cls.code] = cls
 
@@ -49,7 +49,7 @@ class UsageError(EdgeInferError):
 
 
 class WrongScopeError(UsageError):
-    """A load, launch or request option was used where it has no effect."""
+    """A load, launch or request option was given to a verb that does not accept it."""
 
 
 class ConfigError(EdgeInferError):
@@ -69,7 +69,7 @@ class ModelNotPulledError(CatalogError):
 
 
 class DownloadError(CatalogError):
-    """A source failed; fetched parts are kept."""
+    """A download failed; the part that was fetched is kept."""
 
 
 class AuthenticationError(DownloadError):
@@ -89,11 +89,11 @@ class ChecksumError(CatalogError):
 
 
 class ModelBusyError(CatalogError):
-    """Another process pulls, quantizes or removes this model."""
+    """Another process uses this model's files (pulls, quantizes, removes), or this output file."""
 
 
 class InvalidGgufError(CatalogError):
-    """The file is not a GGUF, or its header does not fit it."""
+    """The file is not a GGUF file, or contradicts its header."""
 
 
 class ConversionError(CatalogError):
@@ -131,7 +131,7 @@ class InvalidRequestError(EngineError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt, or prompt and answer, exceed the context: `n_tokens` of at most `n_ctx`."""
+    """The prompt (`n_tokens`), or prompt and answer, exceed the context (`n_ctx` tokens)."""
 
     details = ("hint", "param", "n_tokens", "n_ctx")
 
@@ -145,17 +145,17 @@ class ContextLengthError(InvalidRequestError):
         n_ctx: int | str | None = None,
     ) -> None:
         super().__init__(message, param=param, hint=hint)
-        # they arrive as text from another process
+        # text if the error comes from another process
         self.n_tokens = None if n_tokens is None else int(n_tokens)
         self.n_ctx = None if n_ctx is None else int(n_ctx)
 
 
 class UnsupportedConstraintError(InvalidRequestError):
-    """A schema or grammar that cannot be enforced; `param` is the place in it."""
+    """A schema or grammar cannot be enforced; `param` is the place in it."""
 
 
 class QueueFullError(EngineError):
-    """The queue is full."""
+    """Too many requests are waiting."""
 
 
 class DecodeError(EngineError):
@@ -163,7 +163,7 @@ class DecodeError(EngineError):
 
 
 class EngineClosedError(EngineError):
-    """The engine is shutting down, or its process died."""
+    """The engine is not running: it was closed, or its process died."""
 
 
 class SnapshotError(EdgeInferError):
@@ -189,7 +189,7 @@ class SnapshotStaleError(SnapshotError):
 
 
 class SnapshotUnsafeError(SnapshotError):
-    """A snapshot with the wrong owner or mode, or a symlink: it is never restored."""
+    """A snapshot is a symlink, or has the wrong owner or mode, so it is never restored."""
 
 
 class SnapshotCorruptError(SnapshotError):
@@ -197,7 +197,7 @@ class SnapshotCorruptError(SnapshotError):
 
 
 class SnapshotUntrustedError(SnapshotError):
-    """An imported snapshot is not signed, or signed by an untrusted key."""
+    """An imported snapshot is not signed, or signed with a key that the user does not trust."""
 
 
 class DumpError(SnapshotError):
@@ -217,11 +217,11 @@ class ToolServerError(EdgeInferError):
 
 
 class ServeError(EdgeInferError):
-    """The endpoint cannot bind its address, or must not."""
+    """An endpoint cannot listen, cannot be reached, or answered with an error."""
 
 
 class StoreError(EdgeInferError):
-    """The conversations, or the counts for `drift`, cannot be read or written."""
+    """The conversations, or the daily counts of `drift`, cannot be read or written."""
 
 
 class ShippingError(EdgeInferError):
@@ -233,7 +233,7 @@ class ReceiptError(EdgeInferError):
 
 
 class ReleaseUntrustedError(ShippingError):
-    """A release is not signed by a key of this program, is older than a known one, or has expired."""
+    """A release is signed by an unknown key, is older than one seen before, or has expired."""
 
 
 class InterruptedByUser(EdgeInferError):
@@ -246,16 +246,16 @@ def every_class() -> list[type[EdgeInferError]]:
 
 
 def to_fields(error: EdgeInferError) -> dict[str, str]:
-    """Convert an error to strings for another process: code, message, and its details that are set."""
+    """Return an error as strings for another process: code, message, and `details` that are set."""
     details = {name: getattr(error, name) for name in error.details}
     set_ones = {name: str(value) for name, value in details.items() if value is not None}
     return {"code": error.code, "message": error.message, **set_ones}
 
 
 def from_fields(fields: Mapping[str, str | bytes]) -> EdgeInferError:
-    """Make the error from the strings of `to_fields`; cause and traceback are not included.
+    """Return the error of the strings that `to_fields` made, without cause and traceback.
 
-    An unknown code gives the root class. Unknown fields are ignored.
+    An unknown code gives `EdgeInferError`; unknown fields are ignored.
     """
     text = {name: os.fsdecode(value) for name, value in fields.items()}
     cls = _by_code.get(text.get("code", ""), EdgeInferError)

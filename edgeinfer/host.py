@@ -1,7 +1,7 @@
-"""Give a command (verb) its engine, wherever that runs, and its connection to the launcher.
+"""What a verb needs of its process: the engine, and the connection to the launcher.
 
-The host loads the model in this process, returns the engine of the resumed snapshot, or starts a worker
-process; the command sees no difference. It also knows how this process started.
+The host loads the model in this process, returns the engine of the resumed snapshot, or starts a
+worker; the verb sees no difference. It also knows how this process started.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ if TYPE_CHECKING:
     from edgeinfer.runtime.engine import LlamaEngine
 
 _log = logging.getLogger("edgeinfer.blocks")
-#: Verbs without progress still report a loading stage that takes longer than this (s).
+#: Verbs without progress report a loading stage once loading takes longer than this (s).
 _MOMENT_S = 0.5
 
-#: Callback with the stage and its fraction (0 to 1, or None if unknown); called on any thread.
+#: Callback with a loading stage and its fraction (0 to 1, None if unknown), from any thread.
 LoadProgress = Callable[[str, float | None], None]
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """How this process started. `reason` explains a cold start.
+    """How this process started: resumed from a snapshot, or cold (`reason` says why).
 
-    `stages_ms` is the time (ms) from exec at which each stage began: `launcher`, `restore`, `running`
-    and `request` of a launch, then `load` (an engine was requested) and `ready` (it can compute).
+    `stages_ms` has the time (ms) from exec at which each stage began: `launcher`, `restore`, `running`
+    and `request` if there is a launcher; then `load` (an engine was requested) and `ready` (it can
+    compute).
     """
 
     how: Literal["resumed", "cold"] = "cold"
@@ -51,7 +52,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ready_ms(self) -> float:
-        """Time (ms) from exec to the last known stage, normally `ready`; 0 if none is known."""
+        """Time (ms) from exec to the last stage, normally `ready`; 0 if there is none."""
         return max(self.stages_ms.values(), default=0.0)
 
 
@@ -65,7 +66,7 @@ class TakenSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _slow_stages_on_stderr() -> LoadProgress:
-    """Return a progress callback that writes each slow loading stage to stderr."""
+    """Return a callback that writes a stage of loading to stderr once loading takes over 0.5 s."""
     shown: set[str] = set()
     began = time.monotonic()
 
@@ -78,7 +79,7 @@ def _slow_stages_on_stderr() -> LoadProgress:
 
 
 class Host:
-    """The host of a process without a launcher, which loads models itself; `AppHost` extends it."""
+    """Host of a process without launcher: loads models in this process. `AppHost` uses the launcher."""
 
     _is_worker = False
 
@@ -89,7 +90,7 @@ class Host:
         self._config = config
         self._cache_report = process_metadata.ProcessRecord(process_metadata.CACHE_REPORT)
         self._replicas = process_metadata.ProcessRecord(process_metadata.REPLICAS)
-        # the time since exec is this process's processor time: it has hardly waited
+        # Python cannot ask for the time of exec; so far, this process has only computed
         self._exec_ns = exec_ns or time.monotonic_ns() - time.process_time_ns()
 
     @property
@@ -100,23 +101,26 @@ class Host:
         return self._config
 
     def _warn_of_key(self, message: str) -> None:
-        """Write a warning about config.toml to stderr, unless a worker's parent has written it."""
+        """Write a warning about config.toml to stderr, once: a worker leaves it to its parent."""
         if not self._is_worker:
             sys.stderr.write(f"warning: {message}\n")
 
     @property
     def loaded_model(self) -> str:
-        """Model with which this process was resumed; "" if there is none."""
+        """Model of the snapshot from which this process was resumed; "" if it was not."""
         return ""
 
     @property
     def listeners(self) -> tuple[socket.socket, ...]:
-        """Sockets that the launcher bound for `serve`; empty without a launcher."""
+        """Listening sockets that the launcher has opened for `serve`; empty without a launcher."""
         return ()
 
     def resolve(self, model: str) -> ModelRef:
-        """Resolve a model reference. Raises UsageError, CatalogError for an unreadable record."""
-        # imported here: a resumed process needs no catalogue
+        """Resolve a model's name or path.
+
+        Raises UsageError, CatalogError if its record is unreadable.
+        """
+        # imported here: a resumed process does not need the catalogue
         from edgeinfer.models.reference import resolve
 
         return resolve(model)
@@ -124,35 +128,38 @@ class Host:
     def files(
         self, model: str | ModelRef, progress: LoadProgress | None = None, *, draft: str = ""
     ) -> ModelFiles:
-        """Find the files of a model and of its `draft` model, each a name or a GGUF's path.
+        """Find the files of a model, and of its `draft` model (a name or the path of a GGUF).
 
-        The first use of another program's file hashes it; `progress` or stderr reports that. Raises
-        UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError.
+        A file of another program is hashed at its first use; `progress` (default: stderr) is told.
+        Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError.
         """
         ref = self.resolve(model) if isinstance(model, str) else model
         if draft and draft != NO_DRAFT:
-            from edgeinfer.models.fits import refuse_unfit_draft  # lazy: a resumed process skips it
+            from edgeinfer.models.fits import refuse_unfit_draft
 
             refuse_unfit_draft(ref, draft)
         return ref.files(progress or _slow_stages_on_stderr(), draft=draft)
 
     def find_model(self, text: str) -> ModelRef | None:
-        """Return the model `text`; None if it is something else, e.g. a prompt. Raises CatalogError."""
-        from edgeinfer.models.reference import find  # lazy: a resumed process skips it
+        """Return the model that `text` names, None if it names none (a prompt). Raises CatalogError."""
+        from edgeinfer.models.reference import find
 
         return find(text)
 
     def engine(
         self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
     ) -> Engine:
-        """Load `model` here. Raises what `files` raises, ModelLoadError, OutOfMemoryError."""
+        """Load `model` in this process.
+
+        Raises what `files` raises, ModelLoadError, OutOfMemoryError.
+        """
         self._reached("load")
         return self._load(self.files(model, progress, draft=options.draft), options, progress)
 
     def _load(
         self, files: ModelFiles, options: LoadOptions, progress: LoadProgress | None
     ) -> LlamaEngine:
-        from edgeinfer.runtime.engine import load_engine  # 170 ms
+        from edgeinfer.runtime.engine import load_engine  # imported here: it takes 170 ms
 
         engine = load_engine(files, options, progress)
         self.open_prefix_cache(engine)
@@ -162,22 +169,22 @@ class Host:
         return engine
 
     def attach_devices(self, engine: LlamaEngine, options: LoadOptions) -> None:
-        """Let `engine` attach this launch's devices in the background while the CPU computes."""
-        from edgeinfer.runtime.llama.backends import OffloadRequest  # imported with the engine
+        """Let `engine` attach GPUs as this launch wants, while the CPU computes already."""
+        from edgeinfer.runtime.llama.backends import OffloadRequest
 
         engine.attach_devices(
             OffloadRequest(layers=options.gpu_layers, devices=self.config.gpu.devices)
         )
 
     def open_prefix_cache(self, engine: LlamaEngine) -> None:
-        """Attach the on-disk prefix cache to `engine`, unless the user switched it off.
+        """Give `engine` the prefix cache on disk, unless the configuration switches it off.
 
-        If it cannot be opened, only a warning is written: the engine then prefills instead.
+        If it cannot be opened, a warning is logged, and prompts are prefilled.
         """
         if not self.config.blocks.enabled:
             return
         from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
-        from edgeinfer.runtime.prefix_cache.retention import CacheLimits  # imported with the engine
+        from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 
         limits = CacheLimits(max_bytes=int(self.config.blocks.max_total_gib * (1 << 30)))
         try:
@@ -188,19 +195,16 @@ class Host:
         atexit.register(engine.store_blocks_before_exit)
 
     def record_drift(self, engine: LlamaEngine, files: ModelFiles, options: LoadOptions) -> None:
-        """Let `engine` count its answers by day, if a person asked for them and the user allows it."""
+        """Count the engine's answers by day for `drift`, unless the configuration forbids it."""
         if options.is_counted and self.config.drift.record:
-            from edgeinfer.usage.daily_counts import (  # imported with the engine
-                DriftRecorder,
-                drift_path,
-            )
+            from edgeinfer.usage.daily_counts import DriftRecorder, drift_path
 
             recorder = DriftRecorder(drift_path(), files.name, files.sha256)
             engine.add_observer(recorder)
             atexit.register(recorder.close)
 
     def note_prompt(self, last: CacheReport) -> None:
-        """Publish the cache report of the latest prompt for `edgeinfer ps`."""
+        """Publish how much of the latest prompt was cached, for `edgeinfer ps`."""
         self._cache_report.write(last)
 
     def note_replicas(self, replicas: ReplicasInfo) -> None:
@@ -208,9 +212,9 @@ class Host:
         self._replicas.write(replicas)
 
     def _reached(self, stage: str) -> None:
-        """Record the time at which the first engine reached this stage.
+        """Record the time of a stage, when it is reached first.
 
-        After a failed load, the time until the next load is not counted: the user picks a model.
+        The time between a failed load and the next one does not count: the user picks another model.
         """
         stages = self.start.stages_ms
         now_ms = round((time.monotonic_ns() - self._exec_ns) / 1e6, 1)
@@ -220,22 +224,22 @@ class Host:
             self.start = msgspec.structs.replace(self.start, stages_ms={**stages, stage: now_ms})
 
     def worker(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
-        """Load `model` in a worker if a launcher can start one, otherwise here, and raise the same."""
+        """Load `model` in a worker process; without a launcher, here. Raises what `engine` raises."""
         return self.engine(model, options, progress)
 
     def worker_start(self, engine: Engine) -> Start | None:
-        """Return how the worker of `engine` started; None for an engine of this process."""
+        """Return how the worker of `engine` started; None if `engine` is in this process."""
         return None
 
     def listens_at(self, url: str) -> None:
-        """Publish the URL of this process's endpoint for `edgeinfer ps`, and print it on a terminal."""
+        """Publish the endpoint's URL for `edgeinfer ps`; on a terminal, print it."""
         if sys.stderr.isatty():
             sys.stderr.write(f"chat: edgeinfer web · API: {url}/v1 · Ctrl+C stops it\n")
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
-        """Take a snapshot of a loaded `model`, named `name` unless that is "", and wait for it.
+        """Snapshot a loaded `model` without delaying its requests; return when it is done.
 
-        Running requests are not delayed. Raises SnapshotsUnavailableError, and what taking raises.
+        `name` "" chooses a name. Raises SnapshotsUnavailableError, SnapshotError.
         """
         raise SnapshotsUnavailableError(
             f"no snapshot can be taken: {self.start.reason or 'this process has no launcher'}",
@@ -243,7 +247,7 @@ class Host:
         )
 
     def warm_models(self) -> frozenset[str]:
-        """Return the models that start from a snapshot; none if snapshots cannot be resumed."""
+        """Return the names of models with a snapshot; none if this machine cannot resume any."""
         return frozenset()
 
     def warm(
@@ -253,7 +257,7 @@ class Host:
         progress: LoadProgress | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
-        """Build a snapshot now. Raises InterruptedByUser, and what building raises."""
+        """Build a snapshot of `model`. Raises InterruptedByUser after `cancel`, SnapshotError."""
         reason = f": {self.start.reason}" if self.start.reason else ""
         problem = f"this process cannot build snapshots{reason}"
         raise SnapshotsUnavailableError(problem, hint=f"run `edgeinfer warm {model}`")

@@ -1,4 +1,4 @@
-"""Prefix hashes of a prompt, and an LRU map from prefix hash to the replica that prefilled it."""
+"""Hashes of a prompt's prefixes, and a map from them to the replica that has prefilled them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
-#: Characters between two hashes: about the 256 tokens of a KV block.
+#: Characters between two hashes: about as long as a KV block (256 tokens).
 _STRIDE = 1024
-#: Most hashes per prompt: only the first 256 Ki characters of longer texts count.
+#: Most hashes of a prompt: of a longer text, only the first 262,144 characters count.
 _MAX_HASHES = 256
-#: Most hashes in the map: some 30 MB.
+#: Most hashes in the map (about 30 MB).
 _MAX_ENTRIES = 200_000
 
 
 class PrefixAffinity:
-    """Maps prefix hashes to the replica that prefilled them last; evicts the least recently used."""
+    """Maps prefix hashes to the replica that prefilled them last. Full, it drops the oldest use."""
 
     def __init__(self, max_entries: int = _MAX_ENTRIES) -> None:
         self._max_entries = max_entries
         self._replica: OrderedDict[int, Any] = OrderedDict()
 
     def find(self, hashes: Sequence[int], replicas: Any) -> Any:
-        """Return the one of `replicas` that prefilled the longest of these prefixes, otherwise None."""
+        """Return the one of `replicas` with the longest prefilled prefix; None if none has any."""
         for prefix in reversed(hashes):
             replica = self._replica.get(prefix)
             if replica is not None and replica in replicas:
@@ -31,7 +31,7 @@ class PrefixAffinity:
         return None
 
     def note(self, hashes: Sequence[int], replica: Any) -> None:
-        """Record that `replica` prefills all of these prefixes."""
+        """Record that `replica` prefills these prefixes."""
         for prefix in hashes:
             self._replica[prefix] = replica
             self._replica.move_to_end(prefix)
@@ -40,11 +40,11 @@ class PrefixAffinity:
 
 
 def prefix_hashes(*parts: object) -> tuple[int, ...]:
-    """Hash the first 1,024 characters of a prompt, the first 2,048 and so on.
+    """Return the hashes of a prompt's first 1,024 characters, its first 2,048 and so on.
 
-    `parts` are texts, or lists and dicts of them at any depth, in prompt order. A hash is 64 bits of
-    BLAKE2b over the whole prefix, so two prompts share as many hashes as they share strides. A shorter
-    last stride is hashed too, unless it is empty, so that short prompts have a hash.
+    `parts` are texts, or lists and dicts of texts at any depth, in the order of the prompt. Each hash
+    is 64 bits of BLAKE2b. Two prompts have as many hashes in common as 1,024-character pieces. The last
+    hash covers the whole text, so short prompts have one too.
     """
     text = "\n".join(_texts(parts))
     running = blake2b(digest_size=8)

@@ -1,10 +1,10 @@
-"""Make text safe for a terminal: output of models, files and users must not control it."""
+"""Make text safe for a terminal: text of models, files and users must not control it."""
 
 from __future__ import annotations
 
 import re
 
-#: Characters that a terminal would obey or cannot show: C0 and C1 controls except tab and newline,
+#: Characters that control a terminal or that it cannot show: C0 and C1 controls except tab and newline,
 #: surrogates, and characters that change the direction of text.
 _OBEYED = dict.fromkeys(
     (
@@ -16,7 +16,7 @@ _OBEYED = dict.fromkeys(
         *range(0xD800, 0xE000),
     )
 )
-#: Characters that are printable by `str.isprintable` but show nothing: fillers, variation selectors.
+#: Characters that show nothing although `str.isprintable` is true: fillers, variation selectors.
 _BLANK = {
     *(0x34F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0, 0x16FE4),
     *(*range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)),
@@ -29,7 +29,10 @@ def without_controls(text: str) -> str:
 
 
 class _Escapes(dict[int, str]):
-    """Escapes by code, for str.translate. Nothing is cached, because text may contain every code."""
+    """Maps each character code to its escape, for `str.translate`.
+
+    It caches nothing: any code may occur.
+    """
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
@@ -44,7 +47,7 @@ _ESCAPES = _Escapes()
 
 
 def escape_hidden(text: str) -> str:
-    r"""Write each invisible character as `\x1b`, `\u200b` or `\U000e0041`, except tab and newline.
+    r"""Write invisible characters, except tab and newline, as `\x1b`, `\u200b` or `\U000e0041`.
 
     The result is unambiguous: a backslash that could begin an escape is doubled.
     """

@@ -1,7 +1,7 @@
-"""Convert typed options to values for the engine; the configuration supplies defaults.
+"""Convert command-line options to values for the engine; the configuration supplies defaults.
 
-Only this module combines options of all three scopes: load (another snapshot), launch (part of the
-launch request), request (one generation).
+An option has a scope: load (another value needs another snapshot), launch, or request. Only this module
+combines options of several scopes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_TEXT_BYTES = 64 << 20
 
 
 def load_options(options: argparse.Namespace, config: LoadConfig) -> LoadOptions:
-    """Return the load options: typed ones, otherwise the configuration's."""
+    """Return the load options: as typed, otherwise as configured."""
     flags = [option for option in LOAD_OPTIONS if option.flag]
     typed = {option.field: getattr(options, option.field, None) for option in flags}
     configured = {option.field: config.value(option) for option in LOAD_OPTIONS if option.key}
@@ -32,18 +32,21 @@ def load_options(options: argparse.Namespace, config: LoadConfig) -> LoadOptions
 
 
 def typed_sampling(options: argparse.Namespace) -> dict[str, float | int | None]:
-    """Return the typed sampling options by field."""
+    """Return the sampling options that were typed, by field."""
     typed = {option.field: getattr(options, option.field, None) for option in TYPED}
     return {field: value for field, value in typed.items() if value is not None}
 
 
 def sampling(options: argparse.Namespace, default: Sampling) -> Sampling:
-    """Return the model's sampling defaults, overridden by typed options."""
+    """Return the model's sampling, overridden by typed options."""
     return with_options(default, typed_sampling(options))
 
 
 def system_prompt(typed: str, config: Config) -> str:
-    """Resolve `--system`: `@FILE`, a saved prompt's name, or a text. Raises UsageError for a file."""
+    """Return the text of `--system`: `@FILE`, the name of a saved prompt, or text.
+
+    Raises UsageError.
+    """
     if typed.startswith("@"):
         return _file_text(typed[1:], "--system")
     return config.chat.system_prompts.get(typed, typed)
@@ -81,7 +84,7 @@ def _file_text(path: str, option: str) -> str:
 
 
 def read_text(file: BinaryIO, name: str, errors: str = "strict") -> str:
-    """Read UTF-8 to the end. Raises UsageError beyond 64 MiB, because /dev/zero and `yes` never end."""
+    """Read UTF-8 text to its end. Raises UsageError after 64 MiB: /dev/zero has no end."""
     data = file.read(_MAX_TEXT_BYTES + 1)
     if len(data) > _MAX_TEXT_BYTES:
         raise UsageError(f"{name} has more than {_MAX_TEXT_BYTES >> 20} MiB", hint="use a part of it")

@@ -1,4 +1,4 @@
-"""Sizes and durations as people read and write them."""
+"""Format and parse sizes and durations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_cost(seconds: float, cached_tokens: int, saved_s: float) -> str:
-    """Format time and saved time: `3.2 s; 12,300 cached tokens saved about 4 min 10 s`."""
+    """Format a time, and time saved: `3.2 s; 12,300 cached tokens saved about 4 min 10 s`."""
     cost = format_ms(seconds * 1000)
     if not cached_tokens or not saved_s:
         return cost
@@ -49,7 +49,7 @@ def format_cost(seconds: float, cached_tokens: int, saved_s: float) -> str:
 
 def parse_duration(text: str) -> float:
     """Parse a duration in Go's notation (`90s`, `1h30m`) or in seconds. Raises ValueError."""
-    import re  # 5 ms, which the launcher saves
+    import re  # imported here: it takes 5 ms, which the launcher saves
 
     plain = text.strip().lstrip("+")
     sign = -1.0 if plain.startswith("-") else 1.0

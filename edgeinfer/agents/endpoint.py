@@ -1,7 +1,7 @@
-"""Find, start and call an edgeinfer endpoint, as a client does.
+"""Find, start and call an edgeinfer endpoint, as an HTTP client.
 
-Any user of this machine may listen on a free port and imitate an endpoint. So nothing is sent before
-the kernel has confirmed that the listener belongs to this user or root.
+Any user of this machine may listen on a free port and imitate an endpoint. So nothing is sent until the
+kernel has confirmed that the listening process belongs to this user or to root.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from edgeinfer.errors import ServeError
 from edgeinfer.platform import paths, tcp
 from edgeinfer.platform.process import start_child
 
-#: Limit (s) of /health, which an edgeinfer endpoint answers immediately.
+#: Timeout (s) of /health, which an edgeinfer endpoint answers at once.
 _HEALTH_S = 5.0
-#: Limit (s) of a request before which a model may have to be loaded.
+#: Timeout (s) of a request that may have to load a model first.
 _LOAD_S = 900.0
 _LOOK_S = 0.05
 _LOG_NAME = "launch-serve.log"
 
 
 class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Calls a running endpoint. `key` is its API key ("" for none), `model` its default model."""
+    """A client of a running endpoint. `key` is its API key ("": none), `model` its default model."""
 
     url: str
     model: str
     key: str = ""
 
     def n_ctx(self, model: str) -> int:
-        """Return the context (tokens) of `model`; loads it first if necessary. Raises ServeError."""
+        """Return the context (tokens) of `model`, which is loaded if necessary. Raises ServeError."""
         if not (n_ctx := self._loaded_n_ctx(model)):
             self.request("POST", "/v1/completions", {"model": model, "prompt": "hi", "max_tokens": 0})
             n_ctx = self._loaded_n_ctx(model)
@@ -49,7 +49,7 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         return int(sizes.get(model, 0))
 
     def has(self, path: str) -> bool:
-        """Return whether GET of `path` succeeds; the path must need no key. Raises ServeError."""
+        """Return whether the endpoint serves `path`, which must need no API key. Raises ServeError."""
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_HEALTH_S)
         try:
@@ -60,7 +60,10 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
             raise ServeError(f"{self.url} does not answer: {error}") from error
 
     def request(self, method: str, path: str, body: Any = None, timeout_s: float = _LOAD_S) -> Any:
-        """Return an answer's JSON. Raises ServeError for no answer, or an error."""
+        """Send a request and return the response's JSON.
+
+        Raises ServeError for a failure or an error.
+        """
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
         headers = {"content-type": "application/json"}
@@ -85,7 +88,7 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         return value
 
     def _check_listener(self, port: int) -> None:
-        """Raise ServeError if another user listens at `port`."""
+        """Raise ServeError unless this user or root listens at `port`."""
         uids = tcp.listener_uids(port)
         if not uids or uids - {os.getuid(), 0}:
             raise ServeError(
@@ -100,7 +103,7 @@ def _message(value: Any) -> str:
 
 
 def probe(url: str, key: str) -> RemoteEndpoint | None:
-    """Return the endpoint at `url`, None if there is none. Needs no key."""
+    """Return the endpoint at `url`, None if none answers there. `key` is not needed for that."""
     endpoint = RemoteEndpoint(url=url, model="")
     try:
         health = endpoint.request("GET", "/health", timeout_s=_HEALTH_S)
@@ -112,7 +115,7 @@ def probe(url: str, key: str) -> RemoteEndpoint | None:
 
 
 def find(urls: Iterable[str], key: str) -> RemoteEndpoint | None:
-    """Return the first of `urls` at which an endpoint answers."""
+    """Return the first endpoint that answers at one of `urls`, None if none does."""
     return next((endpoint for url in dict.fromkeys(urls) if (endpoint := probe(url, key))), None)
 
 
@@ -123,9 +126,9 @@ def start(
     *,
     dies_with_parent: bool = False,
 ) -> tuple[RemoteEndpoint, int]:
-    """Start `command`, a `serve`, in a separate session; return the endpoint and its pid.
+    """Start `command`, an `edgeinfer serve`, in its own session; return the endpoint and its PID.
 
-    Its log is in the state folder. Raises ServeError if it exits before it listens.
+    Its log is launch-serve.log in the state folder. Raises ServeError if it exits before it listens.
     """
     log = paths.state_dir() / _LOG_NAME
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -146,7 +149,7 @@ def start(
         process.terminate()
         raise
     finally:
-        process.returncode = 0  # it may outlive this process, which only checks its pid
+        process.returncode = 0  # otherwise Popen would warn: the endpoint may outlive this process
     return remote, process.pid
 
 
@@ -161,7 +164,7 @@ def _wait_for(process: subprocess.Popen[bytes], log: Path, key: str) -> RemoteEn
 
 
 def _lines(log: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of a log that are JSON objects."""
+    """Yield the complete lines of a log, as JSON objects."""
     for line in log.read_bytes().splitlines(keepends=True):
         with contextlib.suppress(msgspec.DecodeError):
             value = msgspec.json.decode(line)

@@ -1,6 +1,6 @@
-"""The coding agents that `edgeinfer launch` supports: how each is configured for this endpoint.
+"""The coding agents that `edgeinfer launch` knows, and how to make each use this endpoint.
 
-To add an agent, write a setup function under `@_agent`.
+To add an agent, write a function that returns its `AgentSetup`, decorated with `@_agent`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import msgspec
 from edgeinfer.errors import UsageError
 from edgeinfer.platform.process import start_child
 
-#: Name of this provider in agents that need one.
+#: Name of this endpoint, for agents that name their providers.
 PROVIDER = "edgeinfer"
-#: Divisor of the context that gives the answer limit, for agents that need one.
+#: Share of the context that one answer may fill is 1 divided by this.
 _ANSWER_SHARE = 8
 _ANSWER_TOKENS = 8192
-#: Context (tokens) for answers and tool results beyond an agent's first request.
+#: Default of `room_tokens`: context for answers and tool results.
 _ROOM_TOKENS = 4096
-#: Smallest window (tokens) that Claude Code accepts.
+#: Least context (tokens) at which Claude Code can be told to compact.
 _CLAUDE_WINDOW = 100_000
 
 
 class AgentTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """The endpoint and model for an agent. `key` is never empty, because agents require one."""
+    """The endpoint and model that an agent will use. `key` is not empty: agents require one."""
 
     url: str
     model: str
@@ -43,12 +43,12 @@ class AgentTarget(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def answer_tokens(self) -> int:
-        """Limit of an answer's length (tokens)."""
+        """Most tokens of an answer."""
         return min(_ANSWER_TOKENS, self.n_ctx // _ANSWER_SHARE)
 
 
 class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments that go before the user's own, and environment variables."""
+    """Environment variables, and arguments to put before the user's own."""
 
     arguments: tuple[str, ...] = ()
     environment: dict[str, str] = {}
@@ -58,11 +58,11 @@ _SetupFunction = Callable[[AgentTarget, Path], AgentSetup]
 
 
 class Agent(NamedTuple):
-    """An agent: `name` is its program on PATH, `install` the command to show if that is missing.
+    """A coding agent. `name` is its program on PATH, `install` the command that installs it.
 
-    `first_tokens` is the length of its first request (SmolLM2's tokens; other models differ by a
-    fifth). `user_agent` is the prefix of that header if `launch` starts it, "" if there is none.
-    `room_tokens` is the context needed beyond the first request; with less, the agent compacts at once.
+    `first_tokens` is the length of its first request, in SmolLM2's tokens (other models: ± 20 %).
+    `user_agent` is the beginning of its User-Agent header, "" if it is not recognizable. With less than
+    `room_tokens` of context beyond the first request, the agent compacts its history at once.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Agent(NamedTuple):
 
     @property
     def needs_tokens(self) -> int:
-        """Smallest context (tokens) in which this agent can work."""
+        """Least context (tokens) with which the agent works."""
         return self.first_tokens + self.room_tokens
 
 
@@ -85,7 +85,7 @@ AGENTS: dict[str, Agent] = {}
 def _agent(
     title: str, install: str, first_tokens: int, user_agent: str, room_tokens: int = _ROOM_TOKENS
 ) -> Callable[[_SetupFunction], _SetupFunction]:
-    """Register the agent that the decorated function sets up; its name is the function's."""
+    """Register an agent; the decorated function makes its setup and has its name."""
 
     def register(setup: _SetupFunction) -> _SetupFunction:
         name = setup.__name__
@@ -97,11 +97,11 @@ def _agent(
 
 @_agent("Claude Code", "npm install -g @anthropic-ai/claude-code", 12_101, "claude-cli/", 20_000)
 def claude(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Set environment variables: every model size that Claude Code uses is this model."""
+    """Set environment variables that map all of Claude Code's models to this one."""
     models = ("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
     sizes = ("OPUS", "SONNET", "HAIKU")
     window = {}
-    if target.n_ctx >= _CLAUDE_WINDOW:  # with less, it compacts only after a refused prompt
+    if target.n_ctx >= _CLAUDE_WINDOW:  # with less, it compacts only after a request was refused
         window["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(target.n_ctx)
     return AgentSetup(
         environment={
@@ -121,7 +121,7 @@ def claude(target: AgentTarget, _folder: Path) -> AgentSetup:
 
 @_agent("Codex", "npm install -g @openai/codex", 6_248, "codex_")
 def codex(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Override Codex's configuration by arguments; the key is in a separate variable."""
+    """Override Codex's configuration by arguments; a variable holds the API key."""
     provider = f"model_providers.{PROVIDER}"
     overrides: dict[str, Any] = {
         "model": target.model,
@@ -142,7 +142,7 @@ def codex(target: AgentTarget, _folder: Path) -> AgentSetup:
 
 @_agent("opencode", "npm install -g opencode-ai", 7_377, "opencode/")
 def opencode(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Set a variable with a configuration that has priority over the user's."""
+    """Set a variable that contains a configuration, which overrides the user's."""
     limit = {"context": target.n_ctx, "output": target.answer_tokens}
     name = f"{PROVIDER}/{target.model}"
     content = {
@@ -164,7 +164,7 @@ def opencode(target: AgentTarget, _folder: Path) -> AgentSetup:
 
 @_agent("aider", "python -m pip install aider-install && aider-install", 829, "")
 def aider(target: AgentTarget, folder: Path) -> AgentSetup:
-    """Set variables, and write a file with the model's sizes."""
+    """Set environment variables, and write a file with the model's context and answer limits."""
     name = f"openai/{target.model}"
     sizes = {
         "max_input_tokens": target.n_ctx,
@@ -191,7 +191,7 @@ def aider(target: AgentTarget, folder: Path) -> AgentSetup:
 
 @_agent("pi", "npm install -g @mariozechner/pi-coding-agent", 1_326, "pi/", 22_000)
 def pi(target: AgentTarget, folder: Path) -> AgentSetup:
-    """Write an extension that adds the provider, and a user agent that the endpoint recognizes."""
+    """Write an extension that adds this endpoint as a provider, with a User-Agent header."""
     provider = {
         "baseUrl": f"{target.url}/v1",
         "apiKey": target.key,
@@ -220,7 +220,7 @@ def pi(target: AgentTarget, folder: Path) -> AgentSetup:
 
 @_agent("qwen-code", "npm install -g @qwen-code/qwen-code", 17_900, "QwenCode/")
 def qwen(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Set OpenAI's variables, which qwen-code reads."""
+    """Set OpenAI's environment variables, which qwen-code reads."""
     return AgentSetup(
         arguments=("--auth-type", "openai", "--model", target.model),
         environment={
@@ -234,7 +234,7 @@ def qwen(target: AgentTarget, _folder: Path) -> AgentSetup:
 
 @_agent("goose", "see https://github.com/aaif-goose/goose", 4_174, "goose/")
 def goose(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Set variables, which precede goose's configuration and keyring; one sets its user agent."""
+    """Set environment variables, which override goose's configuration and keyring."""
     return AgentSetup(
         environment={
             "GOOSE_PROVIDER": "openai",
@@ -252,12 +252,12 @@ def goose(target: AgentTarget, _folder: Path) -> AgentSetup:
 
 
 def agent_of(user_agent: str) -> str:
-    """Return the name of the known agent with this user agent, else ""."""
+    """Return the name of the known agent with this User-Agent header, or ""."""
     begins = (a.name for a in AGENTS.values() if a.user_agent and user_agent.startswith(a.user_agent))
     return next(begins, "")
 
 
-#: Signals that are forwarded to the agent. Ctrl-C and Ctrl-Z reach it through the terminal.
+#: Signals that are forwarded to the agent. Ctrl-C and Ctrl-Z reach it through the terminal anyway.
 _SENT_ON = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -271,7 +271,7 @@ def find_program(agent: Agent) -> str:
 
 
 def run_agent(agent: Agent, target: AgentTarget, arguments: Sequence[str]) -> int:
-    """Run the agent; return its exit code, or 128 plus the number of the signal that ended it."""
+    """Run the agent; return its exit status, or 128 plus the number of the signal that killed it."""
     program = find_program(agent)
     with tempfile.TemporaryDirectory(prefix="edgeinfer-") as folder:
         setup = agent.setup(target, Path(folder))
@@ -290,7 +290,7 @@ def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
 
 @contextlib.contextmanager
 def _leaving_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Leave Ctrl-C to the agent, and forward signals that reach only this process."""
+    """Leave Ctrl-C to the agent; forward SIGTERM and SIGHUP, which only this process receives."""
 
     def send_on(number: int, _frame: FrameType | None) -> None:
         process.send_signal(number)

@@ -1,9 +1,9 @@
-"""Normalize and predict the prompts of coding agents, so that their sessions share a cached prefix.
+"""Normalize coding agents' prompts, so that their sessions share a longer cached prefix; predict them.
 
 Agents write lines that change with each request or session (date, working directory, billing header)
-ahead of instructions and tools, where each change ends the shared prefix. A line that is useless to the
-model is dropped; other such lines are moved after the shared prefix. Each rule can be switched off by
-name (`normalize-prompts`). Prompts of other clients are not changed.
+before instructions and tools. The shared prefix ends at the first such line. So lines that are useless
+to the model are dropped, and the others are moved after the shared prefix. The config key
+`normalize-prompts` switches rules off by name. Prompts of other clients are not changed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def _lines(*patterns: str) -> re.Pattern[str]:
 
 
 class Rule(NamedTuple):
-    """Moves text of system turns that matches `pattern` to `to`; without a pattern, whole turns."""
+    """Moves what matches `pattern` in system turns to `to`.
+
+    Without a pattern, a function moves turns.
+    """
 
     name: PromptRule
     description: str
@@ -60,7 +63,7 @@ RULES = (
         "environment",
         "lines that name a project's folder; in Codex's turn about it, such parts move to the end",
         "first user turn",
-        _lines(  # as pi, Claude Code, opencode and qwen-code write them
+        _lines(  # as they are written by pi, Claude Code, opencode and qwen-code
             r"Current working directory: .*\n?",
             r" - (?:Primary working directory|Is a git repository): .*\n?",
             r"  (?:Working directory|Workspace root folder|Is directory a git repo): .*\n?",
@@ -78,21 +81,21 @@ RULES = (
 )
 NAMES = tuple(rule.name for rule in RULES)
 
-#: Tags of reminders that clients write before the user's text, in the same turn.
+#: Tags around reminders, which clients write into user turns.
 _REMINDER = ("<system-reminder>", "</system-reminder>")
-#: Most remembered reminders, and their maximum length (characters).
+#: Most reminders that are remembered, and most characters of one.
 _MAX_REMINDERS = 256
 _MAX_REMINDER_LENGTH = 16_384
-#: Opening tag of Codex's turn about the working folder, and its parts that name a folder.
+#: Opening tag of Codex's turn about its environment, and its parts that name folders.
 _CONTEXT = "<environment_context>"
 _CWD = re.compile(r"^ *<cwd>.*</cwd>\n", re.MULTILINE)
 _ROOTS = ("<workspace_roots>", "</workspace_roots>")
-#: Matches goose's note about the time, the folder and its tasks, whose place differs by request.
+#: Matches goose's note about time, folder and tasks, which is elsewhere in each request.
 _NOTE = re.compile(r"\n*<info-msg>\nIt is currently .*?</info-msg>\n*", re.DOTALL)
 
 
 class PromptNormalizer:
-    """Apply `rules` to the requests of one endpoint."""
+    """Applies `rules` to the requests of one endpoint."""
 
     def __init__(self, rules: Collection[PromptRule] = NAMES) -> None:
         self.rules = tuple(rules)
@@ -101,10 +104,10 @@ class PromptNormalizer:
     def normalize(
         self, turns: Sequence[Message], user_agent: str, *, cache_salt: str | None = None
     ) -> tuple[Turns, tuple[PromptRule, ...]]:
-        """Return the normalized turns, and the names of the rules that changed something.
+        """Return the normalized turns, and the names of the rules that changed them.
 
-        An unknown `user_agent` changes nothing. `cache_salt` tells whose reminders may be restored;
-        None for a request that stores no prefix.
+        Requests of an unknown `user_agent` are not changed. Reminders are restored only among requests
+        with the same `cache_salt`, and not if it is None: the request stores no prefix.
         """
         if not agent_of(user_agent):
             return tuple(turns), ()
@@ -116,18 +119,18 @@ class PromptNormalizer:
 
 
 class Reminders:
-    """Remembers which user turns ended with a reminder, and restores reminders that a client omits.
+    """Restores reminders that a client has removed from earlier turns.
 
-    opencode's plan mode adds a reminder to the newest user turn and removes it from the previous one.
-    Without it, that turn and all later ones would be prefilled again. Reminders are restored only if
-    the newest user turn has one.
+    opencode's plan mode adds a reminder to the newest user turn, and removes it from the one before. So
+    that turn and all later ones would be prefilled again. Reminders are restored only while the newest
+    user turn has one.
     """
 
     def __init__(self) -> None:
         self._by_conversation: OrderedDict[bytes, str] = OrderedDict()
 
     def restore(self, turns: Sequence[Message], cache_salt: str) -> Turns:
-        """Return the turns with the reminders that they had under the same `cache_salt`."""
+        """Return the turns, each with the reminder it once had under this `cache_salt`."""
         users = [turn for turn in turns if turn.role == "user"]
         if not users or not _reminder(users[-1]):
             return tuple(turns)
@@ -153,7 +156,7 @@ class Reminders:
 
 
 def _reminder(turn: Message) -> str:
-    """Return the reminder at the end of a user turn, after the user's text."""
+    """Return the reminder at the end of a user turn (not one at its beginning), or ""."""
     start = turn.content.rfind(_REMINDER[0])
     is_last = turn.role == "user" and turn.content.rstrip().endswith(_REMINDER[1])
     is_short = len(turn.content) - start <= _MAX_REMINDER_LENGTH
@@ -163,7 +166,7 @@ def _reminder(turn: Message) -> str:
 def normalize(
     turns: Sequence[Message], rules: Collection[PromptRule] = NAMES
 ) -> tuple[Turns, tuple[PromptRule, ...]]:
-    """Return the turns after the rules moved lines (if a target turn exists), and the applied rules."""
+    """Apply the rules to the turns; return them, and the names of the rules that changed them."""
     system = list(itertools.takewhile(_is_system, turns))
     messages = list(turns[len(system) :])
     applied: list[PromptRule] = []
@@ -178,7 +181,7 @@ def normalize(
             applied.append(rule.name)
             moved += lines if rule.to == "first user turn" else ""
     if moved:
-        _put_ahead(messages, moved)
+        _put_before_question(messages, moved)
     if "environment" in rules and _put_folders_last(messages):
         applied.append("environment")
     if "note" in rules and _put_note_last(messages):
@@ -192,7 +195,7 @@ def _is_system(turn: Message) -> bool:
 
 
 def _merge_standing(system: list[Message], messages: list[Message]) -> bool:
-    """Merge system turns before the first answer into the system turn; return whether any moved."""
+    """Append system turns before the first answer to the last system turn; return whether any moved."""
     before = list(itertools.takewhile(lambda turn: turn.role not in ("assistant", "tool"), messages))
     standing = list(filter(_is_system, before))
     if not standing or not system:
@@ -204,14 +207,14 @@ def _merge_standing(system: list[Message], messages: list[Message]) -> bool:
 
 
 def _cut_lines(pattern: re.Pattern[str], system: list[Message]) -> str:
-    """Cut the matching lines out of the system turns, in place; return them, one per line."""
+    """Remove matching lines from the system turns, in place; return them, one per line."""
     cut_lines = [line.strip() for turn in system for line in pattern.findall(turn.content)]
     system[:] = [_with_content(turn, pattern.sub("", turn.content)) for turn in system]
     return "".join(f"{line}\n" for line in cut_lines)
 
 
-def _put_ahead(messages: list[Message], lines: str) -> None:
-    """Put lines before the user's first text, which differs between sessions, but after reminders."""
+def _put_before_question(messages: list[Message], lines: str) -> None:
+    """Put lines before the user's first text, but after the reminders that precede it."""
     index = next(i for i, turn in enumerate(messages) if turn.role == "user")
     text = messages[index].content
     position = 0
@@ -226,7 +229,7 @@ def _put_ahead(messages: list[Message], lines: str) -> None:
 
 
 def _put_folders_last(messages: list[Message]) -> bool:
-    """Move the parts of Codex's turn that name a folder to its end; return whether any moved."""
+    """Move the folders in Codex's turn about its environment to its end; return whether any moved."""
     index = next((i for i, t in enumerate(messages) if t.content.startswith(_CONTEXT)), None)
     if index is None or any(turn.role != "user" for turn in messages[: index + 1]):
         return False
@@ -243,7 +246,7 @@ def _put_folders_last(messages: list[Message]) -> bool:
 
 
 def _put_note_last(messages: list[Message]) -> bool:
-    """Keep only goose's latest note, after the last turn; return whether there was one."""
+    """Keep only the latest of goose's notes, at the end of the last turn; return whether it had one."""
     note = ""
     remaining = []
     for turn in messages:
@@ -260,7 +263,7 @@ def _put_note_last(messages: list[Message]) -> bool:
 
 
 def _move(text: str, position: int, section: str, before: str) -> str:
-    """Move the `section` at `position` of `text` before the next `before`, if there is one."""
+    """Move `section`, which is at `position` of `text`, before the next `before`, if there is one."""
     target = text.find(before, position)
     if target < 0:
         return text
@@ -274,19 +277,19 @@ def _with_content(turn: Message, content: str) -> Message:
 _FOLDER = re.compile(r"[Ww]orking directory: (/[^\n]*)|<cwd>(/[^<\n]*)</cwd>")
 _DAY_LINE = re.compile(r"(?:[Tt]oday's date(?: is|:)|[Cc]urrent date:|<current_date>)[^\n]*")
 _GIT = re.compile(r"((?:Is a git repository|Is directory a git repo): )(true|false|yes|no)\b")
-#: Characters that agents replace in a project's path to get the name of its memory folder.
+#: Characters of a project's path that agents replace by `-` to name its memory folder.
 _NOT_IN_SLUG = re.compile(r"[^A-Za-z0-9]")
-#: Most characters of markup between the last line that names a folder and the user's text.
+#: Most characters between the last line that names the folder and the user's text.
 _MARKUP = 80
 
 
 def predict_prefix(text: str, folder: str, day: date, *, is_repository: bool) -> str:
-    """Return a prompt's prefix, up to the user's text, with `folder` and `day` in place of its own.
+    """Return the prefix of an earlier prompt as it will be in another folder and on another day.
 
-    Agents name both before the user's first words, so `launch` can prefill them while the agent starts.
-    Without it, a new session of Codex on a 4B model takes at least three times as long to its first
-    token (decision 087). A wrong prediction costs the prefill of everything after the mistake. Return
-    `text` unchanged if it names no folder.
+    Agents name both before the user's first words, so `launch` can prefill this while the agent starts.
+    Otherwise a new session of Codex with a 4B model takes at least three times as long to its first
+    token (decision 087). If the prediction is wrong, the prompt is prefilled from the difference on. A
+    `text` that names no folder is returned unchanged.
     """
     folders = _FOLDER.findall(text)
     if not folders:
@@ -317,7 +320,7 @@ def _with_day(line: str, day: date) -> str:
 
 
 def _end_of_lines(text: str, names: tuple[str, ...]) -> int:
-    """Return the end of the last line about the folder, with the markup after it."""
+    """Return the end of the last line about the folder, plus the markup that follows it."""
     last = max(text.rfind(name) + len(name) for name in names)
     last = max([last, *(match.end() for match in _GIT.finditer(text))])
     line_end = text.find("\n", last) + 1 or len(text)

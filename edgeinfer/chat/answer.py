@@ -1,4 +1,4 @@
-"""Write one generation into one turn of a conversation."""
+"""Write a generation into a conversation: its events become one stored turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from edgeinfer.tools.tool_use import ToolUse, uses_of
 
 
 class AnswerWriter:
-    """Writes a generation into a turn: `turn` is its first stored state, `done` the final one."""
+    """Stores one answer while it is generated.
+
+    `turn` is its first state, `done` the last one or None.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class AnswerWriter:
 
     @property
     def progress(self) -> Progress | None:
-        """Latest progress of prefill; None before the first report."""
+        """Latest progress of the prefill, None before the first report."""
         return self._all.progress
 
     def receipt(self, key: SigningKey | None) -> Receipt | Refusal:
@@ -74,9 +77,9 @@ class AnswerWriter:
             self._finish(event)
 
     def flush(self) -> CollectedAnswer:
-        """Store the text since the last flush and return it.
+        """Store the text that was added since the last call, and return it.
 
-        If the store fails, the answer continues with `store_error`. A repetitive answer is stopped.
+        A repetitive answer is stopped. If storing fails, `store_error` is set and the answer continues.
         """
         new, self._new = self._new, CollectedAnswer()
         if (new.text or new.reasoning) and self.done is None:
@@ -90,15 +93,15 @@ class AnswerWriter:
         return new
 
     def stop(self) -> None:
-        """Ask the engine to stop; the partial answer is kept."""
+        """Ask the engine to stop; the text so far is kept."""
         self.generation.cancel()
 
     def fail(self, error: EdgeInferError) -> Turn:
-        """End the answer with an error; its text is kept."""
+        """End the answer with an error; the text so far is kept."""
         return self._end("failed", error.message, self.turn.stats)
 
     def abandon(self) -> Turn:
-        """End the answer because the front end closes; it is stored as stopped."""
+        """Cancel the generation because the chat closes; store the answer as stopped."""
         self.generation.cancel()
         return self._end("stopped", "", self.turn.stats)
 

@@ -1,4 +1,4 @@
-"""Text, documents and pictures attached to a turn: found as `@path`, read, and shown to the model."""
+"""Files of a question (`@path`): text, documents, pictures and folders of text files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_BYTES = 4 << 20
 #: Prefix of the numbered names of pasted texts.
 PASTED = "pasted text"
 
-#: Most files of an attached folder, and subfolders that are ignored, as hidden ones are.
+#: Most files of an attached folder; its hidden subfolders and these are left out.
 _MAX_FILES = 1000
 _LEFT_OUT = ("CVS", "node_modules", "__pycache__")
 
@@ -37,12 +37,12 @@ _PATH = re.compile(r"/|\.\w*[a-zA-Z]\w*$")
 
 
 def mentions(text: str) -> list[str]:
-    """List what `text` mentions after `@`, each once: paths or other words."""
+    """Return the words after `@` in `text`, each once: paths, or other names."""
     return list(dict.fromkeys(match[1] or match[2] for match in _MENTION.finditer(text)))
 
 
 def mentioned_paths(text: str, cwd: Path | None = None) -> list[Path]:
-    """List the files and folders (`@docs/`) that `text` mentions, once each; others stay text."""
+    """Return the existing files and folders (`@docs/`) that `text` mentions, each once."""
     paths: dict[Path, None] = {}
     for named in mentions(text):
         path = (cwd or Path.cwd()) / os.path.expanduser(named)
@@ -52,19 +52,19 @@ def mentioned_paths(text: str, cwd: Path | None = None) -> list[Path]:
 
 
 def missing_files(text: str) -> list[str]:
-    """List mentions that look like a path (`@docs/a`) but name no file; they are sent as text."""
+    """Return mentions that look like a path (`@docs/a`) but do not exist; they are sent as text."""
     paths = [name for name in mentions(text) if _PATH.search(name) and ":" not in name]
     return [path for path in paths if not os.path.exists(os.path.expanduser(path))]
 
 
 def missing_note(text: str) -> str:
-    """Return a note about mentioned files that do not exist; "" if all exist."""
+    """Return a note for the user about mentioned files that do not exist; "" if all exist."""
     missing = missing_files(text)
     return f"No such file: {', '.join(missing)}. The question was sent without it." if missing else ""
 
 
 def dropped_picture(text: str) -> str:
-    """Return a mention of a picture or PDF that was dropped on the terminal (a pasted path), or ""."""
+    """Return a mention of the picture or PDF whose path was pasted (dropped on the terminal), or ""."""
     try:
         paths = shlex.split(text.strip().removeprefix("file://"))
         path = Path(paths[0]) if len(paths) == 1 else None
@@ -79,10 +79,11 @@ def dropped_picture(text: str) -> str:
 
 
 def read(path: Path) -> Attachment:
-    """Read a file, or a folder's text files. Raises UsageError: too large, not text, unreadable."""
+    """Read a file, or a folder's text files. Raises UsageError if too large, binary or unreadable."""
     if os.path.isdir(path):
         return _folder(path)
-    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would never end
+    # a pipe, for example: reading it would never end
+    if os.path.exists(path) and not os.path.isfile(path):
         raise UsageError(f"{path} is not a file or folder", hint="attach a copy of its content")
     try:
         with open(path, "rb") as file:
@@ -147,26 +148,26 @@ def from_bytes(name: str, data: bytes) -> Attachment:
 
 
 def merge(old: Sequence[Attachment], new: Sequence[Attachment]) -> tuple[Attachment, ...]:
-    """Return the attachments of an edited question: a file that was read again replaces the old one."""
+    """Return an edited question's attachments: a new file replaces an old one of the same name."""
     names = {attachment.name for attachment in new if not attachment.name.startswith(PASTED)}
     return (*(attachment for attachment in old if attachment.name not in names), *new)
 
 
 def count_tokens(attachment: Attachment, engine: Engine | None) -> Attachment:
-    """Return the attachment with its number of tokens, if there is an engine to count them."""
+    """Return the attachment with its token count; unchanged without an engine."""
     if attachment.tokens or attachment.is_picture or engine is None:
         return attachment
     return msgspec.structs.replace(attachment, tokens=len(engine.tokenize(attachment.text)))
 
 
 def describe(attachment: Attachment) -> str:
-    """Return an attachment's name and size for people."""
+    """Return name and size: `notes.txt, 120 tokens` or `cat.png, a picture`."""
     size = "a picture" if attachment.is_picture else f"{attachment.tokens} tokens"
     return f"{attachment.name}, {size}"
 
 
 def with_attachments(text: str, attachments: Iterable[Attachment]) -> str:
-    """Return the prompt text: first the text files, each with name and fence, then the typed text."""
+    """Return the text for the model: each text file in a fence, then `text`."""
     parts = [f"File `{a.name}`:\n{fence(a.text)}" for a in attachments if not a.is_picture]
     return "\n\n".join([*parts, text] if text else parts)
 

@@ -1,4 +1,4 @@
-"""Run each `/` command on the session, for any front end."""
+"""Run `/` commands on a chat session, for any front end."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ T = TypeVar("T")
 
 
 class FrontEnd(Protocol):
-    """The part of a command that depends on the front end: a screen, or lines on a terminal."""
+    """What commands need of a front end: the Textual screen, or lines on a terminal."""
 
     def show_text(self, text: str) -> None:
-        """Show lines of text."""
+        """Show text of the app, e.g. the result of a command."""
 
     def show_changed(self) -> None:
-        """Show the conversation and branch that are now open."""
+        """Show the open conversation anew, after a command has changed or replaced it."""
 
     def show_answer(self, answer: AnswerWriter) -> None:
-        """Show the answer while it streams, to its end."""
+        """Drive an answer to its end and show it."""
 
     def answer_edited(self, turn: Turn) -> None:
-        """Answer a stored question."""
+        """Generate an answer to an edited question."""
 
     def put_back(self, text: str, editing: int | None = None) -> None:
-        """Put text into the input field; `editing` is the turn that it will replace."""
+        """Put text into the input field; sending it replaces the question `editing`, if given."""
 
     def attach(self, attachment: Attachment) -> None:
-        """Attach to the next question."""
+        """Attach a file to the next question."""
 
     def copy(self, text: str, label: str) -> None:
-        """Copy to the clipboard, if there is one."""
+        """Copy `text` to the clipboard, if there is one; `label` names it to the user."""
 
     def use_model(self, name: str, n_ctx: int | None = None) -> None:
-        """Load or switch, with progress; the conversation is kept."""
+        """Load another model, or this one with another context; the conversation stays open."""
 
     def pick_model(self) -> None: ...
 
@@ -66,20 +66,20 @@ class FrontEnd(Protocol):
     def fold_reasoning(self) -> None: ...
 
     def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Call `then` with the result of `work`, which may wait seconds for tool servers."""
+        """Run `work`, which may wait seconds for tool servers, then call `then` with its result."""
 
     def use_theme(self, name: str) -> None: ...
 
     def edit_outside(self) -> None: ...
 
     def summarise(self, first_sent: Turn) -> None:
-        """Summarise the turns before `first_sent`, then stop sending them."""
+        """Let the model summarise the turns before `first_sent`; send the summary instead of them."""
 
     def leave(self) -> None: ...
 
 
-#: Commands that only the front end runs → its method.
-_SHOWN = {
+#: Command → the front end's method that runs it; `Commander` runs all others.
+_FRONT_END_METHODS = {
     "help": "show_help",
     "sessions": "pick_session",
     "theme": "use_theme",
@@ -91,7 +91,7 @@ _SHOWN = {
 
 
 class Commander:
-    """Runs parsed commands with the saved `config`; undo restores the `deleted` conversation."""
+    """Runs `/` commands. `deleted` is the id of the conversation that `/undo` restores, or None."""
 
     def __init__(
         self,
@@ -108,15 +108,13 @@ class Commander:
         self.deleted: int | None = None
 
     def run(self, line: str) -> None:
-        """Run one `/` command line. Raises EdgeInferError to be shown; then nothing has changed."""
+        """Run a command line such as `/temp 0.3`. Raises EdgeInferError; then nothing has changed."""
         typed = commands.parse(line)
-        if typed.name in _SHOWN:
+        if typed.name in _FRONT_END_METHODS:
             arguments = [typed.argument] if commands.BY_NAME[typed.name].argument else []
-            getattr(self.front, _SHOWN[typed.name])(*arguments)
+            getattr(self.front, _FRONT_END_METHODS[typed.name])(*arguments)
         else:
             getattr(self, f"_{typed.name.replace('-', '_')}")(typed.argument)
-
-    # settings
 
     def _system(self, argument: str) -> None:
         if argument:
@@ -197,8 +195,6 @@ class Commander:
         names = [f"{adapter.name} at {adapter.scale:g}" for adapter in engine.info.lora]
         self.front.show_text(f"Adapters: {', '.join(names) or 'none'}")
 
-    # attachments and copies
-
     def _file(self, argument: str) -> None:
         self.front.attach(attachments.read(Path(argument.removeprefix("@").strip('"')).expanduser()))
 
@@ -214,12 +210,15 @@ class Commander:
         word, _, number = argument.partition(" ")
         blocks = code_blocks(answer.content)
         if word != "code" or (number and not number.isdecimal()):
-            raise UsageError("copy what?", hint="/copy, /copy code, /copy code 2, /copy all")
+            raise UsageError(
+                f"/copy cannot copy {argument!r}", hint="/copy, /copy code, /copy code 2, /copy all"
+            )
         if not blocks:
             raise UsageError("the last answer contains no code", hint="")
         index = int(number) if number else len(blocks)
         if not 1 <= index <= len(blocks):
-            raise UsageError(f"the last answer contains {len(blocks)} code blocks", hint="")
+            problem = f"there is no code block {index}"
+            raise UsageError(problem, hint=f"the last answer contains {len(blocks)}")
         self.front.copy(blocks[index - 1].text, f"code block {index}")
 
     def _last_answer(self) -> Turn:
@@ -227,8 +226,6 @@ class Commander:
         if not answers:
             raise UsageError("there is no answer yet", hint="ask something first")
         return answers[-1]
-
-    # tools
 
     def _tools(self, argument: str) -> None:
         tools = self.session.tools
@@ -257,15 +254,15 @@ class Commander:
 
         self.front.wait_for(lambda: tools.prepare(refresh=refresh), offer)
 
-    # conversations
-
     def _new(self, _: str) -> None:
         self.session.new()
         self.front.show_changed()
 
     def _open(self, argument: str) -> None:
         if not argument.isdecimal():
-            raise UsageError("a conversation's number", hint="/sessions lists them")
+            raise UsageError(
+                f"{argument!r} is not a conversation's number", hint="/sessions lists them"
+            )
         self.session.open(int(argument))
         self.front.show_changed()
 
@@ -279,9 +276,9 @@ class Commander:
         self.front.show_text("Deleted. `/undo` restores it.")
 
     def delete(self, conversation_id: int) -> None:
-        """Delete a conversation; if it is open, a new one replaces it."""
+        """Delete a conversation; if it is the open one, begin a new one."""
         if not conversation_id:
-            raise UsageError("this conversation is not stored yet", hint="")
+            raise UsageError("this conversation is not stored yet", hint="its first question stores it")
         self.session.store.delete(conversation_id)
         self.deleted = conversation_id
         if conversation_id == self.session.conversation.id:
@@ -293,9 +290,9 @@ class Commander:
         self.front.show_changed()
 
     def undelete(self) -> int:
-        """Restore the conversation that was deleted last, and return its number."""
+        """Restore the conversation that was deleted last; return its id."""
         if self.deleted is None:
-            raise UsageError("nothing was deleted", hint="")
+            raise UsageError("this chat has deleted no conversation", hint="")
         conversation_id, self.deleted = self.deleted, None
         self.session.store.undelete(conversation_id)
         return conversation_id
@@ -324,8 +321,6 @@ class Commander:
         written = formats.write(path, text)
         command = f"edgeinfer verify {shlex.quote(str(written))}"
         self.front.show_text(f"Receipt written to {written}. Check it: `{command}`")
-
-    # answers and branches
 
     def _regen(self, _: str) -> None:
         self.front.show_answer(self.session.regenerate())
@@ -374,7 +369,7 @@ class Commander:
 
 
 def sessions_text(session: ChatSession, query: str) -> str:
-    """List conversations, one per line: number, turns, title, snippet."""
+    """Return the conversations with these words (all for ""): number, length, title, and snippet."""
     summaries = session.store.search(query, 20)
     if not summaries:
         return "No conversation contains these words." if query else "No conversations yet."
@@ -387,7 +382,7 @@ def sessions_text(session: ChatSession, query: str) -> str:
 
 
 def stats_text(session: ChatSession, started: str) -> str:
-    """Describe model, context, speed and this process's start, one per line."""
+    """Return a table about the last answer and this process: model, start, context, speed."""
     engine = session.engine
     answers = [t for t in session.path if t.role == "assistant" and t.stats.completion_tokens]
     stats = answers[-1].stats if answers else None

@@ -1,4 +1,4 @@
-"""The `/` commands as one table for parsing, completion, help and docs. It runs none of them."""
+"""The table of `/` commands for parsing, completion, help and docs; `commander` runs them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from edgeinfer.chat import attachments, presets
 from edgeinfer.errors import UsageError
 from edgeinfer.platform import paths
 
-#: Kind of an argument, which decides its completions; "" has none.
+#: Kind of an argument, which selects its completions; "" has none.
 Kind = Literal["", "model", "path", "prompt", "preset", "adapter", "tools", "theme", "setting", "copy"]
 
 
 class SlashCommand(msgspec.Struct, frozen=True):
-    """One command. Help shows `argument`; "" takes none, [brackets] make it optional."""
+    """A `/` command. `argument` is its name in the help: "" for none, in [brackets] if optional."""
 
     name: str
     argument: str
@@ -30,13 +30,13 @@ class SlashCommand(msgspec.Struct, frozen=True):
 
 
 class TypedCommand(msgspec.Struct, frozen=True):
-    """A parsed command line."""
+    """A parsed command line: a command's main name, and its argument."""
 
     name: str
     argument: str = ""
 
 
-#: Names and argument, summary, and kind of the argument for completion.
+#: `NAME|ALIAS… ARGUMENT`, summary, and the argument's kind.
 _ROWS: tuple[tuple[str, str] | tuple[str, str, Kind], ...] = (
     ("help|?", "commands and keys"),
     ("model|models [NAME]", "switch to another model, or pick one", "model"),
@@ -103,7 +103,7 @@ def is_command(line: str) -> bool:
 
 
 def parse(line: str) -> TypedCommand:
-    """Parse a command line. Raises UsageError with the nearest command, or the wrong argument."""
+    """Parse a command line. Raises UsageError for an unknown command or a wrong number of arguments."""
     word, _, argument = line[1:].strip().partition(" ")
     argument = argument.strip()
     command = BY_NAME.get(word.lower())
@@ -120,7 +120,7 @@ def parse(line: str) -> TypedCommand:
 
 
 def complete_name(line: str) -> list[SlashCommand]:
-    """Complete a command's name: first names that begin so, then aliases, then matches inside names."""
+    """Return the commands whose name begins with the typed one, then by alias, then that contain it."""
     word = line[1:].lower()
     first = [c for c in COMMANDS if c.name.startswith(word)]
     second = [c for c in COMMANDS if any(a.startswith(word) for a in c.aliases)]
@@ -137,12 +137,15 @@ def help_text() -> str:
 
 _MENTION = re.compile(r'(?<!\S)@"?([^\s"]*)$')
 
-#: Most completions shown.
+#: Most completions that are offered.
 LIMIT = 60
 
 
 class CommandCompletion(msgspec.Struct, frozen=True):
-    """Replaces the last `length` characters before the cursor by `text`; `whole`: then complete."""
+    """A completion: `text` replaces the `length` characters before the cursor.
+
+    `whole`: nothing more needs to be typed, so Enter sends instead of taking the completion.
+    """
 
     text: str
     length: int
@@ -151,12 +154,12 @@ class CommandCompletion(msgspec.Struct, frozen=True):
     whole: bool = False
 
 
-#: Kind of argument → function that lists its names with short descriptions.
+#: Kind of argument → function that returns names with short descriptions.
 Names = Mapping[Kind, Callable[[], Sequence[tuple[str, str]]]]
 
 
 def complete(before: str, names: Names, cwd: Path | None = None) -> list[CommandCompletion]:
-    """Complete the text before the cursor; return none if it is already complete."""
+    """Return the completions of the text before the cursor; none if it is complete."""
     if is_command(before) or before == "/":
         word, space, argument = before.partition(" ")
         return _argument(word, argument, names, cwd) if space else _name(word)

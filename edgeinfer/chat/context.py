@@ -1,4 +1,4 @@
-"""Shorten a conversation that has outgrown the context, and summarise the omitted turns."""
+"""Shorten a conversation that does not fit into the context, and summarise the dropped turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edgeinfer.errors import ContextLengthError, UsageError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, hint_beyond_training
 
-#: Largest share of the context that the turns after a cut may fill.
+#: Largest share of the context that is still filled after older turns were dropped.
 KEEP_SHARE = 0.5
 
 #: Tokens reserved for a question and its answer when a text fills the context.
@@ -33,9 +33,10 @@ def prompt_tokens(session: ChatSession, engine: Engine, turns: Sequence[Turn]) -
 
 
 def first_kept(session: ChatSession, engine: Engine) -> Turn:
-    """Return the earliest question from which on all turns fit and leave room for an answer.
+    """Return the question from which on the turns fill at most `KEEP_SHARE` of the context.
 
-    Raises UsageError if nothing can be left out, ContextLengthError if the last question is too long.
+    If only the last question fits, return that. Raises UsageError if there is nothing older,
+    ContextLengthError if the last question does not fit.
     """
     path = session.path
     _, sent = sent_part(path)
@@ -59,19 +60,19 @@ def first_kept(session: ChatSession, engine: Engine) -> Turn:
 
 
 def larger_context(engine: Engine, n_tokens: int) -> int:
-    """Return a context for `n_tokens` and an answer; 0 if it exceeds the model's training."""
+    """Return a context length for `n_tokens` and an answer; 0 if the model was trained on fewer."""
     n_ctx = 1 << (n_tokens + ANSWER_TOKENS).bit_length()
     return n_ctx if engine.info.n_ctx < n_ctx <= engine.info.n_ctx_train else 0
 
 
 def fitting_start(engine: Engine, text: str) -> str:
-    """Return as much of the beginning of `text` as fits into the context together with an answer."""
+    """Return the beginning of `text` that fits into the context together with an answer."""
     room = max(engine.info.n_ctx - ANSWER_TOKENS, engine.info.n_ctx // 2)
     return engine.detokenize(engine.tokenize(text)[:room]).decode("utf-8", "ignore")
 
 
 def summary_request(session: ChatSession, engine: Engine, first_sent: Turn) -> GenerateRequest:
-    """Build the request that summarises the turns before `first_sent`; the oldest are cut to fit."""
+    """Return the request for a summary of the turns before `first_sent`; too old text is left out."""
     path = session.path
     summary, sent = sent_part(path)
     before = sent[: [t.id for t in sent].index(first_sent.id)]

@@ -1,4 +1,4 @@
-"""Code blocks of an answer; a conversation as Markdown for people and as JSON for programs."""
+"""Export a conversation as Markdown or JSON; find the code blocks of an answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgeinfer.errors import StoreError
 
 
 class Code(msgspec.Struct, frozen=True):
-    """A fenced or indented block."""
+    """A fenced or indented code block."""
 
     language: str
     text: str
@@ -32,17 +32,17 @@ def code_blocks(markdown: str) -> list[Code]:
 
 
 def fence(text: str, info: str = "") -> str:
-    """Return `text` between fences longer than any in it; `info` names its language."""
+    """Put `text` into a Markdown code fence, longer than any fence inside; `info` is the language."""
     fence = "`" * max(3, 1 + max((len(m) for m in re.findall(r"`{3,}", text)), default=0))
     return f"{fence}{info}\n{text.rstrip()}\n{fence}"
 
 
-#: Version of the JSON export. A new key does not change it; a removed or renamed key does.
+#: Version of the JSON export. It stays if a key is added, and changes if one is removed or renamed.
 SCHEMA = "edgeinfer-conversation/1"
 
 
 def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
-    """Write the current branch as Markdown; reasoning is folded."""
+    """Write a branch as Markdown; reasoning is in a folded `<details>`."""
     parts = [
         f"# {conversation.title or 'Conversation'}",
         f"*{conversation.model}, {datetime.date.fromtimestamp(conversation.created_ms / 1000)}*",
@@ -67,7 +67,7 @@ def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
 
 
 def to_json(conversation: Conversation, turns: Sequence[Turn]) -> str:
-    """Write turns as indented JSON, with ids and parents, so that branches are preserved."""
+    """Write turns as indented JSON, with ids and parents, which preserve branches."""
     values = {"conversation": conversation, "turns": turns}
     body = {"schema": SCHEMA, **msgspec.to_builtins(values)}
     return msgspec.json.format(msgspec.json.encode(body), indent=2).decode() + "\n"
@@ -83,16 +83,18 @@ def write(path: Path, text: str) -> Path:
     except FileExistsError as error:
         raise StoreError(f"{target} already exists", hint="give another name") from error
     except OSError as error:
-        raise StoreError(f"{target}: {error.strerror}", hint="give another path") from error
+        raise StoreError(
+            f"{target} cannot be written: {error.strerror}", hint="give another path"
+        ) from error
     return target
 
 
 def file_name(conversation: Conversation, suffix: str) -> str:
-    """Make a file name from the title: `name-three-colours.md`."""
+    """Return a file name made of the title: `name-three-colours.md`."""
     slug = re.sub(r"\W+", "-", conversation.title.lower()).strip("-")[:48].rstrip("-")
     return f"{slug or 'conversation'}{suffix}"
 
 
 def _info(name: str) -> str:
-    """Return the file's suffix as a fence's info string, which must not contain a space."""
+    """Return the suffix of a file name, as the language of a fence."""
     return name.rpartition(".")[2] if "." in name else ""

@@ -1,7 +1,7 @@
-"""Markdown of answers, parsed in the same way for the page and the terminal, also while it grows.
+"""Parse the Markdown of answers while they grow, for the web page and the terminal.
 
-It is GitHub's Markdown as in chats: line breaks count, bare addresses are links, formulas are shown as
-typed. HTML and reference links are not supported; a later definition would change blocks that are
+The dialect is GitHub's for comments: line breaks are kept, bare URLs are links. Formulas are shown as
+typed. HTML and reference links are not supported: a later definition would change blocks that are
 already shown.
 """
 
@@ -38,8 +38,8 @@ _MAX_BLOCK, _MAX_CODE = 16 << 10, 256 << 10
 
 @cache
 def parser() -> MarkdownIt:
-    """Return a parser without state, which may be shared."""
-    from markdown_it import MarkdownIt  # 35 ms, which `run` does not need
+    """Return the Markdown parser, which has no state and may be shared."""
+    from markdown_it import MarkdownIt  # imported here: it takes 35 ms
     from markdown_it.rules_block import fence
 
     parser = MarkdownIt("commonmark", {"html": False, "linkify": True, "breaks": True})
@@ -67,14 +67,14 @@ def _formula(state: Any, silent: bool) -> bool:
 
 
 def _formula_block(state: Any, first: int, last: int, silent: bool) -> bool:
-    """Parse lines from `\\[` or `$$` to its end or a blank line as a formula, not as Markdown."""
+    """Parse a formula of several lines: from `\\[` or `$$` to its end, or to a blank line."""
     begin = state.bMarks[first] + state.tShift[first]
     opening = state.src[begin : begin + 2]
     closing = _FORMULA_ENDS.get(opening)
     if closing is None or state.is_code_block(first):
         return False
     _, has_end, tail = state.src[begin + 2 : state.eMarks[first]].partition(closing)
-    if has_end and tail.strip():  # a sentence that begins with a formula
+    if has_end and tail.strip():  # text follows: the formula is part of a paragraph
         return False
     if silent:
         return True
@@ -92,7 +92,7 @@ def _formula_block(state: Any, first: int, last: int, silent: bool) -> bool:
 
 
 def _tasks(state: Any) -> None:
-    """Show `[ ]` and `[x]` at the beginning of a list item as boxes."""
+    """Replace `[ ]` and `[x]` at the beginning of list items by ☐ and ☑."""
     for before, token in zip(state.tokens, state.tokens[2:], strict=False):
         if before.type == "list_item_open" and token.type == "inline" and token.children:
             text = token.children[0]
@@ -102,14 +102,14 @@ def _tasks(state: Any) -> None:
 
 
 class GrowingMarkdown:
-    """A Markdown text that grows. Its blocks do not depend on how it was split into pieces."""
+    """Markdown text that grows. The resulting blocks do not depend on the size of the pieces."""
 
     def __init__(self) -> None:
         self._open = ""
         self._searched = 0
 
     def add(self, text: str) -> tuple[list[Block], list[Block]]:
-        """Append text; return the blocks that are now settled, and those that may still change."""
+        """Append text; return blocks that are now final, and blocks that later text may change."""
         self._open += without_controls(text)
         settled: list[Block] = []
         while True:
@@ -127,7 +127,10 @@ class GrowingMarkdown:
             self._open, self._searched = self._open[length:], 0
 
     def _code(self, fence: re.Match[str]) -> tuple[list[Block], int, int]:
-        """Read a fenced block. Only new lines are searched for its end."""
+        """Parse the fenced block at the beginning; return blocks, how many are final, characters read.
+
+        Only new lines are searched for the closing fence.
+        """
         text = self._open
         closing = re.compile(rf"^ {{0,3}}{fence[2]}{fence[2][0]}*[ \t]*$", re.MULTILINE)
         closing_line = closing.search(text, max(fence.end(), self._searched))
@@ -146,12 +149,15 @@ class GrowingMarkdown:
         return [block], 1, closing_line.end() + 1
 
     def _parse(self) -> tuple[list[Block], int, int]:
-        """Parse the open text; a block is settled once a later one has certainly begun."""
+        """Parse the text that may still change; return blocks, how many are final, characters read.
+
+        A block is final once a later one has certainly begun.
+        """
         text = self._open[:_MAX_BLOCK]
         tokens = parser().parse(text)
         starts = [i for i, token in enumerate(tokens) if token.level == 0 and token.nesting >= 0]
         blocks = [tokens[a:b] for a, b in zip(starts, [*starts[1:], len(tokens)], strict=False)]
-        n_lines = text.count("\n")  # only whole lines
+        n_lines = text.count("\n")  # the last line may be incomplete
         for index in range(len(blocks) - 1, 0, -1):
             first = blocks[index][0]
             line = first.map[0] if first.map else 0

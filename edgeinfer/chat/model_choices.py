@@ -1,4 +1,4 @@
-"""The models of the picker, whether each fits this machine, and which are offered on a first run."""
+"""Models that the picker lists, whether they fit this machine, and which a first run offers."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.units import format_bytes
 
 if TYPE_CHECKING:
-    from edgeinfer.chat.startup import ChatSetup  # 100 ms at run time: numpy
+    from edgeinfer.chat.startup import ChatSetup
 
 
 class ModelChoice(ModelSummary, frozen=True, kw_only=True):
-    """A model in the picker; `fit` is None if its size is unknown."""
+    """A model in the picker. `fit` is None if its size is unknown."""
 
     warm: bool = False
     fit: Fit | None = None
 
     @property
     def verdict(self) -> Literal["fits", "slow", "too big", ""]:
-        """ "slow" if it answers slower than people read; "" if unknown."""
+        """Verdict for this machine: "slow" answers slower than people read, "" is unknown."""
         if self.fit is None:
             return ""
         return self.fit.group if self.fit.group in ("slow", "too big") else "fits"
 
     @property
     def state(self) -> Literal["warm", "here", ""]:
-        """ "warm" with a snapshot, "here" with its files, otherwise ""."""
+        """ "warm" if it has a snapshot, "here" if its files are, otherwise ""."""
         if self.warm:
             return "warm"
         return "here" if self.pulled else ""
 
 
 def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
-    """List every chat model: pulled ones, external stores', then the catalogue in its order.
+    """List every chat model: pulled ones, then external stores', then the catalogue.
 
-    May measure the memory (0.2 s), so do not call it before the first paint.
+    May measure the memory's speed (0.2 s), so do not call it before the first paint.
     """
     estimator = Estimator()
     return [
@@ -61,7 +61,7 @@ def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
 
 
 def first_run_offer(setup: ChatSetup, rows: Sequence[ModelChoice]) -> list[FirstRunChoice]:
-    """Return models that suit this machine if none is pulled and none was named; takes 0.2 s."""
+    """Return models to offer if none is pulled and the user named none. Takes 0.2 s."""
     if setup.model != setup.host.config.default_model or any(row.pulled for row in rows):
         return []
     return first_run_choices()
@@ -76,12 +76,12 @@ def describe_offer(choice: FirstRunChoice) -> str:
 def pull_first(
     name: str, report: Callable[[PullProgress], None], cancel: threading.Event | None = None
 ) -> tuple[str, str]:
-    """Pull the chosen model, or the default one if its source cannot be reached.
+    """Pull the chosen model, or the default model if its source cannot be reached.
 
-    The pulled model becomes `default-model`. Return its name, and why it is another one, or "". Raises
-    what `pull` raises.
+    The pulled model becomes `default-model` in config.toml. Return its name, and a note if it is not
+    the chosen one. Raises what `pull` raises.
     """
-    from edgeinfer.models.pull import pull  # 30 ms: hashing, and network modules
+    from edgeinfer.models.pull import pull  # imported here: it takes 30 ms
 
     note = ""
     try:

@@ -12,7 +12,7 @@ from edgeinfer.runtime.requests import Sampling, with_options
 Value = float | int | None
 
 
-#: Options of `/set`: every sampling option that can be typed, and the length of an answer.
+#: Options that `/set` accepts: every sampling option, and the length of an answer.
 OPTIONS = {option.field: option for option in TYPED} | {
     "max_tokens": SamplingOption("max_tokens", int, 1, 1 << 24, "longest answer")
 }
@@ -28,7 +28,7 @@ PRESETS: dict[str, dict[str, Value]] = {
 
 
 def option(name: str) -> str:
-    """Return the field for `top-p`, `temp` or `TOP_P`. Raises UsageError."""
+    """Return the field of a typed option: `top_p` for `top-p` or `TOP_P`. Raises UsageError."""
     key = name.lower().replace("-", "_")
     key = {"temp": "temperature"}.get(key, key)
     if key not in OPTIONS:
@@ -40,7 +40,7 @@ def option(name: str) -> str:
 
 
 def value(name: str, text: str) -> Value:
-    """Parse an option's value; None for `default`. Raises UsageError for a value out of range."""
+    """Parse the value of an option; `default` gives None. Raises UsageError if it is out of range."""
     option = OPTIONS[name]
     if text.lower() in ("default", "none", "model"):
         return None
@@ -48,7 +48,7 @@ def value(name: str, text: str) -> Value:
         return option.parse(text)
     except ValueError:
         message = f"{option.label} is a number {option.describe_range()}"
-        raise UsageError(message, hint=f"or `default`: /set {option.label} default") from None
+        raise UsageError(message, hint=f"`/set {option.label} default` sets the model's own") from None
 
 
 def change(sampling: Mapping[str, Value], name: str, new: Value) -> dict[str, Value]:
@@ -58,7 +58,7 @@ def change(sampling: Mapping[str, Value], name: str, new: Value) -> dict[str, Va
 
 
 def overlay(base: Sampling, sampling: Mapping[str, Value]) -> Sampling:
-    """Return the model's sampling overridden by the user's options, except `max_tokens`."""
+    """Return the model's sampling, overridden by the user's options."""
     return with_options(base, {k: v for k, v in sampling.items() if k in Sampling.__struct_fields__})
 
 
@@ -69,5 +69,5 @@ def describe(sampling: Mapping[str, Value]) -> str:
 
 
 def matching(sampling: Mapping[str, Value], presets: Mapping[str, Mapping[str, Value]]) -> str:
-    """Return the name of the preset with these values, or ""."""
+    """Return the name of the preset with exactly these values, or ""."""
     return next((name for name, values in presets.items() if dict(values) == dict(sampling)), "")

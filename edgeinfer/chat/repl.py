@@ -1,6 +1,6 @@
-"""The plain chat: one line in, words out, no cursor movement and no colour.
+"""The plain chat: reads and prints lines, without colours or cursor movement.
 
-It is for screen readers, dumb terminals and pipes, and has the same commands as the app.
+It is for screen readers, dumb terminals and pipes. It has the commands of the app.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Repl:
-    """A `FrontEnd` on two text streams; without a terminal it asks no questions."""
+    """The plain chat on two text streams. Without a terminal it never asks the user."""
 
     def __init__(self, setup: ChatSetup, source: TextIO, out: TextIO) -> None:
         self.setup = setup
@@ -59,8 +59,9 @@ class Repl:
         self._unfolded = False
 
     def run(self) -> None:
-        """Read and answer until the input ends. Then raises the first error of a script; without a
-        model it raises immediately.
+        """Chat until the input ends or the user leaves.
+
+        Without a terminal, raises the first error at the end; at once if no model can be loaded.
         """
         start = describe_start(self.setup.host.start).capitalize()
         self.show_text(f"edgeinfer, plain chat. {start}. /help lists the commands, /quit leaves.")
@@ -140,10 +141,10 @@ class Repl:
 
     @cached_property
     def _history(self) -> ModuleType | None:
-        """Load readline, with which `input` edits lines, with past questions; None if it is missing."""
+        """The readline module, filled with past questions; None if Python lacks it."""
         try:
-            import readline  # 2 ms
-        except ImportError:  # the shipped file has no readline
+            import readline
+        except ImportError:  # the shipped file contains no readline
             return None
         readline.set_auto_history(False)
         for text in reversed(self.session.store.past_questions()):
@@ -166,7 +167,7 @@ class Repl:
                 self.show_text(ways)
 
     def _show_other_changes(self) -> None:
-        """Show the turns that another process has added."""
+        """Show turns that another process has added."""
         shown_ids = {turn.id for turn in self.session.path}
         if self.session.refresh():
             self.show_text("Another window changed the conversation.")
@@ -209,8 +210,6 @@ class Repl:
         self._out.write(without_controls(text))
         self._out.flush()
 
-    # FrontEnd
-
     def show_text(self, text: str) -> None:
         self._write(f"{text}\n")
 
@@ -251,7 +250,7 @@ class Repl:
             self._run_calls(turn)
 
     def _run_calls(self, turn: Turn) -> None:
-        """Run an answer's tool calls, and let the model continue with the results."""
+        """Run the tool calls of an answer, and let the model continue with the results."""
         tools, run = self.session.tools, self.session.start_calls(turn, self)
         assert tools is not None
         with _ctrl_c_stops(tools):
@@ -264,8 +263,6 @@ class Repl:
     def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
         then(work())
 
-    # CallFrontEnd
-
     def decide(self, card: Card) -> Decision:
         if not self._interactive:
             self.show_text(card.text())
@@ -276,8 +273,8 @@ class Repl:
         stop = self.session.tools.running if self.session.tools is not None else None
         self.show_text(text)
         self._write("? ")
-        with contextlib.suppress(OSError):  # a text in memory, or Windows: there is nothing to wait for
-            # after the calls were stopped, a blocking read would continue and take the next question
+        with contextlib.suppress(OSError):  # `select` fails for a text in memory, and on Windows
+            # poll: a blocking read would go on after a stop, and take the user's next line
             while not select.select([self._source], [], [], 0.1)[0] and not (stop and stop.is_set):
                 pass
         if stop is not None and stop.is_set:
@@ -362,7 +359,7 @@ class Repl:
                 self.show_text(f"{row.store} has it, and it can be used in place: /model {row.name}")
         if self._answer_to(f"{error.message}. Fetch it now? (y/n)") not in ("y", "yes"):
             raise error
-        from edgeinfer.models.pull import pull  # 30 ms: hashing, and network modules
+        from edgeinfer.models.pull import pull  # imported here: it takes 30 ms
 
         pull(name, report)
         return name
@@ -424,7 +421,7 @@ def _first_line(text: str) -> str:
 
 @contextlib.contextmanager
 def _ctrl_c_stops(running: AnswerWriter | ChatTools) -> Iterator[None]:
-    """Let Ctrl-C stop an answer or calls; only the main thread can receive signals."""
+    """Let Ctrl-C stop an answer or tool calls, if this is the main thread, which gets signals."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, lambda *_: running.stop()) if is_main else None
     try:

@@ -1,4 +1,4 @@
-"""The requests of a conversation: its turns as messages, with sampling and tools."""
+"""Build the engine's requests from a conversation: messages, sampling and tools."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptContext:
-    """Everything that a request depends on besides its turns."""
+    """Builds requests from turns; holds what they need besides: conversation, engine and tools."""
 
     conversation: Conversation
     engine: Engine | None
     tools: ChatTools | None
 
     def messages(self, turns: Sequence[Turn]) -> tuple[Message, ...]:
-        """Return a branch's messages. Raises InvalidRequestError if a picture cannot be decoded."""
+        """Convert a branch to messages. Raises InvalidRequestError if a picture cannot be decoded."""
         summary, sent = sent_part(list(turns))
         of_model = self.engine.info.system_prompt if self.engine else ""
         told = f"Summary of the conversation so far:\n{summary}" if summary else ""
@@ -44,7 +44,7 @@ class PromptContext:
         return tuple(messages)
 
     def sampling(self) -> Sampling:
-        """Return the model's sampling with the user's changes."""
+        """Return the model's sampling, overridden by the conversation's options."""
         base = self.engine.info.sampling if self.engine else Sampling()
         return presets.overlay(base, self.conversation.sampling)
 
@@ -64,13 +64,13 @@ class PromptContext:
 
 
 def rounds_of(turns: Sequence[Turn]) -> list[tuple[ToolUse, ...]]:
-    """Return the tool calls of each answer since the last question."""
+    """Return the tool calls since the last question: one tuple for each answer that made calls."""
     since = itertools.takewhile(lambda turn: turn.role == "assistant", reversed(turns))
     return [turn.calls for turn in since if turn.calls][::-1]
 
 
 def _question(turn: Turn) -> Message:
-    """Return a question as the model gets it: pictures, text files, the typed text."""
+    """Convert a question to a message: pictures, then text files, then the typed text."""
     pictures = [a.data for a in turn.attachments if a.is_picture]
     text = with_attachments(turn.content, turn.attachments)
     content, pictured = join_parts([*pictures, text])

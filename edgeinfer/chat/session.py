@@ -1,10 +1,10 @@
-"""The chat without a screen: turns, branches, and generation into the store.
+"""The chat without a screen: turns and branches of a conversation, and its answers.
 
-The Textual app and the plain chat use it. A user's turn is stored first, then the engine is asked, then
-the answer's turn is stored and grows. A failed turn is stored with its reason.
+The Textual app and the plain chat use it. A question is stored first; then the engine is asked; then
+the answer is stored as a turn that grows. A failed answer is stored with its error.
 
-The front end drives an answer: it adds each event of `answer.generation` with `answer.add(event)`, and
-shows the text that `flush()` returns, as often as it likes. `flush` returns only stored text.
+The front end drives an answer: it passes each event of `answer.generation` to `answer.add`, and shows
+the text that `answer.flush` returns. `flush` returns only stored text.
 """
 
 from __future__ import annotations
@@ -40,12 +40,16 @@ if TYPE_CHECKING:
     from edgeinfer.tools.loop import CallFrontEnd, ChatTools
 
 _TITLE_CELLS = 60
-#: Offset in the lease file at which the locks of drafts begin.
+#: Byte offset of the locks on drafts in the lease file; the locks on conversations are before it.
 _DRAFTS = 1 << 40
 
 
 class ChatSession:
-    """Edits one open conversation. `answer`: the latest; `unstored`: why `store` is only in memory."""
+    """Edits one open conversation and starts its answers.
+
+    `answer` is the latest answer, finished or not. `unstored` says why `store` is only in memory; it is
+    "" if the store is a file.
+    """
 
     def __init__(
         self, open_store: Callable[[], ConversationStore], model: str = "", engine: Engine | None = None
@@ -55,7 +59,7 @@ class ChatSession:
         self.answer: AnswerWriter | None = None
         self.tools: ChatTools | None = None
         self.unstored = ""
-        #: Whether other windows see that this session has its conversation open.
+        #: Whether this session is a chat window, which locks the draft of its open conversation.
         self.is_window = False
         self._draft_lease, self._draft_of = Lease(), 0
         self.conversation = Conversation(model=model)
@@ -66,14 +70,12 @@ class ChatSession:
 
     @cached_property
     def store(self) -> ConversationStore:
-        """The store, opened on first use to not delay the first paint; in memory if that fails."""
+        """Store of the conversations, opened on first use; in memory if the file cannot be opened."""
         try:
             return self._open_store()
         except StoreError as error:
             self.unstored = f"{error.message}. This chat is not stored."
             return memory_store()
-
-    # what is open
 
     @property
     def path(self) -> list[Turn]:
@@ -85,36 +87,36 @@ class ChatSession:
 
     @property
     def question(self) -> Turn | None:
-        """Last question shown: the last turn, or the question it answers."""
+        """Latest question of the branch, None if there is none."""
         return next((turn for turn in reversed(self.path) if turn.role == "user"), None)
 
     @property
     def retries_after_shortening(self) -> bool:
-        """Return whether the last question failed and earlier turns are no longer sent."""
+        """Return whether the last answer failed without text, and older turns have been dropped."""
         failed = self.head is not None and self.head.failed_without_text
         return failed and any(t.cut_summary is not None for t in self.path)
 
     @property
     def is_answering(self) -> bool:
-        """Return whether this session is generating an answer or running its calls."""
+        """Return whether this session is generating an answer or running its tool calls."""
         if self.tools is not None and self.tools.running is not None:
             return True
         return self.answer is not None and self.answer.done is None
 
     @property
     def answer_elsewhere(self) -> Turn | None:
-        """Answer that another process is writing, as of the last `refresh`."""
+        """Answer that another process is writing, as of the last `refresh`; otherwise None."""
         head = self.head
         is_streaming = head is not None and head.status == "streaming"
         return head if is_streaming and not self.is_answering else None
 
     @property
     def busy(self) -> bool:
-        """Return whether any process is writing an answer to this conversation."""
+        """Return whether this or another process is writing an answer to this conversation."""
         return self.is_answering or self.answer_elsewhere is not None
 
     def refuse_busy(self) -> None:
-        """Raise UsageError while an answer is being written."""
+        """Raise UsageError if this or another process is writing an answer."""
         if self.is_answering:
             raise UsageError("an answer is being written", hint="stop it first: Esc")
         owner = self.conversation.id
@@ -133,7 +135,10 @@ class ChatSession:
             raise UsageError(f"this conversation has no turn {turn_id}", hint="") from None
 
     def new(self) -> None:
-        """Begin another conversation with the same model and options; its first turn stores it."""
+        """Begin a conversation with the same model, system prompt and sampling.
+
+        Its first question stores it.
+        """
         old = self.conversation
         self._stop_all()
         self.conversation = Conversation(
@@ -150,9 +155,9 @@ class ChatSession:
         self._hold()
 
     def refresh(self) -> bool:
-        """Read the conversation again if another process changed it; return whether it did.
+        """Read the conversation again if another process changed it; return whether it differs.
 
-        Checking an unchanged one takes 0.05 ms. A deleted one is replaced by a new one. Raises
+        Takes 0.05 ms if nothing was written. A deleted conversation is replaced by a new one. Raises
         StoreError.
         """
         before = self.conversation
@@ -175,7 +180,10 @@ class ChatSession:
         return is_new
 
     def follow(self) -> CollectedAnswer:
-        """Return what another process has added to its answer, and to its turn. Raises StoreError."""
+        """Return the text that another process has added to its answer since the last call.
+
+        Raises StoreError.
+        """
         turn = self.answer_elsewhere
         rows = self.store.pieces(turn.id, self._journal_id) if turn is not None else ()
         new = CollectedAnswer("".join(row[1] for row in rows), "".join(row[2] for row in rows))
@@ -187,7 +195,7 @@ class ChatSession:
         return new
 
     def owns_draft(self) -> bool:
-        """Return whether this window opened the conversation first, so that it stores the draft."""
+        """Return whether this window may store the draft: only the first with this conversation may."""
         owner = self.conversation.id
         if owner != self._draft_of:
             self.release_draft()
@@ -197,7 +205,7 @@ class ChatSession:
                     self._draft_of = owner
                 except UsageError:
                     return False
-                except StoreError:  # then drafts cannot be stored there either
+                except StoreError:  # no lock file, so no other window stores the draft
                     return True
         return True
 
@@ -206,12 +214,12 @@ class ChatSession:
             self.owns_draft()
 
     def release_draft(self) -> None:
-        """Let other windows open the conversation and its draft. Idempotent."""
+        """Let another window store the draft. Idempotent."""
         self._draft_lease.release()
         self._draft_of = 0
 
     def open_last(self) -> str:
-        """Open the latest conversation that no other window has open; return a note, or ""."""
+        """Open the newest conversation that no other window has open; return a note ("": none)."""
         conversations = self.store.listing()
         for n_skipped, conversation in enumerate(conversations):
             self.open(conversation.id)
@@ -223,22 +231,21 @@ class ChatSession:
         return "Every conversation is open in another window."
 
     def set(self, **fields: Any) -> None:
-        """Change fields of the conversation, e.g. its title or model, also in the store once stored."""
+        """Set fields of the conversation, e.g. title or model; also in the store if it is stored."""
         self.conversation = msgspec.structs.replace(self.conversation, **fields)
         if self.conversation.id:
             self.store.update(self.conversation.id, **fields)
 
-    # turns
-
     def ask(self, text: str, attachments: Sequence[Attachment] = ()) -> Turn:
-        """Store a question at the end of the branch; it replaces one whose answer failed empty.
+        """Store a question at the end of the branch. It replaces a last question that got no answer.
 
-        Raises UsageError if it is empty, StoreError if it cannot be stored; then nothing has changed.
+        Raises UsageError if it is empty or an answer is being written, StoreError. Then nothing has
+        changed.
         """
         return self._add_user(text, attachments, self._parent_of_next())
 
     def _parent_of_next(self) -> int | None:
-        """Return the turn before the next question; a question without an answer is replaced."""
+        """Return the id of the turn before the next question, which replaces an unanswered question."""
         head = self.head
         if head is not None and head.failed_without_text:
             head = self._turns.get(head.parent_id or 0)
@@ -247,28 +254,35 @@ class ChatSession:
         return head.id if head else None
 
     def edit(self, turn_id: int, text: str, attachments: Sequence[Attachment] = ()) -> Turn:
-        """Store an alternative to a question; attachments of the old one are kept, new ones added."""
+        """Store an alternative to a question. It keeps the old attachments and adds the new ones."""
         turn = self.turn(turn_id)
         if turn.role != "user":
             raise UsageError("only a question can be edited", hint="regenerate an answer: `/regen`")
         return self._add_user(text, merge(turn.attachments, attachments), turn.parent_id)
 
     def begin_answer(self) -> AnswerWriter:
-        """Answer the end of the branch. Raises what `Engine.submit` raises, after storing the turn."""
+        """Submit the branch to the engine; return the answer, which the front end drives.
+
+        Raises UsageError if nothing is asked, and what `Engine.submit` raises; then the failed turn is
+        stored.
+        """
         head = self.head
         if head is None or (head.role != "user" and not head.calls):
             raise UsageError("there is no question to answer", hint="type one")
         return self._begin(head.id)
 
     def regenerate(self) -> AnswerWriter:
-        """Answer the last question again; earlier answers are kept as alternatives."""
+        """Answer the last question again; earlier answers stay as alternatives."""
         question = self.question
         if question is None:
             raise UsageError("there is no answer to regenerate", hint="ask something first")
         return self._begin(question.id)
 
     def continue_answer(self) -> AnswerWriter:
-        """Continue an answer that was cut off; it stays one turn."""
+        """Continue the last answer, which was cut off, in the same turn.
+
+        Raises UsageError if it was not.
+        """
         head = self.head
         if (
             head is None
@@ -276,7 +290,7 @@ class ChatSession:
             or head.status not in CONTINUABLE
             or not head.content
         ):
-            raise UsageError("the last answer was not cut off", hint="")
+            raise UsageError("the last answer was not cut off", hint="`/regen` answers again")
         engine = self.idle_engine()
         lease = self.store.acquire(self.conversation.id)
         try:
@@ -291,20 +305,20 @@ class ChatSession:
 
     @property
     def calls(self) -> Turn | None:
-        """Last answer if its tool calls have no result yet, otherwise None."""
+        """Last answer if it has tool calls without results, otherwise None."""
         head = self.head
         return head if self.tools is not None and head is not None and head.waits_for_results else None
 
     @property
     def _approved_in(self) -> tuple[int, int]:
-        # SQLite may reuse a deleted conversation's id; its tool permissions must not be reused
+        # SQLite may reuse the id of a deleted conversation, which must not pass on its permissions
         return self.conversation.id, self.conversation.created_ms
 
     def start_calls(self, turn: Turn, front: CallFrontEnd) -> Callable[[], tuple[ToolUse, ...]]:
-        """Return a function for any thread that runs the calls of the last answer.
+        """Return a function that runs the tool calls of `turn`, in any thread.
 
-        This session keeps the conversation's lease until `note_calls`. Raises UsageError if another
-        process has it, StoreError.
+        The conversation stays locked until `note_calls`. Raises UsageError if another process has
+        locked it, StoreError.
         """
         tools = self.tools
         assert tools is not None
@@ -313,9 +327,9 @@ class ChatSession:
         return tools.start(turn.calls, front, past=past, conversation=self._approved_in)
 
     def run_calls(self, turn: Turn, front: CallFrontEnd, stop: Stop) -> bool:
-        """Run and store the last answer's calls in this thread; return whether the model should go on.
+        """Run the tool calls of `turn` in this thread; return whether the model should continue.
 
-        Keeps the conversation's lease meanwhile. Raises UsageError if another process has it.
+        The conversation is locked meanwhile. Raises UsageError if another process has locked it.
         """
         assert self.tools is not None
         past, owner = rounds_of(self.path)[:-1], turn.conversation_id
@@ -327,9 +341,9 @@ class ChatSession:
             lease.release()
 
     def note_calls(self, turn: Turn, calls: tuple[ToolUse, ...]) -> bool:
-        """Store the results of a turn's calls; return whether the model should answer them.
+        """Store the results of a turn's tool calls; return whether the model should continue.
 
-        It should not if the user stopped them or left the conversation. Raises StoreError.
+        It should not if the user stopped a call or has left the branch. Raises StoreError.
         """
         try:
             self.store.set_calls(turn.id, calls)
@@ -388,7 +402,10 @@ class ChatSession:
             self._turns[turn.id] = turn
 
     def idle_engine(self) -> Engine:
-        """Return the engine. Raises UsageError while it answers, EngineClosedError if there is none."""
+        """Return the engine.
+
+        Raises UsageError while an answer is written, EngineClosedError without engine.
+        """
         self.refuse_busy()
         if self.engine is None:
             raise EngineClosedError("the model is not loaded", hint="wait, or pick one: `/model`")
@@ -424,15 +441,13 @@ class ChatSession:
         self.answer = None
         self.release_draft()
 
-    # branches
-
     def alternatives(self, turn_id: int) -> tuple[int, int]:
-        """Return a turn's number among its siblings, from 1, and their count."""
+        """Return a turn's number among its alternatives, and how many there are: (2, 3)."""
         ids = [t.id for t in siblings(self._turns, turn_id)]
         return ids.index(turn_id) + 1, len(ids)
 
     def show_alternative(self, turn_id: int, step: int) -> bool:
-        """Show the alternative `step` further, and its branch; return False if there is none."""
+        """Show the next (1) or previous (-1) alternative of a turn; return False if there is none."""
         ids = [t.id for t in siblings(self._turns, turn_id)]
         index = ids.index(turn_id) + step
         if not 0 <= index < len(ids):
@@ -441,7 +456,7 @@ class ChatSession:
         return True
 
     def back_to(self, turn_id: int | None) -> None:
-        """Show the branch only up to this turn (None: nothing); later turns stay in the tree."""
+        """End the shown branch at this turn (None: before the first). Later turns stay stored."""
         self.store.update(self.conversation.id, head_id=turn_id)
         self.conversation = msgspec.structs.replace(self.conversation, head_id=turn_id)
 
@@ -449,7 +464,7 @@ class ChatSession:
         """Copy the current branch into a separate conversation and open that."""
         turns = self.path
         if not turns:
-            raise UsageError("there is nothing to fork yet", hint="")
+            raise UsageError("there is nothing to fork yet", hint="ask something first")
         self._stop_all()
         title = f"{self.conversation.title} (fork)"
         fork = msgspec.structs.replace(self.conversation, title=title, head_id=None, draft="")
@@ -462,21 +477,25 @@ class ChatSession:
             parent = self._append(self.store.add(copy)).id
 
     def drop_turns_before(self, turn_id: int, summary: str) -> None:
-        """Stop sending the turns before this one; `summary` replaces them."""
+        """Stop sending the turns before `turn_id` to the model.
+
+        `summary` is sent instead of them, unless it is "".
+        """
         self.store.drop_turns_before(turn_id, summary)
         self._turns[turn_id] = msgspec.structs.replace(self.turn(turn_id), cut_summary=summary)
 
-    # requests
-
     @property
     def prompt(self) -> PromptContext:
-        """The conversation, engine and tools from which requests are built."""
+        """Conversation, engine and tools from which requests are built."""
         return PromptContext(self.conversation, self.engine, self.tools)
 
     def request_if_sent(
         self, text: str, attachments: Sequence[Attachment] = (), editing: int | None = None
     ) -> GenerateRequest | None:
-        """Return the request for sending `text` now, or None; `editing` is the question it replaces."""
+        """Return the request that sending `text` now would make; None if there would be no turn.
+
+        `editing` is the id of the question that the text replaces.
+        """
         edited = self._turns.get(editing) if editing is not None else None
         parent_id = self._parent_of_next()
         if edited is not None:
@@ -489,7 +508,7 @@ class ChatSession:
 
 
 def title_of(text: str) -> str:
-    """Return a conversation's first title: the first line of its question, cut off at a word."""
+    """Return the title of a conversation: the first line of its first question, cut off at a word."""
     line = " ".join(text.strip().splitlines()[0].split()) if text.strip() else ""
     if len(line) <= _TITLE_CELLS:
         return line

@@ -1,7 +1,8 @@
-"""Speculative prefill: the engine prefills a question while the user types or attaches files.
+"""Speculative prefill: prefill a question while the user still types it or attaches files.
 
-Then Enter waits only for the last tokens. The prefix stays in the KV cache, so changed text is
-prefilled from the first difference on. Unsent text never reaches the on-disk prefix cache.
+After Enter, only the last tokens must be prefilled. The prefix stays in the KV cache; if the text
+changes, it is prefilled from the first difference on. Unsent text is never written to the prefix cache
+on disk.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
 
 #: Interval (s) between prefills while the user types without a pause.
-ALONG_S = 1.0
+TYPING_INTERVAL_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class PrefillRequest:
-    """A prefill-only request, and its generation once submitted."""
+    """A request that only prefills, and its generation (None until submitted)."""
 
     engine: Engine
     request: GenerateRequest
@@ -36,15 +37,16 @@ class PrefillRequest:
 
 
 class SpeculativePrefill:
-    """Prefills the request that would be sent, at the lowest priority; one request at a time.
+    """Prefills the request that Enter would send, at the lowest priority, one at a time.
 
-    `cached_tokens` counts its cached tokens once the engine has reported them.
+    `cached_tokens` is how many of its tokens are in the KV cache, as last reported by the engine.
     """
 
     def __init__(self, session: ChatSession, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._clock = clock
-        self.enabled = True  # off during a rehearsal, because a parked process may have no such thread
+        # off in `tui.rehearsal`: a process to be snapshotted must have no such thread
+        self.enabled = True
         self.cached_tokens = 0
         self._conversation = 0
         self._state: tuple[object, ...] = ()
@@ -54,16 +56,17 @@ class SpeculativePrefill:
         self._prefill: PrefillRequest | None = None
 
     def check_input(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> bool:
-        """Check the input field; called some times per second. Return True if `start` should be called.
+        """Prepare a prefill if the input has changed; return whether to call `start`.
 
-        That is the case once the text has not changed since the last check, or `ALONG_S` after the last
-        prefill, only for whole words, and only while no answer is generated. A running prefill
-        continues if text was only appended; otherwise fast typing would cancel each one.
+        Call it several times per second. A prefill is due when the text is the same as in the last
+        call, or `TYPING_INTERVAL_S` after the last prefill. It covers whole words, and waits while an
+        answer is generated. A running prefill continues if text was only appended; otherwise fast
+        typing would cancel each one.
         """
         if not self.enabled:
             return False
         paused, self._text = text == self._text, text
-        if not paused and self._clock() - self._began_at < ALONG_S:
+        if not paused and self._clock() - self._began_at < TYPING_INTERVAL_S:
             return False
         session = self._session
         if session.conversation.id != self._conversation:
@@ -81,7 +84,7 @@ class SpeculativePrefill:
             return False
         try:
             request = session.request_if_sent(complete, attachments, editing)
-        except EdgeInferError:  # shown when the question is sent
+        except EdgeInferError:  # sending the question shows the error
             return False
         if request is None:
             return False
@@ -103,18 +106,18 @@ class SpeculativePrefill:
         return (session.engine, session.busy, *said, *attachments, editing)
 
     def start(self) -> None:
-        """Submit the pending prefill and follow it, in a thread."""
+        """Run the prepared prefill in a thread."""
         threading.Thread(target=self.run, name="read ahead", daemon=True).start()
 
     def run(self) -> None:
-        """Submit the pending prefill and follow it to its end."""
+        """Submit the prepared prefill and follow it to its end, in this thread."""
         if prefill := self.submit():
             self.follow(prefill)
 
     def follow(self, prefill: PrefillRequest) -> None:
         """Record the progress of a prefill until it ends."""
         assert prefill.generation is not None
-        with contextlib.suppress(EdgeInferError):  # shown when the question is sent
+        with contextlib.suppress(EdgeInferError):  # sending the question shows the error
             for event in prefill.generation:
                 if prefill is self._prefill:
                     self._note(event)
@@ -122,16 +125,19 @@ class SpeculativePrefill:
             self._prefill = None
 
     def submit(self) -> PrefillRequest | None:
-        """Submit the pending prefill and return it. Blocks while the text is tokenized."""
+        """Submit the prepared prefill and return it, None if it was stopped.
+
+        Blocks to tokenize the text.
+        """
         prefill = self._prefill
         if prefill is None:
             return None
         try:
             prefill.generation = prefill.engine.submit(prefill.request)
-        except EdgeInferError:  # shown when the question is sent
+        except EdgeInferError:  # sending the question shows the error
             self._prefill = None
             return None
-        if self._prefill is not prefill:  # stopped meanwhile
+        if self._prefill is not prefill:  # `stop` was called meanwhile
             prefill.generation.cancel()
         return prefill
 
@@ -142,7 +148,7 @@ class SpeculativePrefill:
             self.cached_tokens = event.usage.prompt_tokens
 
     def stop(self) -> None:
-        """Cancel the prefill; the finished part stays cached. Any thread."""
+        """Cancel the prefill; prefilled tokens stay in the KV cache. Thread-safe."""
         prefill, self._prefill = self._prefill, None
         if prefill is not None and prefill.generation is not None:
             prefill.generation.cancel()

@@ -1,4 +1,4 @@
-"""Read the options of one start of the chat before any screen is shown, and load engines for it."""
+"""Start a chat: its options, its first session, and the engines that it loads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ChatSetup:
-    """The options of one start of the chat, for either front end."""
+    """Options and configuration of one chat, for the Textual app or the plain chat."""
 
     host: Host
     model: str
@@ -38,13 +38,13 @@ class ChatSetup:
     with_tools: bool = False
 
     def tools(self) -> ChatTools:
-        """Make the configured tools. Raises ConfigError, UsageError if there are none."""
-        from edgeinfer.tools.loop import ChatTools  # imported only by chats with tools
+        """Return the configured tools. Raises ConfigError, UsageError if there are none."""
+        from edgeinfer.tools.loop import ChatTools  # imported here: most chats have no tools
 
         return ChatTools(self.host.config.tools, Path.cwd())
 
     def session(self) -> ChatSession:
-        """Make a session with a new conversation of this model."""
+        """Return a session with a new conversation of the chosen model."""
         session = ChatSession(self.open_store, self.model)
         session.is_window = True
         session.set(system_prompt=self.conversation.system_prompt, sampling=self.conversation.sampling)
@@ -63,25 +63,28 @@ def describe_start(start: Start) -> str:
 
 
 class Engines:
-    """Loads and closes engines: at most one besides the resumed one. Its methods block."""
+    """Loads the first model into this process and others into workers; closes the previous engine.
+
+    Its methods block.
+    """
 
     def __init__(self, host: Host, options: LoadOptions) -> None:
         self.host = host
         self.options = options
         self.engine: Engine | None = None
-        self._home: Engine | None = None
+        self._local: Engine | None = None
         self._first: tuple[str, int] | None = None
         self._loading = threading.Lock()
-        self._home_key: tuple[str, int] | None = None
+        self._local_key: tuple[str, int] | None = None
 
     def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
-        """Return the engine of `model`, loading it if necessary, and close the previous one.
+        """Return an engine of `model`, loading it if necessary, and close the previous one.
 
         `n_ctx` None stands for that of `options`. Raises what `Host.engine` raises; then the previous
         engine stays open.
         """
         options = self.options if n_ctx is None else msgspec.structs.replace(self.options, n_ctx=n_ctx)
-        with self._loading:  # only one load at a time
+        with self._loading:
             return self._get(model, options, progress)
 
     def _get(self, model: str, options: LoadOptions, progress: LoadProgress | None) -> Engine:
@@ -89,30 +92,28 @@ class Engines:
             options = options.for_another_model()
         key = (model, options.n_ctx)
         self._first = self._first or key
-        if self._home is not None and key == self._home_key:
-            new = self._home
-        elif self._home is None:
-            new = self._home = self.host.engine(model, options, progress)
-            self._home_key = key
+        if self._local is not None and key == self._local_key:
+            new = self._local
+        elif self._local is None:
+            new = self._local = self.host.engine(model, options, progress)
+            self._local_key = key
         else:
             new = self.host.worker(model, options, progress)
         before, self.engine = self.engine, new
         if before is not None and before is not new:
-            self._part(before)
+            self._release(before)
         return new
 
-    def _part(self, engine: Engine) -> None:
-        """Close an engine unless it was resumed: a resumed one takes no private memory and can be used
-        again immediately.
-        """
-        if engine is self._home:
+    def _release(self, engine: Engine) -> None:
+        """Close an engine unless it was resumed: that one takes no private memory and can be reused."""
+        if engine is self._local:
             if self.host.start.how == "resumed":
                 return
-            self._home = self._home_key = None
+            self._local = self._local_key = None
         engine.close()
 
     def close(self) -> None:
         """Close every engine. Idempotent."""
-        for engine in {id(e): e for e in (self.engine, self._home) if e is not None}.values():
+        for engine in {id(e): e for e in (self.engine, self._local) if e is not None}.values():
             engine.close()
-        self.engine = self._home = None
+        self.engine = self._local = None

@@ -1,4 +1,4 @@
-"""Assemble the endpoint for `serve`, on sockets, and for `batch`, without sockets."""
+"""Build the HTTP endpoint: on sockets for `serve`, in memory for `batch` and `eval`."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ if TYPE_CHECKING:
     from edgeinfer.models.reference import ModelRef
 
 T = TypeVar("T")
-#: Descriptors reserved for files, models and workers; the others are for connections.
+#: File descriptors for files, models and workers; the rest is for connections.
 _OWN_DESCRIPTORS = 128
 
 _PURGE_EVERY_S = 24 * 3600
 
 
 def serve(options: argparse.Namespace, host: Host) -> ServeOutcome:
-    """Serve until a signal or idleness.
+    """Serve until a signal, or until `--idle-exit` is over.
 
-    Raises ServeError if the address cannot be bound or a key file is not safe, and what resolving a
-    model raises.
+    Raises ServeError if the address cannot be bound or the API key file is readable by others, and what
+    `Host.resolve` and `Host.files` raise.
     """
     name, ref = _default_model(options, host)
     address = pick(options.host, host.config.serve.host), pick(options.port, host.config.serve.port)
@@ -76,7 +76,7 @@ def serve(options: argparse.Namespace, host: Host) -> ServeOutcome:
 
 
 def _default_model(options: argparse.Namespace, host: Host) -> tuple[str, ModelRef | None]:
-    """Return the default model's name and reference; None after a resume, which needs no catalogue."""
+    """Return the default model's name and reference (None if this process was resumed with it)."""
     model: str = options.model or host.config.default_model
     if model == host.loaded_model:
         return model, None
@@ -136,7 +136,7 @@ async def _serve(
         traces=options.traces or "",
         model_admin=ModelAdmin() if _speaks_ollama(options, host) else None,
     )
-    load_key(host.config.receipts.key)  # raises now if the key is invalid
+    load_key(host.config.receipts.key)  # fail now if the key is invalid
     if folder := pick(options.log_payloads, config.log_payloads):
         endpoint.payload_log = PayloadLog(Path(folder), endpoint)
     if config.web:
@@ -156,9 +156,9 @@ async def _serve(
 def offline_endpoint(
     options: argparse.Namespace, host: Host, names: Sequence[str] = ()
 ) -> tuple[Endpoint, ASGIApp]:
-    """Assemble an endpoint without sockets or limits, and its application, for `edgeinfer batch`.
+    """Build an endpoint without sockets or limits, for `batch` and `eval`; return it and its ASGI app.
 
-    `names` are further models, such as GGUF files for `eval`. Usage does not count its answers.
+    `names` are further models or GGUF files; if there are any, `ps --usage` does not count the answers.
     """
     ref = host.resolve(options.model or host.config.default_model)
     name = host.files(ref).name
@@ -178,7 +178,7 @@ async def _purge_daily() -> None:
 
 
 class ModelLoader:
-    """Loads models: the default model into this process for the first load, all others into workers.
+    """Loads the default model into this process at first, and all later models into workers.
 
     `ref` is the default model's reference, None if this process was resumed with that model.
     """
@@ -201,7 +201,7 @@ class ModelLoader:
         self._loads_here = True
 
     def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
-        """Load a model. Runs in a worker thread. Raises what loading raises."""
+        """Load a model. Runs in a thread. Raises what `Host.engine` and `Host.worker` raise."""
         if name == self.name and self._loads_here:
             self._loads_here = False
             engine = self.host.engine(self._ref or self._typed, self._options, progress)
@@ -212,7 +212,7 @@ class ModelLoader:
         return self._worker(name, self._options.for_another_model(), progress)
 
     def worker(self, progress: LoadProgress | None = None, **changed: Any) -> LoadedEngine:
-        """Load the default model into a worker; `changed` overrides load options."""
+        """Load the default model into a worker; `changed` are other load options."""
         return self._worker(self._typed, msgspec.structs.replace(self._options, **changed), progress)
 
     def n_threads(self) -> int:
@@ -229,14 +229,14 @@ class ModelLoader:
 
 @dataclass
 class ReplicaLoader:
-    """Loads the default model as replicas in workers. The endpoint survives a replica's crash."""
+    """Loads the default model as several replicas in workers, which may crash one by one."""
 
     loader: ModelLoader
     count: int
     on_change: Callable[[ReplicasInfo], None]
 
     def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
-        """Load a model. Runs in a worker thread. Raises what loading raises."""
+        """Load a model. Runs in a thread. Raises what `ModelLoader` raises."""
         if name != self.loader.name:
             return self.loader(name, progress)
         loaded: list[LoadedEngine] = []
@@ -253,7 +253,7 @@ class ReplicaLoader:
 
 
 def _sizes(first: EngineInfo | None) -> dict[str, Any]:
-    """Return the sizes of the first replica: the engine could choose other sizes for the next one."""
+    """Return the context options of the first replica, so that the other ones do not differ."""
     if first is None:
         return {}
     sizes = {"n_ctx": first.n_ctx, "n_parallel": first.n_parallel}
@@ -262,11 +262,11 @@ def _sizes(first: EngineInfo | None) -> dict[str, Any]:
 
 
 def pulled_models() -> Callable[[], Sequence[AvailableModel]]:
-    """Return a function that lists every local model; models of external stores are last."""
+    """Return a function that lists all local models, those of external stores last."""
     watched: list[StoreCache] = []
 
     def list_models() -> Sequence[AvailableModel]:
-        # the catalogue is not needed before a second model is requested
+        # imported here: the catalogue is first needed when a second model is requested
         from edgeinfer.models.external_stores import stores
 
         watched[:] = watched or [stores.StoreCache()]
@@ -340,7 +340,10 @@ def _bind_ollama(
 
 
 def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socket.socket]) -> Gate:
-    """Build the gate; a public address needs an API key, made on first use. Raises ServeError."""
+    """Build the gate, which checks each request's address, Host, Origin and API key.
+
+    An address beyond loopback needs an API key, which is created at the first use. Raises ServeError.
+    """
     api_keys = keys.configured_keys(options.api_key_file)
     if not api_keys and not lifecycle.is_loopback(listeners):
         api_keys, created = keys.stored_keys()
@@ -364,7 +367,7 @@ def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socke
 
 
 def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> Limits:
-    """Return the limits of this process. Raises UsageError, and ServeError for the TLS files."""
+    """Return this process's limits on connections and requests. Raises UsageError, ServeError."""
     if (options.tls_cert is None) != (options.tls_key is None):
         raise UsageError("--tls-cert and --tls-key must be given together")
     for file in (options.tls_cert, options.tls_key):
@@ -379,10 +382,7 @@ def pick(typed: T | None, default: T) -> T:
 
 
 class ModelAdmin:
-    """Pulls and removes models for the page and `serve --ollama`. Thread-safe.
-
-    Imports the modules that change models on first use: 60 ms, which few endpoints need.
-    """
+    """Pulls and removes models for the web page and Ollama's clients. Thread-safe."""
 
     def pull(self, text: str, report: OnProgress, cancel: threading.Event) -> None:
         from edgeinfer.models import pull

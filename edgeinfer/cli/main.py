@@ -1,4 +1,4 @@
-"""The command line: builds the parser, runs one verb, and prints its outcome.
+"""The command line: parses it, runs a verb, and prints its result.
 
 stdout is for data, stderr for everything else. Only this module prints results and errors.
 """
@@ -31,7 +31,7 @@ from edgeinfer.host import Host
 from edgeinfer.launcher.argv import with_verb
 from edgeinfer.safe_text import without_controls
 
-#: Verbs of other programs → our verb.
+#: Verbs of other programs → ours.
 _OTHER_NAMES = {
     "models": "list",
     "ls": "list",
@@ -49,7 +49,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
-    """Run one command line; return its exit code. `--help` and `--version` raise SystemExit."""
+    """Run a command line; return its exit status. `--help` and `--version` raise SystemExit."""
     typed = with_verb(list(sys.argv[1:] if argv is None else argv))
     as_json = wants_json(typed)
     host = host or Host()
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
         _print_error(error, as_json=as_json)
         return error_text.exit_code(error)
     except BrokenPipeError:
-        # stdout's reader has ended: nothing can be flushed at exit
+        # the reader of stdout has ended
         _drop_output()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
 
 
 def _refuse_unknown_verb(typed: Sequence[str], host: Host) -> None:
-    """Raise UsageError with the verb that the user probably meant."""
+    """Raise UsageError if the first word is not a verb, with what was probably meant."""
     word = typed[0]
     if word.startswith("-") or word in VERBS:
         return
@@ -115,7 +115,7 @@ def _refuse_unknown_verb(typed: Sequence[str], host: Host) -> None:
 def _is_model(word: str, host: Host) -> bool:
     try:
         return host.find_model(word) is not None
-    except CatalogError:  # the model's record cannot be read
+    except CatalogError:  # a model with an unreadable record
         return True
 
 
@@ -133,13 +133,13 @@ def _run(options: argparse.Namespace, host: Host) -> Result:
 def _print_result(result: Result, *, as_json: bool) -> None:
     text = envelope(result).decode() if as_json else result.human()
     if sys.stdout.isatty():
-        text = without_controls(text)  # the message may quote a file or a name
+        text = without_controls(text)  # the text may quote a file or a name
     if text:
         print(text, flush=True)  # noqa: T201
 
 
 def _drop_output() -> None:
-    """Keep the interpreter from flushing unwritable output at exit."""
+    """Replace stdout, so that Python does not fail at exit when it flushes."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 

@@ -1,4 +1,4 @@
-"""Options that several verbs share, by scope: load, launch, request."""
+"""Options of several verbs, by scope: load, launch, request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SYSTEM = "system prompt: text, @FILE or name of a saved prompt"
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Add the load options; None means not typed, so the configuration decides."""
+    """Add the load options. Their default is None, which stands for the configuration."""
     parser.add_argument("--help-all", action=HelpAll, nargs=0, help="show this help with every option")
     group = parser.add_argument_group(LOAD)
     for option in LOAD_OPTIONS:
@@ -26,14 +26,14 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_attached_options(parser: argparse._ActionsContainer) -> None:
-    """Add the load options that do not need a snapshot of their own."""
+    """Add the load options that need no other snapshot, e.g. GPU layers and adapters."""
     for option in LOAD_OPTIONS:
         if option.flag and not option.of_snapshot:
             add_load_option(parser, option)
 
 
 def add_load_option(parser: argparse._ActionsContainer, option: LoadOption) -> None:
-    """Add one load option; its value is stored under the option's field name."""
+    """Add one load option; it is parsed into the attribute of its field's name."""
     choices = option.choices if option.metavar is None else None
     parser.add_argument(
         option.flag,
@@ -72,7 +72,7 @@ class _Join(argparse.Action):
 
 
 def add_launch_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the launch options, which work with any snapshot, and return their group."""
+    """Add the launch options, which work with every snapshot; return their group."""
     group = parser.add_argument_group(LAUNCH)
     add_attached_options(group)
     which = group.add_mutually_exclusive_group()
@@ -82,7 +82,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the sampling options, and return their group; None means the model's defaults."""
+    """Add the sampling options, and return their group. None stands for the model's default."""
     group = parser.add_argument_group(SAMPLING)
     for option in sampling_options.TYPED:
         metavar = "N" if option.kind is int else "X"
@@ -91,7 +91,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> argparse._ArgumentG
 
 
 def number_between(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], Any]:
-    """Return an argparse type: a number from `low` to `high`."""
+    """Return an argparse type for numbers from `low` to `high`."""
 
     def parse(text: str) -> Any:
         with contextlib.suppress(ValueError):
@@ -106,7 +106,7 @@ count = number_between(int, 1, 1_000_000)
 
 
 def add_traces(parser: argparse._ActionsContainer) -> None:
-    """Add `--traces`; its value becomes an absolute path."""
+    """Add `--traces`, whose path becomes absolute."""
     help = "append spans (load, resume, tokenize, queue, prefill, decode) as OTLP JSON"
     add_option(parser, "--traces FILE", help, type=os.path.abspath)
 
@@ -119,7 +119,7 @@ def add_yes(parser: argparse.ArgumentParser) -> None:
 def add_model(
     parser: argparse.ArgumentParser, help: str = "model name or GGUF file (default: the configured one)"
 ) -> None:
-    """Add the model as an optional positional."""
+    """Add an optional positional for the model."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help=help)
 
 

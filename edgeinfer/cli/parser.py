@@ -1,6 +1,6 @@
-"""The parser of all verbs: options may stand anywhere, errors are ours, and the help stays short.
+"""The parsers of all verbs: options may stand anywhere, and mistakes raise UsageError.
 
-Each option has a scope (load, launch, request), which is its group in the parser.
+Options are grouped by scope (load, launch, request). Some groups are shown only by `--help-all`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ LAUNCH = "launch options"
 ENDPOINT = "endpoint options"
 SAMPLING = "sampling"
 _SCOPES = {LOAD: "load", LAUNCH: "launch", ENDPOINT: "launch", SAMPLING: "request"}
-#: Groups that only `--help-all` shows.
+#: Groups of options that only `--help-all` shows.
 FOLDED = (LOAD, LAUNCH, SAMPLING)
-#: Verbs whose options have a scope.
+#: Verbs with load, launch or request options.
 _SCOPED_VERBS = ("chat", "run", "serve", "batch", "eval", "warm")
-#: Verbs whose clients send the sampling options.
+#: Verbs that get sampling options in requests, not on the command line.
 _ENDPOINTS = ("serve", "batch")
 EXAMPLES = "examples"
 
 
 class Verb(NamedTuple):
-    """A row of the table of verbs: its line in `--help`, and its examples without `edgeinfer`."""
+    """A verb in the table: its summary in `--help`, and examples (without `edgeinfer`)."""
 
     summary: str
     examples: tuple[str, ...]
@@ -141,14 +141,14 @@ VERBS = {
     ),
 }
 
-#: Actions of other programs → our action.
+#: Actions of other programs → ours.
 _OTHER_COMMANDS = {"remove": "rm", "delete": "rm", "ls": "list"}
-#: Most allowed values that an error lists.
+#: Most possible values that an error lists.
 _MOST_LISTED = 10
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with options in any position, without abbreviations, that raises instead of exiting."""
+    """An ArgumentParser: options in any position, no abbreviations, mistakes raise UsageError."""
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -160,7 +160,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # typeshed: overloads
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse options and positionals in any order; words after a verb or an agent stay unparsed."""
+        """Parse options and positionals in any order; what follows a verb or an agent is left alone."""
         actions = self._get_positional_actions()
         if any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in actions):
             return super().parse_known_args(args, namespace)
@@ -186,7 +186,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"did you mean {suggestion}? {lists}" if suggestion else lists)
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help without the groups of `--help-all`."""
+        """Print the help without the groups that `--help-all` adds."""
         every, self.usage = self._action_groups, self._short_usage()
         self._action_groups = [group for group in every if group.title not in FOLDED]
         self._print_message(self.format_help(), file or sys.stdout)
@@ -199,7 +199,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class HelpAll(argparse.Action):
-    """`--help-all`: print the help with every group of options."""
+    """The option `--help-all`: prints the help with all groups."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         print(parser.format_help(), end="")  # noqa: T201
@@ -208,9 +208,9 @@ class HelpAll(argparse.Action):
 
 @cache
 def build_parser(verb: str | None = None) -> Parser:
-    """Build the command line's parser, with the arguments of only `verb` or of every verb (None).
+    """Return the parser of the command line, with the arguments of one verb, or of all (None).
 
-    Cached: a parked process has the parsers of the launch verbs, so a launch does not build them.
+    Cached: a parked process has built the parsers of some verbs before its launch.
     """
     parser = Parser(
         prog="edgeinfer",
@@ -237,7 +237,7 @@ def module_of(verb: str) -> ModuleType:
 def refuse_unknown(
     parser: argparse.ArgumentParser, options: argparse.Namespace, unknown: Sequence[str]
 ) -> None:
-    """Raise WrongScopeError for an option of another scope, UsageError for other unknown words."""
+    """Raise WrongScopeError for an option that another verb has, UsageError for other words."""
     verb = options.verb or ""
     for word in unknown:
         owners = list(_owners(word.partition("=")[0])) if word.startswith("--") else []
@@ -269,7 +269,7 @@ def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPars
 
 
 def _owners(flag: str) -> Iterator[tuple[str, argparse.Action, str]]:
-    """Yield each verb that accepts `flag` in a scope, with the action and the group's title."""
+    """Yield each verb that has the option `flag`, with its action and the title of its group."""
     for name in _SCOPED_VERBS:
         for group in verbs_of(build_parser(name))[name]._action_groups:
             for action in group._group_actions:
@@ -306,7 +306,6 @@ def add_action(
     )
 
 
-@cache
 def add_option(parser: argparse._ActionsContainer, usage: str, help: str, **settings: Any) -> None:
     """Add an option by its usage: `--quiet` (a switch), `--name NAME`, or `--file FILE...` (a list)."""
     flag, _, metavar = usage.partition(" ")
@@ -319,8 +318,9 @@ def add_option(parser: argparse._ActionsContainer, usage: str, help: str, **sett
     parser.add_argument(flag, help=help, **settings)
 
 
+@cache
 def json_option() -> argparse.ArgumentParser:
-    """Build the parent of every parser with `--json`; the root parser has its default."""
+    """Return the parent parser with `--json`; the root parser sets its default."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object"
@@ -329,13 +329,13 @@ def json_option() -> argparse.ArgumentParser:
 
 
 def wants_json(typed: Sequence[str]) -> bool:
-    """Return whether `--json` was typed as an option; the command line may have other mistakes."""
+    """Return whether `--json` was typed, even if the command line is otherwise wrong."""
     return hasattr(json_option().parse_known_args(list(typed))[0], "json")
 
 
 def nearest(word: str, candidates: Sequence[str]) -> str:
-    """Return the candidate closest to a mistyped one, or "" if none is close or begins with it."""
-    import difflib  # 5 ms, only after a mistake
+    """Return the candidate nearest to `word`, or that begins with it; "" if there is none."""
+    import difflib  # imported here: it takes 5 ms, only after a mistake
 
     typed = word.lower().lstrip("-")
     spelled = {candidate.lower().lstrip("-"): candidate for candidate in candidates}

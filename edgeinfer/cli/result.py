@@ -1,4 +1,4 @@
-"""The result of a verb: a frozen value that can be converted to text or JSON."""
+"""Results of verbs: values that are printed as text or JSON."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import msgspec
 from edgeinfer import error_text
 from edgeinfer.errors import EdgeInferError, kebab, to_fields
 
-#: Version of the JSON envelope. A new key does not change it; a removed or renamed key does.
+#: Version of the JSON output. It stays if a key is added, and changes if one is removed or renamed.
 SCHEMA = "edgeinfer/1"
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A verb's outcome. `exit_code` is 0 unless a finding must fail the command."""
+    """What a verb returns. `exit_code` is the exit status, 0 if nothing is wrong."""
 
     @property
     def exit_code(self) -> int:
@@ -24,13 +24,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedResult(Result, frozen=True, kw_only=True):
-    """An outcome with its duration `wall_s`, which `main` measures."""
+    """A result with its duration `wall_s` (s), which `main` measures."""
 
     wall_s: float = 0.0
 
 
 def envelope(result: Result) -> bytes:
-    """Encode `{"schema", "kind", "ok": true, "result"}` as one line of JSON.
+    """Encode a result as one line of JSON: `{"schema", "kind", "ok": true, "result"}`.
 
     `kind` is the class's name in kebab case without "Result": "pull-adapter" for `PullAdapterResult`.
     """
@@ -40,9 +40,10 @@ def envelope(result: Result) -> bytes:
 
 
 def error_envelope(error: EdgeInferError) -> bytes:
-    """Encode the line `{"schema", "kind": "error", "ok", "error": {"code", "message", "hint"}}`.
+    """Encode an error as a line of JSON: `{"schema", "kind": "error", "ok": false, "error"}`.
 
-    `error` also has `param` or `key` if the error names one. `errors.from_fields` decodes it.
+    `error` has `code`, `message` and `hint`, and `param` or `key` if known. `errors.from_fields`
+    decodes it.
     """
     body = {**to_fields(error), "hint": error_text.hint(error)}
     return msgspec.json.encode({"schema": SCHEMA, "kind": "error", "ok": False, "error": body})

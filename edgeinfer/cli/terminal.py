@@ -1,4 +1,4 @@
-"""Questions, tables and progress by stage, on a terminal or a pipe."""
+"""Questions, tables and progress on a terminal, or lines in a pipe."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _REDRAWN_EVERY_S = 0.5
 
 
 def confirm(question: str, *, yes: bool, needs_yes: bool = False) -> None:
-    """Ask for confirmation on a terminal. Without one, refuse if `needs_yes`, otherwise continue.
+    """Ask the user to confirm, on a terminal. Without one, continue, unless `needs_yes`.
 
-    Raises InterruptedByUser if the user declines, UsageError if it refuses.
+    Raises InterruptedByUser if the user declines, UsageError if `--yes` is needed.
     """
     if yes:
         return
@@ -36,7 +36,7 @@ def confirm(question: str, *, yes: bool, needs_yes: bool = False) -> None:
 
 @contextmanager
 def stoppable(message: str, hint: str | None = None) -> Iterator[None]:
-    """Turn Ctrl-C and SIGTERM in the block into InterruptedByUser."""
+    """Raise InterruptedByUser with this message for Ctrl-C or SIGTERM in the block."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None
     try:
@@ -49,7 +49,7 @@ def stoppable(message: str, hint: str | None = None) -> Iterator[None]:
 
 
 def table(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> str:
-    """Align `rows`, of which the first is the header; columns in `right` are right-aligned."""
+    """Align the cells of `rows`, of which the first is the header. `right`: right-aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -60,9 +60,9 @@ def table(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset())
 
 
 class StageProgress:
-    """Progress on stderr: one line per stage, on a terminal with the elapsed seconds.
+    """Shows stages of work on stderr, one per line; on a terminal with elapsed time (s).
 
-    `note` is printed after each stage. Inside `with`, the line is redrawn. `seconds` are those of ended
+    `note` is added to each line. `with` keeps the line up to date. `seconds` are the durations of ended
     stages.
     """
 
@@ -88,7 +88,7 @@ class StageProgress:
             self._finish()
 
     def report(self, stage: str, fraction: float | None) -> None:
-        """Start a stage, or report its progress (0 to 1)."""
+        """Begin `stage`, or show its progress (0 to 1, None if unknown)."""
         with self._lock:
             self._fraction = fraction
             if stage == self._stage:

@@ -2,7 +2,7 @@
 
 A pattern is `SERVER.TOOL` or `SERVER.TOOL(ARGUMENT=VALUE, …)`. `*` matches any text, and a backslash
 makes the next character literal. `allow` matches a call only as it is spelled, `deny` in every
-spelling. A server's own claims can make approval stricter, never looser.
+spelling. What a server says about its tools can only make approval stricter.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from edgeinfer.config.config_file import ToolsConfig, change
 from edgeinfer.errors import ConfigError
 
 Level = Literal["allow", "ask", "deny"]
-#: The user's choices: allow this call, the tool in this conversation, or all calls that match the
-#: card's pattern; or refuse, with a reason for the model.
+#: The user's choices: allow this call, this tool in this conversation, or all calls that match the
+#: proposed pattern; or refuse, with a reason for the model.
 Choice = Literal["once", "conversation", "pattern", "no"]
 
 _PATTERN = re.compile(r"((?:\\.|[^\\()\s])+?)\.((?:\\.|[^\\().\s])+)(?:\((.*)\))?", re.DOTALL)
 _ARGUMENT = re.compile(r"\s*((?:\\.|[\w.-])+)=((?:\\.|[^,\\])*)(?:,|$)", re.DOTALL)
 _ATOM = re.compile(r"\\?.", re.DOTALL)
-#: Characters that a proposed pattern escapes in a value, and in an argument's name.
+#: Characters that a proposed pattern escapes: in a value, and in an argument's name.
 _IN_VALUE, _IN_NAME = r"[\\*,\n]", r"[^\w.-]"
-#: Matches a pattern of URLs: scheme, host with port, path.
+#: Matches a pattern for URLs: scheme, host with port, path.
 _URL_PATTERN = re.compile(r"((?:\\.|[\w.*+-])+)://([^/?#]*)([/?#].*)?", re.DOTALL)
 _URL = re.compile(r"(https?)://([\w.:[\]-]+)([/?#][^\\\s]*)?", re.IGNORECASE)
-#: Characters that could add a second command. `*` does not match them, except in a path or a URL.
+#: Characters with which a shell command could contain a second one; `*` matches them only in a path or
+#: URL.
 _OPERATORS = re.compile(r"[;&|<>`$(){}\\\r\n]")
-#: Arguments with a path: for these, `p` proposes the folder, and `*` matches no hidden name.
+#: Names of arguments that are paths: a pattern is proposed for the folder, and `*` matches no hidden
+#: name.
 _PATHS = {"path", "file", "filename", "file_path", "filepath"}
 _LONGEST_PROPOSED = 200
 _LONGEST_PATH = 4096
@@ -51,7 +53,10 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """A parsed pattern; its texts are still escaped. `is_bare`: it matches calls with any arguments."""
+    """A parsed pattern; its texts still contain escapes.
+
+    `is_bare`: written `SERVER.TOOL()`, no arguments.
+    """
 
     server: str
     tool: str
@@ -59,7 +64,7 @@ class Pattern(msgspec.Struct, frozen=True):
     is_bare: bool = False
 
     def allows(self, server: str, tool: str, arguments: dict[str, Any]) -> bool:
-        """Return whether the call matches exactly as it is spelled."""
+        """Return whether the pattern matches the call exactly as it is spelled."""
         return (
             self._names(server, tool)
             and not (self.is_bare and arguments)
@@ -70,7 +75,7 @@ class Pattern(msgspec.Struct, frozen=True):
         )
 
     def denies(self, server: str, tool: str, arguments: dict[str, Any], folder: Path) -> bool:
-        """Return whether the call matches in any spelling. Relative paths begin in `folder`."""
+        """Return whether the pattern matches a spelling of the call; relative paths are in `folder`."""
         return self._names(server, tool, re.IGNORECASE) and all(
             any(
                 _glob(value.removeprefix("./"), text, re.IGNORECASE)
@@ -84,7 +89,7 @@ class Pattern(msgspec.Struct, frozen=True):
 
     @property
     def names_tool(self) -> bool:
-        """Return whether the names of server and tool contain no `*`."""
+        """Return whether server and tool are named without `*`."""
         return not _has_wildcard(self.server + self.tool)
 
 
@@ -117,7 +122,7 @@ def _has_wildcard(pattern: str) -> bool:
 
 
 def _glob(pattern: str, text: str, flags: int = 0, wildcard: str = ".*") -> bool:
-    # only `*` is special, because paths and commands contain brackets and question marks
+    # not fnmatch: paths and commands contain brackets and question marks
     atoms = (wildcard if atom == "*" else re.escape(_literal(atom)) for atom in _ATOM.findall(pattern))
     return re.fullmatch("".join(atoms), text, flags | re.DOTALL) is not None
 
@@ -127,7 +132,7 @@ def _is_allowed(pattern: str, name: str, text: str) -> bool:
         return _unescape(pattern) == text
     if url := _URL_PATTERN.fullmatch(pattern):
         call = _url(text)
-        # drop a final `*`: `a.org*` must not match a.org.example
+        # without its final `*`: `a.org*` must not match a.org.example
         host = re.sub(r"(?<=[^:])\*$", "", url[2])
         path = url[3] or ("/" if host == url[2] else "/*")
         return (
@@ -155,7 +160,7 @@ def _url(text: str) -> tuple[str, str, str] | None:
 
 
 def _spellings(value: Any, folder: Path) -> Iterator[str]:
-    """Yield possible meanings of an argument: parts of a list, other spellings of a path or a URL."""
+    """Yield what an argument may mean: members of a list, other spellings of a path or a URL."""
     if isinstance(value, dict | list):
         for member in value.values() if isinstance(value, dict) else value:
             yield from _spellings(member, folder)
@@ -172,7 +177,8 @@ def _spellings(value: Any, folder: Path) -> Iterator[str]:
         lexical = os.path.normpath(folder / path)
         for absolute in (lexical, os.path.realpath(lexical), os.path.realpath(folder / path)):
             for spelling in (absolute, os.path.relpath(absolute, folder)):
-                yield from (spelling, f"{spelling}/")  # a path below a folder also means the folder
+                # with a slash: a pattern for a folder also matches paths below it
+                yield from (spelling, f"{spelling}/")
 
 
 def _spellings_of_address(text: str) -> Iterator[str]:
@@ -189,14 +195,15 @@ def _spellings_of_address(text: str) -> Iterator[str]:
 
 
 def argument_text(value: Any) -> str:
-    """Return an argument as patterns and people see it."""
+    """Return an argument as patterns match it and people see it: a string, or JSON."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def pattern_for(server: str, tool: str, arguments: dict[str, Any]) -> str:
-    """Propose a pattern for similar calls: paths by folder, URLs by host, all else exactly.
+    """Propose a pattern for similar calls: paths in the same folder, URLs of the same host.
 
-    Return "" if the pattern would be long. A pattern for a file tool does not restrict the content.
+    All other arguments must be equal; of file tools only the path counts. Return "" if the pattern
+    would be long.
     """
     is_file = server == "files" and "path" in arguments
     restricted = {"path": arguments["path"]} if is_file else arguments
@@ -219,7 +226,7 @@ def _value_for(name: str, text: str) -> str:
 
 
 def parse_decision(text: str) -> Decision:
-    """Parse the user's answer to a card: y, a, p, or n and a reason; anything else refuses."""
+    """Parse the user's answer: y, a, p, or n and a reason. Any other text refuses, as the reason."""
     text = text.strip()
     if (choice := _KEYS.get(text.lower())) is not None:
         return Decision(choice)
@@ -228,7 +235,7 @@ def parse_decision(text: str) -> Decision:
 
 
 class Approvals:
-    """Judges calls by configured rules, and by what the user allowed, often only in a conversation."""
+    """Decides which calls need the user's approval, by configured patterns and earlier permissions."""
 
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
         self.allow = [parse(text) for text in config.allow]
@@ -246,28 +253,31 @@ class Approvals:
         destructive: bool = False,
         harmless: bool = False,
     ) -> Level:
-        """Return the level of a call. `harmless`: a built-in tool that only reads."""
+        """Return whether a call is allowed, needs approval ("ask"), or is denied.
+
+        `destructive`: its server says so. `harmless`: a built-in tool that only reads.
+        """
         call = (server, tool, arguments)
         if any(pattern.denies(*call, self._folder) for pattern in self._deny):
             return "deny"
         if any(pattern.allows(*call) for pattern in self._by_conversation.get(conversation, ())):
             return "allow"
         allowed = [pattern for pattern in self.allow if pattern.allows(*call)]
-        if destructive:  # the author of `server.*` may not have thought of this tool
+        if destructive:  # `server.*` was perhaps written before the server had this tool
             allowed = [pattern for pattern in allowed if pattern.names_tool]
         return "allow" if allowed or harmless else "ask"
 
     def allow_here(self, conversation: Hashable, server: str, tool: str) -> None:
-        """Allow the tool in this conversation."""
+        """Allow all calls of a tool in this conversation."""
         pattern = Pattern(_escape(server), _escape(tool))
         self._by_conversation.setdefault(conversation, []).append(pattern)
 
     def allow_always(self, text: str) -> None:
-        """Allow calls that match a pattern, now and in the configuration. Raises ConfigError."""
+        """Allow calls that match a pattern, also in config.toml. Raises ConfigError."""
         self.allow.append(parse(text))
 
         def add(listed: list[str] | None) -> list[str]:
-            listed = [] if listed is None else listed  # the list in the file, with its comments
+            listed = [] if listed is None else listed  # the list as in the file, with its comments
             listed.append(text)
             return listed
 

@@ -1,4 +1,4 @@
-"""The base class of built-in tools, which are called like the tools of an MCP server."""
+"""The base class of built-in tool servers, which have the methods of an MCP client."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from edgeinfer.tools.tool_use import Progress, Stop
 
 TEXT = {"type": "string"}
 _TYPES = {"string": str, "integer": int}
-#: PATH for programs that tools start: a sandboxed command may have added programs to the user's PATH.
+#: PATH of programs that tools start. A command in the sandbox may have put programs on the user's PATH.
 FIXED_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 class RefusedError(Exception):
-    """A refused call; its message is for the model."""
+    """A call was refused; the model gets the message as its result."""
 
 
 def home_folder_error(folder: Path) -> str:
-    """Return why tools may not run in a folder that contains the home folder, or ""."""
+    """Return the error for a folder that contains the home folder, which tools may not use; else ""."""
     with suppress(RuntimeError):  # this user has no home folder
         if Path.home().resolve().is_relative_to(folder):
             return f"{folder} contains your home folder: start in a project folder"
@@ -30,7 +30,10 @@ def home_folder_error(folder: Path) -> str:
 
 
 def self_running_warning(path: str) -> str:
-    """Return a warning for a path that other programs execute automatically, or ""."""
+    """Return a warning if other programs execute the file automatically, e.g.
+
+    `.git/hooks/x`; else "".
+    """
     names = {name.lower() for name in self_running.NAMES}
     name = next((name for name in path.split("/") if name.lower() in names), "")
     return f"other programs execute files in {name} automatically" if name else ""
@@ -44,16 +47,22 @@ def tool_info(
     *,
     read_only: bool = False,
 ) -> ToolInfo:
-    """Describe a tool. `read_only`: it needs no approval."""
+    """Describe a tool: `needed` and `optional` are JSON schemas by argument.
+
+    `read_only` needs no approval.
+    """
     fields = {"properties": {**needed, **(optional or {})}, "required": list(needed)}
     schema = {"type": "object", **fields, "additionalProperties": False}
     return ToolInfo(name=name, description=description, parameters=schema, read_only=read_only)
 
 
 class Builtin:
-    """A tool server in this process. A tool is a method `_NAME(stop, ARGUMENT…)`. Any thread."""
+    """A tool server in this process. The method `_NAME(stop, **arguments)` is the tool NAME.
 
-    #: The server's name in patterns and in the names that the model sees.
+    Thread-safe.
+    """
+
+    #: The server's name, in patterns and before the tool's name: `files__read`.
     server: str
 
     def __init__(self, tools: Iterable[ToolInfo]) -> None:
@@ -63,11 +72,11 @@ class Builtin:
         return self._tools
 
     def unavailable(self) -> str:
-        """Return why the tools are not available here, or ""."""
+        """Return why the tools cannot be used on this machine or in this folder, or ""."""
         return ""
 
     def argument_error(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return what is wrong with the arguments of a call, or ""."""
+        """Return which arguments are missing, unknown or of the wrong type, or ""."""
         schema = next(tool.parameters for tool in self._tools if tool.name == name)
         types = {key: value["type"] for key, value in schema["properties"].items()}
         return argument_names_error(schema, arguments) or "; ".join(
@@ -77,15 +86,15 @@ class Builtin:
         )
 
     def canonical(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments with links in paths resolved; these are judged, shown and used."""
+        """Return the arguments with links in paths resolved, as they are judged, shown and used."""
         return arguments
 
     def warning(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return why a call needs approval even if similar calls are allowed, or ""."""
+        """Return why this call needs approval even if a pattern allows it, or ""."""
         return ""
 
     def preview(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return the change that a call would make, as a diff; "" for none."""
+        """Return the change that the call would make to a file, as a diff; "" if it changes none."""
         return ""
 
     def call(
@@ -95,7 +104,7 @@ class Builtin:
         stop: Stop | None = None,
         on_progress: Progress | None = None,
     ) -> CallResult:
-        """Run a tool. Raises StoppedError."""
+        """Run a tool; errors are its result. Raises StoppedError."""
         if wrong := self.argument_error(name, arguments):
             return CallResult(f"wrong arguments: {wrong}", is_error=True)
         try:
@@ -110,7 +119,7 @@ class Builtin:
 
 
 def argument_names_error(schema: dict[str, Any], arguments: dict[str, Any]) -> str:
-    """Return which arguments are missing or unknown by the tool's schema, or ""."""
+    """Return which arguments are missing or unknown according to the schema, or ""."""
     required, properties = schema.get("required"), schema.get("properties", {})
     required = required if isinstance(required, list) else []
     is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema

@@ -1,4 +1,4 @@
-"""Built-in tools for the files below one folder: read, glob, grep; with approval write and edit."""
+"""Built-in tools for the files of a folder: read, glob, grep; and, after approval, write and edit."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from edgeinfer.tools.builtin import (
 )
 from edgeinfer.tools.tool_use import Stop, StoppedError
 
-#: Largest file (bytes) that is read, searched or edited; the result names larger ones.
+#: Largest file (bytes) that is read, searched or edited.
 _MAX_FILE = 4 << 20
 _MAX_LINES, _MAX_FOUND = 2000, 200
 _MAX_VISITED = 50_000
 _LINE_CHARACTERS = 400
-#: Most pairs of equal lines that a diff compares; this many take about 3 s.
+#: Most pairs of equal lines for which a diff is made, which takes up to 3 s.
 _MAX_PAIRS = 10_000_000
-#: Time limit (s) of a search, and files per run of grep.
+#: Time limit (s) of a search, and number of files for each run of grep.
 _GREP_S, _GREP_FILES = 10, 64
 _MAX_DEPTH = 64
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -77,11 +77,11 @@ TOOLS = {
 
 
 class BuiltinFiles(Builtin):
-    """Reads and edits files of `folder` for the model, with the enabled tools. Any thread.
+    """Reads and edits the files of `folder` for the model; offers the `enabled` tools. Thread-safe.
 
-    A path is opened name by name below the folder, without following links: a command in the sandbox
-    may exchange a folder and a link meanwhile. `canonical` follows links before the call is judged.
-    (openat2 is similar, but does not tell where a link leads, which rules must compare.)
+    A path is opened folder by folder without following links, because a command in the sandbox may
+    replace a folder by a link meanwhile. `canonical` resolves links before the call is judged. (openat2
+    does not say where a link leads, which patterns must compare.)
     """
 
     server = "files"
@@ -99,7 +99,7 @@ class BuiltinFiles(Builtin):
         try:
             path = (self._folder / arguments["path"]).resolve()
         except (KeyError, TypeError, ValueError, OSError, RuntimeError):
-            return arguments  # the call itself reports the error
+            return arguments  # `call` reports the error
         is_inside = path.is_relative_to(self._folder)
         return arguments | {"path": str(path.relative_to(self._folder) if is_inside else path)}
 
@@ -117,7 +117,7 @@ class BuiltinFiles(Builtin):
             written = str(arguments.get("content", ""))
             after = written if name == "write" else _edit_text(before, arguments)
         except (RefusedError, OSError, UnicodeError, ValueError):
-            return ""  # the card shows the arguments instead
+            return ""  # the user sees the arguments instead
         old_rows, new_rows = _rows(before), _rows(after)
         counts = Counter(new_rows)
         if sum(counts[row] for row in old_rows) > _MAX_PAIRS:
@@ -128,7 +128,7 @@ class BuiltinFiles(Builtin):
 
     @contextmanager
     def _parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """Yield the open folder that contains `path`, and the last name; links are not followed."""
+        """Yield the open folder of `path`, and the last name of `path`. Links are not followed."""
         *folders, name = path.split("/")
         if path.startswith("/") or ".." in (*folders, name):
             raise RefusedError(f"{path} is outside of the folder")
@@ -152,7 +152,7 @@ class BuiltinFiles(Builtin):
 
     @contextmanager
     def _open(self, path: str) -> Iterator[int]:
-        """Yield the descriptor of a file, unless it is too large."""
+        """Yield the descriptor of a file. Raises RefusedError if it is no file or too large."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with self._parent(path) as (holder, name):
             descriptor = os.open(name, flags, dir_fd=holder)
@@ -217,7 +217,7 @@ class BuiltinFiles(Builtin):
         return self._write(stop, path, _edit_text(self._text(path), {"old": old, "new": new}))
 
     def _names(self, stop: Stop) -> Iterator[str]:
-        """Yield the files' paths, without hidden folders and links to folders."""
+        """Yield the path of every file, except those in hidden or linked folders."""
         visited = 0
         root = os.open(self._folder, _FOLDER)
         try:
@@ -227,7 +227,8 @@ class BuiltinFiles(Builtin):
                     below.clear()
                 if self._is_own(folder):
                     below[:], names = [], []
-                for name in ("", *sorted(names)):  # also check between folders: many may have no files
+                # check at least once in each folder: many may have no files
+                for name in ("", *sorted(names)):
                     if stop.is_set:
                         raise StoppedError("stopped")
                     if visited > _MAX_VISITED:
@@ -240,9 +241,10 @@ class BuiltinFiles(Builtin):
 
 
 def _grep_files(pattern: str, opened: dict[int, str], left_s: float, stop: Stop) -> list[str]:
-    """Return the matching lines. A time limit or a stop can end grep; `re` would hold the GIL.
+    """Return matching lines as `NAME:NUMBER: TEXT`. `opened` maps descriptors to names.
 
-    `opened` maps descriptors to names. PATH is not searched for grep: a command may have added one.
+    Raises RefusedError, StoppedError. A process can be ended after a time limit; Python's `re` would
+    hold the GIL. The user's PATH is not searched for grep: a command may have put one there.
     """
     program = shutil.which("grep", path=FIXED_PATH)
     if program is None:
@@ -286,12 +288,15 @@ def _named_line(line: str, opened: dict[int, str]) -> str:
 
 
 def _rows(text: str) -> list[str]:
-    """Split only at newlines: a diff must show other line separators (CR, U+2028) as characters."""
+    """Split only at newlines, so that a diff shows other line separators (CR, U+2028)."""
     return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether a path matches. `**/` is any folders or none; without `/` only names count."""
+    """Return whether a path matches.
+
+    `**/` is any number of folders; without `/`, only the name counts.
+    """
     if "/" not in pattern and pattern != "**":
         return fnmatch.fnmatchcase(os.path.basename(name), pattern)
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.replace("**/", ""))

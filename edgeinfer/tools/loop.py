@@ -1,6 +1,6 @@
-"""Run the tool calls of an answer: approval, parallel calls, results as messages for the model.
+"""Run the tool calls of an answer: approval, calls in parallel, results for the model.
 
-A front end (`CallFrontEnd`) shows the calls and lets the user decide.
+The front end (`CallFrontEnd`) shows calls and asks the user.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from edgeinfer.tools.tool_use import Stop, StoppedError, ToolUse, safe_text
 from edgeinfer.tools.toolbox import BoundTool, Toolbox
 
 _MOST_SHOWN = 4000
-#: Limits per question: rounds of calls, and bytes of a result for the model.
+#: Most rounds of calls per question, and most bytes of a result that the model gets.
 _MOST_ROUNDS, _MOST_RESULT_BYTES = 10, 32 << 10
-#: Size of one page of a card on a terminal.
+#: Lines and characters of a card's page on a terminal.
 _PAGE_LINES, _PAGE_CHARACTERS = 40, 4000
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _NO_MORE = "the limit of calls is reached: answer with the results so far, without another call"
 _REPEATED = "the same call was made before: answer with its result, which is above"
 
-#: The calls of each answer since a question.
+#: The calls since a question, grouped by the answer that made them.
 Rounds = Sequence[Sequence[ToolUse]]
-#: An approved call: the tool and its arguments.
+#: The arguments of a call; with its tool, an approved call.
 _Arguments = dict[str, Any]
 _Call = tuple[BoundTool, _Arguments]
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that waits for the user: the tool, its arguments, and the changes that it would make.
+    """A question to the user whether a call may run: tool, arguments, and the change of a file.
 
-    It shows the whole call; hidden characters are shown as escapes.
+    The whole call is shown; invisible characters are escaped.
     """
 
     id: str
     server: str
     tool: str
     arguments: dict[str, Any]
-    #: Proposed pattern; "" if none is specific enough: then similar calls cannot be allowed.
+    #: Pattern proposed to allow similar calls; "" if none is specific enough.
     pattern: str
     diff: str = ""
     warning: str = ""
 
     def _shown_arguments(self) -> dict[str, str]:
-        """Return the arguments as shown; a diff replaces all except the path."""
+        """Return the arguments to show; if there is a diff, only the path."""
         arguments = {"path": self.arguments.get("path")} if self.diff else self.arguments
         texts = {
             name: escape_hidden(approval.argument_text(value)) for name, value in arguments.items()
@@ -66,15 +66,15 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         return {n if _PLAIN_NAME.fullmatch(n) else json.dumps(n): text for n, text in texts.items()}
 
     def page_fields(self) -> dict[str, Any]:
-        """Return the fields for the page, with hidden characters escaped."""
+        """Return the fields for the web page, with invisible characters escaped."""
         fields = msgspec.structs.asdict(self) | {"arguments": ""}
         escaped = {name: escape_hidden(text) for name, text in fields.items()}
         return escaped | {"arguments": self._shown_arguments()}
 
     def text(self) -> str:
-        """Return the card as lines: the call, its change, the warning, and the possible answers."""
+        """Return the card as text: the call, its diff, the warning, and the possible answers."""
         lines = [f"{_on_one_line(self.server)} · {_on_one_line(self.tool)} wants to run"]
-        # mark further lines of an argument, which could look like another argument
+        # the mark shows that a line belongs to the argument above it
         for name, text in self._shown_arguments().items():
             lines.append(f"  {name}: {text}".replace("\n", "\n  | "))
         lines += [escape_hidden(self.diff)] if self.diff else []
@@ -83,9 +83,9 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join([*lines, f"y once · a always in this conversation{always} · n REASON refuses"])
 
     def ask(self, ask: Callable[[str], str | None]) -> Decision:
-        """Show the card with `ask`, which returns the user's input, or None to stop.
+        """Show the card page by page with `ask`, and return the decision.
 
-        A long card has several pages; only the last one accepts a yes.
+        `ask` returns what the user typed, None to stop. Only the last page accepts a yes.
         """
         *pages, last = _pages(self.text())
         for number, page in enumerate(pages, 1):
@@ -106,7 +106,7 @@ def _on_one_line(text: str) -> str:
 
 
 def _pages(text: str) -> list[str]:
-    """Split a text into pages; very long lines are split too."""
+    """Split a text into pages, at lines; very long lines are split too."""
     pages, lines = [""], 0
     for row in re.findall(rf"[^\n]{{1,{_PAGE_CHARACTERS}}}\n?|\n", text):
         if lines == _PAGE_LINES or len(pages[-1]) + len(row) > _PAGE_CHARACTERS:
@@ -118,17 +118,20 @@ def _pages(text: str) -> list[str]:
 
 
 class CallFrontEnd(Protocol):
-    """A front end's methods for the loop, called on the thread of the loop or of a call."""
+    """What the loop needs of a front end. Calls come from the loop's thread or a tool call's."""
 
     def decide(self, card: Card) -> Decision:
-        """Ask the user; wait for the decision."""
+        """Ask the user whether a call may run, and wait for the decision."""
 
     def show_use(self, use: ToolUse, progress: str) -> None:
-        """Show the progress of a call as text, or its end (then `progress` is "")."""
+        """Show the progress of a tool call as text; if `progress` is "", its end."""
 
 
 class ChatTools:
-    """Runs the calls of answers. `running` stops those of `start`; `close` stops all. Any thread."""
+    """The tools of a chat: lists them for the model, and runs its calls. Thread-safe.
+
+    `running` stops the calls of `start`, None if there are none; `close` stops every call.
+    """
 
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
         if not config.has_tools:
@@ -141,22 +144,22 @@ class ChatTools:
         self._closing = Stop()
 
     def prepare(self, *, refresh: bool = False) -> list[str]:
-        """Ask servers for unknown lists of tools; return notices for the user. Blocks. Any thread."""
+        """Ask servers whose tools are unknown; return notices for the user. Blocks."""
         self.toolbox.prepare(refresh=refresh)
         self._tools = self.toolbox.tools()
         return self.notices()
 
     def request_tools(self) -> tuple[Tool, ...]:
-        """Return the tools for requests; none before `prepare` has ended.
+        """Return the tools for a request; none until `prepare` has returned.
 
-        They change only when a server's list has changed, because they are part of cached prefixes.
+        They change only if a server changes its list, because the prefix cache contains them.
         """
         return self._tools or ()
 
     def fields(self, past: Rounds) -> dict[str, Any]:
-        """Return tools and choice for a request after `past` rounds of calls since its question.
+        """Return the fields `tools` and `tool_choice` of a request after `past` rounds of calls.
 
-        After the last round, or one that only repeats calls, there are no tools, so the answer is text.
+        If the last round was refused (too many or repeated calls), the model must answer with text.
         """
         mode: Literal["auto", "required", "none"] = "auto"
         if not past and self._tools:
@@ -169,7 +172,7 @@ class ChatTools:
         return safe_text(text, _MOST_RESULT_BYTES)
 
     def tools_by_server(self) -> dict[str, list[tuple[ToolInfo, Level]]]:
-        """Return the tools by server, each with the level of a call without arguments."""
+        """Return the tools of each server, with whether a call without arguments is allowed."""
         offered: dict[str, list[tuple[ToolInfo, Level]]] = {}
         for tool in self.toolbox.bound_tools().values():
             level: Level = "ask" if tool.is_new else self._level(tool, {}, 0)
@@ -177,14 +180,14 @@ class ChatTools:
         return offered
 
     def describe(self) -> str:
-        """List the tools, one server per line."""
+        """Return the names of the tools, one server per line."""
         by_server = self.tools_by_server().items()
         names = {server: ", ".join(info.name for info, _ in offered) for server, offered in by_server}
         lines = (f"{server}: {listed}" for server, listed in names.items())
         return safe_text("\n".join(lines), _MOST_SHOWN) or "No server offers a tool."
 
     def notices(self) -> list[str]:
-        """Return the notices since the last call; requests get the current tools from now on."""
+        """Return new notices for the user. Later requests get the tools as they are now."""
         notices, self.toolbox.notices = self.toolbox.notices, []
         if notices and self._tools is not None:
             self._tools = self.toolbox.tools()
@@ -198,7 +201,7 @@ class ChatTools:
         past: Rounds = (),
         conversation: object = 0,
     ) -> Callable[[], tuple[ToolUse, ...]]:
-        """Return a function that runs the calls; until it returns, `running` can stop them."""
+        """Return a function that runs the calls. `running` can stop them from now on."""
         stop = self.running = Stop()
 
         def run() -> tuple[ToolUse, ...]:
@@ -234,7 +237,7 @@ class ChatTools:
         past: Rounds = (),
         conversation: object = 0,
     ) -> tuple[ToolUse, ...]:
-        """Run the calls; return them with results, in order. `past`: the rounds since the question."""
+        """Run the calls and return them with results, in order. `past`: rounds since the question."""
         self._closing.add(stop.set)
         try:
             return self._run(uses, front, stop, past, conversation)
@@ -252,7 +255,7 @@ class ChatTools:
         results = list(uses)
         if len(past) >= _MOST_ROUNDS:
             return tuple(use.end("refused", _NO_MORE) for use in uses)
-        # small models may repeat a call forever; polling may continue while results differ
+        # refuse a call that had the same result twice: small models repeat calls forever
         repeated = {call[:2] for call in _made_calls(past[-1:]) & _made_calls(past[-2:-1])}
         threads: list[threading.Thread] = []
         for index, use in enumerate(uses):
@@ -278,7 +281,7 @@ class ChatTools:
     def _approve(
         self, use: ToolUse, front: CallFrontEnd, stop: Stop, conversation: object
     ) -> ToolUse | _Call:
-        """Return the tool and its arguments, or the finished use if the call is refused or invalid."""
+        """Return tool and arguments of a call that may run, otherwise the call with its refusal."""
         if stop.is_set:
             return use.end("stopped", "the user stopped the calls")
         try:
@@ -299,7 +302,8 @@ class ChatTools:
             return use.end("failed", "there is no such tool")
         front.show_use(use, "starting…")
         self.toolbox.start(bound.server, stop)
-        bound = self.toolbox.bound_tools().get(use.name)  # the list may have changed with the start
+        # starting the server may have changed the list
+        bound = self.toolbox.bound_tools().get(use.name)
         if bound is None:
             return use.end("failed", "its server no longer has this tool")
         builtin = self.toolbox.builtin.get(bound.server)
@@ -349,7 +353,7 @@ class ChatTools:
     def _note_decision(
         self, decision: Decision, bound: BoundTool, card: Card, conversation: object
     ) -> None:
-        """Allow further calls as the user decided."""
+        """Remember the permission that the user gave."""
         self.toolbox.approve(bound)
         if decision.choice == "conversation":
             self._approvals.allow_here(conversation, card.server, card.tool)
@@ -390,12 +394,15 @@ class ChatTools:
 
 
 def _made_calls(rounds: Rounds) -> set[tuple[str, str, str]]:
-    """Return name, arguments and result of the calls that were made in these rounds."""
+    """Return (name, arguments, result) of the calls that were run in these rounds."""
     return {(u.name, u.arguments, u.result) for uses in rounds for u in uses if u.status == "done"}
 
 
 class NoFrontEnd:
-    """A front end without a user: it refuses calls that need approval; `refused` has their patterns."""
+    """A front end without a user: refuses every call that needs approval.
+
+    `refused` collects the patterns that would have allowed the calls.
+    """
 
     def __init__(self, out: TextIO) -> None:
         self._out = out

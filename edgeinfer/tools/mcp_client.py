@@ -1,4 +1,4 @@
-"""A client of the Model Context Protocol: one session with one server.
+"""A client for the Model Context Protocol (MCP): one session with one tool server.
 
 The official SDK would take 0.7 s to import and 70 MB (docs/decisions/108-own-mcp-client.md).
 """
@@ -32,19 +32,19 @@ from edgeinfer.tools.mcp_transports import (
 )
 from edgeinfer.tools.tool_use import Progress, Stop, StoppedError, safe_text
 
-#: Protocol versions, newest first; a server answers with one that it supports.
+#: Supported protocol versions, newest first; a server chooses one.
 VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
-#: Limits of a list: pages, entries and bytes.
+#: Most pages, entries and bytes of a list.
 _MAX_PAGES, _MAX_ENTRIES = 64, 2000
 _MAX_LIST_BYTES = 4 << 20
-#: Longest list of names in a notice (bytes).
+#: Most bytes of a notice's list of names.
 _MAX_NAMES = 500
 _METHOD_NOT_FOUND = -32601
 _START_S = 60.0
 
 
 class ToolInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool as its server describes it. `destructive`, `read_only`: its claims, False by default."""
+    """A tool as its server describes it. The server claims that it is `destructive` or `read_only`."""
 
     name: str
     description: str = ""
@@ -67,12 +67,12 @@ class _Pending:
         self.began_s = self.heard_s = time.monotonic()
 
     def note_sent(self, sent: Future[None]) -> None:
-        """End the wait if the message cannot be sent."""
+        """End the wait with the error, if the request could not be sent."""
         if not sent.cancelled() and (error := sent.exception()) is not None:
             self.answer.put(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     def wait(self, timeout_s: float) -> dict[str, Any] | Exception | None:
-        """Return the answer; None if there was neither answer nor progress for `timeout_s`."""
+        """Return the answer, None if there was no answer and no progress for `timeout_s`."""
         while True:
             end_s = min(self.heard_s + timeout_s, self.began_s + max(timeout_s, MAX_ANSWER_S))
             left_s = end_s - time.monotonic()
@@ -84,10 +84,10 @@ class _Pending:
 
 
 class McpClient:
-    """A session with a server, which the constructor starts. Any thread.
+    """A session with a tool server, which the constructor starts. Thread-safe.
 
-    With `is_apart` the server starts outside of `folder`, which a model's commands may have changed.
-    Raises ToolServerError, and StoppedError if `stop` is set meanwhile.
+    With `is_apart` the server runs outside of `folder`, where a model's commands may have changed
+    programs. Raises ToolServerError, and StoppedError if `stop` is set meanwhile.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class McpClient:
         self._lock = threading.Lock()
         self._renewing = threading.Lock()
         self.lost = ""
-        #: Messages about tools and list entries that were left out.
+        #: Notices for the user about invalid tools and incomplete lists.
         self.notices: list[str] = []
         self.list_changed = False
         self._transport: StdioTransport | HttpTransport
@@ -140,10 +140,8 @@ class McpClient:
             self._transport.version = version
         self._notify("notifications/initialized", stop=stop or Stop())
 
-    # what a server offers
-
     def tools(self, stop: Stop | None = None) -> list[ToolInfo]:
-        """List the tools; `notices` names invalid ones. Raises ToolServerError."""
+        """Ask for the tools; `notices` names invalid ones. Raises ToolServerError, StoppedError."""
         self.list_changed = False
         entries = self._list("tools", stop)
         tools = [_tool(entry) for entry in entries]
@@ -161,7 +159,7 @@ class McpClient:
         stop: Stop | None = None,
         on_progress: Progress | None = None,
     ) -> CallResult:
-        """Call a tool; `on_progress` gets texts. Raises ToolServerError, StoppedError."""
+        """Call a tool; `on_progress` receives texts. Raises ToolServerError, StoppedError."""
         params = {"name": name, "arguments": arguments}
         result = self.request("tools/call", params, stop=stop, on_progress=on_progress)
         text = "\n".join(map(_item_text, _dicts(result.get("content"))))
@@ -170,7 +168,7 @@ class McpClient:
         return CallResult(text, result.get("isError") is True)
 
     def _list(self, kind: str, stop: Stop | None = None) -> list[dict[str, Any]]:
-        """Return the entries of a list, limited in size and by one timeout."""
+        """Return all entries of a list, up to limits of size and time."""
         entries: list[dict[str, Any]] = []
         cursor: dict[str, Any] = {}
         end_s, left_bytes = time.monotonic() + self._timeout_s, _MAX_LIST_BYTES
@@ -191,8 +189,6 @@ class McpClient:
         self.notices.append(f"{kind} of {self.spec.name}: too long or slow; some are missing")
         return entries
 
-    # JSON-RPC
-
     def request(
         self,
         method: str,
@@ -202,9 +198,9 @@ class McpClient:
         stop: Stop | None = None,
         on_progress: Progress | None = None,
     ) -> dict[str, Any]:
-        """Return the result of one request; in a new session if the server has forgotten this one.
+        """Send a request and return its result. If the session has ended, begin another one.
 
-        Progress extends `timeout_s`. Raises ToolServerError, StoppedError.
+        Each report of progress restarts `timeout_s`. Raises ToolServerError, StoppedError.
         """
         stop = stop or Stop()
         ask = partial(self._ask, method, params, timeout_s or self._timeout_s, stop, on_progress)
@@ -254,7 +250,7 @@ class McpClient:
     def _result(self, method: str, answer: dict[str, Any] | Exception) -> dict[str, Any]:
         if isinstance(answer, SessionEndedError | StoppedError):
             raise answer
-        if isinstance(answer, ToolServerError):  # the next call begins a new session
+        if isinstance(answer, ToolServerError):  # `lost` makes the next call begin another session
             self.lost = self.lost or answer.message
             raise self._error(answer.message, answer.hint) from answer
         if isinstance(answer, Exception):
@@ -276,7 +272,7 @@ class McpClient:
     def _notify(
         self, method: str, params: dict[str, Any] | None = None, stop: Stop | None = None
     ) -> None:
-        """Send a notification. With `stop`, wait until it is sent or `stop` is set."""
+        """Send a notification. With `stop`, wait until it is sent, or `stop` is set."""
         with_params = {"params": params} if params else {}
         sent = self._transport.send({"jsonrpc": "2.0", "method": method, **with_params})
         if stop is not None:
@@ -287,7 +283,7 @@ class McpClient:
             stop.remove(is_over.set)
 
     def _receive(self, message: dict[str, Any]) -> None:
-        self._is_connected.wait()  # a server may send first
+        self._is_connected.wait()  # wait for the constructor: a server may send before it is asked
         method, number = message.get("method"), message.get("id")
         if method is None:
             if (pending := self._pending_of(number)) is not None:
@@ -300,7 +296,7 @@ class McpClient:
             self._note_progress(message.get("params"))
 
     def _pending_of(self, number: Any) -> _Pending | None:
-        """Return the request with this id, which some servers return as a string or a float."""
+        """Return the pending request with this id. Some servers return ids as strings or floats."""
         with contextlib.suppress(TypeError, ValueError, OverflowError), self._lock:
             return self._pending.get(int(number))
         return None
@@ -311,12 +307,13 @@ class McpClient:
         if pending is not None and pending.on_progress is not None:
             pending.heard_s = time.monotonic()
             done, total = params.get("progress"), params.get("total")
-            with contextlib.suppress(Exception):  # a front end's error must not end the reader
+            # an error of the front end must not end the reading thread
+            with contextlib.suppress(Exception):
                 share = f"{done:g} of {total:g}" if _are_numbers(done, total) else ""
                 pending.on_progress(str(params.get("message") or share))
 
     def _answer(self, method: Any) -> dict[str, Any]:
-        """Return the response to a request from the server."""
+        """Return the response to a request that the server sent: `ping`, `roots/list` or an error."""
         if method == "ping":
             return {"result": {}}
         if method == "roots/list":
@@ -332,7 +329,7 @@ class McpClient:
             pending.answer.put(self._error(self.lost))
 
     def close(self) -> None:
-        """End the session and the child. Idempotent."""
+        """End the session and the server's process. Idempotent."""
         self._lost("the session is closed")
         self._transport.close()
 
@@ -346,7 +343,7 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def _tool(entry: dict[str, Any]) -> ToolInfo | None:
-    """Parse a tool; None if its name is not printable or its schema is not an object's."""
+    """Parse a tool; None if its name is not printable, or its schema does not describe an object."""
     name, claims = entry.get("name"), entry.get("annotations")
     schema = entry.get("inputSchema") or {}
     if not isinstance(name, str) or not name or not name.isprintable():

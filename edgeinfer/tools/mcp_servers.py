@@ -1,6 +1,6 @@
-"""The configured MCP servers: those of config.toml, and of the mcp.json files that it lists.
+"""The configured MCP servers: those of config.toml, and those of the mcp.json files that it lists.
 
-Formats: Claude Desktop, Cursor and LM Studio (`mcpServers`), VS Code (`servers`); read in place.
+The files may be those of Claude Desktop, Cursor, LM Studio (`mcpServers`) or VS Code (`servers`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from edgeinfer.errors import ConfigError, ToolServerError
 
 _MAX_NAME = 48
 _PLACE = re.compile(r"\$\{(?:(env|input):)?((?:(?!:-)[^}])+)(?::-([^}]*))?\}")
-#: Variables that every server gets.
+#: Environment variables that every server gets.
 _PASSED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
 #: File name suffixes of scripts.
 _SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh", ".rb", ".pl", ".php", ".lua", ".jar", ".pyz")
-#: Patterns that convert JSON with comments to JSON: strings stay; comments, then final commas are
-#: removed.
+#: Patterns to remove comments, then trailing commas, from JSON; the group keeps strings.
 _JSONC = (
     re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL),
     re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[\]}])'),
@@ -33,7 +32,7 @@ _JSONC = (
 
 
 class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A server: a `command` with its variables, or a `url` with its headers."""
+    """How to reach a server: `command` with environment `env`, or `url` with `headers`."""
 
     name: str
     command: tuple[str, ...] = ()
@@ -43,7 +42,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Hash of the command or URL, without the values of variables and headers."""
+        """Hash that identifies the server: command or URL, and names of variables and headers."""
         parts = (self.command, self.url, sorted(self.env), sorted(self.headers))
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
@@ -52,7 +51,7 @@ _Scalar = str | int | float | bool | None
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A server as a file describes it."""
+    """A server as it is written in a file."""
 
     command: str | list[str] | None = None
     args: list[_Scalar] | None = None
@@ -64,7 +63,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_servers(config: ToolsConfig, folder: Path) -> tuple[list[ServerSpec], list[str]]:
-    """Return the enabled servers, config.toml's first, and why others are left out."""
+    """Return the enabled servers, config.toml's first, and messages about invalid ones."""
     specs: dict[str, ServerSpec] = {}
     left_out: list[str] = []
     for where, entries in _sources(config, folder, left_out):
@@ -99,7 +98,7 @@ def _sources(
 
 
 def _valid_name(name: str) -> str:
-    """Return a name that is valid in a tool's name: Figma-Dev-Mode for `Figma Dev Mode`."""
+    """Return the name with characters that tool names allow: `Figma Dev Mode` → `Figma-Dev-Mode`."""
     return re.sub(r"__+", "_", re.sub(r"[^A-Za-z0-9._-]+", "-", name)).strip("-._")[:_MAX_NAME]
 
 
@@ -175,7 +174,7 @@ def _fill(label: str, text: Any, folder: Path) -> str:
     return filled_text
 
 
-#: A command, its variables and its working folder.
+#: Command, environment and working folder of a process; folder None: an empty one.
 _Start = tuple[tuple[str, ...], dict[str, str], Path | None]
 
 
@@ -186,9 +185,9 @@ def plan_start(spec: ServerSpec, folder: Path) -> _Start:
 
 
 def plan_start_apart(spec: ServerSpec, folder: Path) -> _Start:
-    """Return the same as `plan_start`, but so that no program or module below `folder` runs.
+    """Return command, variables and folder (None) so that nothing below `folder` is executed.
 
-    Commands of `shell` and `python` may have written it. Raises ToolServerError.
+    Commands of the tools `shell` and `python` may have changed programs there. Raises ToolServerError.
     """
     command, variables, _ = plan_start(spec, folder)
     for name in [name for name in variables if name.endswith("PATH")]:
@@ -211,13 +210,13 @@ def plan_start_apart(spec: ServerSpec, folder: Path) -> _Start:
 
 
 def path_outside(path: str, folder: Path) -> str:
-    """Return the absolute entries of a PATH that are not below `folder`."""
+    """Return the absolute entries of the search path `path` that are not below `folder`."""
     entries = path.split(os.pathsep)
     return os.pathsep.join(e for e in entries if os.path.isabs(e) and not _is_below(e, folder))
 
 
 def _is_below(path: str | Path, folder: Path) -> bool:
-    """Return whether a file, or a link on the way to it, is below `folder`."""
+    """Return whether a path is below `folder`, itself or by a link on the way to it."""
     real = os.path.realpath(folder)
     steps = (path, *Path(os.path.abspath(path)).parents)
     return any(Path(os.path.realpath(step)).is_relative_to(real) for step in steps)

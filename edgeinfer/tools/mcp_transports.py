@@ -1,6 +1,6 @@
-"""Transport JSON-RPC messages to an MCP server and back: a child's standard streams, or HTTP.
+"""Exchange JSON-RPC messages with an MCP server: by a child's stdin and stdout, or by HTTP.
 
-`send` never blocks: its future ends once the message is written or, over HTTP, once it is answered.
+`send` never blocks. Its future is done once the message is written or, over HTTP, answered.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from edgeinfer.platform.process import start_child
 if TYPE_CHECKING:
     import httpx2
 
-#: Largest message (bytes); a server that sends a larger one is ended.
+#: Largest message (bytes); a larger one ends the session.
 MAX_MESSAGE = 16 << 20
-#: Longest wait (s) for an answer, even if the server reports progress.
+#: Most seconds to wait for an answer, even if the server reports progress.
 MAX_ANSWER_S = 3600.0
-#: Time (s) for a child to end by itself, after SIGTERM, and after SIGKILL; and for HTTP's DELETE.
+#: Seconds that a child has to end by itself, then after SIGTERM; also for HTTP's DELETE.
 _CLOSE_S = 0.5
-#: Most queued messages to a server; further ones fail.
+#: Most messages that wait to be sent; further ones fail.
 _MAX_UNSENT = 1000
-#: Limit (s) of a notification over HTTP, or of the answer to a server's own request.
+#: Timeout (s) of an HTTP post that expects no answer.
 _NOTIFY_S = 10.0
-#: Time (s) for reading further notifications of a stream after the response.
+#: Seconds in which notifications after the response are still read from its stream.
 _AFTER_ANSWER_S = 0.5
 _MAX_REDIRECTS = 3
-#: Errors of Popen; ValueError is for a NUL, or for `=` in a variable's name.
+#: Errors of Popen; ValueError: an argument contains NUL, or a variable's name contains `=`.
 _START_ERRORS = (OSError, ValueError, subprocess.SubprocessError)
 _BOM = b"\xef\xbb\xbf"
 
@@ -51,15 +51,15 @@ Lost = Callable[[str], None]
 
 
 class SessionEndedError(ToolServerError):
-    """The HTTP server has forgotten the session; a new one is needed."""
+    """The HTTP server no longer knows the session: begin another one."""
 
 
 class UnansweredError(ToolServerError):
-    """The HTTP server has ended its response to a request without an answer."""
+    """The HTTP server ended its response without an answer to the request."""
 
 
 def decode_messages(data: bytes | bytearray) -> list[Message]:
-    """Return the messages of a JSON text: one, a batch, or none if it is invalid."""
+    """Return the messages in a JSON text: one, or a batch; none if it is invalid."""
     try:
         value = msgspec.json.decode(bytes(data).strip().removeprefix(_BOM))
     except (msgspec.MsgspecError, RecursionError):
@@ -69,12 +69,13 @@ def decode_messages(data: bytes | bytearray) -> list[Message]:
 
 
 class StdioTransport:
-    """Exchanges messages, one per line, with a child that ends with the reader thread, its parent.
+    """Exchanges messages, one per line, with a child process.
 
-    Without a `folder` the child starts in an empty private one.
+    The reading thread starts the child, and the kernel ends the child with this thread. Without a
+    `folder` the child gets an empty private one.
     """
 
-    #: Session id and protocol version; only HTTP servers have sessions.
+    #: Session id and protocol version, which only HTTP servers have.
     session = version = ""
 
     def __init__(
@@ -141,16 +142,17 @@ class StdioTransport:
         self._unsent.put(None)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_CLOSE_S)
-        self.kill(signal.SIGKILL)  # the whole process group: its children too
+        self.kill(signal.SIGKILL)  # also what the child has started
         child.wait()
         errors.join(_CLOSE_S)
         child.stdout.close()
-        if not errors.is_alive():  # a grandchild in another process group may keep the stream open
+        # it blocks if a grandchild in another process group keeps the stream open
+        if not errors.is_alive():
             child.stderr.close()
         self._lost(reason or f"it ended with status {child.returncode}{self.last_output()}")
 
     def _read(self, stream: IO[bytes]) -> str:
-        """Read messages to the end; return what violated the protocol, or ""."""
+        """Read messages until the stream ends; return "", or how the server violated the protocol."""
         text = bytearray()
         while line := stream.readline(MAX_MESSAGE + 1):
             is_continued = bool(text) and line[:1] in (b" ", b"\t", b"}", b"]")
@@ -159,13 +161,15 @@ class StdioTransport:
             text += line
             if len(text) > MAX_MESSAGE:
                 return f"it sent a message of more than {MAX_MESSAGE >> 20} MiB"
-            if is_continued and line[:1] in b" \t":  # pretty-printed JSON ends with the outer bracket
+            # pretty-printed JSON: read on, to its closing bracket
+            if is_continued and line[:1] in b" \t":
                 continue
             messages = decode_messages(text)
             for message in messages:
                 self._received(message)
             if messages or is_continued or not text.lstrip(_BOM + b" ").startswith((b"{", b"[")):
-                if not messages and line.strip():  # programs print to stdout what belongs to stderr
+                # not JSON: a program's message that belongs to stderr
+                if not messages and line.strip():
                     shown = line[:80].decode(errors="replace").strip()
                     self._output.append(f"not a message: {shown}")
                 text.clear()
@@ -177,11 +181,11 @@ class StdioTransport:
                 self._output.append(line.decode(errors="replace").strip())
 
     def last_output(self) -> str:
-        """Return the child's last line of output, for an error message; "" if there is none."""
+        """Return ": " and the child's last line of output, for an error message; "" without output."""
         return f": {self._output[-1]}" if self._output else ""
 
     def send(self, message: Message) -> Future[None]:
-        """Queue a message. The future fails with ToolServerError if the child reads nothing."""
+        """Queue a message. The future fails with ToolServerError if the child does not read."""
         sent: Future[None] = Future()
         if self._unsent.qsize() < _MAX_UNSENT:
             self._unsent.put((msgspec.json.encode(message) + b"\n", sent))
@@ -190,7 +194,7 @@ class StdioTransport:
         return sent
 
     def _write(self, stream: IO[bytes]) -> None:
-        """Write messages, and close the stream at the end: only this thread may block on it."""
+        """Write queued messages; only this thread may block on a child that does not read."""
         while unsent := self._unsent.get():
             data, sent = unsent
             if not sent.set_running_or_notify_cancel():
@@ -205,7 +209,10 @@ class StdioTransport:
             stream.close()
 
     def abandon(self, sent: Future[None], *, is_late: bool) -> bool:
-        """Cancel a message; if it `is_late` and unwritten, kill the child and return True."""
+        """Cancel an unanswered request; return whether the server was killed.
+
+        A server that has not even read it in time (`is_late`) is killed.
+        """
         is_ended = is_late and not sent.done()
         sent.cancel()
         if is_ended:
@@ -213,7 +220,7 @@ class StdioTransport:
         return is_ended
 
     def close(self) -> None:
-        """End the child and its process group, by closing its stdin, or by signals."""
+        """End the child and its process group: close its stdin, then SIGTERM, then SIGKILL."""
         self._unsent.put(None)
         self._thread.join(_CLOSE_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -228,13 +235,13 @@ class StdioTransport:
 
 
 class HttpTransport:
-    """Streamable HTTP: each message is a POST; its answer is JSON or a stream of events.
+    """MCP's streamable HTTP: each message is a POST, answered with JSON or an event stream.
 
-    One thread runs an event loop, in which a post can be cancelled in every state.
+    Posts run in an event loop in a thread, because there they can be cancelled at any time.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], received: Received) -> None:
-        import httpx2  # 75 to 120 ms, only for servers with a URL
+        import httpx2  # imported here: it takes 75 to 120 ms
 
         from edgeinfer.models.fetching.http_client import is_loopback
 
@@ -265,19 +272,19 @@ class HttpTransport:
             self._loop.close()
 
     def last_output(self) -> str:
-        """Return "": an HTTP server has no other output."""
+        """Return "": over HTTP there is no other output than answers."""
         return ""
 
     def send(self, message: Message) -> Future[None]:
-        """Post a message; responses go to `received`. The future fails with ToolServerError."""
+        """Post a message; `received` gets responses. The future fails with ToolServerError."""
         if self._is_closed:
             refused: Future[None] = Future()
             refused.set_exception(ToolServerError("the session is closed"))
             return refused
-        return asyncio.run_coroutine_threadsafe(self._carry(message), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._post_in_task(message), self._loop)
 
-    async def _carry(self, message: Message) -> None:
-        """Post a message until `close` cancels this task; only httpx may cancel its own tasks."""
+    async def _post_in_task(self, message: Message) -> None:
+        """Post a message in a task that `close` can cancel."""
         task = asyncio.current_task()
         assert task is not None
         self._posts.add(task)
@@ -286,12 +293,12 @@ class HttpTransport:
         await (self._ask(message) if is_request else self._notify(message))
 
     def abandon(self, sent: Future[None], *, is_late: bool) -> bool:
-        """Cancel a waiting post; the session continues."""
+        """Cancel an unanswered request; return False, because the session continues."""
         sent.cancel()
         return False
 
     async def _notify(self, message: Message) -> None:
-        """Post a message that needs no answer, one at a time; if too many wait, drop it."""
+        """Post a message that has no answer, one after the other; drop it if too many wait."""
         if len(self._posts) <= _MAX_UNSENT:
             with contextlib.suppress(TimeoutError):
                 async with self._notifying, asyncio.timeout(_NOTIFY_S):
@@ -307,7 +314,7 @@ class HttpTransport:
             raise UnansweredError(f"{self._url}: no response to {message['method']}")
 
     async def _post(self, message: Message) -> bool:
-        """Post a message; return whether its answer arrived. Raises ToolServerError."""
+        """Post a message; return whether it was answered. Raises ToolServerError."""
         import httpx2
 
         try:
@@ -339,7 +346,7 @@ class HttpTransport:
         return headers
 
     def _follow(self, response: httpx2.Response) -> None:
-        """Follow a redirect within the origin. Raises ToolServerError for another origin."""
+        """Use a redirect's target from now on. Raises ToolServerError if it is another origin."""
         target = response.url.join(response.headers["Location"])
         origins = {(url.scheme, url.host, url.port) for url in (response.url, target)}
         if response.status_code not in (307, 308) or len(origins) > 1:
@@ -372,7 +379,7 @@ class HttpTransport:
         return is_answered
 
     def _decode(self, data: bytes | bytearray, number: Any) -> bool:
-        """Deliver messages to `received`; return whether one was the response to `number`."""
+        """Pass messages on to `received`; return whether the response to request `number` was one."""
         messages = decode_messages(data)
         if data.strip() and not messages:
             shown = bytes(data[:80]).decode(errors="replace").strip()
@@ -382,7 +389,7 @@ class HttpTransport:
         return any("method" not in m and str(m.get("id")) == str(number) for m in messages)
 
     def close(self) -> None:
-        """End the session, and every connection."""
+        """End the session and all connections. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -418,7 +425,7 @@ def _refuse_long(size: int) -> None:
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the data of server-sent events."""
+    """Yield the `data` of each server-sent event."""
     line_start, data = b"", bytearray()
     async for piece in pieces:
         line_start += piece

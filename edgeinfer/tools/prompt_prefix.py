@@ -1,4 +1,4 @@
-"""The part of a prompt before the question: system prompt, tool list, a document."""
+"""The prefix that all questions of a conversation share: system prompt, tools, a document."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 def prefill_request(
     engine: Engine, question_request: Callable[[str], GenerateRequest]
 ) -> GenerateRequest:
-    """Return the request that prefills the common beginning of all prompts of `question_request`.
+    """Return a request that prefills the prefix shared by all prompts of `question_request`.
 
-    It is the common prefix of two questions, because a template may put tools anywhere.
+    It compares the prompts of two questions, because a chat template may put tools anywhere.
     """
     a, b = (_tokens(engine, question_request(text)) for text in ("Why?", "0 or 1"))
     shared = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
@@ -23,7 +23,7 @@ def prefill_request(
 
 
 def with_tools(tools: tuple[Tool, ...], system: str) -> Callable[[str], GenerateRequest]:
-    """Return a function that makes the request for a question after tools and a system prompt."""
+    """Return a function that makes the request for a question with these tools and system prompt."""
     first = [Message(role="system", content=system)] if system else []
 
     def question_request(text: str) -> GenerateRequest:

@@ -1,4 +1,4 @@
-"""Built-in tools that run code in a sandbox over one folder: shell and python (`sandbox_process`)."""
+"""Built-in tools that run code in a sandbox: shell and python. `sandbox_process` is the sandbox."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from edgeinfer.tools.mcp_servers import path_outside
 from edgeinfer.tools.self_running import SelfRunning
 from edgeinfer.tools.tool_use import Stop, StoppedError
 
-#: Most bytes of output; a command that writes more is ended.
+#: Most bytes of a command's output; a command that writes more is killed.
 MAX_OUTPUT = 1 << 20
 _WHERE = "It runs in the folder, in a sandbox without a network, and sees nothing outside of it."
 TOOLS = {
@@ -30,15 +30,16 @@ TOOLS = {
         "python", f"Run a Python program, which prints its results. {_WHERE}", {"code": TEXT}
     ),
 }
-#: Program that runs the job's code, which must not be an argument, because all users can see arguments.
+#: Python program that executes the file /command. The code itself must not be an argument, which all
+#: users could see.
 _PYTHON_CODE = "exec(compile(open('/command', 'rb').read(), '<string>', 'exec'))"
 _VARIABLES = {"PATH": FIXED_PATH, "LANG": "C.UTF-8", "TERM": "dumb", "HOME": "/tmp", "TMPDIR": "/tmp"}  # noqa: S108
-#: otherwise modules below HOME would run before the sandbox is set up
+#: otherwise Python would run modules below HOME before the sandbox exists
 _VARIABLES["PYTHONNOUSERSITE"] = "1"
 
 
 class Sandbox(Builtin):
-    """Runs the model's commands, which may change only `folder`; one ends after `timeout_s`."""
+    """Runs the model's commands in a sandbox: they may change only `folder`, and take `timeout_s`."""
 
     server = "sandbox"
 
@@ -65,12 +66,12 @@ class Sandbox(Builtin):
             return "there is no python3 in /usr/bin"
         if reason := self.missing_support():
             return reason
-        # no program of the folder may be started from now on: a command may have put it there
+        # a command may put programs into the folder: this process must not start them
         os.environ["PATH"] = path_outside(os.environ.get("PATH", ""), self._folder)
         return ""
 
     def _own_program(self) -> Path | None:
-        """Return a path of edgeinfer's own code that a sandboxed command could change, or None."""
+        """Return a part of edgeinfer itself that a command could change, None if there is none."""
         code = [Path(edgeinfer.__file__).parent]
         code += [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
         paths = [*map(Path, (sys.executable, sys.prefix, sys.base_prefix, *sys.path)), *code]
@@ -80,7 +81,7 @@ class Sandbox(Builtin):
         return inside[0] if inside else None
 
     def missing_support(self) -> str:
-        """Return why this machine has no sandbox, or ""."""
+        """Return why this machine cannot make a sandbox, or ""."""
         result = self._shell(Stop(), ":")
         return result.text.partition("\n")[0] if result.is_error else ""
 
@@ -101,7 +102,7 @@ class Sandbox(Builtin):
         files = SelfRunning(str(self._folder))
         try:
             status, out = _output(stop, job)
-        finally:  # the child may have been killed
+        finally:  # also if the child was killed
             renamed = files.restore()
             files.close()
         if stop.is_set:
@@ -115,7 +116,7 @@ class Sandbox(Builtin):
 
 
 def _output(stop: Stop, job: dict[str, Any]) -> tuple[int, bytes]:
-    """Run a job until it ends, a limit or the stop; return its status and output."""
+    """Run `job` in a child process until it ends or is stopped; return exit status and output."""
     with open(os.memfd_create("job"), "w+b") as file:
         file.write(msgspec.json.encode(job))
         file.seek(0)
@@ -128,7 +129,7 @@ def _output(stop: Stop, job: dict[str, Any]) -> tuple[int, bytes]:
             env=_VARIABLES,
         )
     with child:
-        stop.add(child.terminate)  # it waits until every process of the sandbox has ended
+        stop.add(child.terminate)  # SIGTERM makes it kill the sandbox and wait for its processes
         assert child.stdout is not None
         out = child.stdout.read(MAX_OUTPUT)
         if len(out) == MAX_OUTPUT:

@@ -1,8 +1,9 @@
-"""Run one command in a sandbox: `python -m` this module, with a `Job` in JSON on stdin.
+"""Run one command in a sandbox: `python -m` this module, with a `Job` as JSON on stdin.
 
-There are three processes. This one waits; it ends the others at a SIGTERM or with its parent. The init
-of the new namespaces enforces the limits that rlimits cannot, and every other process in them dies with
-it. The command runs under Landlock and seccomp, with a root of only programs and the folder.
+There are three processes. This one waits; SIGTERM or the end of its parent makes it kill the others.
+Its child is the init process (PID 1) of new namespaces: it enforces limits that rlimits cannot, and all
+processes in the namespaces die with it. The command is started by init under Landlock and seccomp, in a
+root that contains only programs and the folder.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from edgeinfer.platform.confinement import refuse_hidden_memory
 from edgeinfer.platform.process import die_with_parent
 from edgeinfer.tools.self_running import NEW_FILES, SelfRunning
 
-#: Limits of one call (bytes): memory of all its processes, and decrease of free disk space.
+#: Most memory of all processes together, and most disk space that one call may take (bytes).
 MEMORY_BYTES, DISK_BYTES = 2 << 30, 2 << 30
 _PROCESSES, _FILES = 256, 256
-#: Most sockets of all processes; each takes at most twice the kernel's default buffer of 208 KiB.
+#: Most sockets of all processes together; each may take two buffers of 208 KiB, the kernel's default.
 SOCKETS = 2048
 _FILE_BYTES = 512 << 20
 _ROOT_OPTIONS = "size=256m,nr_inodes=16k,mode=755"
@@ -35,12 +36,12 @@ _READABLE = """
     /etc/nsswitch.conf /etc/passwd /etc/ssl/certs /etc/ssl/openssl.cnf /sys/devices/system/cpu
 """.split()
 _DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
-_NEW_ROOT = "/sys"  # no user's folder is there
+_NEW_ROOT = "/sys"  # a folder that cannot contain the user's folder
 _AT_LIMIT = 124
 
 
 class Job(NamedTuple):
-    """A command over `folder` with `code` as /command; `readable`: further folders that it needs."""
+    """A command in `folder`, which finds `code` in the file /command and may also read `readable`."""
 
     command: list[str]
     code: str
@@ -50,7 +51,7 @@ class Job(NamedTuple):
 
 
 def main() -> int:
-    """Run the job from stdin; return its status, 124 at a limit, 125 if there is no sandbox."""
+    """Run the job from stdin; return its exit status, 124 after a limit, 125 if there is no sandbox."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     parent = os.getppid()
     die_with_parent(signal.SIGTERM)
@@ -66,7 +67,8 @@ def main() -> int:
         signal.signal(signal.SIGTERM, lambda *_: os.kill(init, signal.SIGKILL))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         status = os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) & 255
-        if os.getppid() != parent:  # killed; otherwise it renames the files and reports it
+        # the parent was killed; otherwise it calls `restore` itself and reports
+        if os.getppid() != parent:
             files.restore()
         return status
     status = 125
@@ -93,11 +95,12 @@ def _run(job: Job, read_only: set[str], user: int, group: int) -> int:
     _write("/proc/sys/user/max_user_namespaces", "0")
     _write("/proc/self/oom_score_adj", "1000")
     linux.mount_proc()
-    with contextlib.suppress(OSError):  # Linux 6.14; RLIMIT_NPROC does not limit root
+    with contextlib.suppress(OSError):  # possible since Linux 6.14; RLIMIT_NPROC does not limit root
         _write("/proc/sys/kernel/pid_max", str(300 + _PROCESSES))
     before = _free(job.folder)
     _change_root(job, read_only)
-    files = SelfRunning(job.folder, looks_below=False)  # before the command runs, which can change them
+    # before the command, which can change these files
+    files = SelfRunning(job.folder, looks_below=False)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     child = os.fork()
     if child == 0:
@@ -112,13 +115,13 @@ def _run(job: Job, read_only: set[str], user: int, group: int) -> int:
 
 
 def _change_root(job: Job, read_only: set[str]) -> None:
-    """Move to a root with only programs and the folder, without sockets of other programs."""
+    """Move to a new root: programs and the folder, without the sockets of other programs."""
     linux.mount("tmpfs", _NEW_ROOT, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _ROOT_OPTIONS)
     for path in [*_READABLE, *_DEVICES, *job.readable, "/proc", job.folder]:
         target = _NEW_ROOT + path
         if os.path.islink(path):
             os.makedirs(os.path.dirname(target), exist_ok=True)
-            with contextlib.suppress(FileExistsError):  # in a folder that is already bound
+            with contextlib.suppress(FileExistsError):  # it lies in a folder that is bound already
                 os.symlink(os.readlink(path), target)
         elif os.path.exists(path):
             os.makedirs(target if os.path.isdir(path) else os.path.dirname(target), exist_ok=True)
@@ -156,7 +159,7 @@ def _confine(job: Job) -> None:
 
 
 def _watch(job: Job, child: int, free: _Free, files: SelfRunning) -> int:
-    """Wait for the command; return its status, or 124 with the exceeded limit."""
+    """Wait for the command; return its status, or 124 after printing the limit that it exceeded."""
     end_s = time.monotonic() + job.timeout_s
     status, reason = None, ""
     while status is None and not reason and not files.changed_names():
@@ -197,7 +200,7 @@ def _end_all() -> None:
 
 
 def _memory() -> int:
-    """Return the memory of all processes (bytes), including page tables, without file-backed pages."""
+    """Return the memory of all processes (bytes), with page tables, without file-backed pages."""
     kib = 0
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
@@ -206,7 +209,7 @@ def _memory() -> int:
 
 
 class _Free(NamedTuple):
-    """Free space and inodes of the disk; shared memory in use on the whole machine; own sockets."""
+    """Free bytes and inodes of the disk, shared memory of the machine, sockets of this sandbox."""
 
     bytes: int
     files: int
@@ -218,7 +221,7 @@ def _free(folder: str) -> _Free:
     disk = os.statvfs(folder)
     with open("/proc/meminfo") as file:
         shared = re.search(r"Shmem:\s*(\d+)", file.read())
-    with open("/proc/net/sockstat") as file:  # counts this network namespace, including closed sockets
+    with open("/proc/net/sockstat") as file:  # sockets of this network namespace, closed ones included
         sockets = re.search(r"sockets: used (\d+)", file.read())
     shared_bytes = int(shared[1]) << 10 if shared else 0
     n_sockets = int(sockets[1]) if sockets else 0

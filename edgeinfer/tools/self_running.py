@@ -1,4 +1,4 @@
-"""Files of a folder that other programs execute automatically: a shell prompt, git, an editor."""
+"""Files that other programs execute by themselves, e.g. `.envrc` (a shell), `.git` (git), `.vscode`."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ import time
 from collections import deque
 from contextlib import suppress
 
-#: git treats a folder with HEAD as a bare repository, and obeys its `config`, if it also has `objects`
-#: and `refs`, or a `commondir`.
+#: Names of self-running files. HEAD: git obeys the `config` of a folder that looks like a bare
+#: repository, with HEAD and either `objects` and `refs`, or `commondir`.
 NAMES = """
     .git .hg .husky .vscode .idea .zed .devcontainer .envrc .exrc .nvim.lua .mcp.json .claude .cursor
     HEAD
 """.split()
 _OF_BARE_REPOSITORY = ["config", "config.worktree", "commondir", "hooks"]
-#: Most names that are checked below the folder, those nearest to its top first (30 ms).
+#: Most names that are searched in subfolders, the nearest first (30 ms).
 MAX_NAMES = 20_000
-#: Most files that one command may create, so that no file can hide among them.
+#: Most files that one command may create: more could hide one from the search.
 NEW_FILES = 100_000
 _MAX_REPORTED = 20
-#: A file's times may be older than the clock by one tick of the kernel (ns).
+#: A file's times may be older than the clock, by a tick of the kernel (ns).
 _TICK_NS = 50_000_000
 
 
 class SelfRunning:
-    """Finds changes of `folder`'s self-running files, with `looks_below` False only at its top."""
+    """Finds what a command changed among the self-running files of `folder`.
+
+    With `looks_below` False it checks only the folder itself, not its subfolders.
+    """
 
     def __init__(self, folder: str, *, looks_below: bool = True) -> None:
         self._folder = folder
@@ -38,17 +41,17 @@ class SelfRunning:
         self._below, self._is_whole = _find_below(folder, MAX_NAMES) if looks_below else ({}, True)
 
     def paths(self) -> set[str]:
-        """Return the existing self-running files of the folder, without links, and `.git`'s target."""
+        """Return the real paths of the existing self-running files; also where a file `.git` points."""
         names = [*self._before, *self._below]
         paths = {path for name in names for path in self._real_paths(name)}
         return {path for path in paths if self._is_inside(path) and os.path.exists(path)}
 
     def changed_names(self) -> list[str]:
-        """Return the names at the top that were added, removed or redirected."""
+        """Return the self-running names in the folder itself that were added, removed or redirected."""
         return [name for name, before in self._before.items() if self._identity(name) != before]
 
     def _new_below(self) -> list[str]:
-        """Return the new paths below the top, except those that only moved with their folder."""
+        """Return new self-running paths in subfolders, except those that moved with their folder."""
         before = {(info.st_dev, info.st_ino) for info in self._below.values()}
         now, _ = _find_below(self._folder, MAX_NAMES + NEW_FILES, opens=True)
         return [
@@ -59,9 +62,11 @@ class SelfRunning:
         ]
 
     def restore(self) -> str:
-        """Rename the self-running files that an ended command has created; return a message, or ""."""
-        if stat.S_IMODE(os.fstat(self._descriptor).st_mode) != self._mode:  # only the owner may fchmod
-            os.fchmod(self._descriptor, self._mode)  # first: otherwise nothing below is visible
+        """Rename self-running files that an ended command created; return what was done, or ""."""
+        # only the owner may fchmod, so call it only if it is needed
+        if stat.S_IMODE(os.fstat(self._descriptor).st_mode) != self._mode:
+            # first: in a folder without permissions nothing is visible
+            os.fchmod(self._descriptor, self._mode)
         ending = f".from-sandbox-{os.urandom(4).hex()}"
         renamed: list[str] = []
         failed: list[str] = []
@@ -84,10 +89,11 @@ class SelfRunning:
         os.close(self._descriptor)
 
     def _identity(self, name: str) -> str:
-        """Return device, inode, type, link and target of a name; "" if missing."""
+        """Return a text that differs if `name` is replaced by another file or link; "" if missing."""
         try:
             info = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-            is_link = stat.S_ISLNK(info.st_mode)  # inode numbers are reused, so compare the target too
+            # compare link targets too, because inode numbers are reused
+            is_link = stat.S_ISLNK(info.st_mode)
             link = os.readlink(name, dir_fd=self._descriptor) if is_link else ""
         except OSError:
             return ""
@@ -103,7 +109,7 @@ class SelfRunning:
         return path.startswith(f"{self._folder}/")
 
     def _real_paths(self, name: str) -> list[str]:
-        """Return the targets of a name: through links, and as git reads a file `.git`."""
+        """Return where `name` leads: through links, and through a file `.git` as git reads it."""
         path = os.path.realpath(f"{self._folder}/{name}")
         is_git = os.path.basename(name) == ".git" and os.path.isfile(path)
         return [path, *(_git_folder(path) if is_git else ())]
@@ -112,9 +118,9 @@ class SelfRunning:
 def _find_below(
     folder: str, max_names: int, *, opens: bool = False
 ) -> tuple[dict[str, os.stat_result], bool]:
-    """Return self-running files below a folder by relative path, and whether the search was complete.
+    """Return the self-running files in subfolders, and whether all of these were searched.
 
-    Links are not followed. `opens`: makes folders readable that a command has closed.
+    Links are not followed. `opens`: make folders readable again that a command has closed.
     """
     infos: dict[str, os.stat_result] = {}
     folders = deque([""])

@@ -1,8 +1,8 @@
-"""The tools of the enabled servers, in an append-only order, and their calls.
+"""The tools of all enabled servers, in an order that only grows at its end, and the servers' sessions.
 
-A server's list is stored on disk, so a new session shows it to the model without starting the server,
-and an unchanged list renders to the same prompt prefix. The first call starts the server. If its list
-then differs, the user is told, and changed tools need approval again.
+The lists of tools are stored on disk. So a new chat can show them to the model without starting a
+server, and unchanged lists give the same prompt prefix. The first call starts a server. If its list has
+changed, the user is told, and changed tools need approval again.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from edgeinfer.tools.sandbox import Sandbox
 from edgeinfer.tools.tool_use import Stop, StoppedError, safe_text, shown_name
 from edgeinfer.tools.web import Web
 
-#: Longest description (characters) that the model sees.
+#: Most characters of a tool's description that the model gets.
 _MOST_DESCRIPTION = 4000
-#: Most tools of a request.
+#: Most tools in a request.
 _MOST_TOOLS = 128
 
 
 class KnownServer(msgspec.Struct, kw_only=True):
-    """A server's last known list. `unapproved` tools are new or changed since: they need approval."""
+    """A server's last known list of tools; `unapproved` are new or changed ones that need approval."""
 
     digest: str
     tools: list[ToolInfo]
@@ -44,7 +44,7 @@ class KnownServer(msgspec.Struct, kw_only=True):
 
 
 class BoundTool(msgspec.Struct, frozen=True):
-    """A tool with its server. `is_new`: it was added or changed since the list was first seen."""
+    """A tool and its server. `is_new`: added or changed since the user first saw the server's list."""
 
     server: str
     info: ToolInfo
@@ -52,12 +52,12 @@ class BoundTool(msgspec.Struct, frozen=True):
 
 
 def records_path() -> Path:
-    """Return the file of the known lists."""
+    """Return the file in which the known lists are stored."""
     return paths.data_dir() / "tools.json"
 
 
 class Toolbox:
-    """Starts the enabled tool servers, and calls their tools. Any thread; `close` ends every child."""
+    """Starts the enabled tool servers and keeps their sessions. Thread-safe; `close` ends them all."""
 
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
         self.config = config
@@ -68,18 +68,18 @@ class Toolbox:
             Web(config.fetch_hosts, config.builtin),
         ]
         self._builtin = {server.server: server for server in servers if server.tools()}
-        #: Built-in servers that can run (before `prepare`: all), and why others cannot.
+        #: Built-in servers that can be used here (before `prepare`: all), and why others cannot.
         self.builtin, self._unavailable = self._builtin, dict[str, str]()
         specs, self.notices = load_servers(config, folder)
         self._specs = {spec.name: spec for spec in specs if spec.name not in self._builtin}
         for name in self._builtin.keys() & {spec.name for spec in specs}:
             self.notices.append(f"{name} is left out: a built-in server has the same name; rename it")
-        #: Whether `shell` or `python` is enabled, so that servers start outside of the folder.
+        #: Whether `shell` or `python` is enabled: MCP servers then run outside of the folder.
         self._is_apart = not {"shell", "python"}.isdisjoint(config.builtin)
         self._started: dict[str, McpClient] = {}
         self._starting = {name: threading.Lock() for name in self._specs}
         self._lock = threading.RLock()
-        #: Set by `close` to end every start of a server in progress.
+        #: `close` sets this to end servers that are being started.
         self._closing = Stop()
         self._records = _read_records()
 
@@ -90,14 +90,14 @@ class Toolbox:
         self.close()
 
     def servers(self) -> list[str]:
-        """Return the enabled servers in the order in which they were first seen."""
+        """Return the enabled MCP servers in the order in which they were first seen."""
         first = [name for name in tuple(self._records) if name in self._specs]
         return [*first, *(name for name in self._specs if name not in first)]
 
     def prepare(self, *, refresh: bool = False) -> None:
-        """Ask each server whose list is unknown (with `refresh`, every server) for its list.
+        """Ask servers whose list is unknown for their tools; with `refresh`, every server.
 
-        Servers that fail and built-in tools that cannot run are left out; `notices` names them.
+        Failed servers and unusable built-in tools are left out; `notices` says why.
         """
         before = self._unavailable
         reasons = {name: builtin.unavailable() for name, builtin in self._builtin.items()}
@@ -129,7 +129,7 @@ class Toolbox:
         return record is not None and record.digest == self._specs[name].digest
 
     def bound_tools(self) -> dict[str, BoundTool]:
-        """Return the tools by the name that the model sees, in their order."""
+        """Return the tools by the name that the model sees (`SERVER__TOOL`), in their fixed order."""
         bound: dict[str, BoundTool] = {}
         for name, builtin in self.builtin.items():
             for info in builtin.tools():
@@ -142,7 +142,7 @@ class Toolbox:
         return bound
 
     def tools(self) -> tuple[Tool, ...]:
-        """Return the tools for a request."""
+        """Return the tools as a request contains them."""
         return tuple(
             Tool(
                 name=name,
@@ -153,7 +153,7 @@ class Toolbox:
         )
 
     def start(self, name: str, stop: Stop | None = None) -> McpClient | Builtin:
-        """Return a server's session, starting it if necessary. Raises ToolServerError, StoppedError."""
+        """Return a server's session; start it if needed. Raises ToolServerError, StoppedError."""
         if name in self.builtin:
             return self.builtin[name]
         if name not in self._specs:
@@ -195,7 +195,7 @@ class Toolbox:
         return client
 
     def _note_list(self, name: str, tools: list[ToolInfo]) -> None:
-        """Store a server's list: known tools first, in their order, then new ones."""
+        """Store a server's list of tools: known ones in their order, then new ones."""
         digest = self._specs[name].digest
         record = self._records.get(name)
         by_name = {tool.name: tool for tool in tools}
@@ -214,7 +214,7 @@ class Toolbox:
         self._write_records()
 
     def approve(self, tool: BoundTool) -> None:
-        """Record that the user allowed a tool in its present form."""
+        """Record that the user has approved a new or changed tool."""
         with self._lock:
             record = self._records.get(tool.server)
             if record is not None and tool.info.name in record.unapproved:
@@ -227,7 +227,7 @@ class Toolbox:
             write_durably(records_path(), msgspec.json.encode(self._records), 0o600)
 
     def close(self) -> None:
-        """End every server. Idempotent."""
+        """End every session. Idempotent."""
         self._closing.set()
         with self._lock:
             clients, self._started = self._started, {}
@@ -235,7 +235,7 @@ class Toolbox:
 
 
 def _in_threads(works: Sequence[Callable[[], object]]) -> None:
-    """Run functions in threads, and wait for all of them."""
+    """Run functions in parallel threads, and wait for all of them."""
     threads = [threading.Thread(target=work, daemon=True) for work in works]
     for thread in threads:
         thread.start()

@@ -1,6 +1,6 @@
-"""A built-in tool that fetches pages as text, only from listed hosts.
+"""A built-in tool that fetches web pages as text, only from hosts that the user has listed.
 
-A name is resolved once, its addresses are checked, and the connection goes to one of them. Each
+A host name is resolved once: its addresses are checked, and the connection goes to one of them. Each
 redirect is checked like the first URL.
 """
 
@@ -27,13 +27,16 @@ _MAX_BYTES = 2 << 20
 _MAX_REDIRECTS = 5
 _TIMEOUT_S, _CONNECT_S = 30.0, 10.0
 _TEXTS = re.compile(r"text/|application/(.*[+/])?(json|xml|javascript|yaml|pdf)")
-#: Networks whose addresses a gateway translates to others.
+#: IPv6 networks that embed other addresses, to which gateways forward.
 _TRANSLATED = [ipaddress.ip_network(text) for text in ("64:ff9b::/32", "2002::/16", "2001::/32")]
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Web(Builtin):
-    """The tool `fetch`, if enabled. `hosts`: names with `*`, and private addresses."""
+    """The tool `fetch`.
+
+    `hosts` are names, in which `*` matches any text, and private addresses or networks.
+    """
 
     server = "web"
 
@@ -47,7 +50,7 @@ class Web(Builtin):
         return "" if self._names else "no host is listed: set tools.fetch-hosts in config.toml"
 
     def _fetch(self, stop: Stop, url: str) -> str:
-        import httpx2  # 75 to 120 ms, only for this tool
+        import httpx2  # imported here: it takes 75 to 120 ms
 
         from edgeinfer.models.fetching.http_client import refuse_downgrade
 
@@ -69,7 +72,7 @@ class Web(Builtin):
 
     @contextmanager
     def _answer(self, url: httpx2.URL, stop: Stop, end_s: float) -> Iterator[httpx2.Response]:
-        """Request a URL from one of its host's addresses. Raises RefusedError, StoppedError."""
+        """Request a URL at a checked address of its host. Raises RefusedError, StoppedError."""
         import httpx2
 
         from edgeinfer.models.fetching.http_client import range_headers, shut_down
@@ -136,21 +139,21 @@ def _refuse_end(stop: Stop, end_s: float) -> None:
 
 
 def _text(response: httpx2.Response, stop: Stop, end_s: float) -> str:
-    """Read an answer's text. Raises RefusedError for a wrong type, status or size."""
+    """Read a response as text. Raises RefusedError for another type, status or size; StoppedError."""
     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if response.status_code != 200:
         raise RefusedError(f"the server answers {response.status_code}")
     if not _TEXTS.match(kind):
         raise RefusedError(f"the server sends {kind or 'an unknown type'}, but only text is read")
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise RefusedError("the server sends the page in an encoding that was not requested")
+        raise RefusedError("the server compressed the page, which was not requested")
     data = bytearray()
     for piece in response.iter_bytes():
         data += piece
         if len(data) > _MAX_BYTES:
             raise RefusedError(f"the page has more than {_MAX_BYTES >> 20} MiB")
         _refuse_end(stop, end_s)
-    _refuse_end(stop, end_s)  # an aborted read looks like the page's end
+    _refuse_end(stop, end_s)  # a stop looks like the end of the page
     page = bytes(data)
     if document_files.is_document(page):
         return document_files.text_of(page, response.url.path)

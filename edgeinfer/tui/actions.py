@@ -1,4 +1,4 @@
-"""Run commands, keys and mouse clicks: the Textual side of `chat.commander.FrontEnd`."""
+"""Run commands, keys and mouse clicks on the chat screen."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class AppFrontEnd:
-    """Runs the screen's part of commands. Screens are imported when shown, or by `rehearse`."""
+    """Runs `/` commands on the chat screen. A screen is imported when it is shown first."""
 
     app: App[Any]
     setup: ChatSetup
@@ -46,8 +46,6 @@ class AppFrontEnd:
     def __post_init__(self) -> None:
         self.session = self.view.session
         self.commander = Commander(self.session, self, self.setup.config, self.setup.tools)
-
-    # showing text and answers
 
     def show_text(self, text: str) -> None:
         self.view.add_remark(Remark(text))
@@ -89,18 +87,16 @@ class AppFrontEnd:
     def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
         self.answering.wait_for(work, then)
 
-    # models
-
     def use_model(self, name: str, n_ctx: int | None = None) -> None:
         self.session.refuse_busy()
         self._load(name, n_ctx)
 
     def pick_model(self, model: str = "", *, first: bool = False) -> None:
-        """Show the models. `first`: none is pulled yet, and `model` was requested."""
+        """Open the model picker. `first`: no model is pulled yet, and `model` was requested."""
         from edgeinfer.tui.screens.model_picker import ModelScreen
 
         if any(isinstance(screen, ModelScreen) for screen in self.app.screen_stack):
-            return  # a question was typed before the picker was painted
+            return  # the picker is already open: a question was sent before it was painted
         screen = ModelScreen(self.setup, model or self.session.conversation.model, first=first)
         self.app.push_screen(screen, self._model_picked)
 
@@ -114,8 +110,6 @@ class AppFrontEnd:
     def _load(self, name: str, n_ctx: int | None = None) -> None:
         self.view.loader.start(name, n_ctx)
         self.view.refresh_status()
-
-    # conversations
 
     def pick_session(self, query: str) -> None:
         from edgeinfer.tui.screens.sessions import SessionScreen
@@ -137,8 +131,6 @@ class AppFrontEnd:
 
     def summarise(self, first_sent: Turn) -> None:
         self.answering.summarise(first_sent)
-
-    # the program
 
     def show_help(self) -> None:
         from edgeinfer.tui.screens.dialogs import HelpScreen
@@ -177,10 +169,8 @@ class AppFrontEnd:
         composer = self.view.composer
         composer.fill(_edit(self.app, composer.text))
 
-    # names for completion
-
     def names(self) -> Names:
-        """Return functions that list the names for an argument, by its kind."""
+        """Return, for each kind of argument, the function that lists its possible values."""
         return {
             "model": _catalogue,
             "prompt": lambda: [
@@ -192,7 +182,9 @@ class AppFrontEnd:
 
 
 def _catalogue() -> Sequence[tuple[str, str]]:
-    from edgeinfer.models.catalog import load_catalog  # 10 ms, once `/model ` is typed
+    from edgeinfer.models.catalog import (
+        load_catalog,
+    )  # imported here: it takes 10 ms, only for `/model `
 
     try:
         return [(m.name, f"{m.parameters} · {m.licence}") for m in load_catalog().models.values()]
@@ -201,7 +193,7 @@ def _catalogue() -> Sequence[tuple[str, str]]:
 
 
 def _copy(app: App[Any], text: str) -> None:
-    """Copy with OSC 52, which works over SSH, and with tmux, which swallows that sequence."""
+    """Copy by OSC 52, which works over SSH; in tmux, which swallows that sequence, by its buffer."""
     app.copy_to_clipboard(text)
     if os.environ.get("TMUX") and (tmux := shutil.which("tmux")):
         command = [tmux, "load-buffer", "-w", "-"]
@@ -209,7 +201,7 @@ def _copy(app: App[Any], text: str) -> None:
 
 
 def _edit(app: App[Any], text: str) -> str:
-    """Edit `text` in $VISUAL, $EDITOR or vi. Raises UsageError if that fails."""
+    """Return `text` as edited in $VISUAL, $EDITOR or vi. Raises UsageError if that fails."""
     command = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
     fd, name = tempfile.mkstemp(prefix="edgeinfer-", suffix=".md")
     path = Path(name)
@@ -231,7 +223,7 @@ def _edit(app: App[Any], text: str) -> str:
 
 
 class TurnActions:
-    """Acts on the selected or clicked turn."""
+    """Runs actions on a turn that was selected by keys or clicked."""
 
     def __init__(self, view: ChatView, front: AppFrontEnd) -> None:
         self._view = view
@@ -241,7 +233,7 @@ class TurnActions:
         self._code_at = 0
 
     def walk(self, step: int) -> None:
-        """Select the turn before (-1) or after (1); after the last one, focus the input field."""
+        """Select the previous (-1) or next (1) turn; after the last one, focus the input field."""
         if self._transcript.move_cursor(step):
             self._code_at = 0
             self._transcript.focus(scroll_visible=False)
@@ -250,13 +242,13 @@ class TurnActions:
         self._view.refresh_status()
 
     def leave(self) -> None:
-        """Select no turn, and focus the input field."""
+        """Clear the selection, and focus the input field."""
         self._transcript.clear_cursor()
         self._view.composer.focus()
         self._view.refresh_status()
 
     def act(self, action: str) -> None:
-        """Apply `action` to the selected turn; errors are shown."""
+        """Run `action` on the selected turn; show its error."""
         entry = self._transcript.selection
         if isinstance(entry, TurnEntry):
             try:
@@ -277,7 +269,9 @@ class TurnActions:
                 self._show_alternative(turn.id, 1 if action == "next" else -1)
             case "edit":
                 if turn.role != "user":
-                    raise UsageError("only a question can be edited", hint="Ctrl+R answers again")
+                    raise UsageError(
+                        "only a question can be edited", hint="press Ctrl+R to answer again"
+                    )
                 self.leave()
                 self._front.put_back(turn.content, editing=turn.id)
             case "fork":
@@ -303,7 +297,7 @@ class TurnActions:
         self._code_at += 1
 
     def click(self, message: Transcript.Clicked) -> None:
-        """Act on the clicked mark: fold, copy, or show another alternative."""
+        """Run the action of a clicked label: fold, copy, or show another alternative."""
         entry = message.entry
         kind, _, number = message.mark.partition(":")
         if kind == "fold":

@@ -1,4 +1,4 @@
-"""Answers questions on the screen: every generation of the chat begins and ends here."""
+"""Run answers on the chat screen: stream them, run their tool calls, summarise old turns."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ T = TypeVar("T")
 
 
 class Answering:
-    """Streams answers. `unanswered`: the last turn of a branch that waits for a model, otherwise 0."""
+    """Starts and stops the answers of the chat screen.
+
+    `unanswered` is the id of the question that waits for a model to be loaded, 0 if there is none.
+    """
 
     @dataclass
     class ContextFull(Message):
-        """Message: the context is full, so the user must choose what to leave out."""
+        """Posted when the context is full: the user must choose what to leave out."""
 
         error: EdgeInferError
 
@@ -59,13 +62,13 @@ class Answering:
             self._begin(self._session.begin_answer)
 
     def answer_waiting(self) -> None:
-        """Answer the question that waited for the model, unless another branch is shown."""
+        """Answer the question that waited for the model, unless the user has left its branch."""
         waiting, self.unanswered = self.unanswered, 0
         if waiting and waiting == self._session.conversation.head_id:
             self.answer_after_shortening()
 
     def answer_after_shortening(self) -> None:
-        """Answer the question that did not fit before the oldest turns were left out."""
+        """Answer the last question again, now that older turns are no longer sent."""
         self._view.show_session()
         head = self._session.head
         if head is not None and head.failed_without_text:
@@ -116,12 +119,10 @@ class Answering:
             message = f"the context of {turn.stats.n_ctx:,} tokens is full"
             self.report_full_context(ContextLengthError(message, param="messages"))
 
-    # what other processes write
-
     def show_other_changes(self) -> None:
-        """Show changes by another process, and its answer while it streams."""
+        """Show what another process has written, also an answer while it streams."""
         before = self._session.answer_elsewhere
-        with contextlib.suppress(StoreError):  # the next check may succeed
+        with contextlib.suppress(StoreError):  # the next call may succeed
             if self._session.refresh():
                 self._show_changed(before)
             elif (new := self._session.follow()).text or new.reasoning:
@@ -134,10 +135,8 @@ class Answering:
         if before is not None and self._session.answer_elsewhere is None:
             self._view.transcript.post_message(self.Ended(self._session.head or before))
 
-    # calls of tools
-
     def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Call `then` with the result of `work`, which asks tool servers in a thread."""
+        """Run `work`, which asks tool servers, in a thread; then call `then` with its result."""
         self._view.calling = "asking tool servers…"
         self._view.refresh_status()
         self._view.transcript.run_worker(self._wait_for(work, then), group="tools")
@@ -185,11 +184,11 @@ class Answering:
             self._view.transcript.notify("\n".join(said), severity="warning", timeout=10)
 
     def decide(self, card: Card) -> Decision:
-        """Show a card and wait for the decision. Runs on the thread of the calls."""
+        """Ask the user to allow a tool call, and wait. Runs in the thread of the call."""
         return card.ask(self._ask)
 
     def _ask(self, text: str) -> str | None:
-        """Show a text and wait for the user's input; None if the calls are stopped."""
+        """Show `text` and wait for what the user types; None if the tool calls are stopped."""
         typed: SimpleQueue[str | None] = SimpleQueue()
         tools = self._session.tools
         stop = tools.running if tools is not None else None
@@ -200,11 +199,11 @@ class Answering:
         return typed.get()
 
     def show_use(self, use: ToolUse, progress: str) -> None:
-        """Show the progress of a call. Any thread."""
+        """Show the progress of a tool call. Thread-safe."""
         self._view.transcript.call_later(self._show_progress, use, progress)
 
     def _show_card(self, text: str, typed: SimpleQueue[str | None], running: Stop) -> None:
-        """Show a call that waits for what the user types, unless the calls were stopped."""
+        """Show a question about a tool call, unless it was stopped; `typed` receives the answer."""
         if running.is_set:
             return
         self._typed = typed
@@ -214,14 +213,14 @@ class Answering:
 
     def _show_progress(self, use: ToolUse, progress: str) -> None:
         tools = self._session.tools
-        if tools is not None and tools.running is not None:  # otherwise the calls have ended meanwhile
+        if tools is not None and tools.running is not None:  # they may have ended meanwhile
             self._view.calling = f"{call_name(use)} {progress}" if progress else "calling…"
         if not progress:
             self._view.show_use(use)
         self._view.refresh_status()
 
     def take_decision(self, text: str) -> bool:
-        """Use the typed text as the decision about a waiting call; return False if no call waits."""
+        """Pass typed text to the tool call that waits for a decision; return False if none waits."""
         typed, self._typed = self._typed, None
         if typed is not None:
             self._view.calling = "calling…"
@@ -232,7 +231,7 @@ class Answering:
         self._view.transcript.post_message(self.ContextFull(error))
 
     def summarise(self, first_sent: Turn) -> None:
-        """Summarise the turns before `first_sent`, and answer the question that did not fit."""
+        """Summarise the turns before `first_sent`, drop them, and answer the last question."""
         if self._view.summarising is not None:
             return
         engine = self._session.idle_engine()

@@ -28,7 +28,7 @@ from typing import Any
 
 from textual.theme import Theme
 
-#: Colours of the dark and of the light theme; `border` and `dim` are for lines.
+#: Colour in the dark and in the light theme; `border` and `dim` are for lines.
 _COLOURS = """
     primary     #7fa8d1  #2c6494
     secondary   #8fb3a0  #477a63
@@ -68,8 +68,8 @@ DARK = _theme("edgeinfer-dark", 1, dark=True, selection="30%")
 LIGHT = _theme("edgeinfer-light", 2, dark=False, selection="25%")
 
 
-#: Parsed style sheets by theme, from `rehearsal.rehearse` in the parked process: saves 10 ms of the
-#: first paint.
+#: Parsed style sheets by theme. `rehearsal.rehearse` fills them before a snapshot, which saves 10 ms at
+#: the first paint.
 PARSED: dict[str, ParsedStyles] = {}
 
 
@@ -90,12 +90,12 @@ class ChatApp(App[None]):
         self.crash: Exception | None = None
         self.register_theme(DARK)
         self.register_theme(LIGHT)
-        self._styled_for = self._begin_with(setup.config.theme)
+        self._styled_for = self._set_first_theme(setup.config.theme)
         self.set_keymap({name: keys for name, keys in setup.config.keys.items() if name in BY_ID})
         self.chat = ChatScreen(setup)
 
-    def _begin_with(self, theme: str) -> str:
-        """Set the theme before anything is styled, so that each style is parsed and applied once."""
+    def _set_first_theme(self, theme: str) -> str:
+        """Set the theme before style sheets are parsed, so that happens only once; return its name."""
         name = theme if theme in self.available_themes else DARK.name
         self.set_reactive(App.theme, name)
         self.stylesheet.set_variables(self.get_css_variables())
@@ -104,7 +104,7 @@ class ChatApp(App[None]):
         return name
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Skip Textual's call for the initial theme, which is already applied."""
+        """Skip Textual's first call, because the first theme is already applied."""
         if self._styled_for != self.theme:
             self._styled_for = self.theme
             super().refresh_css(animate)
@@ -124,10 +124,8 @@ class ChatApp(App[None]):
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             loop.add_signal_handler(number, self.leave)
 
-    # the palette
-
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """Offer the commands that need no argument."""
+        """Yield the `/` commands that need no argument, for the command palette."""
         for command in commands.COMMANDS:
             if not command.argument or command.argument.startswith("["):
                 title = command.name.replace("-", " ").capitalize()
@@ -137,12 +135,12 @@ class ChatApp(App[None]):
 
     @on(ChatScreen.Left)
     def leave(self) -> None:
-        """End the app; the conversation is already stored."""
+        """Store the draft and the partial answer, and end the app."""
         self.chat.leave()
         self.exit()
 
     def notify(self, message: str, **settings: Any) -> None:
-        """Show a message without markup: it may quote a user, a model or a server."""
+        """Show a message without markup, because it may quote a user, a model or a server."""
         super().notify(message, **settings | {"markup": False})
 
     def action_repaint(self) -> None:
@@ -161,7 +159,7 @@ class ChatApp(App[None]):
         self.chat.loader.close()
 
     def _handle_exception(self, error: Exception) -> None:
-        """Record the error; the command reports it once the terminal is restored."""
+        """Record the error, which the verb `chat` reports once the terminal is restored."""
         self.crash = self.crash or error
         super()._handle_exception(error)
 

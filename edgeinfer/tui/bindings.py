@@ -1,4 +1,4 @@
-"""Every key of the chat: its id for `[chat.keys]`, its action and effect; the help reads this table."""
+"""Every key of the chat with its action; `[chat.keys]` of config.toml and the help use this table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ Where = Literal["chat", "composer", "turn", "models", "sessions"]
 
 
 class Key(NamedTuple):
-    """One binding. `keys` are comma-separated; `priority` overrides a focused text field."""
+    """A key binding.
+
+    `keys` are comma-separated; `priority`: it works although a text field has the focus.
+    """
 
     id: str
     keys: str
@@ -20,7 +23,7 @@ class Key(NamedTuple):
     priority: bool = False
 
 
-#: Place → id, keys, action and tooltip of each binding.
+#: Part of the chat → id, keys, action and tooltip of each binding.
 _ROWS: dict[Where, tuple[tuple[str, str, str, str], ...]] = {
     "composer": (
         ("send", "enter", "send", "Send what is typed, or take the chosen completion"),
@@ -71,7 +74,7 @@ _ROWS: dict[Where, tuple[tuple[str, str, str, str], ...]] = {
         ("session-undo", "ctrl+u", "undelete", "Bring back what was deleted last"),
     ),
 }
-#: Places whose keys precede a text field's, except for Esc.
+#: Parts whose keys work although a text field has the focus, except for Esc.
 _PRIOR: tuple[Where, ...] = ("chat", "models", "sessions")
 _KEY_ROWS = ((where, row) for where, rows in _ROWS.items() for row in rows)
 KEYS = tuple(Key(*row, where, where in _PRIOR and row[0] != "stop") for where, row in _KEY_ROWS)
@@ -88,7 +91,7 @@ HEADINGS: dict[Where, str] = {
 
 
 def bindings(where: Where) -> list[Binding]:
-    """Return the bindings of one place in Textual's form."""
+    """Return the key bindings of one part of the chat."""
     return [
         Binding(k.keys, k.action, k.tooltip, show=False, priority=k.priority, id=k.id)
         for k in KEYS

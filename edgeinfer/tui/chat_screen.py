@@ -1,4 +1,4 @@
-"""The chat screen: forwards keys and messages to the helper that handles them."""
+"""The chat screen: passes keys and messages to the objects that handle them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from edgeinfer.tui.composer import AttachmentList, Completions, Composer, Queue
 from edgeinfer.tui.transcript import Transcript
 from edgeinfer.tui.view import ChatView, Loader, Streaming
 
-#: Choices when the context is full and there are older turns: command, label, explanation.
+#: What the user may do if the context is full and has older turns: command, label, explanation.
 _FULL_CONTEXT_CHOICES = (
     ("drop", "Leave the oldest turns out", "they stay in the conversation, but are no longer sent"),
     ("summarise", "Summarise the oldest turns", "a short summary is sent in their place"),
@@ -38,7 +38,7 @@ class ChatScreen(Screen[None]):
     BINDINGS: ClassVar[list[Binding]] = [*bindings("chat"), *bindings("turn")]  # type: ignore[assignment]
 
     class Left(Message):
-        """Message: the user wants to leave the chat."""
+        """Posted when the user wants to leave the chat."""
 
     def __init__(self, setup: ChatSetup) -> None:
         super().__init__()
@@ -130,8 +130,6 @@ class ChatScreen(Screen[None]):
     def refresh_status(self) -> None:
         self.view.refresh_status()
 
-    # the model
-
     @on(Loader.Ended)
     def _load_ended(self, message: Loader.Ended) -> None:
         if not self.loader.finish(message):
@@ -154,8 +152,6 @@ class ChatScreen(Screen[None]):
         waiting, self.answering.unanswered = self.answering.unanswered, 0
         head = self.session.head
         self.view.show_error(error, head.content if head is not None and head.id == waiting else "")
-
-    # sending
 
     @on(Composer.Sent)
     def _send_typed(self, message: Composer.Sent) -> None:
@@ -183,7 +179,10 @@ class ChatScreen(Screen[None]):
 
     @on(Answering.Ended)
     def _send_queued(self, message: Answering.Ended) -> None:
-        """Send the next queued message; after a failure or a switch, put all into the input field."""
+        """Send the next queued message after an answer.
+
+        If the answer failed or another conversation is open, return all of them to the input field.
+        """
         turn = message.turn
         is_here = turn.conversation_id == self.session.conversation.id
         if not is_here or turn.status == "failed" or turn.context_full:
@@ -201,7 +200,7 @@ class ChatScreen(Screen[None]):
 
     @on(Composer.Pasted)
     def _attach_paste(self, message: Composer.Pasted) -> None:
-        """Attach a long paste; offer choices immediately if the context cannot hold it."""
+        """Attach a long pasted text. If it does not fit into the context, ask what to do."""
         pasted = self.attachments.paste(message.text)
         engine = self.session.engine
         if engine is None or pasted.tokens <= engine.info.n_ctx - context.ANSWER_TOKENS:
@@ -215,7 +214,7 @@ class ChatScreen(Screen[None]):
         self._choose_way("A long text was pasted", text, choices)
 
     def run_command(self, line: str) -> None:
-        """Run one `/` command; errors are shown."""
+        """Run a `/` command line; show its error."""
         try:
             self.front.commander.run(line)
         except ContextLengthError as error:
@@ -225,7 +224,7 @@ class ChatScreen(Screen[None]):
         self.refresh_status()
 
     def send(self, text: str, editing: int | None) -> bool:
-        """Store, show and answer a question; return False if it could not be stored."""
+        """Store and show a question, then answer it; return False if it could not be stored."""
         try:
             attached = self.attachments.collect(text)
             if editing is None:
@@ -249,7 +248,7 @@ class ChatScreen(Screen[None]):
         self.offer_context_choices(message.error)
 
     def offer_context_choices(self, error: EdgeInferError) -> None:
-        """Show that the context is full, and offer the choices."""
+        """Say that the context is full, and let the user choose what to do."""
         questions = [turn for turn in self.session.path if turn.role == "user"]
         choices = [*_FULL_CONTEXT_CHOICES] if len(questions) > 1 else []
         if self.session.engine is not None:
@@ -283,8 +282,6 @@ class ChatScreen(Screen[None]):
             self.answering.unanswered = head.id if waits and head is not None else 0
             self.run_command(f"/{choice}")
 
-    # completion
-
     @on(TextArea.Changed, "#composer")
     def _complete_typed(self) -> None:
         before = self.composer.before_cursor
@@ -313,10 +310,8 @@ class ChatScreen(Screen[None]):
         self._choose(Composer.Choosing(0))
         self.composer.focus()
 
-    # keys
-
     def on_key(self, event: events.Key) -> None:
-        """Send typed characters to the input field, wherever the focus is."""
+        """Insert typed characters into the input field if the transcript has the focus."""
         reading = self.focused is self.transcript and self.transcript.selection is None
         if reading and event.is_printable and event.character:
             event.stop()
@@ -378,14 +373,12 @@ class ChatScreen(Screen[None]):
     def _mark_clicked(self, message: Transcript.Clicked) -> None:
         self.turns.click(message)
 
-    # leaving
-
     @on(Composer.Left)
     def _leave_app(self) -> None:
         self.post_message(self.Left())
 
     def leave(self) -> None:
-        """Store the draft and the partial answer before the app ends."""
+        """Store the draft and the partial answer; called before the app ends."""
         self.speculative_prefill.stop()
         if self.session.answer is not None and self.session.is_answering:
             self.session.answer.flush()

@@ -1,4 +1,4 @@
-"""The input field: several lines, history with Up, completions, queued messages, attachments."""
+"""The input field with its history, completions, queued messages and attachments."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.tui.bindings import bindings
 
-#: A paste with more lines or characters than this is attached, not typed.
+#: A pasted text with more lines or characters than this is attached, not inserted.
 _LONG_PASTE_LINES, _LONG_PASTE = 40, 6000
 
 
 class Composer(TextArea):
-    """A text field that sends on Enter. `editing` is the turn that its text will replace, if any."""
+    """The input field; Enter sends.
+
+    `editing` is the id of the question that the text will replace, or None.
+    """
 
     BINDINGS: ClassVar[list[Binding]] = bindings("composer")  # type: ignore[assignment]
 
@@ -37,31 +40,31 @@ class Composer(TextArea):
 
     @dataclass
     class Sent(Message):
-        """Message: the user pressed Enter on this text."""
+        """Posted when the user presses Enter."""
 
         text: str
         editing: int | None
 
     @dataclass
     class Choosing(Message):
-        """Message: Up (-1), down (1) or accept (0) while completions are shown."""
+        """Posted while completions are shown: -1 selects the previous, 1 the next, 0 accepts."""
 
         step: int
 
     class Left(Message):
-        """Message: Ctrl-D in an empty field."""
+        """Posted for Ctrl-D in an empty field: leave the chat."""
 
     @dataclass
     class Pasted(Message):
-        """Message: a long text was pasted; it was not typed into the field."""
+        """Posted for a long pasted text, which is not inserted into the field."""
 
         text: str
 
     class Removed(Message):
-        """Message: Backspace in an empty field."""
+        """Posted for Backspace in an empty field: remove the last attachment."""
 
     class TakenBack(Message):
-        """Message: Up in an empty field while messages are queued."""
+        """Posted for Up in an empty field: take the last queued message back."""
 
     def __init__(self, placeholder: str, id: str | None = None) -> None:
         super().__init__(
@@ -91,20 +94,18 @@ class Composer(TextArea):
         """Text up to the cursor."""
         return self.get_text_range((0, 0), self.cursor_location)
 
-    # history
-
     def set_past(self, typed: list[str]) -> None:
-        """Set the earlier texts that Up shows, newest first."""
+        """Set the history that Up shows, newest first."""
         self._past, self._past_index = list(typed), 0
 
     def remember(self, text: str) -> None:
-        """Add a sent text, which Up shows first."""
+        """Add a sent text to the history."""
         if text.strip() and (not self._past or self._past[0] != text):
             self._past.insert(0, text)
         self._past_index = 0
 
     def fill(self, text: str) -> None:
-        """Replace the text and go to its end."""
+        """Replace the text, and put the cursor at its end."""
         self.text = text
         self.move_cursor(self.document.end)
 
@@ -137,8 +138,6 @@ class Composer(TextArea):
         edge = 0 if step < 0 else self.document.line_count - 1
         return target[0] == cursor[0] == edge
 
-    # sending
-
     def action_send(self) -> None:
         if self.completing and self.can_take:
             self.post_message(self.Choosing(0))
@@ -169,14 +168,15 @@ class Composer(TextArea):
             self.post_message(self.Left())
 
     def _toggle_cursor_blink_visible(self) -> None:
-        """Do not blink: the cursor would be drawn twice a second while an answer streams."""
+        """Do nothing: a blinking cursor would be drawn twice a second while an answer streams."""
 
     async def _on_key(self, event: events.Key) -> None:
-        if event.key == "enter":  # a binding sends the text; TextArea would insert a line
+        # the binding of Enter sends the text; TextArea would also insert a line break
+        if event.key == "enter":
             event.prevent_default()
             return
-        # joiners (U+200C, U+200D) and tags are part of words and emoji, but Textual accepts only
-        # printable keys
+        # Textual drops these as not printable, but joiners (U+200C, U+200D) and tags belong to words
+        # and emoji
         if event.character and unicodedata.category(event.character[0]) == "Cf":
             event.stop()
             event.prevent_default()
@@ -186,7 +186,8 @@ class Composer(TextArea):
 
     async def _on_paste(self, event: events.Paste) -> None:
         if len(event.text) > _LONG_PASTE or event.text.count("\n") >= _LONG_PASTE_LINES:
-            event.prevent_default()  # otherwise Textual also calls TextArea's handler
+            # otherwise Textual also calls TextArea's handler, which inserts the text
+            event.prevent_default()
             self.post_message(self.Pasted(event.text))
         elif mention := attachments.dropped_picture(event.text):
             event.prevent_default()
@@ -194,7 +195,7 @@ class Composer(TextArea):
 
 
 class Queue:
-    """Shows queued messages in `line`; a message that is taken back goes into the input field."""
+    """Messages that were sent while an answer streamed. They are shown in `line` and sent in turn."""
 
     def __init__(self, line: Static, composer: Composer) -> None:
         self._line = line
@@ -206,13 +207,13 @@ class Queue:
         self._show()
 
     def next(self) -> str:
-        """Remove and return the first message, "" if there is none."""
+        """Remove and return the oldest message; "" if there is none."""
         text = self._waiting.pop(0) if self._waiting else ""
         self._show()
         return text
 
     def take_back(self) -> bool:
-        """Put the last message before the typed text; return False if there is none."""
+        """Move the newest message before the typed text; return False if there is none."""
         if not self._waiting:
             return False
         typed = [self._waiting.pop(), self._composer.text]
@@ -231,14 +232,14 @@ class Queue:
 
 
 class Completions(OptionList, can_focus=False):
-    """Shows completions, if there are any; the input field keeps the focus."""
+    """The list of completions above the input field, which keeps the focus."""
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id, compact=True)
         self.offered: list[CommandCompletion] = []
 
     def offer(self, completions: Sequence[CommandCompletion]) -> None:
-        """Show these, with the first one selected; none hides the list."""
+        """Show these completions and select the first; hide the list if there are none."""
         if list(completions) == self.offered:
             return
         self.offered = list(completions)
@@ -251,7 +252,7 @@ class Completions(OptionList, can_focus=False):
             self.highlighted = 0
 
     def step(self, by: int) -> None:
-        """Select the next or previous completion, wrapping around."""
+        """Select the next (1) or previous (-1) completion, wrapping around."""
         if self.offered:
             self.highlighted = ((self.highlighted or 0) + by) % len(self.offered)
 
@@ -260,12 +261,15 @@ class Completions(OptionList, can_focus=False):
         return self.offered[self.highlighted] if self.offered and self.highlighted is not None else None
 
 
-#: Bytes per token of English text, an estimate until a model counts.
+#: Bytes per token of English text: an estimate until a loaded model counts tokens.
 _BYTES_PER_TOKEN = 4
 
 
 class AttachmentList:
-    """Files and pastes for the next question, shown in `line`; `unnamed` ones are not in its text."""
+    """Attachments of the next question, shown in `line`.
+
+    `unnamed` ones (pastes, and files of `/file`) are not mentioned in its text.
+    """
 
     def __init__(self, session: ChatSession, line: Static, unnamed: Sequence[Attachment]) -> None:
         self._session = session
@@ -275,14 +279,12 @@ class AttachmentList:
         self._missing: list[str] = []
 
     def add(self, attachment: Attachment) -> None:
-        """Keep a file for the next question."""
+        """Attach a file to the next question."""
         self.unnamed.append(self._count_tokens(attachment))
         self.show()
 
     def paste(self, text: str) -> Attachment:
-        """Attach a pasted text; return the attachment, with its token count if a loaded model can
-        count.
-        """
+        """Attach a pasted text; return it with its token count (0 if no model is loaded)."""
         names = {attachment.name for attachment in self.unnamed}
         numbers = range(1, len(names) + 2)
         name = next(name for n in numbers if (name := f"{attachments.PASTED} {n}") not in names)
@@ -300,17 +302,17 @@ class AttachmentList:
             self._missing = missing
             before, self._named = self._named, {}
             for path in paths:
-                with contextlib.suppress(EdgeInferError):  # reported when the question is sent
+                with contextlib.suppress(EdgeInferError):  # sending the question reports it
                     self._named[path] = before.get(path) or self._count_tokens(attachments.read(path))
             self.show()
 
     @property
     def current(self) -> list[Attachment]:
-        """Attachments as last read."""
+        """Attachments, with file contents as last read."""
         return [*self.unnamed, *self._named.values()]
 
     def collect(self, text: str) -> list[Attachment]:
-        """Return the attachments of `text`, read now. Raises UsageError."""
+        """Read the files that `text` mentions again; return all attachments. Raises UsageError."""
         named = [attachments.read(path) for path in attachments.mentioned_paths(text)]
         return [self._count_tokens(a) for a in (*self.unnamed, *named)]
 
@@ -321,7 +323,7 @@ class AttachmentList:
         self.show()
 
     def show(self) -> None:
-        """Show them in one line, hidden if there are none."""
+        """Show the attachments in one line; hide it if there are none."""
         self.unnamed = [self._count_tokens(a) for a in self.unnamed]
         engine = self._session.engine
         n_ctx = engine.info.n_ctx if engine is not None else 0

@@ -1,8 +1,8 @@
-"""The terminal driver for a terminal that may not be this process's controlling terminal.
+"""A Textual driver for a terminal that need not be this process's controlling terminal.
 
-A resumed process gets its terminal as descriptors, and its signals from the launcher. So this driver
-reads and writes these descriptors, asks them for the size, and suspends the process that the shell
-awaits.
+A process resumed from a snapshot gets its terminal as descriptors, and its signals from the launcher.
+So this driver reads, writes and measures those descriptors. Ctrl-Z suspends the process that the shell
+waits for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from edgeinfer.tui.textual_internals import XTermParser
 
 
 class TerminalDriver(LinuxDriver):
-    """LinuxDriver on the terminal of `claim_terminal`."""
+    """Textual's LinuxDriver on the terminal that `claim_terminal` returned."""
 
     out: ClassVar[TextIO | None] = None
 
@@ -52,23 +52,21 @@ class TerminalDriver(LinuxDriver):
         self._n_early = self._waiting_bytes()
 
     def _waiting_bytes(self) -> int:
-        """Return how many bytes were typed before, while the terminal converted Enter to newlines."""
+        """Return how many bytes were typed before raw mode, when the terminal made Enter a newline."""
         count = array("i", [0])
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.fileno, termios.FIONREAD, count)
         return count[0]
 
     def ready(self) -> None:
-        """Begin to read keys; a widget can now receive them."""
+        """Begin to read keys: a widget can receive them now."""
         self._is_ready.set()
 
-    # keys
-
     def run_input_thread(self) -> None:
-        """Read keys until told to stop.
+        """Read keys until `exit_event` is set.
 
-        Unlike Textual's version, it ends immediately, not at the next tenth of a second. It accepts
-        bytes that are not UTF-8, and a closed terminal ends the app without an error.
+        Unlike Textual's method, it ends at once instead of within 0.1 s, accepts bytes that are not
+        UTF-8, and ends the app without an error if the terminal is closed.
         """
         self._waker = os.pipe()
         poller = select.poll()
@@ -99,9 +97,9 @@ class TerminalDriver(LinuxDriver):
             return b""
 
     def disable_input(self) -> None:
-        """Stop reading: Textual's method, and wake the thread."""
+        """Stop reading keys. Unlike Textual's method, wake the reading thread."""
         self._stop_reading()
-        with contextlib.suppress(ValueError):  # only the main thread may set handlers
+        with contextlib.suppress(ValueError):  # only the main thread may set signal handlers
             signal.signal(signal.SIGWINCH, signal.SIG_DFL)
         self._disable_mouse_support()
         with contextlib.suppress(termios.error):
@@ -114,7 +112,8 @@ class TerminalDriver(LinuxDriver):
         if self._key_thread is not None and self._key_thread is not threading.current_thread():
             self._key_thread.join()
             self._key_thread = None
-            for fd in self._waker or ():  # not in the thread, which may end before the write above
+            # not closed by the thread, which may end before the write above
+            for fd in self._waker or ():
                 os.close(fd)
             self._waker = None
         self.exit_event.clear()
@@ -123,16 +122,18 @@ class TerminalDriver(LinuxDriver):
         if self._auto_restart:
             self.suspend_application_mode()
             self._must_signal_resume = True
-        if os.getsid(0) == os.getpid():  # a launcher started this process; it stops too
+        if os.getsid(0) == os.getpid():  # the launcher, which started this process, then stops too
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
-            os.killpg(0, signal.SIGSTOP)  # the whole job: the shell may wait for any of its processes
+            # stop the whole job: the shell may wait for any of its processes
+            os.killpg(0, signal.SIGSTOP)
 
 
 def claim_terminal() -> TextIO | None:
-    """Make descriptor 0 a terminal if stdin is a pipe. Return its stream, None without a terminal.
+    """Return a stream to the terminal, None without one.
 
-    Output goes to the first of stdout, stderr, stdin that is a terminal, controlling or not.
+    If stdin is a pipe, make descriptor 0 the terminal. The terminal is the first of stdout, stderr and
+    stdin that is one, controlling or not.
     """
     fd = next((n for n in (1, 2, 0) if os.isatty(n)), None)
     if fd is None:

@@ -1,6 +1,6 @@
-"""Runs the app once, without a terminal, so that lazy imports and parsed styles are in memory.
+"""Run the app once without a terminal: a snapshot made afterwards has lazy imports and parsed styles.
 
-It uses no user data, no configuration and no file: the store is in memory, and the engine is scripted.
+It uses no user data, configuration or file: the store is in memory, and the engine is scripted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LONGEST_S = 20.0
 
 
 class _ScriptedEngine:
-    """The part of an engine that the rehearsal uses; every answer is `_ANSWER`."""
+    """The methods of an engine that the rehearsal calls; every answer is `_ANSWER`."""
 
     is_open = True
     info = EngineInfo(model="rehearsal", n_ctx=4096, n_ctx_train=4096)
@@ -65,7 +65,7 @@ class _ScriptedEngine:
 
 
 class _RehearsalHost(Host):
-    """A host that never loads a model and never reads a configuration."""
+    """A host whose engine is scripted; it reads no configuration."""
 
     def __init__(self) -> None:
         super().__init__(Start(how="resumed"), Config())
@@ -76,14 +76,14 @@ class _RehearsalHost(Host):
         return cast(Engine, _ScriptedEngine())
 
     def note_prompt(self, last: CacheReport) -> None:
-        """Do nothing: a process that will be parked must hold no descriptor."""
+        """Do nothing: `Host` would open a file, and a snapshot must not contain open descriptors."""
 
 
 def rehearse() -> None:
-    """Run the app once for each built-in theme, and keep the parsed styles.
+    """Run the app once for each built-in theme, and keep the parsed styles (1.2 s).
 
-    This makes the first paint of a resumed process cheap. It leaves no thread, no descriptor, no file
-    and no changed setting. Takes about 1.2 s.
+    This makes the first paint of a resumed process fast. It leaves no thread, no descriptor, no file
+    and no changed setting.
     """
     removed = {
         name: os.environ.pop(name) for name in ("NO_COLOR", "TEXTUAL_THEME") if name in os.environ
@@ -91,14 +91,14 @@ def rehearse() -> None:
     try:
         for theme in (LIGHT.name, DARK.name):
             parsed = app_module.PARSED[theme] = LRUCache(1024)
-            app = ChatApp(_launch(theme), driver_class=None)
+            app = ChatApp(_setup(theme), driver_class=None)
             use_parsed(app, parsed)
             asyncio.run(app.run_async(headless=True, size=(80, 24), auto_pilot=_pilot(app)))
     finally:
         os.environ.update(removed)
 
 
-def _launch(theme: str) -> ChatSetup:
+def _setup(theme: str) -> ChatSetup:
     return ChatSetup(
         host=_RehearsalHost(),
         model="rehearsal",
@@ -110,7 +110,7 @@ def _launch(theme: str) -> ChatSetup:
 
 def _pilot(app: ChatApp) -> Callable[[Pilot[Any]], Coroutine[Any, Any, None]]:
     async def play(pilot: Pilot[Any]) -> None:
-        # an unfinished rehearsal only makes a launch some milliseconds slower
+        # without it, launches only take some milliseconds longer
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LONGEST_S):
                 await _perform(app, pilot)
@@ -136,6 +136,6 @@ async def _wait_painted(app: ChatApp) -> None:
     for _ in range(_REFRESHES):
         painted = asyncio.Event()
         app.screen.call_after_refresh(painted.set)
-        with contextlib.suppress(TimeoutError):  # a screen that was left meanwhile is not painted
+        with contextlib.suppress(TimeoutError):  # a screen that was closed meanwhile is not painted
             await asyncio.wait_for(painted.wait(), _PAINT_S)
     await app.animator.wait_until_complete()

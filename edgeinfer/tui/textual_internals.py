@@ -1,7 +1,7 @@
-"""Use private names of Textual and Rich, in one place.
+"""The private names of Textual and Rich that the app uses.
 
-`tests/tui/test_textual_internals.py` tries every name, also of the methods that our subclasses
-override, and fails if another version is installed than the one in which they were checked.
+`tests/tui/test_textual_internals.py` tries each of them, and the methods that our subclasses override.
+It fails if another version is installed than the one that was checked.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ParsedStyles = LRUCache[tuple[Any, ...], list[RuleSet]]
 
 
 def keymap(app: App[Any]) -> dict[str, str]:
-    """Return the user's own keys by binding id."""
+    """Return the keys that the user has set, by binding id."""
     return dict(app._keymap)
 
 
 def use_parsed(app: App[Any], parsed: ParsedStyles) -> None:
-    """Let `app` look up style sheets in `parsed`, and add those that it parses."""
+    """Let `app` take parsed style sheets from `parsed`, and add new ones to it."""
     app.stylesheet._parse_cache = parsed

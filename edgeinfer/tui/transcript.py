@@ -1,4 +1,4 @@
-"""The conversation. Only visible lines are drawn (decision 060); new text scrolls it from the end."""
+"""The widget of the conversation, of which only visible lines are drawn (decision 060)."""
 
 from __future__ import annotations
 
@@ -31,15 +31,18 @@ _NAMES = """
 
 
 class Transcript(ScrollView, can_focus=True):
-    """Entries, top to bottom. `cursor`: index of the selected entry, or None."""
+    """A scrolling list of entries. `cursor` is the index of the selected entry, or None.
 
-    FOCUS_ON_CLICK = False  # after a click that selects text, the input field keeps the focus
+    `following`: its end is in view and stays there when text is added.
+    """
+
+    FOCUS_ON_CLICK = False  # a click to select text must leave the focus in the input field
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"transcript--{name}" for name in _NAMES}
 
     @dataclass
     class Clicked(Message):
-        """Message: a mark in an entry was clicked: `mark` is "copy:N", "fold" or "page"."""
+        """Posted when a label in an entry is clicked: `mark` is "copy:N", "fold" or "page"."""
 
         entry: Entry
         mark: str
@@ -59,31 +62,27 @@ class Transcript(ScrollView, can_focus=True):
 
     @property
     def text_width(self) -> int:
-        """Width (cells) of a line of text."""
+        """Greatest width (cells) of a line of text."""
         return max(20, min(self.scrollable_content_region.width - 3, MAX_WIDTH))
 
-    # entries
-
     def show(self, entries: list[Entry]) -> None:
-        """Replace the entries, and show their end."""
+        """Replace the entries, and scroll to the end."""
         self.entries = entries
         self.cursor = None
         self.following = True
         self._relayout()
 
     def add(self, entry: Entry) -> None:
-        """Add an entry at the end; scroll to it if the end was visible."""
+        """Add an entry; scroll to it if the end was in view."""
         self.entries.append(entry)
         self._relayout()
 
     def update_entry(self, entry: Entry) -> None:
-        """Lay out a changed entry; cheap for the last one, which grows."""
+        """Draw a changed entry again. This is cheap for the last one, which grows while it streams."""
         if self.entries and entry is self.entries[-1]:
             self._grow_last()
         elif entry in self.entries:
             self._relayout()
-
-    # layout
 
     def _grow_last(self) -> None:
         width = self.text_width
@@ -110,7 +109,9 @@ class Transcript(ScrollView, can_focus=True):
         width, height = self.text_width, max(self.size.height, 1)
         if not self._bottoms or not self.is_attached:
             return
-        for _ in range(8):  # drawing may shift the visible lines; this settles in one or two rounds
+        # drawing corrects estimated heights, which may bring other entries into view; two rounds
+        # suffice
+        for _ in range(8):
             top = max(0, round(self.scroll_y) - height)
             first = bisect_right(self._bottoms, top)
             last = bisect_right(self._bottoms, round(self.scroll_y) + 2 * height)
@@ -141,8 +142,6 @@ class Transcript(ScrollView, can_focus=True):
             self.following = True
         self._draw_in_view()
 
-    # the cursor among turns
-
     def move_cursor(self, step: int) -> bool:
         """Select the turn before (-1) or after (1) the selected one; return False if there is none."""
         turns = [i for i, e in enumerate(self.entries) if e.turn_id]
@@ -172,8 +171,6 @@ class Transcript(ScrollView, can_focus=True):
                 self.scroll_to(y=y, animate=False, force=True)
         self.refresh()
 
-    # drawing
-
     def notify_style_update(self) -> None:
         super().notify_style_update()
         self._styles.clear()
@@ -190,7 +187,8 @@ class Transcript(ScrollView, can_focus=True):
         local = row - (self._bottoms[index - 1] if index else 0)
         if local >= len(lines):
             return Strip.blank(width, self.rich_style)
-        key = (lines[local], index == self.cursor)  # equal lines look the same at any position
+        # the key has no position: equal lines look the same anywhere
+        key = (lines[local], index == self.cursor)
         strip = self._strips.get(key)
         if strip is None:
             if len(self._strips) > 4000:
@@ -250,8 +248,6 @@ class Transcript(ScrollView, can_focus=True):
         color = self.get_component_rich_style(name).color if partial.color else None
         return partial + Style(color=color) if color else partial
 
-    # mouse and selection
-
     def on_click(self, event: events.Click) -> None:
         mark = event.style.meta.get("mark")
         if not mark:
@@ -268,10 +264,8 @@ class Transcript(ScrollView, can_focus=True):
     def selection_updated(self, selection: Selection | None) -> None:
         self.refresh()
 
-    # what the mouse and the keys toggle
-
     def toggle_fold(self, entry: Entry | None) -> bool:
-        """Fold or unfold the reasoning of an answer, or a long question."""
+        """Fold or unfold the reasoning of an answer, or a long question; return False for a remark."""
         if isinstance(entry, TurnEntry):
             entry.toggle()
             self._relayout()

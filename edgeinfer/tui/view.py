@@ -1,7 +1,7 @@
-"""Shows a session on the chat screen: its turns and state, a streaming answer, a loading model.
+"""Show a session on the chat screen: turns, status line, streaming answer, loading model.
 
-Drawing shares the processor with the engine's threads. Each drawing is followed by a pause of at least
-a thirtieth of a second, so that drawing takes at most `SHARE` of one core.
+Drawing shares the processor with the engine's threads. So each drawing is followed by a pause of at
+least a thirtieth of a second, and drawing takes at most `SHARE` of one core.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ from edgeinfer.tui.transcript import Transcript
 
 
 class StatusPart(NamedTuple):
-    """A part of the status line. A higher `weight` stays longer; `shortens`: its end may be cut off."""
+    """A text in the status line.
+
+    On a narrow terminal, the one with the lowest `weight` is left out first. `shortens`: its end is cut
+    off instead, if enough remains.
+    """
 
     text: str
     weight: int
@@ -46,15 +50,15 @@ class StatusPart(NamedTuple):
     shortens: bool = False
 
 
-#: On a narrower terminal (cells) the hint would displace the state.
+#: Least width of the terminal (cells) with a hint; without it there is more room for the parts.
 _LEAST_FOR_HINT = 60
 
-#: Shortest form (cells) of a part that may be shortened; a shorter one is left out.
+#: Least length (cells) to which a part is shortened; otherwise it is left out.
 _SHORTEST = 14
 
 
 class Status(Widget):
-    """Shows parts from left to right, and a hint at the right edge."""
+    """The status line: parts on the left, a hint at the right edge."""
 
     def __init__(self, id: str | None = None) -> None:
         super().__init__(id=id)
@@ -62,7 +66,7 @@ class Status(Widget):
         self._hint = ""
 
     def show(self, parts: tuple[StatusPart, ...], hint: str = "") -> None:
-        """Show these parts; draw only if something changed."""
+        """Show these parts and this hint; draw only if something has changed."""
         if (parts, hint) != (self._parts, self._hint):
             self._parts, self._hint = parts, hint
             self.refresh()
@@ -89,11 +93,11 @@ def _length(parts: list[StatusPart]) -> int:
 
 
 class Loader:
-    """Loads a model; a later load replaces an earlier one. Its thread posts `Ended`."""
+    """Loads models in threads. A new load makes the loader ignore the previous one."""
 
     @dataclass
     class Ended(Message):
-        """Message: a load has ended, with an engine or with an error."""
+        """Posted when a load has ended; `outcome` is its engine or its error."""
 
         serial: int
         model: str
@@ -107,18 +111,18 @@ class Loader:
         self._serial = 0
 
     def start(self, model: str, n_ctx: int | None = None) -> None:
-        """Load `model` unless it is being loaded."""
+        """Load `model` in a thread, unless it is already being loaded."""
         if self.progress and n_ctx is None and model == self._model:
             return
         self._model = model
         self._serial += 1
         self.progress = f"loading {model}…"
-        # not a Textual worker, because leaving the app would wait for it
+        # not a Textual worker: the app would wait for it before it ends
         arguments = (model, n_ctx, self._serial)
         threading.Thread(target=self._load, args=arguments, name=f"load {model}", daemon=True).start()
 
     def finish(self, message: Ended) -> bool:
-        """Return whether the ended load is the latest one; then nothing is loading any more."""
+        """Return whether `message` is from the newest load; if so, nothing is loading any more."""
         if message.serial != self._serial:
             return False
         self.progress = ""
@@ -133,7 +137,7 @@ class Loader:
         outcome: Engine | EdgeInferError
         try:
             outcome = self._engines.get(model, n_ctx, progress)
-        except OSError as failure:  # the launcher, which would start a worker, has ended
+        except OSError as failure:  # the launcher, which starts workers, has ended
             outcome = EngineClosedError(f"{model} cannot be started: {failure}")
         except EdgeInferError as failure:
             outcome = failure
@@ -148,15 +152,15 @@ class Loader:
 #: Share of one core that drawing may take while an answer streams.
 SHARE = 0.04
 
-#: Interpreter switch interval (s) while an answer streams. Python's 5 ms would delay every token that
-#: arrives during a drawing: the engine needs the interpreter for a moment between two tokens.
+#: Python's thread switch interval (s) while an answer streams. Its default of 5 ms would delay tokens
+#: that arrive during a drawing: the engine needs the GIL for a moment between two tokens.
 _SWITCH_S = 0.0005
 _FASTEST_S = 1 / 30
 _SLOWEST_S = 0.25
 
 
 class Streaming:
-    """Streams one answer into its entry in the transcript."""
+    """Shows an answer in the transcript while it is generated."""
 
     def __init__(self, answer: AnswerWriter, entry: AnswerEntry, transcript: Transcript) -> None:
         self.answer = answer
@@ -167,7 +171,7 @@ class Streaming:
         self._due = asyncio.Event()
 
     async def run(self) -> tuple[Turn, EdgeInferError | None]:
-        """Follow the generation to its end. Return the ended turn, and the error that aborted it."""
+        """Follow the generation to its end. Return the stored turn, and the error if it failed."""
         drawing = asyncio.create_task(self._draw_as_due())
         switch_s = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
@@ -212,7 +216,7 @@ class Streaming:
 
     @property
     def tokens_per_s(self) -> float:
-        """Estimated rate since the first token; the end reports the exact one."""
+        """Estimated rate since the first token; the engine reports the exact one at the end."""
         elapsed = time.monotonic() - self.began
         return self.tokens / elapsed if self.tokens and elapsed > 0.2 else 0.0
 
@@ -228,9 +232,9 @@ def _waiting_for(prefill: Progress) -> str:
 class ChatView:
     """Shows `session` in the widgets of the chat screen.
 
-    `streaming` is the answer being generated and `summarising` the summary, None if there is none;
-    `Answering` sets them, and the text `calling` about tools. `cached_tokens` counts the cached tokens
-    of the open conversation.
+    `Answering` sets `streaming` (the answer that streams, or None), `summarising` (the generation of a
+    summary, or None) and `calling` (a text about running tools). `cached_tokens` is how many tokens of
+    the open conversation are cached.
     """
 
     def __init__(self, setup: ChatSetup, session: ChatSession, loader: Loader) -> None:
@@ -248,7 +252,7 @@ class ChatView:
 
     @property
     def start_text(self) -> str:
-        """Description of the chat's start; its time is known once the model is ready."""
+        """Start of the chat, e.g. `resumed in 84 ms`; without a time until the model is loaded."""
         return describe_start(self._setup.host.start)
 
     @property
@@ -261,7 +265,7 @@ class ChatView:
         self.refresh_status()
 
     def show_session(self, *, stays: bool = False) -> None:
-        """Show the branch and its end; with `stays`, keep the scroll position."""
+        """Show the open branch and scroll to its end; with `stays`, keep the scroll position."""
         transcript = self.transcript
         scroll_y = None if not stays or transcript.following else transcript.scroll_y
         entries = [self.entry(turn) for turn in self.session.path]
@@ -283,14 +287,14 @@ class ChatView:
         return AnswerEntry(turn, alternative, streaming=turn.status == "streaming")
 
     def grow(self, turn: Turn | None, new: CollectedAnswer) -> None:
-        """Show what has been added to an answer that another process writes."""
+        """Add text to an answer that another process writes."""
         for entry in self.transcript.entries:
             if turn is not None and isinstance(entry, AnswerEntry) and entry.turn_id == turn.id:
                 entry.grow(new.text, new.reasoning)
                 self.transcript.update_entry(entry)
 
     def note_prompt(self, answer: AnswerWriter) -> None:
-        """Report the answer's cached prompt tokens to `edgeinfer ps`."""
+        """Publish how much of the answer's prompt was cached, for `edgeinfer ps`."""
         if answer.cache_report is not None:
             self._setup.host.note_prompt(answer.cache_report)
 
@@ -301,7 +305,7 @@ class ChatView:
         self.transcript.add(entry)
 
     def show_use(self, use: ToolUse) -> None:
-        """Show the end of a call in its answer's entry."""
+        """Show the result of a tool call in its answer."""
         for entry in self.transcript.entries:
             if isinstance(entry, AnswerEntry) and any(u.id == use.id for u in entry.turn.calls):
                 calls = tuple(use if u.id == use.id else u for u in entry.turn.calls)
@@ -309,12 +313,12 @@ class ChatView:
                 self.transcript.update_entry(entry)
 
     def show_error(self, error: EdgeInferError, put_back: str = "") -> None:
-        """Show an error with its hint, and put the text back into the input field."""
+        """Show an error with its hint, and put `put_back` into the input field."""
         self.add_remark(Remark(error.message, "error", hint(error)))
         self._put_back(put_back)
 
     def show_next_step(self, error: EdgeInferError, put_back: str) -> None:
-        """Show the hint of a failed turn, whose error is already shown; put the text back."""
+        """Show the hint of an error that the failed turn shows; put `put_back` into the input field."""
         if hint(error):
             self.add_remark(Remark("", hint=hint(error)))
         self._put_back(put_back)
@@ -352,11 +356,10 @@ class ChatView:
 def answer_statistics(
     session: ChatSession, streaming: Streaming | None = None, *, cached_tokens: int = 0
 ) -> list[StatusPart]:
-    """Return context, rate, first token and cached tokens of the last answer.
+    """Return parts of the status line: context, rate, time to first token, cached tokens.
 
-    While an answer is `streaming`, the rate is left out: the state shows it; so are all of them until
-    its first token. Before the first answer of
-    an opened conversation, its cached tokens (`cached_tokens`) stand for rate and first token.
+    They are of the last answer. While an answer streams, `ChatView` shows its rate. Before the first
+    answer of an opened conversation, its `cached_tokens` are shown instead of rate and times.
     """
     answers = [t for t in session.path if t.role == "assistant" and t.stats.completion_tokens]
     engine = session.engine

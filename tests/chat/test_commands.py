@@ -39,11 +39,13 @@ class TestSlash:
         assert hint in caught.value.hint
 
     def test_names_are_unique_and_every_one_has_a_handler(self):
-        from edgeinfer.chat.commander import _SHOWN, Commander
+        from edgeinfer.chat.commander import _FRONT_END_METHODS, Commander
 
         names = [n for c in commands.COMMANDS for n in (c.name, *c.aliases)]
         assert len(names) == len(set(names)) == len(commands.BY_NAME)
-        handlers = {name.removeprefix("_").replace("_", "-") for name in vars(Commander)} | {*_SHOWN}
+        handlers = {name.removeprefix("_").replace("_", "-") for name in vars(Commander)} | {
+            *_FRONT_END_METHODS
+        }
         assert {c.name for c in commands.COMMANDS} <= handlers
 
 

@@ -8,7 +8,7 @@ from fake_engine import FakeEngine, StepGate
 
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.chat.speculative_prefill import ALONG_S, SpeculativePrefill, whole_words
+from edgeinfer.chat.speculative_prefill import TYPING_INTERVAL_S, SpeculativePrefill, whole_words
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
@@ -64,7 +64,7 @@ def test_word_being_typed_is_left_out(text, whole):
 
 
 def test_unchanged_text_is_prefilled_once_and_is_a_prefix_of_the_question(composer, engine):
-    composer.now += ALONG_S
+    composer.now += TYPING_INTERVAL_S
     composer.session.set(system_prompt="Be kind.")
     assert composer.stand_still("Why is the sk", [NOTES])
     assert not composer.stand_still("Why is the sky", [NOTES])
@@ -84,7 +84,7 @@ def test_text_typed_without_a_pause_is_prefilled_now_and_then(composer, engine):
     for text in ("One two ", "One two three ", "One two three four "):
         composer.check_input(text)
     assert [questions_of(r) for r in engine.read] == [["One"]]
-    composer.now += ALONG_S
+    composer.now += TYPING_INTERVAL_S
     composer.check_input("One two three four five ")
     assert len(engine.read) == 1  # the first is not done, and what it has computed is not thrown away
     composer.finish()

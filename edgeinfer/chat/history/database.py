@@ -1,4 +1,4 @@
-"""The file that holds the conversations: its schema, and the copies made before migrations."""
+"""The SQLite file of the conversations: its schema, migrations, and the copies made before them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def connect(uri: str) -> sqlite3.Connection:
 
 
 def is_current(path: Path) -> bool:
-    """Return whether the store has this version's schema; a version on trial does not migrate."""
+    """Return whether the file has the schema of this version.
+
+    A new version that is only tried out must not migrate it: the previous version could not read it.
+    """
     with (
         contextlib.suppress(sqlite3.Error),
         contextlib.closing(connect(f"{path.as_uri()}?mode=rw")) as db,
@@ -58,7 +61,7 @@ def is_current(path: Path) -> bool:
 
 
 def migrations(folder: Path = _MIGRATIONS) -> list[Path]:
-    """List the migrations in order. Raises StoreError if one is missing from the build."""
+    """Return the migration scripts, in order. Raises StoreError if one is missing."""
     scripts = {int(m[1]): p for p in sorted(folder.glob("*.sql")) if (m := _NAME.fullmatch(p.name))}
     if not scripts or list(scripts) != list(range(1, len(scripts) + 1)):
         raise StoreError(f"the migrations in {folder} are incomplete", hint="install edgeinfer again")
@@ -66,11 +69,11 @@ def migrations(folder: Path = _MIGRATIONS) -> list[Path]:
 
 
 def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None) -> int:
-    """Migrate `db` (in autocommit mode) to the newest schema and return its number.
+    """Migrate `db` (in autocommit mode) to the newest schema, and return its number.
 
-    The file `name` is copied first, so that the previous version can still read the copy. Foreign keys
-    are off afterwards. Raises StoreError if a newer edgeinfer made it, sqlite3.Error if a statement
-    fails; then nothing has changed.
+    The file `name` is copied first; the previous version can read the copy. Foreign keys are off
+    afterwards. Raises StoreError if a newer edgeinfer made it, sqlite3.Error if a statement fails; then
+    nothing has changed.
     """
     scripts = migrations() if scripts is None else scripts
     if (reached := _schema(db)) == len(scripts):
@@ -98,19 +101,19 @@ def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None
     return len(scripts)
 
 
-def _list_beside(name: str, pattern: str) -> list[Path]:
-    """List the files whose names begin with the file's name; none for a store in memory."""
+def _list_suffixed(name: str, pattern: str) -> list[Path]:
+    """List the files named `name` plus a suffix that matches `pattern`; none for a store in memory."""
     return sorted(Path(name).parent.glob(glob.escape(Path(name).name) + pattern)) if name else []
 
 
 def _copies(name: str) -> list[Path]:
-    """List the copies made before migrations of the file, without their journals."""
-    paths = _list_beside(name, ".schema-*")
+    """List the copies that were made before migrations."""
+    paths = _list_suffixed(name, ".schema-*")
     return [path for path in paths if path.suffix.removeprefix(".schema-").isdigit()]
 
 
 def _copy(db: sqlite3.Connection, name: str, version: int) -> None:
-    """Copy the file as it is now. Raises sqlite3.Error, OSError."""
+    """Copy the file, which has schema `version`, before a migration. Raises sqlite3.Error, OSError."""
     if not Path(name).is_file():
         return
     scratch = f"{name}.{os.urandom(8).hex()}.new"
@@ -139,7 +142,7 @@ def _schema(db: sqlite3.Connection) -> int:
 
 
 def _statements(script: str) -> Iterator[str]:
-    """Yield one statement at a time, because `executescript` would commit their transaction."""
+    """Yield the statements of a script; `executescript` would commit the open transaction."""
     statement = ""
     for line in script.splitlines(keepends=True):
         statement += line
@@ -149,7 +152,7 @@ def _statements(script: str) -> Iterator[str]:
 
 
 def delete_rows(db: sqlite3.Connection, ids: Sequence[int], condition: str = "") -> None:
-    """Delete conversations; their words stay in the search index until it is merged."""
+    """Delete conversations by id, then merge the search index, which drops their words."""
     if ids:
         rows = [(conversation_id,) for conversation_id in ids]
         db.executemany(f"DELETE FROM conversation WHERE id = ? {condition}", rows)
@@ -159,8 +162,8 @@ def delete_rows(db: sqlite3.Connection, ids: Sequence[int], condition: str = "")
 
 
 def clean_copies(name: str, purged: Sequence[int]) -> None:
-    """Delete old copies of the file, and conversations from the newer ones. Raises StoreError."""
-    for path in _list_beside(name, ".*.new*"):  # unfinished copies of a killed process
+    """Delete copies older than 30 days, and `purged` conversations in the others. Raises StoreError."""
+    for path in _list_suffixed(name, ".*.new*"):  # copies that a killed process left unfinished
         with store_errors(str(path)), contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _COPYING_S:
                 path.unlink()

@@ -1,4 +1,4 @@
-"""Allow one writer per conversation by locking one byte of a file; the kernel releases the lock."""
+"""Locks so that one process writes to a conversation: one byte of a file each, freed by the kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import struct
 import sys
 from pathlib import Path
 
-# only Linux has locks of an open file; elsewhere a second writer makes a branch
+# open file description locks exist only on Linux; elsewhere a second writer makes a branch
 _HAS_LOCKS = sys.platform == "linux"
 if sys.platform == "linux":
     from fcntl import F_OFD_GETLK, F_OFD_SETLK, F_UNLCK, F_WRLCK, fcntl
@@ -18,7 +18,7 @@ _FLOCK = struct.Struct("@hhqqi4x")
 
 
 class Lease:
-    """The right to write a conversation's answer, until `release` or the end of the process."""
+    """A lock on a conversation, held until `release` or the end of the process."""
 
     def __init__(self, descriptor: int = -1) -> None:
         self._descriptor = descriptor
@@ -31,7 +31,10 @@ class Lease:
 
 
 def acquire(file: Path | None, conversation_id: int) -> Lease | None:
-    """Lock a conversation (only in this process if `file` is None); None if locked. Raises OSError."""
+    """Lock a conversation; return None if it is locked already. Raises OSError.
+
+    Nothing is locked if `file` is None: the store is in memory.
+    """
     if file is None or not _HAS_LOCKS:
         return Lease()
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -47,7 +50,7 @@ def acquire(file: Path | None, conversation_id: int) -> Lease | None:
 
 
 def is_held(file: Path | None, conversation_id: int) -> bool:
-    """Return whether any process, including this one, writes an answer of the conversation."""
+    """Return whether any process, including this one, has locked the conversation."""
     if file is None or not _HAS_LOCKS:
         return False
     with contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
-"""The conversations of a user in one SQLite file. Every write is committed before its method returns.
+"""The user's conversations in one SQLite file. A method returns after its write is committed.
 
-A streaming answer is written to a journal piece by piece, so shown text survives `kill -9`; its end
-moves the journal into the turn. A reader sees content and journal joined: as "streaming" while a
-process holds the conversation's lease, otherwise as "interrupted". A store is for one thread; several
-processes may open the file (write-ahead log).
+A streaming answer is written to a journal piece by piece, so that shown text survives `kill -9`. When
+the answer ends, its journal is moved into its turn. Readers get both joined. The turn's status is
+"streaming" while a process has the conversation locked, otherwise "interrupted". A store is for one
+thread; several processes may open the file (write-ahead log).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from edgeinfer.runtime.prefix_cache.block_folder import forget_conversations
 from edgeinfer.tools.tool_use import ToolUse
 
 _log = logging.getLogger("edgeinfer.chat")
-#: After this time (ms) without a new piece of an answer, its process counts as dead.
+#: An unfinished answer without a new piece for this time (ms) may be of a dead process.
 STALE_MS = 60_000
 
 #: How long (ms) deleted conversations are kept, for undo.
@@ -40,7 +40,7 @@ UNDO_MS = 24 * 3600 * 1000
 #: Marks around matched words in a snippet; stored text that a terminal shows contains neither.
 MARK, UNMARK = "\x02", "\x03"
 
-#: Most turns that a search examines, newest first.
+#: Most turns that a search examines, the newest first.
 HITS = 4000
 
 _COUNT = "(SELECT count(*) FROM turn t WHERE t.conversation_id = c.id AND t.role = 'user')"
@@ -65,7 +65,7 @@ _SEARCH = f"""
     SELECT c.id, c.title, c.model, {_COUNT} AS turns, c.updated_ms, c.turn_id FROM shown c
     ORDER BY c.named DESC, c.updated_ms DESC, c.id DESC
     """
-#: Query of the snippets. `+` keeps SQLite from searching the index once per turn.
+#: Query for the snippets. `+` makes SQLite search the full-text index once, not once per turn.
 _SNIPPETS = f"""
     SELECT rowid, snippet(turn_search, 0, '{MARK}', '{UNMARK}', '…', 16) FROM turn_search
     WHERE turn_search MATCH ? AND +rowid IN (SELECT value FROM json_each(?))
@@ -73,7 +73,7 @@ _SNIPPETS = f"""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-#: Types of the columns that hold JSON; columns are named as the fields.
+#: Columns that hold JSON, and the types of the fields with these names.
 _JSON: dict[str, Any] = {
     "attachments": tuple[Attachment, ...],
     "calls": tuple[ToolUse, ...],
@@ -95,7 +95,10 @@ def now_ms() -> int:
 
 
 class ConversationStore:
-    """Reads and writes the file `name` ("": in memory), see `open`. `clock` returns ms since 1970."""
+    """Reads and writes conversations; `open` returns one.
+
+    `name` is the path of the file, "" in memory. `clock` returns milliseconds since 1970.
+    """
 
     def __init__(self, db: sqlite3.Connection, name: str, clock: Callable[[], int] = now_ms) -> None:
         self.db = db
@@ -111,14 +114,15 @@ class ConversationStore:
             contextlib.suppress(FileExistsError),
         ):
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # only a new file: closing a descriptor of an existing one would end this process's SQLite
-            # locks on it, and another process that closes the store would delete the log that is in use
+            # create only a new file: closing a descriptor of an existing one would end this process's
+            # SQLite locks on it, and another process that closes the store would delete the log that is
+            # in use
             os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         with store_errors(str(file)):
             db = database.connect(str(file))
             try:
                 db.execute("PRAGMA journal_mode = WAL")
-                # a killed process loses nothing; a power cut loses the last moments
+                # a kill loses nothing; a power cut loses the last transactions
                 db.execute("PRAGMA synchronous = NORMAL")
                 database.migrate(db, str(file))
                 db.execute("PRAGMA foreign_keys = ON")
@@ -131,8 +135,6 @@ class ConversationStore:
     def close(self) -> None:
         """Close the file. Idempotent."""
         self.db.close()
-
-    # conversations
 
     def create(self, conversation: Conversation) -> Conversation:
         """Store a new conversation and return it with its id and times."""
@@ -168,10 +170,8 @@ class ConversationStore:
         if not n_restored:
             raise StoreError(f"conversation {conversation_id} has been purged", hint="")
 
-    # turns
-
     def add(self, turn: Turn) -> Turn:
-        """Store a new turn, make it its conversation's head, and return it with its id and time."""
+        """Store a new turn as the end of the branch; return it with its id and time."""
         new = msgspec.structs.replace(turn, created_ms=self.clock())
         with self._transaction():
             new = msgspec.structs.replace(new, id=self._insert("turn", new))
@@ -180,7 +180,7 @@ class ConversationStore:
         return new
 
     def turns(self, conversation_id: int) -> dict[int, Turn]:
-        """Return all turns of a conversation by id; unfinished ones include their journal."""
+        """Return all turns of a conversation by id; unfinished answers include their journal."""
         sql = f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id"
         turns = {row[0]: _read(Turn, row) for row in self._rows(sql, conversation_id)}
         # only the head turn can be streaming; an older unfinished answer was killed
@@ -197,7 +197,7 @@ class ConversationStore:
         return turns
 
     def acquire(self, conversation_id: int) -> Lease:
-        """Acquire a conversation's lease for one answer. Raises UsageError if another has it."""
+        """Lock a conversation to write an answer. Raises UsageError if it is locked, StoreError."""
         with path_errors(self._leases or "", "check the directory", StoreError):
             acquired = lease.acquire(self._leases, conversation_id)
         if acquired is None:
@@ -205,7 +205,7 @@ class ConversationStore:
         return acquired
 
     def is_answering(self, conversation_id: int) -> bool:
-        """Return whether a process is writing an answer of this conversation."""
+        """Return whether a process has locked this conversation to write an answer."""
         return lease.is_held(self._leases, conversation_id)
 
     @property
@@ -213,10 +213,10 @@ class ConversationStore:
         return Path(self.name).with_suffix(".leases") if self.name else None
 
     def reopen(self, turn_id: int) -> None:
-        """Reopen an ended turn for streaming; its journal is moved into it first."""
+        """Make an ended turn streaming again, to continue it."""
         with self._transaction():
             self._fold(turn_id, "streaming")
-            # the journal's row numbers restart at 1: followers must notice the new journal
+            # the ids of the journal restart at 1: this tells readers to read it from the beginning
             self.db.execute(
                 "UPDATE conversation SET updated_ms = ? WHERE id ="
                 " (SELECT conversation_id FROM turn WHERE id = ?)",
@@ -224,7 +224,7 @@ class ConversationStore:
             )
 
     def append(self, turn_id: int, content: str, reasoning: str = "") -> None:
-        """Add a piece of a streaming answer (0.05 ms); show it only after this returns."""
+        """Add a piece to a streaming answer (0.05 ms). Text may be shown once this has returned."""
         with store_errors(self.name):
             self.db.execute(
                 "INSERT INTO journal (turn_id, content, reasoning, created_ms) VALUES (?, ?, ?, ?)",
@@ -232,7 +232,7 @@ class ConversationStore:
             )
 
     def finish(self, turn: Turn) -> None:
-        """Write a turn's end (content, status, stats) and drop its journal in the same transaction."""
+        """Store the end of an answer (content, status, stats), and delete its journal."""
         with self._transaction():
             names = ("content", "reasoning", "calls", "status", "error", "model", "stats")
             self._set("turn", turn.id, {name: getattr(turn, name) for name in names})
@@ -245,12 +245,15 @@ class ConversationStore:
             self._set("turn", turn_id, {"calls": calls})
 
     def drop_turns_before(self, turn_id: int, summary: str) -> None:
-        """Stop sending the turns before this one; `summary` replaces them."""
+        """Record that the turns before `turn_id` are no longer sent to the model.
+
+        `summary` is sent instead of them, unless it is "".
+        """
         with store_errors(self.name):
             self._set("turn", turn_id, {"cut_summary": summary})
 
     def clean_up(self) -> int:
-        """Store unfinished answers of ended processes as interrupted; return how many there were."""
+        """Mark unfinished answers of ended processes as interrupted; return their number."""
         now = self.clock()
         with self._transaction():
             rows = self.db.execute(
@@ -265,33 +268,34 @@ class ConversationStore:
         return len(dead)
 
     def overdue(self) -> list[Conversation]:
-        """Return the conversations that were deleted more than a day ago."""
+        """Return the conversations that were deleted more than a day ago; only `id` is set."""
         rows = self._rows("SELECT id FROM conversation WHERE deleted_ms < ?", self.clock() - UNDO_MS)
         return [Conversation(id=row[0]) for row in rows]
 
     def purge(self, deleted: Sequence[Conversation]) -> None:
-        """Purge deleted conversations, also from pre-migration copies, unless they were restored."""
+        """Delete conversations for good, also from pre-migration copies, unless they were restored."""
         ids = [conversation.id for conversation in deleted]
         with self._transaction():
             database.delete_rows(self.db, ids, "AND deleted_ms IS NOT NULL")
         purged = [n for n in ids if not self._rows("SELECT 1 FROM conversation WHERE id = ?", n)]
         database.clean_copies(self.name, purged)
 
-    # following what other processes write
-
     def change_count(self) -> tuple[int, int]:
-        """Return a value that changes with each write by this or another connection (6 µs)."""
+        """Return a value that differs after each write of any process (6 µs)."""
         with store_errors(self.name):
             return self.db.execute("PRAGMA data_version").fetchone()[0], self.db.total_changes
 
     def newest_change(self) -> tuple[int, int]:
-        """Return a value that changes when a conversation is added, changed or deleted."""
+        """Return a value that differs after a conversation was added, changed or deleted."""
         sql = "SELECT max(updated_ms), count(*) FROM conversation WHERE deleted_ms IS NULL"
         ((newest, number),) = self._rows(sql)
         return newest or 0, number
 
     def conversation_version(self, conversation_id: int) -> tuple[Any, ...] | None:
-        """Return a value that changes with every write except an answer's pieces; None if deleted."""
+        """Return a value that differs after each write to a conversation; None if it is deleted.
+
+        Pieces of a streaming answer do not count.
+        """
         rows = self._rows(
             "SELECT c.updated_ms, c.head_id, c.title, t.status FROM conversation c"
             " LEFT JOIN turn t ON t.id = c.head_id WHERE c.id = ? AND c.deleted_ms IS NULL",
@@ -300,13 +304,13 @@ class ConversationStore:
         return (*rows[0], self.is_answering(conversation_id)) if rows else None
 
     def pieces(self, turn_id: int, after: int) -> list[tuple[int, str, str]]:
-        """Return the journal of an answer after row `after`: row id, content, reasoning."""
+        """Return the journal of an answer after row id `after`: (id, content, reasoning)."""
         sql = "SELECT id, content, reasoning FROM journal WHERE turn_id = ? AND id > ? ORDER BY id"
         return self._rows(sql, turn_id, after)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """During the block, read one consistent state of the file, whatever other processes write."""
+        """Read one consistent state of the file in the block: a read transaction."""
         with store_errors(self.name):
             self.db.execute("BEGIN")
             try:
@@ -314,10 +318,8 @@ class ConversationStore:
             finally:
                 self.db.execute("COMMIT")
 
-    # finding conversations again
-
     def listing(self, limit: int = 500) -> list[Summary]:
-        """Return the conversations that have turns, newest first."""
+        """Return summaries of the conversations that have turns, newest first."""
         sql = (
             f"SELECT c.id, c.title, c.model, {_COUNT} AS turns, c.updated_ms FROM conversation c"
             " WHERE c.deleted_ms IS NULL AND turns > 0 ORDER BY c.updated_ms DESC, c.id DESC LIMIT ?"
@@ -325,11 +327,11 @@ class ConversationStore:
         return list(map(_summary, self._rows(sql, limit)))
 
     def search(self, query_text: str, limit: int = 60) -> list[Summary]:
-        """Return conversations with all words (the last one as a prefix): titles first, then the
-        newest.
+        """Return summaries of conversations that contain all words: by title first, then the newest.
 
-        Each has one snippet, from the newest turn with the words. Of a frequent word only the newest
-        `HITS` turns are examined: ranking all of them would take a quarter of a second in 20,000 turns.
+        The last word may be a prefix. A summary's snippet is from the newest turn with the words. Of a
+        frequent word only the newest `HITS` turns are examined: ranking all of them would take a
+        quarter of a second in 20,000 turns.
         """
         query = match_query(query_text)
         if not query:
@@ -341,7 +343,7 @@ class ConversationStore:
         return [_summary(row, " ".join(snippets.get(row[5], "").split())) for row in rows]
 
     def past_questions(self, limit: int = 200) -> list[str]:
-        """Return what the user typed before, newest first, each once."""
+        """Return the texts of earlier questions, newest first, without repetitions."""
         rows = self._rows(
             "SELECT t.content FROM turn t JOIN conversation c ON c.id = t.conversation_id"
             " WHERE t.role = 'user' AND c.deleted_ms IS NULL ORDER BY t.id DESC LIMIT ?",
@@ -355,7 +357,7 @@ class ConversationStore:
 
     def _fold(self, turn_id: int, status: Status) -> None:
         content, reasoning = self._journal(turn_id)
-        # set the status first: leaving "streaming" indexes the text, which must be complete
+        # the text is indexed when its status is no longer "streaming", so that must change last
         self._set("turn", turn_id, {"status": "streaming"})
         self.db.execute(
             "UPDATE turn SET content = content || ?, reasoning = reasoning || ?, status = ? WHERE id = "
@@ -394,7 +396,7 @@ class ConversationStore:
 
 
 def other_writer_error() -> UsageError:
-    """Make the error for a second writer."""
+    """Return the error for a conversation to which another process is writing."""
     message = "an answer to this conversation is being written elsewhere"
     return UsageError(message, hint="wait for its end, or stop it there")
 
@@ -408,7 +410,7 @@ def _read(kind: type[T], row: Sequence[Any]) -> T:
     for name in values.keys() & _JSON.keys():
         try:
             values[name] = msgspec.json.decode(values[name], type=_JSON[name])
-        except msgspec.MsgspecError as error:  # one damaged value: show all others
+        except msgspec.MsgspecError as error:  # leave out only the damaged value
             _log.warning("%s %s: %s cannot be read: %s", kind.__name__, row[0], name, error)
             del values[name]
     return kind(**values)
@@ -444,7 +446,7 @@ def purge_deleted(open_store: Callable[[], ConversationStore] | None = None) -> 
 
 
 def memory_store() -> ConversationStore:
-    """Return a store in memory only; it is lost when the process ends."""
+    """Return a store in memory, which is lost when the process ends."""
     db = database.connect(":memory:")
     database.migrate(db, "memory")
     return ConversationStore(db, "")

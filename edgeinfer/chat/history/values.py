@@ -1,7 +1,7 @@
-"""Conversations as plain values, and pure functions over the tree of a conversation's turns.
+"""Conversations as plain values, and functions on the tree of a conversation's turns.
 
-Editing a question or regenerating an answer adds a sibling; nothing is overwritten.
-`Conversation.head_id` is the last turn of the current branch, which `branch_to` returns.
+Editing a question or regenerating an answer adds a sibling in the tree; nothing is overwritten.
+`Conversation.head_id` is the last turn of the open branch, which `branch_to` returns.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from edgeinfer.units import format_cost
 
 Role = Literal["user", "assistant"]
 
-#: How a turn ended. "streaming" in the store means that its process still writes or has died; a reader
-#: shows "interrupted".
+#: How a turn ended. A stored "streaming" means that its process is writing or has died; in the second
+#: case, readers get "interrupted".
 Status = Literal["complete", "stopped", "length", "failed", "streaming", "interrupted"]
 
-#: Statuses of an answer that can be continued where it was cut off.
+#: Statuses of an answer that `/continue` can continue.
 CONTINUABLE: frozenset[Status] = frozenset({"stopped", "length", "failed", "interrupted"})
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of a question: `text` with its `tokens`, 0 until counted, or a picture's `data`."""
+    """A file of a question: its `text`, or a picture's bytes in `data`.
+
+    `tokens` is the length of the text, 0 until counted.
+    """
 
     name: str
     text: str = ""
@@ -38,7 +41,10 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer's cost: tokens, time to the first (ms), rate (tokens/s), total and saved time (s)."""
+    """Figures of an answer: `ttft_ms` is the time to the first token, `seconds` the whole time.
+
+    `saved_s` is how much longer it would have taken without cached tokens.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -52,21 +58,22 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cost(self) -> str:
-        """Description of time and savings; "" for an answer without these figures."""
+        """Time and savings: `3.2 s; 12,300 cached tokens saved about 4 min 10 s`; "" if unknown."""
         if not self.seconds:
             return ""
         return format_cost(self.seconds, self.cached_tokens, self.saved_s)
 
     @property
     def context_tokens(self) -> int:
-        """Context (tokens) that this turn and all earlier ones fill."""
+        """Number of tokens in the context after this answer."""
         return self.prompt_tokens + self.completion_tokens
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn. `cut_summary`, if not None, replaces all earlier turns, which are no longer sent.
+    """A question or an answer.
 
-    An answer with `calls` is followed by the answer to their results.
+    If `cut_summary` is not None, earlier turns are no longer sent, and it is sent instead. An answer
+    with tool `calls` is followed by another answer, which continues with their results.
     """
 
     id: int = 0
@@ -91,7 +98,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def waits_for_results(self) -> bool:
-        """Return whether this is an answer with tool calls that have no result yet."""
+        """Return whether a tool call of this answer has no result yet."""
         return any(use.status == "pending" for use in self.calls)
 
     @property
@@ -102,7 +109,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cut_off_note(self) -> str:
-        """Why this answer was cut off and what to type next; "" if it was not cut off, or failed."""
+        """Why this answer ended early, and what to type next; "" if it is complete or failed."""
         if self.status == "stopped" and self.error:
             return f"{self.error}; stopped · /regen tries again"
         at_limit = f"stopped at {self.stats.completion_tokens:,} tokens"
@@ -115,8 +122,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation. `sampling` has the options that the user set; `tools` says whether the page
-    offers tools in it.
+    """A conversation. `sampling` holds the options that the user has set.
+
+    `tools`: the web page offers tools in it.
     """
 
     id: int = 0
@@ -132,12 +140,18 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def owner(self) -> str:
-        """Owner of its cached blocks, which are deleted with it; "" until it is stored."""
+        """Owner of its cached prefixes, e.g.
+
+        `chat-12`; they are deleted with it. "" until it is stored.
+        """
         return f"chat-{self.id}" if self.id else ""
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """A conversation in a list. `turns` counts its questions; `snippet` shows the searched words."""
+    """A conversation in a list.
+
+    `turns` counts its questions; `snippet` shows text around searched words.
+    """
 
     id: int
     title: str
@@ -148,7 +162,7 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def length(self) -> str:
-        """Text such as `1 question` or `12 questions`."""
+        """Number of questions: `1 question`, `12 questions`."""
         return f"{self.turns:,} question{'s' * (self.turns != 1)}"
 
 
@@ -174,7 +188,7 @@ def siblings(turns: Turns, turn_id: int) -> list[Turn]:
 
 
 def newest_leaf(turns: Turns, turn_id: int) -> int:
-    """Return the newest leaf below `turn_id`."""
+    """Return the id of the last turn of the newest branch through `turn_id`."""
     children: dict[int, int] = {}
     for turn in turns.values():
         if turn.parent_id is not None:
@@ -186,7 +200,7 @@ def newest_leaf(turns: Turns, turn_id: int) -> int:
 
 
 def sent_part(branch: list[Turn]) -> tuple[str, list[Turn]]:
-    """Return the summary of the turns before the cut ("" for none), and the turns after it."""
+    """Return the summary that replaces dropped turns ("" for none), and the turns that are sent."""
     for index in range(len(branch) - 1, -1, -1):
         summary = branch[index].cut_summary
         if summary is not None:

@@ -1,9 +1,10 @@
-"""`edgeinfer batch IN OUT`: run OpenAI's batch format offline through the endpoint's routes.
+"""`edgeinfer batch IN OUT`: answer a file of requests in OpenAI's batch format, offline.
 
-OUT records finished requests: each answer is one line, appended in one write. A run cuts off an
-incomplete last line and skips the `custom_id`s in OUT, so after a kill nothing is lost or done twice.
-Only final answers are written: a temporary failure is retried with growing pauses, then left to the
-next run. Lines are in the order of completion, as in OpenAI's batches. OUT is locked.
+Requests go to the routes of the HTTP endpoint, without sockets. An answer is appended to OUT as one
+line, in one write, in the order of completion. A later run skips the `custom_id`s in OUT and cuts off
+an incomplete last line, so nothing is lost or done twice after a kill. Only final answers are written:
+after a temporary failure a request is retried with growing pauses, then left to the next run. OUT is
+locked.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ if TYPE_CHECKING:
 
     from edgeinfer.server.endpoint import Endpoint
 
-#: After this many lines in a row without a final answer the run ends: the requests are not the cause.
-_LEFT_IN_A_ROW = 16
+#: The run ends after so many temporary failures in a row: requests cannot be their cause.
+_MOST_FAILURES_IN_A_ROW = 16
 
 
 class BatchResult(Result, frozen=True, kw_only=True):
-    """`done` counts lines of this run, `failed` those with a status of 400 or more, `skipped` earlier
-    ones.
+    """Counts of requests: `done` in this run, `skipped` because an earlier run answered them.
 
-    `left` counts lines without an answer; their failure, `left_reason`, may be temporary.
+    `failed` ones got a status of 400 or more. `left` ones have no answer yet; `left_reason` is the last
+    failure.
     """
 
     done: int
@@ -97,8 +98,8 @@ class _Done(msgspec.Struct, frozen=True):
 def run(options: argparse.Namespace, host: Host) -> BatchResult:
     """Answer the requests that have no answer in OUT.
 
-    Raises UsageError naming the invalid line before computing; ModelBusyError if another run has locked
-    OUT.
+    Raises UsageError, which names an invalid line, before anything is computed; ModelBusyError if
+    another run has locked OUT.
     """
     paths = (options.input, options.output)
     if all(map(os.path.exists, paths)) and os.path.samefile(*paths):
@@ -118,7 +119,10 @@ def answer(
     path: Path,
     models: Sequence[str] = (),
 ) -> BatchResult:
-    """Append the answers that `path` lacks; `models` are GGUF files. Raises what `run` raises."""
+    """Append the answers that are missing in `path`; `models` are further models.
+
+    Raises what `run` raises.
+    """
     with _open_output(path) as output:
         finished = read_output(output)
         todo = [line for line in lines if line.custom_id not in finished]
@@ -129,13 +133,13 @@ def answer(
 
 
 def read_input(path: Path) -> list[BatchLine]:
-    """Read every request. Raises UsageError naming the line."""
+    """Read all requests. Raises UsageError that names the invalid line."""
     with path_errors(path, "check the path"):
         return batches.read_lines(path)
 
 
 def read_output(output: int) -> set[str]:
-    """Read the `custom_id`s of all answers, and cut off an incomplete last line."""
+    """Return the `custom_id`s of all answers; cut off an incomplete last line."""
     with os.fdopen(os.dup(output), "rb") as file:
         file.seek(0)
         whole, finished = 0, set()
@@ -197,12 +201,12 @@ class _Tally:
 async def _run(
     options: argparse.Namespace, host: Host, models: Sequence[str], todo: list[BatchLine], output: int
 ) -> _Tally:
-    from edgeinfer.cli.endpoint_setup import offline_endpoint  # 240 ms, too long for `--help`
+    from edgeinfer.cli.endpoint_setup import offline_endpoint  # imported here: it takes 240 ms
 
     endpoint, app = offline_endpoint(options, host, models)
     tally = _Tally(len(todo))
     try:
-        width = await _width(endpoint)
+        width = await _concurrency(endpoint)
         quiet = options.quiet or not sys.stderr.isatty()
         with StageProgress(sys.stderr, quiet=quiet) as progress:
             work = asyncio.ensure_future(_work(app, iter(todo), output, tally, width, progress))
@@ -219,8 +223,8 @@ async def _run(
     return tally
 
 
-async def _width(endpoint: Endpoint) -> int:
-    """Return how many requests to keep running: a finished sequence should find a successor."""
+async def _concurrency(endpoint: Endpoint) -> int:
+    """Return how many requests to run at once: some wait, so that the engine is always busy."""
     lease = await endpoint.models.acquire(endpoint.models.default)
     try:
         return lease.engine.info.n_parallel + min(lease.engine.info.n_parallel, 16)
@@ -246,7 +250,7 @@ async def _work(
                 _append(output, line, reply)
                 tally.count(reply)
                 progress.report("answering", tally.done / tally.todo)
-            if tally.left_in_a_row >= _LEFT_IN_A_ROW:
+            if tally.left_in_a_row >= _MOST_FAILURES_IN_A_ROW:
                 return
 
     try:
@@ -263,7 +267,7 @@ def _reason(reply: batches.BatchReply) -> str:
 
 
 def _append(output: int, line: BatchLine, reply: batches.BatchReply) -> None:
-    """Append one line in one write; the next run cuts off an incomplete line."""
+    """Append an answer as one line, in one write unless the disk is full."""
     unwritten = memoryview(batches.answer_line(line, reply))
     while unwritten:
         try:
@@ -282,6 +286,6 @@ def _completion_tokens(reply: batches.BatchReply) -> int:
 
 
 def _stop_on_ctrl_c(work: asyncio.Future[None]) -> None:
-    with contextlib.suppress(ValueError, RuntimeError):  # not on the main thread
+    with contextlib.suppress(ValueError, RuntimeError):  # only the main thread may set signal handlers
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, work.cancel)

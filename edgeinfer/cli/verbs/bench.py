@@ -59,7 +59,7 @@ _HEAD = ("SERVER", "TEST", "MEDIAN", "SPREAD", "J/TOKEN", "BESIDE THE FIRST")
 
 
 class BenchResult(Result, frozen=True, kw_only=True):
-    """A row for each test and server. `noise_ms` are times of a fixed job, run between measurements."""
+    """A row for each test and server. `noise_ms` are times of a fixed job between the measurements."""
 
     rows: tuple[Row, ...]
     machine: str
@@ -146,7 +146,10 @@ def _target(text: str) -> Target:
 
 
 def run(options: argparse.Namespace, host: Host) -> BenchResult:
-    """Measure models and servers alternately. Raises UsageError, ServeError, what loading raises."""
+    """Measure models and other servers in turn.
+
+    Raises UsageError, ServeError, what `Host.files` raises.
+    """
     plan = msgspec.convert(vars(options), Plan)
     if not plan.pp and not plan.tg:
         raise UsageError("nothing to measure", hint="leave out -p 0 or -n 0")
@@ -186,9 +189,10 @@ def run(options: argparse.Namespace, host: Host) -> BenchResult:
 
 
 class _StartedEndpoints:
-    """Endpoints started with the typed load options, which build no snapshot and count no usage.
+    """Starts an endpoint for each model, with the typed load options, and stops it afterwards.
 
-    At the end they are stopped, and the cached prefixes of `conversation` are deleted.
+    They build no snapshots and count no usage. The cached prefixes of `conversation` are deleted at the
+    end.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -208,7 +212,8 @@ class _StartedEndpoints:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        from edgeinfer.runtime.prefix_cache.block_folder import forget_conversations  # 80 ms: numpy
+        # imported here: numpy takes 80 ms
+        from edgeinfer.runtime.prefix_cache.block_folder import forget_conversations
 
         for url in list(self._pids):
             self._stop(url)
@@ -216,7 +221,7 @@ class _StartedEndpoints:
         shutil.rmtree(self._folder)
 
     def start(self, model: str) -> Target:
-        """Start an endpoint of a model. Raises ServeError."""
+        """Start an endpoint with `model` and return its address. Raises ServeError."""
         where = ["--log=json", "--host=127.0.0.1", f"--port={free_port()}"]
         command = [*own_command(), "serve", model, *where, *self._typed]
         remote, pid = endpoint.start(command, keys.own_key(), self._environment, dies_with_parent=True)
@@ -233,8 +238,9 @@ class _StartedEndpoints:
             time.sleep(0.02)
 
     def measure_start(self, model: str, side: MeasuredServer) -> dict[str, Sample]:
-        """Stop an endpoint, then measure the time from exec to the first token: of `run`, and of the
-        next turn in a conversation that the endpoint had cached before it was started again.
+        """Stop an endpoint; measure the time from exec to first token of `run`, then of the endpoint.
+
+        The restarted endpoint continues a conversation that it had cached before. Raises ServeError.
         """
         self._stop(side.target.url)
         command = [*own_command(), "run", model, "Hello", "--max-tokens=4", "--timings", *self._typed]

@@ -1,4 +1,4 @@
-"""`edgeinfer chat`: run the chat app or the plain chat, and report how it ended."""
+"""`edgeinfer chat`: chat in the terminal, full-screen or line by line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ChatResult(Result, frozen=True, kw_only=True):
-    """An ended chat, which is stored. Prints nothing."""
+    """A chat that has ended; its conversation is stored. Nothing is printed."""
 
     model: str
     conversation: int = 0
@@ -48,10 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> ChatResult:
-    """Run the chat on this terminal, or line by line with `--plain` or on a dumb terminal.
+    """Chat on this terminal; with `--plain` or on a dumb terminal, line by line.
 
-    Raises EdgeInferError if the app crashed; the conversation is stored nevertheless. Before anything
-    is shown, raises CatalogError, UsageError for a missing model.
+    Raises CatalogError or UsageError for a missing model, before anything is shown; EdgeInferError if
+    the app crashed (the conversation is stored).
     """
     if options.model:
         _refuse_missing(options.model, host)
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace, host: Host) -> ChatResult:
 
 
 def _refuse_missing(model: str, host: Host) -> None:
-    """Raise the error for a missing `model`; a resumed model needs no catalogue."""
+    """Raise the error if `model` cannot be loaded, unless it is loaded already."""
     if model == host.loaded_model:
         return
     ref = host.resolve(model)
@@ -74,7 +74,7 @@ def _refuse_missing(model: str, host: Host) -> None:
 
 
 def _on_screen(setup: ChatSetup) -> ChatResult:
-    from edgeinfer.tui.app import ChatApp  # 0.3 s: Textual; a parked process has it
+    from edgeinfer.tui.app import ChatApp  # imported here: Textual takes 0.3 s
 
     driver = None
     if sys.platform != "win32":
@@ -109,7 +109,7 @@ def _plain(setup: ChatSetup) -> ChatResult:
 
 
 def _setup(options: argparse.Namespace, host: Host) -> ChatSetup:
-    from edgeinfer.chat.startup import ChatSetup  # 100 ms in a cold process: numpy
+    from edgeinfer.chat.startup import ChatSetup  # imported here: numpy takes 100 ms
 
     sampling = typed_options.typed_sampling(options)
     if options.max_tokens:
@@ -129,7 +129,7 @@ def _setup(options: argparse.Namespace, host: Host) -> ChatSetup:
 
 
 def _piped_attachment(*, plain: bool) -> Attachment | None:
-    """Attach piped stdin, unless `--plain` without a terminal reads it as typed input."""
+    """Return piped stdin as an attachment; None if it is typed input of the plain chat."""
     if sys.stdin is None or sys.stdin.isatty():
         return None
     if (plain or os.environ.get("TERM") == "dumb") or not any(os.isatty(fd) for fd in (1, 2)):

@@ -1,4 +1,4 @@
-"""`edgeinfer completion`: print a shell's script, which calls this verb for the words to offer."""
+"""`edgeinfer completion SHELL`: print a shell's completion script, which asks this verb for words."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from edgeinfer.host import Host
 from edgeinfer.launcher.argv import options_and_words
 from edgeinfer.platform import paths
 
-#: Shells with a script in `data`, which offers the words that `edgeinfer completion words` prints, or
-#: files if there are none.
+#: Shells with a script in `data`. It offers the words of `edgeinfer completion words …`, or files if
+#: there are none.
 SHELLS = ("bash", "zsh", "fish")
-#: Argument with which the scripts ask for words.
+#: Argument with which a shell's script asks for words.
 _WORDS = "words"
 
 
 class CompletionResult(Result, frozen=True, kw_only=True):
-    """A script for the shell, or a line for each offered word: the word, a tab, its summary."""
+    """A shell's script; or, for the script, completions: a word, a tab and its summary per line."""
 
     shell: str
     text: str
@@ -36,7 +36,7 @@ class CompletionResult(Result, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", type=_shell, metavar="SHELL", help="bash, zsh or fish")
     typed = parser.add_argument("typed", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    typed.required = False  # otherwise argparse would report it as missing
+    typed.required = False  # argparse would report it as missing
 
 
 def _shell(text: str) -> str:
@@ -46,19 +46,19 @@ def _shell(text: str) -> str:
 
 
 def run(options: argparse.Namespace, _host: Host) -> CompletionResult:
-    """Return a shell's script, or the completions of the last typed word."""
+    """Return a shell's script, or the completions of the last word of `typed`."""
     shell: str = options.shell
     if shell in SHELLS:
         script = paths.shipped_file(f"completion.{shell}").read_text("utf-8")
         return CompletionResult(shell=shell, text=script.rstrip())
     *before, current = options.typed or [""]
-    rows = _following(before, current)
+    rows = _candidates(before, current)
     lines = [f"{word}\t{summary}" for word, summary in rows if word.startswith(current)]
     return CompletionResult(shell=shell, text="\n".join(lines))
 
 
-def _following(before: list[str], current: str) -> Iterator[tuple[str, str]]:
-    """Yield the words that may follow `before`, each with its summary."""
+def _candidates(before: list[str], current: str) -> Iterator[tuple[str, str]]:
+    """Yield the words that may follow `before` on the command line, with their summaries."""
     if before in ([], ["help"]):
         yield from ((name, row.summary) for name, row in VERBS.items())
         return
@@ -85,7 +85,7 @@ def _following(before: list[str], current: str) -> Iterator[tuple[str, str]]:
 
 
 def _positional(parser: argparse.ArgumentParser, index: int) -> argparse.Action | None:
-    """Return the positional at `index`; the last one may be repeated."""
+    """Return the positional argument at `index`; the last one may be repeated."""
     positionals = parser._get_positional_actions()
     repeated = bool(positionals) and positionals[-1].nargs in ("+", "*")
     if index < len(positionals) or repeated:

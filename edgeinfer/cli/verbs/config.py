@@ -1,4 +1,4 @@
-"""`edgeinfer config`: show the configuration in effect, and its file."""
+"""`edgeinfer config`: show the path of config.toml, and every key with its value."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from edgeinfer.host import Host
 
 
 class ConfigResult(Result, frozen=True, kw_only=True):
-    """Every key with its effective value; of tool servers' variables and headers only the names."""
+    """Every key with its value. Variables and headers of tool servers are shown without values."""
 
     path: str
     exists: bool
     config: Config
 
     def human(self) -> str:
-        import tomlkit  # 20 ms, only for this verb
+        import tomlkit  # imported here: it takes 20 ms
 
         values = msgspec.to_builtins(self.config)
         origin = self.path if self.exists else f"{self.path} (no such file: these are the defaults)"

@@ -1,6 +1,6 @@
-"""`edgeinfer doctor`: check this machine, and print commands that fix it.
+"""`edgeinfer doctor`: check this machine, and print commands that fix what is wrong.
 
-Each check is a function that returns one or more `Finding`s; `CHECKS` is their order.
+`CHECKS` lists the checks: functions that return one or more `Finding`s.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from edgeinfer.shipping.payload import Index
 from edgeinfer.units import format_bytes
 
 Status = Literal["ok", "todo", "warn", "fail"]
-#: Instruction sets for which llama.cpp has faster code, as /proc/cpuinfo spells them.
+#: Instruction sets that llama.cpp uses, as named in /proc/cpuinfo.
 CPU_FEATURES = """
     sse4_2 avx f16c fma avx2 bmi2 avx512f avx512_vnni avx512_bf16 avx_vnni amx_int8
     asimd asimdhp asimddp i8mm sve sve2
 """.split()
 GIB = 1 << 30
-#: Read-ahead (bytes) of a disk beyond which page faults read far more than a token needs.
+#: Most read-ahead (bytes) of a disk without a warning: page faults would read more than needed.
 _MOST_READ_AHEAD = 1 << 20
 _MARKS = {"ok": "ok  ", "todo": "todo", "warn": "warn", "fail": "FAIL"}
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """The outcome of a check; `fix` is the command that fixes it.
+    """What a check has found; `fix` is a command or advice.
 
-    "todo" is the next step on a new machine, "warn" costs comfort or speed, "fail" prevents answers.
+    The status "todo" is a next step on a new machine; "warn" means slower or less, "fail" no answers.
     """
 
     status: Status
@@ -56,13 +56,13 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Check(Finding, frozen=True, kw_only=True):
-    """A finding with the name of its check."""
+    """A finding, with the name of its check."""
 
     name: str
 
 
 class DoctorResult(Result, frozen=True, kw_only=True):
-    """Every finding; the exit code is 0 if none failed."""
+    """All findings; the exit status is 1 if one is a "fail"."""
 
     version: str
     checks: tuple[Check, ...]
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _host: Host) -> Result:
-    """Run every check; change nothing. Raises ShippingError for `--verify` outside the shipped file."""
+    """Run every check, without changing anything. Raises ShippingError for `--verify` of a package."""
     if options.verify:
         return _verify()
     results = itertools.starmap(_run_check, CHECKS.items())
@@ -167,7 +167,7 @@ def _gpu() -> list[Finding]:
 def _backend(
     answer: LoadedBackend | MissingBackend, cards: tuple[str, ...], *, is_used: bool
 ) -> Finding:
-    """Describe one library: its devices, or why none; `is_used`: a library has one of `cards`."""
+    """Describe a GPU library: its devices, or why it has none. `is_used`: some library has a GPU."""
     if isinstance(answer, MissingBackend):
         bus = f"{' and '.join(cards)} on the bus" if cards else "no GPU on the bus"
         description = f"{describe(answer)}; {bus}"
@@ -199,7 +199,7 @@ def _snapshots() -> Finding:
 
 
 def _sandbox() -> Finding:
-    from edgeinfer.tools.sandbox import Sandbox  # only for this check
+    from edgeinfer.tools.sandbox import Sandbox
 
     if sys.platform != "linux":
         return Finding("ok", "not available: the tools shell and python need Linux")
@@ -255,7 +255,7 @@ def _catalogue() -> Finding:
 
 
 def _larger_than_memory() -> list[Finding]:
-    """Describe the default model if it is pulled and its weights do not fit into memory."""
+    """Describe the default model if its weights do not fit into memory; otherwise return nothing."""
     from edgeinfer.models import gguf
     from edgeinfer.models.fits import header_plan
     from edgeinfer.models.reference import resolve
@@ -296,7 +296,7 @@ CHECKS: dict[str, Callable[[], Finding | list[Finding]]] = {
 
 
 class SelfCheckResult(Result, frozen=True, kw_only=True):
-    """The compared files. Without `findings`, every byte is as built."""
+    """The files that were compared. `findings` are the differences from the build."""
 
     app: str
     file: str
@@ -368,7 +368,7 @@ def _strangers(app: Path, index: Index) -> Iterator[str]:
 
 
 def _check_payload(file: Path, index: Index) -> Iterator[str]:
-    """Check the payload block by block, unless the file now has another version."""
+    """Yield what is wrong with the payload of the program file, if it is of this version."""
     try:
         parts = payload.open_shipped(file)
         if parts.app != index.name:

@@ -1,4 +1,4 @@
-"""`edgeinfer drift`: compare a model's answers of two weeks, and list what changed."""
+"""`edgeinfer drift`: compare a model's answers in one week with those in another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DriftResult(Result, frozen=True, kw_only=True):
-    """Changes by model between two weeks, which end on `against` and `until` (ISO dates)."""
+    """What changed, by model, between the weeks that end on `against` and `until` (ISO dates)."""
 
     until: str
     against: str
@@ -64,7 +64,7 @@ def _day(text: str) -> date:
 
 def run(options: argparse.Namespace, host: Host) -> DriftResult:
     """Compare two weeks; exit status 1 if something changed. Raises UsageError, StoreError."""
-    # 80 ms: numpy
+    # imported here: numpy takes 80 ms
     from edgeinfer.usage.daily_counts import drift_path
     from edgeinfer.usage.drift import compare_weeks
 

@@ -1,7 +1,7 @@
-"""`edgeinfer eval SET MODEL…`: let candidates answer a set of items, and check the answers.
+"""`edgeinfer eval SET MODEL…`: let models answer a set of items, check the answers, and compare.
 
-Answers are stored in the data folder under a hash of all their inputs. So a stopped run continues, and
-another candidate or a changed item costs only its own answers.
+Answers are stored in the data folder, by a hash of everything they depend on. So a stopped run can be
+continued, and only the answers of a new candidate or a changed item are generated.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from edgeinfer.runtime.requests import limit_preparation
 from edgeinfer.server.batches import BatchLine
 from edgeinfer.snapshot_format import fingerprint
 
-#: Kinds of checks; each is a field of `Item`.
+#: Kinds of checks: fields of `Item`, of which each item has one.
 CHECKS = ("exact", "contains", "regex", "schema", "number", "choices", "judge")
 _NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _FENCED = re.compile(r"\s*```\w*\n(.*)\n\s*```\s*", re.DOTALL)
-#: Longest time (s) of one check of an answer.
+#: Most seconds that the check of one answer may take.
 _CHECK_S = 2.0
-#: Longest part (characters) of a system prompt in a candidate's name.
+#: Most characters of a system prompt in a candidate's name.
 _LABEL_CHARACTERS = 24
-#: Response of an item without an answer yet; the next run answers it.
+#: Stands for a missing response, e.g. after a temporary failure; the next run asks again.
 _UNANSWERED = {"status_code": 0, "body": {"error": {"message": "not answered yet"}}}
 _JUDGE = """Criterion: {criterion}
 
@@ -80,11 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A question, as `prompt` or `messages`, and one check of its answer.
+    """A question (`prompt` or `messages`) and one check of its answer.
 
-    `exact`, `contains`: one of these texts. `number`: the last number in the answer, within
-    `tolerance`. `choices`: texts that may follow the prompt; the one with index `answer` must be the
-    likeliest. `judge`: a criterion for the answer, which the judge model decides.
+    `exact`, `contains`: one of these texts. `number`: the last number in the answer, ± `tolerance`.
+    `choices`: continuations of the prompt, of which number `answer` (from 0) must be the likeliest.
+    `judge`: a criterion that the judge model checks.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=200)]
@@ -106,16 +106,16 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return next(name for name in CHECKS if getattr(self, name) is not None)
 
     def __post_init__(self) -> None:
-        """Check what the types cannot express. Raises ValueError."""
+        """Check what types cannot express. Raises ValueError."""
         if bool(self.prompt) == bool(self.messages):
             raise ValueError("give either `prompt` or `messages`")
         if sum(getattr(self, name) is not None for name in CHECKS) != 1:
-            raise ValueError(f"give exactly one of {', '.join(CHECKS)}")
+            raise ValueError(f"give exactly one check: {', '.join(CHECKS)}")
         if self.choices is None and self.answer is not None:
             raise ValueError("`answer` needs `choices`")
         if self.choices and (not self.prompt or self.answer not in range(len(self.choices))):
             raise ValueError("`choices` need a `prompt` and the index `answer` (from 0)")
-        from edgeinfer.runtime.sampling.grammar import follows  # 100 ms: llguidance
+        from edgeinfer.runtime.sampling.grammar import follows  # imported here: llguidance takes 100 ms
 
         try:
             re.compile(self.regex or "")
@@ -127,7 +127,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def read_set(typed: str) -> tuple[str, list[Item]]:
-    """Return a set's name and items. Raises UsageError naming the line."""
+    """Return the name and the items of a set. Raises UsageError that names the invalid line."""
     shipped = paths.shipped_file(f"eval-{typed}.jsonl")
     path = shipped if re.fullmatch(r"\w+", typed) and shipped.is_file() else Path(typed)
     with path_errors(typed, "give a file of items, or `basics`, the built-in set"):
@@ -151,7 +151,7 @@ _FORM = f'an item is a line such as {{"id": "1", "prompt": "2 + 2?", "number": 4
 
 
 class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A model with a system prompt and adapters. `stamp` hashes weights, options and machine."""
+    """A model with a system prompt and adapters. `stamp` identifies weights, options and machine."""
 
     name: str
     model: str
@@ -162,7 +162,7 @@ class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
     def line(self, item: Item, options: argparse.Namespace) -> BatchLine:
         if item.choices is not None:
             text = f"{self.system}\n\n{item.prompt}" if self.system else item.prompt
-            # split as in lm-evaluation-harness: trailing white space belongs to the continuation
+            # like lm-evaluation-harness: spaces before a continuation are part of it
             prompts = [
                 text.rstrip() or text,
                 *(_append_choice(text, choice) for choice in item.choices),
@@ -194,7 +194,10 @@ def _append_choice(text: str, choice: str) -> str:
 
 
 def run(options: argparse.Namespace, host: Host) -> EvalResult:
-    """Answer, check and store the report. Raises UsageError, and what resolving and loading raise."""
+    """Evaluate and write the report.
+
+    Raises UsageError, and what `batch.answer` and `Host.files` raise.
+    """
     name, items = read_set(options.set)
     if not options.judge and any(item.judge for item in items):
         raise UsageError("some items need a judge", hint="name the judge model: `--judge MODEL`")
@@ -218,7 +221,9 @@ def run(options: argparse.Namespace, host: Host) -> EvalResult:
     ]
     replies = ask({key: candidate.line(item, options) for key, candidate, item in pairs})
     answered = [(key, item) for key, _, item in pairs if replies[key]["status_code"] == 200]
-    judgements = ask({key: _judging(judge, item, replies[key]) for key, item in answered if item.judge})
+    judgements = ask(
+        {key: _judge_request(judge, item, replies[key]) for key, item in answered if item.judge}
+    )
     verdicts = {key: _verdict(item, replies[key], judgements.get(key)) for key, _, item in pairs}
     report_key = msgspec.json.encode([candidates, judge, items, options.max_tokens, options.think])
     result = EvalResult.of(
@@ -239,7 +244,7 @@ def run(options: argparse.Namespace, host: Host) -> EvalResult:
 
 
 def _candidates(options: argparse.Namespace, host: Host) -> list[_Candidate]:
-    """Combine every model with every system prompt and every adapter. Raises UsageError."""
+    """Return each combination of model, system prompt and adapter. Raises UsageError."""
     if options.adapter and len(options.models) > 1:
         raise UsageError("--adapter allows only one model", hint="run the command once for each model")
     adapters = [combination for combination in options.adapter if combination != NO_ADAPTERS]
@@ -275,7 +280,7 @@ def _candidate(
 
 
 def _engine_stamp(host: Host) -> list[Any]:
-    """Return a stamp of what changes answers besides the model: processor, devices, libraries."""
+    """Return what else can change answers: the processor, GPUs, and the versions of libraries."""
     llama = importlib.util.find_spec("llama_cpp")
     folders = [libedgeinfer.folder(), backends.shipped_dir(), backends.added_dir()]
     folders += [Path(path, "lib") for path in (llama and llama.submodule_search_locations) or ()]
@@ -288,7 +293,7 @@ def _engine_stamp(host: Host) -> list[Any]:
     ]
 
 
-def _judging(judge: _Candidate, item: Item, reply: dict[str, Any]) -> BatchLine:
+def _judge_request(judge: _Candidate, item: Item, reply: dict[str, Any]) -> BatchLine:
     question = item.prompt or item.messages[-1].get("content")
     if isinstance(question, list):
         question = "\n".join(part["text"] for part in question if part.get("type") == "text")
@@ -310,12 +315,12 @@ def _verdict(item: Item, reply: dict[str, Any], judgement: dict[str, Any] | None
             return Verdict(error=error.get("message") or "failed")
     choices = reply["body"]["choices"]
     if item.choices is not None:
-        sums = _sums(choices)
+        sums = _choice_logprobs(choices)
         chosen = sums.index(max(sums))
         return Verdict(passed=chosen == item.answer, answer=item.choices[chosen], logprobs=sums)
     answer = _content(reply)
     try:
-        with _limit():
+        with _time_limit():
             passed = passes(item, answer) if judgement is None else _content(judgement) == "yes"
     except TimeoutError:
         return Verdict(answer=answer, error=f"{item.id}: `{item.check}` took over {_CHECK_S:g} s")
@@ -323,8 +328,8 @@ def _verdict(item: Item, reply: dict[str, Any], judgement: dict[str, Any] | None
 
 
 @contextmanager
-def _limit() -> Iterator[None]:
-    """Raise TimeoutError in the main thread after `_CHECK_S`; `re` handles signals during a search."""
+def _time_limit() -> Iterator[None]:
+    """Raise TimeoutError in the main thread after `_CHECK_S`, even during a search by `re`."""
 
     def end(*_: Any) -> None:
         raise TimeoutError
@@ -338,14 +343,14 @@ def _limit() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _sums(scored: list[dict[str, Any]]) -> list[float]:
+def _choice_logprobs(scored: list[dict[str, Any]]) -> list[float]:
     """Return the log-probability of each text after the first, as a continuation of the first."""
     rows = [choice["logprobs"]["token_logprobs"] for choice in scored]
     return [sum(row[min(len(rows[0]), len(row) - 1) :]) for row in rows[1:]]
 
 
 def passes(item: Item, answer: str) -> bool:
-    """Return whether an answer passes a check that needs no judge."""
+    """Return whether an answer passes its item's check (not `judge` or `choices`)."""
     if item.exact is not None:
         return answer.strip() in _several(item.exact)
     if item.contains is not None:
@@ -356,10 +361,10 @@ def passes(item: Item, answer: str) -> bool:
         numbers = _NUMBER.findall(answer)
         try:
             apart = abs(Decimal(numbers[-1].replace(",", "")) - Decimal(str(item.number)))
-        except (IndexError, ArithmeticError):  # no number, or its exponent is too large
+        except (IndexError, ArithmeticError):  # no number in the answer, or a huge exponent
             return False
         return apart <= Decimal(str(item.tolerance))
-    from edgeinfer.runtime.sampling.grammar import follows  # 100 ms: llguidance
+    from edgeinfer.runtime.sampling.grammar import follows  # imported here: llguidance takes 100 ms
 
     fenced = _FENCED.fullmatch(answer)
     try:

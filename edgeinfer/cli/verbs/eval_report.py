@@ -1,4 +1,4 @@
-"""The result of `edgeinfer eval`: scores with their uncertainty, and the report."""
+"""The result of `edgeinfer eval`: scores with confidence intervals, and a Markdown report."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
 
 _Z = 1.96
-#: Longest answer in a report (characters); longer ones are cut off.
+#: Most characters of an answer in a report.
 _SHOWN = 80
-#: Most rows of one table: the page does not render a longer block.
+#: Most rows of a table; the web page shows longer ones as plain text.
 _ROWS = 25
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether an answer passed. `error`: why there is none; `is_cut`: it reached the token limit."""
+    """Whether an answer passed its check.
+
+    `error` says why there is no verdict. `is_cut`: the answer reached the token limit. `logprobs` are
+    those of choices.
+    """
 
     passed: bool = False
     answer: str = ""
@@ -28,7 +32,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ItemResult(msgspec.Struct, frozen=True, kw_only=True):
-    """An item with one verdict per candidate, in order."""
+    """An item, and the verdict on each candidate's answer."""
 
     id: str
     check: str
@@ -44,7 +48,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 def share(n: int, total: int) -> Interval:
-    """Return the share `n` of `total` with Wilson's score interval."""
+    """Return the share `n / total`, with Wilson's score interval."""
     p, z2 = n / total, _Z * _Z
     middle = (p + z2 / (2 * total)) / (1 + z2 / total)
     half = _Z / (1 + z2 / total) * math.sqrt(p * (1 - p) / total + z2 / (4 * total * total))
@@ -52,10 +56,11 @@ def share(n: int, total: int) -> Interval:
 
 
 def paired_difference(first: int, second: int, total: int) -> Interval:
-    """Return how much more often the second passes; `first`, `second` count items that only one passes.
+    """Return by how much the second candidate's score is higher.
 
-    Agresti and Min's interval (Statistics in Medicine 24, 2005): Wald's interval for pairs, with half
-    an item added to each of the four cells.
+    `first` and `second` are numbers of items that only one of them passes. The interval is Agresti and
+    Min's (Statistics in Medicine 24, 2005): Wald's interval for pairs, with half an item added to each
+    of the four cells.
     """
     n, middle = total + 2, (second - first) / (total + 2)
     half = _Z * math.sqrt(((first + second + 1) / n - middle * middle) / n)
@@ -63,10 +68,10 @@ def paired_difference(first: int, second: int, total: int) -> Interval:
 
 
 class EvalResult(Result, frozen=True, kw_only=True):
-    """The result of an evaluation set. `path` is the report file.
+    """Scores of the candidates on a set of items; `path` is the report.
 
-    `scores` are shares of all items; an item without an answer counts as not passed. `differences`
-    compare each later candidate with the first, item by item.
+    An item without an answer counts as not passed. `differences` compare each later candidate with the
+    first.
     """
 
     set: str
@@ -99,7 +104,7 @@ class EvalResult(Result, frozen=True, kw_only=True):
         return "\n\n".join([rows, *self._notes(), f"each answer: {self.path}"])
 
     def report(self) -> str:
-        """Return the report in Markdown: the scores, and every item's verdicts."""
+        """Return the report as Markdown: scores, then the verdicts on every item."""
         rows = [[item.id, item.check, *map(_verdict_text, item.verdicts)] for item in self.items]
         head = ["item", "check", *self.candidates]
         parts = [[head, *rows[start : start + _ROWS]] for start in range(0, len(rows), _ROWS)]
@@ -115,7 +120,7 @@ class EvalResult(Result, frozen=True, kw_only=True):
         return rows
 
     def compare_with_first(self, n: int) -> str:
-        """Describe the difference of candidate `n` from the first; "" for the first itself."""
+        """Describe candidate `n` against the first: `+4% (-2% to +9%): no difference shown`."""
         if not n:
             return ""
         difference = self.differences[n - 1]
@@ -133,7 +138,7 @@ class EvalResult(Result, frozen=True, kw_only=True):
 
 
 def _cell(text: str) -> str:
-    """Escape a text of a model or a user, so that it cannot end its table cell."""
+    """Escape text of a model or user for a Markdown table cell."""
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")
 
 

@@ -1,4 +1,4 @@
-"""`edgeinfer forget`: delete cached prefixes of models and conversations."""
+"""`edgeinfer forget`: delete the cached prefixes of models or conversations."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> ForgetResult:
-    """Delete cached prefixes. Raises UsageError if none are named, InterruptedByUser if declined."""
-    from edgeinfer.runtime.prefix_cache import block_folder, block_names  # 80 ms: numpy
+    """Delete cached prefixes.
+
+    Raises UsageError without a name, InterruptedByUser if the user declines.
+    """
+    from edgeinfer.runtime.prefix_cache import block_folder, block_names  # imported here: numpy
 
     if not options.models and not options.conversation:
         raise UsageError("name the models to forget", hint="`edgeinfer forget all` deletes everything")

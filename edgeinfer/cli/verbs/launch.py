@@ -1,4 +1,4 @@
-"""`edgeinfer launch`: run a third-party agent on a local model."""
+"""`edgeinfer launch`: run a coding agent, e.g. Claude Code, on a local model."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from edgeinfer.server.guards import keys
 from edgeinfer.shipping.shipped import program_file
 from edgeinfer.snapshots.running import RunningLaunch, processes
 
-#: Idle time (s) after which an endpoint started for an agent exits; its prefix cache stays on disk for
-#: the next one.
+#: An endpoint that was started for an agent exits after so many seconds without a request. Its cached
+#: prefixes stay on disk.
 IDLE_EXIT_S = 600
 
 
 class LaunchResult(Result, frozen=True, kw_only=True):
-    """An ended agent with its exit code."""
+    """An agent that has ended, and its exit status."""
 
     agent: str
     model: str
@@ -47,7 +47,7 @@ class LaunchResult(Result, frozen=True, kw_only=True):
 
 
 class KnownAgent(msgspec.Struct, frozen=True, kw_only=True):
-    """A known agent, as `launch` without an agent lists it."""
+    """An agent that `launch` can start; `path` is "" if it is not installed."""
 
     name: str
     title: str
@@ -57,7 +57,7 @@ class KnownAgent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentsResult(Result, frozen=True, kw_only=True):
-    """The agents that can be launched."""
+    """The agents that `launch` can start."""
 
     agents: tuple[KnownAgent, ...]
 
@@ -80,11 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> Result:
-    """Run an agent, or list them. Raises UsageError, ServeError, and what resolving a model raises."""
+    """Run an agent, or list all. Raises UsageError, ServeError, and what `Host.files` raises."""
     if not options.agent:
         return AgentsResult(agents=tuple(map(_describe_agent, AGENTS.values())))
     agent = AGENTS[options.agent]
-    find_program(agent)  # fail before a model is loaded
+    find_program(agent)  # raises if it is missing, before a model is loaded
     remote, model, n_ctx = _find_endpoint(agent, options, host)
     print(f"{agent.title} asks {model} at {remote.url}", file=sys.stderr)  # noqa: T201
     recalling = threading.Thread(target=_prefill_preamble, args=(agent, remote, model), daemon=True)
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
 
 
 def _prefill_preamble(agent: Agent, remote: RemoteEndpoint, model: str) -> None:
-    """Restore the system preamble from disk while the agent starts; a failure only costs time."""
+    """Let the endpoint load the agent's cached system prompt meanwhile; a failure only costs time."""
     cwd = Path.cwd()
     is_repository = any((folder / ".git").exists() for folder in (cwd, *cwd.parents))
     body = {"agent": agent.name, "folder": str(cwd), "is_repository": is_repository}
@@ -116,7 +116,7 @@ def _describe_agent(agent: Agent) -> KnownAgent:
 def _find_endpoint(
     agent: Agent, options: argparse.Namespace, host: Host
 ) -> tuple[RemoteEndpoint, str, int]:
-    """Find or start an endpoint; return it, its model, and the model's context (large enough)."""
+    """Find or start an endpoint whose context is large enough; return it, the model and the context."""
     key = keys.own_key()
     remote, pid = endpoint.find(urls(host.config), key), 0
     if remote is not None:
@@ -146,19 +146,19 @@ def _say_started(pid: int) -> None:
 
 
 def own_endpoint(options: argparse.Namespace, host: Host) -> RemoteEndpoint:
-    """Find this user's endpoint or start one. Raises ServeError, and what resolving a model raises."""
+    """Find this user's endpoint or start one. Raises ServeError, and what `Host.files` raises."""
     key = keys.own_key()
     remote = endpoint.find(urls(host.config), key)
     if remote is None:
         ref = host.resolve(options.model or host.config.default_model)
-        host.files(ref)  # fail here: the error is plainer than one in the endpoint's log
+        host.files(ref)  # fail here: the endpoint would only write the error to its log
         remote, pid = endpoint.start(serve_command(ref.text, host.config), key)
         _say_started(pid)
     return remote
 
 
 def urls(config: Config) -> Iterator[str]:
-    """Yield URLs of endpoints with this data folder; others have other API keys and conversations."""
+    """Yield the URLs of endpoints that use this data folder, and so the same keys and conversations."""
     host, configured = config.serve.host, str(config.serve.port)
     endpoints = [run for run in processes(everywhere=True) if run.verb == "serve"]
     ports = {run.pid: _port(run, configured) for run in endpoints}
@@ -179,7 +179,7 @@ def _url(host: str, port: str) -> str:
 
 
 def serve_command(typed: str, config: Config, n_ctx: int | None = None) -> list[str]:
-    """Return the command of an endpoint, on a free port if the configured port is taken."""
+    """Return a command that starts an endpoint; its port is another one if the configured is taken."""
     arguments = [*own_command(), "serve", typed, "--log", "json"]
     arguments += ["--host", "127.0.0.1", "--idle-exit", str(IDLE_EXIT_S)]
     arguments += ["--port", str(free_port(config.serve.port))]
@@ -187,7 +187,7 @@ def serve_command(typed: str, config: Config, n_ctx: int | None = None) -> list[
 
 
 def own_command() -> list[str]:
-    """Return the command of this program in a form that `edgeinfer ps` and `stop` recognize."""
+    """Return the command that runs this program, in a form that `ps` and `stop` recognize."""
     shipped = program_file()
     if shipped is not None:
         return [str(shipped)]
@@ -196,7 +196,7 @@ def own_command() -> list[str]:
 
 
 def free_port(port: int = 0) -> int:
-    """Return this port of 127.0.0.1 if it is free, otherwise another one."""
+    """Return `port` if it is free on 127.0.0.1, otherwise another free port."""
     import socket
 
     with socket.socket() as trial:

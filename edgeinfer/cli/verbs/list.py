@@ -1,4 +1,4 @@
-"""`edgeinfer list`: list local models, and models that can be pulled."""
+"""`edgeinfer list`: list models on this machine, and models that can be pulled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.snapshot_format.format import generations, model_prefix, model_prefix_of
 from edgeinfer.units import format_bytes
 
-#: Headings of the groups that `--fits` shows.
+#: Titles of the groups of `--fits`.
 _GROUPS = {
     "comfortable": f"comfortable: at least {fits.READABLE_TOKENS_PER_S:g} tokens/s, the largest first",
     "slow": f"slow: below {fits.READABLE_TOKENS_PER_S:g} tokens/s",
@@ -34,16 +34,16 @@ _GROUPS = {
 
 
 class ModelRow(ModelSummary, frozen=True, kw_only=True):
-    """A line of the list. `snapshots` is the number of the model's snapshots."""
+    """A model in the list. `snapshots` counts its snapshots."""
 
     snapshots: int = 0
     fit: Fit | None = None
 
 
 class ListResult(Result, frozen=True, kw_only=True):
-    """Pulled models first, then external stores', then the rest of the catalogue, each sorted by name.
+    """Models: pulled ones, then those of external stores, then the rest of the catalogue, each by name.
 
-    `fits`: grouped by speed instead. `busy`: the machine was busy whenever its memory was measured.
+    With `fits`, they are grouped by speed. `busy`: the machine was busy while speed was measured.
     """
 
     models: tuple[ModelRow, ...]
@@ -177,7 +177,7 @@ def _group_by_fit(models: Sequence[ModelRow], estimator: Estimator) -> tuple[Mod
 
 
 def _rank(model: ModelRow) -> tuple[int, float]:
-    """Sort comfortable models by size, the largest first; slow ones by speed; the rest by size."""
+    """Return a key that sorts by group; then comfortable models by size, slow ones by speed."""
     assert model.fit
     group = model.fit.group
     within = {"comfortable": -model.size_bytes, "slow": -model.fit.tokens_per_s}

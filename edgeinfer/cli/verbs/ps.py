@@ -1,6 +1,4 @@
-"""`edgeinfer ps`: list running processes with replicas, GPU layers and cached prompts; show daily
-usage.
-"""
+"""`edgeinfer ps`: list running processes and what they have cached; `--usage` shows usage by day."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ _USAGE_DAYS = 30
 
 
 class PsResult(Result, frozen=True, kw_only=True):
-    """This user's running edgeinfer processes with this data folder; `--everywhere`: with any."""
+    """This user's running edgeinfer processes with this data folder; with any, if `--everywhere`."""
 
     running: tuple[RunningLaunch, ...]
 
@@ -80,9 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> Result:
-    """List running processes, or the daily usage. Raises StoreError."""
+    """List running processes, or the usage by day. Raises StoreError."""
     if options.usage:
-        from edgeinfer.usage.daily_counts import drift_path, read_usage  # 80 ms: numpy
+        from edgeinfer.usage.daily_counts import (
+            drift_path,
+            read_usage,
+        )  # imported here: numpy takes 80 ms
 
         today = date.today()
         days = read_usage(drift_path(), today - timedelta(_USAGE_DAYS - 1), today)

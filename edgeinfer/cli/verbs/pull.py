@@ -1,4 +1,4 @@
-"""`edgeinfer pull`: fetch, verify and store a model."""
+"""`edgeinfer pull`: download, verify and store a model or an adapter."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from edgeinfer.models.pull import PullOptions
 from edgeinfer.models.reference import resolve
 from edgeinfer.units import format_bytes
 
-#: The next command to suggest, by the model's purpose.
-_TRIES = {
+#: Command that is suggested after a pull, by the model's purpose.
+_NEXT_COMMANDS = {
     "chat": 'edgeinfer run {} "What is photosynthesis?"',
     "base": 'edgeinfer run {} "The sea is"',
     "code": 'edgeinfer run {} "Write a Python function that reverses a string."',
@@ -35,7 +35,7 @@ _TRIES = {
 
 
 class PullResult(TimedResult, frozen=True, kw_only=True):
-    """A stored model. `sha256` of a split model is that of its files' digests."""
+    """A stored model. If it has several files, `sha256` is the hash of their hashes."""
 
     name: str
     title: str
@@ -54,13 +54,13 @@ class PullResult(TimedResult, frozen=True, kw_only=True):
         digest = f", sha256 {self.sha256[:12]}…" if self.sha256 else ""
         licence = f"; licence {self.licence}" if self.licence else ""
         facts = f"{format_bytes(self.size_bytes)}, {self.quantization}{digest}{licence}"
-        command = _TRIES.get(self.purpose, _TRIES["chat"]).format(self.name)
+        command = _NEXT_COMMANDS.get(self.purpose, _NEXT_COMMANDS["chat"]).format(self.name)
         faster = f"\nit would be faster with its draft model: {self.no_draft}" if self.no_draft else ""
         return f"{self.name} {state}: {facts}{faster}\ntry it: {command}"
 
 
 class PullAdapterResult(Result, frozen=True, kw_only=True):
-    """A stored adapter."""
+    """A stored LoRA adapter."""
 
     adapter: PulledAdapter
 
@@ -95,10 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> Result:
-    """Fetch, verify and store a model. Raises what `models.pull.pull` raises.
+    """Download, verify and store a model. Raises what `models.pull.pull` raises.
 
-    Ctrl-C keeps fetched parts. A model in an external store is only verified; `--name` copies it into
-    our store. With `--again` or `--name`, a model from Hugging Face is fetched nevertheless.
+    After Ctrl-C, the next pull continues. A model that another program has stored is verified and used
+    in place; `--name` copies it, and `--again` downloads it all the same.
     """
     source: str = options.model or host.config.default_model
     if options.base or is_adapter(source):
@@ -151,7 +151,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
 
 
 def _check_external(source: str) -> PullResult | None:
-    """Verify a model of another program as a launch would; None if no store has it, or it is ours."""
+    """Verify a model that another program has stored; None if none has, or the model is pulled."""
     ref = resolve(source)
     stored = ref.external
     if not stores.is_name(source) and (stored is None or stored.problem):

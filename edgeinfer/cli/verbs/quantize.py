@@ -1,4 +1,4 @@
-"""`edgeinfer quantize`: make a smaller copy of a model, and measure its loss of quality."""
+"""`edgeinfer quantize`: make a smaller copy of a model, and measure how much worse it is."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from edgeinfer.units import format_bytes
 
 
 class QuantizeResult(TimedResult, frozen=True, kw_only=True):
-    """Source and result. Perplexities are over `n_scored_tokens` of a text; None if not measured.
+    """The source and its copy. Perplexities are over `n_scored_tokens` of a text, None if not measured.
 
-    `divergence` (nats per token) and `same_top` (share, 0 to 1) compare the result with the source.
+    `divergence` (KL, nats per token) and `same_top` (share of tokens with the same likeliest token, 0
+    to 1) compare the copy with the source.
     """
 
     source: str
@@ -73,9 +74,9 @@ class QuantizeResult(TimedResult, frozen=True, kw_only=True):
 
 
 class ComparedModel(msgspec.Struct, frozen=True):
-    """A model of a comparison. Speeds are medians of three runs, in tokens per second.
+    """A model in a comparison. Speeds (tokens/s) are medians of three runs.
 
-    `divergence` and `same_top` as in `QuantizeResult`; None for the source.
+    `divergence` and `same_top` compare it with the source, as in `QuantizeResult`; None for the source.
     """
 
     name: str
@@ -88,7 +89,7 @@ class ComparedModel(msgspec.Struct, frozen=True):
 
 
 class QuantizeCompareResult(Result, frozen=True, kw_only=True):
-    """Quantizations compared with their source, which is the first; `evaluation` has the same order."""
+    """Copies compared with their source, which is the first model, also in `evaluation`."""
 
     models: list[ComparedModel]
     evaluation: EvalResult
@@ -130,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> Result:
-    """Quantize a model. Raises what `quantize` raises, and InterruptedByUser."""
+    """Quantize a model. Raises what `quantizing.quantize` raises, and InterruptedByUser."""
     quantize_options = QuantizeOptions(
         name=options.name, imatrix=options.imatrix, perplexity=not options.no_perplexity
     )
@@ -151,9 +152,9 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     )
 
 
-#: Prompt and answer lengths (tokens) of the speed measurement.
+#: Tokens of prompt and answer when speed is measured.
 _PROMPT_TOKENS, _ANSWER_TOKENS = 256, 32
-#: Rounds of a speed measurement.
+#: Runs when speed is measured.
 _ROUNDS = 3
 
 
@@ -182,7 +183,7 @@ def _compare(
 
 
 def _speed(model: str, host: Host) -> tuple[float, float]:
-    """Measure prefill and decode of one stream. Raises what loading and generating raise."""
+    """Measure prefill and decode (tokens/s) of a model. Raises what `Host.engine` raises."""
     engine = host.engine(model, LoadOptions(n_ctx=2 * _PROMPT_TOKENS, n_parallel=1, is_counted=False))
     try:
         text = paths.shipped_file("perplexity.txt").read_text("utf-8")

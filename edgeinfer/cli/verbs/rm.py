@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, _host: Host) -> RmResult:
     """Remove models. Raises UnknownModelError, ModelNotPulledError, ModelBusyError, InterruptedByUser.
 
-    If one of several fails, the models before it are already removed.
+    If one of several cannot be removed, the ones before it are already removed.
     """
     names = ", ".join(options.models)
     confirm(f"Remove {names} and its snapshots?", yes=options.yes, needs_yes=True)

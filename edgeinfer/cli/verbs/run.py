@@ -54,7 +54,10 @@ Cancellable = TypeVar("Cancellable", bound="Generation | ChatTools")
 
 
 class Startup(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds from exec until the model was ready, its two parts, and the prefill."""
+    """Times (ms) of the start: `ready_ms` from exec until the model is ready.
+
+    That is `start_ms` (process) plus `load_ms` (model). `prefill_ms` comes after it.
+    """
 
     ready_ms: float
     start_ms: float
@@ -63,7 +66,7 @@ class Startup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunResult(Result, frozen=True, kw_only=True):
-    """The whole answer. `human` is empty because the text was streamed."""
+    """The answer. `human` returns "", because the text was printed while it streamed."""
 
     model: str
     text: str
@@ -108,10 +111,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> RunResult:
-    """Answer one prompt. Raises UsageError, and what resolving, loading and generating raise."""
+    """Answer one prompt. Raises UsageError, and what `Host.engine` and `Engine.submit` raise."""
     if options.receipt:
         _check_receipt_path(Path(options.receipt), is_private=options.private)
-    model, ref, prompt = _split_words(options.model_or_prompt, options.prompt, host)
+    model, ref, prompt = _split_positionals(options.model_or_prompt, options.prompt, host)
     prompt, pictures = _read_prompt(_with_stdin(prompt), options)
     if options.tools and options.raw:
         message = "--raw sends the prompt unchanged, so it cannot offer tools"
@@ -141,7 +144,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
         request = with_answer_limit(request, can_think=engine.info.can_think)
     if options.receipt:
         request = with_record(request)
-    # the purge delays neither the answer nor the exit: the next run finishes it
+    # a thread, which the exit does not wait for; the next run continues an unfinished purge
     threading.Thread(target=_purge, name="edgeinfer-purge", daemon=True).start()
     stream_to = None if options.json else sys.stdout
     if options.tools:
@@ -150,19 +153,24 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
         with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
             result, finished = _consume(generation, model, host.start, stream_to)
     if result.finish_reason == "length" and options.max_tokens is None:
-        sys.stderr.write(f"edgeinfer: {_cut(result.usage, request.max_tokens, engine.info)}\n")
+        sys.stderr.write(
+            f"edgeinfer: {_describe_limit(result.usage, request.max_tokens, engine.info)}\n"
+        )
     if options.receipt:
         receipt = make_receipt(request, finished, engine.info, key=load_key(host.config.receipts.key))
         _write_receipt(receipt, Path(options.receipt), is_private=options.private)
     if options.traces:
-        _trace(options.traces, started, result)
+        _write_trace(options.traces, started, result)
     if options.timings:
         sys.stderr.write(f"{timings_line(result, engine.info)}\n")
     return result
 
 
 def _read_prompt(text: str, options: argparse.Namespace) -> tuple[str, tuple[bytes, ...]]:
-    """Return the prompt with attached texts, and its pictures. Raises UsageError without a prompt."""
+    """Return the prompt with attached texts, and the pictures.
+
+    Raises UsageError if there is no prompt.
+    """
     if not text.strip() and not options.file:
         raise UsageError(
             "no prompt", hint='give one: `edgeinfer run "What is photosynthesis?"`, or pipe it in'
@@ -173,8 +181,8 @@ def _read_prompt(text: str, options: argparse.Namespace) -> tuple[str, tuple[byt
     return join_parts([*images, with_attachments(text, attached)])
 
 
-def _cut(usage: Usage, limit: int | None, info: EngineInfo) -> str:
-    """Describe the default limit that cut off an answer, and the option that raises it, if any."""
+def _describe_limit(usage: Usage, limit: int | None, info: EngineInfo) -> str:
+    """Describe the default limit that ended an answer, and the option that raises it."""
     if limit is not None and usage.completion_tokens >= limit:
         return f"stopped at {limit:,} tokens; more with --max-tokens N"
     n_tokens = usage.prompt_tokens + usage.completion_tokens
@@ -184,13 +192,13 @@ def _cut(usage: Usage, limit: int | None, info: EngineInfo) -> str:
 
 
 def _is_stream(path: Path) -> bool:
-    """Return whether a path is a device, a FIFO or an open file: write to it, never replace it."""
+    """Return whether to append to a path instead of replacing it: a device, a FIFO, an open file."""
     is_open_file = str(path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
     return is_open_file or (path.exists() and not path.is_file())
 
 
 def _check_receipt_path(path: Path, *, is_private: bool) -> None:
-    """Refuse an unusable receipt path before an answer is generated."""
+    """Raise UsageError if a receipt cannot be written to `path`, before an answer is generated."""
     folder, hint = path.absolute().parent, "name another file for --receipt"
     if path.is_dir():
         raise UsageError(f"{path} is a folder", hint=hint)
@@ -202,7 +210,7 @@ def _check_receipt_path(path: Path, *, is_private: bool) -> None:
 
 
 def _write_receipt(receipt: Receipt | Refusal, path: Path, *, is_private: bool) -> None:
-    """Write the receipt (a private receipt's content separately), or print why there is none."""
+    """Write the receipt (a private one's content to FILE.content), or print why there is none."""
     if isinstance(receipt, Refusal):
         sys.stderr.write(f"edgeinfer: no receipt: {receipt.refused}\n")
         return
@@ -221,13 +229,13 @@ def _write_receipt(receipt: Receipt | Refusal, path: Path, *, is_private: bool) 
 
 
 def _purge() -> None:
-    from edgeinfer.chat.history.store import purge_deleted  # 80 ms in a cold process: numpy
+    from edgeinfer.chat.history.store import purge_deleted  # imported here: numpy takes 80 ms
 
     purge_deleted()
 
 
-def _trace(path: str, start: list[Span], result: RunResult) -> None:
-    """Write a trace of the start and the last generation. Raises UsageError."""
+def _write_trace(path: str, start: list[Span], result: RunResult) -> None:
+    """Write spans of the start and the last generation. Raises UsageError."""
     spans = start + generation_spans(start[-1].ended_s, result.timings)
     root = Span("run", start[0].began_s, spans[-1].ended_s)
     facts = {"gen_ai.request.model": result.model, "edgeinfer.how": result.start.how}
@@ -238,12 +246,11 @@ def _trace(path: str, start: list[Span], result: RunResult) -> None:
 def _with_tools(
     engine: Engine, request: GenerateRequest, model: str, host: Host, stream_to: TextIO | None
 ) -> tuple[RunResult, GenerateRequest, Finished]:
-    """Answer, run the tool calls, and answer again with the results, until no call is left. Reports on
-    stderr.
+    """Answer with tools: run the calls of each answer, until an answer has none.
 
-    Also return the last request and its end.
+    Return the last answer, its request and its end. Calls are reported on stderr.
     """
-    from edgeinfer.tools.loop import ChatTools, NoFrontEnd  # only for this option
+    from edgeinfer.tools.loop import ChatTools, NoFrontEnd
 
     front, rounds = NoFrontEnd(sys.stderr), list[tuple[ToolUse, ...]]()
     with contextlib.closing(ChatTools(host.config.tools, Path.cwd())) as tools:
@@ -277,10 +284,12 @@ def _turns(system: str, content: str, pictures: tuple[bytes, ...]) -> tuple[Mess
     return (Message(role="system", content=system), question) if system else (question,)
 
 
-def _split_words(first: str | None, second: str | None, host: Host) -> tuple[str, ModelRef | None, str]:
-    """Split `run`'s positionals into model, its reference if it was resolved, and prompt ("" if piped).
+def _split_positionals(
+    first: str | None, second: str | None, host: Host
+) -> tuple[str, ModelRef | None, str]:
+    """Return model, its reference (None if not resolved) and prompt ("" if it is piped).
 
-    A first word that is not a model is the prompt, unless a second one follows. Raises
+    If there is only one word, it is a model if one has this name, otherwise the prompt. Raises
     UnknownModelError if it is probably a misspelt model, CatalogError.
     """
     if first is None:
@@ -294,9 +303,9 @@ def _split_words(first: str | None, second: str | None, host: Host) -> tuple[str
 
 
 def _refuse_misspelt_model(word: str, host: Host) -> None:
-    """Raise UnknownModelError for a prompt of one word that is almost the name of a model.
+    """Raise UnknownModelError if a one-word prompt is almost a model's name.
 
-    A word of letters, such as "hi", is refused only if a name begins with it: "gemma".
+    A word of letters only is refused if a name begins with it ("gemma"), but not "hi".
     """
     if not re.fullmatch(r"[\w.:-]+", word):
         return
@@ -317,7 +326,7 @@ def _with_stdin(prompt: str) -> str:
 
 @contextlib.contextmanager
 def _cancelled_by_ctrl_c(generation: Cancellable) -> Iterator[Cancellable]:
-    """Let the first Ctrl-C or SIGTERM cancel a generation or calls; a second interrupts as usual."""
+    """Cancel a generation or tool calls at the first Ctrl-C or SIGTERM; the second ends the process."""
 
     def stop(number: int, _frame: object) -> None:
         generation.cancel()
@@ -341,7 +350,7 @@ def _consume(
     for event in generation:
         if isinstance(event, TextDelta | ReasoningDelta):
             if repeats:
-                continue  # decoded before the cancellation
+                continue  # the engine decoded it before it was cancelled
             n_kept = watch.add(event.text)
             if n_kept is not None:
                 repeats = True
@@ -378,7 +387,7 @@ def _consume(
 
 
 def timings_line(result: RunResult, info: EngineInfo) -> str:
-    """Return one line: kind of start, ready time, prompt, tokens and rate, and any drafts."""
+    """Return a line with start, prompt, prefill, first token, tokens per second, and drafts."""
     usage, timings = result.usage, result.timings
     rate = timings.decode_tokens_per_s(usage.completion_tokens)
     took = result.startup

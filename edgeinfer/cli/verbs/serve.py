@@ -1,4 +1,4 @@
-"""`edgeinfer serve`: the HTTP endpoint."""
+"""`edgeinfer serve`: run the HTTP endpoint."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from edgeinfer.cli.parser import ENDPOINT, add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.host import Host
 
-#: Most replicas of a model in one endpoint.
+#: Most replicas in one endpoint.
 _MOST_REPLICAS = 64
 
 
 class ServeResult(Result, frozen=True, kw_only=True):
-    """How serving ended. `cut_short`: requests were cancelled at the end of the drain."""
+    """Why the endpoint ended. `cut_short`: requests still ran when the time to finish them was over."""
 
     reason: Literal["signal", "idle"]
     cut_short: bool = False
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Add the endpoint's launch options; None means the configuration or a default."""
+    """Add the options of the endpoint. None stands for the configuration or a default."""
     where = parser.add_argument_group(ENDPOINT)
     add_option(where, "--host ADDRESS", "address to bind; beyond loopback an API key is needed")
     add_option(where, "--port N", "port to bind; 0 chooses a free port", type=port_number)
@@ -63,18 +63,21 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
 port_number = number_between(int, 0, 65_535)
 
 
-#: Parses a positive number of seconds, at most a year.
+#: Parses seconds: more than 0, at most a year.
 positive_s = number_between(float, 0.001, 31_536_000)
 
 
 def keep_alive_s(text: str) -> float:
-    """Parse 0, -1, or up to a year, in seconds. Raises argparse.ArgumentTypeError."""
+    """Parse seconds: 0, -1, or up to a year. Raises argparse.ArgumentTypeError."""
     return float(text) if text in ("-1", "0") else float(positive_s(text))
 
 
 def run(options: argparse.Namespace, host: Host) -> ServeResult:
-    """Serve until a signal or idleness. Raises what `endpoint_setup.serve` raises."""
-    from edgeinfer.cli.endpoint_setup import serve  # 240 ms: the server, which `--help` does not need
+    """Serve until a signal, or until `--idle-exit` is over.
+
+    Raises what `endpoint_setup.serve` raises.
+    """
+    from edgeinfer.cli.endpoint_setup import serve  # imported here: it takes 240 ms
 
     outcome = serve(options, host)
     return ServeResult(

@@ -34,7 +34,7 @@ from edgeinfer.units import format_bytes, format_parameters
 
 
 class HeaderShown(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of the GGUF header."""
+    """What the GGUF header says about the model."""
 
     architecture: str
     name: str
@@ -50,7 +50,7 @@ class HeaderShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _planned_devices(shape: Shape, plan: Plan, layers: int | str, config: GpuConfig) -> Offload | None:
-    """Plan the offload to this machine's GPUs; None without GPUs or with offload switched off."""
+    """Plan which layers GPUs get; None without GPUs, or if they are switched off."""
     request = OffloadRequest(layers=layers, devices=config.devices)
     if not request.opens_backends():
         return None
@@ -65,12 +65,12 @@ def _planned_devices(shape: Shape, plan: Plan, layers: int | str, config: GpuCon
     return Offload(n_layers=0, n_all=shape.n_layer + 1, reason="; ".join(reasons))
 
 
-#: Head lengths for which llama.cpp's CUDA backend has an attention kernel.
+#: Attention head sizes for which llama.cpp's CUDA backend has a kernel.
 _CUDA_HEADS = frozenset((40, 64, 72, 80, 96, 112, 128, 256, 512))
 
 
 def attention_note(shape: Shape, devices: Offload | None) -> str:
-    """Explain why CUDA is slow with this model's attention; "" if it is not."""
+    """Explain why CUDA is slow with this model's attention, or return ""."""
     lengths = sorted(set(shape.head_lengths) - _CUDA_HEADS)
     if devices is None or not lengths or not any(name.startswith("CUDA") for name in devices.devices):
         return ""
@@ -78,10 +78,10 @@ def attention_note(shape: Shape, devices: Offload | None) -> str:
 
 
 class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory (bytes) for the context that the engine would choose (or `--ctx`), and the reason.
+    """Memory that the model needs (bytes) with the context that the engine would choose, or `--ctx`.
 
-    `from_disk`: the weights do not fit; `warning` estimates the speed. `devices` is None without GPUs;
-    `attention` says why GPUs are slow with this model's attention.
+    `from_disk`: the weights do not fit, and `warning` estimates the speed. `devices` is None without
+    GPUs; `attention` says why they are slow with this model.
     """
 
     estimate: Buffers
@@ -98,7 +98,7 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShowResult(Result, frozen=True, kw_only=True):
-    """`header`, `files` and `memory` are empty if the model is not pulled. `notes` list problems."""
+    """A model. `header`, `files` and `memory` are empty if it is not pulled. `notes` are problems."""
 
     name: str
     title: str
@@ -125,7 +125,7 @@ class ShowResult(Result, frozen=True, kw_only=True):
     def human(self) -> str:
         rows = _about(self) + _header_rows(self.header) + _file_rows(self) + _memory_rows(self.memory)
         width = max(len(label) for label, _ in rows)
-        # a line break in a name from a file would look like a new row
+        # on one line: a line break in a file's name would look like another row
         lines = [f"{label:<{width}}  {' '.join(value.split())}".rstrip() for label, value in rows]
         lines += [f"note: {note}" for note in self.notes]
         if not self.pulled:
@@ -234,7 +234,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> ShowResult:
-    """Describe a model. Raises UnknownModelError, InvalidGgufError, CatalogError for a bad record."""
+    """Describe a model. Raises UnknownModelError, InvalidGgufError, CatalogError."""
     ref = host.resolve(options.model or host.config.default_model)
     if ref.external is not None:
         return _show_external(ref.external, options, host)
@@ -315,7 +315,7 @@ def _describe(
 
 
 def _sampling(entry: Model, n_params: int) -> dict[str, float]:
-    """Return sampling options that differ from the defaults, by the model's entry and its size."""
+    """Return the model's sampling options that differ from the general defaults."""
     defaults = msgspec.structs.asdict(Sampling())
     of_size = default_sampling(n_params or parameter_count(entry.parameters))
     values = msgspec.structs.asdict(entry.sampling.over(of_size))
@@ -323,7 +323,7 @@ def _sampling(entry: Model, n_params: int) -> dict[str, float]:
 
 
 def _check(ref: ModelRef) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the paths of the draft model, and a note about problems of the model's files."""
+    """Return the draft model's files, and notes on problems with the model's files."""
     try:
         files = ref.files()
     except EdgeInferError as error:

@@ -1,4 +1,4 @@
-"""`edgeinfer snapshots list|show|take|verify|rm|prune`; `snapshots_transfer` has the other actions."""
+"""`edgeinfer snapshots list|show|take|verify|rm|prune`; other actions are in `snapshots_transfer`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from edgeinfer.units import format_bytes, format_duration
 
 
 class SnapshotsResult(Result, frozen=True, kw_only=True):
-    """Every snapshot, and its state on this machine."""
+    """All snapshots, with their state on this machine."""
 
     snapshots: tuple[ListedSnapshot, ...]
     disk_bytes: int
@@ -108,7 +108,7 @@ def _flag(field: str) -> str:
 
 
 class SnapshotsVerifyResult(Result, frozen=True, kw_only=True):
-    """Verified snapshots: all bytes were compared, and each answered its test prompt."""
+    """Snapshots that have not changed: every byte was compared, and the answer to a test prompt."""
 
     name: str
     files: int
@@ -186,10 +186,10 @@ def _add_take(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> Result:
-    """Run one action on snapshots. Raises SnapshotError and its subclasses, UsageError."""
+    """Run an action on snapshots. Raises SnapshotError and subclasses, UsageError."""
     action = options.action or "list"
     if action not in _ACTIONS:
-        from edgeinfer.cli.verbs import snapshots_transfer  # 20 ms: archives and signatures
+        from edgeinfer.cli.verbs import snapshots_transfer  # imported here: it takes 20 ms
 
         return snapshots_transfer.ACTIONS[action](options, host)
     return _ACTIONS[action](options, host)
@@ -220,7 +220,7 @@ def _verify(options: argparse.Namespace, _host: Host) -> SnapshotsVerifyResult:
     faults, failed = list[str](), list[str]()
     for folder in chosen:
         try:
-            faults += _faults(folder)
+            faults += _differences(folder)
             folders.append(folder)
         except RestoreError as error:
             failed.append(f"{folder.name}: {error.message}")
@@ -246,7 +246,7 @@ def _verify(options: argparse.Namespace, _host: Host) -> SnapshotsVerifyResult:
     )
 
 
-#: Advice if bytes or answers changed without a known cause.
+#: Hint if bytes or answers have changed for an unknown reason.
 _FAULTY = (
     "if nothing was changed on purpose, suspect the disk or the memory; then pull the model, install "
     "edgeinfer, or build the snapshot (`edgeinfer warm`) again"
@@ -257,8 +257,8 @@ _NOT_RESUMED = (
 )
 
 
-def _faults(folder: Path) -> list[str]:
-    """Name the differences from the build. Raises SnapshotError."""
+def _differences(folder: Path) -> list[str]:
+    """Return how the snapshot or its answers differ from the build. Raises SnapshotError."""
     if wrong := builder.wrong_files(folder):
         return [f"{folder.name}: {', '.join(wrong)} changed since it was built"]
     if not builder.computes_canary(folder):
@@ -299,7 +299,7 @@ _PS = "`edgeinfer ps` shows what runs"
 
 
 class SnapshotsTakeResult(TimedResult, frozen=True, kw_only=True):
-    """The snapshot of process `pid`. `was_built` is False if an identical one existed."""
+    """A snapshot of process `pid`. `was_built` is False if there was an identical one already."""
 
     pid: int
     snapshot: Details

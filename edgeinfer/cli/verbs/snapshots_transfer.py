@@ -1,4 +1,4 @@
-"""`edgeinfer snapshots export|import|trust`: move a snapshot to another machine."""
+"""`edgeinfer snapshots export|import|trust|distrust`: copy snapshots between machines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from edgeinfer.units import format_bytes
 
 
 class SnapshotsExportResult(TimedResult, frozen=True, kw_only=True):
-    """An exported snapshot. `written_bytes` excludes layers that the destination already had."""
+    """An exported snapshot. `written_bytes` does not count layers that the destination had already."""
 
     name: str
     destination: str
@@ -47,7 +47,7 @@ class SnapshotsExportResult(TimedResult, frozen=True, kw_only=True):
 
 
 class SnapshotsImportResult(TimedResult, frozen=True, kw_only=True):
-    """A snapshot that was imported."""
+    """An imported snapshot."""
 
     snapshot: Details
     signer: str
@@ -63,7 +63,7 @@ class SnapshotsImportResult(TimedResult, frozen=True, kw_only=True):
 
 
 class SnapshotsTrustResult(Result, frozen=True, kw_only=True):
-    """Trusted keys: this user's own ("" before the first export), and those of others."""
+    """Fingerprints of keys: this user's own ("": no export yet), and trusted ones with their dates."""
 
     own: str
     trusted: dict[str, str]
@@ -89,7 +89,7 @@ def export(options: argparse.Namespace, _host: Host) -> SnapshotsExportResult:
 def _open_destination(destination: str) -> Iterator[ImageStore]:
     source = sources.parse(destination) if destination.startswith("oci:") else None
     if isinstance(source, sources.OciArtifact):
-        from edgeinfer.models.fetching import oci  # 100 ms: httpx2
+        from edgeinfer.models.fetching import oci  # imported here: httpx2 takes 100 ms
 
         with oci.connect(source) as registry:
             yield registry
@@ -98,13 +98,16 @@ def _open_destination(destination: str) -> Iterator[ImageStore]:
 
 
 def _refuse_filled(folder: Path) -> None:
-    names = {"blobs", "oci-layout"}  # files of a stopped export: its index is written last
+    names = {"blobs", "oci-layout"}  # these are left by a stopped export, which writes its index last
     if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= names):
         raise UsageError(f"{folder} is not empty", hint="name a new folder, or oci://REGISTRY/NAME:TAG")
 
 
 def import_(options: argparse.Namespace, host: Host) -> SnapshotsImportResult:
-    """Import a snapshot. Raises what `importing` raises, UsageError for a bad source or fingerprint."""
+    """Import a snapshot.
+
+    Raises what `importing.import_snapshot` raises, UsageError for a bad source.
+    """
     progress = StageProgress(sys.stderr, quiet=options.quiet)
     with (
         stoppable("stopped; nothing of the snapshot is kept"),
@@ -116,14 +119,14 @@ def import_(options: argparse.Namespace, host: Host) -> SnapshotsImportResult:
 
 
 def trust(options: argparse.Namespace, _host: Host) -> SnapshotsTrustResult:
-    """List trusted keys, after adding one. Raises UsageError for a bad fingerprint."""
+    """Trust a key, if one is given; list trusted keys. Raises UsageError for a bad fingerprint."""
     if options.fingerprint:
         signing.trust(options.fingerprint)
     return _trusted_keys()
 
 
 def distrust(options: argparse.Namespace, _host: Host) -> SnapshotsTrustResult:
-    """Remove a trusted key. Raises UsageError for an unknown fingerprint."""
+    """Stop trusting a key; list trusted keys. Raises UsageError for an unknown fingerprint."""
     signing.distrust(options.fingerprint)
     return _trusted_keys()
 

@@ -1,4 +1,4 @@
-"""`edgeinfer stop`: end running launches as Ctrl-C would, and wait until they have ended."""
+"""`edgeinfer stop`: end running processes as Ctrl-C would, and wait for their end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from edgeinfer.errors import UsageError
 from edgeinfer.host import Host
 from edgeinfer.snapshots.running import RunningLaunch, processes
 
-#: How long (s) a process may finish running requests (`serve` drains) before it is killed.
+#: Seconds for a process to finish its requests before it is killed.
 GRACE_S = 35.0
 
 
 class StopResult(Result, frozen=True, kw_only=True):
-    """The stopped processes; `killed` ones ignored SIGTERM."""
+    """PIDs of ended processes; `killed` ones did not end after SIGTERM."""
 
     stopped: tuple[int, ...]
     killed: tuple[int, ...]
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _host: Host) -> StopResult:
-    """Stop processes. Raises UsageError if none is named, or a named one is not running."""
+    """Stop processes. Raises UsageError if none is named, or a name matches no running process."""
     running = processes(everywhere=options.everywhere)
     if not options.which and not options.all:
         hint = "`edgeinfer ps` lists processes; `edgeinfer stop --all` stops them all"
@@ -63,7 +63,7 @@ def _end(pid: int) -> bool:
     try:
         handle = os.pidfd_open(pid)
     except OSError:
-        return True  # the process ended meanwhile
+        return True  # the process has ended already
     try:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)

@@ -13,7 +13,7 @@ from edgeinfer.host import Host
 
 
 class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool; `asks` is False if the configuration allows all its calls."""
+    """A tool. `asks` is False if the configuration allows it without asking the user."""
 
     name: str
     description: str
@@ -28,7 +28,7 @@ class ToolServer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolsResult(Result, frozen=True, kw_only=True):
-    """Every enabled server; `notices` name failed servers and changed lists of tools."""
+    """All enabled servers. `notices` are about failed servers, and tools that have changed."""
 
     servers: tuple[ToolServer, ...]
     notices: tuple[str, ...] = ()
@@ -49,13 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, host: Host) -> ToolsResult:
     """List tools. Raises ConfigError, and UsageError if none are configured."""
-    from edgeinfer.tools.loop import ChatTools  # only for this verb
+    from edgeinfer.tools.loop import ChatTools
 
     tools = ChatTools(host.config.tools, Path.cwd())
     try:
         notices = tools.prepare(refresh=options.check)
         if options.check:
-            # imported only here: 60 ms
             from edgeinfer.runtime.chat_format.tool_call_grammar import describe_loose
 
             notices += filter(None, map(describe_loose, tools.request_tools()))

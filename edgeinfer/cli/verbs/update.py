@@ -1,4 +1,4 @@
-"""`edgeinfer update`: replace the shipped file by a newer release, or restore the previous one."""
+"""`edgeinfer update`: replace the program file by a newer release, or by the previous one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgeinfer.host import Host
 
 
 class UpdateResult(Result, frozen=True, kw_only=True):
-    """`before` is the running version, `version` the installed or, with `--check`, offered one."""
+    """`before` is the running version; `version` the installed one, or with `--check` the newest."""
 
     before: str
     version: str
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _host: Host) -> UpdateResult:
-    """Update this program's file. Raises what `shipping.update` raises; then nothing has changed."""
+    """Update the program file. Raises what `shipping.update` raises; then nothing has changed."""
     from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, progress_on
     from edgeinfer.shipping import update
     from edgeinfer.shipping.update import channel, number

@@ -18,11 +18,11 @@ from edgeinfer.shipping import shipped
 
 
 class VersionResult(Result, frozen=True, kw_only=True):
-    """Versions as text. `llama_cpp_flags` are the instruction sets that llama.cpp reports.
+    """Versions of components. `llama_cpp_flags` are instruction sets that llama.cpp uses.
 
-    `kernels` is the level of our kernels in use ("v3", "v3-vnni", "v4"; on arm64 "dotprod", "i8mm").
-    `kernels_version` is a digest of their sources: after a change, results may differ in their last
-    bits, and prefixes are prefilled again. Both are "" if llama.cpp's kernels are used.
+    `kernels` is the variant of edgeinfer's kernels ("v3", "v3-vnni", "v4"; on arm64 "dotprod", "i8mm"),
+    and `kernels_version` a hash of their sources. Both are "" if llama.cpp's kernels are used. If the
+    hash changes, results may differ in the last bits, and cached prefixes are not used.
     """
 
     edgeinfer: str
@@ -46,7 +46,7 @@ class VersionResult(Result, frozen=True, kw_only=True):
 
 
 class LicensesResult(Result, frozen=True, kw_only=True):
-    """The components of the shipped file (`share/licences.json`); `folder` has their licences."""
+    """The components of the program file (`share/licences.json`); `folder` has their licences."""
 
     folder: str
     components: tuple[dict[str, Any], ...]
@@ -62,10 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _host: Host) -> Result:
-    """Show the versions that libraries report. Raises ShippingError for `--licenses` of a checkout."""
+    """Show versions. Raises ShippingError for `--licenses` if this is not the one-file program."""
     if options.licenses:
         return _licenses()
-    from edgeinfer.runtime.llama.libllama import build_info  # 160 to 290 ms: llama_cpp
+    # imported here: llama_cpp takes 160 to 290 ms
+    from edgeinfer.runtime.llama.libllama import build_info
 
     build = build_info()
     return VersionResult(
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace, _host: Host) -> Result:
         python=platform.python_version(),
         llama_cpp_python=build.binding_version,
         llama_cpp=build.llama_version,
-        llama_cpp_commit=build.ggml_commit,  # from one repository, so both are equal
+        llama_cpp_commit=build.ggml_commit,  # both are built from one commit of llama.cpp
         llama_cpp_flags=build.flags,
         cpu_variant=build.cpu_variant,
         kernels=build.kernels,

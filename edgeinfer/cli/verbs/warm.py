@@ -1,4 +1,4 @@
-"""`edgeinfer warm`: build a snapshot."""
+"""`edgeinfer warm`: build a snapshot of a loaded model, from which later launches resume."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from edgeinfer.units import format_bytes
 
 
 class WarmResult(TimedResult, frozen=True, kw_only=True):
-    """A published snapshot. `waited_s` is the time spent waiting for another build of it."""
+    """A finished snapshot. `waited_s`: seconds spent waiting for another process that built it."""
 
     snapshot: Details
     waited_s: float = 0.0
@@ -62,7 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> WarmResult:
-    """Build a snapshot. Raises what `jobs.build` raises, UsageError for a bad system prompt."""
+    """Build a snapshot.
+
+    Raises what `jobs.build` raises, UsageError for a bad system prompt or adapter.
+    """
     format.refuse_bad_name(options.name)
     ref = host.resolve(options.model or host.config.default_model)
     config = host.config.snapshots
@@ -88,8 +91,8 @@ def run(options: argparse.Namespace, host: Host) -> WarmResult:
 
 
 def _prefill_tools(model: str, inputs: SnapshotInputs, host: Host) -> int:
-    """Prefill system prompt and tools into the on-disk prefix cache; return the number of tokens."""
-    from edgeinfer.tools.loop import ChatTools  # only for this option
+    """Prefill system prompt and tools, to cache them on disk; return the number of tokens."""
+    from edgeinfer.tools.loop import ChatTools
     from edgeinfer.tools.prompt_prefix import prefill_request, with_tools
 
     with closing(ChatTools(host.config.tools, Path.cwd())) as tools:
@@ -104,6 +107,6 @@ def _prefill_tools(model: str, inputs: SnapshotInputs, host: Host) -> int:
 
 
 def _own_name(system: str, options: LoadOptions) -> str:
-    """Name a snapshot with a system prompt, so that it does not replace the one without."""
+    """Return the name of a snapshot with a system prompt: not the name of the one without it."""
     text = f"{system}{snapshot_options(options)}"
     return f"system-{format.short_hash(text)}" if system else ""

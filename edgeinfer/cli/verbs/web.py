@@ -1,4 +1,4 @@
-"""`edgeinfer web`: open the chat page in the browser, and start an endpoint if none is running."""
+"""`edgeinfer web`: open the chat page in the browser; start an endpoint if none is running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgeinfer.server.web.access import PATH, make_code
 
 
 class WebResult(Result, frozen=True, kw_only=True):
-    """The page's address, valid for one visit within two minutes; whether a browser was opened."""
+    """The page's URL, valid for one visit within two minutes; and whether a browser was opened."""
 
     url: str
     opened: bool
@@ -30,8 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> WebResult:
-    """Open the page (not with `--json`). Raises ServeError, and what resolving a model raises."""
-    if options.model and not host.find_model(options.model):  # a running endpoint would not report it
+    """Open the page in a browser, except with `--json`. Raises ServeError, what `Host.files` raises."""
+    # a running endpoint would not report a missing model
+    if options.model and not host.find_model(options.model):
         raise host.resolve(options.model).absence()
     remote = own_endpoint(options, host)
     if not remote.has(PATH):
@@ -41,14 +42,14 @@ def run(options: argparse.Namespace, host: Host) -> WebResult:
 
 
 def _open(remote: RemoteEndpoint) -> bool:
-    """Open a graphical browser; a text browser would hide the printed address.
+    """Open the page in a graphical browser; return whether one was started.
 
-    Other users can read a program's arguments, so the browser's arguments contain no code. Instead, the
-    endpoint lets this user's next browser in.
+    The URL that it gets contains no code, because other users can read a process's arguments: instead,
+    the endpoint accepts the next browser of this user. A text browser would hide the printed URL.
     """
     if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         return False
-    import webbrowser  # 20 ms
+    import webbrowser
 
     remote.request("POST", f"{PATH}/session", {"code": make_code(), "announce": True})
     return webbrowser.open(remote.url)

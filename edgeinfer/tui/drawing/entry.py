@@ -1,6 +1,6 @@
 """Entries of the transcript: a question, an answer, or a remark of the app.
 
-An entry is drawn once it is visible; until then its height is an estimate.
+An entry is drawn when it is first visible; until then its height is estimated.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from edgeinfer.tools.tool_use import ToolUse
 from edgeinfer.tui.drawing.lines import BLANK, Line, Span, clean, style_line
 from edgeinfer.tui.drawing.markdown import RenderedMarkdown
 
-#: A pasted question longer than this is folded to its first lines.
+#: Lines of a long question that are shown while it is folded.
 _FOLD_LINES = 16
 
 
 class Entry:
-    """Base class, which caches its lines per width. `turn_id` is 0 for a remark of the app."""
+    """Base class; caches the drawn lines for one width. `turn_id` is 0 for a remark of the app."""
 
     turn_id = 0
 
@@ -26,7 +26,7 @@ class Entry:
         self._width = 0
 
     def lines(self, width: int) -> list[Line]:
-        """Return the entry's lines and a blank one; the caller must not change them."""
+        """Return the drawn lines, ending with a blank one. The caller must not change the list."""
         if width != self._width:
             self._width = width
             self._lines = [*self._draw(width), BLANK]
@@ -40,7 +40,7 @@ class Entry:
         return width == self._width
 
     def invalidate(self) -> None:
-        """Draw the entry again when it is next shown."""
+        """Discard the drawn lines: they are drawn again when next shown."""
         self._width = 0
 
     def _draw(self, width: int) -> list[Line]:
@@ -55,7 +55,7 @@ def _rows(text: str, width: int) -> int:
 
 
 class TurnEntry(Entry):
-    """A turn. `page` is its number among its alternatives, and their count."""
+    """A turn. `alternative` is its number among its alternatives, and their count: (2, 3)."""
 
     def __init__(self, turn: Turn, alternative: tuple[int, int] = (1, 1)) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class TurnEntry(Entry):
 
 
 class Question(TurnEntry):
-    """A user's turn as typed, its attachments as names; a long one is folded."""
+    """A question as typed, with the names of its attachments; a long one is folded."""
 
     def _draw(self, width: int) -> list[Line]:
         rows: list[Line] = []
@@ -109,7 +109,7 @@ def _cut_mark(summary: str, width: int) -> list[Line]:
 
 
 class AnswerEntry(TurnEntry):
-    """A model's turn. It grows by `grow` while it streams; `finish` draws it completely."""
+    """An answer. `grow` appends text while it streams; `finish` replaces it by the stored turn."""
 
     def __init__(
         self, turn: Turn, alternative: tuple[int, int] = (1, 1), *, streaming: bool = False
@@ -121,7 +121,7 @@ class AnswerEntry(TurnEntry):
         self._thought: RenderedMarkdown | None = None
 
     def grow(self, text: str, reasoning: str) -> None:
-        """Append to the answer or its reasoning."""
+        """Append to the answer, and to its reasoning."""
         if self._body is None or self._thought is None:
             self._body = RenderedMarkdown(self.turn.content, max(self._width, 20) - 2)
             self._thought = RenderedMarkdown(self.turn.reasoning, max(self._width, 20) - 4)
@@ -132,7 +132,7 @@ class AnswerEntry(TurnEntry):
         self.invalidate()
 
     def finish(self, turn: Turn, alternative: tuple[int, int]) -> None:
-        """Replace the answer by `turn`, and draw it completely."""
+        """Show the stored `turn`, completely drawn anew."""
         self.turn = turn
         self.alternative = alternative
         self.streaming = False
@@ -141,14 +141,14 @@ class AnswerEntry(TurnEntry):
         self.invalidate()
 
     def wait(self, text: str) -> None:
-        """Show a text until the first token arrives."""
+        """Show `text`, e.g. the progress of the prefill, until the first token arrives."""
         if text != self.waiting:
             self.waiting = text
             self.invalidate()
 
     @property
     def can_unfold(self) -> bool:
-        """Return whether there is reasoning, or a result of a call, to show."""
+        """Return whether there is reasoning, or a tool call, to unfold."""
         return bool(self.turn.reasoning or self.turn.calls or (self._thought and self._thought.source))
 
     def _draw(self, width: int) -> list[Line]:
@@ -216,7 +216,7 @@ class AnswerEntry(TurnEntry):
 
 
 def call_name(use: ToolUse) -> str:
-    """Return server and tool of a call in readable form."""
+    """Return server and tool of a call: `files · read`."""
     return clean(use.name).replace("__", " · ", 1)
 
 
@@ -246,7 +246,7 @@ _FIRST_KEYS = {"Enter": "asks", "Ctrl+J": "a new line", "/": "commands", "@": "f
 
 
 class Welcome(Entry):
-    """The entry of an empty conversation: the model, and keys to begin with."""
+    """Shown in an empty conversation: the model, and the first keys to know."""
 
     def __init__(self, model: str) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
-"""A line of text with named styles: wrap it, indent it, pad it, cut it.
+"""A line of styled text: wrap, cut, indent and label it.
 
-The names are the transcript's component classes, so the theme sets their colours; `link:URL` is a link.
+A style is the name of a component class of the transcript, to which the theme gives colours. `link:URL`
+is a link.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from edgeinfer.tui.textual_internals import divide_line
 
 
 class Span(NamedTuple):
-    """Characters `start` to `stop` have `style`; later spans override earlier ones."""
+    """The characters from `start` to before `stop` have `style`; later spans override earlier ones."""
 
     start: int
     stop: int
@@ -24,14 +25,14 @@ class Span(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One row of the screen. `fill` is the style of its whole width, "" for the background."""
+    """One row on the screen. `fill` styles the row's whole width; "" leaves the background."""
 
     text: str = ""
     spans: tuple[Span, ...] = ()
     fill: str = ""
 
     def wrap(self, width: int) -> list[Line]:
-        """Break at words, and inside words that are too long, into pieces of up to `width` cells."""
+        """Break the line between words, or inside too long ones, into lines of `width` cells."""
         text = self.text
         if len(text) <= width and cell_len(text) <= width:
             return [self]
@@ -39,7 +40,7 @@ class Line(NamedTuple):
         return [self.cut(a, b, strip=True) for a, b in itertools.pairwise(cuts)]
 
     def fold(self, width: int) -> list[Line]:
-        """Break exactly at `width` cells: for code, whose spaces count."""
+        """Break the line at exactly `width` cells and keep every space, for code."""
         text = self.text
         if len(text) <= width and cell_len(text) <= width:
             return [self]
@@ -62,11 +63,11 @@ class Line(NamedTuple):
         return Line(piece, inside, self.fill)
 
     def with_base_style(self, style: str) -> Line:
-        """Apply `style` below the line's own styles."""
+        """Give the whole line a style, which its spans override."""
         return self._replace(spans=(Span(0, len(self.text), style), *self.spans))
 
     def prefix(self, prefix: str, style: str = "", fill: str | None = None) -> Line:
-        """Put `prefix` before the line."""
+        """Put `prefix` before the line; `fill` replaces the line's `fill`."""
         shift = len(prefix)
         moved = tuple(Span(a + shift, b + shift, s) for a, b, s in self.spans)
         if style:
@@ -74,7 +75,7 @@ class Line(NamedTuple):
         return Line(prefix + self.text, moved, self.fill if fill is None else fill)
 
     def label_right(self, label: str, style: str, width: int) -> Line:
-        """Put `label` at the line's right edge, if there is enough room."""
+        """Put `label` at the right edge, if the line leaves enough room."""
         gap = width - cell_len(self.text) - cell_len(label)
         if gap < 1:
             return self
@@ -96,7 +97,7 @@ def style_line(text: str, style: str) -> Line:
 
 
 def hanging_indent(lines: Iterable[Line], first: str, style: str = "") -> list[Line]:
-    """Put `first` before the first line and as many blank cells before the others."""
+    """Put `first` before the first line, and blanks of its width before the others."""
     blank = " " * cell_len(first)
     return [
         line.prefix(first if i == 0 else blank, style if i == 0 else "") for i, line in enumerate(lines)

@@ -1,4 +1,4 @@
-"""Markdown as lines of a given width: headings, paragraphs, lists, quotes, tables, highlighted code."""
+"""Draw Markdown as lines of a given width, with highlighted code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STYLES = {
 
 
 def draw_code(text: str, language: str, number: int, width: int) -> list[Line]:
-    """Draw a block of `width` cells. `number` is its index in the answer, from 1: `/copy code N`."""
+    """Draw a code block. `number` is its number in the answer, from 1, for `/copy code N`."""
     label = clean(language)[:20] or "text"
     head = Line(f"  {label}", (Span(2, 2 + len(label), "code-label"),), "code")
     lines = [head.label_right(f"copy {number} ", f"copy:{number}", width)]
@@ -44,7 +44,7 @@ def draw_code(text: str, language: str, number: int, width: int) -> list[Line]:
 
 
 def highlight(text: str, language: str) -> list[Line]:
-    """Style the code's lines by token; code in an unknown language is not styled."""
+    """Style code by its tokens; code in an unknown language stays plain."""
     lexer = _lexer(language)
     if lexer is None:
         return [Line(line) for line in text.split("\n")]
@@ -70,7 +70,7 @@ def highlight(text: str, language: str) -> list[Line]:
 
 @lru_cache(maxsize=64)
 def _lexer(language: str) -> Any:
-    from pygments.lexers import get_lexer_by_name  # 10 ms, plus time for each language
+    from pygments.lexers import get_lexer_by_name  # imported here: it takes 10 ms
     from pygments.util import ClassNotFound
 
     if not language:
@@ -96,14 +96,14 @@ _BULLETS = ("•", "◦", "▪")
 
 
 class BlockRenderer:
-    """Draws blocks and numbers their code blocks from `first_code` on."""
+    """Draws Markdown blocks as lines. Their code blocks are numbered from `first_code` on."""
 
     def __init__(self, width: int, first_code: int = 1) -> None:
         self.width = max(width, 10)
         self.next_code = first_code
 
     def draw(self, tokens: Sequence[Token]) -> list[Line]:
-        """Draw the blocks of a parsed document, with blank lines between them."""
+        """Draw the blocks of parsed `tokens`, with blank lines between them."""
         return self._blocks(SyntaxTreeNode(list(tokens)).children, self.width, 0)
 
     def _blocks(
@@ -159,7 +159,7 @@ class BlockRenderer:
 
 
 def paragraph(node: SyntaxTreeNode, width: int) -> list[Line]:
-    """Wrap inline text; a hard break begins a new line."""
+    """Draw inline text, wrapped; a line break in the text begins a new line."""
     lines: list[Line] = []
     for line in _inline(node):
         lines += line.wrap(width)
@@ -209,12 +209,12 @@ def _walk(
 
 
 _GAP = " │ "
-#: Share of a table cell's padding that is before its text.
+#: Share of a cell's padding that goes before its text, by alignment.
 _SHIFTS = {"text-align:right": 1.0, "text-align:center": 0.5}
 
 
 def draw_table(node: SyntaxTreeNode, width: int) -> list[Line]:
-    """Draw header, rule and rows. Every row has as many cells as the header, each at least 4 wide."""
+    """Draw header, rule and rows. Columns of a wide table are narrowed, to 4 cells at least."""
     rows = [row.children for section in node.children for row in section.children]
     shifts = [_SHIFTS.get(str(cell.attrs.get("style", "")), 0.0) for cell in rows[0]]
     texts = [[_inline(cell)[0] for cell in row] for row in rows]
@@ -263,7 +263,10 @@ def _row(
 
 
 class RenderedMarkdown:
-    """A document and its lines. Its settled blocks do not change when text is appended."""
+    """A growing Markdown text and its drawn lines.
+
+    Text that is appended draws only the blocks again that it may change.
+    """
 
     def __init__(self, source: str, width: int) -> None:
         self.source = source
@@ -274,7 +277,7 @@ class RenderedMarkdown:
         self._draw(text)
 
     def redraw(self, width: int) -> None:
-        """Draw everything again at this width."""
+        """Draw everything again for this width."""
         self.width = width
         self.lines: list[Line] = []
         self._document = GrowingMarkdown()

@@ -1,4 +1,4 @@
-"""Small screens: a choice, and help on commands and keys."""
+"""A dialog to choose from a list, and the help on commands and keys."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Answer = TypeVar("Answer")
 
 
 def dialog_frame(title: str, keys: str, *, small: bool = False) -> Vertical:
-    """Return a screen's frame with its title, and its keys at the bottom."""
+    """Return a dialog's frame, with its title above and its keys below."""
     frame = Vertical(classes="sheet -small" if small else "sheet")
     frame.border_title, frame.border_subtitle = title, keys
     return frame
 
 
 class ListScreen(ModalScreen[Answer]):
-    """A text field over a list; arrow keys select in the list while the field keeps the focus."""
+    """A text field over a list: Up and Down move in the list while the field has the focus."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down", "step(1)", "Next", show=False, priority=True),
@@ -38,7 +38,7 @@ class ListScreen(ModalScreen[Answer]):
     ]
 
     def field(self, placeholder: str, text: str = "") -> Input:
-        """Make the field; its cursor does not blink."""
+        """Return the text field, whose cursor does not blink."""
         field = Input(text, placeholder=placeholder, id="words")
         field.cursor_blink = False
         return field
@@ -56,7 +56,7 @@ class ListScreen(ModalScreen[Answer]):
 
 
 class ChoiceScreen(ModalScreen[str | None]):
-    """`choices` are (id, label, explanation); the result is an id, None if the screen was left."""
+    """Asks to choose from `choices` (id, label, explanation); returns the id, None after Esc."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Leave", show=False)]
 
@@ -83,7 +83,7 @@ class ChoiceScreen(ModalScreen[str | None]):
 
 
 class HelpScreen(ModalScreen[None]):
-    """Lists every command and key."""
+    """Shows every command and key."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,f1", "dismiss", "Leave", show=False)]
 
@@ -102,7 +102,10 @@ class HelpScreen(ModalScreen[None]):
 
 
 def help_content(rebound: dict[str, str], width: int) -> Content:
-    """Return help on all commands and keys; `rebound` are the user's own keys."""
+    """Return the help on all commands and keys.
+
+    `rebound`: keys that the user has set, by binding id.
+    """
     rows = [[("Commands", "bold $primary")]]
     for command in slash.COMMANDS:
         usage = f"/{command.name} {command.argument}".rstrip()

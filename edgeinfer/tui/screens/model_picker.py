@@ -1,4 +1,4 @@
-"""The model picker: lists models, their fit and state; pulls and warms with progress."""
+"""The model picker: lists models with fit and state; pulls them and builds their snapshots."""
 
 from __future__ import annotations
 
@@ -35,12 +35,15 @@ _OFFLINE = (
     "`edgeinfer pull FILE.gguf`."
 )
 _OFFERED = "These suit this machine; Enter fetches one and starts the chat. Type to see others."
-#: Minimum width (cells) for all columns; a narrower list shows only names and sizes.
+#: Least width (cells) of a list with all columns; a narrower one shows only names and sizes.
 _ROOM_FOR_ALL = 56
 
 
 class ModelScreen(ListScreen[str | None]):
-    """The result is the model to use. `first`: none is pulled, so one or three models are offered."""
+    """Lists models; returns the one to use, None after Esc.
+
+    `first`: no model is pulled, so one or three models are offered.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "Leave", show=False),
@@ -180,7 +183,7 @@ class ModelScreen(ListScreen[str | None]):
 
     @work(thread=True, group="pull")
     def _pull(self, name: str) -> None:
-        from edgeinfer.models.pull import pull  # 30 ms: hashing, and network modules
+        from edgeinfer.models.pull import pull  # imported here: it takes 30 ms
 
         app = self.app
 
@@ -243,7 +246,7 @@ class ModelScreen(ListScreen[str | None]):
 
 
 def _row(row: ModelChoice, current: bool, room: int, note: str = "") -> Content:
-    """Return a line of `room` cells for a model; `note` replaces whether it fits and is pulled."""
+    """Return a model's line of `room` cells; `note` is shown instead of its fit and state."""
     about = "~" if row.size_is_estimate else ""
     size = f"{about}{format_bytes(row.size_bytes)}" if row.size_bytes else ""
     name = f"{row.name} (base)" if row.purpose == "base" else row.name
@@ -269,7 +272,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def detail(row: ModelChoice) -> str:
-    """Return up to four lines about the selected model."""
+    """Describe a model in up to four lines."""
     facts = [
         f"from {row.store}, used in place" if row.store else row.title,
         row.purpose,

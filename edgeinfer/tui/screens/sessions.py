@@ -1,4 +1,4 @@
-"""The list of conversations: search while typing, open, delete."""
+"""The list of conversations: search, open, delete, restore."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from edgeinfer.tui.screens.dialogs import ListScreen, dialog_frame
 
 
 class SessionScreen(ListScreen[int | None]):
-    """The result is the conversation to open, None if the screen was left."""
+    """Lists conversations; returns the id of the one to open, None after Esc."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss", "Leave", show=False),
@@ -91,7 +91,7 @@ class SessionScreen(ListScreen[int | None]):
             self._search()
 
     def _run(self, action: Callable[[], object]) -> bool:
-        """Run an action; if it fails, show its error and return False."""
+        """Run `action`; if it fails, show its error and return False."""
         try:
             action()
         except EdgeInferError as error:
@@ -123,7 +123,7 @@ def _snippet(text: str) -> Content:
 
 
 def format_age(ms: int) -> str:
-    """Return the time since then: `now`, `5 min`, `3 h` or `12 d`."""
+    """Format an age (ms): `now`, `5 min`, `3 h`, `12 d`."""
     minutes = ms // 60_000
     if minutes < 1:
         return "now"
