@@ -12,7 +12,7 @@ from edgeinfer.server.limits import Limits
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """A response object as JSON, and the conversation before its answer."""
+    """The JSON of a finished response, and the items of its conversation before the answer."""
 
     reply: bytes
     conversation: tuple[Any, ...]
@@ -21,14 +21,14 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 
 class ResponseStore:
-    """Stores responses by API key and id, limited in number, bytes and age."""
+    """Stores responses by API key and id. `Limits.stored_…` bound their number, bytes and age."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._responses: dict[tuple[str, str], StoredResponse] = {}
 
     def find(self, key: str, name: str) -> StoredResponse | None:
-        """Return the response with this id, unless it was evicted."""
+        """Return the response with this id; None if there is none, or it was evicted."""
         self._evict()
         return self._responses.get((key, name))
 
@@ -41,7 +41,7 @@ class ResponseStore:
         del self._responses[key, name]
 
     def _evict(self) -> None:
-        """Drop expired responses, and the oldest beyond a key's number or the bytes of all keys."""
+        """Remove expired responses, and the oldest ones if a key has too many or all are too large."""
         limits, oldest = self._limits, time.monotonic() - self._limits.stored_s
         count: Counter[str] = Counter()
         size_bytes = 0

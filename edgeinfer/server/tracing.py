@@ -1,7 +1,7 @@
-"""Write spans of requests and starts as lines of OTLP JSON for the OpenTelemetry collector.
+"""Write spans of requests and model loads to a file, as OTLP JSON lines for an OpenTelemetry collector.
 
-Prompts and answers are not written. The file is opened for each line, so a process that traces can be
-parked and the file can be rotated. Times are seconds of time.perf_counter.
+Prompts and answers are not written. The file is opened for each line, so that it can be rotated and a
+snapshot of the process has no open file. Times are those of time.perf_counter() (s).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SERVER, _INTERNAL = 2, 1
 
 
 class Span(NamedTuple):
-    """A span of a request or of a load."""
+    """A named interval of a request or of a model load."""
 
     name: str
     began_s: float
@@ -32,7 +32,10 @@ class Span(NamedTuple):
 
 
 def generation_spans(began_s: float, timings: Timings) -> list[Span]:
-    """Divide a generation that just ended into spans; tokenizing its prompt began at `began_s`."""
+    """Return the spans tokenize (from `began_s`), queue, prefill and decode of a generation.
+
+    Call it when the generation ends: the spans are computed backwards from now.
+    """
     decode = time.perf_counter() - timings.decode_ms / 1000
     prefill = decode - (timings.total_ms - timings.decode_ms - timings.queue_ms) / 1000
     queue = prefill - timings.queue_ms / 1000
@@ -41,7 +44,11 @@ def generation_spans(began_s: float, timings: Timings) -> list[Span]:
 
 
 def start_spans(stages_ms: Mapping[str, float], start: str) -> list[Span]:
-    """Divide a start that just became ready into spans. `stages_ms` count from exec; [] without any."""
+    """Return a span for each stage of a process's start. Call it when the process is ready.
+
+    `stages_ms`: time (ms) from exec at which each stage began, as in `host.Start`. `start` is "resumed"
+    or "cold".
+    """
     ended_s, last_ms = time.perf_counter(), max(stages_ms.values(), default=0.0)
     names = {"restore": "resume" if start == "resumed" else "spawn"}
     stages = sorted(stages_ms.items(), key=lambda stage: stage[1])
@@ -51,14 +58,17 @@ def start_spans(stages_ms: Mapping[str, float], start: str) -> list[Span]:
 
 def _in_turn(marks: list[tuple[str, float]], ended_s: float) -> list[Span]:
     ends = [*(began for _, began in marks[1:]), ended_s]
-    pairs = zip(marks, ends, strict=False)  # if `marks` is empty, `ends` has one entry
+    pairs = zip(marks, ends, strict=False)  # `ends` is longer than `marks` if these are empty
     return [Span(name, began, max(began, end_s)) for (name, began), end_s in pairs]
 
 
 def write(
     path: str, root: Span, spans: Iterable[Span], attributes: Mapping[str, Any], traceparent: str = ""
 ) -> None:
-    """Append the spans of `root`, a child of the client's `traceparent`. Raises OSError."""
+    """Append a trace to the file at `path`: `root` with its `attributes`, and `spans` as its children.
+
+    `traceparent` is the client's W3C header; its span becomes the parent of `root`. Raises OSError.
+    """
     parent = _PARENT.fullmatch(traceparent)
     trace, above = parent.groups() if parent else (secrets.token_hex(16), "")
     top = secrets.token_hex(8)

@@ -1,6 +1,7 @@
-"""Common parts of wire types: declarations of fields, and ranges of numbers that APIs share.
+"""Base classes and fields of wire types: the JSON objects that clients send and receive.
 
-Every number has a range: CVE-2026-21869 was a negative count.
+Every number has a range, because a negative count was a vulnerability of another server
+(CVE-2026-21869).
 """
 
 from __future__ import annotations
@@ -15,47 +16,48 @@ from edgeinfer.config.sampling_options import BY_FIELD
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
-    """A request body or a part of one. Its fields are used.
+    """A request body, or an object inside one. Its declared fields are supported.
 
-    A refused field would change the meaning of the answer: it is an error with a reason. Any other
-    field is ignored and named in a header. Neither applies to null, false, 0 or an empty value.
+    An undeclared field is ignored, and named in the response header `x-edgeinfer-ignored`. It is an
+    error if `refused` has it, since ignoring it would change the meaning of the answer. An undeclared
+    field that is null, false or empty counts as not sent.
     """
 
-    #: Refused field → why it is not supported.
+    #: Refused field → reason for the error text.
     refused: ClassVar[Mapping[str, str]] = {}
-    #: Prefix of object types that the published API allows here → why they are refused.
+    #: Prefix of values of `type` that the original API has and this one refuses → reason.
     other_types: ClassVar[Mapping[str, str]] = {}
-    #: Prefixes of object types that are removed from a list here and named in that header.
+    #: Prefixes of values of `type`: such objects are removed from lists and named in that header.
     dropped_types: ClassVar[tuple[str, ...]] = ()
-    #: Whether this type is assumed for an object without a type.
+    #: Whether an object without `type` is decoded as this class.
     is_untagged_form: ClassVar[bool] = False
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """A response body or a part of one. Clients read it leniently, so it may grow."""
+    """A response body, or an object inside one. New fields may be added: clients ignore unknown ones."""
 
 
 def _range(field: str) -> Meta:
     return Meta(ge=BY_FIELD[field].low, le=BY_FIELD[field].high)
 
 
-#: Most tokens that a request may ask for; the engine's context limits it further.
+#: Maximum of `max_tokens` and similar fields. The model's context is a lower limit.
 MAX_TOKENS = 1 << 24
 _INT32 = 1 << 31
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=256, description="A pulled model's name.")]
 _TOKENS_MEAN = "Maximum tokens of the answer; 0 only prefills the prompt for a later request."
 TokenCount = Annotated[int, Meta(ge=0, le=MAX_TOKENS, description=_TOKENS_MEAN)]
-#: Token limit as llama.cpp's server and LM Studio accept it.
+#: Maximum tokens of the answer in APIs of llama.cpp's server and LM Studio, where -1 means no limit.
 TokenLimit = Annotated[
     int, Meta(ge=-1, le=MAX_TOKENS, description="Same as max_tokens of other APIs; -1 sets no limit.")
 ]
 TokenId = Annotated[int, Meta(ge=0, lt=_INT32)]
-#: Text, bounded only by the body limit.
+#: Text of any length that fits into a body.
 Text = str
 ShortText = Annotated[str, Meta(max_length=1024)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:-]+$")]
-# The ranges are those of `sampling_options`; OpenAI's document allows a smaller temperature.
+# OpenAI's document has a smaller range for the temperature than `sampling_options`.
 OpenAITemperature = Annotated[float, Meta(ge=0, le=2)]
 Temperature = Annotated[float, _range("temperature")]
 Probability = Annotated[float, _range("top_p")]
@@ -64,7 +66,7 @@ RepeatPenalty = Annotated[float, _range("repeat_penalty")]
 ReasoningBudget = Annotated[
     int, Meta(ge=0, le=MAX_TOKENS, description="Tokens after which reasoning ends.")
 ]
-#: How much a model reasons; "none": not at all.
+#: How much a model reasons before it answers; "none": not at all.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -90,7 +92,7 @@ WithReceipt = Annotated[bool, Meta(description=_RECEIPT_MEANS)]
 
 
 class LoraChoice(Wire, frozen=True, kw_only=True):
-    """An adapter of the model with its scale."""
+    """A LoRA adapter, by name, with its scale."""
 
     name: ModelName
     scale: Annotated[float, Meta(ge=-10, le=10)] = 1.0
@@ -100,14 +102,14 @@ LoraChoices = Annotated[list[LoraChoice], Meta(max_length=16)]
 
 
 class ModelFields(Wire, frozen=True, kw_only=True):
-    """The requested model (by default the endpoint's default), and how long it stays loaded."""
+    """Base of requests that use a model: its name (None: the default model), and `keep_alive`."""
 
     model: ModelName | None = None
     keep_alive: KeepAlive | None = None
 
 
 class GenerationFields(ModelFields, frozen=True, kw_only=True):
-    """Fields of every generating route, whatever its API."""
+    """Base of requests that generate text: fields that every API has."""
 
     cache_prompt: CachePrompt = True
     cache_salt: CacheSalt | None = None
@@ -118,7 +120,7 @@ class GenerationFields(ModelFields, frozen=True, kw_only=True):
 
 
 class SamplingFields(GenerationFields, frozen=True, kw_only=True):
-    """llama.cpp's sampling options, accepted on every generating route under llama.cpp's names."""
+    """Base of requests with llama.cpp's sampling options, under llama.cpp's names."""
 
     top_k: TopK | None = None
     top_p: Probability | None = None
@@ -140,10 +142,10 @@ class SamplingFields(GenerationFields, frozen=True, kw_only=True):
 
 
 class Slot(Reply, frozen=True, kw_only=True):
-    """An ended generation, and how much of its prompt was cached.
+    """An ended generation, with how much of its prompt came from the prefix cache.
 
-    `prompt_n` of `n_prompt_tokens` were prefilled. `n_diverged` tokens agree with the cached prefix;
-    `cause` as in `Divergence`.
+    Of `n_prompt_tokens`, `cache_n` were cached and `prompt_n` were prefilled. After `n_diverged` tokens
+    the prompt differs from every cached prefix; `cause` says why (`Divergence.cause`).
     """
 
     id_task: str
@@ -167,9 +169,10 @@ class PromptUsage(Reply, frozen=True, kw_only=True):
 
 
 class WireTimings(Reply, frozen=True, kw_only=True):
-    """Durations in milliseconds and rates in tokens per second, in llama.cpp's names.
+    """Times (ms) and rates (tokens per second), with llama.cpp's names and some more.
 
-    `cache_n` prompt tokens were cached; `cache_disk_n` of these came from the disk.
+    `cache_n` prompt tokens were cached, `cache_disk_n` of these on the disk. `saved_ms` is the
+    estimated prefill time that they saved. `constraint_ms` was spent on schemas and grammars.
     """
 
     queue_ms: float = 0.0

@@ -1,9 +1,9 @@
-"""Read, store (mode 0600) and compare (in constant time) API keys.
+"""Read, create and compare API keys.
 
-Order: `EDGEINFER_API_KEY`, then `EDGEINFER_API_KEY_FILE` or `--api-key-file`, then the file in the
-configuration directory, which is created at the first bind beyond loopback. Keys are never on the
-command line, in a log or in a snapshot. The first key of a file is the administrator's; others only use
-models.
+They come from `EDGEINFER_API_KEY`, or from the file that `--api-key-file` or `EDGEINFER_API_KEY_FILE`
+names, or from `api-key` (mode 0600) in the configuration directory, which is created when an endpoint
+first listens beyond loopback. Keys are never on the command line, in a log or in a snapshot. The first
+key of a file is the administrator's; the others may only use models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MIN_LENGTH = 16
 
 
 class Keys:
-    """API keys, stored as digests. A key's `name` is its digest's first 8 hex digits, safe in logs."""
+    """API keys, held as SHA-256 digests. A key's name is the first 8 hex digits of its digest."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         digests = [hashlib.sha256(key.encode()).digest() for key in keys]
@@ -33,7 +33,7 @@ class Keys:
         return len(self._digests)
 
     def name(self, offered: str) -> str | None:
-        """Return the matching key's name, or None. Compares every key, each in constant time."""
+        """Return the name of the key that equals `offered`, or None. Compares in constant time."""
         digest = hashlib.sha256(offered.encode("utf-8", "surrogateescape")).digest()
         names = [key.hex()[:8] for key in self._digests if hmac.compare_digest(key, digest)]
         return names[0] if names else None
@@ -44,11 +44,11 @@ class Keys:
         return self._digests[0].hex()[:8] if self._digests else ""
 
     def is_first(self, name: str) -> bool:
-        """Return whether `name` is the first key, the owner's, which has admin rights."""
+        """Return whether `name` is the first key, which is the administrator's."""
         return bool(self._digests) and self.first == name
 
     def cache_salt(self, name: str) -> str:
-        """Return a salt that separates this key's cached prefixes; "" with fewer than two keys."""
+        """Return a salt, so that keys share no cached prefixes; "" if there is only one key."""
         if len(self._digests) < 2:
             return ""
         digest = next(digest for digest in self._digests if digest.hex()[:8] == name)
@@ -60,7 +60,10 @@ def key_path() -> Path:
 
 
 def configured_keys(file: str | None = None) -> Keys:
-    """Return keys from the environment or a named file; empty if neither is set. Raises ServeError."""
+    """Return the keys of the environment variables or of `file`; no keys if none is set.
+
+    Raises ServeError if a key is too short, or if other users can read the file.
+    """
     typed = os.environ.get("EDGEINFER_API_KEY", "")
     if typed:
         return Keys([_check(typed, "EDGEINFER_API_KEY")])
@@ -69,7 +72,10 @@ def configured_keys(file: str | None = None) -> Keys:
 
 
 def stored_keys() -> tuple[Keys, bool]:
-    """Return the stored keys and whether one is new. Raises ServeError if other users can read them."""
+    """Return the keys of the file in the configuration directory, and whether it was created just now.
+
+    Raises ServeError if other users can read the file.
+    """
     path = key_path()
     try:
         return Keys(read_keys(path)), False
@@ -79,7 +85,7 @@ def stored_keys() -> tuple[Keys, bool]:
     key = f"ei-{secrets.token_urlsafe(32)}"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    except FileExistsError:  # another `serve` created it meanwhile
+    except FileExistsError:  # another `edgeinfer serve` has just created it
         return Keys(read_keys(path)), False
     with os.fdopen(descriptor, "w") as file:
         file.write(key + "\n")
@@ -87,7 +93,10 @@ def stored_keys() -> tuple[Keys, bool]:
 
 
 def own_key() -> str:
-    """Return the key for this user's own endpoint; "" if there is none. Raises ServeError."""
+    """Return the key with which commands like `edgeinfer ps` reach this user's endpoint; "" if there is none.
+
+    Raises ServeError.
+    """
     typed = os.environ.get("EDGEINFER_API_KEY", "")
     if typed:
         return typed
@@ -99,7 +108,11 @@ def own_key() -> str:
 
 
 def read_keys(path: Path) -> list[str]:
-    """Read a file's keys, one per line, with `#` comments. Raises FileNotFoundError, ServeError."""
+    """Read a file with one key per line; lines with `#` are comments.
+
+    Raises FileNotFoundError, and ServeError if the file has no or an invalid key, or if other users can
+    read it.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -123,7 +136,7 @@ def read_keys(path: Path) -> list[str]:
 def _is_private(info: os.stat_result) -> bool:
     mode = stat.S_IMODE(info.st_mode)
     if os.getuid() != info.st_uid == 0 and info.st_gid in (os.getegid(), *os.getgroups()):
-        # mode 0440, owner root, our group: how the kubelet mounts a Secret with fsGroup
+        # a Secret with fsGroup in Kubernetes: owner root, this process's group, mode 0440
         return not mode & 0o037
     return info.st_uid in (os.getuid(), 0) and not mode & 0o077
 

@@ -1,8 +1,7 @@
-"""uvicorn's HTTP/1.1 protocol with the limits that uvicorn leaves to a proxy.
+"""uvicorn's HTTP/1.1 protocol with limits, which uvicorn expects a reverse proxy to enforce.
 
-uvicorn (httptools) limits neither header bytes nor the time a client takes to send them, nor the time
-it takes to read an answer. Here a header block, a body and a full write buffer each have a deadline.
-The number and size of headers are limited, and so are trailers and chunk extensions.
+Deadlines: for receiving all headers, for receiving the body, and for a client that does not read its
+response. Sizes: number and bytes of headers, trailers and chunk extensions, and length of the URL.
 """
 
 from __future__ import annotations
@@ -17,17 +16,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from edgeinfer.server.connection import Connection
 from edgeinfer.server.limits import Limits
 
-#: How long (s) an answered client may go on sending its body. If the server closed immediately, the
-#: kernel would reset the connection, and the client might not receive the answer.
+#: How long (s) a client may keep sending its body after the response. If the server closed the socket
+#: at once, the kernel would reset the connection and the client might lose the response.
 _LINGER_S = 2.0
-
-
-#: Interval (s) at which a half-closed connection is checked: its client may have left.
+#: Interval (s) at which the client of a half-closed connection is checked.
 _LOOK_AGAIN_S = 1.0
 
 
 class _UnknownLength(int):
-    """Content length of a body that ends with the connection."""
+    """A Content-Length that fits any body, for HTTP/1.0, where closing the connection ends a body."""
 
     def __lt__(self, other: object) -> bool:
         return False
@@ -42,7 +39,7 @@ class _UnknownLength(int):
 
 
 def guarded_protocol(limits: Limits) -> type[HttpToolsProtocol]:
-    """Make the protocol class that enforces `limits`; each connection is an instance."""
+    """Return a protocol class for uvicorn that enforces `limits`."""
 
     class Guarded(_Guarded):
         guard = limits
@@ -87,10 +84,10 @@ class _Guarded(HttpToolsProtocol):
         super().data_received(data)
         url_bytes = self.guard.max_url_bytes if self._in_headers else 0
         if self._held_bytes > self.guard.max_header_bytes + url_bytes:
-            self._refuse(431)  # the parser holds back unfinished headers and trailers without a limit
+            self._refuse(431)  # the parser would buffer unfinished headers and trailers without a limit
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Keep a half-closed connection open while its request is answered."""
+        """Keep the connection open while a request is answered, if the client still reads."""
         cycle = self.cycle
         is_answering = cycle is not None and not (cycle.response_complete or cycle.more_body)
         if not is_answering or not self.connection.is_half_closed():
@@ -100,7 +97,7 @@ class _Guarded(HttpToolsProtocol):
         return True
 
     def _look_for_client(self) -> None:
-        """Cut the connection once the client left; the loop is not told for a half-closed socket."""
+        """Abort the connection when its client disconnects; asyncio does not notice if half-closed."""
         if self.transport.is_closing():
             return
         if self.connection.is_half_closed():
@@ -123,7 +120,7 @@ class _Guarded(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_headers:
-            return  # drop the trailer; `_held_bytes` limits all of them
+            return  # a trailer: ignore it (`_held_bytes` limits its size)
         super().on_header(name, value)
         if len(self.headers) > self.guard.max_headers:
             self._refuse(431)
@@ -147,12 +144,12 @@ class _Guarded(HttpToolsProtocol):
         self._take_host_of_target()
         super().on_headers_complete()
         self.connection.is_chunked = version == "1.1"
-        if version == "1.0":  # HTTP/1.0 has no chunked encoding
+        if version == "1.0":  # it has no chunked encoding: the response ends with the connection
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _UnknownLength()
 
     def _take_host_of_target(self) -> None:
-        """Use the host of an absolute request target in place of the Host header (RFC 9112, 3.2.2)."""
+        """Replace the Host header by the host of a target like `http://host/path` (RFC 9112, 3.2.2)."""
         if self.url.startswith((b"/", b"*")):
             return
         target = httptools.parse_url(self.url)
@@ -206,7 +203,7 @@ class _Guarded(HttpToolsProtocol):
         self._refuse(408)
 
     def _refuse(self, status: int) -> None:
-        """Answer without the application and close; a running request sees a disconnect."""
+        """Send a status without a body and close the connection, without calling the application."""
         if self._refused:
             return
         self._refused = True
@@ -215,8 +212,9 @@ class _Guarded(HttpToolsProtocol):
         head = b"HTTP/1.1 %d %s\r\nconnection: close\r\ncontent-length: 0\r\n\r\n" % (status, reason)
         cycle = self.cycle
         if self.pipeline or (cycle and cycle.response_started and not cycle.response_complete):
-            self.transport.abort()  # a refusal now would corrupt the answer that is being sent
+            self.transport.abort()  # a response is being sent: another one would corrupt it
             return
-        if not (cycle and cycle.response_complete and cycle.more_body):  # otherwise already answered
+        # if the response was sent before the whole body came, the request needs no second one
+        if not (cycle and cycle.response_complete and cycle.more_body):
             self.transport.write(head)
         self.transport.close()

@@ -1,11 +1,11 @@
-"""Access checks on every route, before the body is read: Host, Origin, API key and user.
+"""Checks of Host, Origin, API key and user, before a request's body is read.
 
-A web page can reach a local endpoint: by name (DNS rebinding; the Host check stops it), by fetch (the
-Origin check), and by a plain `<img>` or navigation without Origin (the Sec-Fetch-Site check). CORS
-headers are sent to named origins only.
+Web pages in the user's browser can reach a local endpoint. The Host check stops DNS rebinding, the
+Origin check stops fetch(), and Sec-Fetch-Site stops `<img>` and navigation, which send no Origin. Only
+origins given by `--allow-origin` get CORS headers.
 
-Other users of this machine can also connect to loopback. Without API keys the kernel is asked which
-user a connection belongs to.
+Other users of this machine can also connect to loopback. If there are no API keys, the kernel says
+which user opened a connection.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.problems import Problem
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
-#: Routes that a probe may request without a key. /metrics needs a key.
+#: Routes without API key, for health probes. (/metrics needs a key.)
 OPEN_ROUTES = frozenset({"/health"})
-#: Matches a Host header: a name (perhaps with a final dot) or an address in brackets, and a port.
+#: Matches a Host header: a name, with or without a final dot, or `[IPv6 address]`; then a port.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+?)\.?(?::\d{0,5})?", re.ASCII | re.IGNORECASE)
 _METHODS = "GET, POST, DELETE, OPTIONS"
-#: Matches a list of header names that a page of an allowed origin asks to send.
+#: Matches a valid Access-Control-Request-Headers: header names separated by commas.
 _ASKED = re.compile(r"[\w, -]{1,2048}", re.ASCII)
 
 Headers = Mapping[str, str]
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
-    """The access rules. `hosts` are lower-case names without a port, or suffixes that begin with a dot;
-    `origins` are spelled as browsers spell them.
+    """The access rules of an endpoint.
 
-    `any_address` accepts every IP address as Host. It is for binds beyond loopback: they require a key,
-    and DNS rebinding needs a name.
-
-    Without keys only programs of the user `owner` and of root are answered. `any_user` admits all users
-    without administrator rights. `owner` None disables the check of users.
+    - `hosts`: accepted names in the Host header, in lower case; `.example.org` accepts its subdomains.
+    - `any_address`: accept any IP address as Host, for endpoints that listen beyond loopback. This is
+      safe because they require a key, and DNS rebinding needs a name.
+    - `origins`: accepted origins of web pages, e.g. `http://localhost:3000`.
+    - `owner`: uid of the only user (with root) whose programs are admitted if there are no keys; None
+      admits everyone. `any_user` also admits other users, without administrator rights.
     """
 
     keys: Keys
@@ -52,7 +52,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     any_user: bool = False
 
     def check_host(self, headers: Headers) -> None:
-        """Check the Host header. Raises Problem 400 without one, 403 for a foreign one."""
+        """Raise Problem 400 if there is no Host header, and 403 if its name is not accepted."""
         host = headers.get("host", "")
         if not host:
             raise Problem(400, "The request has no Host header.", code="missing_host")
@@ -64,7 +64,10 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             raise Problem(403, message, code="host_not_allowed")
 
     def check_origin(self, headers: Headers, scheme: str) -> str | None:
-        """Return the allowed origin of a cross-origin request, or None. Raises Problem 403."""
+        """Return the origin to name in CORS headers; None for a request of the same origin or no page.
+
+        Raises Problem 403 for a page of another origin.
+        """
         origin = headers.get("origin")
         if origin is None:
             if headers.get("sec-fetch-site") in ("cross-site", "same-site"):
@@ -79,7 +82,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         raise Problem(403, message, code="origin_not_allowed")
 
     def check_key(self, headers: Headers, route: str) -> str:
-        """Return the name of the request's key, "" if none is needed. Raises Problem 401."""
+        """Return the name of the request's API key; "" if none is needed. Raises Problem 401."""
         if not self.keys:
             return ""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
@@ -94,7 +97,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         return name
 
     def caller(self, key: str, connection: Connection | None) -> Caller:
-        """Return the client of a request. Without keys, raises Problem 403 for another user."""
+        """Return the client of a request. Raises Problem 403 if its user is not admitted."""
         if self.keys:
             return Caller(key, self.keys.is_first(key), turn=key if len(self.keys) > 1 else "")
         if self._is_owners(connection):
@@ -107,7 +110,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         raise Problem(403, message, code="user_not_allowed")
 
     def cache_salt(self, caller: Caller) -> str:
-        """Return a salt that separates this caller's cached prefixes from others; "" for none."""
+        """Return a salt, so that callers share no cached prefixes; "" if there is only one caller."""
         return self.keys.cache_salt(caller.name) if self.keys else caller.name
 
     def _is_owners(self, connection: Connection | None) -> bool:
@@ -117,7 +120,10 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_name(host: str) -> str:
-    """Return the name in a Host header: `Host:80` → `host`, `[::1]:80` → `[::1]`; "" if invalid."""
+    """Return the name in a Host header without its port, in lower case; "" if it is invalid.
+
+    `Host:80` gives `host`, and `[::1]:80` gives `[::1]`.
+    """
     match = _HOST.fullmatch(host)
     return match[1].lower() if match else ""
 
@@ -131,9 +137,9 @@ def _is_address(name: str) -> bool:
 
 
 def cors_headers(origin: str, asked: str | None = None) -> dict[str, str]:
-    """Return CORS headers for an allowed origin; credentials are never allowed.
+    """Return CORS headers for an allowed origin. They never allow credentials (cookies).
 
-    `asked` are the request headers that a preflight lists ("" for none); official clients add some.
+    For a preflight, `asked` is its Access-Control-Request-Headers ("" for none).
     """
     headers = {
         "access-control-allow-origin": origin,
