@@ -1,1 +1,1 @@
-"""A Ray Serve application around this program's endpoint: one deployment per model, scaled by Ray."""
+"""A Ray Serve application of edgeinfer endpoints: a deployment per model, which Ray scales."""

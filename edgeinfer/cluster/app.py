@@ -1,9 +1,9 @@
-"""The Serve application: every route of the endpoint, one deployment per model.
+"""The Ray Serve application, with a deployment per model and all routes of an endpoint.
 
     serve run edgeinfer.cluster.app:application model=qwen3-4b max_replicas=4
 
-Ray places, restarts and scales replicas. A request goes to the replica that prefilled its prefix,
-otherwise to the least busy one.
+Ray places, restarts and scales the replicas. A request goes to the replica that has its prefix cached,
+otherwise to one with few requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from edgeinfer.cluster.messages import Chunk, ModelSettings, Request, read_setti
 from edgeinfer.cluster.replica import EndpointReplica
 
 _MANY = 10_000
-#: Interval (s) between counts of waiting requests; Serve's 10 s would be most of a start from 0.
+#: Interval (s) at which Serve counts waiting requests. With its default of 10 s, a model that is scaled
+#: to 0 would start so much later.
 _COUNT_S = 0.2
 _ROUTER = "edgeinfer.cluster.app.PrefixRouter"
 
@@ -45,12 +46,12 @@ class ModelDeployment:
         await self._replica.ready()
 
     async def answer(self, request: Request) -> AsyncIterator[Chunk]:
-        """Yield the chunks of an answer; see `EndpointReplica.answer`."""
+        """Forward a request to the endpoint; yield what `EndpointReplica.answer` yields."""
         async for chunk in self._replica.answer(request):
             yield chunk
 
     async def check_health(self) -> None:
-        """Raise if the replica is not healthy; Ray then replaces it after several calls."""
+        """Raise if the endpoint is not healthy. After several failures Ray replaces the replica."""
         await self._replica.check()
         self._metrics.export(await self._replica.metrics())
 
@@ -60,7 +61,7 @@ class ModelDeployment:
 
 
 class FrontDeployment:
-    """The deployment that Ray's HTTP proxy calls."""
+    """The deployment that gets all HTTP requests from Ray's proxy, and forwards them to models."""
 
     def __init__(
         self, models: Mapping[str, DeploymentHandle], start_s: float, hosts: Sequence[str]
@@ -85,7 +86,11 @@ class _Handle:
 def application(
     arguments: Mapping[str, object], of: type[ModelDeployment] = ModelDeployment
 ) -> serve.Application:
-    """Make an application from `{"models": [...]}` or one model's fields. Raises UsageError."""
+    """Make the application that `serve run` deploys.
+
+    `arguments` are `{"models": [ModelSettings, …], …}` or the fields of one `ModelSettings`. `of` is
+    the class of the model deployments. Raises UsageError.
+    """
     settings = read_settings(arguments)
     models = {model.model: _deployment(model, of) for model in settings.models}
     front = serve.deployment(
@@ -115,10 +120,9 @@ def _deployment(model: ModelSettings, of: type[ModelDeployment]) -> Any:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Routes a request to the replica with its longest known prefix, otherwise to the least busy one.
+    """Prefers the replica that prefilled the longest prefix of a request, otherwise a less busy one.
 
-    It extends Ray Serve's own interface (https://docs.ray.io/en/latest/serve/advanced-guides/
-    custom-request-router.html).
+    Ray Serve's interface: https://docs.ray.io/en/latest/serve/advanced-guides/custom-request-router.html
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -128,7 +132,11 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> Sequence[list[RunningReplica]]:
-        """Return ranks of replicas: one with the prefix cached, unless its queue is full, then all."""
+        """Return lists of replicas, which Serve tries in turn.
+
+        The first list has only the replica with the cached prefix, unless its queue is full. The last
+        list has all replicas.
+        """
         if not candidate_replicas:
             return []
         request = _request(pending_request)
@@ -139,14 +147,14 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             for replica in self.select_available_replicas(candidate_replicas)
         }
         warm_replica = self._affinity.find(request.prefix_hashes, by_id) if request else None
-        # Serve takes the first of equally busy replicas, so shuffle them
+        # of equally busy replicas, Serve takes the first of the list: shuffle it
         everyone = random.sample(candidate_replicas, len(candidate_replicas))
         return [everyone] if warm_replica is None else [[by_id[warm_replica]], everyone]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
     ) -> None:
-        """Record which replica prefills this request."""
+        """Note that this replica prefills the request's prefix. Serve calls this after routing."""
         request = _request(pending_request)
         if request:
             self._affinity.note(request.prefix_hashes, replica_id)
@@ -158,13 +166,13 @@ def _request(pending: PendingRequest | None) -> Request | None:
 
 
 class MetricsExport:
-    """Exports an endpoint's metrics to Ray, which prefixes names with `ray_` and adds two labels."""
+    """Exports an endpoint's metrics to Ray, which adds the prefix `ray_` and labels of its own."""
 
     def __init__(self) -> None:
         self._gauges: dict[str, metrics.Gauge] = {}
 
     def export(self, text: str) -> None:
-        """Set a gauge for each series of Prometheus text; counters and histograms become sums."""
+        """Set a Ray gauge for each time series in `text` (Prometheus' format), also for counters."""
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 gauge = self._gauges.get(sample.name)

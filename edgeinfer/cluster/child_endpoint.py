@@ -1,7 +1,7 @@
-"""`python -m edgeinfer.cluster.child_endpoint PARENT FD WORD…`: a command that dies with its parent.
+"""`python -m edgeinfer.cluster.child_endpoint PARENT FD ARGUMENT…`: run edgeinfer as a child process.
 
-PARENT is the pid of the starting process, FD a listening socket, which the command inherits as if
-systemd had passed it (sd_listen_fds(3)).
+The child is killed if its parent (pid PARENT) dies. FD is a listening socket, which `edgeinfer serve`
+gets as if systemd had passed it (sd_listen_fds(3)).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FIRST_LISTENER = 3
 
 
 def main() -> int:
-    """Return the command's exit status, or 1 if the parent has already ended."""
+    """Run `edgeinfer ARGUMENT…`; return its exit status, or 1 if the parent is already dead."""
     parent, descriptor = int(sys.argv[1]), int(sys.argv[2])
     process.die_with_parent()
     if os.getppid() != parent:

@@ -170,7 +170,7 @@ def decode_json(body: bytes) -> object:
 
 
 def prefix_hashes(body: object) -> tuple[int, ...]:
-    """Return the prefix hashes of a decoded request (`prefix_affinity.prefix_hashes`)."""
+    """Return hashes of the prefixes of a decoded request's prompt; () if it has none."""
     if not isinstance(body, dict):
         return ()
     return prefix_affinity.prefix_hashes([body[field] for field in _PROMPT_FIELDS if field in body])

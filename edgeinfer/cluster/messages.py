@@ -1,4 +1,4 @@
-"""Settings of a Serve application, and the messages between its front end and its replicas."""
+"""Settings of the Ray Serve application, and messages between its front end and its replicas."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ import msgspec
 
 from edgeinfer.errors import UsageError
 
-#: Headers of one connection (RFC 9110, 7.6.1), and those that the next connection sets itself.
+#: Headers that belong to one connection and must not be forwarded (RFC 9110, 7.6.1).
 _HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade")
 )
+#: Headers that the HTTP client of the next connection sets itself.
 _SET_ANEW = frozenset(("host", "content-length"))
 
 Headers = tuple[tuple[str, str], ...]
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model's deployment.
+    """Settings of one model's deployment.
 
-    `serve` are further arguments of `edgeinfer serve`, as typed. Ray runs `min_replicas` to
-    `max_replicas` replicas, one per `target_ongoing_requests` running or waiting requests, and removes
-    a replica that was idle for `idle_s` (s). A replica computes on `cpus` reserved cores.
+    - `serve`: further arguments of `edgeinfer serve`, e.g. `("--ctx", "8192")`.
+    - `min_replicas`, `max_replicas`: Ray adds a replica per `target_ongoing_requests` running or
+      waiting requests, and removes replicas that have been idle for `idle_s` (s).
+    - `max_ongoing_requests`: requests that one replica accepts at a time.
+    - `cpus`: CPU cores that each replica reserves and uses.
     """
 
     model: str
@@ -37,10 +40,10 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The models of an application; the first answers requests that name none.
+    """Settings of the application. The first model answers requests that name none.
 
-    A request that no replica accepted within `start_s` (s) is answered with a 503. `hosts` are accepted
-    host names besides loopback's and addresses.
+    A request gets an error 503 if no replica has accepted it within `start_s` (s). `hosts` are accepted
+    names in the Host header, in addition to localhost and IP addresses.
     """
 
     models: Annotated[tuple[ModelSettings, ...], msgspec.Meta(min_length=1)]
@@ -49,7 +52,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_settings(arguments: Mapping[str, object]) -> Settings:
-    """Read `{"models": [...]}` or one model's fields. Raises UsageError that names the wrong field."""
+    """Convert `{"models": [ModelSettings, …], …}`, or the fields of one `ModelSettings`.
+
+    Raises UsageError, which names the wrong field.
+    """
     table = arguments if "models" in arguments else {"models": [arguments]}
     try:
         settings = msgspec.convert(table, Settings, strict=False)
@@ -64,7 +70,11 @@ def read_settings(arguments: Mapping[str, object]) -> Settings:
 
 
 class Request(NamedTuple):
-    """A client's request. `prefix_hashes` are those of its prompt (`prefix_affinity.prefix_hashes`)."""
+    """A client's HTTP request.
+
+    `target` is the path with the query. `prefix_hashes` are hashes of its prompt's prefixes, by which
+    `PrefixRouter` chooses a replica.
+    """
 
     method: str
     target: str
@@ -74,23 +84,23 @@ class Request(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """The replica (Ray's id) that accepted the request; its answer follows."""
+    """Says which replica (Ray's id) has accepted the request, before its response."""
 
     replica: str
 
 
 class ResponseStart(NamedTuple):
-    """Status and headers of a response."""
+    """HTTP status and headers of a response."""
 
     status: int
     headers: Headers
 
 
-#: An answer is an `Ack`, a `ResponseStart`, then the body in pieces.
+#: A replica answers with an `Ack`, a `ResponseStart`, and then the body in pieces.
 Chunk = Ack | ResponseStart | bytes
 
 
 def strip_hop_by_hop(headers: Headers) -> Headers:
-    """Return the headers that a proxy forwards, with names in lower case."""
+    """Return the headers that a proxy must forward, with names in lower case."""
     lower = ((name.lower(), value) for name, value in headers)
     return tuple((name, value) for name, value in lower if name not in _HOP_BY_HOP | _SET_ANEW)

@@ -1,6 +1,6 @@
-"""A replica: `edgeinfer serve` for one model on its own socket, resumed if its node has a snapshot.
+"""A replica: a process `edgeinfer serve` for one model, which listens on a unix socket.
 
-The first start on a node is cold; the endpoint builds the snapshot when it is idle, as everywhere.
+Its first start on a node is cold. When it is idle it takes a snapshot, from which later starts resume.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from edgeinfer.cluster.messages import (
 )
 from edgeinfer.platform import process
 
-#: Limit (s) of a start that loads 15 GB from a slow disk; Ray's own limit is longer.
+#: How long (s) a start may take, e.g. to load 15 GB from a slow disk. Ray's own limit is longer.
 _READY_S = 600.0
 _HEALTH_S = 10.0
-#: How long (s) the endpoint may take to end; by default it cancels draining requests after 10 s.
+#: How long (s) the process may take to end after SIGTERM, before it is killed.
 _ENDING_S = 15.0
 
 
 class EndpointReplica:
-    """One endpoint and its client. Belongs to the event loop of a replica's actor."""
+    """Starts the process of a replica, and sends requests to it. Use it on one event loop."""
 
     def __init__(self, settings: ModelSettings, name: str) -> None:
         self._name = name
@@ -43,11 +43,11 @@ class EndpointReplica:
         self._client = httpx2.AsyncClient(
             transport=httpx2.AsyncHTTPTransport(uds=path, limits=httpx2.Limits(max_connections=None)),
             base_url="http://localhost",
-            timeout=None,  # prefilling a long prompt may take any time
+            timeout=None,  # prefilling a long prompt may take minutes
         )
 
     async def ready(self) -> None:
-        """Wait until the endpoint is healthy. Raises TimeoutError, RuntimeError if it ended."""
+        """Wait until the endpoint is healthy. Raises TimeoutError, or RuntimeError if it has ended."""
         async with asyncio.timeout(_READY_S):
             while not await self.is_healthy():
                 await asyncio.sleep(0.01)
@@ -58,7 +58,7 @@ class EndpointReplica:
             await self.is_healthy()
 
     async def metrics(self) -> str:
-        """Return the endpoint's Prometheus text; "" if that needs a key or times out."""
+        """Return the endpoint's metrics in Prometheus' format; "" if it refuses or is too slow."""
         try:
             response = await self._client.get("/metrics", timeout=_HEALTH_S)
         except httpx2.HTTPError:
@@ -66,7 +66,10 @@ class EndpointReplica:
         return response.text if response.is_success else ""
 
     async def answer(self, request: Request) -> AsyncIterator[Chunk]:
-        """Yield the answer in pieces. Closing the iterator ends the generation."""
+        """Send a request; yield an `Ack`, a `ResponseStart`, and the body in pieces.
+
+        Closing the iterator cancels the generation.
+        """
         yield Ack(self._name)
         async with self._client.stream(
             request.method, request.target, headers=list(request.headers), content=request.body
@@ -78,7 +81,7 @@ class EndpointReplica:
                 yield piece
 
     async def close(self) -> None:
-        """End the endpoint with SIGTERM: running requests finish first, within its limit."""
+        """Send SIGTERM, so that running requests finish first; kill the process after `_ENDING_S`."""
         self._endpoint.terminate()
         try:
             await asyncio.to_thread(self._endpoint.wait, _ENDING_S)
@@ -89,13 +92,16 @@ class EndpointReplica:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def is_healthy(self) -> bool:
-        """Return whether the endpoint is healthy. Raises RuntimeError if it has ended."""
+        """Return whether GET /health succeeds. Raises RuntimeError if the process has ended."""
         if self._endpoint.poll() is not None:
             raise RuntimeError(f"`edgeinfer serve` ended with {self._endpoint.returncode}")
         return (await self._client.get("/health")).is_success
 
     def start(self, path: str, settings: ModelSettings) -> subprocess.Popen[bytes]:
-        """Start the endpoint, listening at `path`; it dies with the calling thread."""
+        """Start the process, which listens on the unix socket `path`.
+
+        It is killed when the calling thread ends.
+        """
         command = ["serve", settings.model, "--threads", str(settings.cpus), *settings.serve]
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)

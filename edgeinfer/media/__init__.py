@@ -1,1 +1,1 @@
-"""Pictures and documents: processes with limits convert them to pixels and text."""
+"""Pictures and documents, which sandboxed processes convert to pixels and text."""

@@ -1,6 +1,7 @@
-"""Read documents: PDF, DOCX and HTML as text, with page numbers, or a PDF's pages as pictures.
+"""Read documents: the text of PDF, DOCX and HTML files, or the pages of a PDF as pictures.
 
-Each file is read in a separate process with the same limits as a picture (`document_reader_process`).
+A sandboxed process reads each file (`document_reader_process`). `param` is the request's field that an
+error names.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ _HTML = re.compile(
     rb"(\xef\xbb\xbf)?\s*+(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*+<(!doctype\s+html|html|head|body)\b",
     re.IGNORECASE | re.DOTALL,
 )
-#: Texts of the last documents by the SHA-256 of caller and file: a chat sends them again in each turn.
+#: Number of cached texts, because a chat sends its documents again in each turn.
 _N_CACHED = 8
+#: SHA-256 of caller and file → text.
 _cached: OrderedDict[bytes, str] = OrderedDict()
 _caching = threading.Lock()
 
 
 def is_document(data: bytes) -> bool:
-    """Return whether a file is a PDF, a DOCX file or an HTML page, judged by its first bytes."""
+    """Return whether the bytes of a file look like PDF, DOCX or HTML."""
     is_docx = data.startswith(b"PK\x03\x04") and b"word/" in data
     return is_docx or is_pdf(data) or _is_html(data)
 
 
 def is_pdf(data: bytes) -> bool:
-    """Return whether a file is a PDF, judged by its magic bytes."""
+    """Return whether the first bytes of a file are those of a PDF."""
     return b"%PDF-" in data[:1024]
 
 
@@ -41,10 +43,10 @@ def _is_html(data: bytes) -> bool:
 
 
 def text_of(data: bytes, name: str, param: str = "messages") -> str:
-    """Return a document's text, each page of a PDF below a line with its number.
+    """Return the text of a document. Each page of a PDF begins with a line `[page 3]`.
 
-    Raises InvalidRequestError, which names `param`, for a broken or encrypted file, one that is too
-    large, and one without text.
+    `name` is the file's name, for errors. Raises InvalidRequestError for a file that is broken,
+    encrypted or too large, and for one without text.
     """
     text = _text(data, name, param)
     if not text:
@@ -57,7 +59,7 @@ def text_of(data: bytes, name: str, param: str = "messages") -> str:
 
 
 def pages_of(data: bytes, name: str, param: str = "messages") -> list[bytes]:
-    """Return the pages of a PDF as picture files. Raises what `text_of` raises."""
+    """Return the pages of a PDF as PNG files. Raises what `text_of` raises."""
     output = _read(data, name, "pages", param)
     start, pages = 0, []
     while start < len(output):
@@ -68,7 +70,10 @@ def pages_of(data: bytes, name: str, param: str = "messages") -> list[bytes]:
 
 
 def pictures_in(path: Path) -> list[bytes]:
-    """Read a picture file, or the pages of a PDF as pictures. Raises UsageError."""
+    """Read the file at `path`: return a picture as it is, or the pages of a PDF as PNG files.
+
+    Raises UsageError.
+    """
     try:
         with open(path.expanduser(), "rb") as file:
             data = file.read(pictures.MAX_FILE_BYTES + 1)
@@ -81,9 +86,9 @@ def pictures_in(path: Path) -> list[bytes]:
 
 
 def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]:
-    """Convert a file (base64, bare or as a `data:` URI) to parts of a message.
+    """Convert a file in base64 (or a `data:` URI) to parts of a message: texts and picture files.
 
-    A PDF without text becomes pictures. Raises what `text_of` raises.
+    A PDF without text becomes pictures of its pages. Raises what `text_of` raises.
     """
     data = pictures.file_in(text, lambda reason: _refusal(name, reason, param))
     if pictures.is_picture(data):

@@ -1,9 +1,9 @@
-"""Read one document under limits: `python -m` this module, `text`, `html` or `pages`; the file is on
-stdin.
+"""Read one document in a sandbox: `python -m edgeinfer.media.document_reader_process MODE < FILE`.
 
-For `text` and `html` it writes a line "ok" and the text, with a form feed between pages; for `pages`
-"ok" and each page's picture (PNG) after its length (u32). A refusal is `error MESSAGE`. The limits are
-those of `picture_decoder_process`, with more CPU time.
+MODE `text` (PDF, DOCX) and `html` write a line "ok" and the text, with a form feed between pages. MODE
+`pages` writes "ok" and, for each page of a PDF, the length (u32, little endian) and bytes of a PNG
+file. An error is written as `error MESSAGE`. The limits are those of `picture_decoder_process`, with
+more CPU time.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from io import BytesIO
 from xml.etree import ElementTree
 
 import pypdfium2
-from PIL import Image, PngImagePlugin  # noqa: F401  the writer of PNG
+from PIL import Image, PngImagePlugin  # noqa: F401  needed to write PNG, and no file can be opened later
 
 from edgeinfer.media.picture_decoder_process import limit, refuse
 from edgeinfer.platform.process import die_with_parent
 
 CPU_S = 20
-#: Most pages of a document as text, and as pictures: a request may have 64 pictures.
+#: MODE → maximum number of pages. A request may have 64 pictures.
 MAX_PAGES = {"text": 1000, "pages": 64}
-#: Longer side of a page's picture (pixels): A4 at 130 dots per inch.
+#: Length (pixels) of the longer side of a page's picture: A4 at 130 dots per inch.
 PAGE_PIXELS = 1536
-#: Largest document part of a DOCX file, unpacked (bytes).
+#: Maximum size (bytes, uncompressed) of the file word/document.xml in a DOCX file.
 _MOST_XML = 64 << 20
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _CHARSET = re.compile(rb"""charset=["']?([\w.:-]+)""", re.IGNORECASE)
-#: Ends of the elements whose content is not text.
+#: Element whose content is not shown → pattern of its end tag.
 _ENDS = {
     name: re.compile(rf"</{name}\s*>", re.IGNORECASE)
     for name in ("script", "style", "template", "noscript", "svg")
@@ -47,7 +47,7 @@ _LINES = frozenset(
     "header hr li main nav ol p pre section table title tr ul".split()
 )
 _BREAKS = {f"{_WORD}{tag}": "\t" if tag == "tab" else "\n" for tag in ("tab", "br", "cr", "p")}
-#: Deepest nesting of a DOCX file's elements; word processors write a few dozen levels.
+#: Maximum nesting of the XML elements of a DOCX file. Word processors write a few dozen levels.
 _MOST_DEPTH = 512
 
 
@@ -59,7 +59,8 @@ def main() -> int:
     Image.preinit()
     charset = _CHARSET.search(data[:4096])
     codec = charset[1].decode("latin-1") if charset else "cp1252"
-    for late in ("utf-16-le", "cp437", "utf-8-sig", codec):  # imported late, when nothing can be opened
+    # Python imports the code of a codec at its first use, but after `limit` no file can be opened
+    for late in ("utf-16-le", "cp437", "utf-8-sig", codec):
         with suppress(LookupError):
             codecs.lookup(late)
     limit(CPU_S)
@@ -70,7 +71,7 @@ def main() -> int:
             parts = list(_docx(data) if data.startswith(b"PK") else _pdf(data, mode))
     except MemoryError:
         refuse("reading it takes too much memory")
-    except Exception as error:  # noqa: BLE001  a parser raises what it likes for a broken file
+    except Exception as error:  # noqa: BLE001  parsers raise exceptions of any class for broken files
         refuse(str(error) or type(error).__name__)
     else:
         sys.stdout.buffer.write(b"ok\n" + (b"" if mode == "pages" else b"\f").join(parts))
@@ -100,7 +101,7 @@ def _picture(page: pypdfium2.PdfPage) -> bytes:
 
 
 def _docx(data: bytes) -> Iterator[bytes]:
-    """Yield the text of a Word document as one page, because the file does not record pages."""
+    """Yield the text of a DOCX file as one page, because the file does not say where pages end."""
     with zipfile.ZipFile(BytesIO(data)) as archive:
         member = archive.getinfo("word/document.xml")
         if member.file_size > _MOST_XML:
@@ -111,7 +112,10 @@ def _docx(data: bytes) -> Iterator[bytes]:
 
 
 def _docx_texts(xml: BytesIO) -> Iterator[str]:
-    """Yield each text and break once, in one pass: paragraphs may be nested (text boxes)."""
+    """Yield the texts, tabs and line breaks of a DOCX file in order, in a single pass.
+
+    Paragraphs may be nested (text boxes): iterating over each paragraph would repeat their text.
+    """
     depth = 0
     for event, element in ElementTree.iterparse(xml, ("start", "end")):
         depth += 1 if event == "start" else -1
@@ -126,7 +130,7 @@ def _docx_texts(xml: BytesIO) -> Iterator[str]:
 
 
 def _html(data: bytes, codec: str) -> bytes:
-    """Return the text of an HTML page, with a line for each block."""
+    """Return the text of an HTML page (in UTF-8, else `codec`), with a line for each block element."""
     try:
         page = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -136,7 +140,7 @@ def _html(data: bytes, codec: str) -> bytes:
 
 
 def _html_texts(page: str) -> Iterator[str]:
-    """Yield the text between tags, and a break for each tag of a block, in linear time."""
+    """Yield the text between tags, and line breaks for tags of block elements, in linear time."""
     position = start = 0
     is_pre, is_behind_break = False, True
     absent: set[str] = set()
@@ -168,10 +172,10 @@ def _break_of(name: str, *, is_end: bool) -> str:
 
 
 def _end_of(page: str, tag: re.Match[str], absent: set[str]) -> int:
-    """Return the end of a tag, of a comment, or of an element whose content is not text.
+    """Return the position after a tag or comment; for a `<script>` or similar, after its end tag.
 
-    As in browsers, a quote inside a tag hides `>` up to the next quote. `absent` are ends that the page
-    does not have; they are not searched for again.
+    As in browsers, a `>` between quotes does not end a tag. `absent` collects delimiters that do not
+    occur in the rest of the page, so that each is searched for only once (linear time).
     """
     if tag[1] and "-->" not in absent:
         comment_end = page.find("-->", tag.start() + 2)

@@ -1,15 +1,14 @@
-"""Decode one picture under limits: `python -m` this module, FORMAT.
+"""Decode a picture in a sandbox: `python -m edgeinfer.media.picture_decoder_process FORMAT < FILE`.
 
-It reads the file from stdin and writes size and pixels to stdout: `WIDTH HEIGHT\\n` and 8-bit RGB, row
-by row; a refusal is `error MESSAGE`. The file may come from anyone, and decoders have had bugs. So
-before the first byte is decoded, the process gives up opening files and sockets, starting programs, and
-reaching other processes.
+It writes `WIDTH HEIGHT\\n` and the pixels (8-bit RGB, row by row), or `error MESSAGE`. The file may
+come from an attacker, and decoders have had vulnerabilities. Therefore the process first gives up its
+rights to open files and sockets, to start programs, and to reach other processes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy  # noqa: F401  decoders import it late, when nothing can be opened any more
+import copy  # noqa: F401  Pillow imports it when it decodes; by then no file can be opened
 import math
 import resource
 import sys
@@ -22,20 +21,21 @@ from PIL import (
     ImageOps,
     JpegImagePlugin,
     PngImagePlugin,
-    TiffImagePlugin,  # noqa: F401  likewise: it reads the orientation of a photo
+    TiffImagePlugin,  # noqa: F401  the same: Pillow needs it to read the orientation of a photo
     WebPImagePlugin,
 )
 
 from edgeinfer.platform.confinement import allow_only_computation
 from edgeinfer.platform.process import die_with_parent
 
-#: Limits of the process: address space and CPU time. A picture of `MAX_PIXELS` takes about 400 MB.
+#: Address space of the process. Decoding a picture of `MAX_PIXELS` takes about 400 MB.
 MEMORY_BYTES = 512 << 20
+#: CPU time (s) of the process.
 CPU_S = 5
 MAX_PIXELS = 32_000_000
-#: Largest ratio of the sides: Qwen's own limit, and no model was trained on longer strips.
+#: Maximum ratio of a picture's sides. It is Qwen's, and no model was trained on longer strips.
 MAX_RATIO = 200
-#: Most pixels of the result. Larger pictures are scaled down: no projector uses more, and a request may
+#: Larger pictures are scaled down to this number of pixels. No projector uses more, and a request may
 #: have many pictures.
 KEPT_PIXELS = 4_000_000
 _FORMATS = {
@@ -57,13 +57,13 @@ def main(argv: list[str]) -> int:
         _write(_decode(data, argv[0]))
     except MemoryError:
         refuse(f"decoding it takes more than {MEMORY_BYTES >> 20} MB of memory")
-    except Exception as error:  # noqa: BLE001  a decoder raises what it likes for a broken file
+    except Exception as error:  # noqa: BLE001  decoders raise exceptions of any class for broken files
         refuse(str(error) or type(error).__name__)
     return 0
 
 
 def limit(cpu_s: int) -> None:
-    """Limit memory and CPU time (s) of this process, and its system calls to those of a computation."""
+    """Limit this process's memory and CPU time (s), and allow it only system calls for computing."""
     for limited, most in (
         (resource.RLIMIT_AS, MEMORY_BYTES),
         (resource.RLIMIT_CPU, cpu_s),
@@ -76,7 +76,7 @@ def limit(cpu_s: int) -> None:
 
 
 def _decode(data: bytes, kind: str) -> Image.Image:
-    Image.MAX_IMAGE_PIXELS = None  # the next lines are stricter, before any pixel is decoded
+    Image.MAX_IMAGE_PIXELS = None  # no check by Pillow: the checks below are stricter
     picture: Image.Image = _FORMATS[kind](BytesIO(data))
     size = f"{picture.width} x {picture.height}"
     if max(picture.size) > MAX_RATIO * min(picture.size):
@@ -84,7 +84,7 @@ def _decode(data: bytes, kind: str) -> Image.Image:
     if picture.width * picture.height > MAX_PIXELS:
         raise ValueError(f"it has {size} pixels; at most {MAX_PIXELS:,} are read")
     picture.load()
-    with contextlib.suppress(KeyError, ValueError, SyntaxError):  # broken metadata: do not rotate
+    with contextlib.suppress(KeyError, ValueError, SyntaxError):  # broken EXIF data: leave it unrotated
         picture = ImageOps.exif_transpose(picture)
     return _shrink(_on_white(picture))
 
@@ -99,8 +99,8 @@ def _shrink(picture: Image.Image) -> Image.Image:
 
 
 def _on_white(picture: Image.Image) -> Image.Image:
-    """Convert to RGB; transparent parts become white."""
-    if picture.mode.startswith("I"):  # 16 bits per channel, which `convert` would clip at 255
+    """Convert a picture to RGB, with white in place of transparency."""
+    if picture.mode.startswith("I"):  # 16 bits per pixel: `convert` would clip values above 255
         picture = picture.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     if not picture.has_transparency_data:
         return picture.convert("RGB")
@@ -114,14 +114,14 @@ def _on_white(picture: Image.Image) -> Image.Image:
 def _write(picture: Image.Image) -> None:
     out = sys.stdout.buffer
     out.write(b"%d %d\n" % picture.size)
-    for top in range(0, picture.height, _ROWS):  # in blocks, which take little memory
+    for top in range(0, picture.height, _ROWS):  # a few rows at a time, to need little memory
         rows = picture.crop((0, top, picture.width, min(top + _ROWS, picture.height)))
         out.write(rows.tobytes())
     out.flush()
 
 
 def refuse(reason: str) -> None:
-    """Report that the file cannot be read."""
+    """Write `error REASON` to stdout, for the parent process."""
     sys.stdout.buffer.write(b"error " + reason.encode("utf-8", "replace")[:500])
     sys.stdout.buffer.flush()
 

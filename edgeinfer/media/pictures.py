@@ -1,4 +1,7 @@
-"""Pictures of a message: their files, decoded pixels, and places in its text."""
+"""Pictures of messages: reading their files, decoding them, and marking their places in the text.
+
+`param` is the request's field that an error names.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ from threading import BoundedSemaphore
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform.process import child_command
 
-#: Placeholder in `Message.content` for each picture, in order. A noncharacter, which no text contains.
+#: Stands for a picture in `Message.content`. It is a Unicode noncharacter, which no text contains.
 PICTURE_MARK = "\ufdd1"
-#: Text that people see in place of the mark.
+#: What users see in place of a picture.
 SHOWN = "[picture]"
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Decoded pixels: 8-bit RGB, row by row, `3 * width * height` bytes."""
+    """A decoded picture. `rgb`: 8-bit RGB, row by row, `3 * width * height` bytes."""
 
     width: int
     height: int
@@ -35,7 +38,7 @@ class Picture:
 
 
 def join_parts(parts: Iterable[str | bytes]) -> tuple[str, tuple[bytes, ...]]:
-    """Return the `content` and `pictures` of a message from texts and picture files, in order."""
+    """Join texts and picture files to the fields `content` (with marks) and `pictures` of a Message."""
     content: list[str] = []
     pictures: list[bytes] = []
     for piece in parts:
@@ -48,9 +51,9 @@ def join_parts(parts: Iterable[str | bytes]) -> tuple[str, tuple[bytes, ...]]:
 
 
 _HELPER = "edgeinfer.media.picture_decoder_process"
-#: Largest file (bytes) that is decoded.
+#: Maximum size (bytes) of a file.
 MAX_FILE_BYTES = 32 << 20
-#: How long (s) to wait for the decoder. It limits its own CPU time; a busy machine takes longer.
+#: How long (s) to wait for the decoder process, whose CPU time has a lower limit.
 _PATIENCE_S = 60.0
 _DATA_URI = re.compile(r"data:[\w.+/-]*(;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
 _MAGIC = re.compile(
@@ -59,13 +62,14 @@ _MAGIC = re.compile(
 )
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 
-#: Most pictures of one request.
+#: Maximum number of pictures in a request.
 MAX_PICTURES = 64
-#: Most concurrent decoders, each of which may take 512 MB. One of several API keys gets at most two.
+#: At most three decoder processes run at a time, because each may take 512 MB.
 _decoders = BoundedSemaphore(3)
+#: Maximum number of decoder processes of one caller (API key).
 _MOST_OF_CALLER = 2
 _decoders_of: dict[str, BoundedSemaphore] = {}
-#: Caller whose files this thread decodes; "" is not limited.
+#: The caller whose files this thread decodes; "" may use all decoders.
 current_caller = ContextVar("current_caller", default="")
 
 
@@ -77,18 +81,18 @@ def _own_decoders() -> AbstractContextManager[object]:
 
 
 def format_of(data: bytes) -> str:
-    """Return a picture's format by its magic bytes, "" for another file."""
+    """Return "JPEG", "PNG", "GIF" or "WEBP" by the first bytes of a file; "" for other files."""
     match = _MAGIC.match(data)
     return (match and match.lastgroup) or ""
 
 
 def is_picture(data: bytes) -> bool:
-    """Return whether a file is a picture, judged by its magic bytes."""
+    """Return whether the first bytes of a file are those of a picture."""
     return bool(format_of(data))
 
 
 def check_file(data: bytes, param: str = "messages") -> bytes:
-    """Return a file's bytes if they may be a picture. Raises InvalidRequestError for `param`."""
+    """Return `data`. Raises InvalidRequestError if it is too large, or not a picture."""
     if len(data) > MAX_FILE_BYTES:
         raise _refusal(f"the file has more than {MAX_FILE_BYTES >> 20} MB", param)
     if not is_picture(data):
@@ -97,19 +101,20 @@ def check_file(data: bytes, param: str = "messages") -> bytes:
 
 
 def from_base64(text: str, param: str = "messages") -> bytes:
-    """Decode a picture file from base64, bare or as a `data:` URI. Raises what `check_file` raises."""
+    """Return a picture file from base64 or a `data:` URI. Raises InvalidRequestError."""
     return check_file(file_in(text, lambda reason: _refusal(reason, param)), param)
 
 
 def file_in(text: str, refusal: Callable[[str], InvalidRequestError]) -> bytes:
-    """Decode a file from base64 or a `data:` URI. On failure raises `refusal(reason)`."""
+    """Return a file from base64 or a `data:` URI. If that fails, raises `refusal(reason)`."""
     uri = _DATA_URI.match(text)
     if uri is None and (scheme := _SCHEME.match(text)) is not None:
         raise refusal(f"{scheme[1].lower()}: URLs are not fetched")
     encoded = text[uri.end() if uri else 0 :]
     with suppress(ValueError):
         return base64.b64decode(encoded, validate=True)
-    plain = "".join(encoded.split()).rstrip("=")  # allow line breaks, no padding, URL-safe
+    # also accept base64 with line breaks, without padding, or with the URL-safe alphabet
+    plain = "".join(encoded.split()).rstrip("=")
     plain = plain.replace("-", "+").replace("_", "/")
     try:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
@@ -118,9 +123,9 @@ def file_in(text: str, refusal: Callable[[str], InvalidRequestError]) -> bytes:
 
 
 def decode(data: bytes, param: str = "messages") -> Picture:
-    """Decode a file in a separate process under limits. A photo takes about 0.1 s.
+    """Decode a picture file in a sandboxed process. A photo takes about 0.1 s.
 
-    Raises InvalidRequestError, which names `param`, for a file of another format, broken or too large.
+    Raises InvalidRequestError for a file that is broken, too large, or not a picture.
     """
     try:
         head, pixels = answer_of(_HELPER, check_file(data, param), format_of(data))
@@ -131,9 +136,9 @@ def decode(data: bytes, param: str = "messages") -> Picture:
 
 
 def answer_of(helper: str, data: bytes, *arguments: str) -> tuple[bytes, bytes]:
-    """Return a file-reading process's result: its first line, and the rest.
+    """Run the module `helper` with a file on stdin; return the first line of its output, and the rest.
 
-    Raises ValueError with the reason why the process, or its limits, refused the file.
+    Raises ValueError with the reason if the file cannot be read, or if the process exceeds its limits.
     """
     try:
         with _own_decoders(), _decoders:
@@ -152,7 +157,7 @@ def answer_of(helper: str, data: bytes, *arguments: str) -> tuple[bytes, bytes]:
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         raise ValueError("decoding it takes too much CPU time")
     if not line_end or done.returncode:
-        raise ValueError(f"its decoder ended with status {done.returncode}")
+        raise ValueError(f"the process that decodes it failed with status {done.returncode}")
     return head, output
 
 

@@ -34,7 +34,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """A response body, or an object inside one. New fields may be added: clients ignore unknown ones."""
+    """A response body, or an object inside one. Clients ignore fields that they do not know."""
 
 
 def _range(field: str) -> Meta:

@@ -1,7 +1,8 @@
-"""A model's requests and answers as daily counts, for `ps --usage` and `drift`.
+"""Daily histograms of a model's requests and answers, for `ps --usage` and `drift`.
 
-An ended generation gives some twenty values; each is counted in a fixed bin, four per doubling. The
-file has one table of counts, without text and without single requests.
+Each ended generation gives about 20 values (prompt tokens, TTFT, language, …). A value is counted in a
+bin; numbers have four bins per doubling: 1 to 1.19, 1.19 to 1.41, … The SQLite file has only counts per
+day, and nothing about single requests.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from edgeinfer.runtime.scheduler.observer import SequenceObserver
 
 _log = logging.getLogger("edgeinfer.drift")
 
-#: Distance (tokens) between the sampled log-probabilities of an answer; each costs 0.1 to 0.5 ms.
+#: The log probability of every 16th token is computed, because each takes 0.1 to 0.5 ms.
 _LOGPROB_EVERY = 16
 _KEPT_DAYS = 182
-#: Most answers whose counts are not yet in the file; how long (s) to wait for a locked file, and at
-#: exit.
+#: Maximum number of answers that wait to be counted in the file; more are dropped.
 _MOST_WAITING = 1000
+#: How long (s) a write waits for the locked file.
 _LOCKED_S = 1.0
+#: How long (s) `close` waits for the last writes.
 _CLOSING_S = 2.0
 BINS_PER_DOUBLING = 4
 _LEAST, _MOST = 2.0**-6, 2.0**30
@@ -60,21 +62,21 @@ _TABLE = (
 )
 _ADD = "INSERT INTO count VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n"
 
-#: Bin of daily sums, which `ps --usage` shows and `drift` ignores.
+#: In place of a bin, for daily sums: `ps --usage` shows them, and `drift` ignores them.
 _SUM = "sum"
-#: Number of a bin, or a category.
+#: Number of a bin, or a category like "stop".
 Bin = int | str
-#: Aggregate → day (ISO) → bin → answers.
+#: Name of a value ("ttft_ms") → day (ISO) → bin → number of answers.
 Counts = dict[str, dict[str, Counter[Bin]]]
 
 
 def drift_path() -> Path:
-    """Return the path of the counts in the state directory."""
+    """Return the path of the SQLite file in the state directory."""
     return paths.state_dir() / "drift.db"
 
 
 class DriftRecorder:
-    """Counts the answers of one model in the file `path`, in a thread for which no answer waits."""
+    """Counts the answers of one model in the file `path`. It writes in a thread, to delay no answer."""
 
     def __init__(self, path: Path, model: str, sha256: str) -> None:
         self._path, self._model = path, model
@@ -86,35 +88,40 @@ class DriftRecorder:
         return _AnswerObserver(self, request)
 
     def note(self, answer: _AnswerObserver, n_broken: int) -> None:
-        """Count a generation with an answer; `n_broken` of its tool calls could not be parsed."""
+        """Count an ended answer, of which `n_broken` tool calls could not be parsed."""
         finished = answer.collected.finish
         if not finished.usage.completion_tokens:
             return
         try:
             values = observe(answer.request, answer.collected, answer.logprobs, n_broken)
-        except Exception:  # noqa: BLE001  a statistic must not cost an answer
-            _log.exception("an answer could not be counted")
+        except Exception:  # noqa: BLE001  the answer must succeed even if counting it fails
+            _log.exception("an answer could not be counted for `edgeinfer drift`")
             return
         counts = [(name, bin_of(name, value), 1) for name, value in (values | self._constant).items()]
         counts += [(name, _SUM, n) for name, n in _sums(finished).items()]
-        if self._places.acquire(blocking=False):  # otherwise the file system hangs: drop these
-            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
+        if self._places.acquire(
+            blocking=False
+        ):  # if too many wait, the file system hangs: drop this one
+            with contextlib.suppress(RuntimeError):  # no thread can start: the interpreter is ending
                 writing = self._writer.submit(self._write, date.today(), counts)
                 writing.add_done_callback(lambda _: self._places.release())
 
     def close(self) -> None:
-        """Wait for the last counts, at most `_CLOSING_S`. Idempotent."""
+        """Wait up to `_CLOSING_S` until the last counts are written. Idempotent."""
         with contextlib.suppress(RuntimeError, TimeoutError):
             self._writer.submit(int).result(_CLOSING_S)
         self._writer.shutdown(wait=False, cancel_futures=True)
 
     def _write(self, day: date, counts: Sequence[tuple[str, Bin, int]]) -> None:
-        """Add counts to the file, or drop them; a damaged file is renamed to drift.damaged."""
+        """Add (name, bin, number) to the counts of a day; drop them if that fails.
+
+        A damaged file is renamed to drift.damaged.
+        """
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._path.touch(mode=0o600)
             with contextlib.closing(sqlite3.connect(self._path, timeout=_LOCKED_S)) as db, db:
-                # no fsync: a write takes 1 ms, with fsync 20 ms; a power cut may lose counts
+                # without fsync a write takes 1 ms instead of 20 ms, but a power failure may lose counts
                 db.execute("PRAGMA synchronous = OFF")
                 db.execute(_TABLE)
                 db.executemany(_ADD, [(f"{day}", self._model, *count) for count in counts])
@@ -127,14 +134,14 @@ class DriftRecorder:
 
 
 class _AnswerObserver(SequenceObserver):
-    """Collects an answer, and the log-probabilities of some of its tokens."""
+    """Collects an answer and the log probabilities of some of its tokens."""
 
     def __init__(self, recorder: DriftRecorder, request: GenerateRequest) -> None:
         self._recorder, self.request = recorder, request
         self.collected = CollectedAnswer()
         self.logprobs: list[float] = []
         self._n_tokens = 0
-        #: Logits of the next token, and the logarithm of the sum of their exponentials.
+        #: Logits for the next token, and their log-sum-exp.
         self._next: tuple[npt.NDArray[np.float32], float] | None = None
         self._log_sum_of = LogSum()
 
@@ -145,7 +152,8 @@ class _AnswerObserver(SequenceObserver):
     def on_token(self, token: int) -> None:
         self._n_tokens += 1
         if self._next is not None:
-            logits, log_sum = self._next  # masking changes other logits, not that of `token`
+            # a grammar may have masked logits since, but never that of the sampled token
+            logits, log_sum = self._next
             self.logprobs.append(float(logits[token]) - log_sum)
             self._next = None
 
@@ -178,7 +186,11 @@ def _sums(finished: Finished) -> dict[str, int]:
 def observe(
     request: GenerateRequest, said: CollectedAnswer, logprobs: Sequence[float], n_broken: int
 ) -> dict[str, float | str]:
-    """Reduce a generation to values: numbers, shares (`…_share`) and categories."""
+    """Return the values of a generation that are counted.
+
+    They are numbers (`"ttft_ms": 81.5`), shares from 0 to 1 (`"cached_share": 0.9`) and categories
+    (`"finish_reason": "stop"`). `n_broken`: number of tool calls that could not be parsed.
+    """
     finished, turns = said.finish, request.messages
     usage, timings = finished.usage, finished.timings
     asked = next((turn.content for turn in reversed(turns) if turn.role == "user"), request.prompt)
@@ -220,14 +232,17 @@ def _kind(request: GenerateRequest) -> str:
 
 
 def _script(text: str) -> str:
-    """Return the most common script of the first letters: "latin", "cyrillic", "cjk", …"""
+    """Return the script of most letters at a text's beginning: "latin", "cjk", … or "none"."""
     letters = (unicodedata.name(c, "other") for c in text[:_SEEN_CHARS] if c.isalpha())
     counted = Counter(name.partition(" ")[0].lower() for name in letters)
     return counted.most_common(1)[0][0] if counted else "none"
 
 
 def _tool_calls(request: GenerateRequest, said: CollectedAnswer, n_broken: int) -> str:
-    """Return "broken" if a call's notation is invalid, or its arguments are no object or incomplete."""
+    """Return "valid", "none" or "broken".
+
+    Calls are broken if they could not be parsed, or if required arguments are missing.
+    """
     required = {tool.name: tool.parameters.get("required") or () for tool in request.tools}
     for call in said.calls.values():
         try:
@@ -241,7 +256,10 @@ def _tool_calls(request: GenerateRequest, said: CollectedAnswer, n_broken: int) 
 
 
 def bin_of(aggregate: str, value: float | str) -> Bin:
-    """Return a value's bin: the category itself, a twentieth of a share, a quarter of a doubling."""
+    """Return the bin of a value: for a category itself, otherwise a number.
+
+    Shares have 20 bins of equal width, numbers four bins per doubling.
+    """
     if isinstance(value, str):
         return value
     if aggregate.endswith("_share"):
@@ -250,7 +268,10 @@ def bin_of(aggregate: str, value: float | str) -> Bin:
 
 
 def read_week(path: Path, last: date) -> dict[str, Counts]:
-    """Read seven days of counts up to `last`, by model; none without a file. Raises StoreError."""
+    """Read the counts of the seven days up to `last`: model → counts; {} without a file.
+
+    Raises StoreError.
+    """
     models: dict[str, Counts] = {}
     for day, model, aggregate, bin, n in _read(path, last - timedelta(6), last):
         if bin != _SUM:
@@ -259,7 +280,11 @@ def read_week(path: Path, last: date) -> dict[str, Counts]:
 
 
 class DayOfUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Usage of a model on one day (ISO). `saved_ms` is the sum of the known values."""
+    """Usage of a model on one day (ISO date).
+
+    `busy_ms` is the time of prefill and decoding, and `saved_ms` the estimated prefill time of cached
+    tokens.
+    """
 
     day: str
     model: str
@@ -272,7 +297,10 @@ class DayOfUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_usage(path: Path, first: date, last: date) -> tuple[DayOfUse, ...]:
-    """Read the sums of each day and model; none without a file. Raises StoreError."""
+    """Read the usage of each model on each day from `first` to `last`; () without a file.
+
+    Raises StoreError.
+    """
     days: dict[tuple[str, str], dict[str, Any]] = {}
     for day, model, name, bin, n in _read(path, first, last):
         if bin == _SUM:

@@ -1,11 +1,16 @@
-"""Drift: find what changed in a model's requests and answers between two weeks.
+"""Drift: compare the distributions of a model's requests and answers in two weeks.
 
-The definitions are Evidently's (github.com/evidentlyai/evidently, `calculations/stattests`): PSI = Σ
-(now - before) ln(now / before) over bins, an empty one being 0.0001, with drift from 0.1 on; and the
-two-sample Kolmogorov-Smirnov test, here also for categories in alphabetical order, for which it is
-conservative. An aggregate has moved if both agree. Unlike in Evidently, all tests of a comparison share
-one level (Bonferroni), and the sample size is divided by the variation between days beyond chance (Rao
-and Scott 1981), because the requests of one session are similar.
+A value ("aggregate", e.g. the length of answers) has moved if two statistics agree, as in Evidently
+(github.com/evidentlyai/evidently, `calculations/stattests`):
+
+- The population stability index, PSI = Σ (now - before) ln(now / before) over the shares of all bins
+  (0.0001 for an empty one), is at least 0.1.
+- The two-sample Kolmogorov-Smirnov test is significant. (For categories in alphabetical order, it
+  reports fewer changes than allowed.)
+
+Unlike in Evidently, the level of significance is divided by the number of tests (Bonferroni). Requests
+of one session are similar and not independent: therefore the sample size is divided by the variance
+between days, relative to the variance by chance (design effect, Rao and Scott 1981).
 """
 
 from __future__ import annotations
@@ -26,7 +31,11 @@ Array = npt.NDArray[np.float64]
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """The change of an aggregate between two weeks: PSI, the test's p-value, both typical values."""
+    """The change of one value between two weeks.
+
+    `p` is the test's p-value. `before` and `now` describe the weeks: a median, or the share of a
+    category.
+    """
 
     aggregate: str
     psi: float
@@ -36,22 +45,25 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     now: str
 
 
-#: Probability of reporting any change between two equal weeks.
+#: Probability that a comparison of two weeks without any change reports one.
 _LEVEL = 0.01
 _PSI_DRIFT, _EMPTY = 0.1, 0.0001
-#: Least number of days in each week, and of independent answers, to compare an aggregate.
+#: Values are compared if each week has this many days, and answers (after the design effect).
 _LEAST_DAYS, _LEAST_ANSWERS = 3, 30.0
 
 
 def compare_weeks(path: Path, before: date, now: date) -> dict[str, tuple[Change, ...]]:
-    """Compare the weeks that end on two days, by model, if both have data. Raises StoreError."""
+    """Compare the weeks that end on the days `before` and `now`: model → changes.
+
+    Raises StoreError.
+    """
     weeks = [read_week(path, last) for last in (before, now)]
     names = sorted(weeks[0].keys() | weeks[1].keys())
     return {name: compare(*(week.get(name, {}) for week in weeks)) for name in names}
 
 
 def compare(before: Counts, now: Counts) -> tuple[Change, ...]:
-    """Compare the aggregates with enough data in both weeks; moved ones first, then by PSI."""
+    """Compare the values with enough data in both weeks. Moved ones come first, by decreasing PSI."""
     changes, names = [], sorted(before.keys() & now.keys())
     for name in names:
         days = [list(week[name].values()) for week in (before, now)]
@@ -59,23 +71,23 @@ def compare(before: Counts, now: Counts) -> tuple[Change, ...]:
             continue
         bins: list[Any] = sorted({bin for week in days for day in week for bin in day})
         weeks = [np.array([[day[bin] for bin in bins] for day in week], float) for week in days]
-        sizes = [week.sum() / _spread(weeks) for week in weeks]
+        sizes = [week.sum() / _design_effect(weeks) for week in weeks]
         if min(sizes) < _LEAST_ANSWERS:
             continue
         shares = [week.sum(0) / week.sum() for week in weeks]
         psi, p = _psi(bins, shares), _ks(shares, sizes[0] * sizes[1] / sum(sizes))
-        # divide by all names: the spread of those with enough answers may be underestimated
+        # Bonferroni with all names, also those without enough data, to be on the safe side
         moved = psi >= _PSI_DRIFT and p * len(names) <= _LEVEL
         was, is_now = _typical(name, bins, shares)
         changes.append(Change(aggregate=name, psi=psi, p=p, moved=moved, before=was, now=is_now))
     return tuple(sorted(changes, key=lambda change: (not change.moved, -change.psi)))
 
 
-def _spread(weeks: Sequence[Array]) -> float:
-    """Return how much more the days of a week differ than by chance, at least 1, erring upwards.
+def _design_effect(weeks: Sequence[Array]) -> float:
+    """Return the design effect: variance between days, relative to the variance by chance; at least 1.
 
-    It is the largest value over all divisions of the bins into two counts: sessions differ in few
-    directions, which a mean over all bins would miss.
+    The bins are divided at each position into low and high values, and the largest effect counts.
+    Sessions differ in few ways, which a mean over all bins would hide. The result is rather too large.
     """
     squares, freedom = np.zeros(weeks[0].shape[1]), 0
     for week in weeks:
@@ -84,14 +96,14 @@ def _spread(weeks: Sequence[Array]) -> float:
         variance = np.maximum(sizes * share * (1 - share), 1e-9)
         squares += ((below - sizes * share) ** 2 / variance).sum(0)
         freedom += len(week) - 1
-    # F(1, freedom) would need exp(7.3 / freedom). But the largest of many values is too large, so half
-    # of that is enough in simulations, if the weeks have five days
+    # for an upper bound of one such variance, the F distribution gives a factor exp(7.3 / freedom). The
+    # largest of many is too large already: in simulations half of 7.3 sufficed with 5 days a week
     inflation = 3.5 if freedom >= 8 else 7.3
     return max(1.0, float(squares.max()) / freedom * math.exp(inflation / freedom))
 
 
 def _psi(bins: Sequence[Bin], shares: Sequence[Array]) -> float:
-    """Return the PSI over categories, or pairs of bins: Sturges' rule suggests about that number."""
+    """Return the PSI over categories, or over pairs of bins (about as many as Sturges' rule gives)."""
     parts = [bin // 2 if isinstance(bin, int) else bin for bin in bins]
     _, groups = np.unique(parts, return_inverse=True)
     a, b = (np.maximum(np.bincount(groups, week), _EMPTY) for week in shares)
@@ -99,7 +111,7 @@ def _psi(bins: Sequence[Bin], shares: Sequence[Array]) -> float:
 
 
 def _ks(shares: Sequence[Array], size: float) -> float:
-    """Return the p-value of the two-sample test, which is conservative for bins."""
+    """Return the p-value of the Kolmogorov-Smirnov test; for binned values it is rather too large."""
     distance = float(np.abs((shares[0] - shares[1]).cumsum()).max())
     scaled = (math.sqrt(size) + 0.12 + 0.11 / math.sqrt(size)) * distance
     if scaled < 0.3:  # the sum below does not converge there
@@ -109,7 +121,7 @@ def _ks(shares: Sequence[Array], size: float) -> float:
 
 
 def _typical(name: str, bins: Sequence[Bin], shares: Sequence[Array]) -> list[str]:
-    """Describe both weeks: the median, or the share of the category that changed most."""
+    """Describe each week as text: the median, or the share of the category that changed most."""
     most = int(np.abs(shares[0] - shares[1]).argmax())
     if isinstance(bins[most], str):
         return [f"{bins[most]} {week[most]:.0%}" for week in shares]

@@ -1,8 +1,9 @@
-"""An engine in a worker process: client and server, with typed frames over one socket.
+"""An engine in a worker process: the client (`RemoteEngine`) and the server (`serve_engine`).
 
-A frame is four bytes of length and one msgpack message. Events of a generation are sent as they occur;
-other calls are answered once. If the worker dies, everything in flight ends with EngineClosedError. If
-the client closes, the worker writes its pending blocks and ends.
+They exchange msgpack messages over a socket, each after its length (4 bytes, little endian). A worker
+sends the events of a generation as they occur, and one result for any other call. If it dies, all
+running requests end with EngineClosedError. If the client closes the socket, the worker stores its
+pending KV blocks on the disk and ends.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Call(Frame, frozen=True):
 
 
 class CallFailed(Frame, frozen=True):
-    """An error with the fields of `errors.to_fields`. `id` 0: loading failed."""
+    """The exception that a call raised, as `errors.to_fields` encodes it. `id` 0: loading failed."""
 
     id: int
     error: dict[str, str]
@@ -86,7 +87,7 @@ FromWorker = CallFailed | Loading | Ready | Accepted | StreamEvent | CallResult
 
 
 class FrameSocket:
-    """Sends and receives frames over a stream socket. Any thread may send; one receives."""
+    """Sends and receives frames over a stream socket. Only one thread may receive; any may send."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -101,7 +102,7 @@ class FrameSocket:
             self._sock.sendall(len(body).to_bytes(4, "little") + body)
 
     def receive(self, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
-        """Return the next frame, None at the end."""
+        """Wait for the next frame; return None if the other side has closed the socket."""
         try:
             head = self._file.read(4)
             size = int.from_bytes(head, "little")
@@ -111,17 +112,17 @@ class FrameSocket:
         return decoder.decode(body) if body and len(body) == size else None
 
     def finish(self) -> None:
-        """Announce that no more requests follow. Frames from the other side are still received."""
+        """Tell the other side that no more frames follow. Its frames are still received."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
     def hang_up(self) -> None:
-        """Shut the socket down, from any thread: the receivers on both sides then see its end."""
+        """Shut the socket down, so that `receive` returns None on both sides. Thread-safe."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket. The receiving thread calls this when it has seen the end."""
+        """Close the socket. Only the receiving thread may call this, after `receive` returned None."""
         self.hang_up()
         self._file.close()
         self._sock.close()
@@ -129,12 +130,12 @@ class FrameSocket:
 
 T = TypeVar("T")
 
-#: Limit (s) for a worker to write its pending blocks when it ends.
+#: How long (s) `close` waits until a worker has stored its pending KV blocks.
 _END_S = 30.0
 
 
 class ForwardingEngine:
-    """The methods of an `Engine` that another engine answers, by way of `_forward`."""
+    """Base of engines whose methods call another engine by `_forward`, which a subclass defines."""
 
     def _forward(self, method: str, kind: type[T], *arguments: Any, **named: Any) -> T:
         raise NotImplementedError
@@ -167,10 +168,13 @@ class ForwardingEngine:
 
 
 class RemoteEngine(ForwardingEngine):
-    """The `Engine` of a worker process."""
+    """An `Engine` whose methods call the engine in a worker process."""
 
     def __init__(self, sock: socket.socket, progress: LoadProgress | None = None) -> None:
-        """Wait until the worker is ready. Raises what loading raised there, EngineClosedError."""
+        """Wait until the worker has loaded the model.
+
+        Raises what loading raises in the worker, and EngineClosedError if the worker dies.
+        """
         self._wire = FrameSocket(sock)
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
         self._ids = itertools.count(1)
@@ -201,11 +205,11 @@ class RemoteEngine(ForwardingEngine):
 
     @property
     def is_open(self) -> bool:
-        """Return whether the worker runs and was not closed."""
+        """Return whether the worker is running and `close` was not called."""
         return not self._closed
 
     def health(self) -> str:
-        """Return the error of `Engine.health`: a worker whose decode loop has failed ends."""
+        """Return why the engine cannot generate, or "". (A worker ends if its decode loop fails.)"""
         return self._gone().message if self._closed else ""
 
     @property
@@ -213,7 +217,7 @@ class RemoteEngine(ForwardingEngine):
         return self._info
 
     def submit(self, request: GenerateRequest) -> EventStream:
-        """Validate and queue in the worker; see `Engine.submit`."""
+        """Submit in the worker. Raises what `Engine.submit` raises, and EngineClosedError."""
         number = next(self._ids)
         stream = EventStream(lambda: self._cancel(number))
         with self._lock:
@@ -235,17 +239,17 @@ class RemoteEngine(ForwardingEngine):
         return self._forward("metrics", EngineMetrics)
 
     def use_threads(self, n_threads: int) -> None:
-        """Set the decode threads from the next step on."""
+        """Set the number of decode threads, from the next decode step on."""
         self._forward("use_threads", type(None), n_threads)
 
     def close(self) -> None:
-        """End the worker, and wait until it has written its pending blocks. Idempotent."""
+        """End the worker; wait until it has stored its pending KV blocks. Idempotent."""
         self._closed = True
         self._wire.finish()
         self._reader.join(_END_S)
         self._wire.hang_up()
 
-    # --- the wire
+    # --- messages
 
     def _forward(self, method: str, kind: type[T], *arguments: Any, **named: Any) -> T:
         number = next(self._ids)
@@ -313,7 +317,7 @@ class RemoteEngine(ForwardingEngine):
             )
 
 
-#: Methods that may be called by name, with plain arguments.
+#: Methods of `Engine` that a client may call by name. Their arguments are JSON-like values.
 CALLS = """
     tokenize detokenize apply_template tokenize_chat embed rerank agent_prefix use_adapters metrics
     use_threads
@@ -321,9 +325,12 @@ CALLS = """
 
 
 def serve_engine(sock: socket.socket, start: Start, load: Callable[[LoadProgress], Engine]) -> None:
-    """Load the engine, then answer the client until it closes the socket."""
+    """Load an engine with `load`, and serve it until the client closes the socket.
+
+    An EdgeInferError in `load` is sent to the client.
+    """
     wire = FrameSocket(sock)
-    with contextlib.suppress(OSError):  # the client has ended, so end too
+    with contextlib.suppress(OSError):  # the client has ended: so does this process
         try:
             engine = load(lambda stage, fraction: wire.send(Loading(stage, fraction)))
         except EdgeInferError as error:
@@ -331,7 +338,7 @@ def serve_engine(sock: socket.socket, start: Start, load: Callable[[LoadProgress
         else:
             wire.send(Ready(engine.info, start))
             _Server(wire, engine).run()
-            engine.close()  # writes pending blocks; the client waits for the socket to close
+            engine.close()  # stores pending KV blocks, for which the client waits
     wire.close()
 
 
@@ -346,7 +353,7 @@ class _Server:
         decoder = msgspec.msgpack.Decoder(ToWorker)
         while (frame := self._wire.receive(decoder)) is not None:
             if isinstance(frame, Submit):
-                # preparing a request may take a minute: a schema, a picture
+                # a thread for each request: `submit` may take a minute (a schema, a picture)
                 work = functools.partial(self._generate, frame)
                 thread = threading.Thread(
                     target=self._answer_errors, args=(frame.id, work), name="generation", daemon=True
@@ -360,7 +367,7 @@ class _Server:
             else:
                 self._calls.submit(self._answer_errors, frame.id, functools.partial(self._call, frame))
         self._calls.shutdown(wait=True, cancel_futures=True)
-        for thread in tuple(self._preparing):  # wait: they use the engine, which is closed next
+        for thread in tuple(self._preparing):  # these use the engine, which the caller closes next
             thread.join()
 
     def _generate(self, frame: Submit) -> None:
@@ -392,13 +399,13 @@ class _Server:
         except EdgeInferError as error:
             with contextlib.suppress(OSError):
                 self._wire.send(CallFailed(number, to_fields(error)))
-        except OSError:  # the client has ended; `run` ends too
+        except OSError:  # the client has ended: `run` notices that too
             pass
-        except Exception as error:  # noqa: BLE001  otherwise the client waits forever
+        except Exception as error:  # noqa: BLE001  without a reply the client would wait forever
             defect = EngineError(f"a defect in the model's process: {error!r}")
             with contextlib.suppress(OSError):
                 self._wire.send(CallFailed(number, to_fields(defect)))
             traceback.print_exc()
         finally:
-            if self._engine.health():  # then the process ends, and the client starts another
+            if self._engine.health():  # the decode loop has failed: end, so that another worker starts
                 self._wire.hang_up()

@@ -1,4 +1,4 @@
-"""Starts a model's replicas, and replaces those whose process has ended."""
+"""Starts the replicas of a model, and replaces those whose process has ended."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.options import EngineInfo, ReplicaInfo, ReplicasInfo
 from edgeinfer.workers.replicas import Replica, ReplicatedEngine
 
-#: Interval (s) of checks: no request reports a replica that ends while idle.
+#: Interval (s) at which replicas are checked. (Only a running request notices at once that one ended.)
 _LOOK_S = 0.25
-#: Pauses (s) before a replica is started again, by the number of failures in a row.
+#: Pause (s) before a replica is started again, after the 1st, 2nd, … failure in a row.
 _PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
-#: Least running time (s) of a healthy replica, whose end counts as the first failure.
+#: A failure counts as the first again if the previous one was longer ago than this (s).
 _HEALTHY_S = 60.0
 
-#: Starts a replica like the first one (if given), with this number of threads. Raises as loading does.
+#: Function that starts a replica. Arguments: EngineInfo of the first replica, whose options it must
+#: have (None: it is the first), and number of threads. Raises what loading raises.
 StartReplica = Callable[[EngineInfo | None, int], Replica]
 
 
 class ReplicaSupervisor:
-    """Supervises replicas, which share `cores`, from a thread that reports to `on_change`."""
+    """Keeps `count` replicas of a model running in `engine`. They share `cores` CPU cores.
+
+    `on_change` is called in the supervisor's thread when their number or the reason for it changes.
+    """
 
     def __init__(
         self,
@@ -31,7 +35,10 @@ class ReplicaSupervisor:
         cores: int,
         on_change: Callable[[ReplicasInfo], None] = lambda info: None,
     ) -> None:
-        """Start the first replica; the others follow. Raises what loading raises."""
+        """Start the first replica and wait for it; a thread starts the others.
+
+        Raises what loading raises.
+        """
         self._start_replica = start
         self._count = count
         self._cores = cores
@@ -83,7 +90,7 @@ class ReplicaSupervisor:
             self._wake.clear()
 
     def _start(self) -> None:
-        """Start one more replica. If no replica runs, a failure ends the engine."""
+        """Start one more replica. If that fails and no other one is running, end the engine."""
         n = len(self.engine.usable) + 1
         try:
             replica = self._start_replica(self._info, self._share(n - 1, n))
@@ -113,7 +120,7 @@ class ReplicaSupervisor:
         return self._failures > 0 and time.monotonic() - self._failed_at < pause_s
 
     def _share_cores(self) -> None:
-        """Share the cores among the usable replicas, and report."""
+        """Divide the cores between the running replicas, and call `on_change` if needed."""
         usable = self.engine.usable
         for index, replica in enumerate(usable):
             n_threads = self._share(index, len(usable))
@@ -121,7 +128,7 @@ class ReplicaSupervisor:
                 replica.n_threads = n_threads
                 try:
                     replica.engine.use_threads(n_threads)
-                except EdgeInferError:  # the replica has ended just now
+                except EdgeInferError:  # this replica has just ended
                     continue
         self._report()
 

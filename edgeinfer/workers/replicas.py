@@ -1,9 +1,9 @@
-"""The `Engine` that consists of several replicas of one model, each in a worker process.
+"""An `Engine` that distributes requests over replicas of one model, each in a worker process.
 
-A request goes to the replica that prefilled its prefix, unless another one has much less to do;
-otherwise to the least loaded one. A request that its replica has not begun moves to another one if a
-replica is added or if its replica ends; a begun request ends with its replica.
-`replica_supervisor.ReplicaSupervisor` starts, replaces and ends replicas.
+A request goes to the replica that has its prefix cached, unless that one has many more requests than
+another; otherwise to the one with the fewest requests. If a replica is added, or if one dies, requests
+that are still queued move to another replica. Requests that have begun fail with their replica.
+`replica_supervisor.ReplicaSupervisor` starts and replaces the replicas.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Replica:
-    """A replica. `how` it was started: "resumed" or "cold"."""
+    """A worker process with the model. `how`: "resumed" (from a snapshot) or "cold"."""
 
     def __init__(self, engine: RemoteEngine, how: str, n_threads: int) -> None:
         self.engine = engine
@@ -41,12 +41,12 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Number of running and waiting requests in the replica."""
+        """Number of running and queued requests and calls."""
         return len(self.requests) + self.calls
 
 
 class ReplicatedEngine(ForwardingEngine):
-    """Replicas with the interface of one engine."""
+    """Several replicas of a model behind the interface of one engine."""
 
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
@@ -59,36 +59,40 @@ class ReplicatedEngine(ForwardingEngine):
         self._movers = ThreadPoolExecutor(4, "replicas")
         self._is_closed = False
         self.crashed_total = 0
-        #: Adds number and reason to the running replicas; the supervisor sets this and the next two.
+        # the supervisor sets these three functions
+        #: Adds the configured number of replicas and the reason for their state.
         self.describe: Callable[[tuple[ReplicaInfo, ...]], ReplicasInfo]
-        #: Called on any thread when a replica's process has ended.
+        #: Called, in any thread, when a replica's process has ended.
         self.on_death: Callable[[], None] = lambda: None
         self.on_close: Callable[[], None] = lambda: None
 
-    # --- the engine
+    # --- methods of `Engine`
 
     @property
     def is_open(self) -> bool:
-        """Return whether there are replicas, or will be."""
+        """Return whether requests are accepted. They wait if no replica is running yet."""
         return not self._is_closed
 
     def health(self) -> str:
-        """Return the error of `Engine.health`: a replica that fails is replaced by another."""
+        """Return "": the supervisor replaces a replica that fails."""
         return ""
 
     @property
     def info(self) -> EngineInfo:
-        """Information about one replica, with the number of sequences of all."""
+        """Information about a replica, with the sum of all replicas' `n_parallel`."""
         return self._info
 
     def submit(self, request: GenerateRequest) -> EventStream:
-        """Validate and queue in a replica; see `Engine.submit`. Waits while no replica runs."""
+        """Submit in a replica, after waiting for one if needed. Raises what `Engine.submit` raises."""
         routed = RoutedRequest(request, self._request_ended, self._reroute)
         self._route(routed)
         return routed.stream
 
     def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
-        """Change the adapters as `Engine.use_adapters`, in every replica and in later ones."""
+        """Change the LoRA adapters of all replicas, and of those that start later.
+
+        Raises what `Engine.use_adapters` raises; then no replica has the change.
+        """
         with self._changing_adapters:
             before = self._info.lora
             try:
@@ -132,7 +136,7 @@ class ReplicatedEngine(ForwardingEngine):
                 yield replica, replica.engine.metrics()
 
     def close(self) -> None:
-        """End every replica, and wait until each has written its pending blocks. Idempotent."""
+        """End all replicas; wait until they have stored their pending KV blocks. Idempotent."""
         with self._changed:
             self._is_closed = True
             replicas, self._replicas = self._replicas, []
@@ -142,25 +146,25 @@ class ReplicatedEngine(ForwardingEngine):
             list(closers.map(lambda replica: replica.engine.close(), replicas))
         self._movers.shutdown(wait=False)
 
-    # --- the replicas
+    # --- methods for the supervisor
 
     @property
     def usable(self) -> list[Replica]:
-        """Replicas that get requests, the oldest first."""
+        """Replicas whose process is running, the oldest first."""
         with self._changed:
             return [replica for replica in self._replicas if replica.engine.is_open]
 
     @property
     def waiting(self) -> list[RoutedRequest]:
-        """Requests that no replica has begun, the oldest first."""
+        """Queued requests, the oldest first."""
         with self._changed:
             requests = list(self._routes)
         return [request for request in requests if request.is_waiting]
 
     def add(self, replica: Replica) -> None:
-        """Use one more replica, first for requests that wait elsewhere.
+        """Add a replica, and move queued requests of other replicas to it.
 
-        Raises EngineClosedError after `close`, and what `use_adapters` raises.
+        Raises EngineClosedError after `close`, and what `Engine.use_adapters` raises.
         """
         with self._changing_adapters:
             if replica.engine.info.lora != self._info.lora:
@@ -176,7 +180,7 @@ class ReplicatedEngine(ForwardingEngine):
         self._rebalance(replica)
 
     def reap(self) -> int:
-        """Drop the replicas whose process has ended, and return their number."""
+        """Remove the replicas whose process has ended; return their number."""
         with self._changed:
             dead = [replica for replica in self._replicas if not replica.engine.is_open]
             for replica in dead:
@@ -187,7 +191,7 @@ class ReplicatedEngine(ForwardingEngine):
         return len(dead)
 
     def give_up(self) -> None:
-        """Fail the requests that wait for a replica: none runs, and none can be started."""
+        """Close the engine and fail the waiting requests, because no replica can be started."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -202,7 +206,7 @@ class ReplicatedEngine(ForwardingEngine):
     # --- routing
 
     def _route(self, request: RoutedRequest) -> None:
-        """Submit to a replica. Raises what its `submit` raises."""
+        """Choose a replica and submit to it. Raises what `Engine.submit` raises."""
         while True:
             replica = self._assign(request)
             try:
@@ -225,7 +229,7 @@ class ReplicatedEngine(ForwardingEngine):
             request.fail(error)
 
     def _reroute(self, request: RoutedRequest) -> None:
-        """Move requests of a replica that ended. Called on the thread that reads from it."""
+        """Submit a request of a dead replica again, in another thread, because this may block."""
         self.on_death()
         try:
             self._movers.submit(self._route_again, request)
@@ -242,7 +246,7 @@ class ReplicatedEngine(ForwardingEngine):
         return replica
 
     def _wait_for_usable(self) -> list[Replica]:
-        """Wait for a usable replica. Called with `_changed` held. Raises EngineClosedError."""
+        """Wait until a replica is running. `_changed` must be locked. Raises EngineClosedError."""
         while not (usable := [replica for replica in self._replicas if replica.engine.is_open]):
             if self._is_closed:
                 raise _closed()
@@ -250,7 +254,11 @@ class ReplicatedEngine(ForwardingEngine):
         return usable
 
     def _choose(self, request: RoutedRequest, usable: list[Replica]) -> Replica:
-        """Prefer the replica with the longest prefix, up to half its slots above the least load."""
+        """Return the replica that prefilled the longest prefix of the request.
+
+        If its load exceeds the smallest one by more than half of its slots, or if no prefix is known,
+        return the replica with the smallest load.
+        """
         least = min(usable, key=lambda replica: replica.load)
         by_number = {replica.number: replica for replica in usable}
         reader = by_number.get(self._affinity.find(request.prefix_hashes, by_number))
@@ -271,7 +279,7 @@ class ReplicatedEngine(ForwardingEngine):
             self.on_death()
 
     def _rebalance(self, added: Replica) -> None:
-        """Move waiting requests to a new replica, the latest first, until it has its share."""
+        """Move queued requests to a new replica, the newest first, until it has an equal share."""
         share = len(self.waiting) // max(1, len(self.usable))
         for request in reversed(self.waiting):
             if added.load >= max(share, added.engine.info.n_parallel):
@@ -280,7 +288,7 @@ class ReplicatedEngine(ForwardingEngine):
                 self._route_again(request)
 
     def _forward(self, method: str, kind: type[T], *arguments: Any, **named: Any) -> T:
-        """Call the least loaded replica; if it has ended, another one."""
+        """Call a method of the replica with the fewest requests; if it dies, of another one."""
         while True:
             with self._changed:
                 replica = min(self._wait_for_usable(), key=lambda replica: replica.load)
@@ -303,10 +311,10 @@ def _closed() -> EngineClosedError:
 
 
 class RoutedRequest:
-    """A request that may move to another replica until its replica has begun it.
+    """A request that can move to another replica while it is queued.
 
-    `on_end` is called when its stream has ended, `on_lost` when its replica ended before it had begun
-    the request; both on any thread, without holding a lock of the request.
+    `on_end(request)` is called when its stream has ended, `on_lost(request)` when its replica has died
+    while it was queued. Both are called in any thread, without a lock.
     """
 
     def __init__(
@@ -326,11 +334,11 @@ class RoutedRequest:
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether no replica has begun to compute it."""
+        """Return whether the request is still queued."""
         return not self._is_begun
 
     def follow(self, source: EventStream) -> None:
-        """Forward the events of `source`, which a replica returned for this request."""
+        """Forward the events of `source`, the stream that `submit` of a replica returned."""
         with self._changing:
             self._source = source
             is_cancelled = self._is_cancelled
@@ -339,7 +347,7 @@ class RoutedRequest:
             source.cancel()
 
     def withdraw(self) -> bool:
-        """Withdraw the request from its replica; return False if the replica has begun it."""
+        """Cancel the request in its replica to submit it elsewhere; return False if it has begun."""
         with self._changing:
             source = self._source
             if source is None or self._is_begun or self._is_cancelled:
@@ -376,7 +384,7 @@ class RoutedRequest:
 
 
 def _prefix_hashes(request: GenerateRequest) -> tuple[int, ...]:
-    """Hash the salt first: prefixes are not shared between salts."""
+    """Return hashes of the prompt's prefixes. The cache salt comes first, so other salts match none."""
     prompt = request.prompt
     text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt or ()))
     read = msgspec.to_builtins([request.tools, request.messages, request.infill])

@@ -127,7 +127,7 @@ def test_a_strip_that_no_projector_takes_is_refused():
 
 def test_a_decoder_that_dies_is_a_refusal(monkeypatch):
     monkeypatch.setattr(pictures, "_HELPER", "no.such.module")
-    with pytest.raises(InvalidRequestError, match="its decoder ended with status 1"):
+    with pytest.raises(InvalidRequestError, match="the process that decodes it failed with status 1"):
         decode(encode())
 
 

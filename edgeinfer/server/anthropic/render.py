@@ -1,6 +1,6 @@
-"""Render engine events as Anthropic's message, streamed or whole.
+"""Convert engine events to Anthropic's message object or its event stream.
 
-A stream is a sequence of content blocks. Only one block is open; an event of another kind closes it.
+A stream is a sequence of content blocks (text, thinking, tool use), of which one at a time is open.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def error_body(problem: Problem, request_id: str) -> bytes:
 
 
 def _sentence(problem: Problem) -> str:
-    """Word the error for a too long prompt as Anthropic does: agents then compact the conversation."""
+    """Return the error text. For a too long prompt it has the sentence after which agents compact."""
     if problem.lengths is None:
         return problem.message
     n_tokens, n_ctx = problem.lengths
@@ -60,19 +60,22 @@ def _sentence(problem: Problem) -> str:
 
 
 def _details(problem: Problem) -> dict[str, Any] | msgspec.UnsetType:
-    """Tell the official client's tool loop to send whole conversations instead of threads."""
+    """Return the `details` of an error about the field `thread`, unset for other errors.
+
+    They make the official client's tool runner send the whole conversation instead of a thread.
+    """
     if problem.code != "unsupported_parameter" or problem.param != "thread":
         return msgspec.UNSET
     return {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 def error_events(problem: Problem, request_id: str) -> bytes:
-    """Encode the `error` event, which ends a stream."""
+    """Encode an error as the event `error`, the last one of a stream."""
     return b"event: error\ndata: " + error_body(problem, request_id) + b"\n\n"
 
 
 def wire_usage(usage: Usage) -> wire.AnthropicUsage:
-    """Convert usage. Anthropic's `input_tokens` exclude cached tokens."""
+    """Convert token counts. Anthropic's `input_tokens` do not include cached tokens."""
     return wire.AnthropicUsage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         output_tokens=usage.completion_tokens,
@@ -82,7 +85,7 @@ def wire_usage(usage: Usage) -> wire.AnthropicUsage:
 
 
 def arguments_of(call: CollectedCall) -> dict[str, Any]:
-    """Decode a call's arguments; `{}` if a cut-short answer left them unfinished."""
+    """Decode a tool call's arguments; return {} if the answer was cut off in the middle of them."""
     try:
         value = msgspec.json.decode(call.arguments or "{}")
     except msgspec.DecodeError:
@@ -91,10 +94,10 @@ def arguments_of(call: CollectedCall) -> dict[str, Any]:
 
 
 class MessageRenderer(Renderer):
-    """Render `message` and its stream.
+    """Renders POST /v1/messages.
 
-    Only the request's own `stop_strings` are reported as Anthropic's stop_sequence. `message_start`
-    needs the prompt's length, which comes with the first progress event.
+    `stop_strings` are the request's own: the model's other stop strings are reported as "end_turn". A
+    stream begins with the first progress event, because `message_start` contains the prompt's length.
     """
 
     def __init__(self, request_id: str, model: str, stop_strings: tuple[str, ...] = ()) -> None:
@@ -108,14 +111,14 @@ class MessageRenderer(Renderer):
         self._open: tuple[str, int] | None = None
         self._finished: Finished | None = None
 
-    # --- streamed
+    # --- event stream
 
     def event(self, index: int, event: Event) -> bytes:
         if isinstance(event, Progress):
             self._prompt_tokens = event.total_tokens
             if event.queued or self._started:
                 return b""
-            # tokens already done at the first event came from the prefix cache
+            # prompt tokens that are done at the first event came from the prefix cache
             is_read = event.done_tokens == event.total_tokens
             self._cached_tokens = 0 if is_read else event.done_tokens
             return self._start()
@@ -186,7 +189,7 @@ class MessageRenderer(Renderer):
             b'{"type":"content_block_delta","index":%d,"delta":%b}\n\n' % (self._block, delta)
         )
 
-    # --- whole
+    # --- one JSON object
 
     def whole(self, answers: list[CollectedAnswer]) -> bytes:
         (answer,) = answers

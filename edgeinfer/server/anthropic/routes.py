@@ -1,4 +1,4 @@
-"""Anthropic's routes, which coding agents use."""
+"""Routes of Anthropic's Messages API, which coding agents use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anthropic's wire types → the engine's requests. Pure functions."""
+"""Convert requests of Anthropic's API to requests of the engine. Pure functions."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from edgeinfer.server.request_fields import (
     unique_tools,
 )
 
-#: Matches names of client tools that search for deferred tools.
+#: Matches names of tools with which a client lets the model search for deferred tools.
 _SEARCH = re.compile(r"tool.?search|(search|find).?tool", re.IGNORECASE)
 _Texts = wire.TextBlock | wire.DocumentBlock | wire.ToolReferenceBlock
 _Blocks = _Texts | wire.ImageBlock
 
 
 def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRequest:
-    """Make one request. A final assistant turn is continued. Raises InvalidRequestError."""
+    """Convert a request. If the last turn is the assistant's, the model continues it.
+
+    Raises InvalidRequestError.
+    """
     tools = tools_of(body)
     form = body.output_config.format if body.output_config else None
     return GenerateRequest(
@@ -50,7 +53,7 @@ def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRe
 
 
 def conversation(body: wire.CountRequest) -> tuple[Message, ...]:
-    """Convert a conversation to messages; a user turn's tool results become messages before it."""
+    """Convert the conversation to messages. Tool results in a user turn become messages before it."""
     turns: list[Message] = []
     if body.system:
         turns.append(Message(role="system", content=_join_texts(body.system)))
@@ -66,9 +69,12 @@ def conversation(body: wire.CountRequest) -> tuple[Message, ...]:
 
 
 def tools_of(body: wire.CountRequest) -> tuple[Tool, ...]:
-    """Return the offered tools: a deferred one if a result refers to it, or if no tool can search."""
+    """Return the tools that the model sees.
+
+    Tools with `defer_loading` are left out until a tool result refers to them. Without a client's tool
+    that searches for them (Anthropic's own does not run here), the model sees all.
+    """
     referred = _referenced_names(body)
-    # Anthropic's own search is absent here; without one of the client's, deferred tools stayed hidden
     searches = any(_SEARCH.search(tool.name) for tool in body.tools or () if not tool.defer_loading)
     tools = tuple(
         tool_of(tool.name, tool.description, tool.input_schema, tool.strict)

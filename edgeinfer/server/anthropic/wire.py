@@ -1,7 +1,7 @@
-"""Anthropic's messages and token counting, as far as a local text model supports them.
+"""JSON types of Anthropic's Messages API, as far as a local model supports it.
 
-Source: Anthropic's published API reference, its beta fields included. `cache_control` is ignored
-because the engine always reuses prefixes.
+Source: Anthropic's API reference, with its beta fields. `cache_control` is ignored, because the engine
+always uses the prefix cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from edgeinfer.server.wire_types import (
     WireTimings,
 )
 
-#: Blocks of Anthropic's own tools. They are dropped: a local model does not know these tools.
+#: Content blocks of tools that Anthropic's servers run. They are removed from the conversation.
 _SERVER_BLOCKS = tuple(
     "server_tool_use web_search_tool_result web_fetch_tool_result "
     "code_execution_tool_result bash_code_execution_tool_result "
@@ -37,18 +37,18 @@ _SERVER_BLOCKS = tuple(
     "mcp_tool_listing redacted_thinking fallback tool_addition tool_removal".split()
 )
 _OTHER_BLOCKS = {
-    "image": "only user turns and tool results may hold it",
+    "image": "only user turns and tool results may contain it",
     "container_upload": "containers are not supported",
     "browser_state": "there is no browser tool",
     "search_result": "send the search results as text",
-    "compaction": "conversations are not summed up",
+    "compaction": "conversations are not summarized",
     "mcp_tool_use": "the endpoint calls no MCP servers",
     "mcp_tool_result": "the endpoint calls no MCP servers",
-    # supported blocks, but not in this position
-    "thinking": "only assistant turns may hold it",
-    "tool_use": "only assistant turns may hold it",
-    "tool_result": "only user turns may hold it",
-    "document": "only user turns may hold it",
+    # these are supported in other turns
+    "thinking": "only assistant turns may contain it",
+    "tool_use": "only assistant turns may contain it",
+    "tool_result": "only user turns may contain it",
+    "document": "only user turns may contain it",
 }
 
 
@@ -60,13 +60,13 @@ class TextBlock(Wire, frozen=True, tag="text", tag_field="type"):
 
 
 class PlainSource(Wire, frozen=True, tag="text", tag_field="type"):
-    """A document as text."""
+    """The text of a document."""
 
     data: Text
 
 
 class FileSource(Wire, frozen=True, tag="base64", tag_field="type"):
-    """A document's file (PDF, DOCX or text) or a picture's; its first bytes say which format it has."""
+    """A picture or a document (PDF, DOCX, text) in base64. Its first bytes tell the format."""
 
     other_types: ClassVar[Mapping[str, str]] = {
         "url": "the endpoint fetches nothing",
@@ -77,13 +77,13 @@ class FileSource(Wire, frozen=True, tag="base64", tag_field="type"):
 
 
 class BlocksSource(Wire, frozen=True, tag="content", tag_field="type"):
-    """A document as blocks of text."""
+    """The text of a document in blocks."""
 
     content: str | Annotated[list[TextBlock], Meta(max_length=1024)]
 
 
 class DocumentBlock(Wire, frozen=True, tag="document", tag_field="type"):
-    """A document. Its title and context are placed before its text."""
+    """A document. The model sees its title and context before its text."""
 
     source: PlainSource | BlocksSource | FileSource
     title: Text | None = None
@@ -108,7 +108,7 @@ class ToolUseBlock(Wire, frozen=True, tag="tool_use", tag_field="type"):
 
 
 class ToolReferenceBlock(Wire, frozen=True, tag="tool_reference", tag_field="type"):
-    """A result of a tool search. The tool is offered from this message on."""
+    """A tool that a tool search found. The model sees it from this message on."""
 
     tool_name: ToolName
 
@@ -144,9 +144,9 @@ class SystemTurn(Wire, frozen=True, tag="system", tag_field="role"):
 
 
 class AnthropicTool(Wire, frozen=True, tag="custom", tag_field="type"):
-    """A client's tool with a JSON schema. Tools that Anthropic defines are not offered to the model.
+    """A tool of the client. Tools that Anthropic defines (other types) are ignored.
 
-    With `defer_loading` it is offered once a `tool_reference` names it.
+    The model sees a tool with `defer_loading` only after a `tool_reference` to it.
     """
 
     dropped_types: ClassVar = ("",)
@@ -164,7 +164,7 @@ class AutoChoice(Wire, frozen=True, tag="auto", tag_field="type"):
 
 
 class AnyChoice(AutoChoice, frozen=True, tag="any", tag_field="type"):
-    """The model must call a tool."""
+    """The model must call one of the tools."""
 
 
 class OneChoice(AutoChoice, frozen=True, kw_only=True, tag="tool", tag_field="type"):
@@ -176,19 +176,19 @@ class NoChoice(Wire, frozen=True, tag="none", tag_field="type"):
 
 
 class ThinkingOff(Wire, frozen=True, tag="disabled", tag_field="type"):
-    """Turn reasoning off in the model's template."""
+    """Switch reasoning off."""
 
 
 class ThinkingAdaptive(Wire, frozen=True, tag="adaptive", tag_field="type"):
-    """Turn reasoning on in the model's template; the model decides how much it reasons."""
+    """Switch reasoning on; the model decides how much it reasons."""
 
 
 class ThinkingBetweenTools(Wire, frozen=True, tag="between_tools", tag_field="type"):
-    """Treated as adaptive: a local model decides when it reasons."""
+    """Same as `adaptive`: a local model cannot be told to reason between tool calls."""
 
 
 class ThinkingOn(Wire, frozen=True, tag="enabled", tag_field="type"):
-    """Turn reasoning on in the model's template; reasoning ends after `budget_tokens`."""
+    """Switch reasoning on; it ends after `budget_tokens` tokens."""
 
     budget_tokens: ReasoningBudget | None = None
 
@@ -203,7 +203,7 @@ class OutputConfig(Wire, frozen=True, kw_only=True):
 
 
 class CountRequest(GenerationFields, frozen=True, kw_only=True):
-    """POST /v1/messages/count_tokens: a request of which only the tokens are counted."""
+    """POST /v1/messages/count_tokens: count the tokens of a conversation."""
 
     refused: ClassVar[Mapping[str, str]] = {
         "compaction": "conversations are not summarized",
@@ -234,7 +234,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
 
 class AnthropicErrorBody(Reply, frozen=True, kw_only=True):
-    """`details` tell a client's retry loop which unsupported part to leave out."""
+    """Anthropic's error. `details` tell the official client which unsupported field to leave out."""
 
     type: str
     message: str
@@ -242,7 +242,7 @@ class AnthropicErrorBody(Reply, frozen=True, kw_only=True):
 
 
 class AnthropicError(Reply, frozen=True, kw_only=True):
-    """Anthropic's error envelope."""
+    """Anthropic's error response."""
 
     error: AnthropicErrorBody
     type: Literal["error"] = "error"
@@ -265,9 +265,9 @@ class ToolUseOut(Reply, frozen=True, tag="tool_use", tag_field="type"):
 
 
 class AnthropicUsage(Reply, frozen=True, kw_only=True):
-    """`input_tokens` were prefilled, `cache_read_input_tokens` were cached.
+    """Token counts: `input_tokens` were prefilled, `cache_read_input_tokens` were cached.
 
-    `cache_read_disk_input_tokens`, a field of edgeinfer, counts the cached tokens from the disk.
+    `cache_read_disk_input_tokens`, which only edgeinfer has, were cached on the disk.
     """
 
     input_tokens: int
@@ -281,7 +281,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageReply(Reply, frozen=True, kw_only=True):
-    """The answer of /v1/messages."""
+    """Response of POST /v1/messages."""
 
     id: str
     model: str
@@ -295,6 +295,6 @@ class MessageReply(Reply, frozen=True, kw_only=True):
 
 
 class TokenCountReply(Reply, frozen=True, kw_only=True):
-    """The answer of /v1/messages/count_tokens."""
+    """Response of POST /v1/messages/count_tokens."""
 
     input_tokens: int

@@ -93,7 +93,7 @@ def stored_keys() -> tuple[Keys, bool]:
 
 
 def own_key() -> str:
-    """Return the key with which commands like `edgeinfer ps` reach this user's endpoint; "" if there is none.
+    """Return the key for requests to this user's own endpoint; "" if there is none.
 
     Raises ServeError.
     """

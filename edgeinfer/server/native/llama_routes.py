@@ -1,4 +1,4 @@
-"""Routes of llama.cpp's server for scripts: completion, infill, adapters."""
+"""Routes as other servers have them: llama.cpp's /completion and /infill, vLLM's LoRA adapters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from edgeinfer.server.request_fields import common_fields, refuse_infill, stop_s
 
 ROUTES = RouteTable()
 
-#: llama.cpp's placeholder for a picture in a prompt.
+#: The placeholder for a picture in a prompt of llama.cpp's server.
 _MEDIA = "<__media__>"
 _NO_PATH = (
     "lora_path must be the name of a pulled adapter; a file's path needs `edgeinfer serve --ollama`"
@@ -46,7 +46,7 @@ _NO_PATH = (
 
 @ROUTES.post("/completion", reply=wire.LlamaAnswer | list[wire.LlamaAnswer], streams=True)
 async def completion(context: RequestContext, body: wire.LlamaCompletion) -> Response:
-    """Continue a text, in llama.cpp's shape."""
+    """Continue a text, as llama.cpp's server does."""
     asked = body.prompt
     text = asked.prompt_string if isinstance(asked, wire.PromptText) else asked
     all_prompts = prompts(text, "prompt")
@@ -79,7 +79,7 @@ def _read_pictures(prompt: str, encoded: list[str]) -> tuple[str, tuple[bytes, .
 
 
 def _sampling(body: wire.LlamaFields, info: EngineInfo) -> Sampling:
-    """Convert llama.cpp's sampling fields. Raises InvalidRequestError for a bias of true."""
+    """Convert llama.cpp's sampling fields. Raises InvalidRequestError for a wrong `logit_bias`."""
     if not isinstance(body.logit_bias, list):
         return sampling_of(body, info.sampling)
     if any(bias is True for _, bias in body.logit_bias):
@@ -113,7 +113,7 @@ def _constraint(body: wire.LlamaCompletion) -> Constraint | None:
 
 @ROUTES.post("/infill", reply=wire.LlamaAnswer, streams=True)
 async def infill(context: RequestContext, body: wire.LlamaInfill) -> Response:
-    """Write the text between a prefix and a suffix, in llama.cpp's shape."""
+    """Write the text between a prefix and a suffix, as llama.cpp's server does."""
     return await answer(
         context,
         body,
@@ -133,14 +133,17 @@ def _gap(body: wire.LlamaInfill, info: EngineInfo) -> GenerateRequest:
     return GenerateRequest(infill=gap, **_common_fields(body, info))
 
 
-#: Called with the loaded adapters; returns the adapters to load.
+#: Function from the loaded adapters to those that should be loaded.
 Change = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 
 
 def adapters_by_id(
     choices: Sequence[wire.LoraById], loaded: Sequence[Adapter]
 ) -> tuple[tuple[str, float], ...]:
-    """Convert adapter ids to names and scales. Raises InvalidRequestError for an unknown id."""
+    """Convert llama.cpp's adapter ids (indexes) to names and scales.
+
+    Raises InvalidRequestError for an unknown id.
+    """
     for index, choice in enumerate(choices):
         if choice.id >= len(loaded):
             where = f"lora[{index}].id"
@@ -150,7 +153,7 @@ def adapters_by_id(
 
 @ROUTES.post("/v1/load_lora_adapter", reply_type="text/plain", is_admin=True)
 async def load_adapter(context: RequestContext, body: wire.LoadAdapter) -> Response:
-    """Load an adapter into a running model, in vLLM's shape."""
+    """Load an adapter into a running model, as vLLM does."""
     path = _file(context, body.lora_path or body.lora_name)
     new = Adapter(body.lora_name, path, body.scale)
     context.name_model(body.model)
@@ -159,7 +162,10 @@ async def load_adapter(context: RequestContext, body: wire.LoadAdapter) -> Respo
 
 
 def _file(context: RequestContext, text: str) -> str:
-    """Return a pulled adapter's file; other paths only if clients may name files."""
+    """Return the path of an adapter: `text` is its name, or a path if `serve --ollama` allows paths.
+
+    Raises InvalidRequestError and UsageError.
+    """
     is_path = "/" in text or text.startswith("~") or text.endswith(".gguf")
     if is_path and context.endpoint.model_admin is None:
         raise InvalidRequestError(_NO_PATH, param="lora_path")
@@ -177,7 +183,7 @@ def _file(context: RequestContext, text: str) -> str:
 
 @ROUTES.post("/v1/unload_lora_adapter", reply_type="text/plain", is_admin=True)
 async def unload_adapter(context: RequestContext, body: wire.UnloadAdapter) -> Response:
-    """Unload an adapter from a running model, in vLLM's shape."""
+    """Unload an adapter from a running model, as vLLM does."""
     context.name_model(body.model)
 
     def change(now: tuple[Adapter, ...]) -> Sequence[Adapter]:
@@ -207,7 +213,7 @@ def _stop_type(finished: Finished) -> StopType:
 
 
 class LlamaRenderer(Renderer):
-    """Renders one answer per prompt. The end of an answer repeats its prompt, if that was text."""
+    """Renders /completion and /infill: an answer per prompt, with the prompt if it was text."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""edgeinfer's own routes: tokens, templates, reranking, one-line answers, and an operator's routes."""
+"""edgeinfer's own routes: tokenization, reranking, receipts, /infer, status, metrics and snapshots."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from edgeinfer.server.wire_types import ModelFields, PromptUsage
 
 ROUTES = RouteTable()
 
-#: A literal, not prometheus_client's constant: clients rely on this value.
+#: Written out, because prometheus_client's constant changes with its version.
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -91,7 +91,8 @@ def _rank(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> wir
     scores = engine.rerank(body.query, texts)
     best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n or len(texts)]
     n_of_query = len(engine.tokenize(body.query, add_special=True))
-    n_shared = 1 if engine.info.eos_token == "[SEP]" else 0  # BERT separates both texts by one token
+    # query and document are tokenized separately below, but BERT models put only one [SEP] between them
+    n_shared = 1 if engine.info.eos_token == "[SEP]" else 0
     n_of_texts = [len(engine.tokenize(text, add_special=True)) for text in texts]
     tokens = sum(n_of_query + n - n_shared for n in n_of_texts)
     results = [
@@ -106,13 +107,13 @@ def _rank(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> wir
     return wire.RerankReply(model=engine.info.model, results=results, usage=usage)
 
 
-#: Largest receipt (bytes) over HTTP: parsing one holds the GIL for 0.1 s.
+#: Maximum size (bytes) of a receipt: parsing this one takes 0.1 s, in which no other thread runs (GIL).
 _MAX_RECEIPT_BYTES = 4 << 20
 
 
 @ROUTES.post("/v1/verify", max_body_bytes=_MAX_RECEIPT_BYTES)
 async def verify_receipt(context: RequestContext, body: wire.VerifyRequest) -> Verification:
-    """Check the receipt of an answer."""
+    """Check that a model generates exactly the answer of a receipt."""
     receipt = await context.endpoint.in_thread(_read_receipt, context.body or b"")
     context.name_model(body.model or receipt.model)
     keep_alive_s = context.keep_alive_s(body.keep_alive)
@@ -122,17 +123,21 @@ async def verify_receipt(context: RequestContext, body: wire.VerifyRequest) -> V
         working = asyncio.ensure_future(_check_in_turn(context, lease.engine, check))
         result = await unless(until_disconnected(context.request.receive), working)
         if result is None:
-            await asyncio.wait([working])  # the engine is in use until then
+            await asyncio.wait([working])  # release the model only when the check has stopped using it
             raise Problem(400, "The client disconnected.", code="client_disconnected")
     return result
 
 
 def _read_receipt(body: bytes) -> Receipt:
-    return to_receipt(parse_json(body)["receipt"])  # `parse_json` refuses duplicate keys
+    # the decoded body is not used, because msgspec accepts duplicate keys and `parse_json` refuses them
+    return to_receipt(parse_json(body)["receipt"])
 
 
 async def _check_in_turn(context: RequestContext, engine: Engine, check: ReceiptCheck) -> Verification:
-    """Check a receipt as a generation of the queue. Raises QueueFullError, what `run` raises."""
+    """Wait for a slot of the engine like a generation, then run the check in a thread.
+
+    Raises QueueFullError, and what `ReceiptCheck.run` raises.
+    """
     endpoint, caller = context.endpoint, context.caller.turn
     has_slot = False
     endpoint.admit_generations(context.model, engine.info.n_parallel, 1, caller)
@@ -143,7 +148,7 @@ async def _check_in_turn(context: RequestContext, engine: Engine, check: Receipt
         running = asyncio.wrap_future(endpoint.engine_calls.begin(caller, check.run))
         try:
             return await asyncio.shield(running)
-        except asyncio.CancelledError:  # the client disconnected
+        except asyncio.CancelledError:  # the client has disconnected
             check.cancel()
             await asyncio.wait([running])
             raise
@@ -173,7 +178,7 @@ class _InferRenderer(ChatRenderer):
 
 
 def infer_request(body: wire.InferQuery, info: EngineInfo) -> GenerateRequest:
-    """Make a request of one user turn, with the model's system prompt unless the client gives one."""
+    """Make a request with one user turn, and the client's or else the model's system prompt."""
     system = info.system_prompt if body.system is None else body.system
     turns = [Message(role="system", content=system)] if system else []
     sampling = override_sampling(info.sampling, seed=seed_of(body.seed), temperature=body.temperature)
@@ -189,7 +194,7 @@ def infer_request(body: wire.InferQuery, info: EngineInfo) -> GenerateRequest:
 @ROUTES.get("/infer", query=wire.InferQuery, reply=wire.InferReply, uses_model=True)
 @ROUTES.post("/infer", body=wire.InferRequest, reply=wire.InferReply)
 async def infer(context: RequestContext) -> Response:
-    """Answer one prompt, given in the query (`curl -d '' …/infer?prompt=`) or the body."""
+    """Answer one prompt from the query (`curl -d '' …/infer?prompt=Hello`) or the body."""
     request, chat = context.request, ChatRequest(messages=[])
     body = (
         decode_query(context, wire.InferQuery)
@@ -207,7 +212,7 @@ async def infer(context: RequestContext) -> Response:
 
 @ROUTES.post("/v1/models/{id}/unload", uses_model=False, is_admin=True)
 async def unload(context: RequestContext) -> wire.UnloadReply:
-    """Unload a model."""
+    """Unload a model when its running requests have ended."""
     models = context.endpoint.models
     model = models.resolve(context.path_id)
     return wire.UnloadReply(id=model, state=await models.unload(model))
@@ -218,7 +223,7 @@ _SNAPSHOT_REFUSALS = {"409": ErrorReply, "507": ErrorReply}
 
 @ROUTES.post("/v1/models/{id}/snapshot", also=_SNAPSHOT_REFUSALS, uses_model=False, is_admin=True)
 async def take_snapshot(context: RequestContext, body: wire.SnapshotRequest) -> wire.SnapshotReply:
-    """Take a snapshot of a loaded model, which keeps running; later launches resume the snapshot."""
+    """Take a snapshot of a loaded model, which keeps running. Later launches resume the snapshot."""
     endpoint = context.endpoint
     model = endpoint.models.resolve(context.path_id)
     async with endpoint.snapshot_lock:
@@ -235,7 +240,7 @@ async def take_snapshot(context: RequestContext, body: wire.SnapshotRequest) -> 
 
 @ROUTES.post("/v1/models/{id}/recall")
 async def recall(context: RequestContext, body: wire.RecallRequest) -> wire.RecallReply:
-    """Load an agent's predicted prefix from the on-disk prefix cache."""
+    """Load the prompt prefix that a coding agent is about to send from the on-disk prefix cache."""
 
     def work(engine: Engine) -> wire.RecallReply:
         n_tokens = _recall(engine, body, context.add_salt(""))
@@ -245,7 +250,7 @@ async def recall(context: RequestContext, body: wire.RecallRequest) -> wire.Reca
 
 
 def _recall(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
-    """Prefill an agent's predicted prefix; return its length in tokens."""
+    """Prefill the predicted prefix of an agent's prompt; return its length (tokens, 0 if unknown)."""
     tokens = engine.agent_prefix(body.agent, salt)
     if tokens and body.folder is not None:
         text = engine.detokenize(tokens).decode("utf-8", "replace")
@@ -261,7 +266,7 @@ def _recall(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
 
 @ROUTES.get("/health", reply=wire.Health, also={"503": wire.Health})
 async def health(context: RequestContext) -> Response:
-    """Report whether the default model is ready; 503 while it loads, has failed, or drains."""
+    """Report whether the default model is ready: 200, or 503 with the reason."""
     report = _health(context.endpoint)
     is_ok = report.status == "ok"
     return json_reply(report) if is_ok else json_reply(report, 503, {"retry-after": "1"})
@@ -286,7 +291,7 @@ def _health(endpoint: Endpoint) -> wire.Health:
 
 @ROUTES.get("/metrics", reply_type="text/plain", is_admin=True)
 async def metrics(context: RequestContext) -> Response:
-    """Return Prometheus metrics."""
+    """Return metrics in Prometheus' text format."""
     endpoint = context.endpoint
     text = await endpoint.in_thread(endpoint.metrics.exposition)
     return Response(text, headers={"content-type": METRICS_TYPE})
@@ -294,14 +299,14 @@ async def metrics(context: RequestContext) -> Response:
 
 @ROUTES.get("/", reply_type="text/plain")
 async def root(context: RequestContext) -> Response:
-    """Identify the endpoint. Ollama's clients look for "Ollama is running" on Ollama's port."""
+    """Identify the server. With `serve --ollama` it says "Ollama is running", for Ollama's clients."""
     who = "edgeinfer" if context.endpoint.model_admin is None else "Ollama"
     return Response(f"{who} is running", media_type="text/plain")
 
 
 @ROUTES.get("/slots")
 async def slots(context: RequestContext) -> wire.Slots:
-    """List the latest generations: cached tokens, and where each prompt left the cached prefix."""
+    """List the latest generations, and where each prompt differed from the cached prefixes."""
     return wire.Slots(slots=[slot for key, slot in context.endpoint.slots if key == context.key])
 
 

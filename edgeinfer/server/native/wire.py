@@ -1,4 +1,4 @@
-"""Wire types of edgeinfer's own API; names follow llama.cpp's server, Jina and Cohere."""
+"""JSON types of edgeinfer's own routes. Names of fields follow llama.cpp's server, Jina and Cohere."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class TokenPiece(Reply, frozen=True, kw_only=True):
 
 
 class TokenizeReply(Reply, frozen=True, kw_only=True):
-    """`tokens` are ids, or ids with pieces if requested; a piece that is not UTF-8 comes as bytes."""
+    """Response of POST /tokenize. `tokens` are ids, or with `with_pieces` also each token's text.
+
+    The text of a token that is not valid UTF-8 is a list of bytes.
+    """
 
     tokens: list[int | TokenPiece]
 
@@ -82,7 +85,7 @@ class RerankResult(Reply, frozen=True, kw_only=True):
 
 
 class RerankReply(Reply, frozen=True, kw_only=True):
-    """Documents by relevance, the best first."""
+    """Response of POST /v1/rerank: documents with scores, the most relevant first."""
 
     model: str
     results: list[RerankResult]
@@ -91,7 +94,7 @@ class RerankReply(Reply, frozen=True, kw_only=True):
 
 
 class VerifyRequest(ModelFields, frozen=True, kw_only=True):
-    """POST /v1/verify. `model` None: the model that the receipt names."""
+    """POST /v1/verify. Without `model`, the model that the receipt names is used."""
 
     receipt: JsonObject
 
@@ -114,7 +117,7 @@ class InferRequest(InferQuery, frozen=True, kw_only=True):
 
 
 class InferReply(Reply, frozen=True, kw_only=True):
-    """`result` is the answer."""
+    """Response of /infer. `result` is the generated text."""
 
     result: str
     model: str
@@ -123,15 +126,17 @@ class InferReply(Reply, frozen=True, kw_only=True):
 
 
 class UnloadReply(Reply, frozen=True, kw_only=True):
-    """`state` is "unloading" for a model in use: it is unloaded when its requests have ended."""
+    """Response of POST /v1/models/{id}/unload. "unloading": when the running requests have ended."""
 
     id: str
     state: Literal["unloaded", "unloading", "not loaded"]
 
 
 class RecallRequest(Wire, frozen=True, kw_only=True):
-    """POST /v1/models/{id}/recall. `agent` is a name that `edgeinfer launch` knows. `folder` is where
-    its session will run, and `is_repository` whether that is a Git repository.
+    """POST /v1/models/{id}/recall: prefill the prompt prefix that a coding agent is about to send.
+
+    `agent` is a name of `edgeinfer launch`, e.g. "claude". `folder` is the working directory of its
+    session; `is_repository` says whether it is a Git repository.
     """
 
     agent: Annotated[str, Meta(min_length=1, max_length=32)]
@@ -140,13 +145,13 @@ class RecallRequest(Wire, frozen=True, kw_only=True):
 
 
 class RecallReply(Reply, frozen=True, kw_only=True):
-    """`n_tokens` are now in memory; 0 if the disk has no prefix of the agent."""
+    """Response of POST /v1/models/{id}/recall. `n_tokens` are cached in memory; 0: nothing is known."""
 
     id: str
     n_tokens: int
 
 
-#: Name of a snapshot, beginning with a letter or digit; "" derives the name from the options.
+#: Name of a snapshot, which begins with a letter or digit; "" for a name made from the load options.
 SnapshotName = Annotated[str, Meta(max_length=64, pattern="^([A-Za-z0-9][A-Za-z0-9._+-]*)?$")]
 
 
@@ -157,7 +162,7 @@ class SnapshotRequest(Wire, frozen=True, kw_only=True):
 
 
 class SnapshotReply(Reply, frozen=True, kw_only=True):
-    """`state` is "unchanged" if the snapshot exists and nothing has changed since it was built."""
+    """Response of POST /v1/models/{id}/snapshot. "unchanged": the existing snapshot is still valid."""
 
     id: str
     state: Literal["taken", "unchanged"]
@@ -179,38 +184,39 @@ class Health(Reply, frozen=True, kw_only=True):
 
 
 class Slots(Reply, frozen=True, kw_only=True):
-    """Ended generations, the latest first. With several API keys, only those of the client's key."""
+    """Response of GET /slots: ended generations of the client's API key, the latest first."""
 
     slots: list[Slot]
 
 
 class Modalities(Reply, frozen=True, kw_only=True):
-    """Input kinds of the default model besides text."""
+    """Kinds of input, besides text, that the default model accepts."""
 
     vision: bool = False
     audio: bool = False
 
 
 class PromptNormalization(Reply, frozen=True, kw_only=True):
-    """The rules that normalize prompts, and the user agents whose prompts they apply to."""
+    """The enabled rules of `normalize-prompts`, and the coding agents to which they apply."""
 
     rules: list[str]
     agents: list[str]
 
 
 class LlamaDefaults(Reply, frozen=True, kw_only=True):
-    """The defaults of a request. `n_ctx` is 0 while the model is cold."""
+    """Sampling defaults and context size (tokens, 0 if not loaded) of the default model."""
 
     n_ctx: int = 0
     params: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class Props(Reply, frozen=True, kw_only=True):
-    """The endpoint and its models. The default model has the fields of llama.cpp's server.
+    """Response of GET /props and GET /status.
 
-    `requests` is the number that use a model now. `loose_tools` lists tools whose arguments cannot be
-    constrained to their schema, each with the place in the schema and the reason. `payload_log`: null
-    if off.
+    Fields from `default_generation_settings` on describe the default model as llama.cpp's server does.
+    `requests` is the number of running requests that use a model. `loose_tools` lists tools whose
+    arguments cannot be constrained to their schema, each with the place in the schema and the reason.
+    `payload_log` is null if switched off.
     """
 
     version: str
@@ -235,20 +241,20 @@ class Props(Reply, frozen=True, kw_only=True):
 
 
 class LoraById(Wire, frozen=True, kw_only=True):
-    """An adapter by its index among the loaded ones."""
+    """A LoRA adapter by its index in the list of loaded adapters, with its scale."""
 
     id: Annotated[int, Meta(ge=0, le=63)]
     scale: Annotated[float, Meta(ge=-10, le=10)] = 1.0
 
 
-#: `[token id, bias]`; a bias of false bans the token.
+#: Pairs `[token id, bias]`; the bias `false` bans the token.
 LogitBiasPairs = Annotated[
     list[tuple[TokenId, Annotated[float, Meta(ge=-100, le=100)] | bool]], Meta(max_length=1024)
 ]
 
 
 class PromptText(Wire, frozen=True, kw_only=True):
-    """A prompt with a picture in base64 for each `<__media__>` in its text."""
+    """A prompt with pictures in base64, one for each `<__media__>` in its text."""
 
     prompt_string: Text
     multimodal_data: Annotated[list[Text], Meta(max_length=MAX_PICTURES)] | None = None
@@ -282,7 +288,7 @@ class LlamaCompletion(LlamaFields, frozen=True, kw_only=True):
 
 
 class InfillExtra(Wire, frozen=True, kw_only=True):
-    """An excerpt of another file."""
+    """Text of another file, which the model sees before the gap."""
 
     text: Text
     filename: Annotated[str, Meta(max_length=1024)] = ""
@@ -301,7 +307,7 @@ StopType = Literal["none", "eos", "limit", "word"]
 
 
 class LlamaLogprob(Reply, frozen=True, kw_only=True):
-    """A token with its natural-log probability; a generated one also has the likeliest alternatives."""
+    """A token with its log probability (natural logarithm), and the most likely alternatives."""
 
     id: TokenId
     token: str
@@ -311,9 +317,10 @@ class LlamaLogprob(Reply, frozen=True, kw_only=True):
 
 
 class LlamaAnswer(Reply, frozen=True, kw_only=True):
-    """The answer of /completion and /infill, and each event of a stream; the last one has `stop`.
+    """Response of /completion and /infill, and each event of their streams.
 
-    `tokens` come with `return_tokens`, `completion_probabilities` with `n_probs`.
+    The last event has `stop` true, with the fields from `tokens_predicted` on. `tokens` are sent for
+    `return_tokens`, and `completion_probabilities` for `n_probs`.
     """
 
     content: str = ""
@@ -335,16 +342,16 @@ class LlamaAnswer(Reply, frozen=True, kw_only=True):
 
 
 class ModelQuery(Wire, frozen=True, kw_only=True):
-    """The requested model; by default the endpoint's default model."""
+    """Base of requests about a model; without `model`, about the default model."""
 
     model: ModelName | None = None
 
 
 class LoadAdapter(ModelQuery, frozen=True, kw_only=True):
-    """POST /v1/load_lora_adapter, with vLLM's fields.
+    """POST /v1/load_lora_adapter, with vLLM's fields and `scale`.
 
-    `lora_path` is the name of a pulled adapter; the default is `lora_name`. If `scale` is set, the
-    adapter also applies to requests that name no adapters.
+    `lora_path` is the name of a pulled adapter, by default `lora_name`. Requests that name no adapters
+    use it with `scale` (0: not at all).
     """
 
     lora_name: ModelName

@@ -1,4 +1,4 @@
-"""Render events and models in Ollama's format: a line of JSON per piece, or one JSON object."""
+"""Convert engine events and models to Ollama's format: a stream of JSON lines, or one JSON object."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _encode = msgspec.json.Encoder().encode
 _MS = 1_000_000
-#: Our error code → prefix of Ollama's own message, which clients search for.
+#: `Problem.code` → beginning of Ollama's error text, which clients search for.
 _PREFIXES = {
     "model_not_found": "model not found: ",
     "context_length_exceeded": "the input length exceeds the context length: ",
@@ -44,7 +44,7 @@ _PREFIXES = {
 
 
 def error_body(problem: Problem, request_id: str) -> bytes:
-    """Encode `{"error": "…"}`; Ollama's error has no field for the request's id."""
+    """Encode `{"error": "…"}`. Ollama's error has no field for `request_id`."""
     prefix = _PREFIXES.get(problem.code or "", "")
     return _encode(wire.OllamaError(error=prefix + problem.message))
 
@@ -55,12 +55,12 @@ def error_line(problem: Problem, request_id: str) -> bytes:
 
 
 def waiting_line(text: str) -> bytes:
-    """Return white space that keeps a stream alive while the model loads, before its first line."""
+    """Return a space, which keeps a stream alive while the model loads: JSON lines have no comments."""
     return b" "
 
 
 class Clock:
-    """Measures one request from its arrival. Created once its model is loaded."""
+    """Measures `total_duration` and `load_duration`. Create it when the model is loaded."""
 
     def __init__(self, started: float) -> None:
         self._started = started
@@ -71,7 +71,7 @@ class Clock:
 
 
 class OllamaRenderer(Renderer):
-    """Render one answer in the shape of its route: /api/chat or /api/generate, which has no calls."""
+    """Renders /api/chat (if `is_chat`) or /api/generate, which has no tool calls."""
 
     def __init__(self, model: str, clock: Clock, *, is_chat: bool) -> None:
         self.model = model
@@ -86,7 +86,7 @@ class OllamaRenderer(Renderer):
         calls: list[wire.ToolCallReply] | None = None,
         **last: Any,
     ) -> msgspec.Struct:
-        """Make a piece of the answer; `last` are fields of the last piece only."""
+        """Make one JSON object of the stream. `last` are the fields that only the last one has."""
         fields: dict[str, Any] = {"model": self.model, "created_at": stamp(time.time()), "done": False}
         fields |= last
         if not self._is_chat:
@@ -112,7 +112,7 @@ class OllamaRenderer(Renderer):
         return b""
 
     def _call_line(self) -> bytes:
-        """Encode complete tool calls: Ollama never sends a call in pieces."""
+        """Encode the collected tool calls: Ollama sends each call in one line."""
         calls = _calls(self._calls)
         self._calls = {}
         return self._line(calls=calls) if calls else b""
@@ -193,7 +193,7 @@ def _model_row(model: AvailableModel, name: str) -> wire.ListedModel:
 
 
 def describe(model: AvailableModel, info: EngineInfo | None) -> wire.OllamaShowReply:
-    """Describe a model for /api/show; engine facts are missing while it is cold."""
+    """Describe a model for /api/show. Without `info` (not loaded), read its file's header."""
     files, licence = _files(model.name)
     header = _header(files)
     metadata = _metadata(header, info)
@@ -211,13 +211,13 @@ def describe(model: AvailableModel, info: EngineInfo | None) -> wire.OllamaShowR
 
 
 def _files(name: str) -> tuple[ModelFiles | None, str]:
-    # the catalogue is not needed before a client asks
+    # imported late: few endpoints get /api/show
     from edgeinfer.models.external_stores import stores
     from edgeinfer.models.reference import resolve
 
     try:
         ref = resolve(name)
-        # `ref.files()` would verify the whole file's digest; that can wait until the model is used
+        # `ref.files()` would hash the whole file, which can wait until the model is loaded
         if ref.external is not None:
             return stores.describe_files(ref.external), ""
         return ref.files(), ref.entry.licence if ref.entry else ""
@@ -226,7 +226,7 @@ def _files(name: str) -> tuple[ModelFiles | None, str]:
 
 
 def _header(files: ModelFiles | None) -> GgufHeader | None:
-    from edgeinfer.models.gguf import read_header  # imported only when needed
+    from edgeinfer.models.gguf import read_header  # imported late: few endpoints get /api/show
 
     try:
         return read_header(files.paths[0]) if files else None
@@ -235,7 +235,10 @@ def _header(files: ModelFiles | None) -> GgufHeader | None:
 
 
 def _metadata(header: GgufHeader | None, info: EngineInfo | None) -> dict[str, Any]:
-    """Return GGUF metadata; clients use `ARCHITECTURE.context_length`, so it is the loaded context."""
+    """Return the GGUF metadata, with the loaded context size in `llama.context_length` (or similar).
+
+    Clients take this value for the usable context.
+    """
     metadata: dict[str, Any] = {}
     if header is not None:
         metadata = {key: _plain(value) for key, value in header.metadata.items()}

@@ -1,4 +1,4 @@
-"""Ollama's routes: answers, embeddings and models. `serve --ollama` lets clients pull and delete."""
+"""Ollama's routes. Clients may pull and delete models only with `edgeinfer serve --ollama`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from edgeinfer.server.pulling import Reports, reports_of, source_of
 
 ROUTES = RouteTable()
 
-#: Version of Ollama's API that is implemented; clients refuse versions that are too old.
+#: Version of Ollama whose API this is. Clients refuse to use old versions.
 API_VERSION = "0.13.4"
-#: Ollama's expiry time (s from now) of a model that is never unloaded.
+#: `expires_at` (s from now) of a model that is never unloaded, as Ollama reports it.
 _FOR_EVER_S = 100 * 365 * 86_400.0
 
 
@@ -43,7 +43,7 @@ async def chat(context: RequestContext, body: wire.OllamaChatRequest) -> Respons
 
 @ROUTES.post("/api/generate", reply=wire.OllamaGenerateReply, streams=True)
 async def generate(context: RequestContext, body: wire.OllamaGenerateRequest) -> Response:
-    """Answer a prompt, continue it, or fill the gap before a suffix."""
+    """Answer a prompt, continue a raw prompt, or write the text before a suffix."""
     if not (body.prompt or body.suffix):
         return await _load_or_unload(context, body, is_chat=False)
     return await _answer(context, body, lambda info: translate.generate(body, info), is_chat=False)
@@ -113,7 +113,7 @@ async def embed(context: RequestContext, body: wire.OllamaEmbedRequest) -> wire.
 async def embeddings(
     context: RequestContext, body: wire.OllamaEmbeddingsRequest
 ) -> wire.OllamaEmbeddingsReply:
-    """Embed one text, by the older route."""
+    """Embed one text (superseded by /api/embed)."""
 
     def work(engine: Engine) -> wire.OllamaEmbeddingsReply:
         inputs = _tokens(engine, [body.prompt] if body.prompt else [], cut=True)
@@ -129,7 +129,7 @@ def _tokens(engine: Engine, texts: Sequence[str], *, cut: bool) -> list[list[int
 
 
 def _shorten(vector: Sequence[float], dimensions: int | None) -> list[float]:
-    """Truncate a float32[n_embd] to `dimensions` and normalize it; all if None."""
+    """Return the first `dimensions` values of an embedding, scaled to length 1; all if None or 0."""
     if not dimensions or dimensions >= len(vector):
         return list(vector)
     short = vector[:dimensions]
@@ -183,7 +183,7 @@ def _running(loaded: LoadedReply, info: EngineInfo, pulled: AvailableModel) -> w
 
 @ROUTES.get("/api/version")
 async def version(context: RequestContext) -> wire.OllamaVersion:
-    """Return the implemented version of Ollama's API."""
+    """Return the version of Ollama whose API is implemented."""
     return wire.OllamaVersion(version=API_VERSION, edgeinfer=__version__)
 
 
@@ -203,10 +203,10 @@ def _admin_of(context: RequestContext) -> ModelAdministrator:
 
 @ROUTES.post("/api/pull", reply=wire.OllamaStatus, streams=True, is_admin=True)
 async def pull(context: RequestContext, body: wire.OllamaPullRequest) -> Response:
-    """Pull a model; each line reports progress."""
+    """Pull a model; each line of the stream reports progress."""
     admin, text = _admin_of(context), source_of(body.model_name())
     reports = reports_of(lambda report, cancel: admin.pull(text, report, cancel))
-    first = await anext(reports, None)  # an error before the first report gets its own HTTP status
+    first = await anext(reports, None)  # an error before the first report still gets an HTTP status
     if body.stream is False:
         await unless(until_disconnected(context.request.receive), _drain(reports))
         return json_reply(_DONE)
@@ -227,7 +227,7 @@ async def _lines(
         async for report in reports:
             yield msgspec.json.encode(progress_line(report)) + b"\n"
         last = msgspec.json.encode(_DONE) + b"\n"
-    except Exception as error:  # noqa: BLE001  the status is already sent: every failure must be told in the stream
+    except Exception as error:  # noqa: BLE001  the status is sent, so the stream itself must report any failure
         problem = context.endpoint.problem_of(error, context.id)
         context.outcome = problem.code or "error"
         last = render.error_line(problem, context.id)
@@ -242,14 +242,16 @@ async def delete(context: RequestContext, body: wire.OllamaDeleteRequest) -> wir
     admin, name = _admin_of(context), body.model_name()
     model = await _find(context, name)
     if model.name not in spellings(name):
-        raise InvalidRequestError(f"model: {name} is an alias of {model.name}", param="model")
+        raise InvalidRequestError(
+            f"{name} is an alias of the model {model.name}", hint="name the model itself", param="model"
+        )
     await context.endpoint.models.unload(model.name)
     await context.endpoint.in_thread(admin.remove, model.name)
     return _DONE
 
 
 def progress_line(now: PullProgress) -> wire.OllamaStatus:
-    """Convert a progress report; clients draw a bar for each `digest`."""
+    """Convert a progress report. Clients draw a progress bar for each `digest`."""
     if now.note:
         return wire.OllamaStatus(status=now.note)
     match now.stage:
@@ -271,7 +273,7 @@ def progress_line(now: PullProgress) -> wire.OllamaStatus:
 
 
 async def _find(context: RequestContext, name: str) -> AvailableModel:
-    """Find an available model. Raises UnknownModelError."""
+    """Return the model that a client means by `name`. Raises UnknownModelError."""
     models = context.endpoint.models
     resolved = models.resolve(name)
     pulled = await context.endpoint.in_thread(models.list_available)

@@ -1,4 +1,4 @@
-"""Ollama's wire types → the engine's requests. Pure functions: no engine, no HTTP."""
+"""Convert requests of Ollama's API to requests of the engine. Pure functions."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from edgeinfer.server.request_fields import (
     stop_strings,
 )
 
-#: Integer options and their least value; clients write -1 for "all" or "off".
+#: Integer option → its minimum. Clients send lower values, e.g. -1 for "off".
 _WHOLE = {"top_k": 0, "repeat_last_n": -1}
-#: A template that only repeats the prompt has the same effect as `raw`.
+#: Templates that insert only the prompt, which means the same as `raw`.
 _PROMPT_ALONE = ("{{ .Prompt }}", "{{.Prompt}}")
 _NO_TEMPLATES = (
     "template: Ollama's templates are not supported; leave it out, or send `raw` for a prompt "
@@ -35,7 +35,7 @@ _NO_TEMPLATES = (
 
 
 def chat(body: wire.OllamaChatRequest, info: EngineInfo) -> GenerateRequest:
-    """Convert a conversation to a request. Raises InvalidRequestError."""
+    """Convert POST /api/chat. Raises InvalidRequestError."""
     turns = messages(body.messages or ())
     if info.system_prompt and turns[0].role not in ("system", "developer"):
         turns = (Message(role="system", content=info.system_prompt), *turns)
@@ -44,7 +44,10 @@ def chat(body: wire.OllamaChatRequest, info: EngineInfo) -> GenerateRequest:
 
 
 def generate(body: wire.OllamaGenerateRequest, info: EngineInfo) -> GenerateRequest:
-    """Convert to a user turn, a raw prompt, or fill-in-the-middle. Raises InvalidRequestError."""
+    """Convert POST /api/generate to a chat turn, a raw prompt or fill-in-the-middle.
+
+    Raises InvalidRequestError.
+    """
     shared, prompt = _common_fields(body, info), body.prompt or ""
     if body.suffix:
         if not info.can_infill:
@@ -60,7 +63,7 @@ def generate(body: wire.OllamaGenerateRequest, info: EngineInfo) -> GenerateRequ
 
 
 def _make_request(**fields: Any) -> GenerateRequest:
-    """Make a request; a context with pictures is never shifted."""
+    """Make a request. With pictures, `overflow` is "refuse": the engine cannot drop their tokens."""
     request = GenerateRequest(**fields)
     return msgspec.structs.replace(request, overflow="refuse") if request.n_pictures else request
 
@@ -76,7 +79,7 @@ def _is_raw(body: wire.OllamaGenerateRequest) -> bool:
 
 
 def messages(turns: Sequence[wire.MessageParam]) -> tuple[Message, ...]:
-    """Convert turns. Tool results without a call id belong to the preceding calls, in order."""
+    """Convert messages. Tool results without `tool_call_id` belong to the preceding calls, in order."""
     converted: list[Message] = []
     open_calls: list[ToolCall] = []
     for index, turn in enumerate(turns):
@@ -151,7 +154,7 @@ def _constraint(form: str | dict[str, Any] | None) -> JsonSchema | None:
 
 
 def sampling_of(options: wire.Options, base: Sampling) -> Sampling:
-    """Return the model's sampling defaults, overridden by the request."""
+    """Return the model's sampling defaults, overridden by the request's options."""
     fields: dict[str, Any] = {field: getattr(options, field, None) for field in BY_FIELD}
     for field, low in _WHOLE.items():
         if fields[field] is not None:
@@ -162,7 +165,7 @@ def sampling_of(options: wire.Options, base: Sampling) -> Sampling:
 
 
 def ignored_num_ctx(options: wire.Options | None, info: EngineInfo) -> list[str]:
-    """Name `num_ctx` if the model was loaded with a smaller context."""
+    """Return `num_ctx` as an ignored field if the model was loaded with a smaller context; else []."""
     if options is None or options.num_ctx is None or int(options.num_ctx) <= info.n_ctx:
         return []
     return [f"options.num_ctx ({info.n_ctx} here: `edgeinfer serve --ctx`)"]

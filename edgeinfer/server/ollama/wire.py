@@ -1,7 +1,7 @@
-"""Ollama's requests.
+"""JSON types of Ollama's API.
 
-Source: Ollama's published API document and the types of its Python package. Whole numbers come as
-floats too (Home Assistant sends `8192.0`); fractions are cut off, as in Ollama.
+Source: Ollama's API document and the types of its Python package. Some clients send integers as floats
+(Home Assistant: `8192.0`); as in Ollama, fractions are cut off.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OptionalName = Annotated[str, Meta(max_length=256)]
 
 
 class Options(Wire, frozen=True, kw_only=True):
-    """Sampling options. Load options and unsupported samplers are ignored."""
+    """Sampling options. Options that Ollama applies when it loads a model (`num_gpu`) are ignored."""
 
     num_predict: Whole | None = None
     temperature: Temperature | None = None
@@ -57,13 +57,13 @@ class Options(Wire, frozen=True, kw_only=True):
 
 
 class NeedsModel(ModelFields, frozen=True, kw_only=True):
-    """A request about a model; Ollama has no default model."""
+    """Base of requests that must name a model: Ollama has no default model."""
 
     model: ModelName
 
 
 class OllamaFields(GenerationFields, frozen=True, kw_only=True):
-    """Fields that /api/chat and /api/generate share. `stream` defaults to true."""
+    """Base of /api/chat and /api/generate. `stream` defaults to true."""
 
     model: ModelName
     stream: bool | None = None
@@ -77,26 +77,26 @@ class OllamaFields(GenerationFields, frozen=True, kw_only=True):
 
 
 class CalledFunction(Wire, frozen=True, kw_only=True):
-    """A function's name with its arguments."""
+    """The called function, with its arguments as a JSON object or text."""
 
     name: ToolName
     arguments: JsonObject | Text
 
 
 class CallParam(Wire, frozen=True, kw_only=True):
-    """A call that the assistant made in an earlier turn."""
+    """A tool call of the assistant in an earlier turn."""
 
     function: CalledFunction
     id: ShortText | None = None
     type: ShortText | None = None
 
 
-#: Pictures in base64; they are placed before the text.
+#: Pictures in base64, which the model sees before the text.
 Images = Annotated[list[Text], Meta(max_length=MAX_PICTURES)]
 
 
 class MessageParam(Wire, frozen=True, kw_only=True):
-    """A turn. `tool_name` names the tool whose result a `tool` turn is."""
+    """A message. If `role` is "tool", it is the result of the tool `tool_name`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | None = None
@@ -109,14 +109,14 @@ class MessageParam(Wire, frozen=True, kw_only=True):
 
 
 class OllamaChatRequest(OllamaFields, frozen=True, kw_only=True):
-    """POST /api/chat. Without messages the model is only loaded or unloaded."""
+    """POST /api/chat. Without messages it loads the model, or unloads it (`keep_alive` 0)."""
 
     messages: Annotated[list[MessageParam], Meta(max_length=4096)] | None = None
     tools: Tools | None = None
 
 
 class OllamaGenerateRequest(OllamaFields, frozen=True, kw_only=True):
-    """POST /api/generate. Without a prompt the model is only loaded or unloaded."""
+    """POST /api/generate. Without a prompt it loads the model, or unloads it (`keep_alive` 0)."""
 
     refused: ClassVar[Mapping[str, str]] = {
         "context": "send the conversation to /api/chat",
@@ -143,20 +143,20 @@ class OllamaEmbedRequest(NeedsModel, frozen=True, kw_only=True):
 
 
 class OllamaEmbeddingsRequest(NeedsModel, frozen=True, kw_only=True):
-    """POST /api/embeddings, which /api/embed has replaced."""
+    """POST /api/embeddings, the predecessor of /api/embed."""
 
     prompt: Text | None = None
     options: Options | None = None
 
 
 class OllamaDeleteRequest(Wire, frozen=True, kw_only=True):
-    """DELETE /api/delete. `name` is the older spelling of `model`."""
+    """DELETE /api/delete. Older clients send `name` in place of `model`."""
 
     model: OptionalName = ""
     name: OptionalName = ""
 
     def model_name(self) -> str:
-        """Return the model. Raises Problem 400 without one."""
+        """Return the named model. Raises Problem 400 if there is none."""
         if not (self.model or self.name):
             raise missing("model")
         return self.model or self.name
@@ -175,7 +175,7 @@ class OllamaPullRequest(OllamaDeleteRequest, frozen=True, kw_only=True):
 
 
 class OllamaError(Reply, frozen=True, kw_only=True):
-    """Ollama's error envelope."""
+    """Ollama's error response."""
 
     error: str
 
@@ -184,8 +184,9 @@ DoneReason = Literal["stop", "length", "load", "unload"]
 
 
 class AnswerFields(Reply, frozen=True, kw_only=True, omit_defaults=True):
-    """Fields of the answers of both routes. The last line has the statistics, without zeros (as
-    Ollama).
+    """Base of the responses of /api/chat and /api/generate, and of each line of their streams.
+
+    Only the last line has counts and durations (ns). As in Ollama, zeros are left out.
     """
 
     model: str
@@ -213,7 +214,7 @@ class ToolCallReply(Reply, frozen=True, kw_only=True):
 
 
 class OllamaMessage(Reply, frozen=True, kw_only=True, omit_defaults=True):
-    """A turn of the assistant, or the next piece of it."""
+    """The assistant's message, or in a stream its next piece."""
 
     role: Literal["assistant"] = msgspec.field(default_factory=lambda: "assistant")
     content: str
@@ -222,13 +223,13 @@ class OllamaMessage(Reply, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class OllamaChatReply(AnswerFields, frozen=True, kw_only=True, omit_defaults=True):
-    """The answer of /api/chat, and each line of its stream."""
+    """Response of /api/chat, and each line of its stream."""
 
     message: OllamaMessage
 
 
 class OllamaGenerateReply(AnswerFields, frozen=True, kw_only=True, omit_defaults=True):
-    """The answer of /api/generate, and each line of its stream."""
+    """Response of /api/generate, and each line of its stream."""
 
     response: str
     thinking: str = ""
@@ -247,7 +248,7 @@ class OllamaEmbeddingsReply(Reply, frozen=True, kw_only=True):
 
 
 class ModelDetails(Reply, frozen=True, kw_only=True):
-    """Details of a model. `family` is its architecture's name in GGUF."""
+    """Details of a model. `family` is GGUF's `general.architecture`, e.g. "llama"."""
 
     parent_model: str = ""
     format: str = "gguf"
@@ -267,13 +268,13 @@ class ListedModel(Reply, frozen=True, kw_only=True):
 
 
 class OllamaTags(Reply, frozen=True, kw_only=True):
-    """The answer of /api/tags."""
+    """Response of GET /api/tags."""
 
     models: list[ListedModel]
 
 
 class RunningModel(Reply, frozen=True, kw_only=True):
-    """A loaded model. `size` is its memory (bytes), a GPU's included."""
+    """A loaded model. `size` is its memory (bytes) in RAM and on GPUs."""
 
     name: str
     model: str
@@ -286,13 +287,13 @@ class RunningModel(Reply, frozen=True, kw_only=True):
 
 
 class OllamaProcesses(Reply, frozen=True, kw_only=True):
-    """The answer of /api/ps."""
+    """Response of GET /api/ps."""
 
     models: list[RunningModel]
 
 
 class OllamaShowReply(Reply, frozen=True, kw_only=True):
-    """The answer of /api/show. `template` is the file's Jinja template, not Ollama's notation."""
+    """Response of POST /api/show. `template` is in Jinja, not in Ollama's template language."""
 
     parameters: str
     template: str
@@ -305,7 +306,7 @@ class OllamaShowReply(Reply, frozen=True, kw_only=True):
 
 
 class OllamaStatus(Reply, frozen=True, kw_only=True, omit_defaults=True):
-    """Progress of a change; the last status is "success"."""
+    """Progress of a pull (bytes), or the end of a pull or deletion: `status` "success"."""
 
     status: str
     digest: str = ""
@@ -314,7 +315,7 @@ class OllamaStatus(Reply, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class OllamaVersion(Reply, frozen=True, kw_only=True):
-    """`version` of Ollama's API that is implemented here; clients compare it."""
+    """Response of GET /api/version: Ollama's version, which clients check, and edgeinfer's own."""
 
     version: str
     edgeinfer: str

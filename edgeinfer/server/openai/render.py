@@ -1,6 +1,6 @@
-"""Render events as OpenAI's chat completions and completions, streamed or whole.
+"""Convert engine events to OpenAI's chat completions and completions, as a stream or one object.
 
-The bytes that all chunks of a request share are encoded once; a chunk joins three pieces of bytes.
+The JSON that all chunks of a stream share is encoded once (`_head`).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from edgeinfer.server.openai import wire
 from edgeinfer.server.problems import Problem
 
 _encode = msgspec.json.Encoder().encode
-#: End of a chunk, without `usage`: strands-agents drops a chunk's text if it has `usage`, even null.
+#: End of a chunk. There is no `usage: null`, because strands-agents drops the text of such chunks.
 _TAIL = b"]}\n\n"
 
 
 def finish_reason(finished: Finished) -> wire.WireFinish:
-    """Convert a finish reason. OpenAI has none for a deadline, so such an answer ends by "length"."""
+    """Return OpenAI's `finish_reason`. It is also "length" for an answer that a deadline cut off."""
     if finished.is_cut_short:
         return "length"
     return "tool_calls" if finished.reason == "tool_calls" else "stop"
 
 
 def fingerprint(info: EngineInfo) -> str:
-    """Return OpenAI's `system_fingerprint`: the same for the same program and model."""
+    """Return `system_fingerprint`, made of the program's and the model's version."""
     return f"ei-{__version__}-{version_of(info.sha256)}".rstrip("-")
 
 
@@ -77,17 +77,18 @@ def _piece(token: Logprob) -> str:
 
 
 def _finite(logprob: float) -> float:
-    """Clamp to -9999, OpenAI's value for minus infinity, which JSON lacks."""
+    """Return at least -9999, which OpenAI sends for minus infinity (JSON has no infinity)."""
     return logprob if logprob > -9999.0 else -9999.0
 
 
 class _OpenAI(Renderer):
-    """Base of both renderers. `count` is the number of answers, `body.n` for each prompt."""
+    """Base of both renderers. `count`: number of answers, which is the number of prompts times `n`."""
 
-    #: Object type of a chunk, and a piece of an answer without text.
+    #: Value of `object` in a chunk.
     chunk_object: str
+    #: JSON fields of a choice without text, e.g. `"delta":{}`.
     nothing: bytes
-    #: Object type of a whole answer.
+    #: Type of a response that is not streamed.
     reply_type: type[wire.ChatCompletion] | type[wire.Completion]
 
     def __init__(
@@ -126,7 +127,7 @@ class _OpenAI(Renderer):
         )
 
     def _finish(self, index: int, finished: Finished) -> bytes:
-        """Encode the last chunk of an answer; the last answer's chunk has the timings."""
+        """Encode the last chunk of an answer. `timings` are in the last chunk of all answers."""
         self._ends[index] = finished
         chunk = self._piece(index, self.nothing, finish=_encode(finish_reason(finished)))
         if len(self._ends) < self.count:
@@ -155,7 +156,7 @@ class _OpenAI(Renderer):
 
     @abstractmethod
     def _choice(self, index: int, answer: CollectedAnswer) -> msgspec.Struct:
-        """Make one entry of a whole answer's `choices`."""
+        """Make an element of `choices` in a response that is not streamed."""
 
     def waiting(self, text: str) -> bytes:
         waits = next((index for index in range(self.count) if index not in self._ends), 0)
@@ -163,7 +164,7 @@ class _OpenAI(Renderer):
 
 
 class ChatRenderer(_OpenAI):
-    """Render `chat.completion` and `chat.completion.chunk`."""
+    """Renders POST /v1/chat/completions."""
 
     chunk_object = "chat.completion.chunk"
     nothing = b'"delta":{}'
@@ -172,8 +173,8 @@ class ChatRenderer(_OpenAI):
     def __init__(self, request_id: str, model: str, info: EngineInfo, body: wire.ChatRequest) -> None:
         super().__init__(request_id, model, info, body, body.n or 1)
         self._logprobs = bool(body.logprobs)
-        #: A stream of only tool calls must not begin with an empty text, of which some clients make a
-        #: text part.
+        #: Whether the answer may consist of tool calls only. Its stream must not begin with an empty
+        #: text, because some clients then show an empty message.
         self._may_call = bool(body.tools) and body.tool_choice != "none"
 
     def opening(self) -> bytes:
@@ -240,7 +241,7 @@ def _join_logprobs(
 
 
 class CompletionRenderer(_OpenAI):
-    """Render `text_completion`; `echo` puts each prompt before its `n` answers."""
+    """Renders POST /v1/completions. With `echo`, each answer begins with its prompt."""
 
     chunk_object = "text_completion"
     nothing = b'"text":""'
@@ -261,7 +262,7 @@ class CompletionRenderer(_OpenAI):
         self._offsets = [0] * count
 
     def _echo(self, index: int, tokens: PromptLogprobs | None) -> str:
-        """Return the prompt's text; a prompt of token ids is converted with `tokens`."""
+        """Return the prompt's text if it is echoed, else "". `tokens`: of a prompt of token ids."""
         prompt = self._prompts[index // self.n]
         if not self._body.echo:
             return ""
@@ -271,7 +272,7 @@ class CompletionRenderer(_OpenAI):
         return b"".join(pieces).decode("utf-8", "replace")
 
     def opening(self) -> bytes:
-        """Echo text prompts. With log-probabilities, the echo waits until these are computed."""
+        """Return the echoed prompts. With `logprobs`, `event` sends them when these are computed."""
         if self._body.logprobs is not None:
             return b""
         texts = [(index, self._echo(index, None)) for index in range(self.count)]
@@ -314,7 +315,8 @@ class CompletionRenderer(_OpenAI):
         if top is None or not self._body.echo:
             return None
         first = prompt.first.decode("utf-8", "replace")
-        offset = len(first) if text.startswith(first) else 0  # the text does not contain the BOS token
+        # the first token may be BOS, which the text does not contain
+        offset = len(first) if text.startswith(first) else 0
         tokens = [TokenLogprobs(t.chosen, t.top[:top]) for t in prompt.tokens]
         head = wire.CompletionLogprobs(
             tokens=[first], token_logprobs=[None], top_logprobs=[None], text_offset=[0]
@@ -340,7 +342,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def sentence(problem: Problem) -> str:
-    """Return the message; for an overlong prompt it contains the sentence that clients search for."""
+    """Return the error text. For a too long prompt it begins with OpenAI's, which clients look for."""
     if problem.lengths is None:
         return problem.message
     n_tokens, n_ctx = problem.lengths
@@ -352,12 +354,12 @@ def sentence(problem: Problem) -> str:
 
 
 def error_body(problem: Problem, request_id: str) -> bytes:
-    """Encode `{"error": {"message", "type", "param", "code"}}`; it has no field for the request id."""
+    """Encode `{"error": {"message", "type", "param", "code"}}`, which has no field for `request_id`."""
     message = sentence(problem)
     error = wire.ErrorBody(message=message, type=problem.kind, param=problem.param, code=problem.code)
     return _encode(wire.ErrorReply(error=error))
 
 
 def error_events(problem: Problem, request_id: str) -> bytes:
-    """Encode the error as the last chunk of a stream."""
+    """Encode an error as the last chunk of a stream."""
     return b"data: " + error_body(problem, request_id) + b"\n\n" + DONE

@@ -1,4 +1,4 @@
-"""OpenAI's routes: answers, embeddings and models."""
+"""OpenAI's routes: chat completions, completions, embeddings and models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from edgeinfer.server.wire_types import PromptUsage
 
 ROUTES = RouteTable()
 
-#: Most texts of one request, OpenAI's limit; the engine embeds them in smaller batches.
+#: Maximum number of texts per request, as at OpenAI. The engine embeds them in smaller batches.
 _MAX_EMBEDDED = 2048
 
 

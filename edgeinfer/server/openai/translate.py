@@ -1,6 +1,6 @@
-"""OpenAI's wire types → the engine's requests. Pure functions: no engine, no HTTP.
+"""Convert requests of OpenAI's API to requests of the engine. Pure functions.
 
-Rules that types cannot express are checked here; each error names the field as the client spelled it.
+Rules that the types of fields cannot express are checked here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ from edgeinfer.server.wire_types import SamplingFields
 
 
 def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
-    """Make `n` requests that differ only in their seed. Raises InvalidRequestError."""
+    """Convert POST /v1/chat/completions to `n` requests with different seeds.
+
+    Raises InvalidRequestError.
+    """
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     _check_open_turn(body)
@@ -68,7 +71,10 @@ def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
 
 
 def _check_open_turn(body: wire.ChatRequest) -> None:
-    """Raise InvalidRequestError unless exactly one assistant turn is open at the prompt's end."""
+    """Check that the model either begins a new assistant turn or continues the last one.
+
+    Raises InvalidRequestError for other values of `continue_final_message` and `add_generation_prompt`.
+    """
     continues = body.continue_final_message
     if continues and not isinstance(body.messages[-1], wire.AssistantMessage):
         message = "the last message must be the assistant's to continue it"
@@ -82,7 +88,10 @@ def _check_open_turn(body: wire.ChatRequest) -> None:
 
 
 def completion(body: wire.CompletionRequest, info: EngineInfo) -> list[GenerateRequest]:
-    """Make `n` requests per prompt, in order of the prompts. Raises InvalidRequestError."""
+    """Convert POST /v1/completions to `n` requests per prompt, in order of the prompts.
+
+    Raises InvalidRequestError.
+    """
     shared = _common_fields(body, info, constraint(body.response_format, body))
     all_prompts = prompts(body.prompt, "prompt")
     if len(all_prompts) * (body.n or 1) > 64:
@@ -102,7 +111,10 @@ def completion(body: wire.CompletionRequest, info: EngineInfo) -> list[GenerateR
 
 
 def prompt_logprobs(prompt: str | tuple[int, ...], body: wire.CompletionRequest) -> int | None:
-    """Return how many alternatives each prompt token gets; to echo token ids, their text is needed."""
+    """Return the number of alternatives per prompt token; None if prompt tokens are not needed.
+
+    0 still returns the tokens themselves: `echo` needs the text of a prompt of token ids.
+    """
     if not body.echo:
         return None
     return body.logprobs if isinstance(prompt, str) else body.logprobs or 0
@@ -117,12 +129,12 @@ def _prompt_fields(
     if not isinstance(prompt, str):
         raise InvalidRequestError("suffix needs a text prompt, not token ids", param="suffix")
     if prompt_logprobs(prompt, body) is not None:
-        raise InvalidRequestError("suffix cannot return prompt log-probabilities", param="suffix")
+        raise InvalidRequestError("suffix cannot be combined with echo and logprobs", param="suffix")
     return {"infill": Infill(prefix=prompt, suffix=body.suffix)}
 
 
 def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
-    """Repeat a request `n` times; a given seed counts up, so that all `n` answers are reproducible."""
+    """Return `n` copies of a request. Their seeds are `seed`, `seed + 1`, … if the request has one."""
     seed = request.sampling.seed
     if n == 1:
         return [request]
@@ -142,7 +154,7 @@ def _message(turn: wire.ChatMessage) -> Message:
             return Message(role="developer", **content_of(turn.content, _pieces))
         case wire.UserMessage():
             return Message(role="user", name=turn.name or "", **content_of(turn.content, _pieces))
-        case wire.SystemMessage():  # the other message types are subclasses of it
+        case wire.SystemMessage():  # after its subclasses, which would match too
             return Message(role="system", **content_of(turn.content, _pieces))
         case wire.ToolMessage():
             content = "" if turn.content is None else turn.content
@@ -184,7 +196,10 @@ def tools_of(tools: Sequence[wire.ToolParam] | None) -> tuple[Tool, ...]:
 def tool_choice(
     choice: str | wire.NamedToolChoice | None, parallel: bool | None, tools: tuple[Tool, ...]
 ) -> ToolChoice:
-    """Convert `tool_choice`. Raises InvalidRequestError if it demands an unknown tool."""
+    """Convert `tool_choice` and `parallel_tool_calls`.
+
+    Raises InvalidRequestError if the choice requires an unknown tool.
+    """
     fields: dict[str, Any] = {"parallel": parallel is not False, "mode": choice or "auto"}
     if isinstance(choice, wire.NamedToolChoice):
         fields |= {"mode": "named", "name": choice.function.name}
@@ -194,7 +209,10 @@ def tool_choice(
 def constraint(
     response_format: wire.ResponseFormat | None, body: wire.OpenAIFields
 ) -> Constraint | None:
-    """Return the request's constraint. Raises InvalidRequestError if there are two."""
+    """Return the JSON schema, regex, choice or grammar that the answer must match; None for none.
+
+    Raises InvalidRequestError if there are several.
+    """
     asked: list[tuple[str, Constraint]] = []
     if isinstance(response_format, wire.JsonObjectFormat):
         asked.append(("response_format", JsonSchema(response_format.schema or {"type": "object"})))
@@ -229,12 +247,15 @@ def _structured_constraints(outputs: wire.StructuredOutputs) -> list[tuple[str, 
 def prompts(
     prompt: str | Sequence[str | int | Sequence[int]], param: str, most: int = 64
 ) -> list[str | tuple[int, ...]]:
-    """Return the prompts (at most `most`), text or token ids. Raises InvalidRequestError if mixed."""
+    """Convert a field `prompt` or `input` to a list of texts or tuples of token ids.
+
+    Raises InvalidRequestError, which names `param`, if a list mixes these or has more than `most`.
+    """
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}
     if kinds == {int}:
-        return [tuple(prompt)]  # type: ignore[arg-type]  # every item is an int
+        return [tuple(prompt)]  # type: ignore[arg-type]  # a list of ints is one prompt
     if len(kinds) != 1:
         message = "a list must hold only texts, only token ids, or only lists of token ids"
         raise InvalidRequestError(message, param=param)
@@ -244,7 +265,7 @@ def prompts(
 
 
 def sampling_of(body: SamplingFields, base: Sampling) -> Sampling:
-    """Return the model's sampling defaults, overridden by the request."""
+    """Return the model's sampling defaults, overridden by the request's fields."""
     fields: dict[str, Any] = {field: getattr(body, field, None) for field in BY_FIELD}
     if body.repeat_penalty is None:  # vLLM's name for the same option
         fields["repeat_penalty"] = getattr(body, "repetition_penalty", None)
@@ -258,13 +279,13 @@ def sampling_of(body: SamplingFields, base: Sampling) -> Sampling:
 
 
 def _max_tokens(body: wire.ChatRequest) -> int | None:
-    """Return the smaller of the two token limits: neither may be exceeded."""
+    """Return the smaller of `max_tokens` and `max_completion_tokens`; None for no limit."""
     limits = [limit_of(limit) for limit in (body.max_tokens, body.max_completion_tokens)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def limit_of(max_tokens: int | None) -> int | None:
-    """Return a request's token limit; -1 means no limit."""
+    """Return a token limit, or None if the client sent -1 or nothing."""
     return None if max_tokens == -1 else max_tokens
 
 

@@ -1,7 +1,7 @@
-"""OpenAI's chat completions, completions, embeddings and models, for a local text model.
+"""JSON types of OpenAI's chat completions, completions, embeddings and models.
 
-Source: OpenAI's published OpenAPI document. Fields beyond it (`top_k`, `grammar`, `keep_alive`, …) keep
-the names that llama.cpp's and vLLM's servers gave them.
+Source: OpenAI's OpenAPI document. Additional fields (`top_k`, `grammar`, `keep_alive`, …) have the
+names of llama.cpp's and vLLM's servers.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ class TextPart(Wire, frozen=True, tag="text", tag_field="type"):
 
 
 class InputTextPart(TextPart, frozen=True, tag="input_text", tag_field="type"):
-    """A text part as the Responses API spells it."""
+    """A text part with the `type` that the Responses API uses."""
 
 
 class RefusalPart(Wire, frozen=True, tag="refusal", tag_field="type"):
-    """An earlier refusal, treated as text."""
+    """A refusal in an earlier answer. The model sees it as text."""
 
     refusal: Text
 
 
 class ImageUrl(Wire, frozen=True, kw_only=True):
-    """A picture as a `data:` URI; URLs are not fetched. `detail` is ignored."""
+    """A picture as a `data:` URI. Other URLs are refused; `detail` is ignored."""
 
     url: Text
 
 
 class ImagePart(Wire, frozen=True, tag="image_url", tag_field="type"):
-    """A picture of a message."""
+    """A picture in a message."""
 
     image_url: ImageUrl
 
 
 class FileData(Wire, frozen=True, kw_only=True):
-    """A PDF, a DOCX file or text, in base64 or as a `data:` URI; URLs are not fetched."""
+    """A PDF, DOCX, HTML or text file, in base64 or as a `data:` URI. Other URLs are refused."""
 
     refused: ClassVar[Mapping[str, str]] = {"file_id": "the endpoint stores no files, send `file_data`"}
 
@@ -76,7 +76,7 @@ class FileData(Wire, frozen=True, kw_only=True):
 
 
 class FilePart(Wire, frozen=True, tag="file", tag_field="type"):
-    """A document: its text, or pictures of its pages if it has no text."""
+    """A document. The model sees its text, or pictures of its pages if it has no text."""
 
     file: FileData
 
@@ -85,14 +85,14 @@ Content = str | Annotated[list[TextPart | InputTextPart | ImagePart | FilePart],
 
 
 class FunctionCall(Wire, frozen=True, kw_only=True):
-    """A function's name with its arguments as JSON text, or as the object itself."""
+    """The called function, with its arguments as JSON text or as an object."""
 
     name: ToolName
     arguments: Text | JsonObject
 
 
 class ToolCallParam(Wire, frozen=True, tag="function", tag_field="type"):
-    """A call that the assistant made in an earlier turn."""
+    """A tool call of the assistant in an earlier turn."""
 
     other_types: ClassVar[Mapping[str, str]] = {"custom": "only function tools are supported"}
     is_untagged_form: ClassVar = True
@@ -102,22 +102,22 @@ class ToolCallParam(Wire, frozen=True, tag="function", tag_field="type"):
 
 
 class SystemMessage(Wire, frozen=True, tag="system", tag_field="role"):
-    """Instructions."""
+    """A system message."""
 
     content: Content
     name: ShortText | None = None
 
 
 class DeveloperMessage(SystemMessage, frozen=True, tag="developer", tag_field="role"):
-    """Instructions under OpenAI's newer role name."""
+    """A system message under OpenAI's newer name for this role."""
 
 
 class UserMessage(SystemMessage, frozen=True, tag="user", tag_field="role"):
-    """A user's turn."""
+    """A user message."""
 
 
 class AssistantMessage(Wire, frozen=True, tag="assistant", tag_field="role"):
-    """An earlier answer, as our responses, the official clients or other servers write it."""
+    """An earlier answer of the assistant, with fields of this and of other servers."""
 
     refused: ClassVar[Mapping[str, str]] = {
         "audio": "audio input is not supported",
@@ -133,7 +133,7 @@ class AssistantMessage(Wire, frozen=True, tag="assistant", tag_field="role"):
 
 
 class ToolMessage(Wire, frozen=True, tag="tool", tag_field="role"):
-    """A tool's answer."""
+    """The result of a tool call."""
 
     other_types: ClassVar[Mapping[str, str]] = {"function": "use the role `tool`"}
 
@@ -146,7 +146,7 @@ Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
 
 
 class FunctionTool(Wire, frozen=True, kw_only=True):
-    """A function that the model may call; `parameters` is a JSON schema."""
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
 
     name: ToolName
     description: Text | None = None
@@ -155,7 +155,7 @@ class FunctionTool(Wire, frozen=True, kw_only=True):
 
 
 class ToolParam(Wire, frozen=True, tag="function", tag_field="type"):
-    """A tool. Tools other than functions are not offered to the model."""
+    """A tool. Types other than functions are ignored."""
 
     dropped_types: ClassVar = ("",)
     is_untagged_form: ClassVar = True
@@ -164,13 +164,13 @@ class ToolParam(Wire, frozen=True, tag="function", tag_field="type"):
 
 
 class NamedFunction(Wire, frozen=True, kw_only=True):
-    """The one function to call."""
+    """The name of a function that the model must call."""
 
     name: ToolName
 
 
 class NamedToolChoice(Wire, frozen=True, tag="function", tag_field="type"):
-    """Forces a call of one function."""
+    """`tool_choice` that makes the model call this function."""
 
     other_types: ClassVar[Mapping[str, str]] = {
         "custom": "only function tools are supported",
@@ -186,17 +186,17 @@ Tools = Annotated[list[ToolParam], Meta(max_length=256)]
 
 
 class TextFormat(Wire, frozen=True, tag="text", tag_field="type"):
-    """A response format without a constraint."""
+    """`response_format` for any text."""
 
 
 class JsonObjectFormat(Wire, frozen=True, tag="json_object", tag_field="type"):
-    """Any JSON object, or, as in llama.cpp, one that follows `schema`."""
+    """`response_format` for any JSON object, or, as in llama.cpp, for one that matches `schema`."""
 
     schema: JsonObject | None = None
 
 
 class JsonSchemaSpec(Wire, frozen=True, kw_only=True):
-    """A named JSON schema. Output always follows it, whatever `strict` says."""
+    """A JSON schema. The output always matches it, also without `strict`."""
 
     name: ToolName = "answer"
     schema: JsonObject = msgspec.field(default_factory=dict)
@@ -205,7 +205,7 @@ class JsonSchemaSpec(Wire, frozen=True, kw_only=True):
 
 
 class JsonSchemaFormat(Wire, frozen=True, tag="json_schema", tag_field="type"):
-    """JSON that follows a schema."""
+    """`response_format` for JSON that matches a schema."""
 
     json_schema: JsonSchemaSpec
 
@@ -214,7 +214,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class StructuredOutputs(Wire, frozen=True, kw_only=True):
-    """vLLM's fields for constraints: exactly one of the four."""
+    """vLLM's field for constrained output. Exactly one of the four must be set."""
 
     json: JsonObject | None = None
     regex: Annotated[str, Meta(min_length=1, max_length=65_536)] | None = None
@@ -223,7 +223,7 @@ class StructuredOutputs(Wire, frozen=True, kw_only=True):
 
 
 class StreamOptions(Wire, frozen=True, kw_only=True):
-    """`include_usage` adds a last chunk with the usage of the whole request."""
+    """`include_usage` adds a last chunk with the token counts of the request."""
 
     include_usage: bool = False
 
@@ -234,7 +234,7 @@ LogitBias = Annotated[
 ]
 
 
-#: Fields of other servers, each with the field that replaces it here.
+#: Fields of other servers → what to use here, for the error text.
 OTHER_SERVERS_FIELDS = {
     "ebnf": "use structured_outputs.grammar",
     "regex": "use structured_outputs.regex",
@@ -249,7 +249,7 @@ OTHER_SERVERS_FIELDS = {
 
 
 class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
-    """Fields that chat and plain completions share."""
+    """Base of /v1/chat/completions and /v1/completions."""
 
     refused: ClassVar[Mapping[str, str]] = OTHER_SERVERS_FIELDS
 
@@ -294,7 +294,8 @@ class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
 
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
-#: A text, several texts, a list of token ids, or several of these. `translate` refuses mixed lists.
+#: A text, a list of texts, a list of token ids, or a list of such lists. `translate.prompts` refuses
+#: mixed lists.
 Prompt = Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
 
 
@@ -318,7 +319,7 @@ class EmbeddingRequest(ModelFields, frozen=True, kw_only=True):
 
 
 class ErrorBody(Reply, frozen=True, kw_only=True):
-    """OpenAI's error. `code` is edgeinfer's own where OpenAI has none."""
+    """An error. `code` is OpenAI's, or edgeinfer's own if OpenAI has none for it."""
 
     message: str
     type: str
@@ -327,13 +328,13 @@ class ErrorBody(Reply, frozen=True, kw_only=True):
 
 
 class ErrorReply(Reply, frozen=True, kw_only=True):
-    """OpenAI's error envelope."""
+    """OpenAI's error response."""
 
     error: ErrorBody
 
 
 class PromptTokensDetails(Reply, frozen=True, kw_only=True):
-    """Cached tokens of the prompt. `cached_disk_tokens` (edgeinfer's) counts those from the disk."""
+    """Cached tokens of the prompt; `cached_disk_tokens` of these were cached on the disk."""
 
     cached_tokens: int = 0
     cached_disk_tokens: int = 0
@@ -348,7 +349,7 @@ class CompletionTokensDetails(Reply, frozen=True, kw_only=True):
 
 
 class WireUsage(Reply, frozen=True, kw_only=True):
-    """Token counts of a request."""
+    """Token counts of a request with all its answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -402,7 +403,7 @@ class ChatChoice(Reply, frozen=True, kw_only=True):
 
 
 class CompletionFields(Reply, frozen=True, kw_only=True):
-    """Fields that the answers of /v1/chat/completions and /v1/completions share."""
+    """Base of the responses of /v1/chat/completions and /v1/completions."""
 
     id: str
     created: int
@@ -413,7 +414,7 @@ class CompletionFields(Reply, frozen=True, kw_only=True):
 
 
 class ChatCompletion(CompletionFields, frozen=True, kw_only=True):
-    """The answer of /v1/chat/completions."""
+    """Response of POST /v1/chat/completions."""
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
@@ -421,7 +422,7 @@ class ChatCompletion(CompletionFields, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(Reply, frozen=True, kw_only=True):
-    """The log-probability of the prompt's first token is null: nothing predicts it."""
+    """Log probabilities of tokens; null for the first token of a prompt, which nothing predicts."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -437,7 +438,7 @@ class CompletionChoice(Reply, frozen=True, kw_only=True):
 
 
 class Completion(CompletionFields, frozen=True, kw_only=True):
-    """The answer of /v1/completions."""
+    """Response of POST /v1/completions."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
@@ -450,7 +451,7 @@ class Embedding(Reply, frozen=True, kw_only=True):
 
 
 class EmbeddingReply(Reply, frozen=True, kw_only=True):
-    """The answer of /v1/embeddings."""
+    """Response of POST /v1/embeddings."""
 
     data: list[Embedding]
     model: str
@@ -459,27 +460,28 @@ class EmbeddingReply(Reply, frozen=True, kw_only=True):
 
 
 class ModelMeta(Reply, frozen=True, kw_only=True):
-    """llama.cpp's fields about a model's training."""
+    """Metadata of a model, as in llama.cpp's server: its training context (tokens)."""
 
     n_ctx_train: int = 0
 
 
 class ModelArchitecture(Reply, frozen=True, kw_only=True):
-    """Input and output kinds of a model, in the field where routers look for them."""
+    """Kinds of input and output of a model, as OpenRouter's list of models has them."""
 
     input_modalities: list[str]
     output_modalities: list[str] = msgspec.field(default_factory=lambda: ["text"])
 
 
 class ModelCard(Reply, frozen=True, kw_only=True):
-    """A pulled model. `state` is one of cold, loading, loaded; `size_bytes` is its files' size.
+    """A model that requests may name.
 
-    `alias_of` is the model that an alias of the configuration stands for, "" for a model's own name.
+    `state` is "cold", "loading" or "loaded"; `size_bytes` is the size of its files. `alias_of` is the
+    model's own name if `id` is an alias, else "". `n_ctx` is the context size (tokens), 0 until the
+    model is loaded.
 
-    The context size (of the loaded model, otherwise of its training) has three names, because clients
-    look for different ones: vLLM's `max_model_len`, `context_length` of routers, Anthropic's
-    `max_input_tokens`. `n_ctx` is 0 until it is loaded. `type`, `display_name` and `created_at` are
-    Anthropic's.
+    Clients look for the context size under different names: `max_model_len` (vLLM), `context_length`
+    (OpenRouter), `max_input_tokens` (Anthropic). Before the model is loaded, they have the context of
+    its training. `type`, `display_name` and `created_at` are Anthropic's.
     """
 
     id: str
@@ -502,7 +504,7 @@ class ModelCard(Reply, frozen=True, kw_only=True):
 
 
 class ModelCapabilities(Reply, frozen=True, kw_only=True):
-    """Capabilities of a model in llama.cpp's names: "multimodal" if it accepts pictures."""
+    """Capabilities of a model, as in llama.cpp's server: "multimodal" if it accepts pictures."""
 
     name: str
     model: str
@@ -510,7 +512,7 @@ class ModelCapabilities(Reply, frozen=True, kw_only=True):
 
 
 class ModelList(Reply, frozen=True, kw_only=True):
-    """The answer of /v1/models. It is also Anthropic's list: a single page."""
+    """Response of GET /v1/models, with OpenAI's, llama.cpp's and Anthropic's fields in one page."""
 
     data: list[ModelCard]
     models: list[ModelCapabilities]

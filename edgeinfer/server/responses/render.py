@@ -1,7 +1,7 @@
-"""Render events as OpenAI's response object, streamed or whole.
+"""Convert engine events to the response object of OpenAI's Responses API, or to its event stream.
 
-The stream announces every item and part before its text and repeats the whole at the end;
-`sequence_number` counts its events.
+In a stream, events announce each item and part, send its text in pieces, and repeat it as a whole.
+`sequence_number` counts the events.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EMPTY_PARTS = {"message": wire.OutputTextOut(text=""), "reasoning": wire.Reason
 
 
 class ResponseRenderer(Renderer):
-    """Renders `response` and its stream."""
+    """Renders POST /v1/responses. `store` is called with the finished response."""
 
     def __init__(
         self,
@@ -44,7 +44,6 @@ class ResponseRenderer(Renderer):
         store: Callable[[wire.ResponseReply], None] | None = None,
     ) -> None:
         self.id = request_id
-        #: Callback that stores the finished response.
         self._store = store
         self.model = model
         self.created = int(time.time())
@@ -54,7 +53,7 @@ class ResponseRenderer(Renderer):
         self._sequence = -1
         self._items: list[tuple[str, Any]] = []
 
-    # --- streamed
+    # --- event stream
 
     def opening(self) -> bytes:
         reply = self.reply("in_progress")
@@ -167,7 +166,7 @@ class ResponseRenderer(Renderer):
             namespace=namespace or msgspec.UNSET,
         )
 
-    # --- whole
+    # --- one JSON object
 
     def whole(self, answers: list[CollectedAnswer]) -> bytes:
         (answer,) = answers
@@ -196,7 +195,7 @@ class ResponseRenderer(Renderer):
     def reply(
         self, status: Any, output: Sequence[wire.OutputItem] = (), usage: Usage | None = None
     ) -> wire.ResponseReply:
-        """Return the response object, by default without an answer."""
+        """Make the response object; without `output` and `usage` it is that of a running request."""
         body = self._request
         text = (body.text and body.text.format) or TextFormat()
         return wire.ResponseReply(

@@ -1,4 +1,7 @@
-"""OpenAI's Responses routes. With `store-responses`, responses can be continued and retrieved by id."""
+"""Routes of OpenAI's Responses API.
+
+If `store-responses` is set under [serve], later requests can continue and retrieve a response by id.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,10 @@ class _Output(msgspec.Struct):
 
 
 def with_previous(context: RequestContext, body: wire.ResponsesRequest) -> wire.ResponsesRequest:
-    """Prepend the conversation of `previous_response_id`. Raises Problem 400 if it is not stored."""
+    """Put the conversation of `previous_response_id` before the request's own input.
+
+    Raises Problem 400 if that response is not stored.
+    """
     name, param = body.previous_response_id, "previous_response_id"
     if name is None:
         return body
@@ -85,7 +91,7 @@ def with_previous(context: RequestContext, body: wire.ResponsesRequest) -> wire.
 
 
 def with_references(context: RequestContext, body: wire.ResponsesRequest) -> wire.ResponsesRequest:
-    """Replace references by stored items. Raises Problem 400 for an unknown reference."""
+    """Replace each `item_reference` by the stored item. Raises Problem 400 if it is not stored."""
     if isinstance(body.input, str):
         return body
     items = [_resolve(context, item) for item in body.input]
@@ -115,7 +121,7 @@ def _store(
 
 
 def find_stored(context: RequestContext) -> tuple[ResponseStore, StoredResponse]:
-    """Find the stored response that the path names. Raises Problem 404."""
+    """Return the store and the response whose id is in the path. Raises Problem 404."""
     store, name = context.endpoint.responses, context.path_id
     if store is not None and (response := store.find(context.key, name)) is not None:
         return store, response
@@ -137,7 +143,7 @@ def _output_items(response: StoredResponse) -> list[wire.Item]:
 
 
 def error_events(problem: Problem, request_id: str) -> bytes:
-    """Encode the `error` event, for streams that cannot send `response.failed`."""
+    """Encode an error as the event `error`, if there is no renderer to send `response.failed`."""
     event = {
         "type": "error",
         "code": problem.code,

@@ -1,4 +1,4 @@
-"""OpenAI's Responses wire types → the engine's requests. Pure functions."""
+"""Convert requests of OpenAI's Responses API to requests of the engine. Pure functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from edgeinfer.server.responses import wire
 
 
 def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateRequest:
-    """Convert a Responses request. Raises InvalidRequestError naming the field."""
+    """Convert POST /v1/responses. Raises InvalidRequestError, which names the field."""
     tools = tools_of(body)
     wants_logprobs = wire.LOGPROBS in (body.include or ()) or body.top_logprobs is not None
     return GenerateRequest(
@@ -51,7 +51,10 @@ def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateR
 
 
 def conversation(body: wire.ResponsesRequest) -> tuple[Message, ...]:
-    """Convert instructions and items to turns; calls and reasoning join their assistant turn."""
+    """Convert instructions and items to messages.
+
+    Items of reasoning and function calls are merged into the assistant's message that they belong to.
+    """
     turns: list[Message] = []
     if body.instructions:
         turns.append(Message(role="system", content=body.instructions))
@@ -63,14 +66,14 @@ def conversation(body: wire.ResponsesRequest) -> tuple[Message, ...]:
 
 
 def shown_name(namespace: str | None, name: str) -> str:
-    """Return the function's name that the model sees."""
+    """Return the name under which the model sees a function: `name`, or `namespace.name`."""
     return f"{namespace}.{name}" if namespace else name
 
 
 def functions_of(
     body: wire.ResponsesRequest,
 ) -> Iterator[tuple[str, str | None, wire.ResponseFunctionTool]]:
-    """Yield each function with the name that the model sees, and its namespace."""
+    """Yield (name that the model sees, namespace or None, function) for each function tool."""
     for tool in body.tools or ():
         if isinstance(tool, wire.NamespaceTool):
             yield from ((shown_name(tool.name, f.name), tool.name, f) for f in tool.tools)
@@ -79,7 +82,7 @@ def functions_of(
 
 
 def tools_of(body: wire.ResponsesRequest) -> tuple[Tool, ...]:
-    """Convert functions to tools. Raises InvalidRequestError if two have one name."""
+    """Convert the function tools. Raises InvalidRequestError if two have the same name."""
     converted = (
         tool_of(name, f.description, f.parameters, f.strict) for name, _, f in functions_of(body)
     )
@@ -87,7 +90,10 @@ def tools_of(body: wire.ResponsesRequest) -> tuple[Tool, ...]:
 
 
 def _model_name(name: str, body: wire.ResponsesRequest) -> str:
-    """Return the model's name for function `name`, which the client gave without its namespace."""
+    """Return the name under which the model sees the function that a client calls `name`.
+
+    `tool_choice` has no namespace: "search" stands for "web.search" if there is such a function.
+    """
     shown_names = [shown for shown, _, f in functions_of(body) if name in (shown, f.name)]
     return name if name in shown_names else next(iter(shown_names), name)
 
@@ -115,7 +121,7 @@ def _append(turns: list[Message], item: wire.Item) -> None:
 
 
 def _pending_reasoning(turns: list[Message], item: wire.MessageItem) -> str:
-    """Remove and return the text of a reasoning item just before an assistant's message."""
+    """Remove the reasoning before an assistant's message from `turns` and return it; "" if none."""
     last = turns[-1] if turns and item.role == "assistant" else None
     if last is None or last.role != "assistant" or last.content or last.tool_calls:
         return ""

@@ -1,4 +1,4 @@
-"""Wire types of OpenAI's Responses API (its OpenAPI document). Storing responses is optional."""
+"""JSON types of OpenAI's Responses API, from its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from edgeinfer.server.wire_types import (
 )
 
 _OTHER_PARTS = {"input_audio": "audio input is not supported"}
-#: The honoured value of `include`.
+#: The only supported value of `include`.
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -37,11 +37,11 @@ class InputText(Wire, frozen=True, tag="input_text", tag_field="type"):
 
 
 class PlainText(InputText, frozen=True, tag="text", tag_field="type"):
-    """A text, spelled as in the chat API."""
+    """A text part with the `type` of the chat completions API."""
 
 
 class InputImage(Wire, frozen=True, tag="input_image", tag_field="type"):
-    """A picture as a `data:` URI; URLs are not fetched."""
+    """A picture as a `data:` URI. Other URLs are refused."""
 
     refused: ClassVar[Mapping[str, str]] = {"file_id": "the endpoint stores no files, send a data: URI"}
 
@@ -49,7 +49,7 @@ class InputImage(Wire, frozen=True, tag="input_image", tag_field="type"):
 
 
 class InputFile(Wire, frozen=True, tag="input_file", tag_field="type"):
-    """A PDF, a DOCX file or text, in base64 or as a `data:` URI; URLs are not fetched."""
+    """A PDF, DOCX, HTML or text file, in base64 or as a `data:` URI. Other URLs are refused."""
 
     refused: ClassVar[Mapping[str, str]] = {
         "file_id": "the endpoint stores no files, send `file_data`",
@@ -61,7 +61,7 @@ class InputFile(Wire, frozen=True, tag="input_file", tag_field="type"):
 
 
 class OutputText(Wire, frozen=True, tag="output_text", tag_field="type"):
-    """Text of an earlier answer, as our responses or the official clients write it."""
+    """Text of an earlier answer."""
 
     text: Text
 
@@ -85,7 +85,7 @@ class _TurnItem(Wire, frozen=True, kw_only=True):
 
 
 class MessageItem(_TurnItem, frozen=True, tag="message", tag_field="type"):
-    """A turn; its `type` may be left out."""
+    """A message. Clients may leave out its `type`."""
 
     is_untagged_form: ClassVar = True
     other_types: ClassVar[Mapping[str, str]] = {
@@ -98,7 +98,7 @@ class MessageItem(_TurnItem, frozen=True, tag="message", tag_field="type"):
         "local_shell_call": "only function tools are supported",
         "apply_patch_call": "only function tools are supported",
     }
-    #: Item types of OpenAI's own tools. They are dropped: they hold no text for the model.
+    #: Items of tools that OpenAI's servers run. They are removed: they have no text for the model.
     dropped_types: ClassVar = tuple(
         "web_search_call file_search_call code_interpreter_call tool_search_ mcp_ "
         "additional_tools compaction_trigger program".split()
@@ -121,14 +121,14 @@ class FunctionOutputItem(_TurnItem, frozen=True, tag="function_call_output", tag
 
 
 class ReasoningItem(_TurnItem, frozen=True, tag="reasoning", tag_field="type"):
-    """Reasoning of an earlier answer; its summary is used if the text is missing."""
+    """Reasoning of an earlier answer. Without `content`, the model sees its summary."""
 
     summary: Annotated[list[SummaryText], Meta(max_length=64)] = msgspec.field(default_factory=list)
     content: Annotated[list[ReasoningText], Meta(max_length=64)] | None = None
 
 
 class ItemReference(Wire, frozen=True, tag="item_reference", tag_field="type"):
-    """An item of a stored response, by its id."""
+    """A reference to an item of a stored response."""
 
     id: ShortText
 
@@ -137,13 +137,13 @@ Item = MessageItem | ItemReference | FunctionCallItem | FunctionOutputItem | Rea
 
 
 class ResponseFunctionTool(FunctionTool, frozen=True, tag="function", tag_field="type"):
-    """A function. Tools of other types are not offered to the model."""
+    """A function that the model may call. Tools of other types are ignored."""
 
     dropped_types: ClassVar = ("",)
 
 
 class NamespaceTool(Wire, frozen=True, tag="namespace", tag_field="type"):
-    """Functions under a common name; the model sees each as `namespace.function`."""
+    """Functions under a common name. The model sees each as `namespace.function`."""
 
     name: ToolName
     tools: Annotated[list[ResponseFunctionTool], Meta(max_length=256)]
@@ -171,7 +171,7 @@ class TextConfig(Wire, frozen=True, kw_only=True):
 
 
 class ReasoningConfig(Wire, frozen=True, kw_only=True):
-    """`effort` reaches the model's chat template."""
+    """How much the model reasons. `effort` becomes a variable of its chat template."""
 
     effort: Effort | None = None
 
@@ -216,7 +216,7 @@ class StoredQuery(Wire, frozen=True, kw_only=True):
 
 
 class InputDetails(Reply, frozen=True, kw_only=True):
-    """Cached tokens of the input. `cached_disk_tokens` (edgeinfer's) counts those from the disk."""
+    """Cached tokens of the input; `cached_disk_tokens` of these were cached on the disk."""
 
     cached_tokens: int = 0
     cached_disk_tokens: int = 0
@@ -281,7 +281,7 @@ class ResponseError(Reply, frozen=True, kw_only=True):
 
 
 class ResponseReply(Reply, frozen=True, kw_only=True):
-    """The answer of /v1/responses."""
+    """Response of POST /v1/responses."""
 
     id: str
     created_at: int
@@ -311,7 +311,7 @@ class ResponseReply(Reply, frozen=True, kw_only=True):
 
 
 class DeletedResponse(Reply, frozen=True, kw_only=True):
-    """The answer of DELETE /v1/responses/{id}."""
+    """Response of DELETE /v1/responses/{id}."""
 
     id: str
     object: Literal["response"] = "response"

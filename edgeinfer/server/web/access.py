@@ -1,12 +1,12 @@
-"""Sign-in of the page: a one-time code or the first API key gives a cookie that scripts cannot read.
+"""Sign-in to the chat page: a one-time code or the first API key is exchanged for an HttpOnly cookie.
 
-Codes and cookies are signed with a secret in the data folder (0600), so `edgeinfer web` makes a code
-without the endpoint, and a restarted endpoint accepts its cookies. A code is valid for two minutes,
-once, and only at an endpoint that was running when it was made.
+`edgeinfer web` makes the code. Codes and cookies are signed (HMAC) with a secret in the data folder
+(mode 0600). Therefore a code can be made without the endpoint, and cookies stay valid if the endpoint
+restarts. A code is valid once, for two minutes, and only at an endpoint that ran when it was made.
 
-On this machine the kernel tells which user a connection belongs to. A code is valid only for this user,
-a cookie only for the user who got it. This user's browser needs neither code nor key if the endpoint
-has no key, or if `edgeinfer web` has just announced it.
+For connections on this machine, the kernel says which user opened them. Only the endpoint's own user
+can use a code, and only the user who got a cookie can use it. The endpoint's own user needs neither
+code nor key if there are no API keys, or within two minutes after `edgeinfer web`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,19 @@ if TYPE_CHECKING:
 
 _CODE_S = 120
 _COOKIE_S = 30 * 24 * 3600
-#: Path of all the page's requests, so that no other route gets the cookie.
+#: Path under which all requests of the page lie, so that browsers send the cookie to no other route.
 PATH = "/web"
 
 
 def read_secret() -> bytes:
-    """Return this user's secret, made on first use. Raises ServeError."""
+    """Return this user's signing secret (32 bytes), created on first use.
+
+    Raises ServeError if the file cannot be read, or if other users can read it.
+    """
     path = paths.data_dir() / "web-secret"
     with path_errors(path, "check the data folder", ServeError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not path.exists():  # another process never reads a partial secret, nor replaces it
+        if not path.exists():  # `new_file` is atomic: if two processes get here, both read one secret
             with new_file(path, 0o600, replaces=False) as file:
                 file.write(secrets.token_bytes(32))
         status = path.stat()
@@ -64,19 +67,19 @@ def _is_same(signature: str, expected: str) -> bool:
 
 
 def make_code() -> str:
-    """Make a code for the page's URL. Raises ServeError."""
+    """Make a one-time code for the page's URL. Raises ServeError."""
     made_at, nonce = f"{time.time():.6f}", secrets.token_hex(8)
     return f"{made_at}-{nonce}-{_sign(read_secret(), 'code', made_at, nonce)}"
 
 
 def user_of(connection: Connection | None) -> str:
-    """Return the client's uid as text; "" if it is on another machine or unknown to the kernel."""
+    """Return the client's uid as text; "" if it is on another machine or unknown."""
     uid = None if connection is None else connection.uid
     return "" if uid is None else str(uid)
 
 
 class Access:
-    """Checks the sign-in codes and cookies of the endpoint at `port`, and its first API key."""
+    """Checks codes and cookies of the endpoint at `port`. `user` is a client's uid as text, or ""."""
 
     def __init__(self, port: int, keys: Keys) -> None:
         self._keys = keys
@@ -90,17 +93,17 @@ class Access:
         return read_secret()
 
     def accepts_key(self, key: str) -> bool:
-        """Return whether this is the first API key."""
+        """Return whether `key` is the first (the administrator's) API key."""
         name = self._keys.name(key)
         return name is not None and self._keys.is_first(name)
 
     def redeem(self, code: str, user: str) -> bool:
-        """Use up a code; return False for an invalid, expired or used code, or one of another user."""
+        """Return whether a code is valid for `user`, and mark it as used."""
         made_at, nonce, signature, *_ = [*code.split("-", 2), "", ""]
         if not _is_same(signature, _sign(self._secret, "code", made_at, nonce)):
             return False
         age_s = time.time() - float(made_at)
-        # the endpoint's own age limits it too: the wall clock may have been set back since the start
+        # the code must be younger than the endpoint, even if the clock was set back since its start
         is_fresh = -1 < age_s < min(_CODE_S, time.monotonic() - self._began)
         if code in self._used or not is_fresh or user not in ("", "0", str(os.getuid())):
             return False
@@ -108,11 +111,11 @@ class Access:
         return True
 
     def announce(self) -> None:
-        """Let this user's next browser sign in without a code, for as long as a code is valid."""
+        """Let the endpoint's own user sign in once without a code within the next two minutes."""
         self._announced_until = time.monotonic() + _CODE_S
 
     def may_sign_in(self, user: str) -> bool:
-        """Return whether a browser of `user` may sign in now without a code or a key."""
+        """Return whether `user` may sign in without code and key; end the announcement if so."""
         is_announced = time.monotonic() < self._announced_until
         if user != str(os.getuid()) or (self._keys and not is_announced):
             return False
@@ -123,14 +126,17 @@ class Access:
         return _sign(self._secret, "cookie", until, self._keys.first, str(self._port), user)
 
     def cookie(self, user: str, *, secure: bool) -> str:
-        """Return a Set-Cookie header; changing the first API key invalidates the cookie."""
+        """Return a Set-Cookie header. The cookie becomes invalid if the first API key changes."""
         until = str(int(time.time()) + _COOKIE_S)
         value = f"edgeinfer-{self._port}={until}-{self._signature(until, user)}"
         secure_flag = "; Secure" if secure else ""
         return f"{value}; Path={PATH}; Max-Age={_COOKIE_S}; HttpOnly; SameSite=Strict{secure_flag}"
 
     def check(self, cookies: str, user: str) -> str:
-        """Return the first API key's name, "" without keys. Raises Problem 401."""
+        """Check the header Cookie; return the name of the first API key, "" without keys.
+
+        Raises Problem 401 if the cookie is missing, expired or of another user.
+        """
         value = ""
         with contextlib.suppress(CookieError, KeyError):
             value = SimpleCookie(cookies)[f"edgeinfer-{self._port}"].value
@@ -141,7 +147,7 @@ class Access:
 
 
 class Web:
-    """Creates the parts of one endpoint's page; their modules are imported at the first request."""
+    """The chat page of an endpoint. Its parts are imported and created when a request needs them."""
 
     def __init__(self, access: Access, endpoint: Endpoint, admin: ModelAdministrator) -> None:
         self.access = access

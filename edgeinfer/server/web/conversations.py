@@ -1,8 +1,8 @@
-"""Change, answer and follow the stored conversations for the page.
+"""Change and answer the user's stored conversations, and send their changes to open chat pages.
 
-The page gets nothing from memory: an answer is written to the journal of the chat's store, and each
-page follows the store, whichever process writes. So a page also shows the terminal's answers, and a
-reload or a killed endpoint loses nothing.
+An answer is not sent to a page directly. It is written to the conversation store (SQLite), which each
+page's event stream polls. Therefore a page also shows answers that the terminal chat writes, and
+nothing is lost if the page is reloaded or the endpoint is killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.metrics import version_of
 from edgeinfer.server.model_pool import Lease
 from edgeinfer.server.problems import Problem
-from edgeinfer.server.web.render import Growing, render_turn
+from edgeinfer.server.web.render import GrowingHtml, render_turn
 from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.tool_use import Stop, ToolUse
 
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Begin = Callable[[ChatSession], AnswerWriter]
-#: Interval (s) at which the store is polled; polling an unchanged store takes 0.1 ms.
-_LOOK_S = 0.05
-#: Most answers generated concurrently for the page.
+#: Interval (s) at which the store is polled. Polling an unchanged store takes 0.1 ms.
+_POLL_S = 0.05
+#: Maximum number of answers that are generated at once for the page.
 _MOST_ANSWERS = 16
-#: How long (s) a request waits until its answer begins: the model may have to be loaded.
+#: How long (s) a request waits for its answer to begin, before it returns anyway (a model may load).
 _BEGIN_S = 1.0
-#: How long (s) a tool call waits for a decision while no page is open.
+#: How long (s) a tool call waits for the user's permission while no page is open.
 UNSEEN_S = 600.0
 _CARDS = itertools.count(1)
 
 
 class _ShownCard:
-    """A tool call's card that pages show, with the user's decision."""
+    """A tool call for which pages ask the user's permission, and a queue for the decision."""
 
     def __init__(self, card: Card, folder: str) -> None:
         self.plain: dict[str, object] = {**card.page_fields(), "folder": folder, "number": next(_CARDS)}
@@ -62,26 +62,32 @@ class _ShownCard:
 
 
 class RunningAnswer:
-    """Shows one running answer in all pages, and asks them about its tool calls. Any thread."""
+    """The state of an answer that pages show: notices, and tool calls that need permission.
+
+    Thread-safe.
+    """
 
     def __init__(self, conversation_id: int = 0, *, is_running: bool = True) -> None:
-        #: Id of the conversation; 0 until a new one is stored.
+        #: Id of the conversation; 0 until a new conversation is stored.
         self.conversation_id = conversation_id
         self.is_running = is_running
         self.answer: AnswerWriter | None = None
         self.tools: ChatTools | None = None
         self.stop = Stop()
-        #: Message: why the answer waits or has failed.
+        #: Why the answer waits or has failed, as text for the user.
         self.notice = ""
-        #: Notices about changes of tool servers.
-        self.said: tuple[str, ...] = ()
-        #: Monotonic time (s) at which a page last polled.
+        #: Texts for the user about tool servers that changed or failed.
+        self.tool_notices: tuple[str, ...] = ()
+        #: time.monotonic() at which a page last polled for changes.
         self.seen = time.monotonic()
         self._call_notes: dict[str, str] = {}
         self._shown: _ShownCard | None = None
 
     def decide(self, card: Card) -> Decision:
-        """Show a card in every page. Wait for a decision, a stop, or too long without a page."""
+        """Ask the user in every page whether a tool call may run; wait for the decision.
+
+        It is "no" if the answer is stopped, or if no page has been open for `UNSEEN_S`.
+        """
         card_shown = _ShownCard(card, "" if self.tools is None else str(self.tools.toolbox.folder))
 
         def refuse() -> None:
@@ -103,31 +109,34 @@ class RunningAnswer:
         self._call_notes = {**self._call_notes, use.id: text or use.status}
 
     def take(self, card: int, decision: Decision) -> None:
-        """Set the decision about a card. Raises Problem 409 if its call no longer waits."""
-        shown = self._shown  # another thread ends it, and may show the next one
+        """Set the user's decision about the tool call of a card (by its number).
+
+        Raises Problem 409 if the call no longer waits for one.
+        """
+        shown = self._shown  # read once: the thread in `decide` may replace it meanwhile
         if shown is None or shown.is_decided or shown.plain["number"] != card:
             raise Problem(409, "This call no longer waits for a decision.", code="not_waiting")
         shown.is_decided = True
         shown.decided.put(decision)
 
     def cancel(self) -> None:
-        """Stop the answer and its calls."""
+        """Stop generating the answer and running its tool calls."""
         self.stop.set()
         if self.answer is not None:
             self.answer.stop()
 
     def calls(self) -> dict[str, object]:
-        """Describe the tool calls for a page."""
+        """Return the data of the event `calls`: the call that waits for permission, and notes."""
         shown = self._shown
         card = None if shown is None or shown.is_decided else shown.plain
-        return {"card": card, "words": self._call_notes, "said": self.said}
+        return {"card": card, "words": self._call_notes, "said": self.tool_notices}
 
 
 _NOTHING_RUNS = RunningAnswer(is_running=False)
 
 
 class Conversations:
-    """Serves the stored conversations of the endpoint's user to pages. Belongs to one event loop."""
+    """Serves the conversations of the user who runs the endpoint. Use it on the event loop."""
 
     def __init__(
         self, endpoint: Endpoint, open_store: Callable[[], ConversationStore] = ConversationStore.open
@@ -136,23 +145,22 @@ class Conversations:
         self._open_store = open_store
         self._reader = ThreadPoolExecutor(1, "conversations")
         self._writers = ThreadPoolExecutor(_MOST_ANSWERS, "answers")
-        #: Threads of tool calls, separate from those of answers: a call that waits for the user blocks
-        #: one.
+        #: Runs tool calls, one thread for each, because a call may wait for the user's permission.
         self._callers = ThreadPoolExecutor(endpoint.limits.max_requests, "page calls")
         self._store: ConversationStore | None = None
         self._answers: dict[int, RunningAnswer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def report(self, error: Exception) -> None:
-        """Log an error that affects only one turn."""
+        """Log an unexpected exception that affects only one turn, e.g. in rendering it."""
         self._endpoint.log.error("internal", error)
 
     def latest_answer(self, conversation_id: int) -> RunningAnswer:
-        """Return the latest answer that this endpoint began in a conversation, running or ended."""
+        """Return the last answer that this process began in a conversation, running or ended."""
         return self._answers.get(conversation_id, _NOTHING_RUNS)
 
     async def use(self, work: Callable[[ConversationStore], T]) -> T:
-        """Run `work` with the store, in its thread. Raises what `work` and opening the store raise."""
+        """Run `work(store)` in the store's thread. Raises what `work` and opening the store raise."""
 
         def working() -> T:
             self._store = self._store or self._open_store()
@@ -161,7 +169,10 @@ class Conversations:
         return await asyncio.get_running_loop().run_in_executor(self._reader, working)
 
     async def change(self, conversation_id: int, work: Callable[[ChatSession], T]) -> T:
-        """Run `work` with a session of a stored conversation (0: a new one)."""
+        """Run `work(session)` for a stored conversation (0: a new one). Raises what `work` raises.
+
+        Raises Problem 404 for an unknown id.
+        """
 
         def changing(store: ConversationStore) -> T:
             session = ChatSession(lambda: store)
@@ -173,7 +184,7 @@ class Conversations:
 
         return await self.use(changing)
 
-    # answers
+    # --- answers
 
     async def answer(
         self,
@@ -212,7 +223,7 @@ class Conversations:
         task = asyncio.create_task(self._answer(context, conversation, running, begin, began))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        # so that the page's next view contains the answer
+        # wait briefly, so that the page's next event contains the beginning of the answer
         waiting = asyncio.create_task(began.wait())
         await asyncio.wait({task, waiting}, timeout=_BEGIN_S, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -236,7 +247,7 @@ class Conversations:
         async def has_calls(begin: Begin) -> bool:
             try:
                 return await self._generate(context, conversation, running, begin)
-            except EngineClosedError:  # the engine's process died since the last request
+            except EngineClosedError:  # the model's process had died: try once more, which reloads it
                 return await self._generate(context, conversation, running, begin)
 
         try:
@@ -248,7 +259,7 @@ class Conversations:
                 waits = await has_calls(ChatSession.begin_answer)
         except (EdgeInferError, Problem) as error:
             running.notice = self._endpoint.problem_of(error, context.id).message
-        except Exception as error:  # noqa: BLE001  the page says that it failed, the log says why
+        except Exception as error:  # noqa: BLE001  the page shows that the answer failed, the log has the cause
             self._endpoint.log.error("internal", error, request_id=context.id)
             running.notice = f"An internal error; the log has it ({context.id})."
         finally:
@@ -276,7 +287,10 @@ class Conversations:
     def _write(
         self, running: RunningAnswer, begin: Begin, lease: Lease, loop: asyncio.AbstractEventLoop
     ) -> bool:
-        """Generate an answer into the store, in a thread; return whether tool calls are pending."""
+        """Generate an answer and write it to the store; return whether it has tool calls to run.
+
+        Called in a thread. Raises what beginning the answer raises; later errors end the answer.
+        """
         endpoint, engine = self._endpoint, lease.engine
         with self._session(running, engine) as session:
             answer = running.answer = begin(session)
@@ -286,7 +300,7 @@ class Conversations:
             try:
                 for event in answer.generation:
                     answer.add(event)
-                    answer.flush()  # takes 0.05 ms; later, the last token would wait during a pause
+                    answer.flush()  # 0.05 ms; otherwise a token would stay unseen until the next one
                     if isinstance(event, Finished):
                         version = version_of(engine.info.sha256)
                         endpoint.metrics.generation_ended(lease.model, version, event)
@@ -295,23 +309,26 @@ class Conversations:
             finally:
                 if answer.done is None:
                     answer.abandon()
-                with contextlib.suppress(RuntimeError):  # the endpoint has ended meanwhile
+                with contextlib.suppress(RuntimeError):  # the event loop is already closed
                     loop.call_soon_threadsafe(endpoint.running.discard, answer.generation)
             if answer.cache_report is not None:
                 endpoint.host.note_prompt(answer.cache_report)
             return session.calls is not None
 
     def _call(self, running: RunningAnswer) -> bool:
-        """Run the last answer's tool calls, in a thread; return whether to generate another answer."""
+        """Run the last answer's tool calls; return whether the model should answer again.
+
+        Called in a thread.
+        """
         with self._session(running) as session:
             turn, tools = session.calls, session.tools
             goes_on = turn is not None and session.run_calls(turn, running, running.stop)
-        running.said += tuple(tools.notices()) if tools is not None else ()
+        running.tool_notices += tuple(tools.notices()) if tools is not None else ()
         return goes_on
 
     @contextlib.contextmanager
     def _session(self, running: RunningAnswer, engine: Engine | None = None) -> Iterator[ChatSession]:
-        """Open the answer's conversation with a separate connection."""
+        """Open the answer's conversation with another connection to the store, for another thread."""
         with contextlib.closing(self._open_store()) as store:
             session = ChatSession(lambda: store, engine=engine)
             session.tools = running.tools
@@ -319,37 +336,38 @@ class Conversations:
             yield session
 
     def stop(self, conversation_id: int) -> None:
-        """Stop an answer that this endpoint generates. Raises Problem 409 if there is none."""
+        """Stop the running answer. Raises Problem 409 if this process does not generate one."""
         running = self.latest_answer(conversation_id)
         if not running.is_running:
             message = "This endpoint writes no answer here: stop it in the program that writes it."
             raise Problem(409, message, code="not_answering")
         running.cancel()
 
-    # following
+    # --- event stream
 
     async def follow(self, conversation_id: int, latest: int) -> AsyncIterator[bytes]:
-        """Yield server-sent events about the list and one conversation (0: only the list).
+        """Yield server-sent events when the list of conversations or one of them changes.
 
-        The first events give the whole state, so a page may reconnect at any time.
+        `conversation_id` 0: only the list. `latest`: number of turns to send. The first events give the
+        whole state, so that a page may reconnect at any time.
         """
         follower = Follower(self, conversation_id, latest)
         commented = time.monotonic()
         while not self._endpoint.draining:
             began = time.monotonic()
-            events = b"".join([sse(data, name) for name, data in await self.use(follower.look)])
+            events = b"".join([sse(data, name) for name, data in await self.use(follower.poll)])
             now = time.monotonic()
             if not events and now - commented > self._endpoint.limits.comment_s:
                 events = b": here\n\n"
             if events:
                 commented = now
                 yield events
-            # rendering shares the processors with the engine: limit it to a fifth of the time
-            await asyncio.sleep(max(_LOOK_S, 4 * (now - began) if events else 0))
+            # rendering takes cores from the engine: pause, so that it takes at most a fifth of the time
+            await asyncio.sleep(max(_POLL_S, 4 * (now - began) if events else 0))
 
 
 class Follower:
-    """Follows one conversation for one open page: remembers what was sent, and finds changes."""
+    """Finds what has changed in a conversation since the last event that one page got."""
 
     def __init__(self, conversations: Conversations, conversation_id: int, latest: int) -> None:
         self._conversations = conversations
@@ -360,11 +378,11 @@ class Follower:
         self._stamp: object = None
         self._sent: dict[int, object] = {}
         self._session: ChatSession | None = None
-        self._growing = Growing()
+        self._growing = GrowingHtml()
         self._calls: object = None
 
-    def look(self, store: ConversationStore) -> Sequence[tuple[str, object]]:
-        """Return the changes since the last call as events."""
+    def poll(self, store: ConversationStore) -> Sequence[tuple[str, object]]:
+        """Return the changes since the last call as (event name, data). `store` is polled."""
         running = self._conversations.latest_answer(self._id)
         running.seen = time.monotonic()
         held = bool(self._id) and store.is_answering(self._id)
@@ -405,7 +423,7 @@ class Follower:
             page = session.alternatives(turn.id)
             key = (turn.status, len(turn.content), turn.error, turn.calls, page)
             if turn.status == "streaming":
-                self._growing = Growing(turn.content, self._conversations.report)
+                self._growing = GrowingHtml(turn.content, self._conversations.report)
             if self._sent.get(turn.id) != key:
                 self._sent[turn.id] = key
                 changed.append(render_turn(turn, page, self._conversations.report))
@@ -429,7 +447,7 @@ class Follower:
 
 
 def no_conversation() -> Problem:
-    """Make the error for an unknown conversation id."""
+    """Make the error for a conversation id that does not exist."""
     return Problem(404, "There is no such conversation.", code="not_found")
 
 

@@ -1,4 +1,4 @@
-"""List and pull models for the page. A pull continues after its page is closed."""
+"""List and pull models for the chat page. A pull continues if the page is closed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edgeinfer.units import format_bytes
 
 
 class Pulls:
-    """Runs the pulls that pages request, and lists them in `now`. Belongs to one event loop."""
+    """Runs the pulls that users of the page request. Not thread-safe: use it on the event loop."""
 
     def __init__(self, admin: ModelAdministrator, endpoint: Endpoint) -> None:
         self._admin = admin
@@ -31,9 +31,9 @@ class Pulls:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, name: str, key: str) -> None:
-        """Start a pull unless one is running; until its end it counts as a request of `key`.
+        """Start pulling a model unless that is running. It counts as a request of the API key `key`.
 
-        Raises InvalidRequestError, UnknownModelError, Problem 503 and 429.
+        Raises InvalidRequestError and UnknownModelError for the name, and Problem 503 or 429.
         """
         source = source_of(name)
         if name not in self._stops:
@@ -45,10 +45,10 @@ class Pulls:
             task.add_done_callback(self._tasks.discard)
 
     def stop(self, name: str) -> None:
-        """Stop a pull, or remove a failed one from the list; fetched data is kept."""
+        """Stop a pull (what was downloaded is kept), or remove a failed one from the list."""
         if (stop := self._stops.get(name)) is None:
             self.now.pop(name, None)
-        else:  # until it ends, the pull's thread holds the model's lock
+        else:  # keep it in the list, because no other pull of the model can start before it ends
             stop.set()
             self.now[name] = wire.Pull(name=name, text="stopping")
 
@@ -64,12 +64,12 @@ class Pulls:
                         self.now[name] = wire.Pull(name=name, text=text, done=done, total=total)
         except EdgeInferError as error:
             failure = from_error(error).message
-        except Exception as error:  # noqa: BLE001  the page says that it failed, the log says why
+        except Exception as error:  # noqa: BLE001  the page shows that the pull failed, the log has the cause
             self._endpoint.log.error("internal", error)
             failure = "An internal error; the endpoint's log describes it."
         finally:
             stopped = stop.is_set()
-            stop.set()  # stop a thread that would outlive the endpoint
+            stop.set()  # if this task was cancelled, the thread must stop too
             del self._stops[name], self.now[name]
             self._endpoint.release_request(key)
         if failure and not stopped:
@@ -77,7 +77,7 @@ class Pulls:
 
 
 def list_offers() -> list[wire.Offer]:
-    """List chat and base models of the catalogue that are not pulled, with estimated speed here."""
+    """List the catalogue's chat and base models that are not pulled, with their estimated speed."""
     pulled_names = {model.name for model in list_pulled()}
     estimator = Estimator()
     return [

@@ -1,7 +1,7 @@
-"""Render the Markdown of models and users as safe HTML: no script, no remote picture.
+"""Render Markdown as HTML that is safe to show: without scripts, and without loading anything.
 
-The server renders with the terminal chat's parser. HTML in the Markdown is shown as text, links are
-http, https and mailto, and a picture is shown as its description with its address.
+The parser is that of the terminal chat. HTML in the Markdown is shown as text. Links may be http, https
+and mailto. A picture becomes a text with its description and address.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from markdown_it.renderer import RendererHTML
     from markdown_it.token import Token
 
-#: Longest shown arguments or result (characters) of a tool call.
+#: Maximum length (characters) of a tool call's arguments and of its result on the page.
 _CALL = 8000
 
-#: Called with an error in rendering.
+#: Called with an unexpected exception while rendering.
 Report = Callable[[Exception], object]
 
 
 @cache
 def _renderer() -> RendererHTML:
-    from markdown_it.renderer import RendererHTML  # 30 ms, at the first page
+    from markdown_it.renderer import RendererHTML  # takes 30 ms, and only the page needs it
 
     renderer = RendererHTML()
     rules: dict[str, Any] = {
@@ -73,13 +73,13 @@ def _picture(tokens: Sequence[Token], index: int, *_: Any) -> str:
 
 def _link(tokens: Sequence[Token], index: int, *_: Any) -> str:
     address = escape(str(tokens[index].attrs.get("href", "")))
-    if not address:  # `[text]()`, which would lead to this page
+    if not address:  # `[text]()`: an empty address would reload this page
         return "<a>"
     return f'<a href="{address}" target="_blank" rel="noopener noreferrer nofollow">'
 
 
 def _cell(tokens: Sequence[Token], index: int, *_: Any) -> str:
-    """Render a cell's alignment as a class: the page's policy forbids style attributes."""
+    """Render a table cell with its alignment as a class, because the CSP forbids style attributes."""
     token = tokens[index]
     style = str(token.attrs.get("style", ""))
     return f'<{token.tag} class="{style.removeprefix("text-align:")}">' if style else f"<{token.tag}>"
@@ -89,10 +89,10 @@ def _fail(error: Exception) -> None:
     raise error
 
 
-class Growing:
-    """HTML of a Markdown text that grows. Only its last blocks are rendered again.
+class GrowingHtml:
+    """The HTML of a Markdown text that is being generated. Only its last blocks are rendered again.
 
-    If rendering fails by a defect, the text is shown unformatted and the error is reported.
+    After an unexpected exception (passed to `report`), the text is shown without formatting.
     """
 
     def __init__(self, text: str = "", report: Report = _fail) -> None:
@@ -109,7 +109,7 @@ class Growing:
         if self._document is not None:
             try:
                 return self._render(self._document, text)
-            except Exception as error:  # noqa: BLE001  one turn is shown plainly, the others go on
+            except Exception as error:  # noqa: BLE001  this turn is shown without formatting
                 self._document = None
                 self._report(error)
         self.blocks = [f'<p class="plain">{escape(without_controls(self._source))}</p>']
@@ -126,12 +126,12 @@ class Growing:
 
 @lru_cache(256)
 def blocks(text: str, report: Report = _fail) -> tuple[str, ...]:
-    """Render a whole text as a list of HTML blocks."""
-    return tuple(Growing(text, report).blocks)
+    """Render Markdown as HTML blocks (paragraphs, lists, code)."""
+    return tuple(GrowingHtml(text, report).blocks)
 
 
 class ShownFile(Reply, frozen=True, kw_only=True):
-    """Name of an attachment."""
+    """An attachment of a question. `characters`: length of its text, 0 for a picture."""
 
     name: str
     is_picture: bool
@@ -139,7 +139,7 @@ class ShownFile(Reply, frozen=True, kw_only=True):
 
 
 class ShownCall(Reply, frozen=True, kw_only=True):
-    """A tool call; `result` is the text that the model got."""
+    """A tool call of an answer; `result` is the text that the model got."""
 
     id: str
     name: str
@@ -149,8 +149,9 @@ class ShownCall(Reply, frozen=True, kw_only=True):
 
 
 class ShownTurn(Reply, frozen=True, kw_only=True):
-    """A turn as the page shows it. `text` is the question's own text. `page` is its number among its
-    alternatives, from 1, and their count.
+    """A turn as the page shows it: a question (`text`) or an answer (`blocks` of HTML).
+
+    `page` is (2, 3) for the second of three alternatives, which editing or regenerating makes.
     """
 
     id: int
@@ -169,7 +170,7 @@ class ShownTurn(Reply, frozen=True, kw_only=True):
 
 
 def render_turn(turn: Turn, page: tuple[int, int], report: Report = _fail) -> ShownTurn:
-    """Convert a turn for the page; an error in rendering its text is reported."""
+    """Convert a turn for the page. `report` is called if rendering fails unexpectedly."""
     is_question = turn.role == "user"
     return ShownTurn(
         id=turn.id,

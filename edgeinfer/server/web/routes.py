@@ -1,4 +1,4 @@
-"""Routes of the page. Its files are open; all others need the cookie of a sign-in (`access.py`)."""
+"""Routes of the chat page. Without the cookie of a sign-in (`access.py`), only its files are served."""
 
 from __future__ import annotations
 
@@ -57,9 +57,10 @@ console.log((await answer.json()).choices[0].message.content);
 
 
 def as_code(session: ChatSession, turn_id: int, form: str, base: str, system: str) -> str:
-    """Write the request of the answer `turn_id` (0: the latest) as curl, Python or JavaScript.
+    """Return the request behind an answer as a curl command, or as Python or JavaScript code.
 
-    `system` is the model's own system prompt. Pictures are left out. Raises UsageError.
+    `turn_id` is the answer (0: the latest), `base` the endpoint's URL, and `system` the model's own
+    system prompt. Pictures are left out. Raises UsageError.
     """
     question = session.question
     if turn_id:
@@ -91,7 +92,7 @@ def as_code(session: ChatSession, turn_id: int, form: str, base: str, system: st
 ROUTES = RouteTable()
 _STATIC = Path(__file__).with_name("static")
 _FORWARDED = {"forwarded", "via", "x-forwarded-for", "x-real-ip"}
-#: Model output never becomes a script, a style, a remote picture, or a frame.
+#: Even if model output contained HTML, browsers would run no script and load nothing from elsewhere.
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' blob: data:; connect-src 'self'; manifest-src 'self'; base-uri 'none'; "
@@ -114,7 +115,7 @@ def _id(context: RequestContext) -> int:
     return int(context.path_id)
 
 
-# the page's files
+# --- files
 
 
 class _File(NamedTuple):
@@ -152,19 +153,19 @@ def _page_file(context: RequestContext, name: str) -> Response:
 
 @ROUTES.get(PATH, reply_type="text/html", web="open")
 async def page(context: RequestContext) -> Response:
-    """Return the page."""
+    """Return the page's HTML."""
     return _page_file(context, "index.html")
 
 
 @ROUTES.get(f"{PATH}/static/{{id}}", reply_type="text/plain", web="open")
 async def static(context: RequestContext) -> Response:
-    """Return a file of the page."""
+    """Return a script, style or picture of the page."""
     return _page_file(context, context.path_id)
 
 
 @ROUTES.post(f"{PATH}/session", uses_model=False, web="open")
 async def sign_in(context: RequestContext, body: wire.SignIn) -> Response:
-    """Exchange a one-time code or the first API key for the page's cookie; some users need neither."""
+    """Exchange a one-time code or the first API key for a cookie. (`Access.may_sign_in`: without.)"""
     access: Access = context.endpoint.web.access
     user = user_of(context.request.scope.get("connection"))
     if body.key:
@@ -173,7 +174,7 @@ async def sign_in(context: RequestContext, body: wire.SignIn) -> Response:
     elif body.code:
         is_valid = access.redeem(body.code, user)
         message = "This code was used already or has expired: `edgeinfer web` makes a new one."
-    else:  # refuse proxied requests: the proxy runs as this user, its clients may not
+    else:  # behind a reverse proxy, every client would seem to be the user who runs the proxy
         is_valid = not _FORWARDED.intersection(context.headers) and access.may_sign_in(user)
         message = "Sign in first: `edgeinfer web` opens the page."
     if not is_valid:
@@ -185,7 +186,7 @@ async def sign_in(context: RequestContext, body: wire.SignIn) -> Response:
     return Response(status_code=204, headers={"set-cookie": cookie})
 
 
-# what the page shows
+# --- data that the page shows
 
 
 @ROUTES.get(f"{PATH}/setup", web="cookie")
@@ -249,7 +250,7 @@ async def evaluations(context: RequestContext) -> list[wire.Report]:
 
 @ROUTES.get(f"{PATH}/evaluations/{{id}}", web="cookie")
 async def evaluation(context: RequestContext) -> wire.Report:
-    """Return a report, rendered."""
+    """Return a report as HTML."""
     reports = await context.endpoint.in_thread(_reports)
     path = next((path for _, path in reports if path.stem == context.path_id), None)
     if path is None:
@@ -263,7 +264,7 @@ def _reports() -> list[tuple[float, Path]]:
     return sorted(((path.stat().st_mtime, path) for path in reports), reverse=True)
 
 
-#: Route of the playground, which stores nothing.
+# the playground sends OpenAI requests, which are not stored
 ROUTES.post(f"{PATH}/chat/completions", web="cookie")(chat_completions)
 
 
@@ -275,7 +276,7 @@ async def conversations(context: RequestContext, query: wire.ListQuery) -> list[
 
 @ROUTES.get(f"{PATH}/conversations/{{id}}/events", reply_type="text/event-stream", web="cookie")
 async def events(context: RequestContext, query: wire.EventsQuery) -> Response:
-    """Follow the list and one conversation (0: none): first the whole state, then its changes."""
+    """Stream the list of conversations and one of them (0: none): the state, then its changes."""
     stream: AsyncIterator[bytes] = _of(context).follow(_id(context), query.latest)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(stream, headers=headers, media_type="text/event-stream")
@@ -319,18 +320,18 @@ def _download(conversation: Conversation, text: str, suffix: str) -> Response:
     return Response(text, media_type="text/plain", headers=headers)
 
 
-# what the page changes
+# --- changes
 
 
 @ROUTES.post(f"{PATH}/conversations", uses_model=False, web="cookie")
 async def ask_new(context: RequestContext, body: wire.Question) -> wire.Opened:
-    """Ask a first question."""
+    """Ask a question in a new conversation."""
     return await _ask(context, body, 0)
 
 
 @ROUTES.post(f"{PATH}/conversations/{{id}}/questions", uses_model=False, web="cookie")
 async def ask(context: RequestContext, body: wire.Question) -> wire.Opened:
-    """Ask a question, or edit one."""
+    """Ask a question in a conversation, or edit one."""
     return await _ask(context, body, _id(context))
 
 
@@ -352,13 +353,13 @@ async def _ask(context: RequestContext, body: wire.Question, conversation_id: in
 
 
 def _answer(session: ChatSession) -> AnswerWriter:
-    """Answer the last question; regenerate if it already has an answer."""
+    """Begin an answer to the last question, another one if it already has an answer."""
     head = session.head
     return session.begin_answer() if head is None or head.role == "user" else session.regenerate()
 
 
 def _set(context: RequestContext, session: ChatSession, body: wire.Settings) -> None:
-    """Apply the settings in the body to the session. Raises UsageError, UnknownModelError."""
+    """Apply settings to a conversation. Raises UsageError and UnknownModelError."""
     fields: dict[str, object] = {}
     if body.model is not None:
         fields["model"] = context.endpoint.models.resolve(body.model)
@@ -423,7 +424,10 @@ async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
 
 
 async def _tools_text(context: RequestContext) -> str:
-    """List the tools by server; failed servers are asked again. Raises UsageError."""
+    """Return a list of the tools as text, after another try to reach failed servers.
+
+    Raises UsageError.
+    """
     tools = await context.endpoint.use_tools()
     said = await context.endpoint.in_thread(tools.prepare)
     return "\n".join([tools.describe(), f"Tools work in the folder {tools.toolbox.folder}.", *said])

@@ -1,4 +1,4 @@
-"""Bodies and replies of the page's requests. They may change: only the page uses them."""
+"""JSON types of the chat page's requests. They are no public API: only the page uses them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Action = Literal[
 
 
 class SignIn(Wire, frozen=True, kw_only=True):
-    """Sign in with a one-time code or the endpoint's first API key, or with neither as the local user.
+    """Sign in with a one-time code, with the first API key, or as the user who runs the endpoint.
 
-    `announce`: `edgeinfer web` sends it, and opens a browser next.
+    `announce` is sent by `edgeinfer web` before it opens a browser, which then needs no code.
     """
 
     code: Annotated[str, Meta(max_length=512)] = ""
@@ -34,7 +34,7 @@ class SentFile(Wire, frozen=True, kw_only=True):
 
 
 class Settings(Wire, frozen=True, kw_only=True):
-    """Settings for answers in a conversation; None leaves one unchanged."""
+    """Settings of a conversation. None leaves a setting unchanged."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
     system_prompt: str | None = None
@@ -43,7 +43,7 @@ class Settings(Wire, frozen=True, kw_only=True):
 
 
 class Question(Settings, frozen=True, kw_only=True):
-    """A question in a new or stored conversation; `editing` is the question that it replaces."""
+    """A question. `editing`: id of the question that it replaces (0: none)."""
 
     text: str = ""
     files: tuple[SentFile, ...] = ()
@@ -51,9 +51,10 @@ class Question(Settings, frozen=True, kw_only=True):
 
 
 class Change(Settings, frozen=True, kw_only=True):
-    """One change of a conversation. `show` selects the branch of `turn`, or the `step`th after it.
+    """A change of a conversation.
 
-    `decide` is the user's decision about the call of `card`; the model is told `reason`.
+    `action` "show" selects the alternative of the turn `turn` that is `step` after it. "decide" allows
+    or refuses the tool call with the number `card`; the model is told the `reason`.
     """
 
     action: Action
@@ -66,20 +67,20 @@ class Change(Settings, frozen=True, kw_only=True):
 
 
 class PullModel(Wire, frozen=True, kw_only=True):
-    """Pull a model of the catalogue or of Hugging Face, or stop pulling it."""
+    """Pull a model of the catalogue or of Hugging Face, or `stop` pulling it."""
 
     name: Annotated[str, Meta(min_length=1, max_length=400)]
     stop: bool = False
 
 
 class ListQuery(Wire, frozen=True, kw_only=True):
-    """Words to search for; "" lists all conversations."""
+    """`q`: words to search for in conversations; "" lists all."""
 
     q: Annotated[str, Meta(max_length=1000)] = ""
 
 
 class EventsQuery(Wire, frozen=True, kw_only=True):
-    """`latest` is the number of turns to send, counted from the end."""
+    """`latest`: number of turns to send, from the end of the conversation."""
 
     latest: Annotated[int, Meta(ge=1, le=1_000_000)] = 60
 
@@ -88,7 +89,7 @@ ExportForm = Literal["markdown", "json", "curl", "python", "javascript", "text",
 
 
 class ExportQuery(Wire, frozen=True, kw_only=True):
-    """The export's form. `turn` is the answer to export; `file` is the index of an attached file."""
+    """What to export: `turn` is the id of an answer, `file` the index of an attached file."""
 
     form: Annotated[ExportForm, Meta(description="Form of the export.")] = "markdown"
     turn: int = 0
@@ -96,14 +97,14 @@ class ExportQuery(Wire, frozen=True, kw_only=True):
 
 
 class Opened(Reply, frozen=True, kw_only=True):
-    """The changed or created conversation; the page shows `note`."""
+    """The id of the changed or created conversation, and a text to show (or "")."""
 
     id: int
     note: str = ""
 
 
 class ListedModel(Reply, frozen=True, kw_only=True):
-    """A model to choose. `state` is "loaded", "loading", "warm" or "cold"."""
+    """A model to choose. `state`: "loaded", "loading", "warm" (it has a snapshot) or "cold"."""
 
     name: str
     state: str
@@ -112,7 +113,10 @@ class ListedModel(Reply, frozen=True, kw_only=True):
 
 
 class Report(Reply, frozen=True, kw_only=True):
-    """A report of `edgeinfer eval`. A list gives `written_at` (Unix time), a single report `blocks`."""
+    """A report of `edgeinfer eval`.
+
+    In a list it has `written_at` (Unix time, s), and by itself the HTML `blocks`.
+    """
 
     name: str
     written_at: int = 0
@@ -120,7 +124,7 @@ class Report(Reply, frozen=True, kw_only=True):
 
 
 class Pull(Reply, frozen=True, kw_only=True):
-    """A running or failed pull; `total` (bytes) is 0 if unknown."""
+    """A running or failed pull. `done` and `total` are bytes; `total` is 0 if unknown."""
 
     name: str
     text: str = "looking up"
@@ -130,7 +134,7 @@ class Pull(Reply, frozen=True, kw_only=True):
 
 
 class Offer(Reply, frozen=True, kw_only=True):
-    """A model to pull. `about`: size, licence and estimated speed on this machine."""
+    """A model to pull. `about`: its size, licence and estimated speed on this machine, as text."""
 
     name: str
     title: str
@@ -138,7 +142,7 @@ class Offer(Reply, frozen=True, kw_only=True):
 
 
 class Setup(Reply, frozen=True, kw_only=True):
-    """Initial data of the page. `options`: minimum and maximum of each option."""
+    """Data that the page loads first. `options`: sampling option → (minimum, maximum)."""
 
     version: str
     default_model: str

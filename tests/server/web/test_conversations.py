@@ -174,7 +174,7 @@ def test_reasoning_and_a_long_history(serve_page):
 
 
 def test_reasoning_that_comes_slowly_is_shown_as_it_comes(serve_page):
-    pause = Delay(3 * conversations._LOOK_S)
+    pause = Delay(3 * conversations._POLL_S)
     script = [ReasoningDelta(" let"), pause, ReasoningDelta(" me"), pause, "\n", pause, "Hello", pause]
     page = serve_page(FakeEngine([script]))
     number = page.ask()
@@ -196,7 +196,7 @@ def test_answers_split_anyhow_are_shown_as_the_whole(serve_page):
         dice, gate = random.Random(seed), StepGate()
         text = dice.choice(["", " ", "\n", "\n\n"]) + dice.choice([SAMPLE, "a\n---\nb", "> q\n- x"])
         reasoning = "hm \n\n hm" if seed % 3 else ""
-        pause_s = 2 * conversations._LOOK_S if seed % 8 == 0 else 0.0
+        pause_s = 2 * conversations._POLL_S if seed % 8 == 0 else 0.0
         script = split_script([ReasoningDelta(reasoning), text], dice, pause_s=pause_s)
         scripts.append([*script, gate])
         answers.append((text, reasoning, gate))
@@ -225,14 +225,14 @@ def test_a_conversation_with_any_text_can_be_opened(serve_page, terminal, text):
 
 
 def test_a_defect_in_one_turn_shows_it_plainly_and_the_others_as_ever(serve_page, monkeypatch):
-    drawn = render.Growing._render
+    drawn = render.GrowingHtml._render
 
     def breaking(growing, document, text):
         if "bad" in growing._source:
             raise ZeroDivisionError
         return drawn(growing, document, text)
 
-    monkeypatch.setattr(render.Growing, "_render", breaking)
+    monkeypatch.setattr(render.GrowingHtml, "_render", breaking)
     page = serve_page(FakeEngine([["*good*"], ["*ba", "d*"]]))
     number = page.ask()
     page.finished_turns(number)

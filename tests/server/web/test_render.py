@@ -12,7 +12,7 @@ from made_markdown import MARKDOWN, split
 from edgeinfer.chat import markdown
 from edgeinfer.chat.markdown import parser as parse_markdown
 from edgeinfer.server.web import render
-from edgeinfer.server.web.render import Growing, blocks
+from edgeinfer.server.web.render import GrowingHtml, blocks
 
 SAMPLE = """# Title
 
@@ -46,7 +46,7 @@ End\u2028of it.
 
 def shown_in_pieces(pieces):
     """Return what a page has after each piece."""
-    growing, markup = Growing(), []
+    growing, markup = GrowingHtml(), []
     for piece in pieces:
         first = growing.add(piece)
         markup[first:] = growing.blocks[first:]
@@ -88,7 +88,7 @@ def test_any_text_in_any_pieces_is_the_whole_and_harmless(text, dice):
 
 @pytest.mark.parametrize("text", ["", " ", "\n", "\n\n  \n", "\t", "\r\n", "\x1b"])
 def test_blank_text_has_no_blocks_and_text_after_it_has(text):
-    growing = Growing(text)
+    growing = GrowingHtml(text)
     assert growing.blocks == []
     assert growing.add("\na") == 0
     assert growing.blocks == ["<p>a</p>\n"]
@@ -100,7 +100,7 @@ def test_every_other_text_shows_something():
 
 def test_a_defect_shows_the_text_as_it_is_and_is_reported(monkeypatch):
     reported = []
-    growing = Growing("# a\n\nb", reported.append)
+    growing = GrowingHtml("# a\n\nb", reported.append)
     monkeypatch.setattr(render, "_renderer", lambda: 1 / 0)
     assert growing.add(" <i>") == 0
     monkeypatch.undo()
@@ -126,7 +126,7 @@ def test_lines_formulas_addresses_tasks_and_columns():
 
 
 def test_a_code_block_in_small_pieces_is_not_parsed_again(monkeypatch):
-    growing, calls = Growing("```py\n"), []
+    growing, calls = GrowingHtml("```py\n"), []
 
     def count():
         calls.append(1)
@@ -192,5 +192,5 @@ def test_a_long_text_without_a_break_is_shown_as_it_is(repeats):
     sizes = {"x": 1_000_000, "[": 200_000, "*a ": 300_000, "y": 500_000}
     for piece, number in sizes.items():
         text = "```\n" * (piece == "y") + piece * repeats(number)
-        markup = "".join(Growing(text).blocks)
+        markup = "".join(GrowingHtml(text).blocks)
         assert len(re.sub("<[^>]*>", "", markup)) > len(text) * 0.6
