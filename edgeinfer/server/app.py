@@ -211,9 +211,14 @@ def _no_route(path: str, *, hides_page: bool) -> Problem:
     hidden = hides_page and match.dialect.prefix == PAGE
     methods = [] if hidden else sorted(match.methods)
     if not methods:
-        return Problem(404, "No such route.", code="not_found")
+        return Problem(404, "There is no such route; GET /openapi.json lists all.", code="not_found")
     allow = {"allow": ", ".join(methods)}
-    return Problem(405, "This method is not allowed here.", code="method_not_allowed", headers=allow)
+    return Problem(
+        405,
+        "This route has other methods: see the header Allow.",
+        code="method_not_allowed",
+        headers=allow,
+    )
 
 
 #: The documented APIs. An unknown path is answered with an error of the first. The web page's dialect

@@ -58,9 +58,11 @@ class BodyBudget:
         Raises Problem 429 if the caller, 503 if all callers together hold too much.
         """
         if self.total + n_bytes > self._most:
-            raise unavailable("The bodies of all running requests are too large.", "queue_full", 1)
+            raise unavailable(
+                "The bodies of all running requests together are too large.", "queue_full", 1
+            )
         if caller and self._by_caller[caller] + n_bytes > self._most_of_caller:
-            raise too_many("The bodies of this API key's running requests are too large together.", 1)
+            raise too_many("The bodies of this API key's running requests together are too large.", 1)
         self._by_caller[caller] += n_bytes
 
     def give_back(self, caller: str, n_bytes: int) -> None:

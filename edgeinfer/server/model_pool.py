@@ -127,7 +127,7 @@ class ModelPool:
                 return self._resolve_default(candidate)
         missing = alias or by_pattern or names[1]
         note = f" ('{name}' is an alias of it)" if alias or by_pattern else ""
-        raise UnknownModelError(f"The model '{missing}' is not here{note}", hint=where_to_get(missing))
+        raise UnknownModelError(f"There is no model '{missing}'{note}", hint=where_to_get(missing))
 
     def _resolve_default(self, target: str) -> str:
         return self.default if target == DEFAULT else target

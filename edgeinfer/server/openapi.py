@@ -33,7 +33,7 @@ _EVENT = {
 _LINES = {"type": "string"}
 #: Status → description, for errors that only routes with `Operation.also` return.
 _RARE = {
-    "409": "The operation is impossible here, or the source has changed; the message says what to do.",
+    "409": "No snapshot can be taken here, or the model file has changed; the message says what to do.",
     "507": "The disk is full.",
 }
 _BODY_REFUSALS = {"413": "The body is too long.", "415": "The body is not application/json."}

@@ -115,7 +115,7 @@ class RunningAnswer:
         """
         shown = self._shown  # read once: the thread in `decide` may replace it meanwhile
         if shown is None or shown.is_decided or shown.plain["number"] != card:
-            raise Problem(409, "This call no longer waits for a decision.", code="not_waiting")
+            raise Problem(409, "This tool call no longer waits for permission.", code="not_waiting")
         shown.is_decided = True
         shown.decided.put(decision)
 

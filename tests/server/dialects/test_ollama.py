@@ -268,7 +268,9 @@ def test_curl_without_a_header_is_understood(live_server):
 
 
 def test_paths_that_do_not_exist_are_refused_as_ollama_does(live_server):
-    assert live_server.client.get("/api/nothing").json() == {"error": "No such route."}
+    assert live_server.client.get("/api/nothing").json() == {
+        "error": "There is no such route; GET /openapi.json lists all."
+    }
     assert live_server.client.get("/api/chat").status_code == 405
 
 

@@ -67,7 +67,9 @@ def test_unknown_name_is_refused_if_switched_off_or_among_several_models(serve, 
 def test_an_alias_of_nothing_says_what_it_means(live_server, name: str, target: str) -> None:
     reply = live_server.chat(model=name)
     assert reply.status_code == 404
-    assert f"'{target}' is not here ('{name}' is an alias of it)" in reply.json()["error"]["message"]
+    assert (
+        f"There is no model '{target}' ('{name}' is an alias of it)" in reply.json()["error"]["message"]
+    )
 
 
 @pytest.mark.parametrize(
