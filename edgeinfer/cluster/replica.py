@@ -98,10 +98,7 @@ class EndpointReplica:
         return (await self._client.get("/health")).is_success
 
     def start(self, path: str, settings: ModelSettings) -> subprocess.Popen[bytes]:
-        """Start the process, which listens on the unix socket `path`.
-
-        It is killed when the calling thread ends.
-        """
+        """Start the process, listening on the unix socket `path`. It dies with the calling thread."""
         command = ["serve", settings.model, "--threads", str(settings.cpus), *settings.serve]
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)

@@ -70,10 +70,7 @@ def pages_of(data: bytes, name: str, param: str = "messages") -> list[bytes]:
 
 
 def pictures_in(path: Path) -> list[bytes]:
-    """Read the file at `path`: return a picture as it is, or the pages of a PDF as PNG files.
-
-    Raises UsageError.
-    """
+    """Read a picture file, or the pages of a PDF as PNG files. Raises UsageError."""
     try:
         with open(path.expanduser(), "rb") as file:
             data = file.read(pictures.MAX_FILE_BYTES + 1)

@@ -34,10 +34,7 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def read_lines(path: Path) -> list[BatchLine]:
-    """Read a batch file with one JSON request per line.
-
-    Raises OSError, and UsageError that names the first invalid line.
-    """
+    """Read a JSON request from each line of a file. Raises OSError, UsageError naming a wrong line."""
 
     def refuse(number: int, problem: str) -> UsageError:
         return UsageError(f"{path}:{number}: {problem}", hint="correct that line of the file")

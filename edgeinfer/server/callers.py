@@ -53,10 +53,7 @@ class BodyBudget:
         return self._by_caller.total()
 
     def take(self, caller: str, n_bytes: int) -> None:
-        """Reserve memory for a body until `give_back`.
-
-        Raises Problem 429 if the caller, 503 if all callers together hold too much.
-        """
+        """Reserve memory until `give_back`. Raises Problem 429 (this caller) and 503 (all callers)."""
         if self.total + n_bytes > self._most:
             raise unavailable(
                 "The bodies of all running requests together are too large.", "queue_full", 1

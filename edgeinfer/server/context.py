@@ -24,6 +24,7 @@ from edgeinfer.server.callers import NOBODY, Caller
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.metrics import version_of
+from edgeinfer.server.model_pool import Lease
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_fields import keep_alive_s
 from edgeinfer.server.tracing import Span, generation_spans
@@ -156,6 +157,12 @@ class RequestContext:
         self.ignore(["keep_alive"])
         return None
 
+    async def acquire(self, keep_alive: float | str | None) -> Lease:
+        """Load `model` if needed; return a lease for this request. Raises what loading raises."""
+        lease = await self.endpoint.models.acquire(self.model, self.keep_alive_s(keep_alive))
+        self.version = version_of(lease.engine.info.sha256)
+        return lease
+
     def name_model(self, name: str | None) -> None:
         """Set `model`, and `adapter` if the request names a LoRA adapter in place of a model.
 
@@ -221,8 +228,6 @@ def json_reply(value: object, status: int = 200, headers: dict[str, str] | None 
 async def with_engine(context: RequestContext, body: ModelFields, work: Callable[[Engine], R]) -> R:
     """Load the model that `body` names and run `work(engine)` in a thread. Raises what both raise."""
     context.name_model(body.model)
-    keep_alive = context.keep_alive_s(body.keep_alive)
-    with await context.endpoint.models.acquire(context.model, keep_alive) as lease:
-        context.version = version_of(lease.engine.info.sha256)
+    with await context.acquire(body.keep_alive) as lease:
         calls, engine = context.endpoint.engine_calls, lease.engine
         return await asyncio.wrap_future(calls.begin(context.caller.turn, lambda: work(engine)))

@@ -208,10 +208,7 @@ class Endpoint:
 
 
 class PreparationPool:
-    """Threads in which requests are prepared: chat template, grammar compilation, tokenization.
-
-    Use it only on one event loop.
-    """
+    """Threads in which requests are prepared: chat template, grammar compilation, tokenization."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s

@@ -31,12 +31,11 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.connection import Connection, DirectWriter, until_disconnected
 from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import Renderer
-from edgeinfer.server.metrics import version_of
 from edgeinfer.server.model_pool import Lease
 from edgeinfer.server.problems import Problem, shutting_down
 from edgeinfer.server.request_fields import refuse_pictures
 from edgeinfer.server.tracing import Span
-from edgeinfer.server.wire_types import ModelFields
+from edgeinfer.server.wire_types import GenerationFields
 
 #: Longest prompt (characters) that is tokenized on the event loop. Tokenizing 1,000 characters takes
 #: 0.7 ms, and 16,000 take 16 ms.
@@ -44,15 +43,11 @@ _INLINE_CHARACTERS = 1024
 
 
 class GenerationSpec(msgspec.Struct, frozen=True):
-    """What to generate and how to render it.
+    """What to generate and how to render it; see `answer`."""
 
-    `requests` is called with the loaded model's EngineInfo, `renderer` also with the model's name.
-    """
-
-    keep_alive: float | str | None
+    body: GenerationFields
     requests: Callable[[EngineInfo], Sequence[GenerateRequest]]
     renderer: Callable[[str, EngineInfo], Renderer]
-    has_receipt: bool = False
 
 
 class GenerationTask(NamedTuple):
@@ -77,12 +72,11 @@ async def start(context: RequestContext, spec: GenerationSpec) -> GenerationTask
 
 async def _start_once(context: RequestContext, spec: GenerationSpec) -> GenerationTask:
     began_s = time.perf_counter()
-    lease = await context.endpoint.models.acquire(context.model, context.keep_alive_s(spec.keep_alive))
+    lease = await context.acquire(spec.body.keep_alive)
     context.tokenizing_s = time.perf_counter()
     context.spans.append(Span("load", began_s, context.tokenizing_s))
     try:
         info = lease.engine.info
-        context.version = version_of(info.sha256)
         if _may_have_files(context.body or b""):  # decoding 32 MB of base64 takes 30 ms
             requests = await _read_files(context, functools.partial(spec.requests, info))
         else:
@@ -233,7 +227,7 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 async def answer(
     context: RequestContext,
-    body: ModelFields,
+    body: GenerationFields,
     requests: Callable[[EngineInfo], Sequence[GenerateRequest]],
     renderer: Callable[[str, EngineInfo], Renderer],
     *,
@@ -246,8 +240,7 @@ async def answer(
     """
     endpoint = context.endpoint
     context.name_model(body.model)
-    has_receipt = getattr(body, "receipt", False)  # every generating body has `GenerationFields`
-    spec = GenerationSpec(body.keep_alive, requests, renderer, has_receipt)
+    spec = GenerationSpec(body, requests, renderer)
     is_loaded = endpoint.models.is_loaded(context.model)
     starting = asyncio.ensure_future(start(context, spec))
     if not stream:
@@ -336,7 +329,7 @@ class _GenerationResponse(Response):
             for index, (request, answer) in pairs
             if request.record_tokens
         ]
-        return with_receipts(data, receipts) if self._spec.has_receipt else data
+        return with_receipts(data, receipts) if self._spec.body.receipt else data
 
     def _check_cancelled(self, event: Event) -> None:
         """Raise Problem 503 if the generation was cancelled because the endpoint shuts down."""

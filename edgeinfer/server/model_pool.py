@@ -103,8 +103,6 @@ class ModelPool:
         self._changing_adapters = asyncio.Lock()
         self.last_error = ""
 
-    # --- queries
-
     def resolve(self, name: str | None) -> str:
         """Return the model that a request means by `name`; None means the default model.
 
@@ -170,10 +168,7 @@ class ModelPool:
         return None if entry is None or entry.loaded is None else entry.loaded.engine.info
 
     def list_available(self) -> list[AvailableModel]:
-        """List all names that a request may use: models, aliases and loaded adapters.
-
-        The default model is the first.
-        """
+        """List all names of models, aliases and loaded adapters, the default model first."""
         listed = list(self._callbacks.list_pulled())
         if all(pulled.name != self.default for pulled in listed):
             listed.append(AvailableModel(name=self.default))
@@ -200,8 +195,6 @@ class ModelPool:
             model for model, engine in self.engines() if name in {a.name for a in engine.info.lora}
         ]
         return min(owners, key=lambda model: model != self.default, default=None)
-
-    # --- acquiring and releasing
 
     async def acquire(self, name: str, keep_alive_s: float | None = None) -> Lease:
         """Return a lease of a model, which is loaded if needed.
@@ -275,8 +268,6 @@ class ModelPool:
         for task in list(self._tasks):
             task.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    # --- loading
 
     def _start(self, name: str) -> ModelEntry:
         entry = ModelEntry(name, self._need_bytes(name))
@@ -370,8 +361,6 @@ class ModelPool:
             if s.loaded is None and s is not entry and s.stage == "loading"
         )
         return entry.need_bytes + promised + _RESERVE_BYTES <= self._callbacks.available_bytes()
-
-    # --- unloading
 
     def _expire(self, entry: ModelEntry) -> None:
         entry.expiry = None

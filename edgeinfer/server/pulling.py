@@ -20,10 +20,7 @@ Reports = AsyncGenerator[PullProgress, None]
 
 
 async def reports_of(work: Work) -> Reports:
-    """Run `work(report, cancel)` in a thread, and yield what it reports.
-
-    Closing the generator sets `cancel`. Raises what `work` raises.
-    """
+    """Run `work(report, cancel)` in a thread; yield its reports. Closing sets `cancel`."""
     loop = asyncio.get_running_loop()
     reports: asyncio.Queue[PullProgress | Exception | None] = asyncio.Queue()
     cancel = threading.Event()

@@ -113,10 +113,7 @@ class DriftRecorder:
         self._writer.shutdown(wait=False, cancel_futures=True)
 
     def _write(self, day: date, counts: Sequence[tuple[str, Bin, int]]) -> None:
-        """Add (name, bin, number) to the counts of a day; drop them if that fails.
-
-        A damaged file is renamed to drift.damaged.
-        """
+        """Add counts to a day, or drop them. A damaged file is renamed to drift.damaged."""
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._path.touch(mode=0o600)
@@ -239,10 +236,7 @@ def _script(text: str) -> str:
 
 
 def _tool_calls(request: GenerateRequest, said: CollectedAnswer, n_broken: int) -> str:
-    """Return "valid", "none" or "broken".
-
-    Calls are broken if they could not be parsed, or if required arguments are missing.
-    """
+    """Return "valid", "none", or "broken": not parsed, or required arguments are missing."""
     required = {tool.name: tool.parameters.get("required") or () for tool in request.tools}
     for call in said.calls.values():
         try:
@@ -268,10 +262,7 @@ def bin_of(aggregate: str, value: float | str) -> Bin:
 
 
 def read_week(path: Path, last: date) -> dict[str, Counts]:
-    """Read the counts of the seven days up to `last`: model → counts; {} without a file.
-
-    Raises StoreError.
-    """
+    """Read the seven days up to `last`: model → counts; {} without a file. Raises StoreError."""
     models: dict[str, Counts] = {}
     for day, model, aggregate, bin, n in _read(path, last - timedelta(6), last):
         if bin != _SUM:
@@ -297,10 +288,7 @@ class DayOfUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_usage(path: Path, first: date, last: date) -> tuple[DayOfUse, ...]:
-    """Read the usage of each model on each day from `first` to `last`; () without a file.
-
-    Raises StoreError.
-    """
+    """Read each model's usage on each day; () without a file. Raises StoreError."""
     days: dict[tuple[str, str], dict[str, Any]] = {}
     for day, model, name, bin, n in _read(path, first, last):
         if bin == _SUM:

@@ -53,10 +53,7 @@ _LEAST_DAYS, _LEAST_ANSWERS = 3, 30.0
 
 
 def compare_weeks(path: Path, before: date, now: date) -> dict[str, tuple[Change, ...]]:
-    """Compare the weeks that end on the days `before` and `now`: model → changes.
-
-    Raises StoreError.
-    """
+    """Compare the weeks that end on two days: model → changes. Raises StoreError."""
     weeks = [read_week(path, last) for last in (before, now)]
     names = sorted(weeks[0].keys() | weeks[1].keys())
     return {name: compare(*(week.get(name, {}) for week in weeks)) for name in names}

@@ -171,10 +171,7 @@ class RemoteEngine(ForwardingEngine):
     """An `Engine` whose methods call the engine in a worker process."""
 
     def __init__(self, sock: socket.socket, progress: LoadProgress | None = None) -> None:
-        """Wait until the worker has loaded the model.
-
-        Raises what loading raises in the worker, and EngineClosedError if the worker dies.
-        """
+        """Wait until the worker is ready. Raises what loading raises there; EngineClosedError."""
         self._wire = FrameSocket(sock)
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
         self._ids = itertools.count(1)
@@ -248,8 +245,6 @@ class RemoteEngine(ForwardingEngine):
         self._wire.finish()
         self._reader.join(_END_S)
         self._wire.hang_up()
-
-    # --- messages
 
     def _forward(self, method: str, kind: type[T], *arguments: Any, **named: Any) -> T:
         number = next(self._ids)

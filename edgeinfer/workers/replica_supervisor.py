@@ -35,10 +35,7 @@ class ReplicaSupervisor:
         cores: int,
         on_change: Callable[[ReplicasInfo], None] = lambda info: None,
     ) -> None:
-        """Start the first replica and wait for it; a thread starts the others.
-
-        Raises what loading raises.
-        """
+        """Start the first replica, then the others in a thread. Raises what loading raises."""
         self._start_replica = start
         self._count = count
         self._cores = cores

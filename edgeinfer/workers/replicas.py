@@ -66,8 +66,6 @@ class ReplicatedEngine(ForwardingEngine):
         self.on_death: Callable[[], None] = lambda: None
         self.on_close: Callable[[], None] = lambda: None
 
-    # --- methods of `Engine`
-
     @property
     def is_open(self) -> bool:
         """Return whether requests are accepted. They wait if no replica is running yet."""
@@ -146,8 +144,6 @@ class ReplicatedEngine(ForwardingEngine):
             list(closers.map(lambda replica: replica.engine.close(), replicas))
         self._movers.shutdown(wait=False)
 
-    # --- methods for the supervisor
-
     @property
     def usable(self) -> list[Replica]:
         """Replicas whose process is running, the oldest first."""
@@ -202,8 +198,6 @@ class ReplicatedEngine(ForwardingEngine):
         parallel = max((replica.engine.info.n_parallel for replica in self._replicas), default=0)
         if usable:
             self._info = msgspec.structs.replace(self._info, n_parallel=parallel * usable)
-
-    # --- routing
 
     def _route(self, request: RoutedRequest) -> None:
         """Choose a replica and submit to it. Raises what `Engine.submit` raises."""

@@ -111,8 +111,6 @@ class MessageRenderer(Renderer):
         self._open: tuple[str, int] | None = None
         self._finished: Finished | None = None
 
-    # --- event stream
-
     def event(self, index: int, event: Event) -> bytes:
         if isinstance(event, Progress):
             self._prompt_tokens = event.total_tokens
@@ -188,8 +186,6 @@ class MessageRenderer(Renderer):
             b"event: content_block_delta\ndata: "
             b'{"type":"content_block_delta","index":%d,"delta":%b}\n\n' % (self._block, delta)
         )
-
-    # --- one JSON object
 
     def whole(self, answers: list[CollectedAnswer]) -> bytes:
         (answer,) = answers

@@ -30,10 +30,7 @@ _Blocks = _Texts | wire.ImageBlock
 
 
 def messages_request(body: wire.MessagesRequest, info: EngineInfo) -> GenerateRequest:
-    """Convert a request. If the last turn is the assistant's, the model continues it.
-
-    Raises InvalidRequestError.
-    """
+    """Convert POST /v1/messages. A final assistant turn is continued. Raises InvalidRequestError."""
     tools = tools_of(body)
     form = body.output_config.format if body.output_config else None
     return GenerateRequest(

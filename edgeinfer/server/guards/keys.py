@@ -93,10 +93,7 @@ def stored_keys() -> tuple[Keys, bool]:
 
 
 def own_key() -> str:
-    """Return the key for requests to this user's own endpoint; "" if there is none.
-
-    Raises ServeError.
-    """
+    """Return the key for requests to this user's own endpoint, or "". Raises ServeError."""
     typed = os.environ.get("EDGEINFER_API_KEY", "")
     if typed:
         return typed

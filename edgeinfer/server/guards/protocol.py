@@ -59,8 +59,6 @@ class _Guarded(HttpToolsProtocol):
         self._in_headers = False
         self._refused = False
 
-    # --- connection
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.connection = Connection(transport)
@@ -104,8 +102,6 @@ class _Guarded(HttpToolsProtocol):
             self.loop.call_later(_LOOK_AGAIN_S, self._look_for_client)
         else:
             self.transport.abort()
-
-    # --- parser callbacks
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -174,8 +170,6 @@ class _Guarded(HttpToolsProtocol):
         if self.cycle.response_complete and self.cycle.more_body:
             self._arm(_LINGER_S)
 
-    # --- writing
-
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._write_timer is None:
@@ -186,8 +180,6 @@ class _Guarded(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
-
-    # --- deadlines
 
     def _arm(self, seconds: float) -> None:
         self._disarm()

@@ -140,10 +140,7 @@ Change = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 def adapters_by_id(
     choices: Sequence[wire.LoraById], loaded: Sequence[Adapter]
 ) -> tuple[tuple[str, float], ...]:
-    """Convert llama.cpp's adapter ids (indexes) to names and scales.
-
-    Raises InvalidRequestError for an unknown id.
-    """
+    """Convert ids (indexes) to names and scales. Raises InvalidRequestError for an unknown id."""
     for index, choice in enumerate(choices):
         if choice.id >= len(loaded):
             where = f"lora[{index}].id"

@@ -26,7 +26,6 @@ from edgeinfer.server.context import RequestContext, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable, wire_timings
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.generation_response import answer
-from edgeinfer.server.metrics import version_of
 from edgeinfer.server.native import llama_routes, wire
 from edgeinfer.server.openai.render import ChatRenderer, error_body, error_events, finish_reason
 from edgeinfer.server.openai.wire import ChatRequest, ErrorReply
@@ -116,9 +115,7 @@ async def verify_receipt(context: RequestContext, body: wire.VerifyRequest) -> V
     """Check that a model generates exactly the answer of a receipt."""
     receipt = await context.endpoint.in_thread(_read_receipt, context.body or b"")
     context.name_model(body.model or receipt.model)
-    keep_alive_s = context.keep_alive_s(body.keep_alive)
-    with await context.endpoint.models.acquire(context.model, keep_alive_s) as lease:
-        context.version = version_of(lease.engine.info.sha256)
+    with await context.acquire(body.keep_alive) as lease:
         check = ReceiptCheck(receipt, lease.engine)
         working = asyncio.ensure_future(_check_in_turn(context, lease.engine, check))
         result = await unless(until_disconnected(context.request.receive), working)

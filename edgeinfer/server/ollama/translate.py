@@ -44,10 +44,7 @@ def chat(body: wire.OllamaChatRequest, info: EngineInfo) -> GenerateRequest:
 
 
 def generate(body: wire.OllamaGenerateRequest, info: EngineInfo) -> GenerateRequest:
-    """Convert POST /api/generate to a chat turn, a raw prompt or fill-in-the-middle.
-
-    Raises InvalidRequestError.
-    """
+    """Convert to a chat turn, a raw prompt or fill-in-the-middle. Raises InvalidRequestError."""
     shared, prompt = _common_fields(body, info), body.prompt or ""
     if body.suffix:
         if not info.can_infill:

@@ -47,10 +47,7 @@ from edgeinfer.server.wire_types import SamplingFields
 
 
 def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
-    """Convert POST /v1/chat/completions to `n` requests with different seeds.
-
-    Raises InvalidRequestError.
-    """
+    """Convert a chat request to `n` requests with different seeds. Raises InvalidRequestError."""
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     _check_open_turn(body)
@@ -88,10 +85,7 @@ def _check_open_turn(body: wire.ChatRequest) -> None:
 
 
 def completion(body: wire.CompletionRequest, info: EngineInfo) -> list[GenerateRequest]:
-    """Convert POST /v1/completions to `n` requests per prompt, in order of the prompts.
-
-    Raises InvalidRequestError.
-    """
+    """Convert to `n` requests per prompt, in order of the prompts. Raises InvalidRequestError."""
     shared = _common_fields(body, info, constraint(body.response_format, body))
     all_prompts = prompts(body.prompt, "prompt")
     if len(all_prompts) * (body.n or 1) > 64:
@@ -196,10 +190,7 @@ def tools_of(tools: Sequence[wire.ToolParam] | None) -> tuple[Tool, ...]:
 def tool_choice(
     choice: str | wire.NamedToolChoice | None, parallel: bool | None, tools: tuple[Tool, ...]
 ) -> ToolChoice:
-    """Convert `tool_choice` and `parallel_tool_calls`.
-
-    Raises InvalidRequestError if the choice requires an unknown tool.
-    """
+    """Convert `tool_choice`. Raises InvalidRequestError if it requires an unknown tool."""
     fields: dict[str, Any] = {"parallel": parallel is not False, "mode": choice or "auto"}
     if isinstance(choice, wire.NamedToolChoice):
         fields |= {"mode": "named", "name": choice.function.name}

@@ -53,8 +53,6 @@ class ResponseRenderer(Renderer):
         self._sequence = -1
         self._items: list[tuple[str, Any]] = []
 
-    # --- event stream
-
     def opening(self) -> bytes:
         reply = self.reply("in_progress")
         created = self._sse("response.created", response=reply)
@@ -165,8 +163,6 @@ class ResponseRenderer(Renderer):
             status=status,
             namespace=namespace or msgspec.UNSET,
         )
-
-    # --- one JSON object
 
     def whole(self, answers: list[CollectedAnswer]) -> bytes:
         (answer,) = answers

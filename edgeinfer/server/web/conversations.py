@@ -62,10 +62,7 @@ class _ShownCard:
 
 
 class RunningAnswer:
-    """The state of an answer that pages show: notices, and tool calls that need permission.
-
-    Thread-safe.
-    """
+    """A running answer: notices, and tool calls that need permission. Thread-safe."""
 
     def __init__(self, conversation_id: int = 0, *, is_running: bool = True) -> None:
         #: Id of the conversation; 0 until a new conversation is stored.
@@ -109,10 +106,7 @@ class RunningAnswer:
         self._call_notes = {**self._call_notes, use.id: text or use.status}
 
     def take(self, card: int, decision: Decision) -> None:
-        """Set the user's decision about the tool call of a card (by its number).
-
-        Raises Problem 409 if the call no longer waits for one.
-        """
+        """Set the decision about a call, by its card's number. Raises Problem 409 if it is too late."""
         shown = self._shown  # read once: the thread in `decide` may replace it meanwhile
         if shown is None or shown.is_decided or shown.plain["number"] != card:
             raise Problem(409, "This tool call no longer waits for permission.", code="not_waiting")
@@ -169,10 +163,7 @@ class Conversations:
         return await asyncio.get_running_loop().run_in_executor(self._reader, working)
 
     async def change(self, conversation_id: int, work: Callable[[ChatSession], T]) -> T:
-        """Run `work(session)` for a stored conversation (0: a new one). Raises what `work` raises.
-
-        Raises Problem 404 for an unknown id.
-        """
+        """Run `work(session)` for a conversation (0: a new one). Raises what it raises, Problem 404."""
 
         def changing(store: ConversationStore) -> T:
             session = ChatSession(lambda: store)
@@ -183,8 +174,6 @@ class Conversations:
             return work(session)
 
         return await self.use(changing)
-
-    # --- answers
 
     async def answer(
         self,
@@ -316,10 +305,7 @@ class Conversations:
             return session.calls is not None
 
     def _call(self, running: RunningAnswer) -> bool:
-        """Run the last answer's tool calls; return whether the model should answer again.
-
-        Called in a thread.
-        """
+        """Run the last answer's tool calls in a thread; return whether to generate another answer."""
         with self._session(running) as session:
             turn, tools = session.calls, session.tools
             goes_on = turn is not None and session.run_calls(turn, running, running.stop)
@@ -342,8 +328,6 @@ class Conversations:
             message = "This endpoint writes no answer here: stop it in the program that writes it."
             raise Problem(409, message, code="not_answering")
         running.cancel()
-
-    # --- event stream
 
     async def follow(self, conversation_id: int, latest: int) -> AsyncIterator[bytes]:
         """Yield server-sent events when the list of conversations or one of them changes.

@@ -115,9 +115,6 @@ def _id(context: RequestContext) -> int:
     return int(context.path_id)
 
 
-# --- files
-
-
 class _File(NamedTuple):
     raw: bytes
     packed: bytes
@@ -184,9 +181,6 @@ async def sign_in(context: RequestContext, body: wire.SignIn) -> Response:
         return json_reply({})
     cookie = access.cookie(user, secure=context.request.url.scheme == "https")
     return Response(status_code=204, headers={"set-cookie": cookie})
-
-
-# --- data that the page shows
 
 
 @ROUTES.get(f"{PATH}/setup", web="cookie")
@@ -320,9 +314,6 @@ def _download(conversation: Conversation, text: str, suffix: str) -> Response:
     return Response(text, media_type="text/plain", headers=headers)
 
 
-# --- changes
-
-
 @ROUTES.post(f"{PATH}/conversations", uses_model=False, web="cookie")
 async def ask_new(context: RequestContext, body: wire.Question) -> wire.Opened:
     """Ask a question in a new conversation."""
@@ -424,10 +415,7 @@ async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
 
 
 async def _tools_text(context: RequestContext) -> str:
-    """Return a list of the tools as text, after another try to reach failed servers.
-
-    Raises UsageError.
-    """
+    """List the tools as text, after trying failed servers again. Raises UsageError."""
     tools = await context.endpoint.use_tools()
     said = await context.endpoint.in_thread(tools.prepare)
     return "\n".join([tools.describe(), f"Tools work in the folder {tools.toolbox.folder}.", *said])

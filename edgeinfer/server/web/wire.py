@@ -113,10 +113,7 @@ class ListedModel(Reply, frozen=True, kw_only=True):
 
 
 class Report(Reply, frozen=True, kw_only=True):
-    """A report of `edgeinfer eval`.
-
-    In a list it has `written_at` (Unix time, s), and by itself the HTML `blocks`.
-    """
+    """A report of `edgeinfer eval`: `written_at` (Unix time) in a list, else the HTML `blocks`."""
 
     name: str
     written_at: int = 0
