@@ -66,21 +66,11 @@ class FrontDeployment:
     def __init__(
         self, models: Mapping[str, DeploymentHandle], start_s: float, hosts: Sequence[str]
     ) -> None:
-        self._front = FrontEnd(
-            {name: _Handle(handle) for name, handle in models.items()}, start_s, hosts
-        )
+        answers = {name: handle.options(stream=True).answer.remote for name, handle in models.items()}
+        self._front = FrontEnd(answers, start_s, hosts)
 
     async def __call__(self, request: HttpRequest) -> Response:
         return await self._front.answer(request)
-
-
-class _Handle:
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle.options(stream=True)
-
-    def answer(self, request: Request) -> AsyncIterator[Chunk]:
-        stream: AsyncIterator[Chunk] = self._handle.answer.remote(request)
-        return stream
 
 
 def application(

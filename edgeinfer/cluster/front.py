@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -28,19 +28,14 @@ _STREAMS = ("text/event-stream", "application/x-ndjson")
 _OWN = ("/health", "/healthz")
 
 
-class Deployment(Protocol):
-    """The replicas of one model."""
-
-    def answer(self, request: Request) -> AsyncIterator[Chunk]:
-        """Yield an `Ack`, a `ResponseStart`, and the body in pieces."""
+#: Sends a request to a replica of one model; yields an `Ack`, a `ResponseStart`, the body in pieces.
+Answer = Callable[[Request], AsyncIterator[Chunk]]
 
 
 class FrontEnd:
     """Forwards each request to the model that it names, or to the first model if it names none."""
 
-    def __init__(
-        self, models: Mapping[str, Deployment], start_s: float, hosts: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, models: Mapping[str, Answer], start_s: float, hosts: Sequence[str] = ()) -> None:
         self._gate = Gate(keys=Keys([]), hosts=LOOPBACK_HOSTS | {*hosts}, any_address=True)
         self._models = models
         self._start_s = start_s
@@ -75,7 +70,7 @@ class FrontEnd:
     async def _forward(self, named: str, request: Request, dialect: Dialect) -> Response:
         """Forward the request; repeat once if the replica died before its response started."""
         for _ in range(2):
-            chunks = self._models[named].answer(request)
+            chunks = self._models[named](request)
             try:
                 async with asyncio.timeout(self._start_s):
                     ack = await anext(chunks)
@@ -142,7 +137,7 @@ def _not_started(named: str, after_s: float) -> Problem:
     return unavailable(message, "model_unavailable", 10)
 
 
-def _unknown(named: str, models: Mapping[str, Deployment]) -> Problem:
+def _unknown(named: str, models: Mapping[str, Answer]) -> Problem:
     message = f"this application has no model {named!r}: it has {', '.join(models)}"
     return Problem(404, message, param="model", code="model_not_found")
 

@@ -1,15 +1,15 @@
 """Settings, prefix hashes and the Host check of a Serve application, without a cluster."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
-from typing import cast
 
 import pytest
 from starlette.requests import Request
 
 from edgeinfer import prefix_affinity
 from edgeinfer.cluster import front, messages
-from edgeinfer.cluster.front import Deployment, FrontEnd
+from edgeinfer.cluster.front import FrontEnd
 from edgeinfer.cluster.messages import Ack, Chunk, ResponseStart
 from edgeinfer.errors import UsageError
 
@@ -78,7 +78,7 @@ def test_wrong_settings_are_refused(wrong: dict[str, object]) -> None:
 )
 def test_foreign_host_is_refused_before_any_route(host: str, status: int) -> None:
     """Ray's proxy looks at no Host: a web page could reach it under a name of its own."""
-    front = FrontEnd({"small": cast(Deployment, None)}, 1.0, ("models.example",))
+    front = FrontEnd({"small": lambda _: pytest.fail("forwarded")}, 1.0, ("models.example",))
     for path in ("/health", "/v1/models"):
         scope = _scope("GET", path) | {"headers": [(b"host", host.encode())] if host else []}
         assert asyncio.run(front.answer(Request(scope))).status_code == status
@@ -119,16 +119,12 @@ def _asked(scope: dict[str, object], *models: str) -> list[tuple[str, str]]:
     """Send a request to the front end of these models; return which model got which target."""
     asked: list[tuple[str, str]] = []
 
-    class Replicas:
-        def __init__(self, name: str) -> None:
-            self.name = name
+    async def answer(name: str, request: messages.Request) -> AsyncIterator[Chunk]:
+        asked.append((name, request.target))
+        yield Ack("one")
+        yield ResponseStart(200, ())
 
-        async def answer(self, request: messages.Request) -> AsyncIterator[Chunk]:
-            asked.append((self.name, request.target))
-            yield Ack("one")
-            yield ResponseStart(200, ())
-
-    front_end = FrontEnd({name: Replicas(name) for name in models}, 1.0)
+    front_end = FrontEnd({name: functools.partial(answer, name) for name in models}, 1.0)
     assert asyncio.run(front_end.answer(Request(scope, _no_body))).status_code == 200
     return asked
 
