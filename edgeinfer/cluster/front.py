@@ -111,10 +111,7 @@ def _response(start: ResponseStart, chunks: AsyncIterator[Chunk], dialect: Diale
 
 
 async def _pieces(chunks: AsyncIterator[Chunk], dialect: Dialect | None) -> AsyncIterator[bytes]:
-    """Yield the body. If the replica dies, end an event stream by an error event of its `dialect`.
-
-    Without `dialect` (another kind of body), the exception closes the connection.
-    """
+    """Yield the body. If the replica dies, a stream with a `dialect` ends by its error event."""
     try:
         async for chunk in chunks:
             assert isinstance(chunk, bytes)

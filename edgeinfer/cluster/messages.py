@@ -52,10 +52,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_settings(arguments: Mapping[str, object]) -> Settings:
-    """Convert `{"models": [ModelSettings, …], …}`, or the fields of one `ModelSettings`.
-
-    Raises UsageError, which names the wrong field.
-    """
+    """Read `{"models": [ModelSettings, …]}` or the fields of one. Raises UsageError."""
     table = arguments if "models" in arguments else {"models": [arguments]}
     try:
         settings = msgspec.convert(table, Settings, strict=False)

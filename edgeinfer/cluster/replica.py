@@ -66,10 +66,7 @@ class EndpointReplica:
         return response.text if response.is_success else ""
 
     async def answer(self, request: Request) -> AsyncIterator[Chunk]:
-        """Send a request; yield an `Ack`, a `ResponseStart`, and the body in pieces.
-
-        Closing the iterator cancels the generation.
-        """
+        """Yield an `Ack`, a `ResponseStart`, and the body. Closing the iterator cancels the request."""
         yield Ack(self._name)
         async with self._client.stream(
             request.method, request.target, headers=list(request.headers), content=request.body

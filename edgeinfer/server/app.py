@@ -286,10 +286,7 @@ def _page_routes() -> _Routes:
 
 
 def _spellings(path: str) -> tuple[str, ...]:
-    """Return a path cleaned, with `/v1` added, and with `/v1` removed.
-
-    `//openai/v1/models/` gives `/v1/models`, `/v1/v1/models` and `/models`; KServe adds `/openai`.
-    """
+    """Return the spellings of `//openai/v1/models/`: /v1/models, /v1/v1/models, /models."""
     plain = re.sub(r"/{2,}", "/", path).removeprefix("/openai").rstrip("/") or "/"
     return (plain, f"/v1{plain}", plain.removeprefix("/v1"))
 

@@ -147,10 +147,7 @@ class RequestContext:
         return f"{self.cache_salt} {cache_salt}" if self.cache_salt else cache_salt
 
     def keep_alive_s(self, keep_alive: float | str | None) -> float | None:
-        """Convert a request's `keep_alive` to seconds; None means the configured time.
-
-        It is ignored unless the client is an administrator. Raises InvalidRequestError.
-        """
+        """Convert `keep_alive` to seconds; None: as configured, or the client is no administrator."""
         seconds = keep_alive_s(keep_alive)
         if seconds is None or self.is_admin:
             return seconds

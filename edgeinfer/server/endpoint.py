@@ -235,10 +235,7 @@ class PreparationPool:
         return self._constrained if request.constraint or request.tools else self._plain
 
     async def submit(self, engine: Engine, request: GenerateRequest, caller: str = "") -> Generation:
-        """Call `engine.submit` in a thread. If this call is cancelled, so is the generation.
-
-        Raises what `Engine.submit` raises, and Problem 503 after `timeout_s`.
-        """
+        """Call `engine.submit` in a thread. Raises what it raises, and Problem 503 after a timeout."""
         submitting = self._pool(request).begin(caller, lambda: engine.submit(request))
         return await self._result(submitting, _cancel_late)
 

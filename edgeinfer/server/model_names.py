@@ -32,10 +32,7 @@ class Aliases:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """Return the model names that a client's `name` may mean, the most likely first.
-
-    `x:latest` gives `x:latest`, `x`, and `ollama/x` (the model `x` in Ollama's own store).
-    """
+    """Return the models that `x:latest` may mean: `x:latest`, `x`, and Ollama's own `ollama/x`."""
     plain = name.removesuffix(LATEST)
     return (name, plain, PREFIX + plain)
 

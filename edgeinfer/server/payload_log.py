@@ -180,10 +180,7 @@ class PayloadLog:
 
 
 def make_folder(folder: Path) -> Path:
-    """Create the folder (mode 0700) and return its absolute path.
-
-    Raises ServeError if that fails, or if another user owns it or may write to it.
-    """
+    """Create the folder (mode 0700). Raises ServeError if other users own it or may write to it."""
     folder = folder.expanduser().resolve()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

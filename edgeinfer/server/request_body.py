@@ -89,10 +89,7 @@ async def _decode(context: RequestContext, raw: bytes, kind: type[T]) -> T:
 
 
 def _check_integers(value: object) -> None:
-    """Raise Problem for an integer beyond 64 bits in a schema or other free JSON.
-
-    Requests are sent to worker processes as msgpack, which cannot encode it.
-    """
+    """Raise Problem for an integer beyond 64 bits, which messages to workers (msgpack) cannot hold."""
     try:
         msgspec.msgpack.encode(value)
     except OverflowError:

@@ -320,10 +320,7 @@ CALLS = """
 
 
 def serve_engine(sock: socket.socket, start: Start, load: Callable[[LoadProgress], Engine]) -> None:
-    """Load an engine with `load`, and serve it until the client closes the socket.
-
-    An EdgeInferError in `load` is sent to the client.
-    """
+    """Load an engine, and serve it to the client (or its error) until it closes the socket."""
     wire = FrameSocket(sock)
     with contextlib.suppress(OSError):  # the client has ended: so does this process
         try:

@@ -87,10 +87,7 @@ class ReplicatedEngine(ForwardingEngine):
         return routed.stream
 
     def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
-        """Change the LoRA adapters of all replicas, and of those that start later.
-
-        Raises what `Engine.use_adapters` raises; then no replica has the change.
-        """
+        """Change the LoRA adapters of all replicas, also of later ones; if one fails, of none."""
         with self._changing_adapters:
             before = self._info.lora
             try:

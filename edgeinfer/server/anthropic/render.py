@@ -60,10 +60,7 @@ def _sentence(problem: Problem) -> str:
 
 
 def _details(problem: Problem) -> dict[str, Any] | msgspec.UnsetType:
-    """Return the `details` of an error about the field `thread`, unset for other errors.
-
-    They make the official client's tool runner send the whole conversation instead of a thread.
-    """
+    """Return `details` that make the official client send the whole conversation, not a thread."""
     if problem.code != "unsupported_parameter" or problem.param != "thread":
         return msgspec.UNSET
     return {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}

@@ -60,10 +60,7 @@ def key_path() -> Path:
 
 
 def configured_keys(file: str | None = None) -> Keys:
-    """Return the keys of the environment variables or of `file`; no keys if none is set.
-
-    Raises ServeError if a key is too short, or if other users can read the file.
-    """
+    """Return the keys of the environment or `file`, or no keys. Raises ServeError for a bad one."""
     typed = os.environ.get("EDGEINFER_API_KEY", "")
     if typed:
         return Keys([_check(typed, "EDGEINFER_API_KEY")])
@@ -72,10 +69,7 @@ def configured_keys(file: str | None = None) -> Keys:
 
 
 def stored_keys() -> tuple[Keys, bool]:
-    """Return the keys of the file in the configuration directory, and whether it was created just now.
-
-    Raises ServeError if other users can read the file.
-    """
+    """Return the keys of the user's own file, and whether it was created now. Raises ServeError."""
     path = key_path()
     try:
         return Keys(read_keys(path)), False
@@ -105,11 +99,7 @@ def own_key() -> str:
 
 
 def read_keys(path: Path) -> list[str]:
-    """Read a file with one key per line; lines with `#` are comments.
-
-    Raises FileNotFoundError, and ServeError if the file has no or an invalid key, or if other users can
-    read it.
-    """
+    """Read a file of keys, one a line, with `#` comments. Raises FileNotFoundError, ServeError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -64,10 +64,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             raise Problem(403, message, code="host_not_allowed")
 
     def check_origin(self, headers: Headers, scheme: str) -> str | None:
-        """Return the origin to name in CORS headers; None for a request of the same origin or no page.
-
-        Raises Problem 403 for a page of another origin.
-        """
+        """Return the origin for CORS headers, or None if they are not needed. Raises Problem 403."""
         origin = headers.get("origin")
         if origin is None:
             if headers.get("sec-fetch-site") in ("cross-site", "same-site"):

@@ -159,10 +159,7 @@ async def load_adapter(context: RequestContext, body: wire.LoadAdapter) -> Respo
 
 
 def _file(context: RequestContext, text: str) -> str:
-    """Return the path of an adapter: `text` is its name, or a path if `serve --ollama` allows paths.
-
-    Raises InvalidRequestError and UsageError.
-    """
+    """Return an adapter's path. `text` is a name, or with `serve --ollama` also a path."""
     is_path = "/" in text or text.startswith("~") or text.endswith(".gguf")
     if is_path and context.endpoint.model_admin is None:
         raise InvalidRequestError(_NO_PATH, param="lora_path")

@@ -131,10 +131,7 @@ def _read_receipt(body: bytes) -> Receipt:
 
 
 async def _check_in_turn(context: RequestContext, engine: Engine, check: ReceiptCheck) -> Verification:
-    """Wait for a slot of the engine like a generation, then run the check in a thread.
-
-    Raises QueueFullError, and what `ReceiptCheck.run` raises.
-    """
+    """Wait for a slot of the engine, then run the check. Raises QueueFullError, what `run` raises."""
     endpoint, caller = context.endpoint, context.caller.turn
     has_slot = False
     endpoint.admit_generations(context.model, engine.info.n_parallel, 1, caller)

@@ -235,10 +235,7 @@ def _header(files: ModelFiles | None) -> GgufHeader | None:
 
 
 def _metadata(header: GgufHeader | None, info: EngineInfo | None) -> dict[str, Any]:
-    """Return the GGUF metadata, with the loaded context size in `llama.context_length` (or similar).
-
-    Clients take this value for the usable context.
-    """
+    """Return the GGUF metadata; `llama.context_length` and the like are the loaded context."""
     metadata: dict[str, Any] = {}
     if header is not None:
         metadata = {key: _plain(value) for key, value in header.metadata.items()}

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from edgeinfer.media.pictures import MAX_PICTURES
-from edgeinfer.server.openai.wire import TokenLogprob, Tools
+from edgeinfer.server.openai.wire import FunctionCall, TokenLogprob, Tools
 from edgeinfer.server.problems import missing
 from edgeinfer.server.wire_types import (
     Effort,
@@ -28,7 +28,6 @@ from edgeinfer.server.wire_types import (
     StopString,
     Temperature,
     Text,
-    ToolName,
     Wire,
 )
 
@@ -76,17 +75,10 @@ class OllamaFields(GenerationFields, frozen=True, kw_only=True):
     shift: bool | None = None
 
 
-class CalledFunction(Wire, frozen=True, kw_only=True):
-    """The called function, with its arguments as a JSON object or text."""
-
-    name: ToolName
-    arguments: JsonObject | Text
-
-
 class CallParam(Wire, frozen=True, kw_only=True):
     """A tool call of the assistant in an earlier turn."""
 
-    function: CalledFunction
+    function: FunctionCall
     id: ShortText | None = None
     type: ShortText | None = None
 

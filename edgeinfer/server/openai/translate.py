@@ -200,39 +200,36 @@ def tool_choice(
 def constraint(
     response_format: wire.ResponseFormat | None, body: wire.OpenAIFields
 ) -> Constraint | None:
-    """Return the JSON schema, regex, choice or grammar that the answer must match; None for none.
-
-    Raises InvalidRequestError if there are several.
-    """
-    asked: list[tuple[str, Constraint]] = []
+    """Return the constraint of the answer, or None. Raises InvalidRequestError if there are several."""
+    by_field: dict[str, Constraint] = {}
     if isinstance(response_format, wire.JsonObjectFormat):
-        asked.append(("response_format", JsonSchema(response_format.schema or {"type": "object"})))
+        by_field["response_format"] = JsonSchema(response_format.schema or {"type": "object"})
     elif isinstance(response_format, wire.JsonSchemaFormat):
-        asked.append(("response_format", JsonSchema(response_format.json_schema.schema)))
+        by_field["response_format"] = JsonSchema(response_format.json_schema.schema)
     if body.grammar is not None:
-        asked.append(("grammar", Grammar(body.grammar)))
+        by_field["grammar"] = Grammar(body.grammar)
     if body.structured_outputs is not None:
-        asked += _structured_constraints(body.structured_outputs)
-    if len(asked) > 1:
-        first, second = asked[0][0], asked[1][0]
+        by_field |= _structured_constraints(body.structured_outputs)
+    if len(by_field) > 1:
+        first, second, *_ = by_field
         raise InvalidRequestError(f"{second} cannot be combined with {first}", param=second)
-    return asked[0][1] if asked else None
+    return next(iter(by_field.values()), None)
 
 
-def _structured_constraints(outputs: wire.StructuredOutputs) -> list[tuple[str, Constraint]]:
-    asked: list[tuple[str, Constraint]] = []
+def _structured_constraints(outputs: wire.StructuredOutputs) -> dict[str, Constraint]:
+    by_field: dict[str, Constraint] = {}
     if outputs.json is not None:
-        asked.append(("structured_outputs.json", JsonSchema(outputs.json)))
+        by_field["structured_outputs.json"] = JsonSchema(outputs.json)
     if outputs.regex is not None:
-        asked.append(("structured_outputs.regex", Regex(outputs.regex)))
+        by_field["structured_outputs.regex"] = Regex(outputs.regex)
     if outputs.choice is not None:
-        asked.append(("structured_outputs.choice", Choice(tuple(outputs.choice))))
+        by_field["structured_outputs.choice"] = Choice(tuple(outputs.choice))
     if outputs.grammar is not None:
-        asked.append(("structured_outputs.grammar", Grammar(outputs.grammar)))
-    if not asked:
+        by_field["structured_outputs.grammar"] = Grammar(outputs.grammar)
+    if not by_field:
         message = "structured_outputs needs json, regex, choice or grammar"
         raise InvalidRequestError(message, param="structured_outputs")
-    return asked
+    return by_field
 
 
 def prompts(

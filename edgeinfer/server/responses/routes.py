@@ -72,10 +72,7 @@ class _Output(msgspec.Struct):
 
 
 def with_previous(context: RequestContext, body: wire.ResponsesRequest) -> wire.ResponsesRequest:
-    """Put the conversation of `previous_response_id` before the request's own input.
-
-    Raises Problem 400 if that response is not stored.
-    """
+    """Put the conversation of `previous_response_id` before the input. Raises Problem 400."""
     name, param = body.previous_response_id, "previous_response_id"
     if name is None:
         return body

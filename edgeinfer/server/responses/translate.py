@@ -51,10 +51,7 @@ def response_request(body: wire.ResponsesRequest, info: EngineInfo) -> GenerateR
 
 
 def conversation(body: wire.ResponsesRequest) -> tuple[Message, ...]:
-    """Convert instructions and items to messages.
-
-    Items of reasoning and function calls are merged into the assistant's message that they belong to.
-    """
+    """Convert instructions and items to messages. Reasoning and calls join the assistant's message."""
     turns: list[Message] = []
     if body.instructions:
         turns.append(Message(role="system", content=body.instructions))

@@ -41,10 +41,7 @@ PATH = "/web"
 
 
 def read_secret() -> bytes:
-    """Return this user's signing secret (32 bytes), created on first use.
-
-    Raises ServeError if the file cannot be read, or if other users can read it.
-    """
+    """Return this user's signing secret (32 bytes), created on first use. Raises ServeError."""
     path = paths.data_dir() / "web-secret"
     with path_errors(path, "check the data folder", ServeError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -133,10 +130,7 @@ class Access:
         return f"{value}; Path={PATH}; Max-Age={_COOKIE_S}; HttpOnly; SameSite=Strict{secure_flag}"
 
     def check(self, cookies: str, user: str) -> str:
-        """Check the header Cookie; return the name of the first API key, "" without keys.
-
-        Raises Problem 401 if the cookie is missing, expired or of another user.
-        """
+        """Check the header Cookie; return the name of the first API key, or "". Raises Problem 401."""
         value = ""
         with contextlib.suppress(CookieError, KeyError):
             value = SimpleCookie(cookies)[f"edgeinfer-{self._port}"].value

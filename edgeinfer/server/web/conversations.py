@@ -276,10 +276,7 @@ class Conversations:
     def _write(
         self, running: RunningAnswer, begin: Begin, lease: Lease, loop: asyncio.AbstractEventLoop
     ) -> bool:
-        """Generate an answer and write it to the store; return whether it has tool calls to run.
-
-        Called in a thread. Raises what beginning the answer raises; later errors end the answer.
-        """
+        """Write an answer to the store, in a thread; return whether it has tool calls to run."""
         endpoint, engine = self._endpoint, lease.engine
         with self._session(running, engine) as session:
             answer = running.answer = begin(session)
