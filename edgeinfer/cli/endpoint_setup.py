@@ -120,7 +120,7 @@ async def _serve(
     models = ModelPool(
         callbacks,
         default=name,
-        keep_alive_s=pick(options.keep_alive, host.config.serve.keep_alive_s),
+        keep_alive_s=host.config.serve.keep_alive_s,
         aliases=host.config.serve.aliases,
     )
     log = Log(options.log or ("text" if sys.stderr.isatty() else "json"))
@@ -137,8 +137,8 @@ async def _serve(
         model_admin=ModelAdmin() if _speaks_ollama(options, host) else None,
     )
     load_key(host.config.receipts.key)  # fail now if the key is invalid
-    if folder := pick(options.log_payloads, config.log_payloads):
-        endpoint.payload_log = PayloadLog(Path(folder), endpoint)
+    if config.log_payloads:
+        endpoint.payload_log = PayloadLog(Path(config.log_payloads), endpoint)
     if config.web:
         name_of_socket = listeners[0].getsockname()
         port = name_of_socket[1] if listeners[0].family != socket.AF_UNIX else 0

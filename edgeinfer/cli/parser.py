@@ -98,7 +98,7 @@ VERBS = {
     ),
     "bench": Verb(
         "benchmark models (pp, tg), optionally against other servers",
-        ("bench qwen3-4b", "bench qwen3-4b --against http://127.0.0.1:11434#qwen3:4b --markdown"),
+        ("bench qwen3-4b", "bench qwen3-4b --against http://127.0.0.1:11434#qwen3:4b"),
         linux_only=True,
     ),
     "warm": Verb(

@@ -48,14 +48,16 @@ def stoppable(message: str, hint: str | None = None) -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def table(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> str:
+def table(
+    rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset(), gap: str = "  "
+) -> str:
     """Align the cells of `rows`, of which the first is the header. `right`: right-aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
         sized = enumerate(zip(row, widths, strict=True))
         cells = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in sized]
-        lines.append("  ".join(cells).rstrip())
+        lines.append(gap.join(cells).rstrip())
     return "\n".join(lines)
 
 

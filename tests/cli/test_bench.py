@@ -1,6 +1,7 @@
 """`edgeinfer bench`: servers of every kind behind real sockets, and what the machine tells of its energy."""
 
 import json
+import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -196,8 +197,9 @@ def test_own_model_beside_a_server_in_one_run(smollm2, other, as_json):
     assert result["energy"].startswith("not readable: ") or result["energy"]
     assert not list(paths.state_dir().glob("drift.db")), "its answers are not counted"
     assert not list((paths.blocks_dir() / "owners").iterdir()), "its prompts do not stay on disk"
-    shown = msgspec.convert(result | {"is_markdown": True}, BenchResult).human()
-    assert f"| {own_model} | pp32 |" in shown
+    shown = msgspec.convert(result, BenchResult).human()
+    assert re.search(rf"(?m)^{own_model} +\| pp32 +\|", shown), "a Markdown table"
+    assert re.search(r"(?m)^---( +\| +---)+$", shown)
     assert "- noise: reference job" in shown
     assert "- energy: " in shown
 

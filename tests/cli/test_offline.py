@@ -29,7 +29,7 @@ COMMANDS = {
     "list": ((), 0),
     "show": ((MODEL,), 0),
     "rm": (("other", "--forget", "--yes"), 0),
-    "quantize": ((MODEL, "q8_0", "--name", "eight", "--no-perplexity"), None),
+    "quantize": ((MODEL, "q8_0", "--name", "eight"), None),
     "warm": ((MODEL,), None),  # as far as CRIU, which cannot dump what a seccomp filter watches
     "snapshots": (("list",), 0),
     "forget": ((), None),

@@ -22,17 +22,7 @@ import msgspec
 
 from edgeinfer import __version__, typed_options
 from edgeinfer.agents import endpoint
-from edgeinfer.bench import (
-    MOST_STREAMS,
-    MeasuredServer,
-    Plan,
-    Row,
-    Sample,
-    Target,
-    markdown,
-    measure,
-    rows,
-)
+from edgeinfer.bench import MOST_STREAMS, MeasuredServer, Plan, Row, Sample, Target, measure, rows
 from edgeinfer.cli.options import (
     add_attached_options,
     add_load_options,
@@ -55,7 +45,7 @@ from edgeinfer.platform.process import start_child
 from edgeinfer.server.guards import keys
 
 _STOP_S = 60.0
-_HEAD = ("SERVER", "TEST", "MEDIAN", "SPREAD", "J/TOKEN", "BESIDE THE FIRST")
+_HEAD = ("SERVER", "TEST", "MEDIAN", "SPREAD", "J/TOKEN", "AGAINST THE FIRST")
 
 
 class BenchResult(Result, frozen=True, kw_only=True):
@@ -67,7 +57,6 @@ class BenchResult(Result, frozen=True, kw_only=True):
     noise_ms: tuple[float, ...]
     energy: str
     notes: tuple[str, ...]
-    is_markdown: bool = False
 
     def human(self) -> str:
         cells = [_cells(row) for row in self.rows]
@@ -79,7 +68,7 @@ class BenchResult(Result, frozen=True, kw_only=True):
         right = frozenset({2, 3, 4, 5})
         return "\n".join(
             [
-                markdown(_HEAD, cells) if self.is_markdown else table([_HEAD, *cells], right=right),
+                table([_HEAD, ("---",) * len(_HEAD), *cells], right=right, gap=" | "),
                 "",
                 f"edgeinfer {__version__}, {self.machine}",
                 *(f"- {line}" for line in (noise, f"energy: {self.energy}", *self.notes)),
@@ -118,7 +107,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         metavar = "N,…" if kind is _numbers else "N"
         add(*flags, dest=field, type=kind, default=getattr(Plan(), field), metavar=metavar, help=text)
-    add_option(parser, "--markdown", "print a Markdown table", dest="is_markdown")
     add_quiet(parser)
     add_load_options(parser)
     add_attached_options(parser)
@@ -184,7 +172,6 @@ def run(options: argparse.Namespace, host: Host) -> BenchResult:
         noise_ms=tuple(noise),
         energy=f"not readable: {meter.reason}" if meter.reason else meter.source,
         notes=tuple(sorted(set[str]().union(*(side.notes for side in sides)))),
-        is_markdown=options.is_markdown,
     )
 
 

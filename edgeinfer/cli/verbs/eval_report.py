@@ -112,7 +112,7 @@ class EvalResult(Result, frozen=True, kw_only=True):
         return "\n\n".join([f"# {self.set}", scores, *self._notes(), *verdicts]) + "\n"
 
     def _scores(self) -> list[list[str]]:
-        rows = [["candidate", "passed", "score", "95 % interval", "beside the first"]]
+        rows = [["candidate", "passed", "score", "95 % interval", "against the first"]]
         for n, (name, score) in enumerate(zip(self.candidates, self.scores, strict=True)):
             passed = f"{round(score.value * len(self.items))} of {len(self.items)}"
             interval = f"{score.low:.0%} – {score.high:.0%}"

@@ -62,8 +62,8 @@ class QuantizeResult(TimedResult, frozen=True, kw_only=True):
             text += f"\n\nperplexity over {self.n_scored_tokens} tokens of a text; lower is better"
         if self.divergence is not None and self.same_top is not None:
             text += (
-                f"\nbeside {self.source}: KL divergence {self.divergence:.4f} nats a token, the same "
-                f"likeliest token {self.same_top:.1%} of the time"
+                f"\ncompared with {self.source}: KL divergence {self.divergence:.4f} nats a token, the "
+                f"same likeliest token {self.same_top:.1%} of the time"
             )
         if self.quantized_twice:
             text += (
@@ -95,7 +95,7 @@ class QuantizeCompareResult(Result, frozen=True, kw_only=True):
     evaluation: EvalResult
 
     def human(self) -> str:
-        rows = [("", "SIZE", "PREFILL/s", "DECODE/s", "KL", "SAME TOP", "SCORE", "BESIDE THE FIRST")]
+        rows = [("", "SIZE", "PREFILL/s", "DECODE/s", "KL", "SAME TOP", "SCORE", "AGAINST THE FIRST")]
         for n, model in enumerate(self.models):
             speeds = f"{model.prefill_tokens_per_s:.0f}", f"{model.decode_tokens_per_s:.1f}"
             loss = "-", "-"
@@ -126,15 +126,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="store it under this name instead of MODEL:TYPE")
     help = "importance matrix in GGUF format; some types need one, small types gain most"
     add_option(parser, "--imatrix FILE", help, default="")
-    add_option(parser, "--no-perplexity", "do not measure perplexity")
     add_quiet(parser)
 
 
 def run(options: argparse.Namespace, host: Host) -> Result:
     """Quantize a model. Raises what `quantizing.quantize` raises, and InterruptedByUser."""
-    quantize_options = QuantizeOptions(
-        name=options.name, imatrix=options.imatrix, perplexity=not options.no_perplexity
-    )
+    quantize_options = QuantizeOptions(name=options.name, imatrix=options.imatrix)
     if options.compare:
         return _compare(options, quantize_options, host)
     with progress_on(quiet=options.quiet) as report, stoppable("stopped; nothing was changed", ""):
@@ -167,7 +164,7 @@ def _compare(
     quantized = []
     for kind in kinds:
         name = f"{options.name}:{kind}" if options.name else None
-        kind_options = msgspec.structs.replace(quantize_options, name=name, keep=True, perplexity=True)
+        kind_options = msgspec.structs.replace(quantize_options, name=name, keep=True)
         with progress_on(quiet=options.quiet) as report, stoppable("stopped; finished models are kept"):
             quantized.append(quantize(options.model, kind, report, options=kind_options))
     rows: list[tuple[str, str, int, float | None, float | None]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Literal
 
 from edgeinfer.cli.options import (
@@ -48,16 +47,12 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     add_option(where, "--allow-origin ORIGIN...", "allow web pages of this origin (CORS)")
     add_option(where, "--tls-cert FILE", "certificate chain in PEM, with --tls-key")
     add_option(where, "--tls-key FILE", "private key in PEM")
-    help = "seconds an idle model stays loaded; 0 unloads at once, -1 never"
-    add_option(where, "--keep-alive S", help, type=keep_alive_s)
     add_option(where, "--idle-exit S", "exit after S seconds without a request", type=positive_s)
     replicas = number_between(int, 1, _MOST_REPLICAS)
     add_option(where, "--replicas N", "replicas of the model, each in its own process", type=replicas)
     help = "log lines on stderr (default: text on a terminal)"
     where.add_argument("--log", choices=("json", "text", "off"), help=help)
     add_traces(where)
-    text = "write every request with its answer to files in FOLDER"
-    add_option(where, "--log-payloads FOLDER", text, type=os.path.abspath)
 
 
 port_number = number_between(int, 0, 65_535)
@@ -65,11 +60,6 @@ port_number = number_between(int, 0, 65_535)
 
 #: Parses seconds: more than 0, at most a year.
 positive_s = number_between(float, 0.001, 31_536_000)
-
-
-def keep_alive_s(text: str) -> float:
-    """Parse seconds: 0, -1, or up to a year. Raises argparse.ArgumentTypeError."""
-    return float(text) if text in ("-1", "0") else float(positive_s(text))
 
 
 def run(options: argparse.Namespace, host: Host) -> ServeResult:
