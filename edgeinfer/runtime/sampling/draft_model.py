@@ -44,11 +44,12 @@ _MEAN_TOKENS = 3
 #: Acceptance assumed of the usual tokens of a text that must come next, and the least one with which
 #: they are drafted without the draft model: `"` may be sampled as the token `"/` of a path.
 _LIKELY_START, _LIKELY_LEAST = 0.95, 0.8
-#: Each step without a draft, and each request, moves a learned acceptance towards the assumed one by
-#: this share of the difference, so that a draft model that was wrong is tried again. Failed trials cost
-#: under 1 % of the time.
-_STEP_RECOVERY = 0.0003
-_REQUEST_RECOVERY = 0.1
+#: Each step without a draft moves what was learned towards what was assumed by this share of the
+#: difference, so that a draft model that was wrong, or slow, is tried again.
+_RECOVERY = 0.0008
+#: What drafts may lose before any has gained, and the most that gains let later ones lose, in steps of
+#: one row; the share of each token's time that they may lose besides.
+_FIRST_LOSS, _MOST_LOSS, _LOSS_SHARE = 20.0, 200.0, 0.01
 #: The draft model prefills missing text if the rest of the answer repays that. The rest is assumed to
 #: have at least this many tokens, and as many as the answer has now. Each missing token costs the
 #: second number's share of a draft token.
@@ -62,7 +63,8 @@ class DraftModel:
     """A draft model's weights and, after `open`, its context. Raises ModelLoadError.
 
     `cost` of a draft token is in steps of one row of the large model; `least_cost` is the cost of
-    reading its weights.
+    reading its weights. `balance` is what drafts may still lose, in the same unit: their gains less
+    their costs, and a share of all time. When it is used up, nothing is drafted.
     """
 
     def __init__(self, files: ModelFiles) -> None:
@@ -71,6 +73,7 @@ class DraftModel:
         self.shape = model_shape(self._model, read_meta(self._model))
         self.rates = [Acceptance(rate) for rate in _START]
         self.mean, self.likely = Acceptance(_MEAN_START), Acceptance(_LIKELY_START)
+        self.balance = _FIRST_LOSS
 
     def misfit(self, loaded: LlamaModel) -> str:
         """Return why it cannot draft for `loaded`, "" if it can."""
@@ -105,8 +108,11 @@ class DraftModel:
         self.cost = self.least_cost = self.shape.weights_bytes_per_token / weights_bytes
 
     def compute(self, cached_seq: CachedSequence, tokens: Sequence[int], *, outputs: int) -> bool:
-        """Append `tokens` to a sequence, the last `outputs` with logits; False if there is no room."""
-        if not self.kv.make_room(len(tokens)):
+        """Append `tokens` to a sequence, the last `outputs` with logits; return False if they are more
+        than a batch, another vocabulary's, or if there is no room.
+        """
+        is_valid = len(tokens) <= DRAFT_BATCH and max(tokens) < self.n_vocab
+        if not is_valid or not self.kv.make_room(len(tokens)):
             return False
         self._batch.clear()
         self._batch.add(tokens, len(cached_seq.tokens), cached_seq.seq_id, outputs=outputs)
@@ -119,6 +125,14 @@ class DraftModel:
     def note_cost(self, cost: float) -> None:
         """Record the cost of a draft token, smoothed: one bad measurement must not end drafting."""
         self.cost *= 1.0 + _WEIGHT * (min(max(cost / self.cost, 0.5), 2.0) - 1.0)
+
+    def price(self, n_tokens: int) -> float:
+        """Return the cost of computing `n_tokens` together."""
+        return self.cost * max(1.0, n_tokens * _PREFILL_SHARE)
+
+    def earn(self, gain: float) -> None:
+        """Let drafts lose `gain` more."""
+        self.balance = min(_MOST_LOSS, self.balance + gain)
 
     def park(self) -> None:
         """Forget every text, and return the memory of the cells. Only while idle."""
@@ -182,35 +196,55 @@ class RequestDrafter:
         # a token that is drafted unsampled takes no random number: those after it would differ
         is_greedy = request.sampling.temperature <= 0
         self._drafts_likely, self._drafts_forced = is_greedy, is_greedy or request.logprobs is None
-        model.mean.recover(_MEAN_START, _REQUEST_RECOVERY)
-        model.likely.recover(_LIKELY_START, _REQUEST_RECOVERY)
         self._mean = Acceptance(model.mean.rate, _MEAN_TOKENS)
         self._cached: CachedSequence | None = None
         self._n_prompt = 0
         self._drafted: list[Run] = []
+        #: Steps of one row that a token takes without drafts.
+        self._token_cost = 1.0
         self._log_sum = LogSum()
 
     def draft(
         self, tokens: Sequence[int], limit: int, budget: DraftBudget, least_rate: float
     ) -> list[Run]:
         """Draft some `limit` tokens if `budget` may reach a higher rate than `least_rate`."""
-        self._drafted = []
+        self._drafted, self._token_cost = [], 1.0 / budget.rate
         self._n_prompt = self._n_prompt or len(tokens)
         model = self._model
-        n, rate = budget.best([Run((0,), self._mean)] * limit, draft_cost=model.cost)
+        model.earn(_LOSS_SHARE * self._token_cost)
+        n, rate = 0, 0.0
+        if self._mean.rate > budget.least_chance(limit, model.cost):
+            n, rate = budget.best([Run((0,), self._mean)] * limit, draft_cost=model.cost)
         if not n or rate <= least_rate:
-            self._mean.recover(_MEAN_START, _STEP_RECOVERY)
-            model.cost += _STEP_RECOVERY * (model.least_cost - model.cost)
+            self._recover()
             return []
         n_done, n_most = len(tokens) - self._n_prompt, self._request.max_tokens
         n_left = max(_LEAST_ANSWER_TOKENS, n_done)
         n_left = n_left if n_most is None else min(n_left, n_most - n_done)
-        pending = self._catch_up(tokens, n_left * (1.0 / budget.rate - 1.0 / rate))
+        pending = self._catch_up(tokens, n_left * (self._token_cost - 1.0 / rate), budget)
         if pending:
             self._draft(pending, limit, budget)
+            model.balance -= max((cost for _, cost, _ in budget.totals(self._drafted)), default=0.0)
         return self._drafted
 
-    def _catch_up(self, tokens: Sequence[int], worth: float) -> list[int]:
+    def _recover(self) -> None:
+        model = self._model
+        for learned in (self._mean, model.mean):
+            learned.recover(_MEAN_START, _RECOVERY)
+        model.likely.recover(_LIKELY_START, _RECOVERY)
+        model.cost += _RECOVERY * (model.least_cost - model.cost)
+
+    def _compute(self, tokens: Sequence[int], budget: DraftBudget, *, outputs: int) -> bool:
+        """Append `tokens` to the draft model's text and pay for them; False as of `compute`."""
+        assert self._cached is not None
+        is_computed = self._model.compute(self._cached, tokens, outputs=outputs)
+        if is_computed:
+            price = self._model.price(len(tokens))
+            self._model.balance -= price
+            budget.spend(price)
+        return is_computed
+
+    def _catch_up(self, tokens: Sequence[int], worth: float, budget: DraftBudget) -> list[int]:
         """Prefill missing text if that takes at most `worth` steps of one row; return the last tokens,
         which are still to be computed, or none if it would take longer.
         """
@@ -223,17 +257,15 @@ class RequestDrafter:
         n = min(common_prefix(self._cached.tokens, tokens), len(tokens) - 1)
         model.kv.truncate(self._cached, n)
         pending = list(tokens[n:])
-        cost = model.cost * max(1.0, len(pending) * _PREFILL_SHARE)
-        if max(pending) >= model.n_vocab or cost > worth:
+        if model.price(len(pending)) > min(worth, model.balance):
             return []
         if len(pending) <= DRAFT_BATCH:
             return pending
-        model.compute(self._cached, pending[:DRAFT_BATCH], outputs=0)
+        self._compute(pending[:DRAFT_BATCH], budget, outputs=0)
         return []
 
     def _draft(self, pending: list[int], limit: int, budget: DraftBudget) -> None:
         """Draft some `limit` tokens after the text that ends with `pending`."""
-        assert self._cached is not None
         model, runs = self._model, self._drafted
         sampler, matcher = self._sampler.copy(), self._matcher and self._matcher.copy()
         likely = self._draft_likely(sampler, matcher)
@@ -241,9 +273,7 @@ class RequestDrafter:
         while not is_end:
             pending = [*pending, *likely]
             began = time.perf_counter()
-            if len(pending) > DRAFT_BATCH or max(pending) >= model.n_vocab:
-                break
-            if not model.compute(self._cached, pending, outputs=1):
+            if not self._compute(pending, budget, outputs=1):
                 break
             try:
                 token, probability = self._pick(sampler, matcher)
@@ -286,6 +316,7 @@ class RequestDrafter:
     def record(self, sampled: Sequence[int]) -> None:
         """Compare the latest draft with the sampled tokens."""
         for acceptance, is_right in compare(self._drafted, sampled):
+            self._model.earn(self._token_cost * is_right)
             for learned in (acceptance, self._mean, self._model.mean):
                 learned.record(is_right=is_right)
         self._drafted = []

@@ -132,7 +132,10 @@ class DraftBudget:
         step_s = curve.seconds(n_sequences, rows)
         #: Time (s) of a step with one row; 0 before the first measurement.
         self.row_s = step_s / curve.cost(rows) if step_s else 0.0
-        self._least_chance: float | None = None if step_s else math.inf
+        #: Least cost of a draft token's row; None until it is asked for.
+        self._least_row: float | None = None if step_s else math.inf
+        #: Time (s) that a draft model took for this step.
+        self.model_s = 0.0
 
     @property
     def rate(self) -> float:
@@ -147,14 +150,14 @@ class DraftBudget:
         All but the first `n_drafted` are still to be drafted, for `draft_cost` steps of one row each.
         """
         best, best_rate = 0, self.rate
-        for n, (gain, cost, _) in enumerate(self._totals(runs), 1):
+        for n, (gain, cost, _) in enumerate(self.totals(runs), 1):
             cost += max(0, n - n_drafted) * draft_cost
             total = (self._expected + gain) / (self._cost + cost)
             if total > best_rate and gain * self._cost > _MARGIN * cost * self._expected:
                 best, best_rate = n, total
         return best, best_rate
 
-    def _totals(self, runs: Sequence[Run]) -> Iterator[tuple[float, float, float]]:
+    def totals(self, runs: Sequence[Run]) -> Iterator[tuple[float, float, float]]:
         """Yield what the first run, the first two … are expected to gain (sampled tokens) and cost, and
         the step's rows with them. Forced tokens after a right one are computed in any case.
         """
@@ -166,27 +169,28 @@ class DraftBudget:
             rows += 1 + (len(run.tokens) - 1) * (1.0 - chance)
             yield gain, self._row_cost(rows) - cost_before, rows
 
-    def take(self, runs: Sequence[Run], spent_s: float = 0.0) -> list[int]:
-        """Add the `best` runs, which took `spent_s` to draft, and return their tokens."""
+    def take(self, runs: Sequence[Run]) -> list[int]:
+        """Add the `best` runs, and return their tokens."""
         n, _ = self.best(runs)
         if n:
-            gain, cost, self._rows = list(self._totals(runs[:n]))[-1]
-            self._cost += cost
+            *_, (gain, cost, self._rows) = self.totals(runs[:n])
             self._expected += gain
-            self._least_chance = None
-        if spent_s:
-            self._cost += spent_s / self.row_s
+            self.spend(cost)
+            self._least_row = None
         return join(runs[:n])
 
-    def least_chance(self, n: int) -> float:
+    def spend(self, cost: float) -> None:
+        """Add a cost, in steps of one row, to the step."""
+        self._cost += cost
+
+    def least_chance(self, n: int, draft_cost: float = 0.0) -> float:
         """Return the probability from which a first draft token pays if up to `n - 1` further ones are
-        right. All sequences ask with the same `n`.
+        right, and each costs `draft_cost` to draft. All sequences ask with the same `n`, or less.
         """
-        if self._least_chance is None:
-            before = self._row_cost(self._rows)
-            each = min((self._row_cost(self._rows + i) - before) / i for i in range(1, n + 1))
-            self._least_chance = _MARGIN * each * self._expected / self._cost
-        return self._least_chance
+        if self._least_row is None:
+            cost, rows = self._row_cost, self._rows
+            self._least_row = min((cost(rows + i) - cost(rows)) / i for i in range(1, n + 1))
+        return _MARGIN * (self._least_row + draft_cost) * self._expected / self._cost
 
 
 #: Acceptance rate assumed before the first verification, by the minimum length of the match (tokens);
@@ -371,8 +375,6 @@ class Drafting:
         self._predicted: list[Run] = []
         self._predicted_from = 0
         self.drafted = self.accepted = 0
-        #: Time (s) that a draft model took for the planned step.
-        self.model_s = 0.0
 
     def use_answers(self, answers: AnswerFile | None) -> None:
         """Also draft from past answers; None releases them."""
@@ -390,7 +392,6 @@ class Drafting:
     ) -> list[int]:
         """Return the draft tokens of this step, at most `room`."""
         self._predicted, self._predicted_from = [], len(tokens)
-        self.model_s = 0.0
         drafter, limit = self._drafter, min(self._limit, room)
         if drafter is None or limit <= 0:
             return []
@@ -404,12 +405,11 @@ class Drafting:
         if self._is_forced:
             return join(runs)[:limit]
         if self.model is not None:
-            _, rate = budget.best(runs)
             began = time.perf_counter()
-            drafted = self.model.draft(tokens, limit, budget, rate)
-            self.model_s = time.perf_counter() - began
-            runs = drafted if budget.best(drafted)[1] > rate else runs
-        return budget.take(runs, self.model_s)[:limit]
+            drafted = self.model.draft(tokens, limit, budget, budget.best(runs)[1])
+            budget.model_s += time.perf_counter() - began
+            runs = max(runs, drafted, key=lambda runs: budget.best(runs)[1])
+        return budget.take(runs)[:limit]
 
     def record_acceptance(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
         """Compare the drafts with the sampled `tokens`, and count the drafted rows."""

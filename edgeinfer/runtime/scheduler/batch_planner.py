@@ -33,9 +33,12 @@ class BatchPlanner:
         self._is_turn_of_long = self._was_picture = False
         self._n_decode_steps = 0
         self._decode_budget = DecodeBudget(self.chunk_sizer)
+        #: Time (s) that a draft model took for the planned batch.
+        self.draft_s = 0.0
 
     def fill_batch(self) -> list[BatchEntry]:
         """Fill the batch and return its entries; none if no sequence has tokens to compute."""
+        self.draft_s = 0.0
         ready = self._ready_sequences()
         for seq in [s for s in ready if len(s.tokens) >= self.n_ctx]:
             if not self._shift_or_end(seq):
@@ -157,6 +160,7 @@ class BatchPlanner:
             seq_id, n_outputs = seq.cached_seq.seq_id, 1 + len(drafts)
             self.batch.add(tokens, seq.position, seq_id, outputs=n_outputs, adapters=seq.adapters)
             entries.append(BatchEntry(seq, first_output, tokens, drafts))
+        self.draft_s = draft_budget.model_s
         return entries
 
     def _max_invariant_tokens(self, *, is_unbatched: bool) -> int:

@@ -116,7 +116,7 @@ class EngineCore:
             return
         self.counters.steps_total += 1  # clients may ask for it as soon as they have an answer
         self._output_processor.process(entries)
-        draft_s = sum(entry.seq.drafting.model_s for entry in entries if not entry.is_prefill)
+        draft_s = self._planner.draft_s
         self.counters.decode_seconds_total += draft_s
         self.counters.python_seconds_total += time.perf_counter() - began - decode_s - draft_s
         self.prefixes.write_blocks(is_idle=False)
