@@ -3,7 +3,8 @@
 Sources are /proc, /sys and the control groups of version 1 and 2: our group and all its ancestors. A
 group still allows its limit minus its usage. Page cache in the usage (`inactive_file`, `active_file`)
 counts as free, as it does in the kernel's MemAvailable: clean file pages, such as mapped weights, can
-be reclaimed without swapping. Shared memory and locked pages count as used. Standard library only.
+be reclaimed without swapping. Shared memory and locked pages count as used. `memory.high` is a limit,
+too: above it the kernel slows the processes down. Standard library only.
 """
 
 from __future__ import annotations
@@ -220,6 +221,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[int, int, Path]]:
     for folder in _groups(root, "memory"):
         for limit_file, used_file, prefix in (
             ("memory.max", "memory.current", ""),
+            ("memory.high", "memory.current", ""),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
             limit, used = _text(folder / limit_file), _text(folder / used_file)

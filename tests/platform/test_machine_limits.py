@@ -51,8 +51,11 @@ TIGHTER_ABOVE = group(6 * GB, 0, folder="a/b/") | group(8 * GB, 7 * GB, folder="
         # the group that leaves least counts, not the first
         ("/a/b", TIGHTER_ABOVE, 6 * GB, GB, "a/memory.max"),
         ("/", group(GB, 2 * GB), GB, 0, "memory.max"),
+        # systemd's MemoryHigh=, above which processes are slowed down
+        ("/", group("max", GB) | {"memory.high": 3 * GB}, 3 * GB, 2 * GB, "memory.high"),
+        ("/", group(2 * GB, GB) | {"memory.high": "max"}, 2 * GB, GB, "memory.max"),
     ],
-    ids=["container", "same group", "tightest group", "over its limit"],
+    ids=["container", "same group", "tightest group", "over its limit", "high", "high is max"],
 )
 def test_control_group_limits_memory(tmp_path: Path, cgroup, files, total, available, ending) -> None:
     memory = machine.read_memory(tree(tmp_path, f"0::{cgroup}\n", files))
