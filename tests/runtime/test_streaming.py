@@ -26,6 +26,7 @@ from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.llama import libllama, streaming
 from edgeinfer.runtime.llama.context import Batch
+from edgeinfer.runtime.llama.mappings import areas
 from edgeinfer.runtime.llama.model import LlamaModel, load_model
 from edgeinfer.runtime.memory_plan import StreamingPlan
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -38,6 +39,8 @@ _E, _WIDE = made_families.E, 12288
 #: Bytes of a weight that is streamed, and of an expert; what a plan of the tests streams.
 TENSOR_BYTES, EXPERT_BYTES = 4 * _E * _WIDE, 4 * _E * 2048
 STREAMED_BYTES = 60 * MIB
+#: madvise(2), since Linux 5.4.
+MADV_PAGEOUT = 21
 
 pytestmark = pytest.mark.skipif(
     not libllama.build_info().kernels, reason="no kernels of our own for this processor"
@@ -376,6 +379,29 @@ def test_a_parked_engine_holds_neither_files_nor_threads_nor_memory_for_it(
         wait_until(lambda: len(os.listdir("/proc/self/task")) <= threads, "the readers' end")
         assert numbers_of(model) == files
         assert own_memory() < memory + 4 * MIB
+
+
+def evict(path: Path) -> None:
+    """Take a mapped file out of memory, as the kernel does for another program."""
+    libc = ctypes.CDLL(None)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # pages that are not written yet stay
+    for area in [area for area in areas() if area.path == str(path)]:
+        libc.madvise(ctypes.c_void_p(area.low), ctypes.c_size_t(area.high - area.low), MADV_PAGEOUT)
+
+
+def test_weights_that_other_programs_push_out_again_and_again_are_streamed(model: Path) -> None:
+    plan = plan_for(model)
+    with streamed(model, plan) as engine:
+        expected = answer(engine, ask()).text
+        pinned_bytes = streaming.statistics().pinned_bytes
+        for _ in range(8):  # a step notices pages that are lost since the faults of the one before it
+            engine.between_steps(lambda: evict(model))
+            answer(engine, ask(max_tokens=1))
+        assert answer(engine, ask()).text == expected
+        if not plan.expert_bytes:  # a mixture has no ring
+            assert streaming.statistics().moved_weights_total > 0
+            assert streaming.statistics().pinned_bytes < pinned_bytes
 
 
 def test_less_free_memory_takes_weights_out_of_it_and_more_brings_them_back(model: Path) -> None:
