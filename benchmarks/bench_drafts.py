@@ -6,9 +6,9 @@ cache. Figures are medians of tokens/s over `--rounds`, with the share of accept
 texts. Tool calls and JSON are answered under a schema, after other requests of the same kind, whose
 answers `auto` finds; measured answers are not stored there.
 
-`--draft-models` drafts with a model. The large model costs as much as a 4B and gives SmolLM2's answers
-(its feed-forward is widened by rows that add zero); the small one is SmolLM2 itself, in Q4_1 and in
-Q2_K.
+`--draft-models 4B:Q2_K` drafts with a model. A large model gives SmolLM2's answers and costs as much as
+a 4B or a 0.3B (its feed-forward is widened by rows that add zero), or is SmolLM2 itself (135M); the
+small one is SmolLM2 in Q4_1 or in Q2_K, or one that is wrong (half of its weights are zeros).
 
 The 4B shape has random weights, so its rows are replays: the steps of `auto` for the real models'
 answers, with the measured times of such steps of the shape.
@@ -267,29 +267,54 @@ def replay(
     return rows
 
 
-#: Feed-forward width of the widened SmolLM2: 2.4 GB per token, as a 4B in Q4_K_M.
-_WIDE = 73_728
+#: Large models by the feed-forward width to which SmolLM2 is widened: 2.4 GB per token, as a 4B in
+#: Q4_K_M, and 0.3 GB. 0: SmolLM2 itself.
+WIDTHS = {"4B": 73_728, "0.3B": 8192, "135M": 0}
+DRAFTS = ("Q4_1", "Q2_K", "wrong")
+DRAFT_TASKS = ("chat", "code", "JSON", "edit")
 
 
-def measure_draft_models(folder: Path, rounds: int, n_tokens: int) -> list[list[str]]:
-    """Return a row for each draft model and task, with one stream and without past answers."""
-    small, large = model_path("smollm2"), folder / f"smollm2-{_WIDE}.gguf"
-    folder.mkdir(parents=True, exist_ok=True)
-    if not large.exists():
-        random_gguf.widen(small, large, _WIDE)
-    smallest = folder / "smollm2-q2_k.gguf"
-    if not smallest.exists():
-        job = {"source": str(small), "target": str(smallest), "ftype": 10}
+def widened(name: str, folder: Path) -> Path:
+    """Return the large model `name`, made in `folder` if it is missing."""
+    small, width = model_path("smollm2"), WIDTHS[name]
+    large = folder / f"smollm2-{width}.gguf"
+    if width and not large.exists():
+        random_gguf.widen(small, large, width)
+    return large if width else small
+
+
+def drafting_model(name: str, folder: Path) -> Path:
+    """Return the draft model `name`, made in `folder` if it is missing."""
+    small, draft = model_path("smollm2"), folder / f"smollm2-{name.lower()}.gguf"
+    if name == "Q4_1":
+        return small
+    if name == "wrong" and not draft.exists():
+        weights = small.read_bytes()
+        draft.write_bytes(weights[: len(weights) // 2].ljust(len(weights), b"\0"))
+    if name == "Q2_K" and not draft.exists():
+        job = {"source": str(small), "target": str(draft), "ftype": 10}
         quantizer = [sys.executable, "-m", "edgeinfer.runtime.llama.helpers.quantizer"]
         subprocess.run([*quantizer, json.dumps(job)], check=True, stdout=subprocess.DEVNULL)
-    rows = []
-    for draft, name in ((small, "Q4_1"), (smallest, "Q2_K")):
-        files = ModelFiles(name="widened", paths=(str(large),), draft=name, draft_paths=(str(draft),))
-        engine = load_engine(files, LoadOptions(n_ctx=4096, n_parallel=1, draft=name))
-        engine.warm_up()
-        label = f"SmolLM2 widened to {large.stat().st_size / 1e9:.1f} GB, drafts of {name}"
-        rows += measure(engine, label, 1, rounds, n_tokens, ("chat", "code", "JSON", "edit"))[0]
-        engine.close()
+    return draft
+
+
+def measure_draft_models(options: argparse.Namespace) -> list[list[str]]:
+    """Return a row for each pair of models, number of streams and task, without past answers."""
+    folder, rows = ROOT / "bench-out/models", []
+    folder.mkdir(parents=True, exist_ok=True)
+    for pair in options.draft_models:
+        large, draft = pair.split(":")
+        path, draft_path = widened(large, folder), drafting_model(draft, folder)
+        files = ModelFiles(
+            name="large", paths=(str(path),), draft=draft, draft_paths=(str(draft_path),)
+        )
+        label = f"SmolLM2 of {path.stat().st_size / 1e9:.1f} GB, drafts of {draft}"
+        for n_streams in map(int, options.streams.split(",")):
+            engine = load_engine(files, LoadOptions(n_ctx=4096, n_parallel=n_streams, draft=draft))
+            engine.warm_up()
+            tasks = tuple(options.tasks)
+            rows += measure(engine, label, n_streams, options.rounds, options.tokens, tasks)[0]
+            engine.close()
     return rows
 
 
@@ -313,12 +338,17 @@ def main() -> None:
     parser.add_argument("--streams", default="1,8,32")
     parser.add_argument("--models", default="smollm2,gemma3")
     parser.add_argument("--shape", default="4b-q4_k_m", help="shape of random weights; empty: none")
-    parser.add_argument("--draft-models", action="store_true", help="also measure draft models")
+    parser.add_argument(
+        "--draft-models",
+        nargs="+",
+        default=[],
+        choices=[f"{large}:{draft}" for large in WIDTHS for draft in DRAFTS],
+        help="also measure draft models",
+    )
+    parser.add_argument("--tasks", nargs="+", default=DRAFT_TASKS, help="of draft models")
     add_out(parser)
     options = parser.parse_args()
-    rows = []
-    if options.draft_models:
-        rows += measure_draft_models(ROOT / "bench-out/models", options.rounds, options.tokens)
+    rows = measure_draft_models(options)
     curve = curve_of(model_path(options.shape)) if options.shape else None
     for model in filter(None, options.models.split(",")):
         name = {"smollm2": "SmolLM2 135M Q4_1", "gemma3": "Gemma 3 270M Q4_K_M"}[model]
