@@ -121,22 +121,15 @@ class Estimator:
     def fit(self, name: str, size_bytes: int, purpose: str, parameters: str) -> Fit:
         """Estimate a model with a file of `size_bytes`, with its draft model if both fit."""
         model = self.catalog.get(name)
-        share = active_share(model, name, parameters)
-
-        def estimate(draft_bytes: int) -> Fit:
-            return fit(
-                size_bytes,
-                purpose,
-                share,
-                self.rate,
-                memory=self.memory,
-                card_bytes=self.card_bytes,
-                draft_bytes=draft_bytes,
-            )
-
-        alone = estimate(0)
-        both = estimate(self.pulled_bytes.get(model.draft, 0) if model else 0)
-        return alone if both.shortage or both.group == "too big" else both
+        return fit(
+            size_bytes,
+            purpose,
+            active_share(model, name, parameters),
+            self.rate,
+            memory=self.memory,
+            card_bytes=self.card_bytes,
+            draft_bytes=self.pulled_bytes.get(model.draft, 0) if model else 0,
+        )
 
     def fit_of(self, model: Model) -> Fit:
         """Estimate a model of the catalogue."""
@@ -157,8 +150,12 @@ def fit(
 
     A token reads `active_share` of the weights (1.0 unless it is a mixture of experts). `card_bytes` is
     the memory of discrete GPUs; they are used only if the whole model fits there.
+    A draft model counts only if there is memory for both.
     """
+    room = int(memory.total_bytes * _MEMORY_SHARE) or memory.available_bytes
     needed = needed_bytes(size_bytes + draft_bytes)
+    if needed > min(room, memory.available_bytes):
+        needed = needed_bytes(size_bytes)
     is_on_card = needed <= _CARD_SHARE * card_bytes
     reachable = min(_SHARE * rate.bytes_per_s, _THREAD_BYTES_PER_S * rate.threads)
     if is_on_card:
@@ -170,9 +167,8 @@ def fit(
     if purpose in ("embedding", "reranker"):
         group, why = "embedding", ""
     shortage = ""
-    if memory.total_bytes and needed > memory.total_bytes * _MEMORY_SHARE:
+    if needed > room:
         group = "embedding" if group == "embedding" else "too big"
-        room = int(memory.total_bytes * _MEMORY_SHARE)
         speed = _tokens_per_s_from_disk(size_bytes, active_share, room, speed)
         why = f"needs {needed / 1e9:.2f} of {room / 1e9:.2f} GB: from the disk"
     elif needed > memory.available_bytes:

@@ -233,22 +233,32 @@ def make_plan(shape: Shape, options: LoadOptions, machine: Machine, draft: Shape
     A draft model that the options do not name is left out if the model fits, or streams, only without
     it.
     """
-    plan = _make_plan(shape, options, machine, draft)
-    if draft is None or options.draft or plan.fits:
+    if draft is None:
+        return _make_plan(shape, options, machine)
+    plan = _plan_with_draft(shape, options, machine, draft)
+    if options.draft or plan.fits:
         return plan
-    without_draft = _make_plan(shape, options, machine, None)
+    without_draft = _make_plan(shape, options, machine)
     return plan if plan.streaming is not None and not without_draft.fits else without_draft
 
 
-def _make_plan(shape: Shape, options: LoadOptions, machine: Machine, draft: Shape | None) -> Plan:
+def _plan_with_draft(shape: Shape, options: LoadOptions, machine: Machine, draft: Shape) -> Plan:
+    n_seq = (options.n_parallel or _SPARE_SEQUENCES) + DRAFT_SPARE_SEQUENCES
+    limits = {"n_batch": DRAFT_BATCH, "n_seq_max": n_seq, "n_outputs": n_seq}
+    compute_bytes = _compute_bytes(draft, options, "f16", **limits)
+    machine = machine.without(draft.weights_bytes + compute_bytes)
+    shape = msgspec.structs.replace(shape, kv_rows=(*shape.kv_rows, *draft.kv_rows))
+    plan = _make_plan(shape, options, machine)
+    buffers = msgspec.structs.replace(
+        plan.buffers,
+        weights_bytes=plan.buffers.weights_bytes + draft.weights_bytes,
+        compute_bytes=plan.buffers.compute_bytes + compute_bytes,
+    )
+    return msgspec.structs.replace(plan, buffers=buffers, has_draft=True)
+
+
+def _make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> Plan:
     n_threads = choose_threads(options.n_threads, machine)
-    draft_bytes = 0
-    if draft is not None:
-        shape = msgspec.structs.replace(shape, kv_rows=(*shape.kv_rows, *draft.kv_rows))
-        n_seq = (options.n_parallel or _SPARE_SEQUENCES) + DRAFT_SPARE_SEQUENCES
-        limits = {"n_batch": DRAFT_BATCH, "n_seq_max": n_seq, "n_outputs": n_seq}
-        draft_bytes = draft.weights_bytes + _compute_bytes(draft, options, "f16", **limits)
-        machine = machine.without(draft_bytes)
     free, from_disk = _free_bytes(shape, options, machine)
     kv_type = choose_kv_type(options, shape, free)
     per_token = shape.kv_bytes_per_token(kv_type.value)
@@ -276,12 +286,6 @@ def _make_plan(shape: Shape, options: LoadOptions, machine: Machine, draft: Shap
     if from_disk and not refusal:
         context_bytes = buffers.kv_bytes // _KV_SHARE + buffers.compute_bytes
         streaming = plan_streaming(shape, machine.memory.available_bytes, context_bytes)
-    if draft is not None:
-        buffers = msgspec.structs.replace(
-            buffers,
-            weights_bytes=buffers.weights_bytes + draft.weights_bytes,
-            compute_bytes=buffers.compute_bytes + draft_bytes - draft.weights_bytes,
-        )
     return Plan(
         n_threads=n_threads,
         n_parallel=n_parallel,
@@ -297,7 +301,6 @@ def _make_plan(shape: Shape, options: LoadOptions, machine: Machine, draft: Shap
         from_disk=from_disk,
         streaming=streaming,
         refusal=refusal,
-        has_draft=draft is not None,
     )
 
 

@@ -109,9 +109,9 @@ def start(paths: tuple[str, ...], plan: StreamingPlan | None) -> Streaming | Non
     files = [os.path.realpath(path) for path in paths]
     mapped = {area.path: area for area in areas() if area.path in files}
     bases = [mapped[file].low - mapped[file].offset for file in files if file in mapped]
+    advise((Range(area.low, area.high) for area in mapped.values()), NORMAL)
     level = libllama.build_info().kernels
     if plan is None or not level or _active is not None or len(bases) < len(files):
-        advise((Range(area.low, area.high) for area in mapped.values()), NORMAL)
         return None
     kernels, size = libllama.own_library(f"kernels-{level}"), ctypes.c_int64
     kernels.edgeinfer_stream_aim.argtypes = [size, size]
@@ -126,7 +126,6 @@ def start(paths: tuple[str, ...], plan: StreamingPlan | None) -> Streaming | Non
             "weights cannot be streamed (%s): Linux reads them by page faults, which is slower",
             os.strerror(code),
         )
-        advise((Range(area.low, area.high) for area in mapped.values()), NORMAL)
         return None
     _active = Streaming(kernels, paths, plan)
     return _active

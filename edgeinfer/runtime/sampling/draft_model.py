@@ -49,7 +49,8 @@ _LIKELY_START, _LIKELY_LEAST = 0.95, 0.8
 _RECOVERY = 0.0008
 #: What drafts may lose before any has gained, and the most that gains let later ones lose, in steps of
 #: one row; the share of each token's time that they may lose besides.
-_FIRST_LOSS, _MOST_LOSS, _LOSS_SHARE = 20.0, 200.0, 0.01
+_FIRST_LOSS, _MOST_LOSS = 20.0, 200.0
+_LOSS_SHARE = 0.01
 #: The draft model prefills missing text if the rest of the answer repays that. The rest is assumed to
 #: have at least this many tokens, and as many as the answer has now. Each missing token costs the
 #: second number's share of a draft token.
@@ -75,20 +76,24 @@ class DraftModel:
         self.mean, self.likely = Acceptance(_MEAN_START), Acceptance(_LIKELY_START)
         self.balance = _FIRST_LOSS
 
-    def misfit(self, loaded: LlamaModel) -> str:
+    def _misfit(self, loaded: LlamaModel) -> str:
         """Return why it cannot draft for `loaded`, "" if it can."""
         if not loaded.plan.has_draft:
             return "there is not enough memory for it"
         problem = draft_problem(self.shape, loaded.shape)
-        n_vocab = min(self.vocab.n_vocab, loaded.vocab.n_vocab)
-        spellings = ((self.vocab.raw_text(i), loaded.vocab.raw_text(i)) for i in range(n_vocab))
+        spellings = ((self.vocab.raw_text(i), loaded.vocab.raw_text(i)) for i in range(self.n_vocab))
         if problem or all(draft == large for draft, large in spellings):
             return problem
         return "its vocabulary differs: its tokens are spelled differently"
 
     def open(self, loaded: LlamaModel, options: LoadOptions) -> None:
-        """Make a context for drafts of `loaded`. Raises ModelLoadError, OutOfMemoryError."""
+        """Make a context for drafts of `loaded`.
+
+        Raises ModelLoadError if it cannot draft for it, OutOfMemoryError.
+        """
         self.n_vocab = min(loaded.vocab.n_vocab, self.vocab.n_vocab)
+        if problem := self._misfit(loaded):
+            raise ModelLoadError(problem, hint=UNFIT_DRAFT_HINT)
         n_sequences = loaded.n_parallel + DRAFT_SPARE_SEQUENCES
         kv_type = loaded.choices["kv_type"].value if self.shape.can_quantize_kv else "f16"
         self.context = open_context(
@@ -156,25 +161,22 @@ def attach(
     A draft model of the catalogue is left out with a warning if it does not fit or cannot be loaded.
     Raises ModelLoadError, OutOfMemoryError.
     """
-    problem = draft.misfit(loaded) if draft is not None else files.no_draft or "no draft model is set"
-    try:
-        if draft is not None and not problem:
+    problem, prefix = files.no_draft, f"{files.draft} cannot draft for {files.name}: "
+    if draft is not None:
+        try:
             draft.open(loaded, options)
+        except (ModelLoadError, OutOfMemoryError) as error:
+            draft.free()
+            problem = error.message
+            if options.draft:
+                raise type(error)(prefix + problem, hint=error.hint) from error
+        else:
             source = "as asked" if options.draft else "set in models.toml"
             loaded.choices["draft"] = Chosen(files.draft, source)
             return draft
-    except (ModelLoadError, OutOfMemoryError) as error:
-        if options.draft:
-            raise
-        problem = str(error)
-    loaded.choices["draft"] = Chosen("none", problem)
-    if draft is not None:
-        draft.free()
+    loaded.choices["draft"] = Chosen("none", problem or "no draft model is set")
     if files.draft:
-        problem = f"{files.draft} cannot draft for {files.name}: {problem}"
-        if options.draft:
-            raise ModelLoadError(problem, hint=UNFIT_DRAFT_HINT)
-        loaded.warnings += (problem,)
+        loaded.warnings += (prefix + problem,)
     return None
 
 

@@ -81,8 +81,9 @@ def spent_s(
     draft: Draft, step_s: Callable[[int], float], n_clients: int, n_prompt: int, texts: list[list[int]]
 ) -> float:
     """Return the seconds in which `n_clients` at a time say `texts`; a 1 is a token drafted wrong."""
-    clock, noise, costs = draft.clock, random.Random(7), StepCurve()
+    noise, costs = random.Random(7), StepCurve()
     costs.measure(step_s)
+    clock = draft.clock
     began, waiting = clock[0], [[1] * n_prompt + text for text in texts]
     running: list[tuple[list[int], Drafting, PromptTokens]] = []
     while waiting or running:
