@@ -149,8 +149,8 @@ def fit(
     """Estimate a model with a file of `size_bytes` and a draft model of `draft_bytes`.
 
     A token reads `active_share` of the weights (1.0 unless it is a mixture of experts). `card_bytes` is
-    the memory of discrete GPUs; they are used only if the whole model fits there.
-    A draft model counts only if there is memory for both.
+    the memory of discrete GPUs; they are used only if the whole model fits there. The draft model
+    counts only if there is memory for both.
     """
     room = int(memory.total_bytes * _MEMORY_SHARE) or memory.available_bytes
     needed = needed_bytes(size_bytes + draft_bytes)

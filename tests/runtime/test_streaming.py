@@ -309,7 +309,7 @@ def test_a_limit_on_threads_leaves_fewer_readers_or_page_faults(
         stream = streaming.start((str(mapped[0]),), PLAN)
     if stream is None:
         assert n_threads == 0
-        assert "read by page faults, which is slower: Resource temporarily" in caplog.text
+        assert "cannot be streamed (Resource temporarily" in caplog.text
     else:
         assert len(os.listdir("/proc/self/task")) == before + n_threads
         stream.stop()
