@@ -1,9 +1,8 @@
-"""A model's sizes, and the buffers that llama.cpp allocates for them, computed from a file's metadata.
+"""Compute how much memory a model takes from its file's metadata: `Shape` and `Buffers`.
 
-`show` takes the metadata from the GGUF header, the loader from the loaded model. The KV cache follows
-llama.cpp's own arithmetic (per-layer head counts, shared layers, recurrent state); sliding windows are
-stored in full, as in the engine. The compute buffer is a fit to what llama.cpp reserves for a full
-micro-batch. `docs/guides/quantizing.md` gives the measured error.
+`edgeinfer show` has the metadata from the GGUF header, the loader from the loaded model. The size of
+the KV cache is computed as llama.cpp does, with full-size sliding windows. The compute buffer is an
+estimate; `docs/guides/quantizing.md` gives its measured error.
 """
 
 from __future__ import annotations
@@ -15,26 +14,26 @@ import msgspec
 
 #: Bytes per element of the KV cache.
 _KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-#: Most bytes per weight in a file's layers, as a multiple of the mean.
+#: How many times the mean bytes per weight a layer's finest tensor has at most.
 _FINER = 1.5
-#: End of llama.cpp's names of a layer's expert weights.
+#: Matches llama.cpp's names of expert weights.
 _EXPERT_WEIGHT = re.compile(r"_(ch)?exps\.weight$")
 #: Elements per block of a quantized KV type.
 _KV_BLOCK = 32
-#: Largest difference in size between the vocabularies of a model and its draft model: files are padded.
+#: A draft model's vocabulary may have this many tokens more or less, because files pad vocabularies.
 _MAX_DRAFT_PADDING = 512
-#: llama.cpp pads a context to a multiple of this many cells.
+#: llama.cpp rounds the cells of a context up to a multiple of this.
 CELL_STEP = 256
-#: Architectures with sliding windows whose files may omit the pattern, which is in llama.cpp's code.
+#: Architectures with sliding windows in some layers, even if the file does not say in which.
 _WINDOWED = frozenset(
     """gemma2 gemma3 gemma3n gemma-embedding cohere2 exaone4 gpt-oss llama4 olmo2 plamo3 smallthinker
     modern-bert""".split()
 )
-#: Architectures that have windows even if the file gives no size.
+#: Those with sliding windows even if the file has no window size.
 _WINDOW_DEFAULTS = frozenset(("gemma2", "exaone4", "llama4"))
-#: Metadata keys (without the architecture's prefix) of models with recurrent layers.
+#: Models with one of these metadata keys (after the architecture's name) have recurrent layers.
 _RECURRENT_KEYS = ("ssm.state_size", "shortconv.l_cache", "wkv.head_size")
-#: Metadata keys of head lengths: of latent attention, and of other heads.
+#: Metadata keys of latent attention (MLA), and of head lengths besides the usual ones.
 _LATENT = "attention.kv_lora_rank"
 _OTHER_HEADS = (
     _LATENT,
@@ -43,16 +42,17 @@ _OTHER_HEADS = (
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes on which a loaded model's memory depends.
+    """The sizes of a model on which its memory depends.
 
-    `kv_rows` are the elements of one token's K and V for each layer that has them, `state_elements` the
-    32-bit floats of one sequence's recurrent state. `weights_bytes_per_token` are the weights that one
-    token reads: fewer with experts. `head_lengths` are the elements of one head's K and V, then those
-    of windows and of latent attention. `can_quantize_kv`: the heads of a plain attention cache are
-    whole blocks of a quantized type. `embedding_bytes` and `expert_bytes` are the token table's and the
-    experts' part of the weights. `unread_bytes` is a token table that is not also the output (0 if
-    unknown): a token reads only its row. `layer_tensor_bytes` is about the size of a layer's largest
-    weight that is not an expert.
+    - weights_bytes_per_token: bytes of weights that a token reads; without the experts it does not use.
+    - kv_rows: elements of one token's K and V in each layer; () without attention.
+    - head_lengths: elements of a head's K and V, then those of windows and latent attention, if any.
+    - can_quantize_kv: heads are whole blocks of the quantized KV types.
+    - state_elements: float32 of one sequence's recurrent state.
+    - embedding_bytes, expert_bytes: the parts of the token table and of all experts in `weights_bytes`.
+    - unread_bytes: size of a token table of which a token reads one row, because the output is a
+      separate tensor; 0 if unknown.
+    - layer_tensor_bytes: size of the largest weight that is not an expert, about.
     """
 
     weights_bytes: int
@@ -77,7 +77,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def used_expert_bytes(self) -> int:
-        """Bytes of the experts that one token uses, in all layers."""
+        """Bytes of all experts that one token uses."""
         read = self.weights_bytes_per_token + self.unread_bytes
         return max(0, self.expert_bytes - self.weights_bytes + read)
 
@@ -86,7 +86,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.kv_rows)
 
     def kv_row_bytes(self, kv_type: str) -> tuple[int, ...]:
-        """Return the bytes of each of `kv_rows`."""
+        """Return the size (bytes) of each of `kv_rows`."""
         return tuple(int(row * _KV_BYTES[kv_type]) for row in self.kv_rows)
 
     def kv_bytes_per_token(self, kv_type: str) -> int:
@@ -94,7 +94,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draft_problem(draft: Shape, large: Shape) -> str:
-    """Return why one model cannot draft for another, "" if their shapes allow it."""
+    """Return why `draft` cannot be a draft model for `large`, "" if it can."""
     if draft.is_recurrent:
         return "its state cannot be truncated to an earlier token"
     if abs(draft.n_vocab - large.n_vocab) > _MAX_DRAFT_PADDING:
@@ -103,7 +103,7 @@ def draft_problem(draft: Shape, large: Shape) -> str:
 
 
 class Buffers(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory (bytes) of a loaded model. `kv_per_1000_bytes` is that of 1,000 more tokens of context."""
+    """Memory (bytes) of a loaded model. `kv_per_1000_bytes` is for 1,000 more tokens of context."""
 
     n_ctx: int
     n_parallel: int
@@ -121,7 +121,7 @@ class Buffers(msgspec.Struct, frozen=True, kw_only=True):
 def make_shape(
     metadata: Mapping[str, object], *, n_vocab: int, n_params: int, weights_bytes: int
 ) -> Shape:
-    """Compute a model's sizes from its metadata. Missing or absurd values count as 0."""
+    """Compute a model's sizes from its metadata. Missing and impossible values count as 0."""
     keys = _Keys(metadata)
     heads = max(keys.per_layer("attention.head_count"), default=0)
     n_embd = keys.number("embedding_length")
@@ -155,7 +155,7 @@ def make_shape(
 
 
 def with_tensors(shape: Shape, sizes: Mapping[str, int]) -> Shape:
-    """Return `shape`, corrected by the sizes (bytes) of all tensors by name."""
+    """Return `shape` with exact values, given the size (bytes) of each tensor by name."""
     experts = {name: size for name, size in sizes.items() if _EXPERT_WEIGHT.search(name)}
     expert_bytes = sum(experts.values())
     used = shape.used_expert_bytes / shape.expert_bytes if shape.expert_bytes else 1.0
@@ -174,9 +174,9 @@ def with_tensors(shape: Shape, sizes: Mapping[str, int]) -> Shape:
 def make_buffers(
     shape: Shape, n_cells: int, kv_type: str, *, n_seq_max: int, n_ubatch: int, n_outputs: int
 ) -> Buffers:
-    """Compute the buffers of a context of `n_cells` for `n_seq_max` sequence ids.
+    """Compute the memory of a context with `n_cells` cells and `n_seq_max` sequence ids.
 
-    A sequence has a row of logits and a recurrent state; `n_outputs` of a micro-batch get logits.
+    A micro-batch has `n_ubatch` tokens, of which `n_outputs` get logits.
     """
     n_cells = round_up_cells(n_cells)
     kv_bytes = int(n_cells * shape.kv_elements * _KV_BYTES[kv_type])
@@ -195,7 +195,7 @@ def make_buffers(
 
 
 def round_up_cells(n_cells: int) -> int:
-    """Round cells up as llama.cpp does."""
+    """Round a number of cells up as llama.cpp does."""
     return (n_cells + CELL_STEP - 1) // CELL_STEP * CELL_STEP
 
 
@@ -205,7 +205,7 @@ class _Keys:
         self.architecture = str(metadata.get("general.architecture", ""))
 
     def of(self, name: str, default: int = 0) -> int:
-        """Return the non-negative integer at the full key `name`, or `default`."""
+        """Return the value of the key `name` if it is an integer from 0 on, otherwise `default`."""
         value = self._metadata.get(name)
         good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         return int(value) if good else default  # type: ignore[call-overload]
@@ -214,7 +214,7 @@ class _Keys:
         return self.of(f"{self.architecture}.{key}", default)
 
     def per_layer(self, key: str) -> list[int]:
-        """Return a number per layer, from an array or one number for all; [] if absent."""
+        """Return the value of each layer; the file has an array or one number for all. [] without."""
         n_layer = max(1, self.number("block_count"))
         value = self._metadata.get(f"{self.architecture}.{key}")
         if isinstance(value, tuple):
@@ -223,14 +223,14 @@ class _Keys:
         return [self.number(key)] * n_layer if self.number(key) else []
 
     def head_lengths(self, n_heads: int) -> tuple[int, ...]:
-        """Return `Shape.head_lengths`; K and V are 0 without heads."""
+        """Return `Shape.head_lengths`."""
         usual = self.number("embedding_length") // n_heads if n_heads else 0
         plain = [self.number(f"attention.{vector}_length", usual) for vector in ("key", "value")]
         other_lengths = (self.number(key) for key in _OTHER_HEADS)
         return (*plain, *filter(None, other_lengths))
 
     def has_windows(self) -> bool:
-        """Return whether some layers attend only to a window."""
+        """Return whether some layers have a sliding window."""
         pattern = self._metadata.get(f"{self.architecture}.attention.sliding_window_pattern")
         window = self.number("attention.sliding_window")
         if window and isinstance(pattern, tuple):
@@ -239,10 +239,10 @@ class _Keys:
 
 
 def _cache_sizes(keys: _Keys, head_lengths: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """Return the elements of K and V per layer and token, and the floats of all recurrent states."""
+    """Return `Shape.kv_rows` and `Shape.state_elements`."""
     n_layer = max(0, keys.number("block_count") - keys.number("attention.shared_kv_layers"))
     k_length, v_length = head_lengths[:2]
-    if keys.number(_LATENT):  # in latent attention, V is a view of K
+    if keys.number(_LATENT):  # the cache has only K, of which V is a part
         v_length = 0
     kv_heads = keys.per_layer("attention.head_count_kv") or keys.per_layer("attention.head_count")
     kv_heads = (kv_heads or [0] * n_layer)[:n_layer]
@@ -251,7 +251,7 @@ def _cache_sizes(keys: _Keys, head_lengths: tuple[int, ...]) -> tuple[tuple[int,
 
 
 def _state_elements(keys: _Keys) -> int:
-    """Return the 32-bit floats of a recurrent layer's state: Mamba's or a short convolution's."""
+    """Return the float32 in the state of one recurrent layer: Mamba's or a short convolution's."""
     inner, n_state = keys.number("ssm.inner_size"), keys.number("ssm.state_size")
     kernel, groups = keys.number("ssm.conv_kernel"), keys.number("ssm.group_count")
     convolution = max(0, keys.number("shortconv.l_cache") - 1) * keys.number("embedding_length")

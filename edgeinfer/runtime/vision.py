@@ -1,7 +1,7 @@
-"""Pictures of a prompt: their tokens, and the thread that encodes them while others decode.
+"""Pictures in prompts: their pseudo-tokens, and a thread that encodes them into embedding rows.
 
-Rows are cached by the picture's file, the projector and the cache salt, in memory and in the prefix
-cache. So a known file after another prompt is neither decoded nor encoded again, even after a restart.
+Rows are cached in memory and in the on-disk prefix cache, by image file, projector and cache salt. So a
+picture that was seen before is not encoded again, even in another prompt or after a restart.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from edgeinfer.runtime.sequence_state import as_state
 Rows = npt.NDArray[np.float32]
 
 _log = logging.getLogger("edgeinfer.gpu")
-#: Size (bytes) of the cache of encoded rows, for pictures that occur again after another prompt. Rows
-#: stay in f32: f16 rows move logits by 0.7 to 1.2.
+#: Most bytes of encoded rows that are cached in memory. Rows are f32: f16 would change logits by 0.7 to
+#: 1.2.
 _KEPT_BYTES = 128 << 20
-#: Bytes of decoded pixels of waiting pictures; beyond that, a picture is decoded again before encoding.
+#: Most bytes of pixels that are cached until a picture is encoded. Others are decoded a second time.
 _PIXEL_BYTES = 48 << 20
-#: Number of image files whose token counts are cached.
+#: Number of image files whose size and chunks are cached.
 _KNOWN_FILES = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """A picture of a request: its file, and its `size` (width, height).
+    """A picture of a request: its image `file` and `size` (width, height in pixels).
 
-    `digest` covers the file, the projector and the cache salt. Rows are read from `folder`, and stored
-    there if `is_stored`.
+    `digest` is a hash of the file, the projector and the cache salt. Rows are read from `folder`, and
+    written there if `is_stored`.
     """
 
     digest: bytes
@@ -63,11 +63,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows of a picture among the tokens of a prompt: `n_rows` from token `start` on.
+    """Successive rows of a picture in a prompt: `n_rows` from token `start` on.
 
-    `chunk` is the number of the span within its picture. `is_whole`: one step must compute all rows.
-    They take `n_positions`; with M-RoPE these are fewer than the rows, and each row has its
-    `positions`.
+    `chunk` counts the spans of one picture. `is_whole`, `n_positions` and `positions` are as in
+    `mtmd.Chunk`.
     """
 
     start: int
@@ -89,24 +88,24 @@ class Span:
 
 @dataclass(slots=True)
 class Encoding:
-    """The rows of a picture's spans, and how many requests wait for them."""
+    """The rows of a picture, one array per span, and how many running requests need them."""
 
     rows: Future[list[Rows]]
     n_requests: int = 0
 
 
 class Vision:
-    """Encodes pictures with a model's projector, in a thread, and caches the rows of recent ones.
+    """Encodes pictures with a model's projector on a thread, and caches their rows.
 
-    `key` identifies the projector's file. `max_rows` fit into one step.
+    `key` identifies the projector. A step can compute at most `max_rows` rows.
     """
 
     def __init__(self, projector: Projector, key: str, *, max_rows: int) -> None:
         self._projector, self._key = projector, hashlib.sha256(key.encode()).digest()
         self._max_rows = max_rows
-        #: The projector on a device, which encodes until it fails.
+        #: A copy of the projector on a GPU, used until it fails; None without one.
         self.on_device: Projector | None = None
-        #: Returns the prefix cache's folder, None while that is closed.
+        #: Returns the folder of the on-disk prefix cache, None if it is closed.
         self.block_folder: Callable[[], BlockFolder | None] = lambda: None
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
@@ -117,9 +116,9 @@ class Vision:
     def append(
         self, tokens: list[int], spans: list[Span], file: bytes, request: GenerateRequest
     ) -> None:
-        """Append a picture's tokens and rows to the prompt of `request`. Raises InvalidRequestError.
+        """Append a picture to the tokens and spans of a prompt. Raises InvalidRequestError.
 
-        A new file is decoded first, in a separate process.
+        A new image file is decoded in a separate process.
         """
         source, chunks = self._source(file, request)
         n_spans = 0
@@ -176,20 +175,20 @@ class Vision:
     def _chunks(self, width: int, height: int) -> list[Chunk]:
         chunks = self._projector.chunks(width, height)
         for chunk in chunks:
-            if min(chunk.tokens, default=0) < 0:  # a tile's separator, which small pictures lack
+            if min(chunk.tokens, default=0) < 0:  # separators of tiles, which only large pictures have
                 message = f"a picture of {width}x{height} pixels needs tokens that the model lacks: "
                 message += "its projector belongs to another model"
                 raise InvalidRequestError(message, param="messages")
             if chunk.is_whole and chunk.n_rows > self._max_rows:
-                message = f"a picture has {chunk.n_rows} rows, which one step must compute, but a "
-                message += f"batch holds {self._max_rows}"
+                message = f"a picture has {chunk.n_rows} rows, which must fit into one batch of "
+                message += f"{self._max_rows}"
                 raise InvalidRequestError(message, param="messages")
         return chunks
 
     def _read(
         self, folder: BlockFolder | None, digest: bytes
     ) -> tuple[tuple[int, int], list[Rows]] | None:
-        """Read a picture's size and rows from disk; None if they are missing or unusable."""
+        """Read a picture's size and rows from the prefix cache, None if it has none."""
         block = folder.read(folder.names.rows(digest)) if folder is not None else None
         if block is None:
             return None
@@ -200,7 +199,7 @@ class Vision:
         ]
 
     def _store(self, source: Source, rows: Sequence[Rows]) -> None:
-        """Store encoded rows, unless they are on disk."""
+        """Write rows to the prefix cache, unless they are there."""
         folder = source.folder
         if folder is None or not source.is_stored:
             return
@@ -211,10 +210,9 @@ class Vision:
         folder.write(KvBlock(header, tuple(as_state(row.data.cast("B")) for row in rows)))
 
     def encode(self, span: Span) -> Future[list[Rows]]:
-        """Return the rows of the picture that contains `span`, one array per span; encode them if they
-        are not cached.
+        """Return the rows of the picture of `span`, one array per span; encode them if necessary.
 
-        Call `leave` once for each call, when the request ends.
+        Call `leave` for each call when the request ends.
         """
         with self._lock:
             encoding = self._encodings.get(span.digest)
@@ -237,7 +235,7 @@ class Vision:
             return stored[1]
         with self._lock:
             pixels = self._pixels.pop(source.digest, None)
-        # the folder of the CPU, from before a device was attached, gets no rows that round differently
+        # a request from before the move to a GPU has the CPU's folder: rows of a GPU differ in rounding
         on_device = self.on_device if source.folder in (None, self.block_folder()) else None
         rows = self._encode_pixels(pixels or decode(source.file), on_device)
         self._store(source, rows)
@@ -249,17 +247,20 @@ class Vision:
                 return on_device.encode(pixels)
             except DecodeError as error:
                 self.leave_device()
-                _log.warning("a GPU failed at a picture, and the CPU encodes it: %s", error.message)
+                _log.warning("a GPU could not encode a picture, the CPU does: %s", error.message)
         return self._projector.encode(pixels)
 
     def leave_device(self) -> None:
-        """Encode on the CPU, and forget the device's rows. It is left alone: it may never answer."""
+        """Encode on the CPU from now on, and forget cached rows.
+
+        The projector on the GPU is not freed, because a lost device may never answer.
+        """
         self.on_device = None
         with self._lock:
             self._encodings.clear()
 
     def leave(self, digest: bytes, rows: Future[list[Rows]]) -> None:
-        """Record that a request has ended; a picture for which no request waits is not encoded."""
+        """Record the end of a request. A picture that no other request needs is not encoded."""
         with self._lock:
             encoding = self._encodings.get(digest)
             if encoding is not None and encoding.rows is rows:
@@ -268,7 +269,7 @@ class Vision:
                     del self._encodings[digest]
 
     def _limit(self) -> None:
-        """Drop the least recently used rows beyond the byte limit."""
+        """Drop the least recently used rows until the others fit into _KEPT_BYTES."""
         n_bytes = 0
         for digest, encoding in reversed(list(self._encodings.items())):
             if encoding.rows.done() and encoding.rows.exception() is None:
@@ -277,7 +278,7 @@ class Vision:
                     del self._encodings[digest]
 
     def park(self) -> None:
-        """End the thread and forget all pictures; the next picture starts another thread."""
+        """End the thread and forget all pictures. The next picture starts the thread again."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._encodings.clear()
@@ -287,7 +288,7 @@ class Vision:
             thread.shutdown(cancel_futures=True)
 
     def close(self) -> None:
-        """Free the projector. Idempotent."""
+        """End the thread and free the projectors. Idempotent."""
         self.park()
         if self.on_device is not None:
             self.on_device.free()
@@ -295,13 +296,16 @@ class Vision:
 
 
 def open_vision(files: ModelFiles, loaded: LlamaModel) -> tuple[Vision | None, str]:
-    """Open the model's projector; if there is none, return None and why. Raises ModelLoadError."""
+    """Open the model's projector. If it has none that works, return None and why.
+
+    Raises ModelLoadError.
+    """
     if not files.projector:
         return None, ""
     failure = projector_failure(files.projector, files.paths)
     if failure:
         return None, f": its projector {files.projector} was refused: {failure}"
-    from PIL import __version__  # another version of the decoder may give different pixels
+    from PIL import __version__  # part of the key, because decoders may differ in pixels
 
     key = f"{stamps((files.projector,))} {__version__}"
     projector = Projector(files.projector, loaded.model, loaded.n_threads)
@@ -310,72 +314,72 @@ def open_vision(files: ModelFiles, loaded: LlamaModel) -> tuple[Vision | None, s
 
 @dataclass(slots=True, eq=False)
 class PromptPictures:
-    """The pictures of one prompt: their `spans`, and the rows that must be computed."""
+    """The pictures of one prompt, as `spans`, and their rows while they are encoded."""
 
     vision: Vision | None = None
     spans: Sequence[Span] = ()
     _rows: dict[bytes, Future[list[Rows]]] = field(default_factory=dict)
 
     def encode_after(self, n_past: int) -> None:
-        """Begin to encode the pictures that are not within the first `n_past` tokens."""
+        """Start to encode all pictures that are not within the first `n_past` tokens."""
         for span in self.spans:
             if span.end > n_past and span.digest not in self._rows:
                 assert self.vision is not None
                 self._rows[span.digest] = self.vision.encode(span)
 
     def close(self) -> None:
-        """Stop waiting for pictures. Idempotent."""
+        """Cancel pictures that are not encoded yet. Idempotent."""
         while self._rows:
             assert self.vision is not None
             self.vision.leave(*self._rows.popitem())
 
     def at(self, n_past: int) -> Span | None:
-        """Return the span that contains token `n_past`."""
+        """Return the span that contains token `n_past`, None if that is text."""
         return next((span for span in self.spans if span.start <= n_past < span.end), None)
 
     def text_end(self, n_past: int, n_tokens: int) -> int:
-        """Return the end of the text from `n_past` on: the next picture, or `n_tokens`."""
+        """Return where the text from `n_past` on ends: at the next picture, or at `n_tokens`."""
         return min((span.start for span in self.spans if span.start >= n_past), default=n_tokens)
 
     def is_edge(self, n_past: int) -> bool:
-        """Return whether a picture, with all its spans, begins or ends at `n_past`."""
+        """Return whether a picture begins or ends at token `n_past`."""
         begins = [span.start for span in self.spans if not span.chunk]
         goes_on = [*(bool(span.chunk) for span in self.spans[1:]), False]
         ends = [span.end for span, more in zip(self.spans, goes_on, strict=False) if not more]
         return n_past in begins or n_past in ends
 
     def is_pending(self, n_past: int) -> bool:
-        """Return whether a picture comes after the first `n_past` tokens."""
+        """Return whether there is a picture after the first `n_past` tokens."""
         return bool(self.spans) and self.spans[-1].end > n_past
 
     def is_encoding(self, span: Span) -> bool:
         return not self._rows[span.digest].done()
 
     def wait(self, span: Span, timeout_s: float) -> None:
-        """Wait until the rows of `span` are encoded."""
+        """Wait at most `timeout_s` for the rows of `span`."""
         wait([self._rows[span.digest]], timeout_s)
 
     def failure(self, span: Span) -> EngineError | None:
-        """Return the error for which `span` could not be encoded."""
+        """Return the error because of which `span` could not be encoded, None without one."""
         rows = self._rows[span.digest]
         error = rows.exception() if rows.done() else None
         return error if error is None or isinstance(error, EngineError) else DecodeError(str(error))
 
     def rows(self, span: Span) -> Rows:
-        """Return the encoded rows of `span`."""
+        """Return the rows of `span`, which must be encoded: float32[n_rows, width]."""
         return self._rows[span.digest].result()[span.chunk]
 
 
 _HELPER = "edgeinfer.runtime.llama.helpers.projector_trial"
-#: Limit (s) of a trial; the largest encoders take 40 s per picture on two cores.
+#: Longest test (s) of a projector. The largest take 40 s per picture on two cores.
 _PATIENCE_S = 600.0
 
-#: Projectors that worked, by the stamps of their files and the model's.
+#: Projectors that have passed the test, by the stamps of their files and the model's.
 _KNOWN = CacheTable("projectors.json", dict[str, bool])
 
 
 def projector_failure(projector: str, model: Sequence[str]) -> str:
-    """Return why the projector cannot be used with the model's files; "" if it can."""
+    """Return why a projector cannot be used with a model, "" if it can. Tests it once."""
     key = f"{edgeinfer.__version__} {stamps((projector, *model))}"
     if key in _KNOWN.read():
         return ""

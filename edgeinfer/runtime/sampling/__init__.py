@@ -1,1 +1,1 @@
-"""Convert logits to text: output, stop strings, log-probabilities, constraints, speculation."""
+"""From logits to text: constraints, speculative decoding, stop strings, log-probabilities."""

@@ -1,8 +1,8 @@
-"""Constrain decoding: mask logits with llguidance's token masks (docs/decisions/030).
+"""Constrained decoding: mask the logits of tokens that a schema or grammar forbids (llguidance).
 
-A constraint is compiled once and cached (`Constraints`); each request uses its own copy of the parser
-(`TokenMatcher`). A token stands for the bytes that the engine emits for it, so masks and output agree.
-Control tokens match no text; internal grammars refer to them by number.
+A constraint is compiled once and cached (`Constraints`); each request gets a copy of the parser
+(`TokenMatcher`). For the parser, a token is the bytes that the engine emits for it. Control tokens
+match no text; grammars made here refer to them by id. See docs/decisions/030.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from edgeinfer.runtime.sampling.number_limit import DigitTokens, NumberLimit
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
 
-#: Most cached compiled constraints. One takes about 20 KiB.
+#: How many compiled constraints are cached. One takes about 20 KiB.
 CACHE_SIZE = 128
 #: Longest constraint (characters of JSON).
 MAX_SOURCE = 512 * 1024
-#: JSON on one line, as `json.dumps` writes it. It leaves fewer choices (more tokens are forced), and a
-#: small model cannot write endless white space at a high temperature.
+#: JSON as `json.dumps` writes it, on one line. So more tokens are forced, and a small model cannot
+#: write white space without end.
 JSON_STYLE = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -44,7 +44,7 @@ JSON_STYLE = {
     "lenient": False,
     "coerce_one_of": False,
 }
-#: The grammar engine's message of a limit → our message.
+#: Part of llguidance's message → the message for the user.
 _LIMITS = {
     "Current row has": "it allows more than 250 optional members or 1,000 continuations at one place",
     "anyOf is empty": "its `enum`, `type` or `anyOf` allows no value",
@@ -60,9 +60,9 @@ _stack_lock = threading.Lock()
 
 
 def _limits() -> Any:
-    """Limit one request's parser, so that an ambiguous grammar ends only its own request.
+    """Return limits for one parser: an ambiguous grammar fails its request and delays no other.
 
-    With 1,000 items per row a step takes at most some 45 ms; an optional member is four items. A lexer
+    With 1,000 items per row, a token takes 45 ms at most (an optional member is four items). A lexer
     state takes 1 to 2 kB.
     """
     return llguidance.LLParserLimits(
@@ -71,10 +71,9 @@ def _limits() -> Any:
 
 
 class Lark(msgspec.Struct, frozen=True, tag="lark"):
-    """An internal constraint: a grammar in llguidance's dialect of Lark; its first rule is `start`.
+    """A constraint made by the engine, for tool calls and reasoning: a Lark grammar for llguidance.
 
-    For tool calls in a family's format, and reasoning before JSON. `source` refers to further
-    `grammars` as `@name`.
+    The first rule is `start`. `source` refers to the other `grammars` (name, source) as `@name`.
     """
 
     source: str
@@ -82,7 +81,7 @@ class Lark(msgspec.Struct, frozen=True, tag="lark"):
 
 
 class TokenMatcher:
-    """A request's position in its constraint. Each is for one thread; `copy` makes another."""
+    """The parser of one request's constraint, at a position in its answer. For one thread."""
 
     def __init__(
         self, matcher: Any, tokenizer: Any, n_vocab: int, numbers: NumberLimit | None = None
@@ -94,11 +93,14 @@ class TokenMatcher:
         self._pointer, self._n_bytes = self._mask_words.ctypes.data, self._mask_words.nbytes
 
     def mask_into(self, logits: npt.NDArray[np.float32]) -> None:
-        """Set forbidden logits to -inf, in place. Raises UnsupportedConstraintError at a limit."""
+        """Set the logits of forbidden tokens to -inf, in place.
+
+        Raises UnsupportedConstraintError if the parser exceeds a limit, or allows no token.
+        """
         self._matcher.unsafe_compute_mask_ptr(self._pointer, self._n_bytes)
         np.invert(self._mask_words, out=self._mask_words)
         forbidden = np.unpackbits(self._bits, count=self._n_vocab, bitorder="little").view(np.bool_)
-        # a parser after an error allows the end token: an incomplete output would seem complete
+        # after an error the parser allows the end token, which would make a broken answer look complete
         if self._matcher.is_error() or forbidden[: len(logits)].all():
             raise UnsupportedConstraintError(
                 f"no token satisfies the constraint: {_brief(self._matcher.get_error())}",
@@ -106,28 +108,28 @@ class TokenMatcher:
             )
         if self._numbers is not None:
             self._numbers.forbid_into(forbidden)
-        n = min(len(logits), len(forbidden))  # a draft model may be padded otherwise
+        n = min(len(logits), len(forbidden))  # a draft model's vocabulary may have another size
         np.copyto(logits[:n], -np.inf, where=forbidden[:n])
         logits[n:] = -np.inf
 
     def accept(self, token: int) -> bool:
-        """Advance by `token`; return False, without a change, if the constraint forbids it."""
+        """Advance by `token`; if the constraint forbids it, change nothing and return False."""
         is_accepted = bool(self._matcher.try_consume_tokens([token]) == 1)
         if is_accepted and self._numbers is not None:
             self._numbers.accept(token)
         return is_accepted
 
     def copy(self) -> TokenMatcher:
-        """Return a matcher at the same position; 5 µs."""
+        """Return a copy at the same position, in 5 µs."""
         numbers = copy.copy(self._numbers)
         return TokenMatcher(self._matcher.deep_copy(), self._tokenizer, self._n_vocab, numbers)
 
     def valid(self, tokens: Sequence[int]) -> int:
-        """Return how many of `tokens`, in this order, the constraint allows next."""
+        """Return how many of the first `tokens` the constraint allows, one after the other."""
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def forced_tokens(self) -> Sequence[int]:
-        """Return the tokens that must come next; empty if there is a choice."""
+        """Return the tokens that must come next, none if there is a choice."""
         return self._matcher.compute_ff_tokens()  # type: ignore[no-any-return]
 
     def accept_forced(self) -> list[int]:
@@ -135,16 +137,19 @@ class TokenMatcher:
         return [token for token in self.forced_tokens() if self.accept(token)]
 
     def accept_likely(self) -> list[int]:
-        """Advance by the usual tokens of the text that must come next, if no token has more than it."""
+        """Advance by the text that must come next, tokenized as usual; return the tokens.
+
+        The model may choose other tokens for this text, so these are only likely.
+        """
         text = self._matcher.compute_ff_bytes()
         tokens: list[int] = self._tokenizer.tokenize_bytes(text) if text else []
         return [token for token in tokens if self.accept(token)]
 
     def runs(self, tokens: Sequence[int]) -> list[list[int]]:
-        """Split draft tokens into runs: a token with those that it forces.
+        """Split draft tokens into runs: a token, and the tokens that the constraint forces after it.
 
-        They end before the first token that is forbidden. A run is whole even where `tokens` end or
-        differ; 25 µs each.
+        Forbidden tokens, and all after them, are left out. The last run has all its forced tokens, even
+        if `tokens` end. Takes 25 µs per run.
         """
         matcher, runs = self.copy(), list[list[int]]()
         while tokens and matcher.accept(tokens[0]):
@@ -155,12 +160,12 @@ class TokenMatcher:
 
     @property
     def is_done(self) -> bool:
-        """Return whether the output is complete, so that only the end may follow."""
+        """Return whether the answer is complete, so that nothing more may follow."""
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
 
 class Constraints:
-    """Compiles and caches constraints, for one loaded model. Usable on any thread."""
+    """Compiles and caches constraints for one model. Usable on any thread."""
 
     def __init__(self, cache_size: int = CACHE_SIZE) -> None:
         self._lock = threading.Lock()
@@ -171,10 +176,10 @@ class Constraints:
         self._digits: DigitTokens
 
     def compile(self, constraint: Constraint | Lark, vocab: Vocab, salt: str = "") -> TokenMatcher:
-        """Return a matcher to copy: compile, or use the cache of this `salt`, so that timing reveals
-        nothing to other clients.
+        """Return a compiled constraint, of which each request uses a `copy`.
 
-        Raises UnsupportedConstraintError; `param` is the place in the schema or grammar.
+        It is cached per `salt`, so that timing does not reveal another client's constraint. Raises
+        UnsupportedConstraintError; its `param` is where the schema or grammar is wrong.
         """
         try:
             source = msgspec.json.encode(constraint)
@@ -201,7 +206,7 @@ class Constraints:
         return compiled
 
     def token_table(self, vocab: Vocab) -> Any:
-        """Return llguidance's table, built once: 0.15 s for 49,152 tokens, 1.2 s for 262,144."""
+        """Return llguidance's table of the vocabulary; making it takes 1.2 s for 262,144 tokens."""
         with self._lock:
             if self._vocab is not vocab:
                 pieces = list(vocab.marked_pieces())
@@ -229,7 +234,10 @@ class Constraints:
 
 
 def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
-    """Return the normalised schema. Raises UnsupportedConstraintError; `param` is a JSON pointer."""
+    """Return the schema rewritten for llguidance.
+
+    Raises UnsupportedConstraintError; its `param` is the JSON pointer of the part that is refused.
+    """
     normalised = normalise(schema)
 
     def complaint(subschema: dict[str, Any]) -> str:
@@ -243,14 +251,14 @@ def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
     if whole_message := complaint(normalised):
         pointer, message = _at_keyword(*locate(normalised, complaint))
         if whole_message in _LIMITS.values() and message != whole_message:
-            pointer, message = "#", whole_message  # the parts of a circle fail only together
+            pointer, message = "#", whole_message  # no part fails by itself, only all together
         problem = f"the schema cannot be enforced at {pointer}: {message}"
         raise UnsupportedConstraintError(problem, param=pointer)
     return normalised
 
 
 def _at_keyword(place_of_schema: str, message: str) -> tuple[str, str]:
-    """Return the place of the schema with the keyword that the grammar engine's `message` names."""
+    """Return the JSON pointer of the keyword that llguidance's `message` names, and a message."""
     if unknown := re.match(r'Unimplemented keys: \["([^"]+)"', message):
         return f"{place_of_schema}/{unknown[1]}", f"`{unknown[1]}` cannot be enforced token by token"
     if message.startswith("Resource '"):
@@ -267,12 +275,15 @@ def schema_grammar(schema: dict[str, Any]) -> str:
 
 
 def inline_schema(schema: Any) -> str:
-    """Return `%json {…}` for a Lark grammar. Raises UnsupportedConstraintError."""
+    """Return a schema as a term of a Lark grammar, `%json {…}`. Raises UnsupportedConstraintError."""
     return f"%json {json.dumps({**normalise(schema), 'x-guidance': JSON_STYLE})}"
 
 
 def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
-    """Return the grammar, and the request field it comes from. Raises UnsupportedConstraintError."""
+    """Return a constraint as a grammar, and the name of its field, for errors.
+
+    Raises UnsupportedConstraintError.
+    """
     if isinstance(constraint, Lark):
         named = [{"name": name, "lark_grammar": text} for name, text in constraint.grammars]
         return json.dumps(
@@ -287,20 +298,23 @@ def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
         if not constraint.options or not all(constraint.options):
             problem = "a choice needs options, and none may be empty"
             raise UnsupportedConstraintError(problem, param="options")
-        # one terminal: as alternatives of a rule, each option would be an item in the parser
+        # as one terminal, because alternatives of a rule count against the parser's limit
         return "start: OPTION\nOPTION: " + " | ".join(map(quote, constraint.options)), "options"
     return to_lark(constraint.gbnf), "gbnf"
 
 
 def lark_parts(constraint: Constraint | Lark) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Return the grammar to embed, and those that it refers to. Raises UnsupportedConstraintError."""
+    """Return a constraint's grammar to use inside another one, and those that it refers to.
+
+    Raises UnsupportedConstraintError.
+    """
     if isinstance(constraint, Lark):
         return constraint.source, constraint.grammars
     return lark_of(constraint)[0], ()
 
 
 def whole(pattern: str) -> str:
-    """Strip `^…$`: patterns match the whole output here, and the grammar engine has no anchors."""
+    """Remove `^` and `$`. Patterns match the whole answer anyway, and llguidance has no anchors."""
     bare = pattern
     if "|" not in pattern:
         bare = bare.removeprefix("^")
@@ -314,7 +328,7 @@ def quote(text: str) -> str:
 
 
 def _complaint(matcher: Any) -> str:
-    """Return a grammar's error in one line; "" if it allows any output."""
+    """Return the error of a compiled grammar in one line; "" if some answer satisfies it."""
     if not matcher.is_error() and not any(matcher.compute_bitmask()):
         return _brief(matcher.get_error()) or "no value satisfies it"
     return _brief(matcher.get_error()) if matcher.is_error() else ""
@@ -330,7 +344,7 @@ def _brief(error: str) -> str:
 
 
 def _with_deep_stack(work: Callable[[], Any]) -> Any:
-    """Run `work` on a thread with a 64 MiB stack: the engine recurses along references, 3 KiB each."""
+    """Run `work` on a thread with a 64 MiB stack. llguidance recurses along references (3 KiB each)."""
     with ThreadPoolExecutor(1, "edgeinfer-compile") as pool:
         with _stack_lock:
             before = threading.stack_size(_STACK_BYTES)
@@ -342,8 +356,8 @@ def _with_deep_stack(work: Callable[[], Any]) -> Any:
 
 
 def _token_table(vocab: Vocab, pieces: list[bytes]) -> Any:
-    """Return llguidance's view of the vocabulary: a trie of every token's bytes."""
-    return llguidance.LLTokenizer.from_llamacpp(  # llguidance tokenizes with llama.cpp itself
+    """Make llguidance's table of the vocabulary from the bytes of each token."""
+    return llguidance.LLTokenizer.from_llamacpp(
         tokens=pieces,
         vocab_ptr=vocab.pointer,
         tokenize_fptr=vocab.tokenize_address,
@@ -351,19 +365,19 @@ def _token_table(vocab: Vocab, pieces: list[bytes]) -> Any:
     )
 
 
-#: Matches `\u` and `\U` after an even number of backslashes.
+#: Matches `\uXXXX` and `\UXXXXXXXX` whose backslash is not escaped itself.
 _ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 
 
 def to_lark(gbnf: str) -> str:
-    r"""Convert GBNF, llama.cpp's grammar notation. Raises UnsupportedConstraintError (`param`: the
-    line).
+    r"""Convert llama.cpp's grammar notation to Lark.
 
-    llguidance's converter supports `"\x1b"` but not `"\u00e9"`, so the latter is resolved before.
+    llguidance's converter does not know `"\u00e9"`, so the character is inserted first. Raises
+    UnsupportedConstraintError; its `param` names the line.
     """
     try:
         text = str(any_to_lark(_ESCAPE.sub(_resolve, gbnf)))
-        text.encode()  # half a surrogate pair is not a character
+        text.encode()  # an error if the grammar has half of a surrogate pair
     except Exception as error:
         param = "gbnf"
         if isinstance(error, GbnfToLarkError):
@@ -379,9 +393,9 @@ def _resolve(escape: re.Match[str]) -> str:
 
 
 def follows(value: Any, schema: dict[str, Any]) -> bool:
-    """Return whether `value` follows `schema`, its members in any order.
+    """Return whether the JSON value follows the schema, with its properties in any order.
 
-    Raises UnsupportedConstraintError for a schema that the endpoint cannot enforce.
+    Raises UnsupportedConstraintError for a schema that cannot be enforced.
     """
     matcher = llguidance.LLMatcher(_bytes(), schema_grammar(check_schema(schema)), log_level=0)
     text = json.dumps(_in_order(value, [schema], schema), ensure_ascii=False)
@@ -395,7 +409,7 @@ def _bytes() -> Any:
 
 
 def _in_order(value: Any, schemas: list[Any], root: dict[str, Any]) -> Any:
-    """Return `value` with its objects' members in the order that the grammar needs."""
+    """Return `value` with properties in the order of the schema, which the grammar requires."""
     parts = list(value_schemas(schemas, root))
     if isinstance(value, float) and value.is_integer():
         return int(value)

@@ -1,10 +1,11 @@
-"""Rewrite a JSON schema so that the grammar engine can enforce it; report the place of a refused part.
+"""Rewrite a JSON schema so that llguidance, the grammar engine, can enforce it: `normalise`.
 
-llguidance resolves references, checks values, and refuses keywords that it cannot enforce. Before that,
-`not`, `if` and dependencies are rewritten as alternatives, and a `oneOf` as an `anyOf` of parts that
-exclude each other. Annotations and unknown formats are ignored.
+llguidance does not know `not`, `if` and dependencies, so they are rewritten as alternatives; a `oneOf`
+is rewritten as an `anyOf` of schemas that exclude each other. Annotations and unknown formats are
+ignored.
 
-Places are JSON pointers from the schema's root: `#/properties/age/minimum`.
+A schema that cannot be enforced is refused, with the JSON pointer of the part that is to blame:
+`#/properties/age/minimum`.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from edgeinfer.runtime.sampling.schema_overlaps import (
 )
 
 MAX_NODES = 20_000
-#: Limit (s) of the search for the innermost place of an error.
+#: Longest search (s) for the part of a schema that is to blame.
 LOCATE_S = 5.0
 
-#: Formats that are enforced; others are annotations, as JSON Schema says.
+#: Values of `format` that are enforced. JSON Schema allows to ignore others.
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-#: Keywords that are rewritten as alternatives.
+#: Keywords that `alternatives` rewrites.
 _REWRITTEN = ("not", "if", "dependencies", "dependentRequired", "dependentSchemas")
 _MAPS = ("properties", "patternProperties")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -57,7 +58,7 @@ def _step(pointer: str, key: str | int) -> str:
 
 
 def target(root: dict[str, Any], ref: Any) -> Any:
-    """Return the target of a pointer into `root`; None for any other `$ref`, or an invalid one."""
+    """Return the schema to which a `$ref` refers; None if it is not in `root`."""
     pointer = str(ref).removeprefix(str(root.get("$id", "")).rstrip("#"))
     if pointer != "#" and not pointer.startswith("#/"):
         return None
@@ -70,7 +71,7 @@ def target(root: dict[str, Any], ref: Any) -> Any:
 
 
 def _children(schema: dict[str, Any], pointer: str, root: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield place and schema of the parts of `schema` and of its references."""
+    """Yield JSON pointer and value of each direct subschema, and of the target of a `$ref`."""
     for key, subschema in schema.items():
         key_pointer = _step(pointer, key)
         if key in _MAPS and isinstance(subschema, dict):
@@ -84,7 +85,7 @@ def _children(schema: dict[str, Any], pointer: str, root: dict[str, Any]) -> Ite
 
 
 class _Normaliser:
-    """Rewrites everything in `root`, in place, that keywords and references reach."""
+    """Rewrites the schema `root` in place, with all subschemas and targets of references."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self.root = root
@@ -99,7 +100,7 @@ class _Normaliser:
         while self._waiting:
             self._visit(*self._waiting.pop())
         overlaps = Overlaps(self._target, self._define)
-        for schema, pointer in reversed(self._visited.values()):  # parts before their wholes
+        for schema, pointer in reversed(self._visited.values()):  # subschemas first
             _replace_one_of(schema, pointer, overlaps)
 
     def _target(self, ref: str) -> Any:
@@ -107,7 +108,7 @@ class _Normaliser:
         return True if schema is None else schema
 
     def _define(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Give `schema` a name, and return a reference to it."""
+        """Add `schema` to `$defs`, and return a reference to it."""
         definitions = self.root.setdefault("$defs", {})
         name = f"one of {len(definitions)}"
         definitions[name] = schema
@@ -127,7 +128,7 @@ class _Normaliser:
             del schema["uniqueItems"]
         for key in _REWRITTEN:
             rewritten = list(alternatives(key, schema)) if key in schema else [None]
-            if None not in rewritten:  # otherwise the grammar engine will refuse the keyword
+            if None not in rewritten:  # otherwise llguidance will refuse the keyword
                 del schema[key]
                 schema["allOf"] = [*schema.get("allOf", ()), *rewritten]
         for key in ("then", "else"):
@@ -142,12 +143,12 @@ class _Normaliser:
             self._waiting.append((subschema, part_pointer, depth + 1 if is_new else 0))
 
 
-#: Bounds beyond which the grammar engine cannot express a range.
+#: Largest bounds of numbers that llguidance accepts.
 _MOST = {"integer": 1 << 62, "number": 1e18}
 
 
 def _clamp(schema: dict[str, Any]) -> None:
-    """Narrow bounds that the grammar engine cannot express; numbers beyond them are not generated."""
+    """Limit bounds to those that llguidance accepts; larger numbers are then not generated."""
     most = _MOST["integer" if schema.get("type") == "integer" else "number"]
     for key in ("minimum", "exclusiveMinimum"):
         if isinstance(schema.get(key), (int, float)):
@@ -158,14 +159,17 @@ def _clamp(schema: dict[str, Any]) -> None:
 
 
 def _drop_known_type(schema: dict[str, Any], target_of: Callable[[Any], Any]) -> None:
-    """Drop a `type` that a reference next to it also has: a circle may have no keyword next to it."""
+    """Drop a `type` next to a `$ref` whose target has the same type.
+
+    llguidance refuses a circular reference with other keywords next to it.
+    """
     referred = target_of(schema["$ref"]) if "type" in schema and "$ref" in schema else None
     if isinstance(referred, dict) and referred.get("type") == schema["type"]:
         del schema["type"]
 
 
 def _rewrite_names(schema: dict[str, Any], target_of: Callable[[Any], Any]) -> None:
-    """Replace `propertyNames` by equivalent rules on the properties."""
+    """Replace `propertyNames` by `properties` and `patternProperties` with the same meaning."""
     names = schema.get("propertyNames")
     if isinstance(names, dict) and set(names) - set(_ANNOTATIONS) == {"$ref"}:
         names = target_of(names["$ref"])
@@ -201,7 +205,7 @@ def _rewrite_names(schema: dict[str, Any], target_of: Callable[[Any], Any]) -> N
 
 
 def _rewrite_patterns(schema: dict[str, Any], pointer: str) -> None:
-    """Rewrite patterns that the grammar engine interprets too widely or does not support."""
+    """Rewrite regular expressions that llguidance does not support or matches too widely."""
     pattern = schema.get("pattern")
     try:
         parts = patterns.enforceable(pattern) if isinstance(pattern, str) else None
@@ -210,7 +214,7 @@ def _rewrite_patterns(schema: dict[str, Any], pointer: str) -> None:
             if more:
                 schema["allOf"] = [*schema.get("allOf", ()), *({"pattern": p} for p in more)]
         elif "pattern" in schema and "format" in schema:
-            del schema["pattern"]  # the format is enforced, and in zod's schemas means the same
+            del schema["pattern"]  # the `format`, which is enforced, usually means the same (zod)
         members = schema.get("patternProperties")
         if isinstance(members, dict):
             schema["patternProperties"] = {patterns.narrow(k): s for k, s in members.items()}
@@ -219,17 +223,18 @@ def _rewrite_patterns(schema: dict[str, Any], pointer: str) -> None:
 
 
 def _check_count(schema: dict[str, Any], pointer: str) -> None:
-    """Refuse counts in open objects: JSON allows a name twice, which would count as two."""
+    """Refuse a `minProperties` that a repeated property name could satisfy, as JSON allows one."""
     minimum, required = schema.get("minProperties"), schema.get("required")
     certain = len(set(map(str, required))) if isinstance(required, list) else 0
     is_open = "patternProperties" in schema or schema.get("additionalProperties", True) is not False
     if is_open and isinstance(minimum, int) and minimum > max(1, certain):
         keyword_pointer = _step(pointer, "minProperties")
-        raise _refuse(keyword_pointer, "only required properties can be counted")
+        problem = "without `additionalProperties: false`, it may not exceed the required properties"
+        raise _refuse(keyword_pointer, problem)
 
 
 def alternatives(key: str, value: dict[str, Any]) -> Iterator[Any]:
-    """Yield schemas that together mean `value[key]`; None for a part that no schema expresses."""
+    """Yield schemas that together mean the keyword `key`; None for a part that cannot be expressed."""
     operand = value[key]
     if key == "not":
         yield negate(operand)
@@ -247,7 +252,10 @@ def alternatives(key: str, value: dict[str, Any]) -> Iterator[Any]:
 
 
 def _otherwise(condition: Any, schema: dict[str, Any]) -> Any:
-    """Negate an `if`; for a property, by the other values that the surrounding schema allows."""
+    """Return the negation of an `if`, None if there is none.
+
+    If a property must have certain values, the negation has the other values that `schema` allows.
+    """
     unless = negate(condition)
     if not isinstance(condition, dict) or unless is False:
         return unless
@@ -264,9 +272,9 @@ def _otherwise(condition: Any, schema: dict[str, Any]) -> Any:
 
 
 def negate(schema: Any, depth: int = 0) -> Any:
-    """Return a schema for documents that `schema` forbids, perhaps not all; None if there is none.
+    """Return a schema that allows only values which `schema` forbids; None if there is none.
 
-    The negation of several keywords is that any of them fails; those without a negation are left out.
+    It may not allow all of them: it is an `anyOf` of the negations of each keyword that has one.
     """
     check_deadline()
     if isinstance(schema, bool):
@@ -309,7 +317,7 @@ def negate(schema: Any, depth: int = 0) -> Any:
 
 
 def _replace_one_of(schema: dict[str, Any], pointer: str, overlaps: Overlaps) -> None:
-    """Replace a `oneOf`, in place, by an `anyOf` of parts that exclude each other."""
+    """Replace a `oneOf`, in place, by an `anyOf` of schemas that exclude each other."""
     if isinstance(schema.get("oneOf"), list):
         outer = {"type": schema["type"]} if "type" in schema else {}
         typed_parts = [
@@ -330,7 +338,10 @@ def _replace_one_of(schema: dict[str, Any], pointer: str, overlaps: Overlaps) ->
 
 
 def normalise(schema: Any) -> dict[str, Any]:
-    """Return a rewritten copy. Raises UnsupportedConstraintError; `param` is the place."""
+    """Return a rewritten copy of a schema.
+
+    Raises UnsupportedConstraintError; its `param` is the JSON pointer of the part that is to blame.
+    """
     if schema is True:
         return {}
     if not isinstance(schema, dict):
@@ -342,13 +353,13 @@ def normalise(schema: Any) -> dict[str, Any]:
         normaliser.rewrite()
     except RecursionError:
         raise _refuse("#", f"it has more than {MAX_DEPTH} levels") from None
-    except (TypeError, AttributeError) as error:  # the grammar engine checks values later
+    except (TypeError, AttributeError) as error:  # only llguidance checks values
         raise _refuse("#", f"a keyword has a value of a wrong type ({error})") from error
     return normaliser.root
 
 
 def _move(schema: Any) -> Any:
-    """Copy a schema to a place under `#/$defs/root`, with its references adapted."""
+    """Return a copy whose references are valid after it is moved to `#/$defs/root`."""
     if isinstance(schema, list):
         return [_move(subschema) for subschema in schema]
     if not isinstance(schema, dict):
@@ -363,9 +374,9 @@ def _move(schema: Any) -> Any:
 def locate(
     root: dict[str, Any], complaint: Callable[[dict[str, Any]], str], seconds: float = LOCATE_S
 ) -> tuple[str, str]:
-    """Return place and error of the innermost part of `root` that fails by itself.
+    """Return the JSON pointer and the error of the innermost subschema that fails by itself.
 
-    `complaint` compiles a schema and returns its error, or "". After `seconds`, return the root.
+    `complaint` compiles a schema and returns its error, or "". After `seconds`, the result is "#".
     """
     deadline = time.monotonic() + seconds
     draft = {"$schema": root["$schema"]} if "$schema" in root else {}
@@ -389,7 +400,7 @@ def locate(
 
 
 def value_schemas(schemas: Iterable[Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield each schema, once, that applies to the same value through references and combinators."""
+    """Yield all schemas that apply to one value: with those of `$ref`, `allOf`, `if` and the like."""
     waiting, seen = list(schemas), set[int]()
     while waiting:
         schema = waiting.pop(0)

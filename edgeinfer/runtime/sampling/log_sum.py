@@ -1,4 +1,4 @@
-"""Normalize logits: logarithms of sums of exponentials. Needs no llama.cpp."""
+"""Compute log(sum(exp(logits))), by which logits become log-probabilities. Needs no llama.cpp."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import numpy.typing as npt
 
 
 class LogSum:
-    """Computes logarithms of sums of exponentials in the same memory: new memory for each row of
-    logits, which is mapped and zeroed, takes up to 4 % of a 135M's step.
+    """Computes log(sum(exp(logits))) of rows of logits, always in the same memory.
+
+    To allocate memory for each row takes up to 4 % of a step of a 135M model.
     """
 
     def __init__(self) -> None:

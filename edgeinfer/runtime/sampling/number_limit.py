@@ -1,7 +1,7 @@
 """Limit the digits of numbers in a JSON answer: `NumberLimit`.
 
-The grammar engine does not limit numbers, and at a higher temperature a model may never end one: of 12
-heights in metres, 4 continued `1.8000000447…` to the end of the answer.
+A grammar does not limit them, and at a higher temperature a model may never end a number: of 12 heights
+in metres, 4 continued `1.8000000447…` to the end of the answer.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
 
-#: Most digits of a number: a double has 17 significant digits, and up to three in its exponent.
+#: Most digits of a number (a double has 17 significant ones), and most after its `e`.
 MAX_DIGITS = 17
 _EXPONENT_DIGITS = 3
 
 
 class DigitTokens:
-    """The tokens of a vocabulary that begin with a digit."""
+    """Which tokens of a vocabulary begin with a digit."""
 
     def __init__(self, vocab: Vocab, pieces: Sequence[bytes]) -> None:
         self.vocab = vocab
@@ -29,7 +29,7 @@ class DigitTokens:
 
 
 class NumberLimit:
-    """A request's position in its JSON: inside a string, or after some digits of a number."""
+    """Follows one JSON answer, and forbids digits where a number has enough."""
 
     __slots__ = ("_is_escaped", "_is_text", "_n_digits", "_tokens")
 
@@ -39,14 +39,14 @@ class NumberLimit:
         self._is_text = self._is_escaped = False
 
     def forbid_into(self, forbidden: npt.NDArray[np.bool_]) -> None:
-        """Forbid a digit after the last allowed one, unless only digits may come."""
+        """Forbid digits after the last allowed one, unless nothing else may come."""
         if self._n_digits >= MAX_DIGITS:
             more = forbidden | self._tokens.mask
             if not more.all():
                 np.copyto(forbidden, more)
 
     def accept(self, token: int) -> None:
-        """Take account of the next token's characters."""
+        """Advance by the characters of `token`."""
         piece = self._tokens.vocab.piece(token)
         if self._is_text and not self._is_escaped and b'"' not in piece and b"\\" not in piece:
             return

@@ -1,4 +1,4 @@
-"""Convert sampled tokens to events: bytes, whole characters, stop strings, log-probabilities."""
+"""Convert sampled tokens to events: whole characters, stop strings, log-probabilities."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from edgeinfer.runtime.sampling.log_sum import LogSum
 def token_logprobs(
     logits: npt.NDArray[np.float32], top: int
 ) -> tuple[npt.NDArray[np.float32], list[int]]:
-    """Return every token's log-probability at temperature 1, and the `top` likeliest, best first."""
+    """Return the log-probability of each token (float32[n_vocab]), and the `top` likeliest tokens.
+
+    At temperature 1; the likeliest first.
+    """
     logprobs = logits - np.float32(LogSum()(logits))
     if not top:
         return logprobs, []
@@ -35,7 +38,7 @@ def token_logprobs(
 
 
 class Output:
-    """Turns one generation's tokens into events. Only for the decode thread."""
+    """Converts the tokens of one answer to events. Used on the decode thread."""
 
     def __init__(self, vocab: Vocab, stops: Sequence[str], parser: AnswerParser | None) -> None:
         self._vocab, self._parser = vocab, parser
@@ -51,21 +54,21 @@ class Output:
 
     @property
     def is_reasoning(self) -> bool:
-        """Return whether the text so far ends inside a reasoning span."""
+        """Return whether the text so far ends inside the reasoning."""
         return self._parser is not None and self._parser.is_reasoning
 
     @property
     def n_broken_calls(self) -> int:
-        """Number of tool calls that began with a marker but could not be parsed."""
+        """Number of tool calls that could not be parsed, although they began with a marker."""
         return self._parser.n_broken_calls if self._parser is not None else 0
 
     @property
     def is_holding(self) -> bool:
-        """Return whether the end of the text waits for the rest of a character or a marker."""
+        """Return whether text is held back until a character, marker or stop string is complete."""
         return self._text.is_holding or (self._parser is not None and self._parser.is_holding)
 
     def feed(self, token: int, logprobs: TokenLogprobs | None = None) -> list[Parsed]:
-        """Return the events that `token` makes certain."""
+        """Add a token; return the events that are ready."""
         if logprobs is not None:
             self.hold_logprobs(logprobs)
         events = self._parse(self._text.feed(self._vocab.piece(token, special=self._special)))
@@ -73,11 +76,11 @@ class Output:
         return self._with_logprobs(events)
 
     def hold_logprobs(self, logprobs: TokenLogprobs) -> None:
-        """Report a token's log-probabilities together with the next text, or at the end."""
+        """Add a token's log-probabilities to the next event with text."""
         self._logprobs.append(logprobs)
 
     def finish(self, *, cut: bool = False) -> list[Parsed]:
-        """Return the held-back events when the generation ends; `cut`: the model did not end it."""
+        """Return the last events. `cut`: a limit ended the answer, perhaps inside a tool call."""
         events = self._parse(self._text.finish())
         if self._parser is not None:
             events += self._note(self._parser.finish(cut=cut))
@@ -108,7 +111,7 @@ class Output:
 def chosen_logprobs(
     vocab: Vocab, token: int, logprobs: npt.NDArray[np.float32], top: Sequence[int]
 ) -> TokenLogprobs:
-    """Make the event value of a sampled token and its alternatives."""
+    """Return the log-probabilities of a sampled token and of the likeliest tokens, for an event."""
 
     def entry(t: int) -> Logprob:
         return Logprob(t, vocab.piece(t, special=True), float(logprobs[t]))
@@ -117,7 +120,7 @@ def chosen_logprobs(
 
 
 class TextStream:
-    """The text of one generation; possible stop strings are held back."""
+    """Decodes the UTF-8 of one answer, and ends it before a stop string."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -126,20 +129,20 @@ class TextStream:
         self.stopped_by: str | None = None
 
     def feed(self, data: bytes) -> str:
-        """Return the text that `data` makes certain; it ends before a stop string."""
+        """Add bytes; return the text that is ready: without an incomplete character or stop string."""
         if self.stopped_by is not None:
             return ""
         text = self._decoder.decode(data)
         return self._release(self._held + text) if self._stops else text
 
     def finish(self) -> str:
-        """Return the held-back text at the end, without bytes of an incomplete character."""
+        """Return the text that was held back, without an incomplete character."""
         held, self._held = self._held, ""
         return "" if self.stopped_by is not None else held
 
     @property
     def is_holding(self) -> bool:
-        """Return whether text is held back: a possible stop string, or a part of a character."""
+        """Return whether an incomplete character, or what may become a stop string, is held back."""
         return bool(self._held) or bool(self._decoder.getstate()[0])
 
     def _release(self, text: str) -> str:
@@ -153,7 +156,7 @@ class TextStream:
 
 
 class ReasoningBudget:
-    """A request's reasoning budget: `n_tokens`, and the tokens of the end marker (`close`)."""
+    """Limits the reasoning of one answer to `n_tokens`; `close` are the tokens of its end marker."""
 
     def __init__(self, n_tokens: int, close: Sequence[int], *, opened: bool) -> None:
         self._n_tokens = n_tokens
@@ -162,11 +165,11 @@ class ReasoningBudget:
         self._n = 0
 
     def is_spent(self, output: Output) -> bool:
-        """Return whether the span must be closed now. Called once after each sampled token.
+        """Return whether the end marker must come now. Call it once after each sampled token.
 
-        Never inside a character or a possible marker: then the next token decides.
+        Not inside a character or a possible marker: then the next token decides.
         """
         is_inside = output.is_reasoning
-        self._n += self._was_inside and is_inside  # the opening marker is not counted
+        self._n += self._was_inside and is_inside  # without the marker at the beginning
         self._was_inside = is_inside
         return is_inside and self._n >= self._n_tokens and not output.is_holding

@@ -1,8 +1,9 @@
-"""Rewrite a schema's `pattern` so that the grammar engine enforces its ECMAScript meaning.
+"""Rewrite a schema's `pattern` (ECMAScript) so that llguidance enforces it exactly: `enforceable`.
 
-If a class contains control characters but lacks `"` or a backslash, the engine also allows the JSON
-escapes `\\"` and `\\\\`. Such a class is written as ranges without control characters. The engine does
-not support look-aheads; those at the start become further patterns of the same string.
+For a character class with control characters but without `"` or backslash, llguidance also allows the
+JSON escapes `\\"` and `\\\\`. Such a class is rewritten as ranges without control characters.
+Look-aheads, which llguidance lacks, become further patterns of the same string if they are at its
+beginning.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from functools import lru_cache
 
 from edgeinfer.runtime.requests import check_deadline
 
-#: Matches a class, an escape that is a class, or any other escape.
+#: Matches a class such as `[a-z]`, or an escape such as `\s`.
 _ATOM = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]|\\.", re.DOTALL)
 _ESCAPED_CLASSES = ("\\s", "\\S", "\\w", "\\W", "\\d", "\\D")
 _WRITTEN_CONTROLS = "\t\n\r"
 _SPACES = "\\t\\n\\v\\f\\r \\u00a0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000\\ufeff"
 _AFTER_BASIC_PLANE = "\U0001f600"
-#: Set operations of the engine's syntax, which are plain characters in ECMAScript.
+#: Set operations of llguidance; in ECMAScript these are plain characters.
 _SET_OPERATION = re.compile(r"&&|--|~~")
 _LOOK_AROUND = re.compile(r"\(\?(?:[=!]|<[=!])")
 _AHEAD = re.compile(r"\^?\(\?([=!])")
@@ -31,14 +32,17 @@ def _basic_plane() -> str:
 
 
 def enforceable(pattern: str) -> list[str] | None:
-    """Return patterns that together mean `pattern`; None if there are none. Raises ValueError."""
+    """Return patterns for llguidance that together mean `pattern`, None if there are none.
+
+    Raises ValueError for a class that cannot be rewritten.
+    """
     parts = without_look_aheads(pattern) if _LOOK_AROUND.search(pattern) else [pattern]
     return parts and [narrow(pattern_part) for pattern_part in parts]
 
 
 @lru_cache(maxsize=256)
 def narrow(pattern: str) -> str:
-    """Return `pattern` with rewritten classes where the engine allows too much. Raises ValueError."""
+    """Rewrite the classes of `pattern` for which llguidance allows too much. Raises ValueError."""
     return _ATOM.sub(lambda atom: _narrow_class(atom[0]), pattern)
 
 
@@ -64,7 +68,7 @@ def _narrow_class(atom: str) -> str:
 
 
 def _spaces(body: str) -> str:
-    r"""Write `\s` as a class: ECMAScript's is Unicode's, but its `\w` and `\d` are ASCII's."""
+    r"""Replace `\s` by its characters, which are Unicode's, because `\w` and `\d` are read as ASCII."""
     return re.sub(r"\\(.)", lambda escape: _SPACES if escape[1] == "s" else escape[0], body)
 
 
@@ -87,10 +91,10 @@ def _escape(character: str) -> str:
 
 
 def without_look_aheads(pattern: str) -> list[str] | None:
-    """Return patterns that together mean `pattern`, which has look-aheads at its start.
+    """Return patterns without look-aheads that together mean `pattern`; None if that is impossible.
 
-    None if that is impossible. `(?!^[class]*$)` requires a character outside the class, and
-    `(?![class])` requires one at the beginning, if the string is not empty.
+    Look-aheads are supported only at its start. `(?!^[class]*$)` requires a character outside the class
+    anywhere, `(?![class])` one at the beginning of a string that is not empty.
     """
     parts, remaining = [], pattern
     anchor = "^" if pattern.startswith("^") else ""
@@ -114,7 +118,7 @@ def without_look_aheads(pattern: str) -> list[str] | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Return the end of the group whose content begins at `start`, -1 if there is none."""
+    """Return the index of the `)` of the group whose content begins at `start`, -1 without one."""
     depth = 1
     for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", text[start:], re.DOTALL):
         depth += {"(": 1, ")": -1}.get(token[0], 0)

@@ -1,4 +1,4 @@
-"""Determine which schemas of a document exclude each other, and narrow those that do not."""
+"""Find out whether the schemas of a `oneOf` exclude each other, or make them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
 class Overlaps:
-    """Compares the schemas of one document; caches every pair.
+    """Compares the subschemas of one JSON schema.
 
-    `target` returns the target of a `$ref`, True if unknown; `define` names a schema and returns a
-    reference to it.
+    `target` returns the target of a `$ref`, True if it is unknown. `define` adds a schema to `$defs`
+    and returns a reference to it.
     """
 
     def __init__(
         self, target: Callable[[Any], Any], define: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> None:
         self._target_of, self._define = target, define
-        #: Verdicts by the ids of a pair, with both schemas: a freed schema's id would be reused.
+        #: Results of `disjoint` by ids. The schemas are stored to keep their ids from being reused.
         self._pairs: dict[tuple[int, int], tuple[bool, Any, Any]] = {}
         self._kinds: dict[str, set[str]] = {}
 
     def exclusive(self, parts: list[Any]) -> list[Any] | tuple[int, int]:
-        """Return `parts`, each narrowed to exclude all others; or two of them that may both be true."""
+        """Return schemas like `parts` that exclude each other, or the indexes of two that cannot.
+
+        A schema is narrowed if necessary.
+        """
         narrowed_parts = []
         for i, alternative in enumerate(parts):
             narrowed = alternative
@@ -37,13 +40,16 @@ class Overlaps:
                     if narrowed is None:
                         return min(i, j), max(i, j)
             if narrowed is not alternative and self._follow(alternative) is not alternative:
-                # the narrowed schema may contain itself: such a circle needs a name to refer to
+                # it was a reference, perhaps to a schema that contains itself
                 narrowed = self._define(narrowed)
             narrowed_parts.append(narrowed)
         return narrowed_parts
 
     def _narrow(self, alternative: Any, other: Any) -> dict[str, Any] | None:
-        """Narrow `alternative` by a property that `other` requires, or by one that `other` forbids."""
+        """Narrow an object schema so that `other` excludes it; return None if that is impossible.
+
+        A property that `other` requires is forbidden, or one that `other` forbids is required.
+        """
         schema = self._follow(alternative)
         if not isinstance(schema, dict) or "object" not in self.kinds(schema):
             return None
@@ -59,7 +65,7 @@ class Overlaps:
         return None
 
     def _follow(self, schema: Any) -> Any:
-        """Return the target of a bare reference, except a `oneOf`, which may lead back here."""
+        """Return the target of a schema that is only a `$ref`, unless that is a `oneOf`."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict) or set(schema) != {"$ref"}:
                 break
@@ -79,7 +85,7 @@ class Overlaps:
                 yield from self._required_names(subschema, seen)
 
     def kinds(self, schema: Any, depth: int = 0) -> set[str]:
-        """Return the types that a document may have; "number" includes "integer"."""
+        """Return the JSON types that a schema allows. "number" includes "integer"."""
         if not isinstance(schema, dict) or depth > MAX_DEPTH:
             return set() if schema is False else set(TYPES)
         check_deadline()
@@ -92,7 +98,7 @@ class Overlaps:
         if "$ref" in schema:
             name = schema["$ref"]
             if name not in self._kinds:
-                self._kinds[name] = set(TYPES)  # the value while the search runs
+                self._kinds[name] = set(TYPES)  # assumed if the schema contains itself
                 self._kinds[name] = self.kinds(self._target_of(schema["$ref"]), depth + 1)
             types &= self._kinds[name]
         for key in ("anyOf", "oneOf"):
@@ -103,7 +109,7 @@ class Overlaps:
         return types
 
     def disjoint(self, a: Any, b: Any, depth: int = 0) -> bool:
-        """Return whether no document satisfies both schemas."""
+        """Return whether no value satisfies both schemas."""
         if a is False or b is False:
             return True
         if a is True or b is True or depth > MAX_DEPTH:
@@ -111,7 +117,7 @@ class Overlaps:
         check_deadline()
         pair = (id(a), id(b))
         if pair not in self._pairs:
-            self._pairs[pair] = False, a, b  # the value while the search runs
+            self._pairs[pair] = False, a, b  # assumed if a schema contains itself
             self._pairs[pair] = self._disjoint(a, b, depth + 1), a, b
         return self._pairs[pair][0]
 
@@ -140,7 +146,7 @@ class Overlaps:
 
 
 def kinds_of(value: Any) -> tuple[str, ...]:
-    """Return the types of a JSON value; "number" comes after "integer". Raises KeyError otherwise."""
+    """Return the JSON types of a value: one, or "integer" and "number". Raises KeyError."""
     if isinstance(value, bool) or value is None:
         return ("null",) if value is None else ("boolean",)
     if isinstance(value, (int, float)):
@@ -150,14 +156,14 @@ def kinds_of(value: Any) -> tuple[str, ...]:
 
 
 def listed_values(schema: Any) -> list[Any] | None:
-    """Return the values of `const` or `enum`; None without one."""
+    """Return the values that `const` or `enum` allows, None without these keywords."""
     if not isinstance(schema, dict):
         return None
     return [schema["const"]] if "const" in schema else schema.get("enum")
 
 
 def _member(schema: dict[str, Any], name: str) -> Any:
-    """Return the schema of a member; True if patterns decide."""
+    """Return the schema of a property, True if `patternProperties` may have another one."""
     properties = schema.get("properties", {})
     if name in properties:
         return properties[name]

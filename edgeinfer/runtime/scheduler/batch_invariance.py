@@ -1,4 +1,4 @@
-"""Limits within which a batched step is bit-identical to unbatched ones."""
+"""Limits within which a sequence gets the same logits, bit by bit, in a batch as without it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from edgeinfer.runtime.llama.model import LlamaModel
 class BatchInvariance:
     """Limits within which a batched step is bit-identical to unbatched ones (decision 022).
 
-    Kernels round differently in a batch of more than `max_tokens`, and a single token's attention with
-    more than `max_cells` used cells; None means no limit. `sums_in_order`: attention sums a sequence's
-    cells in the order of its positions, whichever free cells were filled.
+    Beyond them, results are rounded differently: in a batch of more than `max_tokens` tokens, or with
+    more than `max_cells` used cells (None: no limit). `sums_in_order`: attention sums cells in the
+    order of positions, so that it does not matter which cells a sequence has.
     """
 
     max_tokens: int
@@ -22,27 +22,26 @@ class BatchInvariance:
     sums_in_order: bool = True
 
 
-#: Limits for llama.cpp's own attention over an f16 cache. It uses another kernel from 64 tokens on, and
-#: splits a single token's work among threads from 512 cells on. llama.cpp pads cells to multiples of
-#: 256, and 192 cells with a batch of 60 tokens stay within the first.
+#: Limits of llama.cpp's own attention with an f16 KV cache. It uses another kernel from 64 tokens on,
+#: and divides one token's cells among threads from 512 on. It rounds cells up to multiples of 256,
+#: which 192 cells and a batch of 60 tokens do not exceed.
 _LLAMA_INVARIANCE = BatchInvariance(max_tokens=60, max_cells=192)
-#: Largest head (elements) that native/attention.cpp accepts, and the divisor of its length.
+#: native/attention.cpp accepts heads of up to 256 elements, in multiples of 16.
 _MOST_HEAD, _HEAD_STEP = 256, 16
-#: llama.cpp's file types whose weights have no matrix-matrix kernel on a CPU, only dot products row by
-#: row: Q4_1, Q5_1, Q3_K, and the small IQ and TQ types. They are batch-invariant.
+#: File types (llama_ftype) whose products llama.cpp always computes as dot products of single rows, so
+#: that they are batch-invariant: Q4_1, Q5_1, Q3_K, and the small IQ and TQ types.
 _DOT_ONLY = frozenset({3, 9, 11, 12, 13, 19, 20, 22, 23, 24, 26, 27, 28, 29, 30, 31, 36, 37})
-#: Most tokens for which every kernel computes the same; other types switch kernels at some larger
-#: number.
+#: For other file types, llama.cpp uses another kernel from some number of tokens above this one on.
 _DOT_TOKENS = 3
 
 
 def max_invariant_tokens(n_batch: int, file_type: int) -> int:
-    """Return the largest batch (tokens) for which llama.cpp's kernels are batch-invariant."""
+    """Return the largest batch (tokens) with which llama.cpp's products are batch-invariant."""
     return n_batch if file_type in _DOT_ONLY else _DOT_TOKENS
 
 
 def batch_invariance(loaded: LlamaModel) -> BatchInvariance:
-    """Return the limits for the kernels, the attention and the KV cache in use."""
+    """Return the limits of a loaded model."""
     kernels = libllama.build_info().kernels
     n_batch = loaded.n_batch
     max_tokens = n_batch if kernels else max_invariant_tokens(n_batch, loaded.shape.file_type)
@@ -56,7 +55,7 @@ def batch_invariance(loaded: LlamaModel) -> BatchInvariance:
 
 
 def why_irreproducible(loaded: LlamaModel) -> str:
-    """Return why a request's tokens may depend on its batch or the machine; "" if they do not."""
+    """Return why answers may depend on the batch or the machine, "" if they do not."""
     invariance = batch_invariance(loaded)
     if not libllama.build_info().kernels:
         return "llama.cpp's own kernels are used, and their bits depend on the batch and the processor"

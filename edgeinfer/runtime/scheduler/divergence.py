@@ -1,4 +1,4 @@
-"""Find where a prompt diverges from the cached sequences, for its cache report."""
+"""Find where a prompt differs from the cached sequences, to tell the user why it was not cached."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from edgeinfer.runtime.events import Divergence
 from edgeinfer.runtime.kv_cache import AdapterKey, CachedSequence, common_prefix
 from edgeinfer.runtime.prompt_tokens import text_only
 
-#: Tokens of text that a cache report shows on each side of a divergence.
+#: Tokens of text that are shown before and after the difference.
 _EXCERPT_TOKENS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class LongestMatch:
-    """The longest match of a prompt: `n` tokens are cached, then the cache has `continuation`."""
+    """The cached sequence most like a prompt: `n` tokens are equal, then it has `continuation`."""
 
     n: int = 0
     continuation: tuple[int, ...] = ()
@@ -26,9 +26,9 @@ class LongestMatch:
 def find_longest_match(
     cached_sequences: Iterable[CachedSequence], tokens: Sequence[int], adapters: AdapterKey, salt: str
 ) -> LongestMatch:
-    """Find the longest match of `tokens` among the sequences that its request may reuse.
+    """Find the sequence with the longest common prefix, among those that the request may reuse.
 
-    All clients share a pinned prompt, but cache reports never show its text.
+    The text of a pinned prompt is left out, because other clients may use it too.
     """
     reusable = [c for c in cached_sequences if c.is_reusable_with(adapters, salt)]
     matches = ((common_prefix(c.tokens, tokens), c) for c in reusable)
@@ -44,7 +44,7 @@ def describe_divergence(
     n_cached: int,
     detokenize: Callable[[Sequence[int]], bytes],
 ) -> Divergence:
-    """Describe where `prompt`, of which `n_cached` tokens were cached, diverges from the cache."""
+    """Describe where `prompt` differs from the cache; `n_cached` of its tokens were reused."""
     n_agree = max(best.n, n_cached)
     if n_agree >= len(prompt) - 1:
         return Divergence(n_tokens=len(prompt), cause="none")

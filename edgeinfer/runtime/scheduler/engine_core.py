@@ -1,8 +1,8 @@
-"""The decode loop's step: admit requests, plan a batch, run it, process its output.
+"""The engine's step: admit requests, fill a batch, run it, process its results.
 
-Each step is one llama_decode. It carries the next token of every decoding sequence, with draft tokens
-after it, and fills the rest of the batch with chunks of prompts (continuous batching, chunked prefill),
-so a long prompt never stalls the others. For one thread.
+A step is one llama_decode. Its batch has the next token of every decoding sequence, draft tokens after
+it, and chunks of prompts in the rest (continuous batching, chunked prefill), so that a long prompt
+never stalls other requests. For one thread.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
-#: How long (s) a step waits for a picture that is being encoded if there is nothing else to do.
+#: How long (s) a step without anything to compute waits for a picture to be encoded.
 _PICTURE_WAIT_S = 0.02
 
-#: Cost of prefill assumed before the first measurement (s per token and byte of its weights): half of a
-#: 4B's in Q4_0 on two cores.
+#: Assumed time of prefill before the first measurement (s per token and byte of weights): half of what
+#: a 4B model in Q4_0 takes on two cores.
 _PREFILL_S_PER_BYTE = 1e-11
-#: Share of a step's time for reading streamed weights of a dense model, however many tokens it has.
+#: Share of a step's time that reading streamed weights takes, however many tokens the step has.
 _STREAMED_SHARE = 0.9
 
 
 class EngineCore:
-    """Owns `context`, which decodes, while it runs."""
+    """Runs steps on `context`, and owns their parts: KV cache, queue, executor and the others."""
 
     def __init__(self, loaded: LlamaModel, context: LlamaContext, adapters: LoraAdapters) -> None:
         vocab, batch = loaded.vocab, Batch.of(context, max_outputs=loaded.plan.n_outputs)
@@ -56,7 +56,7 @@ class EngineCore:
         )
         self._context = context
         self._batch_invariance = batch_invariance(loaded)
-        #: Called if llama.cpp fails a step; returns True if another context takes over.
+        #: Called if a step fails; returns True if it has switched to another context.
         self.on_failed_step: Callable[[DecodeError], bool] = lambda error: False
         self.counters = Counters()
         shape = loaded.shape
@@ -67,7 +67,7 @@ class EngineCore:
         step_costs = StepCurve(logits_share=logits_share, shared_share=shared_share)
         s_per_token = shape.weights_bytes_per_token * _PREFILL_S_PER_BYTE
         chunk_sizer = ChunkSizer(self._batch_invariance, s_per_token)
-        if streaming is not None:  # each step reads the same weights, however many tokens it has
+        if streaming is not None:  # long chunks, because each step reads all streamed weights
             chunk_sizer.idle_chunk_tokens, chunk_sizer.least_tokens = batch.capacity, IDLE_CHUNK_TOKENS
         self.prefixes = Prefixes(kv, chunk_sizer, self.counters, vocab)
         self.queue = RequestQueue(self.prefixes, kv, self.counters, n_parallel=loaded.n_parallel)
@@ -91,7 +91,7 @@ class EngineCore:
         self._with_cpu_fallback(self._step)
 
     def _with_cpu_fallback(self, work: Callable[[], None]) -> None:
-        """Run `work`; if a GPU fails, continue on the CPU. Raises DecodeError without a GPU."""
+        """Run `work`. If a GPU fails, switch to the CPU; otherwise raise DecodeError."""
         try:
             work()
         except DecodeError as error:
@@ -114,7 +114,7 @@ class EngineCore:
         decode_s = self.executor.run(entries)
         if decode_s is None:
             return
-        self.counters.steps_total += 1  # clients may ask for it as soon as they have an answer
+        self.counters.steps_total += 1  # now: a client may read it once it has its answer
         self._output_processor.process(entries)
         draft_s = self._planner.draft_s
         self.counters.decode_seconds_total += draft_s
@@ -122,7 +122,7 @@ class EngineCore:
         self.prefixes.write_blocks(is_idle=False)
 
     def _fail_unencoded(self, running: list[Sequence]) -> None:
-        """End the requests with a picture that could not be encoded."""
+        """Fail the requests whose next picture could not be encoded."""
         for seq in [s for s in running if s.is_started and not s.is_loading_blocks]:
             span = seq.picture
             error = seq.pictures.failure(span) if span is not None else None
@@ -130,7 +130,7 @@ class EngineCore:
                 self.queue.fail(seq, error)
 
     def _wait_for_picture(self, running: list[Sequence]) -> None:
-        """Wait for a picture that is being encoded, if there is nothing to compute."""
+        """Wait a little for a picture to be encoded. Called if there is nothing to compute."""
         for seq in running:
             span = seq.encoding
             if span is not None:
@@ -138,24 +138,27 @@ class EngineCore:
                 return
 
     def idle_work_due_in_s(self) -> float | None:
-        """Return the time (s) until idle work is due; None if there is none."""
+        """Return in how many seconds `do_idle_work` has something to do, None for never."""
         return 0.0 if self.prefixes.has_writes else self._idle_cells.due_in_s()
 
     def do_idle_work(self) -> None:
-        """Store one pending block, or return some pages to the OS. Only while idle."""
+        """Save one block, or give some memory of the KV cache back to the OS. Only while idle."""
         if self.prefixes.has_writes:
             self._with_cpu_fallback(lambda: self.prefixes.write_blocks(is_idle=True))
         elif self._idle_cells.due_in_s() == 0.0:
             self._idle_cells.release_some()
 
     def fail_all(self, error: EngineError) -> None:
-        """End every request with `error` and drop the cache."""
+        """End all requests with `error`, and drop all cached sequences."""
         for seq in [*self.queue.running, *self.queue.waiting]:
             self.queue.fail(seq, error)
         self.kv.drop_idle(include_pinned=True)
 
     def evict_to_fit(self, n_ctx: int, n_cells: int) -> bool:
-        """Evict idle sequences until `n_cells` cells suffice; return False if a request is too long."""
+        """Evict idle sequences until a context of `n_cells` suffices.
+
+        Returns False if the requests do not fit into it, or one does not fit into `n_ctx`.
+        """
         requests = [*self.queue.running, *self.queue.waiting]
         are_short = all(len(seq.tokens) < n_ctx for seq in requests)
         return are_short and self.kv.make_room(self.kv.n_cells - n_cells)
@@ -163,10 +166,11 @@ class EngineCore:
     def switch_context(
         self, context: LlamaContext, n_ctx: int, *, has_copy: bool, on_device: bool
     ) -> None:
-        """Continue in another context, which has a copy of this one's cells (`has_copy`) or is empty.
+        """Continue with another context, on a GPU (`on_device`) or the CPU.
 
-        Only between steps, and without a prefix cache. A device computes whole batches of a prompt and
-        is not batch-invariant, so it gets no automatic drafts.
+        It has a copy of all cells (`has_copy`), or is empty: then sequences are prefilled again. Only
+        between steps, and without a prefix cache. On a GPU prompts have no small chunks, and no tokens
+        are drafted automatically, because it is not batch-invariant.
         """
         self.executor.chunk_sizer.idle_chunk_tokens = (
             self.executor.batch.capacity if on_device else IDLE_CHUNK_TOKENS
@@ -184,7 +188,7 @@ class EngineCore:
         self.executor.install_abort_callback()
 
     def drop_sequences_with(self, stamps: Collection[str]) -> bool:
-        """Drop sequences computed with these adapters; return False while requests use them."""
+        """Drop sequences computed with these adapters; return False if requests still use them."""
 
         def is_affected(adapters: AdapterKey) -> bool:
             return any(stamp in stamps for stamp, _ in adapters)
@@ -196,7 +200,7 @@ class EngineCore:
         return True
 
     def profile_steps(self, token: int) -> None:
-        """Measure what steps cost by their number of tokens. Only while idle. Raises DecodeError."""
+        """Measure how the time of a step depends on its tokens. Only while idle. Raises DecodeError."""
         if not self.kv.supports_truncation:
             return
         cached_seq = self.kv.allocate(PromptTokens([token]), (), reuse=False)
@@ -206,7 +210,10 @@ class EngineCore:
             self.kv.release(cached_seq, keep=False)
 
     def pin(self, tokens: list[int], adapters: AdapterKey = ()) -> int:
-        """Prefill and pin a prefix that many requests share; return its length. Only while idle."""
+        """Prefill a prefix that many requests share, and keep it; return its length. Only while idle.
+
+        Returns 0 if there are too few cells. Raises DecodeError.
+        """
         self._idle_cells.record_use()
         for old in [c for c in self.kv.cached_sequences if c.pinned]:
             self.kv.drop(old)

@@ -1,4 +1,4 @@
-"""Run a batch as one llama_decode, aborted early for a shorter incoming request."""
+"""Run a batch as one llama_decode, which a short incoming request may abort."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ from edgeinfer.runtime.sampling.speculative import StepCurve
 from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, ChunkSizer
 from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 
-#: Return codes of llama_decode: no free cells, and aborted.
+#: Return codes of llama_decode.
 _NO_CELLS = 1
 _ABORTED = 2
-#: Most distinct tokens of profiled steps: every vocabulary has as many.
+#: Profiled steps use only the first 64 tokens, which every vocabulary has.
 _PROFILED_VOCAB = 64
-#: Most outputs of a profiled step. Their logits, up to 1 MB each, stay in the parked process.
+#: Most outputs of a profiled step. Each takes up to 1 MB of memory, which a snapshot then contains.
 _PROFILED_OUTPUTS = 16
-#: Tokens of the profiled prefill, from which a resumed engine knows what its cached prefixes save. With
-#: 128, a token costs a quarter less (SmolLM2, zen4), but 6 MB more stay in the parked process.
+#: Tokens of the profiled prefill, by which a restored engine estimates how much time cached prefixes
+#: save. 128 would be more exact (a quarter less per token), but add 6 MB to a snapshot.
 _PROFILED_PREFILL = 32
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Executor:
-    """Runs batches on `context`. A step can be aborted only if `kv` supports truncation."""
+    """Runs `batch` on `context`, and measures the time.
+
+    Steps of models that do not support truncation are not aborted.
+    """
 
     context: LlamaContext
     batch: Batch
@@ -58,13 +61,10 @@ class Executor:
             self._abort.install(self.context.pointer)
 
     def run(self, entries: list[BatchEntry]) -> float | None:
-        """Compute the batch; return the time (s), or None if it must be planned again.
-
-        Raises DecodeError.
-        """
+        """Compute the batch; return the time (s), or None if it was aborted. Raises DecodeError."""
         began = time.perf_counter()
         code = self._decode(entries)
-        if code == _NO_CELLS:  # despite free cells in our counts: drop idle sequences, and retry
+        if code == _NO_CELLS:  # KvCache counted more free cells than llama.cpp has: make room
             self.kv.drop_idle(include_pinned=True)
             code = self._decode(entries)
         if code in (_ABORTED, MISSED_ADAPTER):
@@ -86,21 +86,21 @@ class Executor:
     def _decode(self, entries: list[BatchEntry]) -> int:
         if not all(e.seq.request.background and e.seq.is_prefill_only for e in entries):
             return self._decode_or_abort(entries)
-        # OpenMP creates a team of threads for each thread that computes, and the team inherits its
-        # priority. This thread cannot lower its own for a while: only root may raise it again.
+        # a separate thread, because only root may raise a thread's priority again after lowering it;
+        # the OpenMP threads that it creates inherit its priority
         if self._low_priority_thread is None:
             name = "edgeinfer-low-priority"
             self._low_priority_thread = ThreadPoolExecutor(1, name, initializer=lower_thread_priority)
         return self._low_priority_thread.submit(self._decode_or_abort, entries).result()
 
     def shutdown(self) -> None:
-        """End the thread of low priority. The next step that needs one starts another."""
+        """End the thread with low priority. The next step that needs it starts it again."""
         if self._low_priority_thread is not None:
             self._low_priority_thread.shutdown()
             self._low_priority_thread = None
 
     def _decode_or_abort(self, entries: list[BatchEntry]) -> int:
-        """Decode; a prefill-only step can be aborted."""
+        """Decode the batch. If it has only prompt tokens, it can be aborted."""
         if self._abort is None or not all(entry.is_prefill for entry in entries):
             return self.batch.decode(self.context)
         self._abort.clear()
@@ -116,7 +116,7 @@ class Executor:
         return code
 
     def abort_cancelled(self) -> None:
-        """Abort the running step if all its requests are cancelled. Any thread."""
+        """Abort the running step if all its requests have been cancelled. Any thread."""
         self.cancellation.abort_if_all_cancelled([seq.cancelled for seq in self._step_sequences])
 
     def _record_time(self, entries: list[BatchEntry], seconds: float) -> None:
@@ -135,7 +135,7 @@ class Executor:
         self.chunk_sizer.record(n_prefilled, seconds - decode_s, is_long=is_long)
 
     def prefill(self, cached_seq: CachedSequence, tokens: list[int]) -> None:
-        """Compute `tokens` after those of `cached_seq`, without a request. Raises DecodeError."""
+        """Append `tokens` to a sequence without a request. Raises DecodeError."""
         for start in range(0, len(tokens), self.batch.capacity):
             chunk = tokens[start : start + self.batch.capacity]
             adapters = cached_seq.adapters
@@ -154,7 +154,7 @@ class Executor:
             self.kv.record_computed(cached_seq, chunk)
 
     def profile_steps(self, cached_seq: CachedSequence, token: int) -> None:
-        """Measure the cost of steps by their number of tokens, with an empty sequence.
+        """Measure how the time of a step depends on its tokens, with the empty sequence `cached_seq`.
 
         Raises DecodeError.
         """
@@ -164,7 +164,7 @@ class Executor:
             self.batch.clear()
             n_tokens = min(n_tokens, self.batch.capacity, self.kv.free_cells)
             n_outputs = min(n_tokens, self.batch.max_outputs, _PROFILED_OUTPUTS)
-            # all tokens differ: in a mixture, equal ones would share their experts
+            # different tokens, because equal ones would use the same experts of a mixture
             tokens = [(token + next(numbers)) % _PROFILED_VOCAB for _ in range(n_tokens)]
             self.batch.add(tokens, 0, cached_seq.seq_id, outputs=n_outputs)
             began = time.perf_counter()
@@ -180,18 +180,18 @@ class Executor:
         self.chunk_sizer.record(n_tokens, step_s(n_tokens), is_long=False)
 
 
-#: Share of the prefill time that aborted steps may waste, and the most (s) that all of them may.
+#: Aborted steps may waste this share of the prefill time, and this much (s) before any prefill.
 _LOST_SHARE = 0.05
 _MAX_LOST_S = 1.0
-#: A step this close to its end (s), with half of it done, is not aborted.
+#: A step that is half done, and will end within this time (s), is not aborted.
 _ALMOST_DONE_S = 0.3
 
 
 class StepCancellation:
-    """Decides when to abort a prefill step, within a limit of wasted work.
+    """Decides whether to abort a running prefill step; limits the time that this wastes.
 
-    `request_abort` ends the running llama_decode. One thread calls `begin` and `end`; any thread may
-    call the other methods.
+    `request_abort` aborts llama_decode. The decode thread calls `begin` and `end`, any thread the other
+    methods.
     """
 
     def __init__(self, request_abort: Callable[[], None]) -> None:
@@ -203,13 +203,13 @@ class StepCancellation:
         self._allowed_loss_s = _MAX_LOST_S
 
     def begin(self, *, is_prefill_only: bool, expected_s: float) -> None:
-        """Record a prefill step's start; `is_prefill_only` if no client waits for its prompts yet."""
+        """Record the start of a step. `is_prefill_only`: all its requests have `max_tokens` 0."""
         with self._lock:
             self._began, self._is_prefill_only = time.monotonic(), is_prefill_only
             self._expected_s = expected_s
 
     def end(self, *, lost: bool) -> None:
-        """Record that the step has ended; `lost` if it was aborted."""
+        """Record the end of the step; `lost` if it was aborted."""
         with self._lock:
             if self._began is None:
                 return
@@ -219,9 +219,9 @@ class StepCancellation:
                 self._allowed_loss_s = min(_MAX_LOST_S, self._allowed_loss_s + change_s)
 
     def abort_for_incoming_request(self, n_tokens: int) -> None:
-        """Abort the running prefill step for a short incoming request, if little work is wasted.
+        """Abort the running prefill step for a new prompt of `n_tokens`, if that is worth it.
 
-        `n_tokens` is the most that the request has to compute.
+        The prompt must be short, and little work may be lost.
         """
         with self._lock:
             if self._began is None:
@@ -233,7 +233,7 @@ class StepCancellation:
                 self._request_abort()
 
     def abort_if_all_cancelled(self, cancelled: list[bool]) -> None:
-        """Abort the running prefill step if all its requests were cancelled."""
+        """Abort the running prefill step if `cancelled` is True for all its requests."""
         with self._lock:
             if self._began is not None and cancelled and all(cancelled):
                 self._request_abort()

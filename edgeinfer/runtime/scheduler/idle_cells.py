@@ -1,4 +1,4 @@
-"""Return the KV cache's pages to the OS while the engine is idle."""
+"""Give the memory of the KV cache back to the OS while the engine is idle."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.prefix_cache.cache import PrefixCache
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 
-#: Idle time (s) after which cells are emptied.
+#: Idle time (s) after which the memory is given back.
 _IDLE_S = 300.0
-#: Interval (s) at which pending writes are checked.
+#: Interval (s) at which is checked whether all blocks have been written.
 _WRITE_CHECK_S = 0.5
-#: Smallest number of idle cells for which pages are returned.
+#: Smallest number of used cells for which this is done.
 _MIN_IDLE_CELLS = 512
 
 
 class IdleCells:
-    """Returns the pages of `kv`, which are the cells of `context`, to the OS after minutes of idleness.
+    """Gives the memory of the cells of `kv` back to the OS after five idle minutes.
 
-    By then their contents are in the on-disk prefix cache. llama.cpp does not report which cells are
-    free, so all are emptied; a pinned prefix is written back to `states` (decision 088).
+    By then all sequences are in the on-disk prefix cache. llama.cpp does not tell which cells are free,
+    so all are emptied; a pinned prefix is saved before and restored afterwards (decision 088).
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class IdleCells:
         self._used_at = time.monotonic()
 
     def record_use(self) -> None:
-        """Record that a step will use cells, and stop returning pages."""
+        """Record that the engine is not idle. Pages that have not been given back stay."""
         self._used_at = time.monotonic()
         self._ranges.clear()
 
     def due_in_s(self) -> float | None:
-        """Return the time (s) until there is work; None if there is none."""
+        """Return in how many seconds `release_some` has something to do, None for never."""
         if self._ranges:
             return 0.0
         cache = self._prefixes.prefix_cache
@@ -59,18 +59,18 @@ class IdleCells:
         return all(not c.in_use and cache.saver.would_store(c) for c in idle)
 
     def release_some(self) -> None:
-        """Empty the cells, then return one piece of their memory. Only while idle."""
+        """Drop all sequences at first, then give back 256 MiB per call. Only while idle."""
         if self._ranges:
             self._context.cells.release_pages([self._ranges.pop()])
             return
         self._kv.drop_idle()
         pinned = [cached_seq for cached_seq in self._kv.cached_sequences if cached_seq.pinned]
         if pinned:
-            self._give_back_except(pinned)
+            self._release_except(pinned)
         else:
             self._ranges = list(self._context.cells.pages())
 
-    def _give_back_except(self, pinned: list[CachedSequence]) -> None:
+    def _release_except(self, pinned: list[CachedSequence]) -> None:
         assert self._states is not None
         states = []
         for cached_seq in pinned:

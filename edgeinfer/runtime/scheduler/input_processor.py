@@ -1,4 +1,4 @@
-"""Convert a request to a sequence: template, tokens, sampler, checks. Runs on the caller's thread."""
+"""Convert a request to a sequence: check it, render and tokenize its prompt, make its sampler."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ from edgeinfer.runtime.vision import PromptPictures, Span, Vision
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class InputProcessor:
-    """Converts requests to sequences of one loaded model, without their adapters. Any thread.
+    """Converts requests to sequences, except for their adapters. Runs on the callers' threads.
 
-    `entropy`: bytes of the last resume, mixed into every seed. `vision_error` says why a model with a
-    projector does not accept pictures.
+    `entropy` is mixed into random seeds. `vision_error` says why the model's projector is not used.
     """
 
     files: ModelFiles
@@ -58,15 +57,14 @@ class InputProcessor:
 
     @limit_preparation()
     def make_sequence(self, request: GenerateRequest) -> Sequence:
-        """Make a sequence that can be queued.
+        """Check a request, and make a sequence of it that can be queued.
 
         Raises InvalidRequestError, ContextLengthError, UnsupportedConstraintError.
         """
         check_request(request, self.vocab.n_vocab)
         if request.overflow == "shift" and not self.can_shift:
             raise InvalidRequestError(
-                'overflow: llama.cpp cannot shift the context of this model; use "refuse"',
-                param="overflow",
+                'overflow: the context of this model cannot be shifted; use "refuse"', param="overflow"
             )
         param = "messages" if request.messages else "prompt"
         check_length(request.length, self.n_ctx, param, self.n_ctx_train)
@@ -112,7 +110,7 @@ class InputProcessor:
         return list(request.prompt or ())
 
     def tokenize_chat(self, request: GenerateRequest, prompt: str, spans: list[Span]) -> list[int]:
-        """Tokenize the rendered prompt of `request`, and append its pictures to `spans`."""
+        """Tokenize the rendered prompt of a chat; append the rows of pictures to `spans`."""
         if not request.n_pictures:
             return self.chat_format.tokenize(prompt)
         vision = self._checked_vision(request, "messages")
@@ -147,12 +145,15 @@ class InputProcessor:
         return self.vision
 
     def _max_infill_tokens(self, request: GenerateRequest) -> int:
-        """Return how many tokens prefix and suffix of an infill may have next to the answer."""
+        """Return how long (tokens) a fill-in-the-middle prompt may be, so that the answer fits."""
         answer_tokens = self.n_ctx // 4 if request.max_tokens is None else request.max_tokens
         return self.n_ctx - max(1, min(answer_tokens, self.n_ctx // 2))
 
     def _fit_context(self, request: GenerateRequest, tokens: list[int]) -> list[int]:
-        """Return the prompt's tokens if they fit; a shifting request drops some after `n_keep`."""
+        """Return the prompt if it fits into the context; with overflow "shift", a shortened one.
+
+        Raises ContextLengthError, InvalidRequestError.
+        """
         if not tokens and self.vocab.bos >= 0:
             tokens = [self.vocab.bos]
         if not tokens:
@@ -174,13 +175,13 @@ class InputProcessor:
         return tokens[:n_keep] + tokens[-n_tail:]
 
     def _n_keep(self, request: GenerateRequest, tokens: list[int]) -> int:
-        """Count the tokens at the beginning that survive a context shift: the system prompt, or BOS."""
+        """Return how many first tokens a context shift keeps: the system prompt, or BOS."""
         if request.messages and request.messages[0].role in ("system", "developer"):
             return common_prefix(self.system_prefix(request.messages[0].content), tokens)
         return int(tokens[0] == self.vocab.bos)
 
     def system_prefix(self, system: str) -> list[int]:
-        """Return the tokens with which every conversation with this system prompt begins."""
+        """Return the first tokens of all conversations with this system prompt."""
 
         def tokenize_with(user: str) -> list[int]:
             turns = ((Message(role="system", content=system),) if system else ()) + (
@@ -222,14 +223,14 @@ class InputProcessor:
 
 _REPO = "repository\n"
 _FILE = "file\n"
-#: Separator of files for a model without a token for it.
+#: Precedes a file in fill-in-the-middle prompts of models that have no token for that.
 _RULE = "\n\n--- {name} ---\n\n"
 
 
 def infill_tokens(infill: Infill, vocab: Vocab, max_tokens: int) -> list[int]:
-    """Return a prompt of at most `max_tokens` tokens. Raises InvalidRequestError.
+    """Make a fill-in-the-middle prompt of at most `max_tokens` tokens. Raises InvalidRequestError.
 
-    Whole files are dropped first, then the text furthest from the cursor.
+    If it is too long, other files are left out first, then text that is far from the gap.
     """
     fim = vocab.fim
     if fim is None:
@@ -248,7 +249,7 @@ def infill_tokens(infill: Infill, vocab: Vocab, max_tokens: int) -> list[int]:
 def _file_tokens(
     files: tuple[InfillFile, ...], vocab: Vocab, fim: FimTokens, max_tokens: int
 ) -> list[int]:
-    """Return the tokens of the last files that fit, whole."""
+    """Return the tokens of as many of the last files as fit completely."""
     head = [fim.repo, *vocab.tokenize(_REPO)] if fim.repo >= 0 else []
     tail = [fim.file, *vocab.tokenize(_FILE)] if fim.file >= 0 else []
     n_left = max_tokens - len(head) - len(tail)

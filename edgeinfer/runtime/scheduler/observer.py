@@ -1,4 +1,4 @@
-"""Observers of requests: features that record what the decode loop does, without changing it."""
+"""Interfaces of features that record requests without changing them, and the recorder of receipts."""
 
 from __future__ import annotations
 
@@ -16,32 +16,35 @@ from edgeinfer.runtime.sampling.log_sum import LogSum
 
 
 class SequenceObserver:
-    """Observes one request, on the decode thread, before its client sees the result. Must not raise."""
+    """Observes one request on the decode thread, before the client gets an event. Must not raise."""
 
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:
-        """Read the logits of the next token, before a constraint changes them."""
+        """See the logits of the next token, before constraints mask them."""
 
     def on_token(self, token: int) -> None:
-        """Record a token that was sampled, or forced by a constraint."""
+        """See a token that was sampled, or forced by a constraint."""
 
     def on_event(self, event: Event) -> None:
-        """Record a piece of the answer: text, reasoning, or a part of a tool call."""
+        """See a part of the answer: text, reasoning, or a part of a tool call."""
 
     def on_end(self, last_event: Finished | EngineError, n_broken_calls: int) -> None:
-        """Record the end; `n_broken_calls` of the answer's tool calls could not be parsed."""
+        """See the end. `n_broken_calls` tool calls of the answer could not be parsed."""
 
 
 class RequestObserver(Protocol):
-    """A feature that observes the requests of an engine; `close` is called when the engine closes."""
+    """Observes all requests of an engine, which calls `close` when it closes."""
 
     def on_admit(self, request: GenerateRequest) -> SequenceObserver:
-        """Return the observer of a request that has entered the queue."""
+        """Return an observer for a request that was queued."""
 
     def close(self) -> None: ...
 
 
 class TokenRecorder(SequenceObserver):
-    """Records the tokens of one request with their log-probabilities."""
+    """Records tokens and log-probabilities of one answer, for receipts.
+
+    In a replay, it compares them with the tokens of the earlier answer, `replayed`.
+    """
 
     def __init__(self, prompt: Sequence[int], replayed: Sequence[int] | None) -> None:
         self._prompt = tuple(prompt)
@@ -53,19 +56,19 @@ class TokenRecorder(SequenceObserver):
         self._logits: npt.NDArray[np.float32] | None = None
         self._log_sum, self._log_sum_of = 0.0, LogSum()
         self.differs = False
-        #: LoRA adapters of the request; set by the engine.
+        #: LoRA adapters of the request, which the engine sets.
         self.adapters: tuple[Adapter, ...] = ()
-        #: Returns why another engine may get different tokens, "" if it cannot; set by the engine.
+        #: Returns why another engine may get other tokens, "" if it cannot. The engine sets it.
         self.why_irreproducible: Callable[[], str] = str
 
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:
         self._logits, self._log_sum = logits, self._log_sum_of(logits)
-        for expected in self._next_token:  # before a constraint changes its logit
+        for expected in self._next_token:  # now, because a constraint may mask it
             self._expected_logprob = float(logits[expected]) - self._log_sum
 
     def on_token(self, token: int) -> None:
         logits, self._logits = self._logits, None
-        # a constraint's mask has changed other logits, but not this token's
+        # a constraint may have masked other logits by now, but not this one
         self._logprobs.append(None if logits is None else float(logits[token]) - self._log_sum)
         self.differs = self._replayed is not None and self._next_token != (token,)
         if self.differs:
@@ -75,7 +78,7 @@ class TokenRecorder(SequenceObserver):
 
     @property
     def _next_token(self) -> tuple[int, ...]:
-        """The next token of the replayed answer, if there is one."""
+        """The next token of the replayed answer; () at its end or without a replay."""
         n = len(self._answer)
         return (self._replayed or ())[n : n + 1]
 

@@ -1,4 +1,4 @@
-"""Process the output of a batch: sample tokens, report prefill progress, end requests."""
+"""Process the results of a batch: sample tokens, report prefill progress, end requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgeinfer.runtime.scheduler.sequence import BatchEntry
 
 
 class OutputProcessor:
-    """Samples from the logits of the last batch that `executor` ran."""
+    """Samples tokens from the logits of the batch that `executor` has run."""
 
     def __init__(self, executor: Executor, queue: RequestQueue, vocab: Vocab) -> None:
         self._executor, self.queue = executor, queue
@@ -34,13 +34,16 @@ class OutputProcessor:
             if entry.has_output:
                 try:
                     self._sample(entry)
-                except InvalidRequestError as error:  # a constraint has exceeded its parser's limits
+                except InvalidRequestError as error:  # the parser of a constraint reached a limit
                     self.queue.fail(entry.seq, error)
             elif entry.seq.max_tokens == 0 and not entry.seq.n_pending:
                 self.queue.end(entry.seq, "length")
 
     def _report_prompt_logprobs(self, entry: BatchEntry) -> None:
-        """Reduce the prompt's logits to log-probabilities immediately: a token's take 0.2 to 1 MB."""
+        """Compute log-probabilities of the prompt's tokens in this batch; emit them after the last one.
+
+        The logits are not stored, because they take 0.2 to 1 MB per token.
+        """
         seq, n_top = entry.seq, entry.seq.request.prompt_logprobs
         if n_top is None:
             return
@@ -62,7 +65,7 @@ class OutputProcessor:
         while True:
             i, length = entry.first_output + n_accepted, len(seq.tokens)
             reason = seq.sample(self.vocab, context, i - len(self._logits), self._logits[i])
-            new = seq.tokens[length:]  # several tokens, if a constraint forces some
+            new = seq.tokens[length:]  # one, and those that a constraint forces after it
             if reason is not None or entry.drafts[n_accepted : n_accepted + len(new)] != new:
                 break
             n_accepted += len(new)
@@ -80,7 +83,7 @@ class OutputProcessor:
             seq.drafting.record_acceptance(seq.tokens, 0, 0)
             return
         accepted_end = common_prefix(seq.cached_seq.tokens, seq.tokens, seq.n_past - len(entry.drafts))
-        # forced tokens may equal the rest of the drafts, but the last one's logits are not computed yet
+        # forced tokens may be equal to all drafts left: compute the last one again, to get its logits
         accepted_end = min(accepted_end, len(seq.tokens) - 1)
         n_drafts = len(entry.drafts)
         seq.drafting.record_acceptance(seq.tokens, n_drafts, n_drafts - (seq.n_past - accepted_end))

@@ -1,4 +1,4 @@
-"""Acquire cached prefixes for requests, from memory and disk, and keep them for later requests."""
+"""Give sequences the cached prefixes of their prompts, from memory and from disk."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from edgeinfer.runtime.scheduler.divergence import describe_divergence, find_lon
 from edgeinfer.runtime.scheduler.prefill_policy import ChunkSizer
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
-#: Time (s) for loading blocks in a step while sequences decode, and in one while none does.
+#: Longest time (s) for restoring blocks between two steps, while sequences decode and while none does.
 _LOAD_S_WHILE_DECODING = 0.02
 _LOAD_S = 0.1
-#: Smallest number of idle sequences' cells that is worth evicting.
+#: Idle sequences are evicted before a prefill only if they have this many cells.
 _MIN_EVICTED_CELLS = 1024
-#: Shortest answer (tokens) that is stored for later drafts.
+#: Shortest answer (tokens) that is stored to draft tokens from it.
 _MIN_ANSWER_TOKENS = 8
-#: How long (s) a step waits for the disk if there is nothing else to do.
+#: How long (s) a step without anything to compute waits for the disk.
 _DISK_WAIT_S = 0.02
 
 
 def loading_sequences(running: list[Sequence]) -> list[Sequence]:
-    """List the sequences whose blocks are loaded now; prefill-only ones come last."""
+    """Return the sequences whose blocks are being loaded, prefill-only ones last."""
     is_awaited = any(s.is_started and not (s.is_decoding or s.is_prefill_only) for s in running)
     return [s for s in running if s.is_loading_blocks and not (is_awaited and s.is_prefill_only)]
 
 
 class Prefixes:
-    """Gives each sequence the longest cached prefix, from the KV cache or from disk."""
+    """Gives sequences their longest cached prefix, and releases it at their end."""
 
     def __init__(self, kv: KvCache, chunk_sizer: ChunkSizer, counters: Counters, vocab: Vocab) -> None:
         self._kv = kv
         self._chunk_sizer = chunk_sizer
         self._counters = counters
         self._vocab = vocab
-        #: The on-disk cache, if there is one.
+        #: The on-disk prefix cache, None without one.
         self.prefix_cache: PrefixCache | None = None
 
     @property
@@ -48,25 +48,25 @@ class Prefixes:
         return self.prefix_cache is not None and self.prefix_cache.saver.has_work
 
     def write_blocks(self, *, is_idle: bool) -> None:
-        """Store one pending block of an ended sequence, if there is time for it."""
+        """Save one block of an ended sequence, if there is time for it."""
         if self.prefix_cache is not None:
             self.prefix_cache.saver.step(is_idle=is_idle)
 
     def estimate_saved_s(self, seq: Sequence) -> float:
-        """Estimate how long (s) prefill of its cached tokens would have taken; 0 if unknown."""
+        """Estimate how long (s) prefill of a prompt's cached tokens would have taken, 0 if unknown."""
         return self._chunk_sizer.estimate_prefill_s(seq.n_cached_tokens)
 
     def count_cached_in_memory(self, seq: Sequence) -> int:
-        """Return how many of the sequence's tokens the KV cache holds."""
+        """Return how many tokens of a prompt can be reused from the KV cache in memory."""
         if not seq.request.cache_prompt:
             return 0
         n_top = seq.request.prompt_logprobs
         return self._kv.match(seq.tokens, seq.adapters, seq.request.cache_salt, n_top=n_top)[1]
 
     def acquire(self, seq: Sequence, *, is_only_request: bool) -> None:
-        """Start `seq` with the longest prefix in memory, and start to load more blocks from disk.
+        """Start `seq` with the longest prefix in memory, and begin to load further blocks from disk.
 
-        Without a free sequence id, `seq` is not started.
+        If every sequence id is in use, `seq` is not started.
         """
         request = seq.request
         if request.cache_prompt and not seq.clock.prefill_start:
@@ -122,9 +122,9 @@ class Prefixes:
         seq.report_progress()
 
     def _evict_idle(self, n_new: int) -> None:
-        """Evict idle sequences whose blocks are on disk, before a prefill of `n_new` tokens.
+        """Evict idle sequences that are on disk, before a prefill of `n_new` tokens.
 
-        Attention scans every used cell, so idle sequences slow each step.
+        Attention scans all used cells, so idle sequences slow every step.
         """
         cache = self.prefix_cache
         if cache is None or not self._kv.supports_truncation or n_new < cache.block_tokens:
@@ -135,7 +135,7 @@ class Prefixes:
                 self._kv.drop(cached_seq)
 
     def load_blocks(self, running: list[Sequence]) -> None:
-        """Load blocks that were read, for a limited time, so that running streams do not stall."""
+        """Restore blocks that have been read, for a limited time, so that others need not wait long."""
         is_decoding = any(s.is_decoding for s in running)
         until = time.monotonic() + (_LOAD_S_WHILE_DECODING if is_decoding else _LOAD_S)
         for seq in loading_sequences(running):
@@ -163,13 +163,13 @@ class Prefixes:
         self._begin_prefill(seq, load.n_in_memory)
 
     def wait_for_disk(self, running: list[Sequence]) -> None:
-        """Wait for a block that is being read, if there is nothing to compute."""
+        """Wait a little for a block that is being read. Called if there is nothing to compute."""
         for seq in loading_sequences(running)[:1]:
             if seq.block_load is not None:
                 seq.block_load.wait(_DISK_WAIT_S)
 
     def detach_prefix_cache(self, running: list[Sequence]) -> PrefixCache | None:
-        """Stop using the prefix cache and return it, to be closed; pending blocks are not stored."""
+        """Stop using the on-disk prefix cache; return it, so that it can be closed."""
         for seq in running:
             self._end_load(seq)
         self._kv.before_drop = lambda cached_seq: None
@@ -177,7 +177,7 @@ class Prefixes:
         return prefix_cache
 
     def save_checkpoint(self, seq: Sequence) -> None:
-        """Save a recurrent checkpoint if later requests may need one at this length."""
+        """Save a checkpoint of a recurrent model, if later requests may need one here."""
         n_past = seq.n_past
         if not seq.request.cache_prompt or seq.n_past_whole < n_past:
             return
@@ -185,13 +185,16 @@ class Prefixes:
             self._kv.save_checkpoint(seq.cached_seq)
 
     def preempt(self, seq: Sequence, *, keep: bool) -> None:
-        """Release the cells of a request that resumes later; without `keep`, it is prefilled again."""
+        """Take the cells from a running request, which continues later.
+
+        Without `keep` its tokens are forgotten, and will be prefilled again.
+        """
         self._end_load(seq)
         if seq.is_started:
             self._kv.release(seq.stop(), keep=keep)
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
-        """Release the prefix of a request that has ended; if `keep`, later requests may reuse it."""
+        """Release the sequence of a request that has ended; with `keep`, later ones may reuse it."""
         self._end_load(seq)
         if not seq.is_started:
             return

@@ -1,4 +1,4 @@
-"""The request queue: waiting and running requests, admission, preemption, and the end of a request."""
+"""The waiting and the running requests: admit, preempt, and end them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from edgeinfer.runtime.scheduler.observer import RequestObserver
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
-#: Fewest saved tokens for which a request waits until another has prefilled a shared prefix.
+#: A request waits until another one has prefilled their common prefix if that saves this many tokens.
 _MIN_SAVED_TOKENS = 32
 
 
 class RequestQueue:
-    """Requests `waiting`, and up to `n_parallel` `running`, some still without cells.
+    """The lists `waiting` and `running`, which has at most `n_parallel` requests.
 
-    `on_end` is called with each request that has ended.
+    A running request that has no cells yet is not started. `on_end` is called with each ended request.
     """
 
     def __init__(self, prefixes: Prefixes, kv: KvCache, counters: Counters, *, n_parallel: int) -> None:
@@ -31,7 +31,7 @@ class RequestQueue:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.on_end: Callable[[Sequence], None] = lambda seq: None
-        #: Features that observe all later requests.
+        #: Observers of all later requests.
         self.observers: tuple[RequestObserver, ...] = ()
 
     @property
@@ -71,11 +71,11 @@ class RequestQueue:
         c.constraint_seconds_total += seq.constraint_s
         c.draft_tokens_total += seq.drafting.drafted
         c.draft_accepted_total += seq.drafting.accepted
-        self.on_end(seq)  # before the last event, because its consumer may read the metrics immediately
+        self.on_end(seq)  # before the last event: its consumer may read the metrics at once
         send_last_event()
 
     def admit(self) -> None:
-        """Admit waiting requests, prefill-only ones last."""
+        """Move waiting requests to the running ones, prefill-only ones last, and start them."""
         waiting, running = self.waiting, self.running
         while waiting:
             seq = next((s for s in waiting if not s.is_prefill_only), waiting[0])
@@ -86,7 +86,10 @@ class RequestQueue:
         self._start_admitted()
 
     def _preempt_prefill_only(self, seq: Sequence) -> bool:
-        """Put a running prefill-only request back into the queue for `seq`; its prefix stays cached."""
+        """Make a running prefill-only request wait for `seq`; return whether there was one.
+
+        What it has prefilled stays cached.
+        """
         prefill_only = [s for s in self.running if s.is_prefill_only]
         if seq.is_prefill_only or not prefill_only:
             return False
@@ -97,10 +100,10 @@ class RequestQueue:
         return True
 
     def _start_admitted(self) -> None:
-        """Start admitted sequences as long as there are free cells.
+        """Start running requests that have no cells yet, in order, as long as cells are free.
 
-        A sequence that waits for a shared prefix lets later ones pass. One that waits for cells does
-        not, or it would starve.
+        A request that waits for another one to prefill their common prefix is skipped. One that waits
+        for cells stops the loop: otherwise later ones would always overtake it.
         """
         running = self.running
         for seq in [s for s in running if not s.is_started]:
@@ -113,13 +116,13 @@ class RequestQueue:
             self.prefixes.acquire(seq, is_only_request=len(running) == 1)
 
     def _fits(self, seq: Sequence, n_cached: int, started: list[Sequence]) -> bool:
-        """Return whether enough cells for `seq` are neither used nor promised to other prompts."""
+        """Return whether the cells suffice for `seq` and for the prompts that are being prefilled."""
         in_use = len(set().union(*(s.cached_seq.cells for s in started)))
         promised = sum(s.n_pending for s in started)
         return in_use + promised + len(seq.tokens) - n_cached <= self._kv.n_cells
 
     def _count_soon_cached(self, seq: Sequence, started: list[Sequence]) -> int:
-        """Return the length of the longest prefix of `seq` that a running prefill will soon cache."""
+        """Return how many tokens of `seq` a running prefill will have cached at its end."""
         if not (self._kv.supports_truncation and seq.request.cache_prompt):
             return 0
         prefilling = [

@@ -1,4 +1,4 @@
-"""A request while it is decoded: its tokens, sampler, timings, and event stream."""
+"""A request in the engine: its tokens, sampler, timings, and event stream."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MINUS_INFINITY = np.float32(-np.inf)
 
 @dataclass(slots=True)
 class RequestClock:
-    """Monotonic times (s) of a request's stages; 0.0 before each."""
+    """When a request reached each stage (monotonic time, s); 0.0 before."""
 
     submitted: float = field(default_factory=time.monotonic)
     prefill_start: float = 0.0
@@ -50,11 +50,11 @@ class RequestClock:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """A request. `tokens` are the prompt and the sampled tokens; `n_past` of them are in the KV cache.
+    """A request in the engine. `tokens` are its prompt and the sampled tokens.
 
-    `n_keep` returns how many tokens at the beginning survive a context shift; `delayed_s` is how long
-    decode-only steps have delayed its prefill. While `block_load` is set, blocks are loaded from disk,
-    and the planner skips the sequence.
+    `n_past` of them are in the KV cache. `n_keep` returns how many first tokens a context shift keeps.
+    `delayed_s` is how long decode-only steps have delayed the prefill. While `block_load` is set, the
+    sequence waits for blocks from disk.
     """
 
     request: GenerateRequest
@@ -100,18 +100,18 @@ class Sequence:
             self.sampler.accept(text_only(self.tokens[-self.sampler.history :]))
 
     def cancel(self) -> None:
-        """Request the end, which happens at the next step. Any thread."""
+        """Have the request end at the next step. Any thread."""
         self.cancelled = True
         self.wake_loop()
 
     @property
     def is_started(self) -> bool:
-        """True while it has a sequence id of the KV cache."""
+        """Return whether it has a sequence id in the KV cache."""
         return self._cached_seq is not None
 
     @property
     def cached_seq(self) -> CachedSequence:
-        """The tokens and cells of its sequence id. Only while started."""
+        """Its sequence in the KV cache. Only while started."""
         assert self._cached_seq is not None
         return self._cached_seq
 
@@ -119,28 +119,28 @@ class Sequence:
         self._cached_seq = cached_seq
 
     def stop(self) -> CachedSequence:
-        """Release the sequence id, and return its tokens and cells. `start` continues later."""
+        """Give up the sequence in the KV cache, and return it. `start` continues with another one."""
         cached_seq, self._cached_seq = self.cached_seq, None
         return cached_seq
 
     @property
     def n_past(self) -> int:
-        """Number of tokens in the KV cache."""
+        """Number of its tokens in the KV cache."""
         return len(self._cached_seq.tokens) if self._cached_seq else 0
 
     @property
     def n_past_whole(self) -> int:
-        """Number of tokens in the KV cache, without a picture that is there only in part."""
+        """Number of its tokens in the KV cache, without a picture that is there only in part."""
         return self.tokens.round_down(self.n_past)
 
     @property
     def n_pending(self) -> int:
-        """Number of tokens to compute before the next one can be sampled."""
+        """Number of tokens that must be computed before the next one is sampled."""
         return len(self.tokens) - self.n_past
 
     @property
     def position(self) -> int:
-        """Position of the next token, or of the first of the next picture rows."""
+        """Position of the next token to compute."""
         return self.tokens.position(self.n_past)
 
     @property
@@ -160,20 +160,20 @@ class Sequence:
 
     @property
     def is_prefill_only(self) -> bool:
-        """Return whether only the prompt is computed, for an expected request."""
+        """Return whether the prompt is only prefilled, for later requests."""
         return self.max_tokens == 0 and self.request.prompt_logprobs is None
 
     @property
     def is_decoding(self) -> bool:
-        """Return whether only the last sampled token must be computed."""
+        """Return whether it only needs its last sampled token computed."""
         return self.n_generated > 0 and self.n_pending == 1
 
     def sample(
         self, vocab: Vocab, context: Any, output_index: int, logits: npt.NDArray[np.float32]
     ) -> FinishReason | None:
-        """Sample a token and emit events; return the finish reason, if the answer ended.
+        """Sample a token, and emit events; return the finish reason, None if the answer continues.
 
-        `logits` are those of `output_index` in `context`, llama.cpp's pointer.
+        `logits` is a view of row `output_index` of the logits of `context` (a llama_context).
         """
         n_top = self.request.logprobs
         logprobs = None if n_top is None else token_logprobs(logits, n_top)
@@ -190,7 +190,7 @@ class Sequence:
         reason = self._append(vocab, token, chosen)
         budget = self.reasoning_budget
         if reason is None and budget is not None and budget.is_spent(self.output):
-            # a constraint may need another token before the end of the reasoning span
+            # not if the constraint requires another token before the end of the reasoning
             can_close = self.matcher is None or self.matcher.valid(budget.close) == len(budget.close)
             reason = self._append_forced(vocab, budget.close) if can_close else None
         if reason is None and self.matcher is not None and n_top is None:
@@ -208,9 +208,8 @@ class Sequence:
             return "stop"
         if vocab.is_eos(token) and not self.request.ignore_eos:
             if logprobs is not None and self.request.prompt_logprobs is not None:
-                self.output.hold_logprobs(
-                    logprobs
-                )  # evaluation tools drop the last entry, that of the generated token
+                # evaluation tools expect an entry for the end token, too, and drop it
+                self.output.hold_logprobs(logprobs)
             return "stop"
         for event in self.output.feed(token, logprobs):
             self._emit(event)
@@ -238,7 +237,7 @@ class Sequence:
         self.stream.put(Progress(n_done, self.n_prompt_tokens, queued=not self.is_started))
 
     def finish(self, reason: FinishReason) -> None:
-        """Emit the text that is still held back, then the last event."""
+        """Emit text that was held back, then the last event."""
         for event in self.output.finish(cut=reason != "stop"):
             self._emit(event)
         if reason == "stop" and self.output.has_tool_calls:
@@ -260,10 +259,10 @@ class Sequence:
         self.stream.put(event)
 
     def end(self, last_event: Finished | EngineError) -> None:
-        """Emit the last event, or an error that the consumer's iteration raises. Frees the sampler."""
-        for observer in self.observers:  # before the event, at which `run` ends the process
+        """Emit the last event, or the error that ends the event stream, and free the sampler."""
+        for observer in self.observers:  # before the last event, after which the process may end
             observer.on_end(last_event, self.output.n_broken_calls)
-        self.drafting.close()  # also before the event: the next request continues with its text
+        self.drafting.close()  # before the last event, so that the next request can use its text
         self.stream.put(last_event)
         self.sampler.close()
         self.pictures.close()
@@ -295,9 +294,9 @@ class Sequence:
 
 @dataclass(slots=True)
 class BatchEntry:
-    """A sequence's part of a batch: its tokens with draft tokens.
+    """What a sequence has in a batch: `tokens`, which end with `drafts`.
 
-    `first_output` is its first output to sample from; outputs are the batch's tokens with logits.
+    `first_output` is the index, among the batch's rows of logits, of the first one to sample from.
     """
 
     seq: Sequence
