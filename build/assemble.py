@@ -10,7 +10,7 @@ from typing import BinaryIO
 import msgspec
 
 from edgeinfer.models.store import PulledModel
-from edgeinfer.platform.disk import sha256_of_part, whole_file
+from edgeinfer.platform.disk import sha256_of_part, durable_file
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.bundle import HEADER_BYTES, field
 
@@ -44,7 +44,7 @@ def assemble(bootloader: Path, name: str, packed: bytes, archive: Path, out: Pat
 def with_model(program: Path, record: PulledModel, out: Path) -> None:
     """Write `out`: the shipped file `program` with the pulled model inside."""
     shipped = payload.open_shipped(program)
-    with program.open("rb") as old, whole_file(out.absolute(), 0o755) as new:
+    with program.open("rb") as old, durable_file(out.absolute(), 0o755) as new:
         head = old.read(shipped.payload_offset)
         new.write(with_field(head, payload.MODEL_FIELD, field(record)))
         new.write(old.read(shipped.payload_length))
