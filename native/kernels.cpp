@@ -2,7 +2,6 @@
 //
 // They are registered like repacked weights: ggml asks each "extra buffer type" whether it computes an operation of a graph, and
 // calls it on ggml's own threads. This buffer type never stores weights.
-#include <atomic>
 #include <cstdio>
 #include <vector>
 
@@ -40,13 +39,12 @@ bool is_independent(const ggml_tensor *op) {
     }
 }
 
-// The first operation since the process began whose bits depend on the processor, and the type of its first operand.
-char g_dependent[64];
-std::atomic<int> g_dependents;
+// The first operation of this thread whose bits depend on the processor, and the type of its first operand. An engine
+// computes on a thread of its own, which takes part in each operation: another engine of the process is not blamed.
+thread_local char t_dependent[64];
 
 void note_dependent(const ggml_tensor *op) {
-    if (g_dependents.load(std::memory_order_relaxed) || g_dependents.fetch_add(1)) return;
-    snprintf(g_dependent, sizeof g_dependent, "%s %s", ggml_op_desc(op), ggml_type_name(op->src[0] ? op->src[0]->type : op->type));
+    if (!t_dependent[0]) snprintf(t_dependent, sizeof t_dependent, "%s %s", ggml_op_desc(op), ggml_type_name(op->src[0] ? op->src[0]->type : op->type));
 }
 
 class Hook : public ggml::cpu::extra_buffer_type {
@@ -74,7 +72,7 @@ ggml_backend_buffer_type g_entries[2];
 }  // namespace
 
 // Returns "" if every computed operation has the same bits with AVX2 and AVX-512.
-extern "C" const char *edgeinfer_dependent_operation() { return g_dependent; }
+extern "C" const char *edgeinfer_dependent_operation() { return t_dependent; }
 
 // `types` is ggml_backend_cpu_get_extra_buffer_types, `barrier` ggml_barrier. A second call does nothing.
 extern "C" void edgeinfer_kernels(std::vector<ggml_backend_buffer_type *> &(*types)(), void (*barrier)(ggml_threadpool *)) {

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from made_families import FAMILIES, make_family
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.llama import libedgeinfer, libllama
+from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.scheduler.batch_invariance import why_irreproducible
 
 from ..conftest import ROOT
+from .conftest import answer, load
 from .test_attention import LEVELS, can_run, run
 
 PROGRAM = ROOT / "tests/made/graph_digests.py"
@@ -116,10 +119,12 @@ def test_logits_are_close_to_llama_cpps(models: dict[str, Path], graphs: Graphs)
             assert np.abs(computed["logits"] - expected).max() < 0.02 * expected.std(), family
 
 
-def test_an_operation_that_depends_on_the_processor_is_named(tmp_path: Path) -> None:
-    """BF16: AVX-512 has an instruction that rounds the activations too."""
-    plain = gguf.GGUFReader(make_family(tmp_path / "f32.gguf", "Llama"))
-    path = tmp_path / "bf16.gguf"
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with BF16 weights: AVX-512 has an instruction that rounds the activations too."""
+    folder = tmp_path_factory.mktemp("bf16")
+    plain = gguf.GGUFReader(make_family(folder / "f32.gguf", "Llama"))
+    path = folder / "bf16.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     for key, entry in plain.fields.items():
         if not key.startswith(("GGUF.", "general.architecture")):
@@ -138,7 +143,11 @@ def test_an_operation_that_depends_on_the_processor_is_named(tmp_path: Path) -> 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    (computed, _) = _graphs(_level_here(), {"bf16": path})["bf16"]
+    return path
+
+
+def test_an_operation_that_depends_on_the_processor_is_named(bf16: Path) -> None:
+    (computed, _) = _graphs(_level_here(), {"bf16": bf16})["bf16"]
     assert computed["dependent"] == "MUL_MAT bf16"
 
 
@@ -149,3 +158,10 @@ def test_an_operation_that_depends_on_the_processor_denies_a_receipt(
     assert why_irreproducible(smol._loaded) == ""
     monkeypatch.setattr(libedgeinfer, "dependent_operation", lambda: "MUL_MAT bf16")
     assert "MUL_MAT bf16" in why_irreproducible(smol._loaded)
+
+
+def test_another_engine_of_the_process_denies_no_receipt(bf16: Path, smollm2: Path) -> None:
+    request = GenerateRequest(prompt="Two ships", max_tokens=2, record_tokens=True)
+    with closing(load(bf16)) as other, closing(load(smollm2)) as smol:
+        records = [answer(engine, request).finish.record for engine in (other, smol)]
+    assert [record.irreproducible.partition(" (")[2] for record in records] == ["MUL_MAT bf16)", ""]

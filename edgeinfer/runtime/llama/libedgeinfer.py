@@ -139,9 +139,9 @@ def arm_level(hwcap: int, hwcap2: int) -> str:
 
 
 def dependent_operation() -> str:
-    """Return the first computed operation whose bits depend on the processor, "" for none.
+    """Return the first operation of this thread whose bits depend on the processor, "" for none.
 
-    It is ggml's name and the type of the first operand ("MUL_MAT bf16"). Without such an operation,
+    An engine computes on a thread of its own. The result is ggml's name and the type of the first operand ("MUL_MAT bf16"). Without such an operation,
     answers are bit-identical with AVX2 and AVX-512. Without edgeinfer's kernels it is "every one".
     """
     level = level_of(variant_of(cpu_library()))
