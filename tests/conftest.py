@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import importlib.abc
 import itertools
 import json
@@ -14,7 +15,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import hypothesis
 import pytest
@@ -114,10 +115,15 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
     """Note that a test runs: pytest-xdist itself starts programs before and after."""
     global _in_a_test
     _in_a_test = True
+    if WORKER:
+        with one_process_at_a_time("turnstile"):
+            fcntl.flock(_running(), fcntl.LOCK_SH)
     try:
         return (yield)
     finally:
         _in_a_test = False
+        if WORKER:
+            fcntl.flock(_running(), fcntl.LOCK_UN)
 
 
 def _refuse_programs(event: str, args: tuple[object, ...]) -> None:
@@ -186,6 +192,29 @@ def _together(item: pytest.Item) -> str:
 def _room(item: pytest.Item) -> str:
     """The folder of tests/ that a test stands in."""
     return item.path.relative_to(ROOT).parts[1]
+
+
+@functools.cache
+def _running() -> BinaryIO:
+    """Return the file on which each process that `-n` started holds a shared lock while it runs a test."""
+    return (BUILD_CACHE / "running.lock").open("w")
+
+
+@contextlib.contextmanager
+def without_other_tests() -> Iterator[None]:
+    """Wait for the tests of the other processes that `-n` started, and let them begin none in the block.
+
+    Background builds have the lowest CPU priority: next to tests they took more than two minutes.
+    """
+    if WORKER:
+        fcntl.flock(_running(), fcntl.LOCK_UN)  # another process may wait for this one
+        with one_process_at_a_time("turnstile"):
+            fcntl.flock(_running(), fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if WORKER:
+            fcntl.flock(_running(), fcntl.LOCK_SH)
 
 
 def _user_of(item: pytest.Item) -> str:

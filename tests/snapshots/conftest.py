@@ -22,7 +22,7 @@ from other_processes import descendants, engines_below, free_port, has_ended, wa
 
 from edgeinfer.snapshot_format.criu import probe
 
-from ..conftest import one_process_at_a_time
+from ..conftest import one_process_at_a_time, without_other_tests
 
 REPOSITORY = Path(__file__).parents[2]
 USER = "edgeinfer-test"
@@ -162,7 +162,10 @@ class Person:
     def logged(self, message: str) -> str:
         """Wait until the background warm has said something with these words; its whole log."""
         log = self.data / "state/auto-warm.log"
-        wait_until(lambda: log.exists() and message in log.read_text(), f"{message!r} in {log}", 120)
+        with without_other_tests():
+            wait_until(
+                lambda: log.exists() and message in log.read_text(), f"{message!r} in {log}", 120
+            )
         return log.read_text()
 
     def ask(self, *arguments: str, **settings) -> Outcome:
