@@ -10,7 +10,7 @@ from typing import BinaryIO
 import msgspec
 
 from edgeinfer.models.store import PulledModel
-from edgeinfer.platform.disk import sha256_of_part, durable_file
+from edgeinfer.platform.disk import durable_file, sha256_of_part
 from edgeinfer.shipping import payload
 from edgeinfer.shipping.bundle import HEADER_BYTES, field
 

@@ -141,8 +141,9 @@ def arm_level(hwcap: int, hwcap2: int) -> str:
 def dependent_operation() -> str:
     """Return the first operation of this thread whose bits depend on the processor, "" for none.
 
-    An engine computes on a thread of its own. The result is ggml's name and the type of the first operand ("MUL_MAT bf16"). Without such an operation,
-    answers are bit-identical with AVX2 and AVX-512. Without edgeinfer's kernels it is "every one".
+    An engine computes on a thread of its own. The result is ggml's name and the type of the first
+    operand ("MUL_MAT bf16"). Without such an operation, answers are bit-identical with AVX2 and
+    AVX-512. Without edgeinfer's kernels it is "every one".
     """
     level = level_of(variant_of(cpu_library()))
     if not level:
