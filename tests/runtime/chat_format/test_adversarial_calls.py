@@ -142,8 +142,8 @@ def test_cut_call_is_never_whole(family):
         args = arguments(rng, "write_file")
         text = write_as(family, "write_file", args)
         for length in rng.sample(range(len(text)), min(50, len(text))):
-            for certain in (False, True):
-                _, _, calls = read(family, [text[:length]], cut=True, certain=certain)
+            for constrained in (False, True):
+                _, _, calls = read(family, [text[:length]], cut=True, constrained=constrained)
                 for _, passed in calls:
                     assert passed == args or isinstance(passed, str), (text[:length], passed)
 
