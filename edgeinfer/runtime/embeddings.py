@@ -63,10 +63,7 @@ class Embedder:
         return [_normalize(v) for v in vectors]
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Return a score per document: higher is better.
-
-        Raises InvalidRequestError, ContextLengthError.
-        """
+        """Score documents, better ones higher. Raises InvalidRequestError, ContextLengthError."""
         if not self.can_rerank:
             problem = "this model has no reranking head"
             raise InvalidRequestError(problem, param="model", hint=_CHOOSE.format("a reranker"))

@@ -45,10 +45,7 @@ from edgeinfer.runtime.vision import open_vision
 def load_engine(
     files: ModelFiles, options: LoadOptions, progress: Progress | None = None
 ) -> LlamaEngine:
-    """Load a model into this process.
-
-    Raises ModelLoadError, OutOfMemoryError, UsageError for an option that is out of range.
-    """
+    """Load a model into this process. Raises ModelLoadError, OutOfMemoryError, UsageError."""
     with ExitStack() as on_error:
         draft = None
         try:

@@ -123,10 +123,7 @@ class ReasoningDelta(msgspec.Struct, frozen=True, tag="reasoning", tag_field="ty
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, tag="tool_call", tag_field="type"):
-    """The next part of tool call `index`.
-
-    Only the first delta of an index has `id` and `name`. `arguments` is a part of a JSON text.
-    """
+    """The next part of tool call `index`: first `id` and `name`, then parts of the JSON `arguments`."""
 
     index: int
     arguments: str = ""

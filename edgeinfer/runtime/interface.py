@@ -72,10 +72,7 @@ class Engine(Protocol):
         """Return a vector of length 1 per text. Raises InvalidRequestError, ContextLengthError."""
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Return a score per document: higher is better.
-
-        Raises InvalidRequestError, ContextLengthError.
-        """
+        """Score documents, better ones higher. Raises InvalidRequestError, ContextLengthError."""
 
     def agent_prefix(self, agent: str, salt: str = "") -> list[int]:
         """Return the cached prefix of a coding agent's prompts ("claude-code"), [] if there is none.

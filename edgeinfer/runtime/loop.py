@@ -1,6 +1,4 @@
-"""The decode thread, the only one that uses the context; it runs from the first work until parking or
-closing.
-"""
+"""The decode thread, the only one that uses the context. It starts with the first request."""
 
 from __future__ import annotations
 
@@ -26,10 +24,7 @@ _MAX_BURST = 64
 
 
 class DecodeLoop:
-    """Runs the steps of `core` on the decode thread, and other work between them.
-
-    At most `capacity` requests may run or wait.
-    """
+    """Runs the steps of `core` on the decode thread. At most `capacity` requests may run or wait."""
 
     def __init__(self, core: EngineCore, *, capacity: int) -> None:
         self._core, self._capacity = core, capacity

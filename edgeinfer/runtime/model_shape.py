@@ -174,10 +174,7 @@ def with_tensors(shape: Shape, sizes: Mapping[str, int]) -> Shape:
 def make_buffers(
     shape: Shape, n_cells: int, kv_type: str, *, n_seq_max: int, n_ubatch: int, n_outputs: int
 ) -> Buffers:
-    """Compute the memory of a context with `n_cells` cells and `n_seq_max` sequence ids.
-
-    A micro-batch has `n_ubatch` tokens, of which `n_outputs` get logits.
-    """
+    """Compute the memory of a context; a micro-batch has `n_ubatch` tokens, `n_outputs` with logits."""
     n_cells = round_up_cells(n_cells)
     kv_bytes = int(n_cells * shape.kv_elements * _KV_BYTES[kv_type])
     logits = 4 * (n_outputs * shape.n_vocab + 2 * shape.n_embd * n_ubatch)

@@ -225,10 +225,7 @@ class LayersInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The replicas of a model. `count` is how many there should be, and `reason` why.
-
-    `crashed_total` counts replicas whose process ended unexpectedly.
-    """
+    """The replicas of a model: how many there should be (`count`), why, and how many have crashed."""
 
     model: str
     count: int

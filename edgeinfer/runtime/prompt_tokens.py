@@ -36,10 +36,7 @@ def text_only(tokens: Iterable[int]) -> list[int]:
 
 
 class PromptTokens(list[int]):
-    """Tokens of text and rows of pictures.
-
-    Change a list with pictures only by the methods here or `append`, which keep account of positions.
-    """
+    """Tokens of text and rows of pictures, to be changed only by its methods and `append`."""
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         super().__init__()

@@ -156,10 +156,7 @@ class InfillFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Infill(msgspec.Struct, frozen=True, kw_only=True):
-    """A fill-in-the-middle prompt: text before and after the gap, and other files.
-
-    The last of `files` is the most relevant.
-    """
+    """A fill-in-the-middle prompt: text before and after the gap, and files, the most relevant last."""
 
     prefix: str = ""
     suffix: str = ""

@@ -116,10 +116,7 @@ class Vision:
     def append(
         self, tokens: list[int], spans: list[Span], file: bytes, request: GenerateRequest
     ) -> None:
-        """Append a picture to the tokens and spans of a prompt. Raises InvalidRequestError.
-
-        A new image file is decoded in a separate process.
-        """
+        """Append a picture to the tokens and spans of a prompt. Raises InvalidRequestError."""
         source, chunks = self._source(file, request)
         n_spans = 0
         for chunk in chunks:
@@ -296,10 +293,7 @@ class Vision:
 
 
 def open_vision(files: ModelFiles, loaded: LlamaModel) -> tuple[Vision | None, str]:
-    """Open the model's projector. If it has none that works, return None and why.
-
-    Raises ModelLoadError.
-    """
+    """Open the model's projector, or return None and why there is none. Raises ModelLoadError."""
     if not files.projector:
         return None, ""
     failure = projector_failure(files.projector, files.paths)

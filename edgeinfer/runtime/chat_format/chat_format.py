@@ -163,10 +163,7 @@ class ChatFormat:
         }
 
     def render(self, request: GenerateRequest) -> str:
-        """Render the prompt. It contains escapes and picture markers, for `tokenize` and `split`.
-
-        Raises InvalidRequestError.
-        """
+        """Render the prompt with escapes and picture markers. Raises InvalidRequestError."""
         if self._for_tools is not None and self._tools(request):
             return self._for_tools.render(request)
         if any(message.pictures for message in request.messages):

@@ -234,10 +234,7 @@ def _render_probe(template: ChatTemplate, *messages: dict[str, Any], tools: Any 
 
 
 def _probe_late_system(template: ChatTemplate) -> bool:
-    """Return whether a system message between two others is rendered there.
-
-    Some templates drop it silently, others move it to the beginning.
-    """
+    """Return whether a system message after others is rendered there, not moved or dropped."""
     said = (("user", "user"), ("assistant", "value"), ("system", "system"), ("user", "result"))
     text = _render_probe(template, *({"role": role, "content": _MARKS[mark]} for role, mark in said))
     return -1 < text.find(_MARKS["value"]) < text.find(_MARKS["system"]) < text.find(_MARKS["result"])

@@ -227,10 +227,7 @@ def describe_loose(tool: Tool) -> str:
 
 
 def _close(schema: Any, depth: int, *, joined: bool) -> Any:
-    """Forbid properties that an object schema does not list.
-
-    An object stays open if other schemas apply to it too (`joined`), as in `allOf`.
-    """
+    """Forbid properties that an object schema does not list, unless `allOf` joins it with others."""
     if isinstance(schema, list):
         return [_close(operand, depth, joined=joined) for operand in schema]
     if not isinstance(schema, dict) or depth > MAX_DEPTH:

@@ -23,10 +23,7 @@ FENCE = "```"
 
 
 class Section:
-    """Parses the text after a marker, "" for an answer that begins with a call; base class.
-
-    `new_call` returns the index and the id of the next call.
-    """
+    """Parses the calls after a marker (base class). `new_call` returns the next call's index and id."""
 
     def __init__(
         self,

@@ -87,10 +87,7 @@ def facts_path(library: Path) -> Path:
 
 
 def shipped_dir() -> Path:
-    """Return the folder of the backends that came with the program.
-
-    It is not the folder of the CPU variants, of which ggml loads every library.
-    """
+    """Return the folder of the program's own backends. ggml does not load them by itself."""
     frozen = getattr(sys, "_MEIPASS", None)
     return Path(frozen) / "backends" if frozen else Path(sys.prefix) / "lib/edgeinfer/backends"
 

@@ -140,10 +140,7 @@ def table(address: int, length: int) -> Any:
 
 
 def find_entry(entries: Any, kind: Any, call: Callable[[], object]) -> int | None:
-    """Return the index of the entry that `call` runs, None if it runs none.
-
-    `kind` is the ctypes prototype of the entry.
-    """
+    """Return the index of the table entry, of ctypes prototype `kind`, that `call` runs; or None."""
     seen: list[bool] = []
 
     def note(*_: object) -> None:
@@ -241,10 +238,7 @@ class CellCopies:
 
     @contextlib.contextmanager
     def record(self, buffers: Sequence[int], state: int) -> Iterator[list[Copied]]:
-        """During the block, record llama.cpp's copies from `buffers` to the address `state`.
-
-        Yields a list, which has the copies after the block.
-        """
+        """Yield a list that has, after the block, llama.cpp's copies from `buffers` to `state`."""
         noted: list[Copied] = []
         transfer = _Transfer(state=state, copied=self._copied, capacity=_MOST_COPIES)
         with self._at_work(buffers, self._entries.get, "edgeinfer_cells_get", transfer):

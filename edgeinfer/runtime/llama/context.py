@@ -70,10 +70,7 @@ class LlamaContext:
             L.llama_memory_clear(self.memory, zeros)
 
     def copy_state_to(self, target: LlamaContext) -> bool:
-        """Copy the state of all sequences to the context `target`; return False if it does not fit.
-
-        Raises DecodeError if a device fails.
-        """
+        """Copy all sequences to `target`; return False if they do not fit. Raises DecodeError."""
         state = np.empty(int(L.llama_state_get_size(self.pointer)), np.uint8)
         pointer = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         n = int(L.llama_state_get_data(self.pointer, pointer, len(state)))
@@ -116,10 +113,7 @@ _F32 = ctypes.POINTER(ctypes.c_float)
 
 
 class Batch:
-    """A batch for llama_decode. For one thread.
-
-    It holds up to `capacity` tokens, of which up to `max_outputs` get logits.
-    """
+    """A batch for llama_decode: `capacity` tokens, `max_outputs` of them with logits. For one thread."""
 
     def __init__(
         self, *, capacity: int, max_outputs: int, n_vocab: int, n_seq_max: int, n_cells: int

@@ -89,10 +89,7 @@ class LoraAdapters:
         return tuple(pair for pair in adapters if not loaded[pair[0]].is_per_row)
 
     def use(self, adapters: AdapterKey) -> None:
-        """Let llama.cpp compute `adapters` in the next steps. Raises DecodeError.
-
-        A change makes llama.cpp reserve its graph again, which takes time.
-        """
+        """Let llama.cpp compute `adapters`; a change reserves its graph again. Raises DecodeError."""
         pointer = self._context.pointer
         if adapters == self._current and pointer is self._pointer:
             return
@@ -159,10 +156,7 @@ class LoraAdapters:
         return held
 
     def add_model(self, model: Any, held: AdaptersByStamp) -> None:
-        """Load and unload adapters for a second model too; `held` has those of `load_for`.
-
-        Raises ModelLoadError.
-        """
+        """Update a second model's adapters too, at first `held`. Raises ModelLoadError."""
         self._fill(model, held, self._named)
         self._homes.append((model, held))
 

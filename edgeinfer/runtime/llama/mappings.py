@@ -67,10 +67,7 @@ def advise(ranges: Iterable[Range], advice: int) -> None:
 
 
 def map_zeros(low: int, high: int) -> None:
-    """Map new memory over the pages [low, high): they become zeros that take no memory.
-
-    If the kernel refuses, the pages keep their contents.
-    """
+    """Replace the pages [low, high) by zeros that take no memory; on failure they stay as they are."""
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED | _NORESERVE

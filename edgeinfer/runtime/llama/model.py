@@ -208,11 +208,7 @@ def read_meta(model: Any) -> dict[str, str]:
 
 
 def model_shape(model: Any, meta: dict[str, str]) -> Shape:
-    """Compute the sizes of a loaded model.
-
-    llama.cpp does not return arrays, so head counts that differ by layer are replaced by an upper
-    bound.
-    """
+    """Compute the sizes of a loaded model, with an upper bound where head counts differ by layer."""
     llama = libllama.lib()
     metadata: dict[str, object] = {
         key: int(value) if value.isdecimal() else value for key, value in meta.items()

@@ -163,10 +163,7 @@ class Projector:
             raise ModelLoadError(problem, hint="use the projector that was made for this model")
 
     def chunks(self, width: int, height: int) -> list[Chunk]:
-        """Return the parts that a picture of this size (pixels) has in a prompt.
-
-        Raises InvalidRequestError if the model does not accept the size.
-        """
+        """Return the parts of a picture of this size (pixels). Raises InvalidRequestError."""
         with self._tokenize(width, height, None) as natives:
             return [self._chunk(native) for native in natives]
 

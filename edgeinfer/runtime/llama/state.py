@@ -82,10 +82,7 @@ class SequenceStates:
         return self._get(seq_id, _PARTIAL_ONLY)
 
     def restore_checkpoint(self, seq_id: int, state: memoryview) -> bool:
-        """Restore the recurrent state of `seq_id`; return whether that worked.
-
-        Then llama.cpp can remove later positions.
-        """
+        """Restore the recurrent state of `seq_id`; return whether that worked."""
         return self._set(seq_id, state, _PARTIAL_ONLY)
 
     def _clear(self) -> None:

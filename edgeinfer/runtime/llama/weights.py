@@ -82,10 +82,7 @@ def _overrides(n_without_experts: int) -> Any:
 def open_model(
     paths: tuple[str, ...], progress: Progress | None = None, placement: Placement | None = None
 ) -> Any:
-    """Load a model from its GGUF files and return llama.cpp's pointer; by default for the CPU.
-
-    Raises ModelLoadError.
-    """
+    """Load GGUF files; return llama.cpp's pointer. By default for the CPU. Raises ModelLoadError."""
     llama = libllama.lib()
     for path in paths:
         if not os.path.isfile(path):

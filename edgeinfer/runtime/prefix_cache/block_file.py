@@ -107,10 +107,7 @@ def read_header(start: bytes | memoryview) -> Header:
 
 
 def decode(data: memoryview, file: MappedFile | None = None) -> KvBlock:
-    """Verify and decode the block in `data`, which may be mapped from `file`. Copies no pieces.
-
-    Raises BlockDamagedError.
-    """
+    """Verify and decode the block in `data`, mapped from `file`. Raises BlockDamagedError."""
     if len(data) < _HEAD.size:
         raise BlockDamagedError(f"it has {len(data)} bytes, fewer than its fixed fields")
     magic, checksum, size, length = _HEAD.unpack_from(data)

@@ -99,10 +99,7 @@ class BlockStore:
         return BlockFolder(self, paths.private_dir(folder), names)
 
     def reserve(self, n_bytes: int) -> bool:
-        """Reserve space for a file, and evict blocks if needed; return False if there is no space.
-
-        Raises OSError.
-        """
+        """Evict blocks until a file fits; return False if it does not fit even then. Raises OSError."""
         if self.is_full:
             return False
         with self._lock:
@@ -332,10 +329,7 @@ class BlockFolder:
             _write_file(self._folder / "checked", [self._checked.encode()])
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Write waiting blocks, and end the threads; return False after the timeout.
-
-        The folder can still be used: the threads start again.
-        """
+        """Write waiting blocks and end the threads; return False after the timeout. Reusable."""
         if self._readers is not None:
             self._readers.shutdown(wait=True, cancel_futures=True)
             self._readers = None
@@ -357,10 +351,7 @@ def _write_file(path: Path, buffers: Sequence[bytes | memoryview], *, is_durable
 
 
 def forget_all(root: Path) -> int:
-    """Delete everything except the secret, which processes use; return the freed bytes.
-
-    Running processes keep cached prefixes in memory.
-    """
+    """Delete all files but the secret, which processes use; return the freed bytes."""
     freed = sum(block.n_bytes for block in retention.list_blocks(root))
     if root.is_dir():
         for folder in [path for path in root.iterdir() if path.is_dir()]:

@@ -30,10 +30,7 @@ TAIL_KEY_TOKENS = TAIL_KEYS_TOKENS[0]
 
 
 def read_secret(path: Path, secret_if_new: bytes = b"") -> bytes:
-    """Return the secret in the file `path`, which is created if missing. Raises OSError.
-
-    A new secret is `secret_if_new`, by default random.
-    """
+    """Read the secret in `path`, or create it as `secret_if_new` or at random. Raises OSError."""
     for _ in range(2):
         try:
             with open(open_private(path), "rb") as file:
@@ -49,10 +46,7 @@ def read_secret(path: Path, secret_if_new: bytes = b"") -> bytes:
 
 
 def model_key(sha256: str, files: Sequence[str]) -> str:
-    """Return what identifies a model: its SHA-256, otherwise paths, sizes and times of its files.
-
-    Raises OSError.
-    """
+    """Return a model's SHA-256, otherwise the stamps of its files. Raises OSError."""
     return sha256 or stamps(files)
 
 

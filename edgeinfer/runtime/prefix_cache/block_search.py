@@ -24,10 +24,7 @@ class BlockSearch:
         self._folder = folder
 
     def agent_prefix(self, agent: str, adapters: AdapterKey, salt: str) -> list[int]:
-        """Return the cached prefix of an agent's prompts.
-
-        It has the tokens that its sessions share, then those of the latest session, as far as on disk.
-        """
+        """Return the tokens on disk that an agent's sessions share, and those after them."""
         following: dict[bytes, Header] = {}
         for name in self._folder.agent_blocks(agent, salt):
             header = self._folder.header(name)

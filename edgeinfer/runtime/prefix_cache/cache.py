@@ -242,10 +242,7 @@ def open_prefix_cache(
     kv: KvCache,
     check_outcome: str = "",
 ) -> PrefixCache:
-    """Open the prefix cache of a model in `store`. Raises OSError.
-
-    `check_outcome` is the result of `run_check`, "" if it has not run.
-    """
+    """Open a model's blocks; `check_outcome` is the result of `run_check`, or "". Raises OSError."""
     n_tokens = model_block_tokens(loaded)
     folder = store.open_folder(
         model_key(files.sha256, files.paths), identity(loaded, n_tokens), n_tokens

@@ -180,10 +180,7 @@ _MAX_FOLLOWING = 8
 
 @dataclass(frozen=True, slots=True)
 class _AgentRecord:
-    """Names of the blocks that an agent's sessions have in common, in order.
-
-    `following` are the next blocks of single sessions, the latest session first.
-    """
+    """Names of the blocks that an agent's sessions share, and of those after them, latest first."""
 
     n_sessions: int = 0
     shared: tuple[str, ...] = ()

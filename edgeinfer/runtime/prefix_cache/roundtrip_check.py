@@ -138,10 +138,7 @@ class _Probe:
 
 
 class RoundtripVerdict:
-    """The stored result of a model's check, which `step` runs if there is none.
-
-    `outcome` is "" before the check, "exact", or what failed.
-    """
+    """Runs a model's check once and stores its `outcome`: "" before, "exact", or what failed."""
 
     def __init__(self, folder: BlockFolder, check: RoundtripCheck) -> None:
         self._folder, self._check = folder, check

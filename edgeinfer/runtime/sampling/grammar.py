@@ -234,10 +234,7 @@ class Constraints:
 
 
 def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
-    """Return the schema rewritten for llguidance.
-
-    Raises UnsupportedConstraintError; its `param` is the JSON pointer of the part that is refused.
-    """
+    """Return the schema rewritten for llguidance. Raises UnsupportedConstraintError (JSON pointer)."""
     normalised = normalise(schema)
 
     def complaint(subschema: dict[str, Any]) -> str:
@@ -280,10 +277,7 @@ def inline_schema(schema: Any) -> str:
 
 
 def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
-    """Return a constraint as a grammar, and the name of its field, for errors.
-
-    Raises UnsupportedConstraintError.
-    """
+    """Return a constraint's grammar, and its field for errors. Raises UnsupportedConstraintError."""
     if isinstance(constraint, Lark):
         named = [{"name": name, "lark_grammar": text} for name, text in constraint.grammars]
         return json.dumps(
@@ -304,10 +298,7 @@ def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
 
 
 def lark_parts(constraint: Constraint | Lark) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Return a constraint's grammar to use inside another one, and those that it refers to.
-
-    Raises UnsupportedConstraintError.
-    """
+    """Return a constraint's grammar, and those that it refers to. Raises UnsupportedConstraintError."""
     if isinstance(constraint, Lark):
         return constraint.source, constraint.grammars
     return lark_of(constraint)[0], ()
@@ -393,10 +384,7 @@ def _resolve(escape: re.Match[str]) -> str:
 
 
 def follows(value: Any, schema: dict[str, Any]) -> bool:
-    """Return whether the JSON value follows the schema, with its properties in any order.
-
-    Raises UnsupportedConstraintError for a schema that cannot be enforced.
-    """
+    """Return whether a JSON value follows a schema. Raises UnsupportedConstraintError."""
     matcher = llguidance.LLMatcher(_bytes(), schema_grammar(check_schema(schema)), log_level=0)
     text = json.dumps(_in_order(value, [schema], schema), ensure_ascii=False)
     tokens = _bytes().tokenize_str(text)

@@ -159,10 +159,7 @@ def _clamp(schema: dict[str, Any]) -> None:
 
 
 def _drop_known_type(schema: dict[str, Any], target_of: Callable[[Any], Any]) -> None:
-    """Drop a `type` next to a `$ref` whose target has the same type.
-
-    llguidance refuses a circular reference with other keywords next to it.
-    """
+    """Drop a `type` that a `$ref` next to it implies, because llguidance refuses both in circles."""
     referred = target_of(schema["$ref"]) if "type" in schema and "$ref" in schema else None
     if isinstance(referred, dict) and referred.get("type") == schema["type"]:
         del schema["type"]
@@ -338,10 +335,7 @@ def _replace_one_of(schema: dict[str, Any], pointer: str, overlaps: Overlaps) ->
 
 
 def normalise(schema: Any) -> dict[str, Any]:
-    """Return a rewritten copy of a schema.
-
-    Raises UnsupportedConstraintError; its `param` is the JSON pointer of the part that is to blame.
-    """
+    """Return a copy rewritten for llguidance. Raises UnsupportedConstraintError (JSON pointer)."""
     if schema is True:
         return {}
     if not isinstance(schema, dict):

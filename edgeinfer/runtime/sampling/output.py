@@ -26,10 +26,7 @@ from edgeinfer.runtime.sampling.log_sum import LogSum
 def token_logprobs(
     logits: npt.NDArray[np.float32], top: int
 ) -> tuple[npt.NDArray[np.float32], list[int]]:
-    """Return the log-probability of each token (float32[n_vocab]), and the `top` likeliest tokens.
-
-    At temperature 1; the likeliest first.
-    """
+    """Return each token's log-probability at temperature 1, and the `top` likeliest, best first."""
     logprobs = logits - np.float32(LogSum()(logits))
     if not top:
         return logprobs, []

@@ -32,10 +32,7 @@ def _basic_plane() -> str:
 
 
 def enforceable(pattern: str) -> list[str] | None:
-    """Return patterns for llguidance that together mean `pattern`, None if there are none.
-
-    Raises ValueError for a class that cannot be rewritten.
-    """
+    """Return patterns for llguidance that together mean `pattern`, or None. Raises ValueError."""
     parts = without_look_aheads(pattern) if _LOOK_AROUND.search(pattern) else [pattern]
     return parts and [narrow(pattern_part) for pattern_part in parts]
 

@@ -27,10 +27,7 @@ class Overlaps:
         self._kinds: dict[str, set[str]] = {}
 
     def exclusive(self, parts: list[Any]) -> list[Any] | tuple[int, int]:
-        """Return schemas like `parts` that exclude each other, or the indexes of two that cannot.
-
-        A schema is narrowed if necessary.
-        """
+        """Return `parts`, narrowed until they exclude each other; or the indexes of two that cannot."""
         narrowed_parts = []
         for i, alternative in enumerate(parts):
             narrowed = alternative

@@ -18,10 +18,7 @@ _MAX_FORCED_TOKENS = 32
 
 
 class BatchPlanner:
-    """Decides what the next step computes, and fills the batch of `executor` with it.
-
-    `n_ctx` is the longest sequence (tokens).
-    """
+    """Decides what the next step computes, and fills the batch. `n_ctx` limits each sequence."""
 
     def __init__(
         self, executor: Executor, queue: RequestQueue, *, batch_invariance: BatchInvariance, n_ctx: int
@@ -88,10 +85,7 @@ class BatchPlanner:
         return seq.n_generated > 0 and seq.n_past > 0 and seq.n_pending <= _MAX_FORCED_TOKENS
 
     def _prefills_burst_first(self, ready: list[Sequence], decoding: list[Sequence]) -> bool:
-        """Return whether to prefill the short prompts of a burst before any of them decodes.
-
-        That is 2 % faster with 16 requests.
-        """
+        """Return whether to prefill a whole burst before decoding: 2 % faster with 16 requests."""
         n_pending = sum(s.n_pending for s in ready if not s.is_decoding)
         is_short = 0 < n_pending <= min(_BURST_PROMPT_TOKENS, self.kv.free_cells)
         return is_short and all(s.n_generated == 1 for s in decoding)
@@ -141,10 +135,7 @@ class BatchPlanner:
         return True
 
     def _add_decoding(self, decoding: list[Sequence], *, is_unbatched: bool) -> list[BatchEntry]:
-        """Add the next tokens of decoding sequences, with draft tokens.
-
-        Another sequence is first in each step, as the first ones may draft more.
-        """
+        """Add the next tokens of decoding sequences, with draft tokens; rotate who is first."""
         entries: list[BatchEntry] = []
         self._n_decode_steps += 1
         first = self._n_decode_steps % max(1, len(decoding))
@@ -211,10 +202,7 @@ class BatchPlanner:
             token_budget -= len(entry.tokens)
 
     def _short_or_long(self, awaited: list[Sequence]) -> list[Sequence]:
-        """Choose the short or the long prompts, in turn.
-
-        Together, the cells of long ones would slow the attention of short ones (decision 081).
-        """
+        """Choose short or long prompts in turn: long ones slow the attention of others."""
         short = [s for s in awaited if s.n_pending <= SHORT_TOKENS]
         long = [s for s in awaited if s.n_pending > SHORT_TOKENS]
         is_turn_of_short = bool(short) and not (long and self._is_turn_of_long)

@@ -155,10 +155,7 @@ class EngineCore:
         self.kv.drop_idle(include_pinned=True)
 
     def evict_to_fit(self, n_ctx: int, n_cells: int) -> bool:
-        """Evict idle sequences until a context of `n_cells` suffices.
-
-        Returns False if the requests do not fit into it, or one does not fit into `n_ctx`.
-        """
+        """Evict idle sequences until `n_cells` suffice; return False if a request is too long."""
         requests = [*self.queue.running, *self.queue.waiting]
         are_short = all(len(seq.tokens) < n_ctx for seq in requests)
         return are_short and self.kv.make_room(self.kv.n_cells - n_cells)
@@ -210,10 +207,7 @@ class EngineCore:
             self.kv.release(cached_seq, keep=False)
 
     def pin(self, tokens: list[int], adapters: AdapterKey = ()) -> int:
-        """Prefill a prefix that many requests share, and keep it; return its length. Only while idle.
-
-        Returns 0 if there are too few cells. Raises DecodeError.
-        """
+        """Prefill and keep a shared prefix; return its length (tokens). Raises DecodeError."""
         self._idle_cells.record_use()
         for old in [c for c in self.kv.cached_sequences if c.pinned]:
             self.kv.drop(old)

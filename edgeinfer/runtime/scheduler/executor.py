@@ -34,10 +34,7 @@ _PROFILED_PREFILL = 32
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Executor:
-    """Runs `batch` on `context`, and measures the time.
-
-    Steps of models that do not support truncation are not aborted.
-    """
+    """Runs `batch` on `context`, and measures the time. Steps of recurrent models are not aborted."""
 
     context: LlamaContext
     batch: Batch
@@ -154,10 +151,7 @@ class Executor:
             self.kv.record_computed(cached_seq, chunk)
 
     def profile_steps(self, cached_seq: CachedSequence, token: int) -> None:
-        """Measure how the time of a step depends on its tokens, with the empty sequence `cached_seq`.
-
-        Raises DecodeError.
-        """
+        """Measure step times by number of tokens, in an empty sequence. Raises DecodeError."""
         numbers = itertools.count()
 
         def step_s(n_tokens: int) -> float:
@@ -219,10 +213,7 @@ class StepCancellation:
                 self._allowed_loss_s = min(_MAX_LOST_S, self._allowed_loss_s + change_s)
 
     def abort_for_incoming_request(self, n_tokens: int) -> None:
-        """Abort the running prefill step for a new prompt of `n_tokens`, if that is worth it.
-
-        The prompt must be short, and little work may be lost.
-        """
+        """Abort the running prefill step if a new prompt of `n_tokens` is short, and little is lost."""
         with self._lock:
             if self._began is None:
                 return

@@ -150,10 +150,7 @@ class InputProcessor:
         return self.n_ctx - max(1, min(answer_tokens, self.n_ctx // 2))
 
     def _fit_context(self, request: GenerateRequest, tokens: list[int]) -> list[int]:
-        """Return the prompt if it fits into the context; with overflow "shift", a shortened one.
-
-        Raises ContextLengthError, InvalidRequestError.
-        """
+        """Return the prompt, shortened if the request allows it. Raises ContextLengthError."""
         if not tokens and self.vocab.bos >= 0:
             tokens = [self.vocab.bos]
         if not tokens:

@@ -35,10 +35,7 @@ class PrefixCacheSwitch:
         return self._prefixes.prefix_cache
 
     def open(self, store: BlockStore, loaded: LlamaModel, check_outcome: str) -> None:
-        """Use `store` for `loaded`, which decodes now. Raises OSError.
-
-        `check_outcome` is the earlier result of the round-trip check, "" before any.
-        """
+        """Use `store` for `loaded`; `check_outcome` is of the round-trip check. Raises OSError."""
         self._store = store
         self._prefixes.prefix_cache = open_prefix_cache(
             store, self._files, self._options, loaded, self._context, self._kv, check_outcome

@@ -122,10 +122,7 @@ class Prefixes:
         seq.report_progress()
 
     def _evict_idle(self, n_new: int) -> None:
-        """Evict idle sequences that are on disk, before a prefill of `n_new` tokens.
-
-        Attention scans all used cells, so idle sequences slow every step.
-        """
+        """Evict idle sequences on disk before a large prefill: attention scans all used cells."""
         cache = self.prefix_cache
         if cache is None or not self._kv.supports_truncation or n_new < cache.block_tokens:
             return
@@ -185,10 +182,7 @@ class Prefixes:
             self._kv.save_checkpoint(seq.cached_seq)
 
     def preempt(self, seq: Sequence, *, keep: bool) -> None:
-        """Take the cells from a running request, which continues later.
-
-        Without `keep` its tokens are forgotten, and will be prefilled again.
-        """
+        """Take the cells from a running request; without `keep`, it is prefilled again later."""
         self._end_load(seq)
         if seq.is_started:
             self._kv.release(seq.stop(), keep=keep)

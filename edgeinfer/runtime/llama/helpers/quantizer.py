@@ -29,10 +29,7 @@ _HEADER_BYTES = 64 << 20
 
 
 class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Where an importance matrix file has a tensor's sums and counts.
-
-    Offsets are in bytes, numbers of float32.
-    """
+    """Where an importance matrix file has a tensor's sums and counts (bytes, numbers of float32)."""
 
     name: str
     sums_offset: int
