@@ -332,10 +332,9 @@ def _probe_in_process(trial: TemplateTrial) -> TemplateTraits | None:
     except OSError:
         return None
     except msgspec.MsgspecError as error:
-        status = (
-            f"{-done.returncode}" if done.returncode >= 0 else signal.Signals(-done.returncode).name
-        )
-        raise ModelLoadError(f"{wrong}ended its process ({status})") from error
+        code = done.returncode
+        ending = signal.Signals(-code).name if code < 0 else f"status {code}"
+        raise ModelLoadError(f"{wrong}ended its process ({ending})") from error
     if isinstance(answer, str):
         raise ModelLoadError(answer)
     return answer

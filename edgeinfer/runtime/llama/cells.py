@@ -45,18 +45,10 @@ class Buffer(NamedTuple):
     memory: Range
 
 
-@contextlib.contextmanager
-def sparse_buffers() -> Iterator[list[Buffer]]:
-    """During the block, let ggml clear new buffers by giving their pages back to the kernel.
-
-    Yields the list of these buffers, to which they are added.
-    """
+def sparse_buffers() -> contextlib.AbstractContextManager[list[Buffer]]:
+    """Let ggml clear new buffers by giving their pages to the kernel; yield a list of them."""
     sparse = _find()
-    if sparse is None:
-        yield []
-        return
-    with sparse.allocating() as cleared:
-        yield cleared
+    return contextlib.nullcontext(list[Buffer]()) if sparse is None else sparse.allocating()
 
 
 class _SparseBuffers:

@@ -113,7 +113,7 @@ _F32 = ctypes.POINTER(ctypes.c_float)
 
 
 class Batch:
-    """A batch for llama_decode: `capacity` tokens, `max_outputs` of them with logits. For one thread."""
+    """A batch for llama_decode: `capacity` tokens, `max_outputs` with logits. For one thread."""
 
     def __init__(
         self, *, capacity: int, max_outputs: int, n_vocab: int, n_seq_max: int, n_cells: int

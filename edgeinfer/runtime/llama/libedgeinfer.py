@@ -71,37 +71,26 @@ def open_library(name: str, binding_version: str) -> ctypes.CDLL:
 
     Raises OSError if it is missing, built for another llama.cpp, or older than this program.
     """
-    path = library(name)
-    if not _fits(binding_version):
+    path, unused = library(name), "it is not used, which is slower"
+    if binding_version != BUILT_FOR:
+        problem = (
+            f"llama-cpp-python is {binding_version}, and edgeinfer's native code is for {BUILT_FOR}"
+        )
+        _warn(f"{problem}: {unused}; run pip install llama-cpp-python=={BUILT_FOR}")
         raise OSError(f"{path} is built for llama-cpp-python {BUILT_FOR}, not for {binding_version}")
     opened = ctypes.CDLL(str(path))
     functions = _FUNCTIONS.get(name.partition("-")[0], "").split()
     missing = [function for function in functions if not hasattr(opened, f"edgeinfer_{function}")]
     if missing:
-        _say_old(path, missing[0])
-        raise OSError(f"{path} is older than this program")
+        problem = f"{path} is older than this program"
+        _warn(f"{problem} (it lacks edgeinfer_{missing[0]}): {unused}; run native/build.sh")
+        raise OSError(problem)
     return opened
 
 
 @cache
-def _say_old(path: Path, missing: str) -> None:
-    _log.warning(
-        "%s is older than this program (it lacks edgeinfer_%s): it is not used, which is slower; "
-        "run native/build.sh",
-        *(path, missing),
-    )
-
-
-@cache
-def _fits(binding_version: str) -> bool:
-    fits = binding_version == BUILT_FOR
-    if not fits:
-        _log.warning(
-            "llama-cpp-python is %s, and edgeinfer's native code is for %s: it is not used, which "
-            "is slower; run pip install llama-cpp-python==%s",
-            *(binding_version, BUILT_FOR, BUILT_FOR),
-        )
-    return fits
+def _warn(text: str) -> None:
+    _log.warning("%s", text)
 
 
 def cpu_library() -> str:

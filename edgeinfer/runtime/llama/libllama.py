@@ -198,12 +198,13 @@ def ggml_library() -> ctypes.CDLL:
         "ggml_backend_dev_get": (ctypes.c_void_p, [ctypes.c_size_t]),
         "ggml_backend_dev_by_type": (ctypes.c_void_p, [ctypes.c_int]),
     }
-    return _declare_functions(ggml, signatures)
+    return declare_functions(ggml, signatures)
 
 
-def _declare_functions(
+def declare_functions(
     library: ctypes.CDLL, signatures: dict[str, tuple[Any, list[Any]]]
 ) -> ctypes.CDLL:
+    """Set the result and argument types of functions, by their names; return the library."""
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -258,7 +259,7 @@ def guard_calls() -> None:
             [pointer, ctypes.c_int, words, pointer, ctypes.c_size_t, words],
         ),
     }
-    _declare_functions(guard, signatures)
+    declare_functions(guard, signatures)
     guard.edgeinfer_guard(ctypes.cast(base_library().ggml_set_abort_callback, pointer))
     functions = (ctypes.cast(f, pointer) for f in (L.llama_decode, L.llama_synchronize))
     _state["decode"] = partial(guard.edgeinfer_decode, *functions)
@@ -348,7 +349,7 @@ def base_library() -> ctypes.CDLL:
         "ggml_backend_tensor_get": (None, [pointer, pointer, size, size]),
         "ggml_backend_tensor_set": (None, [pointer, pointer, size, size]),
     }
-    return _declare_functions(base, signatures)
+    return declare_functions(base, signatures)
 
 
 def _device_names(ggml: ctypes.CDLL) -> tuple[str, ...]:

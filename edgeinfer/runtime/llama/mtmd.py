@@ -112,10 +112,7 @@ class Chunk:
 def _open_library() -> ctypes.CDLL:
     """Open libmtmd, and declare its functions. Raises ModelLoadError if it is missing."""
     try:
-        library = libllama.own_library("mtmd")
-        for name, (result, arguments) in _SIGNATURES.items():
-            getattr(library, name).restype = result
-            getattr(library, name).argtypes = arguments
+        library = libllama.declare_functions(libllama.own_library("mtmd"), _SIGNATURES)
     except (OSError, AttributeError) as error:
         problem = f"the library for pictures cannot be opened: {error}"
         raise ModelLoadError(problem, hint="build it: `make full`") from error

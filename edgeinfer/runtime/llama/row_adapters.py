@@ -39,17 +39,14 @@ def _kernels() -> ctypes.CDLL | None:
     level = libllama.build_info().kernels
     if not level:
         return None
-    kernels = libllama.own_library(f"kernels-{level}")
     pointer, integer = ctypes.c_void_p, ctypes.c_int32
-    for name, result, arguments in (
-        ("adapter_open", pointer, [pointer, pointer]),
-        ("adapter_close", None, [pointer]),
-        ("adapters_begin", pointer, [pointer, integer, integer, integer]),
-        ("adapters_end", ctypes.c_bool, [pointer]),
-    ):
-        function = getattr(kernels, f"edgeinfer_{name}")
-        function.restype, function.argtypes = result, arguments
-    return kernels
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "edgeinfer_adapter_open": (pointer, [pointer, pointer]),
+        "edgeinfer_adapter_close": (None, [pointer]),
+        "edgeinfer_adapters_begin": (pointer, [pointer, integer, integer, integer]),
+        "edgeinfer_adapters_end": (ctypes.c_bool, [pointer]),
+    }
+    return libllama.declare_functions(libllama.own_library(f"kernels-{level}"), signatures)
 
 
 @dataclass(slots=True, eq=False)
