@@ -89,7 +89,7 @@ class AdaptersOption(LoadOption):
             return text
         adapters = [_adapter(entry) for entry in text.split(",") if entry]
         if len({name_of_file(path) for path, _ in adapters}) < len(adapters):
-            raise ValueError(f"{self.field}: {text} is not {self.describe_range()}")
+            raise ValueError(f"{self.field}: two adapters in {text} have the same name")
         return ",".join(path if scale == 1 else f"{path}:{scale:g}" for path, scale in adapters)
 
     def describe_range(self) -> str:

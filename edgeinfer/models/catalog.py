@@ -270,7 +270,7 @@ def _check(model: Model) -> None:
     for key in ("parameters", "active-parameters"):
         count = getattr(model, key.replace("-", "_"))
         if count and not _PARAMETERS.fullmatch(count):
-            raise UsageError(f'key "{key}": {count!r} is not like "135M" or "7B"')
+            raise UsageError(f'key "{key}": {count!r} is not a number with K, M or B, such as "7B"')
     try:
         LORA.parse(",".join(adapter.option for adapter in model.lora))
     except ValueError as error:

@@ -71,7 +71,8 @@ def check_file_name(text: str) -> str:
     """Return the last component of a path. Raises UsageError if it is not a safe file name."""
     name = text.rsplit("/", 1)[-1]
     if not _FILE.fullmatch(name) or ".." in name:
-        raise UsageError(f"{name!r} is not a safe file name")
+        hint = "a file name has up to 200 letters, digits, '.', '_', '+' and '-'"
+        raise UsageError(f"{name!r} is not a safe file name", hint=hint)
     return name
 
 

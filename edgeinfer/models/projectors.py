@@ -65,7 +65,7 @@ def check(path: str | Path) -> GgufHeader:
     size, patch, width = (header.number(f"clip.vision.{key}", 1) for key in keys)
     n_patches = max(size**2, header.number("clip.vision.image_min_pixels")) // patch**2
     if n_patches > max(_PATCHES, _PATCHES_BY_WIDTH * width):
-        raise InvalidGgufError(f"{path} needs too many patches: {n_patches} of width {width}")
+        raise InvalidGgufError(f"{path} makes too many patches: {n_patches} of width {width}")
     if patch > size:
         raise InvalidGgufError(f"{path} has patches of {patch} pixels, larger than pictures ({size})")
     if header.number("clip.vision.preproc_image_size") > _MOST_TILES * size:

@@ -121,9 +121,9 @@ def _reference(
     elif origin is not None:
         ref = Reference(origin.reference.name, type_name)
     else:
-        raise UsageError("a quantized file needs a name in the store", hint=hint)
+        raise UsageError("the quantized model needs a name, since its source has none", hint=hint)
     if origin is not None and ref == origin.reference:
-        raise UsageError(f"{text} would be quantized over itself", hint=hint)
+        raise UsageError(f"the quantized model would replace {text} itself", hint=hint)
     return ref
 
 
@@ -180,7 +180,7 @@ def run_child(module: str, *args: str, job: Job, failure: str = "") -> dict[str,
         said = complaints.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
     code = process.returncode
     outcome = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    problem = f"{module} {outcome}: {said or 'it printed nothing'}"
+    problem = f"the helper process {module} {outcome}: {said or 'it printed nothing'}"
     raise QuantizeError(problem, hint="free some memory, then try again")
 
 

@@ -107,7 +107,7 @@ def parse_manifest(text: str, where: str) -> Manifest:
     if rows[0][0] != MAGIC or rows[-2:] != [["end"], [""]]:
         raise SnapshotCorruptError(f"{where} is not a complete manifest")
     if rows[0][1:] != [str(VERSION)]:
-        raise SnapshotStaleError(f"{where} has another format than this edgeinfer", key="schema")
+        raise SnapshotStaleError(f"another version of edgeinfer wrote {where}", key="schema")
     try:
         return _from_rows(rows[1:-2])
     except (LookupError, TypeError, ValueError) as error:

@@ -72,7 +72,7 @@ def test_killed_build_is_no_lasting_failure(warm):
     parked = next(pid for pid in descendants(process.pid) if b"snapshots.parked" in command_line(pid))
     os.kill(parked, signal.SIGKILL)
     _, err = process.communicate(timeout=120)
-    assert "the process to snapshot was killed" in err
+    assert "the process that loaded the model was killed" in err
     assert list(warm.snapshots.glob(".*.failed")) == []
 
 

@@ -146,7 +146,8 @@ def conversion_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
-        raise ConversionError(f"{folder} cannot be converted: {error!r}") from error
+        problem = "a value in its files is missing or invalid"
+        raise ConversionError(f"{folder} cannot be converted: {problem}: {error!r}") from error
 
 
 class ModelCheckpoint:
@@ -168,7 +169,8 @@ class ModelCheckpoint:
         for file in self._open():
             for name in file.tensors:
                 if name in self.home:
-                    raise ConversionError(f"{name} is in {self.home[name].path} and in {file.path}")
+                    both = f"{self.home[name].path} and {file.path}"
+                    raise ConversionError(f"the tensor {name} is in two files: {both}")
                 self.home[name] = file
 
     def _open(self) -> list[Safetensors]:

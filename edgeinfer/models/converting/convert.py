@@ -62,8 +62,8 @@ def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[P
             continue
         name = table.get_name(text_model_name(source), try_suffixes=(".weight", ".bias"))
         if name is None:
-            hint = "the checkpoint has parts that a model of this family does not have"
-            raise ConversionError(f"llama.cpp's {family.arch} has no tensor for {source}", hint=hint)
+            problem = f"the checkpoint has the tensor {source}, which llama.cpp's {family.arch} lacks"
+            raise ConversionError(f"{problem}: its model differs from others of this family")
         shape = checkpoint.tensor(source).shape
         exact = len(shape) < 2 or name.endswith("_norm.weight")
         planned.append(PlannedTensor(name, shape, source, find_transform(family, name), exact))

@@ -82,8 +82,8 @@ def attention_heads(config: Values) -> Heads:
     n_kv = config.get("num_key_value_heads")
     n_head_kv = n_head if n_kv is None else int(n_kv)
     if not 1 <= n_head_kv <= n_head or head_dim < 1:
-        counts = f"{n_head} heads, {n_head_kv} of them for keys and values"
-        raise ConversionError(f"config.json: {counts}, of {head_dim} each")
+        counts = f"{n_head} attention heads, {n_head_kv} key-value heads and a head_dim of {head_dim}"
+        raise ConversionError(f"config.json: {counts} do not fit together")
     return Heads(n_head, n_head_kv, head_dim)
 
 

@@ -96,7 +96,8 @@ def _refuse_other_kinds(folder: Path, config: dict[str, Any]) -> None:
         raise ConversionError("the adapter trains biases, which llama.cpp cannot apply", hint=_NO_WAY)
     if config.get("modules_to_save"):
         modules = ", ".join(map(str, config["modules_to_save"]))
-        raise ConversionError(f"the adapter replaces whole modules ({modules})", hint=_NO_WAY)
+        problem = f"the adapter replaces whole modules ({modules}), which llama.cpp cannot apply"
+        raise ConversionError(problem, hint=_NO_WAY)
 
 
 def _family_of(base: GgufHeader) -> Family:
@@ -121,7 +122,9 @@ def _read_pairs(file: Safetensors, base: GgufHeader, family: Family) -> _Pairs:
     for key, tensor in file.tensors.items():
         match = _PAIR.fullmatch(key)
         if match is None:
-            raise ConversionError(f"{file.path.name} has {key}: not a plain LoRA", hint=_NO_WAY)
+            raise ConversionError(
+                f"{file.path.name} has {key}, which is not part of a LoRA", hint=_NO_WAY
+            )
         name = table.get_name(text_model_name(f"{match[1]}.weight"), try_suffixes=(".weight",))
         if name is None:
             problem = f"the adapter changes {match[1]}, which the base ({family.arch}) does not have"

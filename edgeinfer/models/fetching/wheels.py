@@ -24,6 +24,7 @@ from edgeinfer.platform.disk import bytes_below, disk_full_errors, require_free_
 
 _COPY_BYTES = 1 << 20
 _POLL_S = 0.2
+_CHECK_PIP = "check pip's configuration and its index: `pip config list`"
 _PIP_OPTIONS = """
     --no-deps --only-binary :all: --no-input --disable-pip-version-check --no-cache-dir
     --progress-bar off
@@ -76,8 +77,8 @@ def _wheel(source: WheelFile, folder: Path, job: Job, index: int, n_parts: int) 
         _download(source, wheel_folder, job, index, n_parts)
     wheels = list(wheel_folder.glob("*.whl"))
     if len(wheels) != 1:
-        package = f"{source.package} {source.version}"
-        raise DownloadError(f"pip left {len(wheels)} wheels of {package}, not one")
+        problem = f"pip downloaded {len(wheels)} wheels of {source.package} {source.version}, not one"
+        raise DownloadError(problem, hint=_CHECK_PIP)
     return wheels[0]
 
 
@@ -131,12 +132,11 @@ def _error(source: WheelFile, output: str) -> Exception:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     last = (errors or lines or ["pip printed nothing"])[-1]
-    hint = "check pip's configuration and its index: `pip config list`"
     if re.search(r"No space left|Errno 28|Errno 122|Errno 27", output):
         package = f"{source.package} {source.version}"
         return DiskFullError(f"the disk is full: {package} does not fit; earlier wheels are kept")
     if re.search(r"\b40[13]\b", output):
-        return AuthenticationError(f"{source}: the index refuses access: {last}", hint=hint)
+        return AuthenticationError(f"{source}: the index refuses access: {last}", hint=_CHECK_PIP)
     if re.search(r"No matching distribution|404|HTTP error 410", output):
-        return SourceNotFoundError(f"{source}: pip finds no such package: {last}", hint=hint)
-    return DownloadError(f"{source}: pip failed: {last}", hint=hint)
+        return SourceNotFoundError(f"{source}: pip finds no such package: {last}", hint=_CHECK_PIP)
+    return DownloadError(f"{source}: pip failed: {last}", hint=_CHECK_PIP)

@@ -134,9 +134,9 @@ class Builder:
         if content is None or messages.receive(link) is not None:
             order.sendall(_DIED)
             if int(order.recv(64) or b"0") == signal.SIGKILL:
-                raise registry.killed_error("the process to snapshot")
+                raise registry.killed_error("the process that loaded the model")
             hint = _tail(self._folder / format.PARK_LOG)
-            raise DumpError("the process to snapshot died while it loaded", hint=hint)
+            raise DumpError("the process died while it loaded the model", hint=hint)
         return msgspec.json.decode(content, type=ParkedProcess)
 
     def _init(

@@ -167,5 +167,5 @@ def _scratch() -> Iterator[Path]:
 
 
 def _stale(key: str, name: str, exported: str, local: str) -> SnapshotStaleError:
-    problem = f"{_MISFIT}: {key}: {name} has SHA-256 {exported} there, but {local} here"
+    problem = f"{_MISFIT}: the {key} {name} has SHA-256 {exported} there, but {local} here"
     return SnapshotStaleError(problem, key=key, hint=f"remove or rename yours: `edgeinfer rm {name}`")

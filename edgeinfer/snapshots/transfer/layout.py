@@ -51,7 +51,8 @@ class Layout:
             (manifest,) = msgspec.json.decode(content, type=_Index).manifests
         except FileNotFoundError as error:
             raise SnapshotMissingError(
-                f"there is no {path}", hint="name the folder of an export, or oci://REGISTRY/NAME:TAG"
+                f"{self.folder} has no exported snapshot: {path.name} is missing",
+                hint="name the folder of an export, or oci://REGISTRY/NAME:TAG",
             ) from error
         except (OSError, ValueError) as error:  # invalid JSON, or not exactly one image
             raise corrupt(f"{path} is invalid: {error}") from error
