@@ -19,7 +19,6 @@ from edgeinfer.platform import paths
 
 
 def key_doc(sentence: str, **limits: Any) -> msgspec.Meta:
-    """Return the description of a key and the limits of its value."""
     return msgspec.Meta(description=sentence, **limits)
 
 
@@ -29,7 +28,6 @@ class _Section(
 
 
 def _key(option: LoadOption) -> tuple[str, Any, Any]:
-    """Return the field of `[load]` for a load option: name, type and default."""
     kind: Any = int if option.high else str
     if option.choices:
         kind = Literal[option.choices]

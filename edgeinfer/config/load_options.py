@@ -133,7 +133,6 @@ def adapters_of(text: str) -> dict[str, tuple[str, float]]:
 
 
 def name_of_file(path: str) -> str:
-    """Return the last component of a path, without its extension."""
     return os.path.splitext(os.path.basename(path))[0]
 
 
@@ -251,10 +250,7 @@ def first_difference(wanted: dict[str, str], requested: dict[str, str], actual: 
 
 
 def first_mismatch(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, str]) -> str:
-    """Return the first option that differs, also an `exact` one that only the snapshot has, or "".
-
-    Arguments as in `first_difference`.
-    """
+    """Return `first_difference`, or the first `exact` option that only the snapshot has, or ""."""
     if adapters := first_difference(wanted, requested, actual):
         return adapters
     exact = (option.field for option in LOAD_OPTIONS if option.exact)

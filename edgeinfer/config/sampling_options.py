@@ -33,7 +33,6 @@ class SamplingOption(NamedTuple):
         return value
 
     def describe_range(self) -> str:
-        """Return the range in words: "between 0 and 1"."""
         return f"between {self.low} and {self.high}"
 
 

@@ -6,7 +6,7 @@ no snapshot fits. Then the launcher forwards signals to the app, stops and conti
 workers at its request, keeps the listening sockets of `serve` across crashes, and ends with the app's
 exit status or signal. Every other verb runs in the launcher's own process.
 
-Nothing here imports more than cheap modules of the standard library: each import delays every launch
+Modules of this package import only cheap modules of the standard library: each import delays a launch
 (docs/decisions/042-what-the-launcher-imports.md).
 """
 

@@ -3,8 +3,6 @@
 An app is the process that runs the verb, or a worker with another model. It is resumed from a snapshot
 or started cold. Each app has a supervisor, its parent process, and a link, the socket on which it and
 the launcher exchange messages.
-
-Only cheap modules of the standard library (docs/decisions/042-what-the-launcher-imports.md).
 """
 
 from __future__ import annotations
@@ -121,13 +119,9 @@ class Apps:
         fds: list[int],
     ) -> LaunchedApp:
         """Begin to restore an app from the snapshot in `folder`. Raises OSError."""
-        link, app_link = _socket.socketpair()
-        spawn_ns = time.monotonic_ns()
-        supervisor = supervise.resume(manifest, folder, app_link.fileno())
-        app_link.close()
         request.how, request.snapshot = "resumed", manifest.name
         request.reason, request.hint = "", choice.warm_hint
-        app = self._send_request(LaunchedApp(supervisor, link, request, fds), spawn_ns)
+        app = self._launch(lambda fd: supervise.resume(manifest, folder, fd), request, fds)
         # the file's mtime records the last use: the least recently used snapshots are removed first
         quietly(os.utime, f"{folder}/{format.LOCK}")
         return app
@@ -136,15 +130,14 @@ class Apps:
         self, request: LaunchRequest, fds: list[int], error: EdgeInferError, hint: str = ""
     ) -> LaunchedApp:
         """Start an app that loads its model; with a `hint`, it prints why it was not resumed."""
-        link, app_link = _socket.socketpair()
-        spawn_ns = time.monotonic_ns()
-        link_fd = app_link.fileno()
-        command = process.child_command("edgeinfer.snapshots.restore.app_process", str(link_fd))
-        supervisor = supervise.start(command, link_fd, dict(os.environ))
-        app_link.close()
         request.how, request.snapshot = "cold", ""
         request.reason, request.hint = error.message, hint
-        app = self._send_request(LaunchedApp(supervisor, link, request, fds), spawn_ns)
+
+        def start(link_fd: int) -> supervise.Supervisor:
+            command = process.child_command("edgeinfer.snapshots.restore.app_process", str(link_fd))
+            return supervise.start(command, link_fd, dict(os.environ))
+
+        app = self._launch(start, request, fds)
         self.close_sent_descriptors(app)
         return app
 
@@ -155,12 +148,18 @@ class Apps:
                 os.close(fd)
             del app.fds[3:]
 
-    def _send_request(self, app: LaunchedApp, spawn_ns: int) -> LaunchedApp:
-        """Complete the request of a new app, send it, and poll the app."""
+    def _launch(
+        self, start: Callable[[int], supervise.Supervisor], request: LaunchRequest, fds: list[int]
+    ) -> LaunchedApp:
+        """Start an app with the descriptor of its link, complete and send its request, and poll it."""
+        link, app_link = _socket.socketpair()
+        spawn_ns = time.monotonic_ns()
+        app = LaunchedApp(start(app_link.fileno()), link, request, fds)
+        app_link.close()
         self.running.append(app)
         self._poll.register(app.supervisor.status_fd, select.POLLIN)
         self._poll.register(app.link.fileno(), select.POLLIN)
-        request, is_verb = app.request, app.role == "verb"
+        is_verb = app.role == "verb"
         process_env.describe(request)
         request.exec_ns = request.main_ns = request.spawn_ns = spawn_ns
         if is_verb:  # the verb's launch began with this process, a worker's just now
@@ -177,7 +176,6 @@ class Apps:
         return app
 
     def drop(self, app: LaunchedApp) -> None:
-        """Remove an app that has ended, and reap its supervisor."""
         self.running.remove(app)
         self._poll.unregister(app.supervisor.status_fd)
         quietly(self._poll.unregister, app.link.fileno())

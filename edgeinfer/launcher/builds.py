@@ -1,7 +1,4 @@
-"""Start the processes that build snapshots for a launch, and keep their log.
-
-Only cheap modules of the standard library.
-"""
+"""Start the processes that build snapshots for a launch, and keep their log."""
 
 from __future__ import annotations
 

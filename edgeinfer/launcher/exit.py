@@ -2,8 +2,6 @@
 
 If the launcher is killed, its app dies too, and neither can restore the terminal. A forked child does
 it then: it waits on a pipe whose other end only the launcher has. It costs one fork and 0.1 MB.
-
-Only cheap modules of the standard library.
 """
 
 from __future__ import annotations
@@ -117,7 +115,6 @@ def _modes_of(fd: int) -> list[object] | None:
 
 
 def _restore(fd: int, modes: list[object]) -> None:
-    """Restore the terminal's modes and screen. Never raises."""
     import termios
 
     try:

@@ -2,8 +2,6 @@
 
 One loop polls all pipes and sockets. `apps` starts the apps. Each app has a supervisor, its parent
 process, which reports on a pipe, and a link, the socket on which the app sends `messages`.
-
-Only cheap modules of the standard library (docs/decisions/042-what-the-launcher-imports.md).
 """
 
 from __future__ import annotations
@@ -161,10 +159,7 @@ class Launcher:
     # --- ending
 
     def _finish(self, app: LaunchedApp, ending: str, reason: str = "") -> None:
-        """Start the app of `serve` again after a crash, otherwise exit like the app.
-
-        `ending` is "exit N" or "signal N".
-        """
+        """Start the app of `serve` again after a crash; or exit like it ("exit N", "signal N")."""
         event, _, text = ending.partition(" ")
         number = int(text)
         crashed = event == "signal" or number == exit.UNEXPECTED

@@ -92,10 +92,7 @@ class WorkerStarted(LauncherMessage):
 
 
 class WantSnapshot(LauncherMessage):
-    """App to launcher: this snapshot would have avoided the cold start.
-
-    It is built after the app has ended, or with `now` immediately.
-    """
+    """App to launcher: build the snapshot that was missing, after the app has ended or `now`."""
 
     model: str
     options: bytes

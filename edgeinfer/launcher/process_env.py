@@ -1,7 +1,4 @@
-"""Describe the process environment for a launch request, and bind the sockets of `serve`.
-
-Only cheap modules of the standard library (docs/decisions/042-what-the-launcher-imports.md).
-"""
+"""Describe the process environment for a launch request, and bind the sockets of `serve`."""
 
 from __future__ import annotations
 

@@ -77,7 +77,6 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
 
 
 def _warm(word: str, models: set[str]) -> str:
-    """Return the model that `word` names if it has a snapshot, otherwise ""."""
     spellings = (word, f"hf:{word}") if "/" in word else (word,)
     return next((name for name in spellings if name and format.model_prefix(name) in models), "")
 

@@ -77,7 +77,6 @@ class SamplingDefaults(_SamplingKeys):  # type: ignore[misc, valid-type]  # its 
         return {key: value for key, value in msgspec.structs.asdict(self).items() if value is not None}
 
     def over(self, base: Sampling) -> Sampling:
-        """Return `base` with the options that the entry sets."""
         return msgspec.structs.replace(base, **self.chosen_options())
 
 

@@ -429,7 +429,6 @@ class _Walker:
         return alignment
 
     def _tensor(self, index: int) -> TensorInfo:
-        """Return the next tensor's entry; its offset counts from the data's start."""
         name = self._string(f"the name of tensor {index}", MAX_TENSOR_NAME_BYTES)
         n_dims = self._u32(f"the dimensions of {name}")
         if n_dims > MAX_DIMS:

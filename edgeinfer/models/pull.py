@@ -89,10 +89,7 @@ def _type_in_source(plan: PullPlan) -> str:
 
 
 def _find_unchanged(plan: PullPlan, job: Job) -> PulledModel | None:
-    """Return the stored model if all its files are unchanged; None if it must be fetched.
-
-    A file with another mtime is hashed again.
-    """
+    """Return the stored model if its files are unchanged, hashing those with another mtime, or None."""
     record = store.read_record(names.pulled_folder(plan.ref))
     if record is None:
         return None

@@ -114,7 +114,6 @@ def _own_projector(path: str, work: Path, job: Job) -> FetchedFile:
 def _reference(
     text: str, type_name: str, origin: PulledModel | None, options: QuantizeOptions
 ) -> Reference:
-    """Return the name under which the result is stored. Raises UsageError."""
     hint = "give the result a name: `--name NAME`"
     if options.name:
         ref = names.parse_reference(options.name)

@@ -102,8 +102,6 @@ class OciArtifact(msgspec.Struct, frozen=True):
 
 
 class LocalFile(msgspec.Struct, frozen=True):
-    """A file or folder of this machine."""
-
     path: str
 
     def __str__(self) -> str:

@@ -157,10 +157,7 @@ def read_record(folder: Path) -> PulledModel | None:
 
 
 def _read_json(path: Path, kind: type[T], rm_argument: str) -> T | None:
-    """Read a file of the store; None if it is missing.
-
-    Raises CatalogError with the hint `edgeinfer rm` if it is damaged.
-    """
+    """Read a file of the store; None if it is missing. Raises CatalogError if it is damaged."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (FileNotFoundError, NotADirectoryError):
@@ -265,8 +262,6 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True):
-    """The pins of a model, NAME.lock.json."""
-
     pins: tuple[Pin, ...] = ()
     version: Literal[1] = 1
 

@@ -68,10 +68,7 @@ def path_errors(path: str | Path, hint: str, kind: type[EdgeInferError] = UsageE
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:
-    """Open a regular file, by default for reading; a new file gets mode 0600.
-
-    Raises OSError, also for a FIFO, a device or a folder.
-    """
+    """Open a regular file, by default to read; a new one gets mode 0600. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -200,10 +197,7 @@ def is_locked(path: str | Path) -> bool:
 
 
 def stamps(files: Sequence[str]) -> str:
-    """Return path, size, mtime and inode of files as one text, which changes with their content.
-
-    Raises OSError.
-    """
+    """Return a text that changes with the files: path, size, mtime, inode of each. Raises OSError."""
     stats = [(path, os.stat(path)) for path in files]
     return "\0".join(f"{path} {s.st_size} {s.st_mtime_ns} {s.st_ino}" for path, s in stats)
 
@@ -240,7 +234,6 @@ def bytes_below(folder: Path, ending: str = "") -> int:
 
 
 def size_or_zero(path: Path) -> int:
-    """Return a file's size (bytes); 0 if it is missing."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

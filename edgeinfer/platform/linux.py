@@ -48,10 +48,7 @@ def _check(result: int, call: str) -> int:
 
 
 def clone(flags: int) -> int:
-    """Fork into new namespaces; return the child's pid, 0 in the child. Raises OSError.
-
-    The process must have one thread.
-    """
+    """Fork a process with one thread into new namespaces; 0 in the child. Raises OSError."""
     number, raw_flags = _CLONE[os.uname().machine], ctypes.c_ulong(flags | _SIGCHLD)
     return _check(_libc().syscall(number, raw_flags, None, None, None, None), "clone")
 

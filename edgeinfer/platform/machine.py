@@ -52,8 +52,6 @@ class Processors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine(Processors):
-    """CPUs and memory that this process may use."""
-
     memory: Memory
 
     def without(self, n_bytes: int) -> Machine:
@@ -191,8 +189,6 @@ def read_ahead_bytes(path: str | os.PathLike[str], root: Path = _ROOT) -> int:
 
 
 def _physical_cores(cpus: set[int], root: Path) -> int:
-    """Return the number of cores of these CPUs; hyper-threads of one core count once."""
-
     def core(cpu: int) -> str:
         siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         return _text(siblings) or str(cpu)

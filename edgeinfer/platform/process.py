@@ -51,10 +51,7 @@ def fork_and_exec(
 
 
 def open_missing_streams() -> None:
-    """Open /dev/null for standard streams that are closed: other files would get their numbers.
-
-    Raises OSError.
-    """
+    """Open closed standard streams on /dev/null, or files would get their numbers. Raises OSError."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             null = os.open("/dev/null", os.O_RDWR)

@@ -48,10 +48,7 @@ _TMPFS = "/dev/shm"  # noqa: S108  our folder there is checked
 
 
 class Probe:
-    """Result of looking for CRIU.
-
-    `tier` is None if it does not work; then `reason` says why, and `fix` is what to do.
-    """
+    """Whether CRIU works. If `tier` is None it does not: `reason` says why, `fix` what to do."""
 
     def __init__(
         self, tier: str | None, reason: str, fix: str = "", criu: str = "", version: str = ""
@@ -81,7 +78,6 @@ def candidates() -> list[str]:
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a short program; return its result with the output as text. Raises OSError."""
     # slow import (8 ms): only builds and `doctor` need it
     from subprocess import DEVNULL, TimeoutExpired, run
 
@@ -244,10 +240,7 @@ def _exec(criu: str, tier: str, arguments: list[str]) -> NoReturn:
 
 
 def available() -> Probe:
-    """Return a Probe of a CRIU that works.
-
-    Raises SnapshotsUnavailableError, whose hint is the fix, or SnapshotUnsafeError.
-    """
+    """Return a working CRIU. Raises SnapshotsUnavailableError with the fix, SnapshotUnsafeError."""
     probed = probe()
     if probed.tier is None:
         problem = f"snapshots do not work here: {probed.reason}"

@@ -22,10 +22,7 @@ _CPU_LINES = (
 
 
 def stamp(path: str) -> str:
-    """Return size (bytes), mtime (ns) and inode of a file as text: "913 1764417600000000000 42".
-
-    Symlinks are followed. Raises OSError.
-    """
+    """Return a file's size, mtime (ns) and inode: "913 1764417600000000000 42". Raises OSError."""
     info = os.stat(path)
     return f"{info.st_size} {info.st_mtime_ns} {info.st_ino}"
 

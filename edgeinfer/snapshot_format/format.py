@@ -86,7 +86,6 @@ def _plain(word: str) -> str:
 
 
 def manifest_text(m: Manifest) -> str:
-    """Return the content of a manifest's file."""
     rows: list[tuple[object, ...]] = [(MAGIC, VERSION)]
     for field, value in vars(m).items():
         if isinstance(value, dict):
@@ -186,10 +185,7 @@ def safe_name(model: str) -> str:
 
 
 def snapshot_name(model: str, requested: dict[str, str], user_name: str = "") -> str:
-    """Return a snapshot's name: `MODEL`, `MODEL,ctx8192,…` or `MODEL,USER_NAME`.
-
-    `requested` are its non-default load options.
-    """
+    """Return `MODEL`, `MODEL,ctx8192,…` (options that are not default) or `MODEL,USER_NAME`."""
     suffixes = [user_name] if user_name else [_option_part(*item) for item in sorted(requested.items())]
     return OPTION_SEPARATOR.join([safe_name(model), *map(safe_name, suffixes)])
 
@@ -255,7 +251,6 @@ def folder_name(name: str, generation: int, program: str) -> str:
 
 
 def name_of(folder: str) -> str:
-    """Return the snapshot's name from its folder's name or path."""
     return os.path.basename(folder).rpartition(SEPARATOR)[0]
 
 
@@ -270,10 +265,7 @@ def program_of(folder: str) -> str:
 
 
 def generations(root: str | None = None, program: str = "") -> dict[str, list[str]]:
-    """Return the folders of every complete snapshot by name, the newest first.
-
-    `program` selects those of one installation.
-    """
+    """Return the folders of complete snapshots by name, the newest first; of `program`, if given."""
     root = root or paths.snapshots_path()
     by_name: dict[str, list[str]] = {}
     for folder in sorted(_folders(root), key=generation_of, reverse=True):

@@ -88,7 +88,6 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
 
 
 def describe(engine: Engine, inputs: SnapshotInputs) -> ProcessDescription:
-    """Describe what this process has loaded."""
     return ProcessDescription(
         model=inputs.model,
         files=inputs.files,
@@ -122,7 +121,6 @@ def adapters_text(adapters: Sequence[Adapter]) -> str:
 
 
 def read_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
-    """List the paths of all files that a load maps or reads."""
     return (*files.paths, *files.draft_paths, *unmapped_files(files, options))
 
 

@@ -111,10 +111,7 @@ class Stages:
 
 
 def load_and_park(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, ParkedProcess]:
-    """Load the model, import all modules, prefill the system prompt, and stop all threads.
-
-    Raises what loading a model raises.
-    """
+    """Load the model, import modules, prefill, and stop the threads. Raises what loading raises."""
     from edgeinfer.runtime.engine import load_engine  # slow import: 160 to 290 ms
 
     files, options = inputs.files, inputs.options
@@ -170,7 +167,6 @@ def _rehearse() -> None:
 
 
 def mapped_files() -> tuple[str, ...]:
-    """List the files that this process has mapped, sorted by path."""
     paths = {area.path for area in areas()}
     return tuple(sorted(path for path in paths if path.startswith("/") and os.path.isfile(path)))
 

@@ -106,10 +106,7 @@ def is_named(folder: Path) -> bool:
 
 
 def is_orphan(folder: Path) -> bool:
-    """Return whether the installation that built the snapshot, or its venv, was removed.
-
-    False if the manifest cannot be read.
-    """
+    """Return whether the program or venv that built the snapshot was removed; False if unreadable."""
     try:
         return not (is_own(folder) or all(map(os.path.exists, _program_paths_of(folder))))
     except EdgeInferError:
@@ -284,10 +281,7 @@ def killed_error(what: str) -> OutOfMemoryError:
 
 
 def record_failure(name: str, model: str, depends_on: str, error: EdgeInferError) -> None:
-    """Record a failed build, so that it is not repeated before an input changes.
-
-    Errors that may pass by themselves are not recorded.
-    """
+    """Record a failed build, so that it is not repeated before an input or a passing cause changes."""
     if not isinstance(error, _PASSING):
         failure = Failure(
             name=name, model=model, message=error.message, at_s=time.time(), depends_on=depends_on

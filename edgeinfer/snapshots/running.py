@@ -168,7 +168,6 @@ def _age_s(pid: int) -> float:
 
 
 def _memory(pid: int) -> tuple[int, int]:
-    """Return a process's anonymous and file-backed resident memory (bytes)."""
     sizes = {"RssAnon:": 0, "RssFile:": 0}
     for line in _read(pid, "status").decode(errors="replace").splitlines():
         name, _, size = line.partition("\t")

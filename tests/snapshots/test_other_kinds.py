@@ -21,7 +21,7 @@ import json, sys
 from edgeinfer.launcher import selection
 from edgeinfer.snapshots.restore import checks
 folder, manifest = selection.find(sys.argv[1], {})
-sys.stdout.write(checks.ask_resumed_process(manifest, folder, checks.make_internal_request("canary")).hex())
+sys.stdout.write(checks.ask_resumed_process(manifest, folder, "canary").hex())
 """
 
 

@@ -23,8 +23,7 @@ import sys, os
 from edgeinfer.launcher import selection
 from edgeinfer.snapshots.restore import checks
 folder, manifest = selection.find("small", {})
-request = checks.make_internal_request("facts")
-sys.stdout.write(checks.ask_resumed_process(manifest, folder, request).decode())
+sys.stdout.write(checks.ask_resumed_process(manifest, folder, "facts").decode())
 """
 
 

@@ -27,10 +27,7 @@ _CONFIGURATION = (
 
 
 def weight_files(names: list[str]) -> list[str]:
-    """Return the safetensors files of a checkpoint in order; [] if there are none.
-
-    Raises SourceNotFoundError if a shard is missing.
-    """
+    """Return a checkpoint's safetensors files. Raises SourceNotFoundError for a missing shard."""
     if WEIGHTS in names:
         return [WEIGHTS]
     shards = sorted(name for name in names if _SHARD.fullmatch(name))

@@ -62,10 +62,7 @@ KEYS: dict[str, tuple[type, str]] = {
 
 
 def required_number(config: Values, key: str, most: int = 1 << 31) -> int:
-    """Return config.json's value for a GGUF key: an integer from 1 to `most`.
-
-    Raises ConversionError if it is missing or invalid.
-    """
+    """Return config.json's value for a GGUF key, from 1 to `most`. Raises ConversionError."""
     config_key = KEYS[key][1]
     value = config.get(config_key)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:

@@ -144,7 +144,6 @@ def _model(tokenizer: Values, vocabulary: Vocabulary) -> Values:
 
 
 def _merges(model: Values) -> list[tuple[str, str]]:
-    """Return BPE's merges as pairs, the first one to apply first."""
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
     return [(first, second) for first, second in pairs]
 

@@ -151,7 +151,6 @@ def find_tower(checkpoint: ModelCheckpoint) -> Tower | None:
 
 
 def _plain(name: str) -> str:
-    """Return a tensor's name as the gguf package's map has it."""
     for prefix, plain in _RENAMED:
         if name.startswith(prefix):
             name = plain + name.removeprefix(prefix)

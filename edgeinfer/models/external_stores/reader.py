@@ -69,10 +69,7 @@ _VERIFIED = CacheTable("verified.json", dict[str, _Seen])
 
 
 def verify(file: ExternalFile, progress: OnRead) -> None:
-    """Hash a file and compare it with the digest in its name, unless that was done before.
-
-    Raises ChecksumError, OSError.
-    """
+    """Hash a file once and compare it with the digest in its name. Raises ChecksumError, OSError."""
     if not file.sha256:
         return
     now = _look(file)
@@ -121,10 +118,7 @@ class ExternalStore(ABC):
 
     @abstractmethod
     def search(self, root: Path) -> Iterator[ExternalModel]:
-        """Yield every model below `root`, a path without symlinks.
-
-        Raises UnusableError if `root` cannot be read.
-        """
+        """Yield every model below `root`, a path without symlinks. Raises UnusableError."""
 
     def unusable(self, name: str, error: UnusableError) -> ExternalModel:
         """Return a model that cannot be used because of `error`."""

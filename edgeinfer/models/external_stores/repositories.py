@@ -30,10 +30,7 @@ _REPO = re.compile(r"models--([A-Za-z0-9][\w.-]*?)--([A-Za-z0-9][\w.-]*)", re.AS
 
 
 class _RepositoryStore(ExternalStore):
-    """A store with a folder per repository.
-
-    GGUF files are at most `depth` folders deep; `suffix` is left out of models' names.
-    """
+    """A store with a folder per repository, `depth` deep. Models' names have no `suffix`."""
 
     depth: int
     suffix: str
@@ -64,7 +61,6 @@ class _RepositoryStore(ExternalStore):
 
 
 def _projectors(folder: Path, gguf_names: list[str], root: Path) -> Iterator[ExternalFile]:
-    """Yield a repository's projectors that can be read."""
     for file in gguf_names:
         if is_projector(os.path.basename(file)):
             with contextlib.suppress(reader.UnusableError):

@@ -112,10 +112,7 @@ class StoreCache:
 
 
 def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufHeader]:
-    """Return the checked headers of a model's files.
-
-    Raises ModelNotPulledError if it cannot be used, InvalidGgufError.
-    """
+    """Return the checked headers of a model's files. Raises ModelNotPulledError, InvalidGgufError."""
     if model.problem:
         problem = f"{model.name} can't be used: {model.problem}"
         raise ModelNotPulledError(problem, hint=model.fix or None)
@@ -151,10 +148,7 @@ def verified_files(model: ExternalModel, progress: Progress | None = None) -> Mo
 
 
 def describe_files(model: ExternalModel) -> ModelFiles:
-    """Return a model's files by their headers and the store's settings, without hashing.
-
-    Raises ModelNotPulledError, InvalidGgufError.
-    """
+    """Return a model's files without hashing them. Raises ModelNotPulledError, InvalidGgufError."""
     header = headers(model)[0]
     stored = settings(model, header)
     return ModelFiles(

@@ -154,7 +154,6 @@ def _fetch_renewing(
 
 
 def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[FetchedFile]:
-    """Return the local files of a model, copied into `work` unless `in_place`."""
     if path.is_dir():
         return [_checkpoint_folder(path)]
     if path.suffix == ".safetensors":
@@ -178,7 +177,6 @@ def _from_disk(path: Path, work: Path, job: Job, *, in_place: bool) -> list[Fetc
 
 
 def _projector_beside(model: Path, work: Path, job: Job) -> list[FetchedFile]:
-    """Copy the projector in the model's folder that fits the model, if there is one."""
     encoder = projectors.find_fitting(projectors.in_folder_of(model), gguf.read_header(model))
     if not encoder or encoder == str(model):
         return []
@@ -206,10 +204,7 @@ def _checkpoint_folder(folder: Path) -> FetchedFile:
 
 
 def copy_into(work: Path, source: Path, job: Job, index: int = 0, n_files: int = 1) -> Path:
-    """Copy `source` to a partial file in `work`, sharing disk blocks if the file system can.
-
-    Raises DiskFullError, InterruptedByUser.
-    """
+    """Copy or clone `source` to a partial file in `work`. Raises DiskFullError, InterruptedByUser."""
     target = work / (names.sanitize_file_name(source.name) + ".part")
     size = source.stat().st_size
     job.begin("copying", source.name, total=size, index=index, n_files=n_files)

@@ -161,7 +161,6 @@ def is_untrusted(error: BaseException | None) -> bool:
 
 
 def describe_transport_error(error: Exception) -> str:
-    """Return in words why a connection failed."""
     descriptions: dict[type[Exception], str] = {
         httpx2.ConnectError: "cannot connect",
         httpx2.ConnectTimeout: "the server does not answer",

@@ -55,7 +55,6 @@ def _projectors(chosen: list[str], listed: dict[str, Any]) -> list[Any]:
 
 
 def _choose_files(source: HubFile | HubQuant, paths: list[str]) -> list[str]:
-    """Return the paths to fetch. Raises SourceNotFoundError with those the repository has."""
     if isinstance(source, HubFile):
         if source.path not in paths:
             hint = _offer(_ggufs(paths)[:8])

@@ -234,7 +234,6 @@ class Registry:
         return (url.scheme, url.host, url.port) == (self._url.scheme, self._url.host, self._url.port)
 
     def _authorize(self, challenge: str) -> str:
-        """Return the Authorization header for a WWW-Authenticate challenge, "" without a login."""
         kind, _, parameters_text = challenge.partition(" ")
         login = _login(self._source.registry)
         if kind.lower() == "basic":

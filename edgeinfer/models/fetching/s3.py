@@ -38,7 +38,6 @@ def resolve(source: StoredObject) -> list[Remote]:
 
 
 def _keys(source: StoredObject, client: Any) -> list[tuple[str, str]]:
-    """Return the key and the file name of each object to fetch."""
     if not source.key.endswith("/"):
         name = names.sanitize_file_name(source.key)
         siblings = names.split_names(name) or [name]

@@ -85,12 +85,7 @@ class Builder:
         baked = bake(self._images, self._folder / format.MEMORY, parked.pid, self._stages.report)
         self._stages.begin("verify")
         manifest = self._manifest(parked)
-        if (
-            checks.ask_resumed_process(
-                manifest, str(self._folder), checks.make_internal_request("canary")
-            )
-            != parked.canary
-        ):
+        if checks.ask_resumed_process(manifest, str(self._folder), "canary") != parked.canary:
             problem = "the new snapshot computes different tokens than the process it was made from"
             raise RestoreError(f"{problem}; it was deleted")
         self._stages.begin("")
@@ -222,7 +217,6 @@ class Builder:
         return manifest
 
     def _refuse_changed(self, stamps: dict[str, str]) -> None:
-        """Raise SnapshotStaleError if a file of the model has changed during the build."""
         for path, stamp in self._request.inputs.stamps.items():
             if stamps.get(path, stamp) != stamp:
                 problem = f"{path} was changed while the snapshot was built; the snapshot was deleted"
@@ -361,28 +355,18 @@ def _digest_on_disk(path: Path) -> str:
 
 
 def computes_canary(folder: Path) -> bool:
-    """Resume the snapshot; return whether it computes the same canary as its build did.
-
-    Raises RestoreError.
-    """
+    """Resume the snapshot; return whether it computes its build's canary. Raises RestoreError."""
     manifest = format.read_manifest(str(folder))
-    content = checks.ask_resumed_process(
-        manifest, str(folder), checks.make_internal_request("canary"), criu.CHECK_LIMIT_S
-    )
+    content = checks.ask_resumed_process(manifest, str(folder), "canary", criu.CHECK_LIMIT_S)
     return hashlib.sha256(content).hexdigest() == registry.read_details(folder).canary
 
 
 def repeated_randomness(folder: Path) -> list[str]:
-    """Resume the snapshot twice; return the random sources that gave the same value twice.
-
-    Raises RestoreError.
-    """
+    """Resume the snapshot twice; return the random sources that repeat. Raises RestoreError."""
     manifest = format.read_manifest(str(folder))
     drawn = []
     for _ in range(2):
-        facts = checks.ask_resumed_process(
-            manifest, str(folder), checks.make_internal_request("facts"), criu.CHECK_LIMIT_S
-        )
+        facts = checks.ask_resumed_process(manifest, str(folder), "facts", criu.CHECK_LIMIT_S)
         drawn.append(msgspec.json.decode(facts, type=checks.Facts).random)
     return [name for name, value in drawn[0].items() if drawn[1].get(name) == value]
 

@@ -112,7 +112,6 @@ class ImageMessage(list[Field]):
         return next((value for n, _, value in self if n == field and isinstance(value, int)), 0)
 
     def parts(self, field: int) -> list[ImageMessage]:
-        """Return the messages nested in a repeated field."""
         return [ImageMessage.decode(value) for n, _, value in self if n == field]
 
     def with_values(self, values: Mapping[int, int | bytes]) -> ImageMessage:

@@ -157,7 +157,6 @@ class AppHost(Host):
         return engine
 
     def _say_cold_start(self, snapshot: str) -> None:
-        """Print to stderr why this launch started cold."""
         if not self._hint or self.start.how != "cold":
             return
         from edgeinfer.snapshots.registry import build_lock  # not needed if nothing is printed
@@ -181,16 +180,12 @@ class AppHost(Host):
         self._publish(self._description)
 
     def _publish(self, description: ProcessDescription | None) -> None:
-        """Publish what is loaded, for `ps` and `snapshots take`."""
         self._description = description
         if description is not None:
             self._note.write(msgspec.structs.replace(description, url=self._url))
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
-        """Let the launcher run `snapshots take` for this process; wait for the result.
-
-        Raises the error of the build.
-        """
+        """Let the launcher run `snapshots take` for this process, and wait. Raises its error."""
         arguments = (f"--model={model}", f"--name={name}")
         outcome = read_build(self._tell_with_pipe(messages.TakeSnapshot(argv=arguments)), None)
         if outcome.result is None:

@@ -47,7 +47,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gather(loaded: LoadedModel | None) -> Facts:
-    """Return the facts about this process."""
     drawn = {
         "os.urandom": os.urandom(16).hex(),
         "getrandom": getrandom(16).hex(),
@@ -90,11 +89,17 @@ def _sample(loaded: LoadedModel) -> str:
 
 
 def ask_resumed_process(
-    manifest: Manifest, folder: str, request: LaunchRequest, limit_s: int = criu.RESTORE_LIMIT_S
+    manifest: Manifest, folder: str, role: str, limit_s: int = criu.RESTORE_LIMIT_S
 ) -> bytes:
-    """Resume a snapshot and return its answer to one request. Raises RestoreError, OSError."""
+    """Resume a snapshot and return its answer, for the role "canary" or "facts".
+
+    Raises RestoreError, OSError.
+    """
+    now = time.monotonic_ns()
+    request = LaunchRequest(role=role, entropy=os.urandom(64), how="resumed")
+    request.exec_ns = request.main_ns = request.spawn_ns = now
     own_link, link = socket.socketpair()
-    child = supervise.resume(manifest, folder, link.fileno(), limit_s)
+    supervisor = supervise.resume(manifest, folder, link.fileno(), limit_s)
     link.close()
     try:
         messages.send(own_link, request)
@@ -103,18 +108,10 @@ def ask_resumed_process(
         own_link.close()
     payload = answer[0] if answer else None
     if not isinstance(payload, messages.Payload):
-        os.kill(child.pid, signal.SIGKILL)
-    with open(child.status_fd, "rb") as status:
+        os.kill(supervisor.pid, signal.SIGKILL)
+    with open(supervisor.status_fd, "rb") as status:
         why = status.read().decode(errors="replace").strip()
-    os.waitpid(child.pid, 0)
+    os.waitpid(supervisor.pid, 0)
     if not isinstance(payload, messages.Payload):
         raise RestoreError(f"the snapshot cannot be resumed: {why or 'no reason given'}")
     return payload.content
-
-
-def make_internal_request(role: str) -> LaunchRequest:
-    """Return a launch request that no user made; `role` is "canary" or "facts"."""
-    now = time.monotonic_ns()
-    return LaunchRequest(
-        role=role, entropy=os.urandom(64), exec_ns=now, main_ns=now, spawn_ns=now, how="resumed"
-    )

@@ -108,7 +108,6 @@ def _file(kind: Kind, name: str, path: Path, *, sha256: str = "", scale: float =
 
 
 def _find_pulled(model: str) -> PulledModel:
-    """Return the pulled model with this name. Raises SnapshotError."""
     pulled = None if "/" in model else resolve(model).pulled
     if pulled is None or pulled.name != model:
         hint = f"`edgeinfer pull {model} --name NAME`, then `edgeinfer warm NAME`"

@@ -127,10 +127,7 @@ def layers(description: SnapshotDescription) -> list[Descriptor]:
 
 
 def sign(description: SnapshotDescription, key: SigningKey) -> tuple[bytes, bytes]:
-    """Return the image's config and its manifest, which has the signature of the config.
-
-    Equal descriptions give equal bytes.
-    """
+    """Return the image's config and its manifest with the signature; equal inputs give equal bytes."""
     machine = os.uname().machine
     blobs = layers(description)
     config = msgspec.json.encode(

@@ -108,9 +108,8 @@ def _store_files(image: ImageStore, description: SnapshotDescription, progress: 
 
 
 def _find_pulled(description: SnapshotDescription) -> store.PulledModel | None:
-    """Return the pulled model with the same files, under any name, or None.
-
-    Raises SnapshotStaleError if another model has this name.
+    """Return the pulled model with these files, or None. Raises SnapshotStaleError if its name is
+    taken.
     """
     digests = [file.sha256 for file in description.model_files]
     pulled = resolve(description.model).pulled
@@ -123,7 +122,6 @@ def _find_pulled(description: SnapshotDescription) -> store.PulledModel | None:
 
 
 def _digests(model: store.PulledModel) -> list[str]:
-    """Return the SHA-256 of a model's files in order, then of its projector."""
     projector = resolve(model.name).files().projector
     digests = [file.sha256 for file in model.files]
     return [*digests, sha256_of(Path(projector))] if projector else digests
@@ -134,10 +132,7 @@ def _pull(name: str, path: Path, *, in_place: bool) -> None:
 
 
 def _has_adapter(file: SnapshotFile) -> bool:
-    """Return whether the adapter is stored here.
-
-    Raises SnapshotStaleError if another adapter has its name.
-    """
+    """Return whether the adapter is stored. Raises SnapshotStaleError if another has its name."""
     path = adapters.adapter_path(file.name)
     if not path.exists():
         return False

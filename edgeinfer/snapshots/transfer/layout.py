@@ -41,10 +41,7 @@ class Layout:
         self.folder = folder
 
     def manifest_content(self) -> bytes:
-        """Return the manifest, after checking its digest.
-
-        Raises SnapshotMissingError without an image, SnapshotCorruptError.
-        """
+        """Return the verified manifest. Raises SnapshotMissingError, SnapshotCorruptError."""
         path = self.folder / "index.json"
         try:
             content = _read(path)
@@ -67,7 +64,7 @@ class Layout:
         return copy_into(folder, self._existing(digest, size), job)
 
     def _existing(self, digest: str, size: int) -> Path:
-        """Return a blob's path. Raises SnapshotCorruptError if it is not a file of this size."""
+        """Return the path of a blob of this size. Raises SnapshotCorruptError."""
         if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
             raise corrupt(f"{digest!r} is not a digest")
         try:
@@ -103,7 +100,6 @@ class Layout:
 
 
 def _read(path: Path) -> bytes:
-    """Read a file of at most MAX_BYTES. Raises OSError, SnapshotCorruptError."""
     with open(open_regular(path, os.O_NOFOLLOW), "rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:

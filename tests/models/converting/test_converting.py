@@ -207,7 +207,7 @@ REFUSED = {
     "a and b overlap": lambda folder: with_tensor_of(folder, data_offsets=[4, 12]),
     "cannot be converted: .*: ValueError": with_torn_merges,
     "float too large": lambda folder: config_with(folder, rope_parameters={"rope_theta": 1e308}),
-    "of -1 each": lambda folder: config_with(folder, head_dim=-1),
+    "a head_dim of -1": lambda folder: config_with(folder, head_dim=-1),
     ", 0 key-value heads and": lambda folder: config_with(folder, num_key_value_heads=0),
     f"vocab_size must be between 1 and .*, not {1 << 40}": lambda folder: config_with(
         folder, vocab_size=1 << 40
