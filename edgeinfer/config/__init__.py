@@ -1,4 +1,1 @@
-"""The configuration: config.toml, and the tables of load options and sampling options.
-
-The tables need only the standard library, because the launcher reads them.
-"""
+"""The configuration: config.toml, and tables of options that need only the standard library."""

@@ -330,9 +330,8 @@ def save(keys: tuple[str, ...], value: Any, path: Path | None = None) -> None:
 def change(keys: tuple[str, ...], new_value: Callable[[Any], Any], path: Path | None = None) -> Config:
     """Replace a key's value by `new_value(current)`; return the new configuration.
 
-    Comments and order stay. `current` (None if missing) is read under a lock, so that a change by
-    another process is not lost. Returning None removes the key. Raises ConfigError; then nothing has
-    changed.
+    Comments and order stay. `current` (None if missing) is read under a lock, so that no other change
+    is lost. Returning None removes the key. Raises ConfigError; then nothing has changed.
     """
     import tomlkit  # slow import (30 ms): only a changed setting needs it
 

@@ -22,8 +22,7 @@ class LoadOption:
     """A load option. Its value is one of `choices`, or an integer from `low` to `high` if that is set.
 
     Its flag is `--name` if `is_typed`, its key in config.toml is `name`; without a `name` it has
-    neither. `of_snapshot` means that a snapshot has one value of it: another value needs another
-    snapshot.
+    neither. With `of_snapshot`, each value needs a snapshot of its own.
     """
 
     #: Whether it may be repeated; the values are then joined with commas.
@@ -240,8 +239,7 @@ def snapshot_options(options: object) -> dict[str, str]:
 def first_difference(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, str]) -> str:
     """Return the first wanted option that a snapshot does not have, or "".
 
-    All are dicts of field → text: what a launch wants, what the snapshot's build was given
-    (`requested`), and which values its load chose (`actual`).
+    All are dicts of field → text. The snapshot's build was given `requested`, its load chose `actual`.
     """
     for name, value in wanted.items():
         if value not in (requested.get(name), actual.get(name)):

@@ -1,7 +1,6 @@
-"""Start the apps of a launch and poll them.
+"""Start the apps of a launch and poll them. An app runs the verb, or is a worker with an engine.
 
-An app is the process that runs the verb, or a worker with another model. It is resumed from a snapshot
-or started cold. Each app has a supervisor, its parent process, and a link, the socket on which it and
+It is resumed or cold, and has a supervisor, its parent process, and a link, the socket on which it and
 the launcher exchange messages.
 """
 
@@ -74,8 +73,7 @@ class Apps:
     ) -> LaunchedApp:
         """Start an app: resumed if that is requested and possible, otherwise cold.
 
-        With `--resume=always`, raises the error (such as SnapshotMissingError) instead of starting
-        cold.
+        With `--resume=always`, raises an error such as SnapshotMissingError instead of starting cold.
         """
         if choice.resume == "never":
             reason = EdgeInferError("you asked for a cold start (--resume=never)")

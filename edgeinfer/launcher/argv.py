@@ -1,7 +1,4 @@
-"""Split the command lines of the verbs that load a model, for the launcher and for argparse.
-
-Imports only built-in modules: the launcher pays for each import at every launch.
-"""
+"""Split the command lines of the verbs that load a model, for the launcher and for argparse."""
 
 from __future__ import annotations
 

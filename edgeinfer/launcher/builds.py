@@ -22,8 +22,7 @@ _LOG_BYTES = 256 << 10
 class Builds:
     """Starts builds of snapshots for a launch.
 
-    Background builds continue after the launcher has ended; a build that a client waits for ends with
-    it.
+    Background builds outlive the launcher; a build that a client waits for ends with it.
     """
 
     def __init__(self, poll: select.poll) -> None:
@@ -64,10 +63,7 @@ class Builds:
         return True
 
     def start_warm(self, argv: tuple[str, ...], fds: list[int]) -> None:
-        """Run `edgeinfer warm` with `argv`; its stdout and stderr are the first of `fds`.
-
-        The app cannot run it itself, because it is in other namespaces.
-        """
+        """Run `edgeinfer warm` outside the app's namespaces; output goes to the first of `fds`."""
         self.stop_warm()
         self._warm_pid = _start(["warm", *argv], fds, (1, 2))
 

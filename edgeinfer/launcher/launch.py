@@ -1,7 +1,6 @@
 """Run a launch: start the app of a verb, relay signals and messages, and end as the app ends.
 
-One loop polls all pipes and sockets. `apps` starts the apps. Each app has a supervisor, its parent
-process, which reports on a pipe, and a link, the socket on which the app sends `messages`.
+One loop polls the pipes on which supervisors report, and the links on which apps send messages.
 """
 
 from __future__ import annotations

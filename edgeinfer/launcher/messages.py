@@ -122,10 +122,7 @@ class Exit(LauncherMessage):
 
 
 class Stage(LauncherMessage):
-    """Builder to its client: the progress of a build.
-
-    `name` is the stage, such as "load"; `fraction` is "0.2500" after a quarter of it, "" if unknown.
-    """
+    """Builder to its client: `fraction` of the stage is done, such as "0.2500", "" if unknown."""
 
     name: str
     fraction: str

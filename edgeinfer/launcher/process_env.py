@@ -49,10 +49,7 @@ def listen(argv: list[str]) -> list[_socket.socket]:
 
 
 def user_lookup() -> _socket.socket | None:
-    """Open a netlink socket with which a resumed endpoint can look up its clients' users.
-
-    `platform.tcp` says why the app cannot open it itself. Returns None if a seccomp filter forbids it.
-    """
+    """Open a netlink socket for `platform.tcp` of a resumed endpoint; None if that is forbidden."""
     try:
         return _socket.socket(_socket.AF_NETLINK, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC, 4)
     except OSError:

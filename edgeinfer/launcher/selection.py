@@ -98,9 +98,8 @@ def read_config() -> dict[str, Any]:
 def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
     """Find this program's snapshot for a model: with exactly these options, or the newest that fits.
 
-    Returns its folder and manifest. Snapshots that a user named (`warm --name`) are not considered.
-    Raises SnapshotMissingError if there is none, otherwise the reason why the best one cannot be
-    resumed.
+    Returns its folder and manifest. Snapshots that a user named are not considered. Raises
+    SnapshotMissingError if there is none, otherwise why the best one cannot be resumed.
     """
     root, has_others = paths.snapshots_path(), False
     all_of = format.generations(root, fingerprint.program_tag())
@@ -135,8 +134,7 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
 def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
     """Find a snapshot by its full name, or by the name that a user gave it, first for this model.
 
-    Raises SnapshotMissingError if there is none with these options, otherwise the reason why it cannot
-    be resumed.
+    Raises SnapshotMissingError without one of these options, otherwise why it cannot be resumed.
     """
     root = paths.snapshots_path()
     all_of = format.generations(root, fingerprint.program_tag())

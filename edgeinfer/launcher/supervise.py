@@ -43,10 +43,9 @@ class Supervisor:
 def resume(
     manifest: Manifest, folder: str, link_fd: int, limit_s: int = criu.RESTORE_LIMIT_S
 ) -> Supervisor:
-    """Start a supervisor that restores a snapshot; `link_fd` becomes the app's link.
+    """Start a supervisor that restores a snapshot; `link_fd` becomes the app's link. Raises OSError.
 
-    It reports when the restore has succeeded or failed, and ends a restore after `limit_s` seconds.
-    Raises OSError.
+    It reports whether the restore succeeded, and ends a restore after `limit_s` seconds.
     """
     flags = criu.NAMESPACES[manifest.tier]
     user, group = os.getuid(), os.getgid()

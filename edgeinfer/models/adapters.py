@@ -1,7 +1,4 @@
-"""Pull LoRA adapters, and convert them to GGUF for their base model.
-
-Adapters are stored as adapters/NAME.gguf, which `--lora NAME` loads.
-"""
+"""Pull LoRA adapters and convert them to GGUF. `--lora NAME` loads adapters/NAME.gguf."""
 
 from __future__ import annotations
 

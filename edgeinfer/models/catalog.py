@@ -102,8 +102,7 @@ class LoraTable(_Table, frozen=True, kw_only=True):
 class Model(_Table, frozen=True, kw_only=True):
     """An entry of the catalogue, [models.NAME].
 
-    `sources` are tried in order. A source that is a list stands for parts of one file, to be
-    concatenated.
+    `sources` are tried in order. A source that is a list has the parts of one file, in order.
     """
 
     title: Annotated[str, key_doc("Name for people.", min_length=1)]

@@ -216,10 +216,7 @@ def card_bytes() -> int:
 
 @cache
 def memory_rate() -> MemoryRate:
-    """Return this machine's memory bandwidth, the fastest that was ever measured.
-
-    Each process measures it (0.2 s) until one measurement found the machine idle.
-    """
+    """Return the highest memory bandwidth measured so far (0.2 s each, until the machine was idle)."""
     machine = f"{platform.node()} {platform.machine()} {memory_threads()}"
     stored = _RATES.read().get(machine)
     if stored is not None and not stored.busy:
@@ -243,8 +240,7 @@ def active_share(model: Model | None, name: str, parameters: str) -> float:
 def first_run_choices() -> list[FirstRunChoice]:
     """Return up to three chat models for this machine, in the order comfortable, better, tiny.
 
-    "tiny" is the default model, which is always offered. Takes 0.2 s to measure memory; uses no
-    network.
+    "tiny" is the default model, always offered. Takes 0.2 s to measure memory; uses no network.
     """
     estimator = Estimator()
     fitting: list[tuple[Model, float]] = []
@@ -291,10 +287,7 @@ def header_plan(
     machine: Machine,
     draft: Sequence[GgufHeader] = (),
 ) -> tuple[Shape, Plan]:
-    """Return a model's shape, and the memory plan with which an engine would load these files.
-
-    `draft` has the headers of its draft model.
-    """
+    """Return the shape and the memory plan with which an engine would load these files and `draft`."""
     sizes = {tensor.name: tensor.size_bytes for header in headers for tensor in header.tensors}
     draft_shape = header_shape(draft) if draft else None
     return make_exact_plan(header_shape(headers), options, machine, lambda: sizes, draft_shape)

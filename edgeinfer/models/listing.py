@@ -20,8 +20,7 @@ from edgeinfer.units import format_parameters
 class ModelSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A model in a list. `size_bytes` is 0 if unknown.
 
-    `store` names the program whose file it is, "" for edgeinfer. `can_see`: it has a projector, so
-    messages may contain pictures.
+    `store` is the program whose file it is ("" for edgeinfer). `can_see` models accept pictures.
     """
 
     name: str

@@ -1,7 +1,4 @@
-"""Report the progress of long tasks such as pulls, and cancel them.
-
-On a terminal, progress is one line that is rewritten; otherwise a line every few seconds.
-"""
+"""Report the progress of long tasks such as pulls, in one line on a terminal, and cancel them."""
 
 from __future__ import annotations
 
@@ -205,10 +202,7 @@ def amount_text(now: PullProgress) -> str:
 
 
 class ProgressLines:
-    """Writes progress as lines: one for each new stage and note, and one every few seconds.
-
-    `in_place` is for terminals: the latest line is overwritten.
-    """
+    """Writes a line for each stage and note and every few seconds, or `in_place` on a terminal."""
 
     def __init__(
         self, out: TextIO, interval_s: float = _PLAIN_INTERVAL_S, *, in_place: bool = False

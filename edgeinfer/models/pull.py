@@ -117,10 +117,7 @@ def _find_unchanged(plan: PullPlan, job: Job) -> PulledModel | None:
 def fetch_first_working(
     plan: PullPlan, work: Path, job: Job, options: PullOptions
 ) -> tuple[list[FetchedFile], str]:
-    """Fetch and verify the model's files from the first source that works.
-
-    Returns the files and the source. If all fail, raises one error with all messages.
-    """
+    """Fetch and verify the files of the first source that works. Raises one error with all messages."""
     failures: list[CatalogError] = []
     for parts in plan.candidates:
         source = " + ".join(map(str, parts))

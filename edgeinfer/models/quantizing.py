@@ -223,8 +223,7 @@ NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of `quantize`: `name` of the result, path of an importance matrix, scoring.
 
-    With `keep`, a result that is already stored is only scored. `score_tokens` limits the scored text;
-    0 is all.
+    With `keep`, a stored result is only scored. `score_tokens` limits the scored text; 0 is all.
     """
 
     name: str | None = None

@@ -196,10 +196,7 @@ def _files_of_pulled(pulled: PulledModel, entry: Model | None) -> ModelFiles:
 
 
 def _projector(pulled: PulledModel, entry: Model | None) -> str:
-    """Return the path of the catalogue's projector, the pulled one, or one in the folder; or "".
-
-    Raises InvalidGgufError if the catalogue's is not a projector.
-    """
+    """Return the catalogue's projector, the pulled or a neighbouring one, or "", as a path."""
     if entry is not None and entry.projector and entry.projector_source is None:
         path = Path(entry.projector).expanduser().absolute()
         projectors.check(path)

@@ -25,15 +25,7 @@ from edgeinfer.errors import CatalogError, InvalidGgufError, ModelBusyError
 from edgeinfer.models import gguf, names
 from edgeinfer.models.names import Reference
 from edgeinfer.models.pull_plan import FetchedFile
-from edgeinfer.platform import paths
-from edgeinfer.platform.disk import (
-    bytes_below,
-    disk_full_errors,
-    is_locked,
-    locked,
-    sync,
-    write_durably,
-)
+from edgeinfer.platform import disk, paths
 
 RECORD = "model.json"
 PARTIAL = ".partial"
@@ -51,7 +43,7 @@ def locked_work_folder(ref: Reference, kept: str = "", suffix: str = "") -> Iter
     """
     work = paths.models_dir() / PARTIAL / (ref.folder + suffix)
     try:
-        with disk_full_errors(paths.models_dir(), kept), model_lock(ref):
+        with disk.disk_full_errors(paths.models_dir(), kept), model_lock(ref):
             work.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
                 yield work
@@ -75,7 +67,7 @@ def model_lock(ref: Reference) -> Iterator[None]:
         process = f"process {holder}" if holder.isdecimal() else "another process"
         raise ModelBusyError(f"{ref} is being changed by {process}")
 
-    with locked(path, busy) as descriptor:
+    with disk.locked(path, busy) as descriptor:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
@@ -173,7 +165,7 @@ def write_record(record: PulledModel) -> None:
 
 
 def _write_json(path: Path, value: msgspec.Struct) -> None:
-    write_durably(path, msgspec.json.format(msgspec.json.encode(value), indent=2))
+    disk.write_durably(path, msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
 def list_pulled() -> list[PulledModel]:
@@ -200,7 +192,7 @@ def publish(
     (folder / RECORD).unlink(missing_ok=True)
     files = tuple(_place(file, folder) for file in fetched)
     encoder = None if projector is None else _place(projector, folder)
-    sync(folder)
+    disk.sync(folder)
     headers = [gguf.read_header(folder / file.path) for file in files]
     record = PulledModel(
         name=str(ref),
@@ -226,7 +218,7 @@ def publish(
 def _place(file: FetchedFile, folder: Path) -> PulledFile:
     path = file.path
     if file.is_ours:
-        sync(file.path)
+        disk.sync(file.path)
         path = folder / file.file_name
         os.replace(file.path, path)
     info = path.stat()
@@ -242,7 +234,7 @@ def unfinished_pulls() -> dict[str, int]:
     """Return model name → size (bytes) of the pulls that were interrupted."""
     sizes = {}
     for folder in sorted((paths.models_dir() / PARTIAL).glob("*")):
-        size = 0 if is_locked(_lock_path(folder.name)) else bytes_below(folder)
+        size = 0 if disk.is_locked(_lock_path(folder.name)) else disk.bytes_below(folder)
         if size:
             sizes[folder.name.replace("+", ":")] = size
     return sizes

@@ -1,5 +1,4 @@
-"""What is below the program: CPUs, memory, processes, disks, sockets, and the paths of our folders.
+"""The platform: CPUs, memory, processes, disks, sockets, and the paths of our folders.
 
-It knows nothing of models and requests. Modules that the launcher imports need only the standard
-library.
+It knows nothing of models and requests. The launcher's modules need only the standard library.
 """

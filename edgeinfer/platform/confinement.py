@@ -27,8 +27,8 @@ _SIZES = (8, 8, 8, 16, 16, 24)
 def confine(writable: Sequence[str]) -> None:
     """Let this process and its children write only below `writable`; they may read all files.
 
-    Newer kernels also refuse TCP, abstract sockets, and signals to other processes. Call
-    `linux.refuse_new_privileges` first. Raises OSError.
+    Newer kernels also refuse TCP, abstract sockets, and signals to others. Raises OSError. Call
+    `linux.refuse_new_privileges` first.
     """
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -161,8 +161,8 @@ def _install(code: bytes) -> None:
 def _filter(architecture: int, clones: tuple[int, int], calls: str) -> bytes:
     """Return a filter that allows `calls` and refuses all others with EPERM.
 
-    `clone` is allowed only for threads. `clone3` gets ENOSYS, because a filter cannot read its
-    arguments; the C library then uses `clone`.
+    `clone` is allowed for threads. `clone3`, whose arguments a filter cannot read, gets ENOSYS: libc
+    then uses `clone`.
     """
     clone, clone3 = clones
     steps = _of_architecture(architecture)

@@ -1,7 +1,4 @@
-"""Files: free space, atomic and durable writing, locks, shared blocks, digests.
-
-Standard library only. Modules that are slow to import are imported inside functions.
-"""
+"""Files: free space, atomic and durable writing, locks, shared blocks, digests."""
 
 from __future__ import annotations
 
@@ -92,8 +89,8 @@ def new_file(
     """Yield a new file, which replaces `path` if the block succeeds. Raises OSError.
 
     `mode` None is 0666 without the umask's bits. With `replaces=False`, an existing file stays. `path`
-    is relative to `folder`, an open descriptor, if that is given. The temporary name is random, because
-    all resumed processes have the same pid.
+    is relative to the open `folder`, if given. All resumed processes have the same pid, so the
+    temporary name is random.
     """
     scratch = path.with_name(f".{path.name}.{os.urandom(8).hex()}.new")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -212,10 +209,7 @@ def sha256_of(path: Path, progress: Callable[[int], None] = lambda _done: None) 
 def sha256_of_part(
     descriptor: int, start: int, length: int, on_chunk: Callable[[bytes, int], None]
 ) -> str:
-    """Return the SHA-256 (hex) of up to `length` bytes of an open file from `start` on.
-
-    `on_chunk` is called with each chunk and the bytes read so far.
-    """
+    """Hash up to `length` bytes from `start` on; `on_chunk` gets each chunk and the bytes so far."""
     import hashlib  # slow import (2 ms): it loads OpenSSL
 
     hasher = hashlib.sha256()

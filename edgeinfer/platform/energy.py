@@ -14,10 +14,7 @@ _NONE = (
 
 
 class _Kind(NamedTuple):
-    """A kind of file with an energy (µJ) or a power (µW).
-
-    It counts only if the content of the file `label` next to it begins with `name`.
-    """
+    """Files with an energy (µJ) or power (µW), if the file `label` next to them begins with `name`."""
 
     source: str
     files: str
@@ -42,9 +39,8 @@ _KINDS = (
 class EnergyMeter:
     """Measures the energy (J) between two calls of `read_joules`.
 
-    RAPL and hwmon count the processors' energy. A power meter or a battery reports the whole machine's
-    power; the energy is the mean of two values times the time between them. `source` says what is
-    measured, or `reason` why nothing is; the other one is "".
+    RAPL and hwmon count the processors' energy. A power meter's or a battery's power is averaged over
+    two calls. `source` says what is measured, or `reason` why nothing is; the other one is "".
     """
 
     def __init__(self, sys: Path | None = None) -> None:
@@ -65,10 +61,7 @@ class EnergyMeter:
         self._wraps = [wrap or 1 << 64 for wrap in ranges]
 
     def read_joules(self) -> float | None:
-        """Return the energy (J) since the last call, 0.0 at the first.
-
-        Returns None if it can no longer be read, for example while the battery is charged.
-        """
+        """Return the energy (J) since the last call, 0.0 at first; None if it is no longer readable."""
         values = [_number(file) for file in self._files if self._kind.measures(file)]
         readings = [value for value in values if value is not None]
         if not readings or len(readings) < len(self._files):

@@ -103,8 +103,7 @@ def pivot_root(folder: str) -> None:
 def become_init(flags: int, uid: int, gid: int) -> None:
     """Make the child of `clone(flags)` the init of its namespaces: map the user, mount /proc.
 
-    Without a pid namespace, it becomes the reaper of its orphaned descendants, as an init is. Raises
-    OSError.
+    Without a pid namespace, it adopts its orphaned descendants, as an init does. Raises OSError.
     """
     if flags & CLONE_NEWUSER:
         map_this_user(uid, gid)

@@ -148,10 +148,7 @@ def read_memory_rate() -> MemoryRate:
 
 
 def read_rate(path: str | os.PathLike[str]) -> float:
-    """Measure the disk's speed (bytes/s) by reading `path` without the page cache. Takes 0.4 s.
-
-    Returns 0.0 if the file system cannot bypass its cache.
-    """
+    """Measure a disk's speed (bytes/s) with `path`, uncached, in 0.4 s; 0.0 if that is impossible."""
     from concurrent.futures import ThreadPoolExecutor
 
     def read_blocks(fd: int) -> int:
@@ -210,10 +207,7 @@ def _cpu_quota(root: Path) -> float | None:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[int, int, Path]]:
-    """Yield limit and usage (bytes, without page cache) of each control group with a limit.
-
-    The third value is the path of the limit's file.
-    """
+    """Yield limit, usage without page cache (bytes) and limit file of each group with a limit."""
     for folder in _groups(root, "memory"):
         for limit_file, used_file, prefix in (
             ("memory.max", "memory.current", ""),

@@ -1,7 +1,4 @@
-"""Start other processes of this program, set priorities, take over sockets from systemd.
-
-Only cheap modules of the standard library: the launcher imports this.
-"""
+"""Start other processes of this program, set priorities, take over sockets from systemd."""
 
 from __future__ import annotations
 

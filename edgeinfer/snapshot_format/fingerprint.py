@@ -1,7 +1,4 @@
-"""Compare a snapshot with the machine and files it was built from, before CRIU runs.
-
-CRIU itself compares only file sizes. This takes about 1 ms per launch. Standard library only.
-"""
+"""Compare a snapshot with its machine and files in 1 ms, before CRIU, which compares only sizes."""
 
 from __future__ import annotations
 
@@ -28,10 +25,7 @@ def stamp(path: str) -> str:
 
 
 def program_paths() -> tuple[str, str]:
-    """Return the paths of this program and its virtual environment ("" in the shipped file).
-
-    A user may have several installations. Each has its own snapshots.
-    """
+    """Return the paths of this program and its venv ("" if shipped): each has its own snapshots."""
     return (sys.executable, "") if getattr(sys, "frozen", False) else (PACKAGE, sys.prefix)
 
 
@@ -102,10 +96,7 @@ def package_stamps() -> dict[str, str]:
 
 
 def refuse_stale(manifest: Manifest, folder: str) -> None:
-    """Raise SnapshotStaleError if anything differs from the build.
-
-    Raises SnapshotCorruptError if a file of the snapshot itself is missing or has another size.
-    """
+    """Raise SnapshotStaleError if anything has changed since the build, or SnapshotCorruptError."""
     current = machine_keys()
     for key, value in current.items():
         before = manifest.keys.get(key, "")

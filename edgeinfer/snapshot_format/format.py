@@ -96,10 +96,7 @@ def manifest_text(m: Manifest) -> str:
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
-    """Parse the content of a manifest; `where` is its path, for errors.
-
-    Raises SnapshotStaleError for another format version, SnapshotCorruptError if it is damaged.
-    """
+    """Parse the manifest of the file `where`. Raises SnapshotStaleError, SnapshotCorruptError."""
     rows = [line.split("\t") for line in text.split("\n")]
     if "\\" in text:
         rows = [[_plain(word) for word in row] for row in rows]

@@ -68,10 +68,9 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListedSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot as `snapshots list` shows it.
+    """A snapshot as `snapshots list` shows it. `last_used_s` is Unix time.
 
-    `state` is "ready", or why it cannot be resumed now (then `fresh` is false). `last_used_s` is Unix
-    time.
+    `state` is "ready", or why it cannot be resumed now (then `fresh` is false).
     """
 
     details: Details

@@ -167,8 +167,7 @@ def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
 def _sentence_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     """Add the tokens of a SentencePiece vocabulary; return its keys.
 
-    llama.cpp merges the pair with the highest score first, so a token's score is the negative rank of
-    the first merge that makes it.
+    llama.cpp merges the pair with the highest score first: minus the rank of the merge that makes it.
     """
     model = tokenizer["model"]
     rank: dict[str, int] = {}

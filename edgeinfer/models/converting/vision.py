@@ -1,7 +1,6 @@
 """Convert a checkpoint's vision encoder to a projector, the GGUF that llama.cpp's mtmd loads.
 
-Tensors are named by the gguf package's map, keys as llama.cpp's reader expects them
-(`tools/mtmd/clip.cpp`).
+Tensor names are those of the gguf package, keys those that llama.cpp's `tools/mtmd/clip.cpp` reads.
 """
 
 from __future__ import annotations
@@ -172,8 +171,7 @@ def _third(third: int, values: Array, _heads: Heads) -> Array:
 def convert_tower(checkpoint: ModelCheckpoint, target: Path, type_name: str, job: Job) -> None:
     """Convert the vision encoder to the file `target`: as F32 if `type_name` says so, otherwise as F16.
 
-    Raises ConversionError, InvalidGgufError, DiskFullError or InterruptedByUser; then there is no
-    `target`.
+    Raises ConversionError, InvalidGgufError, DiskFullError, InterruptedByUser; no `target` stays then.
     """
     tower = find_tower(checkpoint)
     assert tower is not None
@@ -227,8 +225,7 @@ class _TowerConversion(Conversion):
     ) -> Iterator[tuple[str, tuple[int, ...], Transform | None]]:
         """Yield the GGUF tensors that a checkpoint's tensor becomes: name, shape and transform.
 
-        Qwen's patch embedding becomes one tensor per video frame, Qwen2.5's joint query-key-value
-        projection becomes three.
+        Qwen's patch embedding becomes one per video frame, Qwen2.5's query-key-value projection three.
         """
         if len(shape) == 5:
             for frame, suffix in enumerate(("", ".1")):

@@ -103,10 +103,7 @@ class UnusableError(Exception):
 
 
 class ExternalStore(ABC):
-    """Another program's models. Their names begin with `prefix`.
-
-    `fix` is the hint for a model that cannot be used; "{}" stands for its name.
-    """
+    """Another program's models, called `prefix…`. `fix` is the hint for unusable ones ({}: name)."""
 
     name: ClassVar[str]
     prefix: ClassVar[str]

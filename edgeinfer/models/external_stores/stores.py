@@ -128,9 +128,8 @@ def settings(model: ExternalModel, header: gguf.GgufHeader) -> OllamaSettings:
 
 
 def verified_files(model: ExternalModel, progress: Progress | None = None) -> ModelFiles:
-    """Check a model's headers and digests; return its files, which stay where they are.
-
-    Raises ModelNotPulledError if it cannot be used, InvalidGgufError, ChecksumError.
+    """Check headers and digests; return the files. Raises ModelNotPulledError, InvalidGgufError,
+    ChecksumError.
     """
     files = describe_files(model)
     report, hint = progress or (lambda stage, fraction: None), f"fetch it again with {model.store}"

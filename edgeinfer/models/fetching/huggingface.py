@@ -1,7 +1,6 @@
 """Find the files of a Hugging Face repository, with sizes, SHA-256 and addresses.
 
-huggingface_hub handles endpoint, tokens and gated repositories; `download` fetches the files. The
-caller has checked offline mode.
+huggingface_hub handles endpoint, tokens and gated repositories. The caller has checked offline mode.
 """
 
 from __future__ import annotations

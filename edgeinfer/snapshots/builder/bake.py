@@ -54,10 +54,7 @@ class Run(NamedTuple):
 
 
 class BakeResult(NamedTuple):
-    """Sizes (bytes) of the baked dump: `memory.img`, its disk space, and the pages left to CRIU.
-
-    `mappings` is the number of memory areas.
-    """
+    """Sizes (bytes) of `memory.img`, on disk, and of pages left to CRIU; number of memory areas."""
 
     memory_bytes: int
     disk_bytes: int

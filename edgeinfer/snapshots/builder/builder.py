@@ -76,8 +76,8 @@ class Builder:
     def build(self) -> Details:
         """Build the snapshot and make it visible.
 
-        Raises DumpError, RestoreError, DiskFullError, SnapshotStaleError, and the errors of loading a
-        model.
+        Raises DumpError, RestoreError, DiskFullError, SnapshotStaleError, and what loading a model
+        raises.
         """
         self._images.mkdir(mode=0o700)
         parked = self._park_and_dump()

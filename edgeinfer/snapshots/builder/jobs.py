@@ -148,10 +148,7 @@ def remove_unfinished(root: Path) -> None:
 
 
 def run_builder(folder: Path, request: BuildRequest, progress: Progress) -> Details:
-    """Run a builder process in an existing, locked folder; return the snapshot's details.
-
-    Raises the error that the builder sends, SnapshotError if it ends without one.
-    """
+    """Run a builder in a locked folder. Raises its error, or SnapshotError if it ends without one."""
     mine, builder_link = socket.socketpair()
     command = process.child_command(_BUILDER, str(builder_link.fileno()), str(folder))
     log = folder / "builder.log"

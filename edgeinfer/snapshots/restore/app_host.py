@@ -49,10 +49,7 @@ _REST_S, _LOOK_S = 15.0, 3.0
 
 
 class AppHost(Host):
-    """The host of an app, the process that a launcher has started for a verb.
-
-    A process that was resumed with one model loads other models in worker processes.
-    """
+    """The host of an app. A process resumed with one model loads other models in worker processes."""
 
     def __init__(
         self,

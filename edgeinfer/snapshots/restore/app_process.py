@@ -167,10 +167,7 @@ def _flush() -> None:
 
 
 def droppable_ranges(smaps: str) -> list[Range]:
-    """Return the droppable memory in a text of /proc/PID/smaps (flag `dp`).
-
-    glibc >= 2.41 keeps the state of getrandom(3) there.
-    """
+    """Return the memory marked `dp` in a smaps text: glibc >= 2.41 keeps getrandom's state there."""
     ranges: list[Range] = []
     current = Range(0, 0)
     for line in smaps.splitlines():

@@ -91,10 +91,7 @@ def _sample(loaded: LoadedModel) -> str:
 def ask_resumed_process(
     manifest: Manifest, folder: str, role: str, limit_s: int = criu.RESTORE_LIMIT_S
 ) -> bytes:
-    """Resume a snapshot and return its answer, for the role "canary" or "facts".
-
-    Raises RestoreError, OSError.
-    """
+    """Resume a snapshot; return its answer to "canary" or "facts". Raises RestoreError, OSError."""
     now = time.monotonic_ns()
     request = LaunchRequest(role=role, entropy=os.urandom(64), how="resumed")
     request.exec_ns = request.main_ns = request.spawn_ns = now

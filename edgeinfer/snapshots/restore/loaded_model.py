@@ -35,8 +35,7 @@ _CANARY_PROMPTS = (
 class LoadedModel:
     """A loaded engine with the description of its load.
 
-    `droppable` is the memory that `app_process.reseed` clears, `weights` the mapped parts of the
-    model's files.
+    `droppable` is the memory that `app_process.reseed` clears, `weights` the mapped model files.
     """
 
     def __init__(self, engine: LlamaEngine, description: ProcessDescription) -> None:
@@ -55,8 +54,8 @@ class LoadedModel:
     def serves(self, model: str, options: LoadOptions, *, named: bool = False) -> bool:
         """Return whether this engine is what a launch asks for.
 
-        An option with its default value matches every value. For a snapshot that was `named`, options
-        of the snapshot that the launch does not mention match too.
+        Options with default values match; if the snapshot was `named`, so do those the launch leaves
+        out.
         """
         if not self.is_open or model != self.model:
             return False

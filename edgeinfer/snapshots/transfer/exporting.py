@@ -42,10 +42,9 @@ class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
 def export(
     folder: Path, store: ImageStore, progress: Callable[[str, float | None], None]
 ) -> ExportResult:
-    """Export the snapshot in `folder` to `store`.
+    """Export the snapshot in `folder` to `store`. Raises the store's errors.
 
-    Raises SnapshotStaleError if it cannot be resumed here, SnapshotError if another machine could not
-    build it, and the store's errors.
+    Raises SnapshotStaleError if it cannot be resumed, SnapshotError if no other machine can build it.
     """
     key = signing.own_key(make=True)
     assert key is not None
@@ -72,10 +71,7 @@ def export(
 
 
 def describe(manifest: format.Manifest, system: str) -> tuple[SnapshotDescription, dict[str, Path]]:
-    """Return a snapshot's description, and the path of each of its files by digest.
-
-    Raises SnapshotError for a file that another machine could not find by name.
-    """
+    """Return a snapshot's description and its files' paths by digest. Raises SnapshotError."""
     pulled = _find_pulled(manifest.model)
     paths = list(pulled.paths)
     files = [
