@@ -169,16 +169,14 @@ def fit(
     shortage = ""
     if needed > room:
         group = "embedding" if group == "embedding" else "too big"
-        speed = _tokens_per_s_from_disk(size_bytes, active_share, room, speed)
+        speed = _speed_from_disk(size_bytes, active_share, room, speed)
         why = f"needs {needed / 1e9:.2f} of {room / 1e9:.2f} GB: from the disk"
     elif needed > memory.available_bytes:
         shortage = f"needs {format_bytes(needed)}, {format_bytes(memory.available_bytes)} free now"
     return Fit(group=group, tokens_per_s=speed, why=why, needed_bytes=needed, shortage=shortage)
 
 
-def _tokens_per_s_from_disk(
-    size_bytes: int, active_share: float, room_bytes: int, speed: float
-) -> float:
+def _speed_from_disk(size_bytes: int, active_share: float, room_bytes: int, speed: float) -> float:
     """Return the speed (at most `speed`) of a model larger than its `room_bytes` of memory.
 
     For a mixture of experts, half of the weights that a token reads are assumed to be experts.

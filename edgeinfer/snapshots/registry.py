@@ -151,19 +151,17 @@ def list_snapshots() -> list[ListedSnapshot]:
     for name, folders in format.generations(str(paths.snapshots_dir())).items():
         for generation in folders:
             newest.setdefault((name, format.program_of(generation)), generation)
-    rows = []
+    snapshots = []
     for folder in map(Path, newest.values()):
-        try:
-            details = read_details(folder)
-        except EdgeInferError:
-            continue
-        fresh, state = state_of(folder)
-        used, n_bytes = last_used_s(folder), disk_bytes(folder)
-        row = ListedSnapshot(
-            details=details, state=state, fresh=fresh, last_used_s=used, disk_bytes=n_bytes
-        )
-        rows.append(row)
-    return sorted(rows, key=lambda item: item.details.name)
+        with contextlib.suppress(EdgeInferError):
+            details, (fresh, state) = read_details(folder), state_of(folder)
+            used, n_bytes = last_used_s(folder), disk_bytes(folder)
+            snapshots.append(
+                ListedSnapshot(
+                    details=details, state=state, fresh=fresh, last_used_s=used, disk_bytes=n_bytes
+                )
+            )
+    return sorted(snapshots, key=lambda snapshot: snapshot.details.name)
 
 
 def list_own() -> list[Path]:

@@ -53,7 +53,7 @@ class RunningLaunch(msgspec.Struct, frozen=True, kw_only=True):
 def processes(*, everywhere: bool = False) -> list[RunningLaunch]:
     """List this user's launches, oldest first, also those with other data folders if `everywhere`."""
     parents, mine = _parents(), os.getpid()
-    found = []
+    launches = []
     for pid in parents:
         typed = _typed_command(pid)
         if typed is None or pid == mine or _typed_command(parents.get(pid, 0)) == typed:
@@ -63,7 +63,7 @@ def processes(*, everywhere: bool = False) -> list[RunningLaunch]:
         below = _below(pid, parents)
         sizes = [_memory(child) for child in (pid, *below)]
         apps = _apps(below)
-        found.append(
+        launches.append(
             RunningLaunch(
                 pid=pid,
                 verb=typed[0],
@@ -72,18 +72,18 @@ def processes(*, everywhere: bool = False) -> list[RunningLaunch]:
                 apps=len(apps),
                 private_bytes=sum(private for private, _ in sizes),
                 shared_bytes=max((shared for _, shared in sizes), default=0),
-                last_prompts=_notes(apps, process_metadata.CACHE_REPORT, CacheReport),
-                replicas=_notes(apps, process_metadata.REPLICAS, ReplicasInfo),
-                layers=_notes(apps, process_metadata.LAYERS, LayersInfo),
+                last_prompts=_records(apps, process_metadata.CACHE_REPORT, CacheReport),
+                replicas=_records(apps, process_metadata.REPLICAS, ReplicasInfo),
+                layers=_records(apps, process_metadata.LAYERS, LayersInfo),
                 snapshots=tuple(filter(None, (loaded.snapshot for loaded in _loaded_by(apps)))),
             )
         )
-    return sorted(found, key=lambda running: -running.age_s)
+    return sorted(launches, key=lambda running: -running.age_s)
 
 
-def _notes(apps: list[int], name: str, kind: type[T]) -> tuple[T, ...]:
-    descriptions = (read_process_record(pid, name, kind) for pid in apps)
-    return tuple(note for note in descriptions if note is not None)
+def _records(apps: list[int], name: str, kind: type[T]) -> tuple[T, ...]:
+    records = (read_process_record(pid, name, kind) for pid in apps)
+    return tuple(record for record in records if record is not None)
 
 
 def _apps(pids: list[int]) -> list[int]:
@@ -91,7 +91,7 @@ def _apps(pids: list[int]) -> list[int]:
 
 
 def _loaded_by(apps: list[int]) -> tuple[ProcessDescription, ...]:
-    return _notes(apps, process_metadata.DESCRIPTION, ProcessDescription)
+    return _records(apps, process_metadata.DESCRIPTION, ProcessDescription)
 
 
 def loaded_below(pid: int) -> tuple[ProcessDescription, ...]:

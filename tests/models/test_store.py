@@ -40,18 +40,13 @@ def test_local_file_is_copied(local: Path) -> None:
     assert resolve("my-model-v2").files().paths == (str(record.paths[0]),)
 
 
-def test_local_file_in_place_is_not_copied(local: Path) -> None:
-    record = pull(f"file:{local}", options=PullOptions(name="mine", in_place=True))
-    assert record.in_place
+def test_local_file_in_place_is_not_copied_but_compared(local: Path) -> None:
+    options = PullOptions(name="mine", in_place=True)
+    assert pull(f"file:{local}", options=options).in_place
     assert resolve("mine").files().paths == (str(local),)
     assert not list(paths.models_dir().rglob("*.gguf"))
-    gone = remove_model("mine")
-    assert gone.left_in_place == (str(local),)
-    assert local.exists()
-
-
-def test_file_in_place_that_is_gone_or_changed(local: Path) -> None:
-    pull(str(local), options=PullOptions(name="mine", in_place=True))
+    assert remove_model("mine").left_in_place == (str(local),)
+    pull(str(local), options=options)
     local.write_bytes(gguf_bytes(seed=3) + b"\0")
     with pytest.raises(InvalidGgufError, match="was changed"):
         resolve("mine").files()

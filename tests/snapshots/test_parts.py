@@ -370,16 +370,22 @@ def test_pointer_authentication_needs_a_newer_criu(tmp_path, line, version):
 
 
 @pytest.mark.parametrize(
-    ("role", "argv", "n_lines"), [("verb", "run", 1), ("verb", "chat", 0), ("worker", "run", 0)]
+    ("role", "argv", "building", "hint"),
+    [
+        ("verb", "run", "other", "warm it"),
+        ("verb", "run", "m", "it is being built"),
+        ("verb", "chat", "other", ""),
+        ("worker", "run", "other", ""),
+    ],
 )
-def test_cold_start_is_said_once_and_never_where_a_chat_draws(capsys, role, argv, n_lines):
+def test_cold_start_is_said_once_and_never_where_a_chat_draws(root, capsys, role, argv, building, hint):
     app_end, launcher_end = socket.socketpair()
     request = LaunchRequest(role=role, argv=(argv,), hint="warm it")
     host = AppHost(Start(how="cold", reason="no snapshot"), app_end, None, request=request)
-    host._say_cold_start("m")
-    assert len(capsys.readouterr().err.splitlines()) == n_lines
-    app_end.close()
-    launcher_end.close()
+    with launcher_end, app_end, locked(registry.build_lock(root, building)):
+        host._say_cold_start("m")
+    line = f"edgeinfer: cold start: no snapshot ({hint})\n" if hint else ""
+    assert capsys.readouterr().err == line
 
 
 def test_endpoint_on_a_terminal_says_what_to_do_with_it(capsys, monkeypatch):
@@ -413,18 +419,6 @@ def test_under_a_seccomp_filter_launches_are_cold_and_say_why(tmp_path):
     assert f"launches are cold: {criu.FILTERED}" in run_filtered("doctor").stdout
     refused = run_filtered("warm", "tiny")
     assert (refused.returncode, criu.FILTERED in refused.stderr) == (7, True)
-
-
-@pytest.mark.parametrize("is_building", [True, False])
-def test_cold_start_line_says_that_the_snapshot_is_being_built(root, capsys, is_building):
-    launcher_end, app_end = socket.socketpair()
-    request = LaunchRequest(role="verb", argv=("run", "m"), hint="`edgeinfer warm` builds it now")
-    host = AppHost(Start(reason="m has no snapshot yet"), app_end, None, request=request)
-    lock = registry.build_lock(root, "m" if is_building else "other")
-    with launcher_end, app_end, locked(lock):
-        host._say_cold_start("m")
-    hint = "it is being built" if is_building else request.hint
-    assert capsys.readouterr().err == f"edgeinfer: cold start: m has no snapshot yet ({hint})\n"
 
 
 #: Ends as the alarm that it was started with would end it.

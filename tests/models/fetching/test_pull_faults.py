@@ -115,22 +115,19 @@ def test_pull_publishes_nothing_wrong(server, url, options, fault, error, messag
         assert len(server.gets("/tiny.gguf")) == 1, "a redirect to another scheme is not tried again"
 
 
-def test_touched_file_is_hashed_again(server, url, body, options) -> None:
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_changed_file_is_hashed_and_fetched_if_it_is_damaged(
+    server, url, body, options, is_damaged
+) -> None:
     path = pull(url, options=options).paths[0]
-    path.touch()
+    flip_bit(path, len(body) - 1) if is_damaged else path.touch()
     with pytest.raises(InvalidGgufError, match="was changed"):
         resolve("tiny").files()
     server.seen.clear()
     pull(url, options=options)
-    assert server.seen == []
-    assert resolve("tiny").files().sha256 == sha(body)
-
-
-def test_damaged_file_is_fetched_again(server, url, body, options) -> None:
-    path = pull(url, options=options).paths[0]
-    flip_bit(path, len(body) - 1)
-    pull(url, options=options)
+    assert bool(server.seen) == is_damaged
     assert is_right(body)
+    assert resolve("tiny").files().sha256 == sha(body)
 
 
 def test_dropped_download_continues(server, url, body, options) -> None:
@@ -144,22 +141,16 @@ def test_dropped_download_continues(server, url, body, options) -> None:
     assert server.served == len(body)
 
 
-def test_server_that_only_drops_ends_in_an_error_with_the_partial_kept(server, url, options) -> None:
-    server.faults.append(Fault(cut_after=70_000))
-    server.always = Fault(cut_after=0)
+@pytest.mark.parametrize("drops", [Fault(cut_after=0), Fault(ignore_range=True, cut_after=1000)])
+def test_server_that_only_drops_ends_in_an_error_with_the_longest_partial_kept(
+    server, url, body, options, drops
+) -> None:
+    server.faults.append(Fault(cut_after=200_000))
+    server.always = drops
     with pytest.raises(DownloadError, match="gave up"):
         pull(url, options=options)
-    assert kept_bytes() == 70_000
-    assert nothing_published()
-
-
-def test_full_response_that_drops_keeps_the_longer_partial(server, url, body, options) -> None:
-    server.faults.append(Fault(cut_after=200_000))
-    server.always = Fault(ignore_range=True, cut_after=1000)
-    with pytest.raises(DownloadError):
-        pull(url, options=options)
-    assert kept_bytes() == 200_000
     assert part().read_bytes() == body[:200_000]
+    assert nothing_published()
     server.always = Fault()
     pull(url, options=options)
     assert is_right(body)
@@ -232,9 +223,9 @@ def test_refused_request_is_not_repeated(server, url, options, status, error) ->
     assert len(server.gets("/tiny.gguf")) == 2, "a refusal is not asked again"
 
 
-def fetch_a_part(server, url, options) -> None:
-    """Pull from a server that drops the connection after 100,000 bytes and then refuses another."""
-    server.faults.append(Fault(cut_after=100_000))
+def fetch_a_part(server, url, options, n_bytes: int = 100_000) -> None:
+    """Pull from a server that drops the connection after `n_bytes` and then refuses another."""
+    server.faults.append(Fault(cut_after=n_bytes))
     server.always = Fault(status=404)
     with pytest.raises(SourceNotFoundError):
         pull(url, options=options)
@@ -282,10 +273,7 @@ def test_changed_file_while_it_is_fetched(server, url, body, options) -> None:
 @pytest.mark.parametrize("cut", [1, 4_096, 100_000, SIZE - 1])
 def test_parts_of_two_files_are_never_joined(server, url, body, options, says, cut) -> None:
     """The server knows Range and not If-Range, and its file may have been replaced by one as long."""
-    server.faults.append(Fault(cut_after=cut))
-    server.always = Fault(status=404)
-    with pytest.raises(SourceNotFoundError):
-        pull(url, options=options)
+    fetch_a_part(server, url, options, cut)
     assert kept_bytes() == cut
     if says != "the same file":
         other = other_body()

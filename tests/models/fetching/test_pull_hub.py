@@ -2,8 +2,6 @@
 pins.
 """
 
-from collections.abc import Callable
-
 import pytest
 from fake_hub import Fault, sha
 from made_gguf import gguf_bytes
@@ -85,12 +83,15 @@ def test_projector_that_does_not_fit_is_left_out(repo, options, tmp_path, wrong)
     assert resolve(record.name).files().projector == ""
 
 
-def test_quantization_or_file_is_found(server, repo, body, options) -> None:
+def test_quantization_or_file_is_found_at_the_branchs_commit(server, repo, body, options) -> None:
     record = pull(f"{REPO}:q8_0", options=options)
     assert record.name == "someone.tiny-gguf-q8_0"
     assert record.paths[0].read_bytes() == body
     assert record.source == f"hf:{REPO}:Q8_0"
     assert resolve(f"{REPO}:Q8_0").files().sha256 == sha(body)
+    resolved = [seen.path for seen in server.seen if "/resolve/" in seen.path]
+    assert resolved
+    assert all("/resolve/0123456789abcdef" in path for path in resolved)
     file = pull(f"hf:{REPO}/Tiny-Q8_0.gguf", options=options)
     assert file.paths[0].read_bytes() == body
 
@@ -99,13 +100,6 @@ def test_split_model_is_fetched_whole(server, repo, options) -> None:
     record = pull(f"{REPO}:F16", options=options)
     parts = [repo[f"big/Tiny-F16-0000{n}-of-00002.gguf"] for n in (1, 2)]
     assert [path.read_bytes() for path in record.paths] == parts
-
-
-def test_commit_is_asked_for_not_the_branch(server, repo, options) -> None:
-    pull(f"{REPO}:Q8_0", options=options)
-    resolved = [seen.path for seen in server.seen if "/resolve/" in seen.path]
-    assert resolved
-    assert all("/resolve/0123456789abcdef" in path for path in resolved)
 
 
 def test_drops_are_continued_through_a_fresh_redirect(server, repo, body, options) -> None:
@@ -181,21 +175,17 @@ def test_endpoint_that_is_not_there(monkeypatch, options) -> None:
         pull(f"{REPO}:Q8_0", options=options)
 
 
-def test_next_source_is_tried(server, repo, body, options, user_models: Callable[[str], None]) -> None:
-    user_models(f'[models.tiny]\ntitle = "T"\nsources = ["hf:no/body:Q8_0", "hf:{REPO}:Q8_0"]\n')
+def test_next_source_is_tried_or_all_are_named(server, repo, body, options, user_models) -> None:
+    table = '[models.tiny]\ntitle = "T"\nsources = ["hf:no/body:Q8_0", "hf:{}:Q8_0"]\n'
+    user_models(table.format("not/there"))
+    with pytest.raises(DownloadError, match=r"no/body.*not/there"):
+        pull("tiny", options=options)
+    user_models(table.format(REPO))
     notes = []
     record = pull("tiny", lambda now: notes.append(now.note), options=options)
     assert record.source == f"hf:{REPO}:Q8_0"
     assert record.paths[0].read_bytes() == body
     assert any("trying the next source" in note for note in notes)
-
-
-def test_all_failed_sources_are_named(server, repo, options, user_models) -> None:
-    user_models('[models.tiny]\ntitle = "T"\nsources = ["hf:no/body:Q8_0", "hf:not/there:Q8_0"]\n')
-    with pytest.raises(DownloadError) as caught:
-        pull("tiny", options=options)
-    assert "no/body" in caught.value.message
-    assert "not/there" in caught.value.message
 
 
 def test_another_quantization_of_a_catalogue_model(server, repo, options, user_models) -> None:
