@@ -245,6 +245,28 @@ class FakeEngine:
             player.join()
 
 
+class StuckEngine(FakeEngine):
+    """Prepares a request "slow", and tokenizes that text, only once `opened` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = threading.Event()
+        self.inside = threading.Semaphore(0)
+
+    def submit(self, request: GenerateRequest) -> EventStream:
+        self._wait(request.messages[-1].content if request.messages else "")
+        return super().submit(request)
+
+    def tokenize(self, text: str, **options: bool) -> list[int]:
+        self._wait(text)
+        return super().tokenize(text, **options)
+
+    def _wait(self, text: str) -> None:
+        if text == "slow":
+            self.inside.release()
+            assert self.opened.wait(30)
+
+
 class FakeHost(Host):
     """Gives out the scripted engine that `load` returns for a model's name."""
 

@@ -3,15 +3,15 @@
 import asyncio
 import contextlib
 import json
-import os
 import socket
 import threading
 from collections import Counter
 
 import pytest
-from fake_engine import FakeEngine, StepGate
+from fake_engine import FakeEngine, StepGate, StuckEngine
 
 from edgeinfer.cli.endpoint_setup import ModelAdmin
+from edgeinfer.platform.machine import resident_bytes
 from edgeinfer.server.callers import EngineSlots, FairPool
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.limits import Limits
@@ -123,32 +123,11 @@ def test_callers_take_turns():
     assert order[-3:] == ["a"] * 3
 
 
-class _Stuck(FakeEngine):
-    """Makes a request "slow" ready when `opened` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.opened = threading.Event()
-        self.inside = threading.Semaphore(0)
-
-    def submit(self, request):
-        if request.messages and request.messages[-1].content == "slow":
-            self.inside.release()
-            assert self.opened.wait(30)
-        return super().submit(request)
-
-    def tokenize(self, text, **options):
-        if text == "slow":
-            self.inside.release()
-            assert self.opened.wait(30)
-        return super().tokenize(text, **options)
-
-
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 
 
 def test_schemas_of_one_key_do_not_stop_those_of_another(serve):
-    engine = _Stuck()
+    engine = StuckEngine()
     live_server = serve(engine, keys=KEYS)
     asking = [
         live_server.pool.submit(_ask, live_server, BUSY, "slow", response_format=SCHEMA)
@@ -162,7 +141,7 @@ def test_schemas_of_one_key_do_not_stop_those_of_another(serve):
 
 
 def test_calls_of_one_key_do_not_stop_those_of_another(serve):
-    engine = _Stuck()
+    engine = StuckEngine()
     live_server = serve(engine, keys=KEYS)
 
     def tokenize(key: str, text: str) -> int:
@@ -262,11 +241,6 @@ def test_bodies_of_one_key_leave_room_for_others(serve, until):
         assert _ask(live_server, OTHER).status_code == 200
 
 
-def _rss_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
 OPEN = [operation.path for operation in WEB.operations if operation.web == "open"]
 
 
@@ -276,7 +250,7 @@ def test_unfinished_bodies_without_a_key_take_no_memory(serve, framing):
     live_server.endpoint.web = Web(
         Access(live_server.port, Keys(KEYS)), live_server.endpoint, ModelAdmin()
     )
-    before = _rss_bytes()
+    before = resident_bytes()
     for path in [*OPEN, "/health"]:
         head = (
             _head(path, 31 << 20)
@@ -293,4 +267,4 @@ def test_unfinished_bodies_without_a_key_take_no_memory(serve, framing):
                     for _ in range(64):
                         client.sendall(piece)
             assert live_server.client.get("/health").status_code == 200
-    assert _rss_bytes() - before < 40 << 20
+    assert resident_bytes() - before < 40 << 20

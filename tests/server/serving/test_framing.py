@@ -93,17 +93,18 @@ def test_half_closed_client_that_leaves_ends_its_answer(serve, until, monkeypatc
     until(lambda: not live_server.endpoint.in_flight, "the request to end")
 
 
-def test_half_closed_client_that_stays_is_answered(serve, monkeypatch):
+@pytest.mark.parametrize(("is_stream", "ending"), [(True, b"[DONE]"), (False, b"one two")])
+def test_half_closed_client_that_stays_is_answered(serve, monkeypatch, is_stream, ending):
     monkeypatch.setattr(protocol, "_LOOK_AGAIN_S", 0.02)
     gate = StepGate()
     live_server = serve(FakeEngine([["one ", gate, "two"]]))
     with socket.create_connection(("127.0.0.1", live_server.port)) as client:
-        client.sendall(_post({"stream": True}))
+        client.sendall(_post({"stream": is_stream}))
         client.shutdown(socket.SHUT_WR)
         assert gate.reached.wait(20)
         live_server.client.get("/health")
         gate.opened.set()
-        assert b"[DONE]" in _read_all(client)
+        assert ending in _read_all(client)
 
 
 def test_loggers_of_the_loop_write_lines_of_the_log(serve):

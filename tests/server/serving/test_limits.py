@@ -5,13 +5,12 @@ import errno
 import json
 import resource
 import socket
-import threading
 from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import pytest
-from fake_engine import FakeEngine, StepGate
+from fake_engine import FakeEngine, StepGate, StuckEngine
 
 from edgeinfer.cli.endpoint_setup import limits as typed_limits
 from edgeinfer.cli.parser import build_parser
@@ -272,28 +271,14 @@ def test_query_names_are_compared_linearly():
         decode_query(context, InferQuery)
 
 
-class _Stuck(FakeEngine):
-    """Prepares no request with a schema before `opened`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.opened = threading.Event()
-        self.inside = threading.Semaphore(0)
-
-    def submit(self, request):
-        if request.constraint is not None:
-            self.inside.release()
-            assert self.opened.wait(30)
-        return super().submit(request)
-
-
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 
 
 def test_expensive_schemas_delay_schemas_alone_and_are_seen_in_health(serve, until):
-    engine = _Stuck()
+    engine = StuckEngine()
     live_server = serve(engine, limits=Limits(prepare_s=0.2))
-    asking = [live_server.pool.submit(live_server.chat, response_format=SCHEMA) for _ in range(4)]
+    slow = {"messages": [{"role": "user", "content": "slow"}], "response_format": SCHEMA}
+    asking = [live_server.pool.submit(live_server.chat, **slow) for _ in range(4)]
     answers = [future.result(30) for future in asking]
     assert {answer.status_code for answer in answers} == {503}
     assert answers[0].json()["error"]["code"] == "preparation_timeout"
@@ -305,7 +290,7 @@ def test_expensive_schemas_delay_schemas_alone_and_are_seen_in_health(serve, unt
     engine.opened.set()
     until(lambda: live_server.client.get("/health").status_code == 200, "the threads to be free")
     until(lambda: not engine.metrics().running, "late generations to be cancelled")
-    assert live_server.chat(response_format=SCHEMA).status_code == 200
+    assert live_server.chat(**slow).status_code == 200
 
 
 @pytest.mark.parametrize(
