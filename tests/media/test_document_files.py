@@ -55,7 +55,7 @@ if x:
 
 
 @pytest.mark.parametrize("charset", ["utf-8", "iso-8859-1", "windows-1252"])
-def test_text_of_a_page_is_what_a_reader_sees(charset):
+def test_text_of_html_is_the_visible_text(charset):
     data = PAGE.replace("<head>", f'<head><meta charset="{charset}">').encode(charset)
     said = "Boats & cranes\n\nOne two three\n\n- a\n- b\n\nif x:\n    y\n\n\t1\t2\ngrün"
     assert parts_of(base64.b64encode(data).decode(), "a.html") == [f"File `a.html`:\n{said}\n\n"]
@@ -71,7 +71,7 @@ def test_a_pdf_without_text_says_how_it_is_seen():
 
 
 @pytest.mark.parametrize("head", ["", "data:text/plain;base64,", "data:;charset=utf-8;base64,"])
-def test_text_and_pictures_are_what_their_bytes_say(head):
+def test_type_of_a_file_is_decided_by_its_bytes(head):
     text = head + base64.b64encode("grün".encode()).decode()
     assert parts_of(text, "n.txt") == ["File `n.txt`:\ngrün\n\n"]
     (page,) = pages_of(make_pdf([""]), "a.pdf")
@@ -117,7 +117,7 @@ UNFINISHED = [
 
 @pytest.mark.parametrize("ending", ["", ">"])
 @pytest.mark.parametrize("text", UNFINISHED)
-def test_page_takes_time_linear_in_its_length(text, ending):
+def test_parsing_html_takes_linear_time(text, ending):
     """Some took the parser a minute, and with it one of the decoders that all requests share."""
     helper = document_reader_process
 
@@ -144,7 +144,7 @@ def test_nested_paragraphs_are_read_once_or_refused():
         text_of(make_docx([deep]), "a")
 
 
-def test_texts_kept_for_one_caller_are_not_found_by_another(monkeypatch):
+def test_cached_texts_are_not_shared_between_callers(monkeypatch):
     data = make_pdf(["Of one key alone."])
     read = []
     answer_of = pictures.answer_of

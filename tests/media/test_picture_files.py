@@ -49,7 +49,7 @@ def test_gif_and_webp_give_their_first_frame():
     assert pixels_of(decode(encode(kind="GIF", **frames))).shape == PIXELS.shape
 
 
-def test_what_is_transparent_becomes_white():
+def test_transparent_pixels_become_white():
     clear = np.zeros((4, 6, 4), np.uint8)
     clear[0] = (10, 20, 30, 255)
     for data in (encode(clear), encode(clear, "WEBP", lossless=True)):
@@ -74,7 +74,7 @@ def test_a_photo_is_turned_upright(kind):
 @pytest.mark.parametrize(
     "head", ["", "data:image/png;base64,", "data:;base64,", "DATA:text/plain;a=b;BASE64,"]
 )
-def test_text_is_base64_alone_or_a_data_uri_and_the_first_bytes_decide_on_the_format(head):
+def test_picture_is_base64_or_a_data_uri_of_any_declared_type(head):
     data = encode(kind="JPEG")
     assert from_base64(head + base64.b64encode(data).decode()) == data
     assert decode(data).width == 60
@@ -92,7 +92,7 @@ def test_text_is_base64_alone_or_a_data_uri_and_the_first_bytes_decide_on_the_fo
         (base64.b64encode(b"BM" + bytes(60)).decode(), "not a JPEG, PNG, WebP or GIF"),
     ],
 )
-def test_what_is_no_picture_is_refused_with_a_reason(text, reason):
+def test_other_files_than_pictures_are_refused(text, reason):
     with pytest.raises(InvalidRequestError, match=reason) as caught:
         from_base64(text, "messages[0].content[1].image_url")
     assert caught.value.param == "messages[0].content[1].image_url"
@@ -119,7 +119,7 @@ def test_a_file_that_is_too_large_is_refused():
         check_file(bytes(33 << 20))
 
 
-def test_a_strip_that_no_projector_takes_is_refused():
+def test_picture_with_extreme_side_ratio_is_refused():
     assert decode(encode(np.zeros((2, 400), bool))).width == 400
     with pytest.raises(InvalidRequestError, match="401 x 2 pixels: one side is more than 200 times"):
         decode(encode(np.zeros((2, 401), bool)))

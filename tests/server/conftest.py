@@ -65,8 +65,14 @@ class Served:
     def wait_ended(self) -> ServeOutcome:
         return self.outcome.result(30)
 
+    def get(self, path: str, **options: Any) -> httpx2.Response:
+        return self.client.get(path, **options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx2.Response:
+        return self.client.post(path, json=body, **options)
+
     def chat(self, **body: Any) -> httpx2.Response:
-        return self.client.post(CHAT, json={"messages": HI} | body)
+        return self.post(CHAT, {"messages": HI} | body)
 
     def stream(self, **body: Any) -> contextlib.AbstractContextManager[httpx2.Response]:
         """Open the stream of an answer, to be read piece by piece."""

@@ -32,7 +32,7 @@ def _route(ends: list[str]) -> RoutedRequest:
     )
 
 
-def test_waiting_request_can_be_withdrawn_and_a_begun_one_cannot():
+def test_queued_request_can_be_withdrawn_and_a_begun_one_cannot():
     ends: list[str] = []
     request = _route(ends)
     cancelled: list[int] = []

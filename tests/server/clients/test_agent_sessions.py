@@ -117,7 +117,7 @@ def decode(text: str) -> Any:
         return text
 
 
-def test_openai_session_goes_on(serve, model):
+def test_openai_session_continues_after_a_broken_call(serve, model):
     live_server = serve(FakeEngine(model))
     tools = [
         {"type": "function", "function": {"name": "odd", "parameters": ODD}},
@@ -145,7 +145,7 @@ def test_openai_session_goes_on(serve, model):
             ]
 
 
-def test_responses_session_goes_on(serve, model):
+def test_responses_session_continues_after_a_broken_call(serve, model):
     live_server = serve(FakeEngine(model))
     tool = {"type": "function", "name": "write_file", "parameters": PARAMETERS, "strict": False}
     items: list[Any] = [{"role": "user", "content": "Write the files."}]
@@ -160,7 +160,7 @@ def test_responses_session_goes_on(serve, model):
             items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
 
 
-def test_anthropic_session_goes_on(serve, model):
+def test_anthropic_session_continues_after_a_broken_call(serve, model):
     live_server = serve(FakeEngine(model))
     tool = {"name": "write_file", "input_schema": PARAMETERS}
     messages: list[Any] = [{"role": "user", "content": "Write the files."}]

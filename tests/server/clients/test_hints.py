@@ -58,7 +58,7 @@ TAKEN = [
 
 @pytest.mark.parametrize(("path", "sent", "named"), TAKEN, ids=[named for _, _, named in TAKEN])
 def test_a_field_that_changes_nothing_is_taken_and_named(live_server, until, path, sent, named):
-    assert _ignored_fields(live_server.client.post(path, json=STREAMING[path] | sent)) == [named]
+    assert _ignored_fields(live_server.post(path, STREAMING[path] | sent)) == [named]
     until(lambda: f'"ignored":"{named}"' in live_server.log.getvalue(), "the log to name it")
 
 
@@ -79,31 +79,29 @@ def test_a_field_that_changes_nothing_is_taken_and_named(live_server, until, pat
 )
 def test_nulls_zeros_and_empty_values_are_nothing(live_server, path, sent):
     least = STREAMING.get(path, {"prompt": "hi"})
-    assert _ignored_fields(live_server.client.post(path, json=least | sent)) == [""]
+    assert _ignored_fields(live_server.post(path, least | sent)) == [""]
 
 
 def test_an_unknown_field_is_ignored_and_named(live_server):
     sent = STREAMING[CHAT] | {"mood": 0, "zesty\r\nx: y": 2}
-    assert _ignored_fields(live_server.client.post(CHAT, json=sent)) == ["mood", "zesty??x:?y"]
+    assert _ignored_fields(live_server.post(CHAT, sent)) == ["mood", "zesty??x:?y"]
 
 
 def test_names_in_the_header_are_safe_and_few(live_server):
     for include in (["a\r\nb, ü"], ["x" * 1024] * 64):
         names = _ignored_fields(
-            live_server.client.post(RESPONSES, json=STREAMING[RESPONSES] | {"include": include})
+            live_server.post(RESPONSES, STREAMING[RESPONSES] | {"include": include})
         )
         assert names == ["include=a??b? ?"] or names == [f"include={'x' * 88}"] * 32
 
 
 def test_a_large_body_is_read_alike(live_server, engine):
     turns = [{"role": "user", "content": "word " * 40_000, "name": "x"}]
-    assert _ignored_fields(live_server.client.post(CHAT, json={"messages": turns, "user": "u"})) == [
-        "user"
-    ]
+    assert _ignored_fields(live_server.post(CHAT, {"messages": turns, "user": "u"})) == ["user"]
     assert len(engine.requests[-1].messages[0].content) == 200_000
 
 
-def test_what_the_official_clients_echo_is_taken(live_server, engine):
+def test_fields_that_official_clients_echo_are_accepted(live_server, engine):
     call = {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}}
     echoed = {
         "role": "assistant",
@@ -113,7 +111,7 @@ def test_what_the_official_clients_echo_is_taken(live_server, engine):
         "tool_calls": [{"id": "c", "type": "function", "index": 0, "function": call}],
     }
     tool = {"role": "tool", "tool_call_id": "c", "name": "f", "content": "done"}
-    answer = live_server.client.post(CHAT, json={"messages": [*HI, echoed, tool]})
+    answer = live_server.post(CHAT, {"messages": [*HI, echoed, tool]})
     assert "messages[].tool_calls[].function.parsed_arguments" in _ignored_fields(answer)
     assert engine.requests[-1].messages[1].tool_calls[0].name == "f"
     content_part = {
@@ -124,7 +122,7 @@ def test_what_the_official_clients_echo_is_taken(live_server, engine):
         "logprobs": [],
     }
     item = {"type": "message", "role": "assistant", "content": [content_part], "phase": None}
-    assert _ignored_fields(live_server.client.post(RESPONSES, json={"input": [item, *HI]})) == [""]
+    assert _ignored_fields(live_server.post(RESPONSES, {"input": [item, *HI]})) == [""]
 
 
 def test_tools_of_a_namespace_come_back_under_it(serve):
@@ -134,7 +132,7 @@ def test_tools_of_a_namespace_come_back_under_it(serve):
     item = {"type": "function_call", "call_id": "b", "namespace": "mcp", "name": "look"}
     item["arguments"] = "{}"
     sent = {"input": [*HI, item], "tools": tools, "tool_choice": {"type": "function", "name": "look"}}
-    (call,) = live_server.client.post(RESPONSES, json=sent).json()["output"]
+    (call,) = live_server.post(RESPONSES, sent).json()["output"]
     assert (call["namespace"], call["name"]) == ("mcp", "look")
     (request,) = engine.requests
     assert [tool.name for tool in request.tools] == ["mcp.look"]
@@ -144,7 +142,7 @@ def test_tools_of_a_namespace_come_back_under_it(serve):
     )
 
 
-def test_a_stream_that_may_be_calls_alone_begins_without_text(live_server):
+def test_stream_with_tools_begins_with_null_content(live_server):
     def begins(**sent):
         first = live_server.chat(stream=True, **sent).text.partition("data: ")[2].partition("\n")[0]
         return json.loads(first)["choices"][0]["delta"]["content"]
@@ -168,7 +166,7 @@ def test_a_deferred_tool_is_offered_once_it_is_referred_to(live_server, engine):
 
     def offered_tools(messages):
         sent = {"messages": messages, "max_tokens": 8, "tools": tools}
-        assert live_server.client.post(MESSAGES, json=sent).status_code == 200
+        assert live_server.post(MESSAGES, sent).status_code == 200
         return [tool.name for tool in engine.requests[-1].tools]
 
     assert offered_tools(HI) == ["ToolSearch"]
@@ -189,10 +187,8 @@ def test_beta_header_is_taken_and_named(live_server):
     ) == ["anthropic-beta"]
 
 
-def test_a_tool_loop_of_threads_is_told_to_go_on_without(live_server):
-    refused = live_server.client.post(
-        MESSAGES, json=STREAMING[MESSAGES] | {"thread": {"type": "create"}}
-    )
+def test_thread_request_is_refused_with_details_for_the_client(live_server):
+    refused = live_server.post(MESSAGES, STREAMING[MESSAGES] | {"thread": {"type": "create"}})
     assert refused.json()["error"]["details"] == {
         "error_code": "thread_unsupported_request",
         "unsupported": ["thread"],

@@ -36,7 +36,7 @@ def test_models_are_listed_shown_and_running(client):
     assert client.ps().models[0].expires_at.year > 2025
 
 
-def test_a_stream_says_what_a_whole_answer_says(client):
+def test_stream_has_the_text_of_the_whole_answer(client):
     whole = client.chat(MODEL, HI, options=SHORT)
     parts = list(client.chat(MODEL, HI, options=SHORT, stream=True))
     assert "".join(piece.message.content for piece in parts) == whole.message.content
@@ -85,10 +85,10 @@ def test_a_key_is_sent_as_a_bearer(serve, monkeypatch):
 
 def test_copilot_finds_its_models_and_asks_them_by_openais_route(real):
     """Version, list, show, then a chat under the listed name, as its provider does."""
-    version = [int(piece) for piece in real.client.get("/api/version").json()["version"].split(".")]
+    version = [int(piece) for piece in real.get("/api/version").json()["version"].split(".")]
     assert version >= [0, 6, 4]
-    for model in real.client.get("/api/tags").json()["models"]:
-        shown = real.client.post("/api/show", json={"model": model["model"]}).json()
+    for model in real.get("/api/tags").json()["models"]:
+        shown = real.post("/api/show", {"model": model["model"]}).json()
         info = shown["model_info"]
         assert info["general.basename"]
         assert info[f"{info['general.architecture']}.context_length"] == 4096

@@ -31,7 +31,7 @@ def client(real):
         yield client
 
 
-def test_a_stream_says_the_same_as_the_whole(client):
+def test_stream_has_the_text_of_the_whole_answer(client):
     asked = {"model": "smollm2", "messages": HELLO, "max_completion_tokens": 8, "temperature": 0}
     whole = client.chat.completions.create(**asked)
     (choice,) = whole.choices
@@ -108,7 +108,7 @@ def test_a_required_tool_is_called_and_its_answer_is_read(client, stream):
 def test_completions_continue_text_tokens_and_several_prompts(client, real):
     asked = {"model": "smollm2", "max_tokens": 5, "temperature": 0}
     text = client.completions.create(**asked, prompt="Once upon a")
-    tokens = real.client.post("/tokenize", json={"content": "Once upon a"}).json()["tokens"]
+    tokens = real.post("/tokenize", {"content": "Once upon a"}).json()["tokens"]
     assert client.completions.create(**asked, prompt=tokens).choices[0].text == text.choices[0].text
     several = client.completions.create(**asked, prompt=["Once upon a", "The sky is"], echo=True)
     assert several.choices[0].text == "Once upon a" + text.choices[0].text

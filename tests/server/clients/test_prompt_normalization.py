@@ -198,10 +198,10 @@ def test_prompt_stays_without_a_rule_or_a_known_agent(serve, rules, user_agent):
     live_server = serve(engine)
     live_server.endpoint.normalizer = PromptNormalizer(rules)
     body = _claude("0e0", "hello") | {"model": "fake"}
-    answer = live_server.client.post("/v1/messages", json=body, headers={"user-agent": user_agent})
+    answer = live_server.post("/v1/messages", body, headers={"user-agent": user_agent})
     assert engine.requests[0].messages[0].content.startswith("x-anthropic-billing-header")
     assert "x-edgeinfer-normalized" not in answer.headers
-    reported = live_server.client.get("/props").json()["prompt_normalization"]
+    reported = live_server.get("/props").json()["prompt_normalization"]
     assert (reported["rules"], "claude" in reported["agents"]) == (list(rules), True)
 
 
@@ -254,9 +254,7 @@ def test_restored_reminders_are_named_in_the_header(serve):
 
     def ask(*said, **fields):
         turns = [{"role": turn.role, "content": turn.content} for turn in _modes(*said)]
-        return live_server.client.post(
-            "/v1/chat/completions", json={"messages": turns, **fields}, headers=sent
-        )
+        return live_server.post("/v1/chat/completions", {"messages": turns, **fields}, headers=sent)
 
     ask(f"one{PLAN}", cache_prompt=False)
     assert (

@@ -73,7 +73,7 @@ def test_openais_parsed_response_is_sent_back(client):
     assert third.output
 
 
-def test_anthropics_tool_runner_goes_on_without_what_is_not_here(loop):
+def test_anthropics_tool_runner_works_without_threads(loop):
     @anthropic.beta_tool
     def Place(city: str) -> str:
         """Tell the weather.

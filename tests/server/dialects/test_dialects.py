@@ -57,7 +57,7 @@ def test_every_operation_is_found_under_its_path_and_method():
         ("/api/nowhere", "ollama"),
     ],
 )
-def test_a_path_that_is_nobodys_is_refused_in_its_neighbours_dialect(path, dialect):
+def test_unknown_path_is_refused_in_the_dialect_of_the_nearest_path(path, dialect):
     assert match_route(path).dialect.name == dialect
 
 

@@ -47,7 +47,7 @@ PATHS = {"/v1/chat/completions": openai, "/v1/responses": responses, "/v1/messag
 @pytest.mark.parametrize("path", PATHS)
 def test_text_of_a_document_stands_before_the_question(live_server, engine, path):
     for data, said in ((PDF, "[page 1]\nSeven cranes."), (DOCX, "One\ntwo")):
-        answer = live_server.client.post(path, json=PATHS[path](data) | {"model": "fake"})
+        answer = live_server.post(path, PATHS[path](data) | {"model": "fake"})
         assert answer.status_code == 200, answer.text
         (turn,) = engine.requests[-1].messages
         assert turn.content.startswith(f"File `a.pdf`:\n{said}\n\n")
@@ -56,7 +56,7 @@ def test_text_of_a_document_stands_before_the_question(live_server, engine, path
 
 @pytest.mark.parametrize("path", PATHS)
 def test_pages_without_text_are_pictures(live_server, engine, path):
-    answer = live_server.client.post(path, json=PATHS[path](SCAN) | {"model": "fake"})
+    answer = live_server.post(path, PATHS[path](SCAN) | {"model": "fake"})
     assert answer.status_code == 200, answer.text
     (turn,) = engine.requests[-1].messages
     assert turn.content.startswith(PICTURE_MARK)
@@ -65,7 +65,7 @@ def test_pages_without_text_are_pictures(live_server, engine, path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_broken_document_is_the_clients_error(live_server, path):
-    answer = live_server.client.post(path, json=PATHS[path](PDF[:80]) | {"model": "fake"})
+    answer = live_server.post(path, PATHS[path](PDF[:80]) | {"model": "fake"})
     assert answer.status_code == 400
     assert "cannot be read" in answer.text
 
@@ -75,6 +75,6 @@ def test_stored_and_distant_files_are_refused(live_server):
         ("/v1/chat/completions", openai(PDF, file_id="file-1")),
         ("/v1/responses", responses(PDF, file_url="https://a.example/a.pdf")),
     ):
-        answer = live_server.client.post(path, json=body | {"model": "fake"})
+        answer = live_server.post(path, body | {"model": "fake"})
         assert answer.status_code == 400
         assert "file_data" in answer.text

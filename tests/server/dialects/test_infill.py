@@ -29,7 +29,7 @@ def live_server(serve_module, load_model, tmp_path_factory):
 
 
 def test_an_editors_request_is_answered_in_llama_cpps_shape(live_server):
-    answer = live_server.client.post("/infill", json=VSCODE | {"ignore_eos": True})  # it samples
+    answer = live_server.post("/infill", VSCODE | {"ignore_eos": True})  # it samples
     said = answer.json()
     assert answer.status_code == 200, said
     assert (said["stop"], said["stop_type"], said["tokens_predicted"]) == (True, "limit", 8)
@@ -45,7 +45,7 @@ def test_extra_context_is_read_ahead_without_an_answer(live_server):
         "prompt": "",
         "samplers": [],
     }
-    said = live_server.client.post("/infill", json=read).json()
+    said = live_server.post("/infill", read).json()
     assert (said["content"], said["tokens_predicted"]) == ("", 0)
     assert said["tokens_evaluated"] > 0
 
@@ -54,17 +54,17 @@ def test_a_stream_ends_with_its_statistics(live_server):
     ask = VSCODE | {"seed": 3, "temperature": 0}
     events = [data for _, data in live_server.events("/infill", ask)]
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
-    whole = live_server.client.post("/infill", json=ask).json()
+    whole = live_server.post("/infill", ask).json()
     assert "".join(event["content"] for event in events) == whole["content"]
 
 
 def test_suffix_in_completions_and_in_ollamas_generate_is_the_same(live_server):
-    openai = live_server.client.post(
-        "/v1/completions", json={"prompt": "a = ", "suffix": "\nb", "max_tokens": 6, "temperature": 0}
+    openai = live_server.post(
+        "/v1/completions", {"prompt": "a = ", "suffix": "\nb", "max_tokens": 6, "temperature": 0}
     ).json()
-    ollama = live_server.client.post(
+    ollama = live_server.post(
         "/api/generate",
-        json={
+        {
             "model": "made",
             "prompt": "a = ",
             "suffix": "\nb",
@@ -83,15 +83,15 @@ def test_suffix_in_completions_and_in_ollamas_generate_is_the_same(live_server):
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix"),
     ],
 )
-def test_a_model_without_the_tokens_says_so(serve, path, body, param):
+def test_model_without_infill_tokens_refuses_infill(serve, path, body, param):
     answer = serve(FakeEngine()).client.post(path, json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
     assert "does not support fill-in-the-middle" in error["message"]
 
 
-def test_token_ids_have_no_suffix_and_adapters_must_be_there(live_server):
-    answer = live_server.client.post("/v1/completions", json={"prompt": [1, 2], "suffix": "y"})
+def test_suffix_needs_text_and_adapter_ids_must_exist(live_server):
+    answer = live_server.post("/v1/completions", {"prompt": [1, 2], "suffix": "y"})
     assert answer.json()["error"]["param"] == "suffix"
-    answer = live_server.client.post("/infill", json=VSCODE | {"lora": [{"id": 0, "scale": 0.5}]})
+    answer = live_server.post("/infill", VSCODE | {"lora": [{"id": 0, "scale": 0.5}]})
     assert answer.json()["error"]["param"] == "lora[0].id"

@@ -34,14 +34,14 @@ def _lines(answer) -> list[dict]:
 
 
 def _chat(live_server, **body):
-    return live_server.client.post("/api/chat", json={"model": "fake", "messages": HI} | body)
+    return live_server.post("/api/chat", {"model": "fake", "messages": HI} | body)
 
 
 def _generate(live_server, **body):
-    return live_server.client.post("/api/generate", json={"model": "fake", "prompt": "hi"} | body)
+    return live_server.post("/api/generate", {"model": "fake", "prompt": "hi"} | body)
 
 
-def test_a_chat_streams_lines_unless_told_otherwise(live_server):
+def test_chat_streams_lines_by_default(live_server):
     *pieces, last = _lines(_chat(live_server))
     assert [piece["message"]["content"] for piece in pieces] == ["Hello", " world"]
     assert all(piece["message"]["role"] == "assistant" and not piece["done"] for piece in pieces)
@@ -138,7 +138,7 @@ def test_options_reach_the_sampler_and_floats_are_whole_numbers_too(live_server,
     assert (asked.max_tokens, asked.stop, asked.overflow) == (5, ("x",), "shift")
 
 
-def test_what_is_of_load_time_is_named_and_changes_nothing(live_server):
+def test_load_options_are_ignored_and_named(live_server):
     answer = _chat(live_server, options={"num_ctx": 100_000, "num_gpu": 1, "use_mmap": True})
     assert answer.status_code == 200
     ignored = answer.headers["x-edgeinfer-ignored"]
@@ -186,7 +186,7 @@ def test_think_reaches_the_template(live_server, engine, think, options, budget)
 @pytest.mark.parametrize(
     ("asked", "lacks"), [({"think": True}, "thinking"), ({"suffix": "x"}, "insert")]
 )
-def test_what_the_model_cannot_do_is_refused(serve, asked, lacks):
+def test_unsupported_capability_is_refused(serve, asked, lacks):
     live_server = serve(FakeEngine())
     assert _generate(live_server, think=False).status_code == 200
     refused = _generate(live_server, **asked, stream=False)
@@ -206,7 +206,7 @@ def test_a_raw_prompt_is_taken_as_it_is(live_server, engine, body):
     assert engine.requests[-1].prompt == "hi"
 
 
-def test_a_suffix_asks_for_what_is_between(live_server, engine):
+def test_suffix_makes_an_infill_request(live_server, engine):
     assert _generate(live_server, prompt="a = ", suffix="\nb = 2").status_code == 200
     assert engine.requests[-1].infill == Infill(prefix="a = ", suffix="\nb = 2")
 
@@ -214,7 +214,7 @@ def test_a_suffix_asks_for_what_is_between(live_server, engine):
 def test_logprobs_come_with_their_tokens(real):
     body = {"model": "smollm2", "prompt": "hi", "logprobs": True, "top_logprobs": 2, "stream": False}
     body["options"] = {"num_predict": 2, "temperature": 0}
-    said = real.client.post("/api/generate", json=body).json()
+    said = real.post("/api/generate", body).json()
     assert len(said["logprobs"]) == said["eval_count"] == 2
     assert len(said["logprobs"][0]["top_logprobs"]) == 2
 
@@ -236,7 +236,7 @@ def test_logprobs_come_with_their_tokens(real):
         ("/api/chat", {"think": "very"}, "think"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(live_server, path, body, said):
+def test_unsupported_field_is_refused_by_name(live_server, path, body, said):
     answer = (_chat if path == "/api/chat" else _generate)(live_server, **body)
     assert answer.status_code == 400
     assert list(answer.json()) == ["error"]
@@ -251,7 +251,7 @@ def test_an_empty_list_or_text_asks_for_nothing(live_server, body):
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/embed", "/api/show"])
 def test_an_unknown_model_is_a_404_that_says_not_found(live_server, path):
     body = {"model": "nobody", "messages": HI, "prompt": "x", "input": "x"}
-    answer = live_server.client.post(path, json=body)  # a field of another route is ignored
+    answer = live_server.post(path, body)  # a field of another route is ignored
     assert answer.status_code == 404
     assert "not found" in answer.json()["error"]
 
@@ -268,16 +268,16 @@ def test_curl_without_a_header_is_understood(live_server):
 
 
 def test_paths_that_do_not_exist_are_refused_as_ollama_does(live_server):
-    assert live_server.client.get("/api/nothing").json() == {
+    assert live_server.get("/api/nothing").json() == {
         "error": "There is no such route; GET /openapi.json lists all."
     }
-    assert live_server.client.get("/api/chat").status_code == 405
+    assert live_server.get("/api/chat").status_code == 405
 
 
 @pytest.mark.parametrize("name", ["fake", "fake:latest"])
 def test_a_name_may_have_its_tag(live_server, name):
     assert _chat(live_server, model=name, stream=False).json()["model"] == name
-    assert live_server.client.post("/api/show", json={"name": name}).status_code == 200
+    assert live_server.post("/api/show", {"name": name}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -307,45 +307,41 @@ def test_keep_alive_refuses_other_words(keep_alive):
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
-def test_asking_nothing_loads_and_unloads(serve, path):
+def test_request_without_prompt_loads_and_unloads(serve, path):
     live_server = serve(
         load=lambda name, progress: LoadedEngine(engine=FakeEngine()), names=("fake", "other")
     )
     ask = {"model": "other:latest"}
-    loaded = live_server.client.post(path, json=ask | {"keep_alive": "10m"}).json()
+    loaded = live_server.post(path, ask | {"keep_alive": "10m"}).json()
     assert (loaded["done"], loaded["done_reason"]) == (True, "load")
-    names = [model["name"] for model in live_server.client.get("/api/ps").json()["models"]]
+    names = [model["name"] for model in live_server.get("/api/ps").json()["models"]]
     assert "other:latest" in names
-    unloaded = live_server.client.post(path, json=ask | {"keep_alive": 0}).json()
+    unloaded = live_server.post(path, ask | {"keep_alive": 0}).json()
     assert (unloaded["done"], unloaded["done_reason"]) == (True, "unload")
-    names = [model["name"] for model in live_server.client.get("/api/ps").json()["models"]]
+    names = [model["name"] for model in live_server.get("/api/ps").json()["models"]]
     assert "other:latest" not in names
 
 
-def test_show_says_what_a_loaded_model_can_do(live_server):
-    shown = live_server.client.post("/api/show", json={"model": "fake"}).json()
+def test_show_lists_capabilities_of_a_loaded_model(live_server):
+    shown = live_server.post("/api/show", {"model": "fake"}).json()
     assert shown["capabilities"] == ["completion", "tools", "thinking", "insert"]
     assert shown["model_info"]["general.architecture"] == "llama"
     assert shown["model_info"]["llama.context_length"] == 4096
     assert shown["details"]["parameter_size"] == "134.5M"
-    assert live_server.client.post("/api/show", json={}).status_code == 400
+    assert live_server.post("/api/show", {}).status_code == 400
 
 
 def test_embeddings_have_two_routes(live_server):
-    single = live_server.client.post("/api/embed", json={"model": "fake", "input": "river"}).json()
-    many = live_server.client.post(
-        "/api/embed", json={"model": "fake", "input": ["river", "sea"]}
-    ).json()
-    old = live_server.client.post("/api/embeddings", json={"model": "fake", "prompt": "river"}).json()
+    single = live_server.post("/api/embed", {"model": "fake", "input": "river"}).json()
+    many = live_server.post("/api/embed", {"model": "fake", "input": ["river", "sea"]}).json()
+    old = live_server.post("/api/embeddings", {"model": "fake", "prompt": "river"}).json()
     assert single["embeddings"][0] == many["embeddings"][0] == old["embedding"]
     assert (single["prompt_eval_count"], len(many["embeddings"])) == (5, 2)
-    short = live_server.client.post(
-        "/api/embed", json={"model": "fake", "input": "river", "dimensions": 2}
-    )
+    short = live_server.post("/api/embed", {"model": "fake", "input": "river", "dimensions": 2})
     (vector,) = short.json()["embeddings"]
     assert len(vector) == 2
     assert abs(sum(x * x for x in vector) - 1) < 1e-6
-    nothing = live_server.client.post("/api/embed", json={"model": "fake", "input": []}).json()
+    nothing = live_server.post("/api/embed", {"model": "fake", "input": []}).json()
     assert nothing["embeddings"] == []
 
 
@@ -361,12 +357,12 @@ def test_a_long_text_loses_its_beginning_unless_that_is_forbidden(serve, chatter
     live_server = serve(chatterer())
     ask = {"model": "chatterer", "messages": [{"role": "user", "content": "x" * 400}], "stream": False}
     ask |= {"options": {"num_predict": 2}}
-    assert live_server.client.post("/api/chat", json=ask).json()["prompt_eval_count"] < 256
+    assert live_server.post("/api/chat", ask).json()["prompt_eval_count"] < 256
     for never in ("truncate", "shift"):
-        refused = live_server.client.post("/api/chat", json=ask | {never: False})
+        refused = live_server.post("/api/chat", ask | {never: False})
         assert refused.status_code == 400
         assert refused.json()["error"].startswith("the input length exceeds the context length")
     embed = {"model": "chatterer", "input": "x" * 400}
-    assert live_server.client.post("/api/embed", json=embed).json()["prompt_eval_count"] == 256
-    refused = live_server.client.post("/api/embed", json=embed | {"truncate": False})
+    assert live_server.post("/api/embed", embed).json()["prompt_eval_count"] == 256
+    refused = live_server.post("/api/embed", embed | {"truncate": False})
     assert refused.json()["error"].startswith("the input length exceeds the context length")

@@ -33,11 +33,11 @@ def live_server(serve):
 
 
 def _names(live_server) -> list[str]:
-    return [model["name"] for model in live_server.client.get("/api/tags").json()["models"]]
+    return [model["name"] for model in live_server.get("/api/tags").json()["models"]]
 
 
 def _post(live_server, path, **body):
-    return live_server.client.post(path, json=body)
+    return live_server.post(path, body)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def mine(live_server, gguf):
     pull.pull(str(gguf), options=pull.PullOptions(name="mine", in_place=True))
 
 
-def test_a_pulled_model_is_listed_asked_and_removed(live_server, gguf, mine):
+def test_pulled_model_is_listed_used_and_removed(live_server, gguf, mine):
     assert "mine:latest" in _names(live_server)
     asked = _post(live_server, "/api/generate", model="mine", prompt="x", raw=True, stream=False)
     assert asked.json()["done"], asked.json()
@@ -126,7 +126,7 @@ def test_a_pull_reads_no_files_and_asks_no_other_servers(live_server, name):
     assert "edgeinfer pull" in answer.json()["error"]
 
 
-def test_what_is_not_here_is_not_removed(live_server):
+def test_deleting_an_unknown_model_is_a_404(live_server):
     answer = live_server.client.request("DELETE", "/api/delete", json={"model": "nobody"})
     assert answer.status_code == 404
 
@@ -141,7 +141,7 @@ def test_models_change_only_where_the_endpoint_was_started_for_it(serve, method,
     assert "serve --ollama" in answer.json()["error"]
 
 
-def test_a_model_of_ollamas_own_store_goes_by_its_own_name_there(live_server, gguf, until):
+def test_model_of_ollamas_store_is_used_under_ollamas_name(live_server, gguf, until):
     store = OllamaStore(Path.home(), gguf.read_bytes())
     until(lambda: "tiny:1b" in _names(live_server), "the cached list to expire")
     assert "insert" in _post(live_server, "/api/show", model="tiny:1b").json()["capabilities"]
@@ -158,16 +158,14 @@ def test_a_model_of_ollamas_own_store_goes_by_its_own_name_there(live_server, gg
         _post(live_server, "/v1/completions", model="tiny:1b", prompt="x", max_tokens=1).status_code
         == 200
     )
-    assert [model["name"] for model in live_server.client.get("/api/ps").json()["models"]][
-        -1
-    ] == "tiny:1b"
+    assert [model["name"] for model in live_server.get("/api/ps").json()["models"]][-1] == "tiny:1b"
     refused = live_server.client.request("DELETE", "/api/delete", json={"model": "tiny:1b"})
     assert refused.status_code == 400
     assert "belongs to Ollama" in refused.json()["error"]
     assert store.file.exists()
 
 
-def test_the_root_says_who_is_here(live_server, serve):
-    assert live_server.client.get("/").text == "Ollama is running"
+def test_root_identifies_the_server(live_server, serve):
+    assert live_server.get("/").text == "Ollama is running"
     assert live_server.client.head("/").status_code == 200
     assert serve(FakeEngine()).client.get("/").text == "edgeinfer is running"

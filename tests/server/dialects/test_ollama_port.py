@@ -76,7 +76,7 @@ def test_both_addresses_answer(ollama_port, tmp_path, start):
 
 
 @pytest.mark.parametrize("start", START)
-def test_a_place_that_is_taken_is_said(ollama_port, tmp_path, start):
+def test_port_in_use_is_reported(ollama_port, tmp_path, start):
     _, port = ollama_port
     model = make_llama(tmp_path / "made.gguf")
     command = [*START[start], "serve", str(model), "--port", "0", "--ollama", "--resume", "never"]
@@ -86,7 +86,7 @@ def test_a_place_that_is_taken_is_said(ollama_port, tmp_path, start):
     assert "leave out --ollama" in done.stderr
 
 
-def test_it_speaks_no_tls(ollama_port, tmp_path):
+def test_ollama_port_refuses_tls(ollama_port, tmp_path):
     model = make_llama(tmp_path / "made.gguf")
     (tmp_path / "pem").touch()
     arguments = ["--ollama", "--tls-cert", str(tmp_path / "pem"), "--tls-key", str(tmp_path / "pem")]

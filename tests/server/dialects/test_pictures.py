@@ -104,7 +104,7 @@ BODIES = {
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_pictures_stand_where_the_message_has_them(live_server, engine, path, stream):
-    answer = live_server.client.post(path, json=BODIES[path] | {"model": "fake", "stream": stream})
+    answer = live_server.post(path, BODIES[path] | {"model": "fake", "stream": stream})
     assert answer.status_code == 200, answer.text
     assert last_turns(engine) == [
         ("user", f"a{HERE}b{HERE}", [file(1), file(2)]),
@@ -115,16 +115,14 @@ def test_pictures_stand_where_the_message_has_them(live_server, engine, path, st
 
 def test_ollama_has_pictures_before_the_text(live_server, engine):
     turns = [{"role": "user", "content": "what?", "images": [RED, BLUE]}]
-    answer = live_server.client.post(
-        "/api/chat", json={"model": "fake", "messages": turns, "stream": False}
-    )
+    answer = live_server.post("/api/chat", {"model": "fake", "messages": turns, "stream": False})
     assert answer.status_code == 200, answer.text
     assert last_turns(engine) == [("user", f"{HERE}{HERE}what?", [file(1), file(2)])]
     assert engine.requests[-1].overflow == "refuse"  # rows of a picture are not shifted
     body = {"model": "fake", "prompt": "what?", "images": [BLUE], "stream": False}
-    assert live_server.client.post("/api/generate", json=body).status_code == 200
+    assert live_server.post("/api/generate", body).status_code == 200
     assert last_turns(engine) == [("user", f"{HERE}what?", [file(2)])]
-    assert live_server.client.post("/api/generate", json=body | {"raw": True}).status_code == 200
+    assert live_server.post("/api/generate", body | {"raw": True}).status_code == 200
     assert engine.requests[-1].prompt == f"{HERE}what?"
     assert engine.requests[-1].pictures == (file(2),)
 
@@ -138,28 +136,28 @@ def test_a_result_that_is_an_error_keeps_its_picture(live_server, engine):
     }
     turns = [{"role": "user", "content": [result]}]
     body = {"model": "fake", "max_tokens": 8, "messages": turns}
-    assert live_server.client.post("/v1/messages", json=body).status_code == 200
+    assert live_server.post("/v1/messages", body).status_code == 200
     assert last_turns(engine) == [("tool", f"Error: {HERE}", [file(1)])]
 
 
 def test_a_mark_in_the_text_is_no_picture(live_server, engine):
     turns = [{"role": "user", "content": [text(f"x{HERE}y"), openai_part(uri(RED))]}]
-    assert live_server.client.post("/v1/chat/completions", json={"messages": turns}).status_code == 200
+    assert live_server.post("/v1/chat/completions", {"messages": turns}).status_code == 200
     assert last_turns(engine) == [("user", f"xy{HERE}", [file(1)])]
 
 
 def test_counting_tokens_takes_pictures(live_server, blind):
     path = "/v1/messages/count_tokens"
     body = {"model": "fake", "messages": [{"role": "user", "content": [anthropic_block(RED)]}]}
-    assert live_server.client.post(path, json=body).status_code == 200
-    refused = blind.client.post(path, json=body)
+    assert live_server.post(path, body).status_code == 200
+    refused = blind.post(path, body)
     assert refused.status_code == 400
     assert "fake does not accept pictures" in refused.text
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_model_that_sees_nothing_says_so(blind, path):
-    answer = blind.client.post(path, json=BODIES[path] | {"model": "fake"})
+def test_text_model_refuses_pictures(blind, path):
+    answer = blind.post(path, BODIES[path] | {"model": "fake"})
     assert answer.status_code == 400
     assert "fake does not accept pictures" in answer.text
 
@@ -178,7 +176,7 @@ def test_pictures_that_are_decoded_delay_no_text(serve_module):
 
     def ask(content):
         turns = [{"role": "user", "content": content}]
-        return endpoint.client.post("/v1/chat/completions", json={"messages": turns}).status_code
+        return endpoint.post("/v1/chat/completions", {"messages": turns}).status_code
 
     with ThreadPoolExecutor() as threads:
         seen = [threads.submit(ask, [openai_part(uri(RED))]) for _ in range(4)]
@@ -201,28 +199,26 @@ def test_pictures_that_are_decoded_delay_no_text(serve_module):
         ("/v1/responses", {"type": "input_image", "image_url": uri(RED), "file_id": "f"}, "the endpoint stores no files"),
     ],
 )  # fmt: skip
-def test_what_is_no_picture_in_base64_is_refused_with_the_reason(live_server, path, content, reason):
+def test_picture_that_is_not_base64_is_refused(live_server, path, content, reason):
     turns = [{"role": "user", "content": [content]}]
     body = {"input": turns} if path.endswith("responses") else {"messages": turns, "max_tokens": 8}
-    answer = live_server.client.post(path, json=body | {"model": "fake"})
+    answer = live_server.post(path, body | {"model": "fake"})
     assert answer.status_code == 400
     assert reason in answer.text
 
 
 def test_a_model_tells_whether_it_sees(live_server, blind):
-    assert live_server.client.get("/props").json()["modalities"] == {"vision": True, "audio": False}
-    assert blind.client.get("/props").json()["modalities"] == {"vision": False, "audio": False}
-    card = live_server.client.get("/v1/models/fake").json()
+    assert live_server.get("/props").json()["modalities"] == {"vision": True, "audio": False}
+    assert blind.get("/props").json()["modalities"] == {"vision": False, "audio": False}
+    card = live_server.get("/v1/models/fake").json()
     assert card["architecture"] == {
         "input_modalities": ["text", "image"],
         "output_modalities": ["text"],
     }
-    card = blind.client.get("/v1/models/fake").json()
+    card = blind.get("/v1/models/fake").json()
     assert card["architecture"]["input_modalities"] == ["text"]
-    assert live_server.client.get("/models").json()["models"][0]["capabilities"] == [
+    assert live_server.get("/models").json()["models"][0]["capabilities"] == [
         "completion",
         "multimodal",
     ]
-    assert (
-        "vision" in live_server.client.post("/api/show", json={"model": "fake"}).json()["capabilities"]
-    )
+    assert "vision" in live_server.post("/api/show", {"model": "fake"}).json()["capabilities"]

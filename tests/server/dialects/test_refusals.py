@@ -143,7 +143,7 @@ def test_every_field_that_is_wrong_is_named_at_once(live_server):
 
 
 def test_routes_and_methods_that_do_not_exist_have_the_envelope(live_server):
-    assert live_server.client.get("/v3/x").json()["error"]["code"] == "not_found"
+    assert live_server.get("/v3/x").json()["error"]["code"] == "not_found"
     wrong = live_server.client.put("/v1/chat/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
 
@@ -170,12 +170,10 @@ def test_responses_items_are_checked_one_by_one(live_server):
 
 
 def test_query_fields_are_refused_like_body_fields(live_server):
-    assert live_server.client.get("/infer").json()["error"]["param"] == "prompt"
-    assert live_server.client.get("/infer?prompt=a&prompt=b").json()["error"]["param"] == "prompt"
-    assert (
-        live_server.client.get("/infer?prompt=a&max_tokens=x").json()["error"]["param"] == "max_tokens"
-    )
-    assert live_server.client.get("/infer?prompt=a&max_tokens=1").json()["result"] == "Hello"
+    assert live_server.get("/infer").json()["error"]["param"] == "prompt"
+    assert live_server.get("/infer?prompt=a&prompt=b").json()["error"]["param"] == "prompt"
+    assert live_server.get("/infer?prompt=a&max_tokens=x").json()["error"]["param"] == "max_tokens"
+    assert live_server.get("/infer?prompt=a&max_tokens=1").json()["result"] == "Hello"
 
 
 def test_lists_of_mixed_prompts_are_refused(live_server):
@@ -196,7 +194,7 @@ def test_lists_of_mixed_prompts_are_refused(live_server):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_engine_refuses_has_a_status_even_when_streaming(
+def test_refusal_of_the_engine_has_a_status_even_when_streaming(
     live_server, engine, error, status, code, stream, monkeypatch
 ):
     def refuse(request):

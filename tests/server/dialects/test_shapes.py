@@ -74,7 +74,7 @@ def test_chat_calls_stream_with_id_and_name_first(serve):
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "let me see"
 
 
-def test_an_answer_of_calls_alone_has_null_content(serve):
+def test_answer_with_only_tool_calls_has_null_content(serve):
     script = [ToolCallDelta(0, id="c", name="f", arguments="{}"), CALLS[-1]]
     (choice,) = serve(FakeEngine([script])).chat(tools=TOOLS).json()["choices"]
     assert choice["message"]["content"] is None
@@ -94,7 +94,7 @@ def test_minus_one_token_is_no_limit_and_whole_floats_are_integers(serve):
     live_server = serve(engine)
     assert live_server.chat(max_tokens=-1, max_completion_tokens=7.0).status_code == 200
     assert live_server.chat(max_tokens=-1, seed=3.0).status_code == 200
-    endless = live_server.client.post("/v1/completions", json={"prompt": "p", "max_tokens": -1})
+    endless = live_server.post("/v1/completions", {"prompt": "p", "max_tokens": -1})
     assert endless.status_code == 200
     assert [request.max_tokens for request in engine.requests] == [7, None, None]
     assert engine.requests[1].sampling.seed == 3
@@ -107,11 +107,11 @@ def test_as_many_stop_strings_as_autocompletion_sends_reach_the_engine(serve):
     stops = [f"<{number}>" for number in range(128)]
     assert live_server.chat(stop=stops).status_code == 200
     generate = {"model": "fake", "prompt": "p", "stream": False, "options": {"stop": stops}}
-    assert live_server.client.post("/api/generate", json=generate).status_code == 200
+    assert live_server.post("/api/generate", generate).status_code == 200
     assert [request.stop for request in engine.requests] == [tuple(stops)] * 2
 
 
-def test_several_streams_are_told_apart_and_usage_comes_last(serve):
+def test_chunks_of_several_answers_have_indexes_and_usage_is_last(serve):
     live_server = serve(FakeEngine([["a"], ["b", "c"], ["d"]]))
     ask = {"messages": HI, "n": 3, "stream_options": {"include_usage": True}}
     chunks = [chunk for _, chunk in live_server.events(CHAT, ask)]
@@ -152,7 +152,7 @@ def test_completions_logprobs_have_offsets(serve):
     ]
     live_server = serve(FakeEngine([tokens]))
     ask = {"prompt": "p", "logprobs": 1}
-    (whole,) = live_server.client.post("/v1/completions", json=ask).json()["choices"]
+    (whole,) = live_server.post("/v1/completions", ask).json()["choices"]
     assert whole["logprobs"] == {
         "tokens": ["ab", "c"],
         "token_logprobs": [-1.0, -1.0],
@@ -165,7 +165,7 @@ def test_completions_logprobs_have_offsets(serve):
     assert [offset for event in streamed for offset in event.get("text_offset", [])] == [0, 2]
 
 
-def test_a_message_stream_opens_one_block_at_a_time_and_a_whole_one_has_the_same(serve):
+def test_message_stream_opens_one_block_at_a_time(serve):
     live_server = serve(FakeEngine([CALLS]))
     body = {"max_tokens": 9, "messages": HI, "tools": [{"name": "f", "input_schema": {}}]}
     events = live_server.events("/v1/messages", body)
@@ -187,7 +187,7 @@ def test_a_message_stream_opens_one_block_at_a_time_and_a_whole_one_has_the_same
     assert kinds == ["thinking", "text", "tool_use", "tool_use"]
     assert events[-2][1]["delta"]["stop_reason"] == "tool_use"
     assert events[-2][1]["usage"]["cache_read_input_tokens"] == 4
-    message = live_server.client.post("/v1/messages", json=body).json()
+    message = live_server.post("/v1/messages", body).json()
     assert [b["type"] for b in message["content"]] == kinds
     assert message["content"][2]["input"] == {"x": 1}
     assert message["usage"] == message["usage"] | {
@@ -205,7 +205,7 @@ def test_only_the_requests_own_stop_strings_are_stop_sequences(serve, stopped_by
     finished = Finished(reason="stop", usage=Usage(), timings=Timings(), stop_sequence=stopped_by)
     live_server = serve(FakeEngine([["x", finished]]))
     body = {"max_tokens": 9, "messages": HI, "stop_sequences": ["END"]}
-    message = live_server.client.post("/v1/messages", json=body).json()
+    message = live_server.post("/v1/messages", body).json()
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, told)
 
 
@@ -233,9 +233,8 @@ def test_anthropic_tool_results_become_turns(serve):
             ],
         },
     ]
-    live_server.client.post(
-        "/v1/messages",
-        json={"max_tokens": 1, "messages": turns, "system": [{"type": "text", "text": "S"}]},
+    live_server.post(
+        "/v1/messages", {"max_tokens": 1, "messages": turns, "system": [{"type": "text", "text": "S"}]}
     )
     roles = [(m.role, m.content) for m in engine.requests[0].messages]
     assert roles == [
@@ -266,7 +265,7 @@ def test_a_response_stream_announces_and_closes_every_item(serve):
 def test_a_response_cut_short_is_incomplete(serve):
     live_server = serve(FakeEngine([["a", "b", "c"]]))
     body = {"input": "hi", "max_output_tokens": 2}
-    reply = live_server.client.post("/v1/responses", json=body).json()
+    reply = live_server.post("/v1/responses", body).json()
     assert reply["status"] == "incomplete"
     assert reply["incomplete_details"] == {"reason": "max_output_tokens"}
     events = live_server.events("/v1/responses", body)
@@ -313,16 +312,16 @@ def test_response_items_join_into_turns(serve):
         ("/v1/responses", "event: response.failed"),
     ],
 )
-def test_a_failure_in_the_middle_is_told_in_the_stream(serve, path, sign):
+def test_failure_during_a_stream_ends_it_with_an_error_event(serve, path, sign):
     body = STREAMING[path]
     live_server = serve(FakeEngine([["part", DecodeError("boom")], ["fine"]]))
-    text = live_server.client.post(path, json=body | {"stream": True}).text
+    text = live_server.post(path, body | {"stream": True}).text
     assert "part" in text
     assert sign in text
-    assert live_server.client.post(path, json=body).status_code == 200
+    assert live_server.post(path, body).status_code == 200
 
 
-def test_a_failure_of_a_whole_answer_is_a_500(serve):
+def test_failure_without_streaming_is_a_500(serve):
     answer = serve(FakeEngine([["part", DecodeError("boom")]])).chat()
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
 
@@ -336,7 +335,7 @@ def test_a_failure_of_a_whole_answer_is_a_500(serve):
         ({"top_p": 0.5, "dry_multiplier": 1}, (1, 1)),
     ],
 )
-def test_a_client_that_chooses_its_sampling_gets_no_penalty_unasked(serve, chosen, penalties):
+def test_request_with_sampling_options_drops_default_penalties(serve, chosen, penalties):
     defaults = Sampling(dry_multiplier=0.4, repeat_penalty=1.1)
     engine = FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, sampling=defaults))
     serve(engine).chat(**chosen)
@@ -352,13 +351,13 @@ def test_a_client_that_chooses_its_sampling_gets_no_penalty_unasked(serve, chose
         ("/api/chat", lambda fields: {"options": fields}),
     ],
 )
-def test_samplers_that_are_not_here_are_left_out_and_named(serve, path, nest):
+def test_unsupported_samplers_are_ignored_and_named(serve, path, nest):
     body = {"model": "fake", "prompt": "hi"}
     if path != "/completion":
         body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "stream": False}
     live_server = serve(FakeEngine())
     fields = {"mirostat": 2, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "typical_p": 0.9}
-    answer = live_server.client.post(path, json=body | nest(fields))
+    answer = live_server.post(path, body | nest(fields))
     assert answer.status_code == 200, answer.text
     for name in fields:
         assert name in answer.headers["x-edgeinfer-ignored"]
@@ -387,11 +386,11 @@ def test_sampling_reaches_the_engine_over_the_models_defaults(serve):
     assert (request.ignore_eos, request.cache_prompt) == (True, False)
 
 
-def test_infer_answers_in_one_line(serve):
+def test_infer_answers_from_query_and_body(serve):
     live_server = serve(FakeEngine([["forty-two"]]))
-    assert live_server.client.get("/infer", params={"prompt": "6*7"}).json()["result"] == "forty-two"
-    assert live_server.client.post("/infer?prompt=6*7").json()["result"] == "forty-two"
-    assert live_server.client.post("/infer", json={"prompt": "6*7"}).json()["result"] == "forty-two"
+    assert live_server.get("/infer", params={"prompt": "6*7"}).json()["result"] == "forty-two"
+    assert live_server.post("/infer?prompt=6*7").json()["result"] == "forty-two"
+    assert live_server.post("/infer", {"prompt": "6*7"}).json()["result"] == "forty-two"
 
 
 def test_tokens_and_counts(serve):

@@ -74,7 +74,7 @@ def engine(answer):
 
 
 def post(live_server, path, **body):
-    return live_server.client.post(path, json={"model": "fake", **body})
+    return live_server.post(path, {"model": "fake", **body})
 
 
 def read_chat(live_server):
@@ -171,7 +171,7 @@ def read_ollama(live_server):
 
 
 @pytest.mark.parametrize("read", [read_chat, read_responses, read_anthropic, read_ollama])
-def test_a_split_answer_is_the_whole_one(live_server, answer, read, repeats):
+def test_stream_adds_up_to_the_whole_answer_for_any_split(live_server, answer, read, repeats):
     for seed in range(repeats(SPLITS)):
         answer.make(random.Random(f"{read.__name__} {seed}"), 0.02 if seed % 25 == 0 else 0.0)
         for got in read(live_server):

@@ -34,7 +34,7 @@ def said(engine: FakeEngine) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_conversation_goes_on_from_a_stored_response(client, streamed: bool) -> None:
+def test_conversation_continues_from_a_stored_response(client, streamed: bool) -> None:
     engine = FakeEngine([["blue"], ["green"], ["red"]])
     _, openai_client = client(engine)
 
@@ -58,7 +58,7 @@ def test_a_conversation_goes_on_from_a_stored_response(client, streamed: bool) -
     assert openai_client.responses.retrieve(first.id).output_text == "blue"
 
 
-def test_a_tools_output_alone_goes_on(client) -> None:
+def test_tool_output_alone_continues_a_stored_response(client) -> None:
     engine = FakeEngine()
     _, openai_client = client(engine)
     items = [
@@ -73,7 +73,7 @@ def test_a_tools_output_alone_goes_on(client) -> None:
     assert [role for role, _ in said(engine)][-1] == "tool"
 
 
-def test_what_is_not_to_be_stored_is_not(client) -> None:
+def test_response_with_store_false_is_not_stored(client) -> None:
     live_server, openai_client = client()
     done = openai_client.responses.create(model="fake", input="x", store=False)
     assert done.model_dump()["store"] is False
@@ -82,37 +82,37 @@ def test_what_is_not_to_be_stored_is_not(client) -> None:
     with pytest.raises(openai.BadRequestError, match="not found") as caught:
         openai_client.responses.create(model="fake", input="x", previous_response_id=done.id)
     assert caught.value.code == "previous_response_not_found"
-    assert live_server.client.post(URL, json={"input": "x"}).json()["store"] is True
+    assert live_server.post(URL, {"input": "x"}).json()["store"] is True
 
 
 def test_off_as_it_is_by_default(serve) -> None:
     live_server = serve(FakeEngine())
-    reply = live_server.client.post(URL, json={"input": "x", "store": True})
+    reply = live_server.post(URL, {"input": "x", "store": True})
     assert reply.json()["store"] is False
     assert "store" in reply.headers["x-edgeinfer-ignored"]
-    refused = live_server.client.post(URL, json={"input": "x", "previous_response_id": "resp_1"})
+    refused = live_server.post(URL, {"input": "x", "previous_response_id": "resp_1"})
     assert "store-responses" in refused.json()["error"]["message"]
-    assert live_server.client.get(f"{URL}/resp_1").status_code == 404
+    assert live_server.get(f"{URL}/resp_1").status_code == 404
 
 
-def test_deleted_and_anothers(client) -> None:
+def test_stored_response_is_deleted_only_by_its_key(client) -> None:
     live_server, _ = client(keys=["alpha-key", "beta-key"])
     alpha, beta = ({"x-api-key": key} for key in ("alpha-key", "beta-key"))
-    name = live_server.client.post(URL, json={"input": "x"}, headers=alpha).json()["id"]
+    name = live_server.post(URL, {"input": "x"}, headers=alpha).json()["id"]
     for method in ("GET", "DELETE"):
         assert live_server.client.request(method, f"{URL}/{name}", headers=beta).status_code == 404
-    assert live_server.client.get(f"{URL}/{name}", headers=alpha).json()["status"] == "completed"
+    assert live_server.get(f"{URL}/{name}", headers=alpha).json()["status"] == "completed"
     gone = live_server.client.delete(f"{URL}/{name}", headers=alpha).json()
     assert gone == {"id": name, "object": "response", "deleted": True}
-    assert live_server.client.get(f"{URL}/{name}", headers=alpha).status_code == 404
+    assert live_server.get(f"{URL}/{name}", headers=alpha).status_code == 404
 
 
 def test_streams_are_not_stored(client) -> None:
     live_server, _ = client()
-    name = live_server.client.post(URL, json={"input": "x", "stream": True}).text
+    name = live_server.post(URL, {"input": "x", "stream": True}).text
     name = name.partition('"id":"')[2].partition('"')[0]
-    assert live_server.client.get(f"{URL}/{name}?stream=false").json()["status"] == "completed"
-    reply = live_server.client.get(f"{URL}/{name}?stream=true&starting_after=1")
+    assert live_server.get(f"{URL}/{name}?stream=false").json()["status"] == "completed"
+    reply = live_server.get(f"{URL}/{name}?stream=true&starting_after=1")
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stream")
 
 
@@ -128,10 +128,10 @@ def test_an_answer_whose_client_left_is_not_stored(client, until) -> None:
 
 def test_an_answer_beyond_the_limit_reaches_its_reader_and_is_not_stored(client) -> None:
     live_server, _ = client(FakeEngine([["word "] * 200]), limits=Limits(stored_bytes=2000))
-    reply = live_server.client.post(URL, json={"input": "x", "stream": True})
+    reply = live_server.post(URL, {"input": "x", "stream": True})
     assert reply.text.count('"delta":"word ') == 200
     name = reply.text.partition('"id":"')[2].partition('"')[0]
-    assert live_server.client.get(f"{URL}/{name}").status_code == 404
+    assert live_server.get(f"{URL}/{name}").status_code == 404
 
 
 def test_oldest_answers_are_evicted_beyond_number_and_bytes(client) -> None:
@@ -139,18 +139,18 @@ def test_oldest_answers_are_evicted_beyond_number_and_bytes(client) -> None:
     names = []
     for number in range(20):
         text = "x" * (30_000 if number > 15 else 10)
-        names.append(live_server.client.post(URL, json={"input": text}).json()["id"])
+        names.append(live_server.post(URL, {"input": text}).json()["id"])
         stored = live_server.endpoint.responses._responses.values()
         assert len(stored) <= 8
         assert sum(answer.size_bytes for answer in stored) <= 100_000
-    codes = [live_server.client.get(f"{URL}/{name}").status_code for name in names]
+    codes = [live_server.get(f"{URL}/{name}").status_code for name in names]
     assert codes == [404] * 17 + [200] * 3
 
 
-def test_stored_answer_does_not_keep_the_body_that_asked(client) -> None:
+def test_stored_response_does_not_keep_the_request_body(client) -> None:
     live_server, _ = client()
     for _ in range(3):
-        live_server.client.post(URL, json={"input": "x", "metadata": {"a": "b"}})
+        live_server.post(URL, {"input": "x", "metadata": {"a": "b"}})
     answers = list(live_server.endpoint.responses._responses.values())
     del live_server
     contexts = [
@@ -183,6 +183,6 @@ def test_reference_to_an_item_of_a_stored_response_is_resolved(client, streamed:
 def test_reference_where_nothing_is_stored_names_the_way_out(serve) -> None:
     live_server = serve(FakeEngine())
     body = {"model": "fake", "input": [{"type": "item_reference", "id": "msg_1_0"}]}
-    reply = live_server.client.post(URL, json=body)
+    reply = live_server.post(URL, body)
     assert reply.status_code == 400
     assert "store-responses" in reply.text

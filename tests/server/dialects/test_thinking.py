@@ -50,13 +50,13 @@ def live_server(serve_module, engine):
         ),
     ],
 )
-def test_what_is_asked_reaches_template_and_engine(live_server, engine, path, sent, options, budget):
-    assert live_server.client.post(path, json=STREAMING[path] | sent).status_code == 200
+def test_reasoning_fields_reach_template_and_engine(live_server, engine, path, sent, options, budget):
+    assert live_server.post(path, STREAMING[path] | sent).status_code == 200
     assert engine.requests[-1].template_options == options
     assert engine.requests[-1].reasoning_budget == budget
 
 
 def test_the_budget_closes_the_reasoning(live_server):
     sent = {"thinking": {"type": "enabled", "budget_tokens": 2}}
-    thought, said = live_server.client.post(MESSAGES, json=STREAMING[MESSAGES] | sent).json()["content"]
+    thought, said = live_server.post(MESSAGES, STREAMING[MESSAGES] | sent).json()["content"]
     assert (thought["thinking"], said["text"]) == ("0 1 ", "done")

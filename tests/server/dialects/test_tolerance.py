@@ -33,7 +33,7 @@ def test_text_has_either_name_in_either_api(live_server, engine, kind):
     turns = [{"role": "user", "content": content}]
     assert live_server.chat(messages=turns).status_code == 200
     assert engine.requests[-1].messages[0].content == "hello"
-    assert live_server.client.post("/v1/responses", json={"input": turns}).status_code == 200
+    assert live_server.post("/v1/responses", {"input": turns}).status_code == 200
     assert engine.requests[-1].messages[0].content == "hello"
 
 
@@ -43,7 +43,7 @@ def test_output_of_a_function_may_be_an_object(live_server, engine):
         {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "a", "output": {"ok": True}},
     ]
-    assert live_server.client.post("/v1/responses", json={"input": items}).status_code == 200
+    assert live_server.post("/v1/responses", {"input": items}).status_code == 200
     assert json.loads(engine.requests[-1].messages[-1].content) == {"ok": True}
 
 
@@ -55,12 +55,12 @@ def test_output_of_a_function_may_be_an_object(live_server, engine):
         ("/completion", {"prompt": "a", "messages": None}),
     ],
 )
-def test_top_k_of_minus_one_keeps_all(live_server, engine, path, body):
+def test_top_k_of_minus_one_is_off(live_server, engine, path, body):
     body = {"messages": [{"role": "user", "content": "a"}], "top_k": -1} | body
     body = {name: value for name, value in body.items() if value is not None}
-    assert live_server.client.post(path, json=body).status_code == 200
+    assert live_server.post(path, body).status_code == 200
     assert engine.requests[-1].sampling.top_k == 0
-    assert live_server.client.post(path, json=body | {"top_k": -2}).status_code == 400
+    assert live_server.post(path, body | {"top_k": -2}).status_code == 400
 
 
 def test_base64_is_read_as_clients_spell_it():
@@ -75,7 +75,7 @@ def test_base64_is_read_as_clients_spell_it():
             file_in(wrong, InvalidRequestError)
 
 
-def test_seeds_of_64_bits_differ_and_none_is_random():
+def test_64_bit_seeds_map_to_different_32_bit_seeds():
     assert [seed_of(seed) for seed in (0, 5, 4_294_967_294)] == [0, 5, 4_294_967_294]
     assert seed_of(-1) is None
     seeds = [5, 5 + (1 << 32), 5 + (1 << 33), -5, (1 << 32) - 1, (1 << 33) - 1, (1 << 63) - 1]
@@ -99,17 +99,17 @@ def test_usage_of_a_reranking_counts_special_tokens(serve, eos, n_special):
 
     live_server = serve(Counting(info=replace(DEFAULT_INFO, eos_token=eos)))
     body = {"query": "two words", "documents": ["a", "b c d"]}
-    usage = live_server.client.post("/v1/rerank", json=body).json()["usage"]
+    usage = live_server.post("/v1/rerank", body).json()["usage"]
     assert usage["prompt_tokens"] == 2 * 2 + 1 + 3 + 2 * n_special
 
 
-def test_version_of_ollama_is_one_that_codex_takes(live_server):
-    version = live_server.client.get("/api/version").json()["version"]
+def test_ollama_version_is_accepted_by_codex(live_server):
+    version = live_server.get("/api/version").json()["version"]
     assert tuple(map(int, version.split("."))) >= (0, 13, 4)
 
 
 @pytest.mark.parametrize("path", ["/home/someone/models/a.gguf", "~/models/a.gguf", "/a.gguf"])
-def test_folders_of_the_operator_are_not_told(path):
+def test_errors_do_not_contain_folders_of_the_server(path):
     problem = from_error(ModelLoadError(f"{path}: not a model, see https://a.example/b/c"))
     assert problem.message.startswith(("a.gguf: not", "/a.gguf: not"))
     assert problem.message.endswith("https://a.example/b/c")

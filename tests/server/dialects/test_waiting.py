@@ -82,9 +82,7 @@ def test_a_message_begins_once_its_prompt_is_known():
 
 @pytest.mark.parametrize("path", STREAMING)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_is_too_long_is_told_in_the_words_clients_look_for(
-    serve, monkeypatch, path, stream
-):
+def test_error_for_a_too_long_prompt_has_the_text_clients_search_for(serve, monkeypatch, path, stream):
     engine = FakeEngine()
 
     def refuse(request):
@@ -102,7 +100,7 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_clients_look_for(
         assert error["code"] == "context_length_exceeded"
 
 
-def test_the_lengths_cross_to_another_process():
+def test_context_length_error_keeps_its_numbers_across_processes():
     received = from_fields(to_fields(TOO_LONG))
     assert isinstance(received, ContextLengthError)
     assert (received.n_tokens, received.n_ctx, received.param) == (9, 8, "messages")

@@ -26,13 +26,13 @@ def live_server(serve, load_model, smollm2):
 
 
 def said(live_server, **fields) -> str:
-    answer = live_server.client.post("/v1/completions", json=ASK | fields)
+    answer = live_server.post("/v1/completions", ASK | fields)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["text"]
 
 
 def change(live_server, verb: str, **fields):
-    return live_server.client.post(f"/v1/{verb}_lora_adapter", json={"lora_name": "red"} | fields)
+    return live_server.post(f"/v1/{verb}_lora_adapter", {"lora_name": "red"} | fields)
 
 
 @pytest.mark.model
@@ -43,16 +43,16 @@ def test_an_adapter_comes_and_goes(live_server):
     red = said(live_server, lora=[{"name": "red"}])
     assert red != plain
     assert said(live_server, model="red") == red  # as vLLM's clients name it
-    assert "red" in [model["id"] for model in live_server.client.get("/v1/models").json()["data"]]
+    assert "red" in [model["id"] for model in live_server.get("/v1/models").json()["data"]]
 
     assert change(live_server, "load", scale=1.0).status_code == 200
     assert said(live_server) == red
-    assert live_server.client.post("/v1/models/smol/unload").json()["state"] == "unloaded"
+    assert live_server.post("/v1/models/smol/unload").json()["state"] == "unloaded"
     assert said(live_server) == red  # loaded again, with what it had
 
     assert change(live_server, "unload").status_code == 200
     assert said(live_server) == plain
-    assert live_server.client.post("/v1/completions", json=ASK | {"model": "red"}).status_code == 404
+    assert live_server.post("/v1/completions", ASK | {"model": "red"}).status_code == 404
     gone = change(live_server, "unload")
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "adapter_not_found")
 

@@ -37,7 +37,7 @@ ROUTES = GENERATING | {"/tokenize": {"content": "hi"}}
     [("gpt-4o", SLASHED), ("small", "main"), ("claude-haiku-9", "main"), ("claude-opus-5", SLASHED)],
 )
 def test_an_alias_is_honoured_on_every_dialect(live_server, route: str, name: str, target: str) -> None:
-    reply = live_server.client.post(route, json=ROUTES[route] | {"model": name})
+    reply = live_server.post(route, ROUTES[route] | {"model": name})
     assert reply.status_code == 200, reply.text
     assert reply.headers["x-edgeinfer-model"] == target
     assert reply.json().get("model", target) == target
@@ -48,13 +48,13 @@ def test_a_models_own_name_needs_no_header(live_server) -> None:
     assert "x-edgeinfer-model" not in live_server.chat().headers
 
 
-def test_lone_model_answers_to_any_name_and_is_named(serve) -> None:
+def test_only_model_answers_to_any_name(serve) -> None:
     live_server = serve(FakeEngine())
     for route, body in ROUTES.items():
-        reply = live_server.client.post(route, json=body | {"model": "gpt-9"})
+        reply = live_server.post(route, body | {"model": "gpt-9"})
         assert reply.status_code == 200, reply.text
         assert reply.headers["x-edgeinfer-model"] == "fake"
-    assert live_server.client.get("/v1/models/gpt-9").status_code == 404
+    assert live_server.get("/v1/models/gpt-9").status_code == 404
 
 
 @pytest.mark.parametrize("setup", [{"aliases": {"*": ""}}, {"names": ("fake", "other")}])
@@ -64,7 +64,7 @@ def test_unknown_name_is_refused_if_switched_off_or_among_several_models(serve, 
 
 
 @pytest.mark.parametrize(("name", "target"), [("gone", "not-here"), ("gpt-5", "not-here")])
-def test_an_alias_of_nothing_says_what_it_means(live_server, name: str, target: str) -> None:
+def test_alias_of_a_missing_model_is_explained(live_server, name: str, target: str) -> None:
     reply = live_server.chat(model=name)
     assert reply.status_code == 404
     assert (
@@ -80,7 +80,7 @@ def test_an_alias_of_nothing_says_what_it_means(live_server, name: str, target: 
         ("o3-mini", "`[serve.aliases]`"),
     ],
 )
-def test_a_model_that_is_not_here_is_pulled_only_where_that_can_be(
+def test_unknown_model_error_names_pull_only_for_pullable_models(
     live_server, name: str, hint: str
 ) -> None:
     reply = live_server.chat(model=name)
@@ -89,7 +89,7 @@ def test_a_model_that_is_not_here_is_pulled_only_where_that_can_be(
 
 
 def test_aliases_are_listed_as_such(live_server) -> None:
-    cards = {card["id"]: card for card in live_server.client.get("/v1/models").json()["data"]}
+    cards = {card["id"]: card for card in live_server.get("/v1/models").json()["data"]}
     assert {name: card["alias_of"] for name, card in cards.items()} == {
         "main": "",
         SLASHED: "",
@@ -99,16 +99,16 @@ def test_aliases_are_listed_as_such(live_server) -> None:
 
 
 @pytest.mark.parametrize("name", [SLASHED, quote(SLASHED, safe=""), "gpt-4o", "claude-opus-5"])
-def test_one_model_by_its_name_with_slashes_or_an_alias(live_server, name: str) -> None:
+def test_model_card_is_found_by_a_name_with_slashes_or_an_alias(live_server, name: str) -> None:
     live_server.chat(model=SLASHED)
-    card = live_server.client.get(f"/v1/models/{name}").json()
+    card = live_server.get(f"/v1/models/{name}").json()
     assert card["state"] == "loaded"
     assert SLASHED in (card["id"], card["alias_of"])
 
 
 def test_a_model_with_slashes_is_unloaded(live_server, until) -> None:
     live_server.chat(model=SLASHED)
-    reply = live_server.client.post(f"/v1/models/{SLASHED}/unload").json()
+    reply = live_server.post(f"/v1/models/{SLASHED}/unload").json()
     assert (reply["id"], reply["state"]) == (SLASHED, "unloaded")
-    assert live_server.client.get("/v1/models/no/such/model").status_code == 404
-    assert live_server.client.post("/v1/models/no/such/unload").status_code == 404
+    assert live_server.get("/v1/models/no/such/model").status_code == 404
+    assert live_server.post("/v1/models/no/such/unload").status_code == 404

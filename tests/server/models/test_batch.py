@@ -144,7 +144,7 @@ def test_two_runs_do_not_share_an_output(files):
             _run(paths)
 
 
-def test_a_missing_input_is_said(tmp_path):
+def test_missing_input_file_is_named(tmp_path):
     with pytest.raises(UsageError, match=r"nowhere\.jsonl"):
         _run((str(tmp_path / "nowhere.jsonl"), str(tmp_path / "out")))
 
@@ -175,7 +175,7 @@ def _failing(*scripts):
     return FakeEngine(choose)
 
 
-def test_what_passes_within_the_run_is_an_answer_like_any_other(files, hasty):
+def test_temporary_failure_is_retried_in_the_same_run(files, hasty):
     paths = files(_chat("a"), _chat("b"))
     broken = [DecodeError("llama_decode failed")]
     result, engine = _run(paths, _failing(broken, broken, ["late"]))
@@ -184,7 +184,7 @@ def test_what_passes_within_the_run_is_an_answer_like_any_other(files, hasty):
     assert len(engine.requests) == 4
 
 
-def test_what_fails_in_a_way_that_may_pass_is_left_to_the_next_run(files, hasty):
+def test_temporary_failure_is_left_to_the_next_run(files, hasty):
     paths = files(_chat("a"), _chat("b"), _chat("c"))
     result, engine = _run(paths, _failing([DecodeError("llama_decode failed")]))
     assert (result.done, result.failed, result.left, result.exit_code) == (2, 0, 1, 1)
@@ -249,7 +249,7 @@ def test_failures_and_a_kill_in_their_midst_lose_nothing(files, until):
     assert {line["response"]["status_code"] for line in answers.values()} == {200}
 
 
-def test_a_full_disk_ends_the_run_and_says_that_it_goes_on(files, monkeypatch):
+def test_full_disk_ends_the_run_and_the_next_run_continues(files, monkeypatch):
     paths = files(*(_chat(str(n)) for n in range(6)))
     real_write, written = os.write, []
 

@@ -62,7 +62,7 @@ def serve_reader(serve, load_model, reader, tmp_path):
 def _complete(live_server, prompt=STORY, key="", **fields) -> dict:
     body = {"prompt": prompt, "temperature": 0, "max_tokens": 4, "ignore_eos": True} | fields
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    answer = live_server.client.post("/v1/completions", json=body, headers=headers)
+    answer = live_server.post("/v1/completions", body, headers=headers)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -73,14 +73,14 @@ def _cached_tokens(reply: dict) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("path", GENERATING)
-def test_every_route_takes_the_fields_of_the_cache(serve, path):
+def test_every_route_accepts_the_prefix_cache_fields(serve, path):
     body = GENERATING[path]
     bound = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     engine = FakeEngine()
     live_server = serve(engine)
     named = {"cache_prompt": False, "cache_salt": "mine", "prompt_cache_key": "talk"}
     for fields in (named, {bound: 0}):
-        answer = live_server.client.post(path, json=body | fields)
+        answer = live_server.post(path, body | fields)
         assert answer.status_code == 200, answer.text
     (request,), (read,) = engine.requests, engine.read
     assert (request.cache_prompt, request.cache_salt, request.conversation) == (False, "mine", "talk")
@@ -88,13 +88,11 @@ def test_every_route_takes_the_fields_of_the_cache(serve, path):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
-def test_store_none_keeps_nothing_and_store_false_is_about_the_answer_alone(serve, path):
+def test_store_none_stores_no_prefix_and_store_false_does(serve, path):
     engine = FakeEngine()
     live_server = serve(engine)
     for store in ("none", False):
-        assert (
-            live_server.client.post(path, json=GENERATING[path] | {"store": store}).status_code == 200
-        )
+        assert live_server.post(path, GENERATING[path] | {"store": store}).status_code == 200
     assert [request.cache_prompt for request in engine.requests] == [False, True]
 
 
@@ -117,7 +115,7 @@ def test_a_prompt_that_was_only_read_is_there_for_the_next(serve_reader, stream)
     live_server = serve_reader()
     if stream:
         body = {"prompt": STORY, "max_tokens": 0, "stream": True}
-        text = live_server.client.post("/v1/completions", json=body).text
+        text = live_server.post("/v1/completions", body).text
         assert '"finish_reason":"length"' in text
         assert '"predicted_n":0' in text
     else:
@@ -188,7 +186,7 @@ def test_damaged_blocks_are_computed_again_and_metrics_tell_sources(serve_reader
     assert (blocks.blocks_pruned_total, blocks.blocks_damaged_total) == (0, 1)
 
 
-def test_slots_tell_where_a_prompt_left_what_is_remembered(serve_reader):
+def test_slots_report_where_a_prompt_diverged(serve_reader):
     live_server = serve_reader(keys=KEYS)
     middle = STORY.index(" ", len(STORY) // 2)
     edited = STORY[:middle] + " Suddenly" + STORY[middle:]
@@ -199,7 +197,7 @@ def test_slots_tell_where_a_prompt_left_what_is_remembered(serve_reader):
 
     def slots(key: str) -> list[dict]:
         headers = {"authorization": f"Bearer {key}"}
-        return live_server.client.get("/slots", headers=headers).json()["slots"]
+        return live_server.get("/slots", headers=headers).json()["slots"]
 
     again, edit, first = slots(KEYS[0])
     assert [slot["cause"] for slot in (first, edit, again)] == ["nothing", "text", "none"]
@@ -207,7 +205,7 @@ def test_slots_tell_where_a_prompt_left_what_is_remembered(serve_reader):
     assert edit["prompt_n"] == edit["n_prompt_tokens"] - edit["cache_n"]
     (other,) = slots(KEYS[1])
     assert other["cause"] == "nothing"
-    assert live_server.client.get("/slots").status_code == 401
+    assert live_server.get("/slots").status_code == 401
     assert not any(
         isinstance(value, str) and "Sudden" in value
         for slot in slots(KEYS[0])

@@ -87,7 +87,7 @@ def test_any_pulled_model_can_be_named(serve, loader):
         "I am a",
     ]
     assert loader.loads == ["a", "b"]
-    states = {m["id"]: m["state"] for m in live_server.client.get("/v1/models").json()["data"]}
+    states = {m["id"]: m["state"] for m in live_server.get("/v1/models").json()["data"]}
     assert states == {"a": "loaded", "b": "loaded", "c": "cold"}
     assert live_server.chat(model="d").status_code == 404
     for path in ("/etc/passwd", "../a", "a/../b", "./a.gguf"):
@@ -129,7 +129,7 @@ def test_a_streaming_client_gets_comments_while_its_model_loads(serve, loader):
     assert '"I am b"' in "".join(said)
 
 
-def test_a_load_that_fails_is_told_by_status_or_in_the_stream_and_tried_again(serve, loader):
+def test_failed_load_is_a_status_or_stream_error_and_is_retried(serve, loader):
     loader.refusals["b"] = ModelLoadError("the file is damaged")
     live_server = serve(
         load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02)
@@ -146,7 +146,7 @@ def test_a_load_that_fails_is_told_by_status_or_in_the_stream_and_tried_again(se
     assert _ask(live_server, "b") == "I am b"
 
 
-def test_a_model_is_loaded_again_when_it_has_written_what_it_read(serve, loader, until):
+def test_model_is_reloaded_after_its_engine_has_stored_prefixes(serve, loader, until):
     loader.writing["b"] = threading.Event()
     live_server = serve(load=loader.load, names=("a", "b"))
     _ask(live_server, "b", keep_alive=0)
@@ -164,10 +164,10 @@ def test_keep_alive_zero_unloads_after_the_request_and_minus_one_keeps(serve, lo
     _ask(live_server, "b", keep_alive=0)
     until(lambda: loader.closed == ["b"], "b to be unloaded")
     _ask(live_server, "b", keep_alive=-1)
-    (b,) = [m for m in live_server.client.get("/props").json()["models"] if m["id"] == "b"]
+    (b,) = [m for m in live_server.get("/props").json()["models"] if m["id"] == "b"]
     assert b["expires_in_s"] is None
     _ask(live_server, "b", keep_alive=50)
-    (b,) = [m for m in live_server.client.get("/props").json()["models"] if m["id"] == "b"]
+    (b,) = [m for m in live_server.get("/props").json()["models"] if m["id"] == "b"]
     assert 40 < b["expires_in_s"] <= 50
 
 
@@ -175,7 +175,7 @@ def test_keep_alive_zero_unloads_after_the_request_and_minus_one_keeps(serve, lo
 def test_keep_alive_is_honoured_on_every_route(serve, loader, until, path):
     live_server = serve(load=loader.load, names=("a", "b"))
     body = READING[path] | {"model": "b", "keep_alive": 0}
-    assert live_server.client.post(path, json=body).status_code == 200
+    assert live_server.post(path, body).status_code == 200
     until(lambda: loader.closed == ["b"], "b to be unloaded")
 
 
@@ -183,10 +183,10 @@ def test_an_idle_model_expires(serve, loader, until):
     live_server = serve(load=loader.load, names=("a",), keep_alive_s=0.05)
     until(lambda: loader.closed == ["a"], "a to expire")
     assert _ask(live_server, "a") == "I am a"
-    assert live_server.client.get("/health").status_code == 200
+    assert live_server.get("/health").status_code == 200
 
 
-def test_without_room_the_least_recently_used_goes(serve):
+def test_least_recently_used_model_is_unloaded_for_memory(serve):
     loader = ScriptedLoader(total_bytes=3 * GIB + GIB // 2 + (1 << 29))
     live_server = serve(load=loader.load, names=("a", "b", "c", "d"), available_bytes=loader.available)
     for model in ("a", "b", "c", "a"):
@@ -197,7 +197,7 @@ def test_without_room_the_least_recently_used_goes(serve):
     assert loader.closed == ["b"]
 
 
-def test_a_model_in_use_is_not_evicted_and_the_wait_ends(serve, until):
+def test_model_in_use_is_not_unloaded_for_another(serve, until):
     loader = ScriptedLoader(total_bytes=GIB + (1 << 29))
     gate = StepGate()
     loader.scripts["a"] = [[gate, "held"]]
@@ -211,15 +211,15 @@ def test_a_model_in_use_is_not_evicted_and_the_wait_ends(serve, until):
     assert "retry-after" in refused.headers
     live_server.endpoint.models._room_s = 20
     waiting = live_server.pool.submit(_ask, live_server, "b")
-    until(lambda: live_server.client.get("/health").json()["loading"] != [], "b to wait for room")
-    assert live_server.client.get("/health").json()["loading"][0]["stage"] == "waiting for memory"
+    until(lambda: live_server.get("/health").json()["loading"] != [], "b to wait for room")
+    assert live_server.get("/health").json()["loading"][0]["stage"] == "waiting for memory"
     gate.opened.set()
     assert waiting.result() == "I am b"
     holding.result()
     assert loader.closed == ["a"]
 
 
-def test_a_dead_engine_is_replaced_at_once(serve, loader):
+def test_dead_engine_is_replaced_before_the_next_answer(serve, loader):
     live_server = serve(load=loader.load, names=("a",))
     _ask(live_server, "a")
     FakeEngine.close(loader.live["a"])
@@ -227,7 +227,7 @@ def test_a_dead_engine_is_replaced_at_once(serve, loader):
     assert loader.loads == ["a", "a"]
 
 
-def test_an_engine_that_dies_midway_is_told_and_replaced(serve, loader):
+def test_engine_that_dies_during_an_answer_is_replaced(serve, loader):
     dies = ["part", EngineClosedError("the worker died")]
     loader.scripts["a"] = [dies, ["others go on"], dies]
     live_server = serve(load=loader.load, names=("a",))
@@ -248,19 +248,19 @@ def test_a_model_is_unloaded_on_request(serve, loader, until):
     loader.scripts["b"] = [[gate, "done"], ["again"]]
     live_server = serve(load=loader.load, names=("a", "b"))
     unload = "/v1/models/b/unload"
-    assert live_server.client.post(unload).json() == {"id": "b", "state": "not loaded"}
-    assert live_server.client.post("/v1/models/zz/unload").status_code == 404
+    assert live_server.post(unload).json() == {"id": "b", "state": "not loaded"}
+    assert live_server.post("/v1/models/zz/unload").status_code == 404
     running = live_server.begin(gate, model="b")
-    assert live_server.client.post(unload).json()["state"] == "unloading"
+    assert live_server.post(unload).json()["state"] == "unloading"
     gate.opened.set()
     assert "done" in running.result().text
     until(lambda: loader.closed == ["b"], "b to be unloaded")
     _ask(live_server, "b")
-    assert live_server.client.post(unload).json()["state"] == "unloaded"
+    assert live_server.post(unload).json()["state"] == "unloaded"
     assert loader.closed == ["b", "b"]
 
 
-def test_a_client_that_leaves_while_its_model_loads_leaves_nothing(serve, loader, until):
+def test_client_that_disconnects_during_a_load_releases_the_model(serve, loader, until):
     loader.holds["b"] = threading.Event()
     live_server = serve(
         load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02)
@@ -277,16 +277,16 @@ def test_a_client_that_leaves_while_its_model_loads_leaves_nothing(serve, loader
     loader.holds["b"].set()
     until(lambda: live_server.endpoint.models.is_loaded("b"), "b to be loaded all the same")
     assert loader.live["b"].requests == []
-    (b,) = [m for m in live_server.client.get("/props").json()["models"] if m["id"] == "b"]
+    (b,) = [m for m in live_server.get("/props").json()["models"] if m["id"] == "b"]
     assert b["in_use"] == 0
     assert b["expires_in_s"] > 0
 
 
-def test_health_says_what_is_loading(serve, loader, until):
+def test_health_reports_the_stage_of_a_load(serve, loader, until):
     loader.holds["a"] = threading.Event()
     live_server = serve(load=loader.load, names=("a",), wait_ready=False)
     until(lambda: "a" in loader.loads, "a to be loading")
-    answer = live_server.client.get("/health")
+    answer = live_server.get("/health")
     assert answer.status_code == 503
     assert answer.json() == {
         "status": "loading",
@@ -294,7 +294,7 @@ def test_health_says_what_is_loading(serve, loader, until):
         "loading": [{"model": "a", "stage": "reading weights", "progress": 0.5}],
     }
     loader.holds["a"].set()
-    until(lambda: live_server.client.get("/health").status_code == 200, "the endpoint to be healthy")
+    until(lambda: live_server.get("/health").status_code == 200, "the endpoint to be healthy")
 
 
 def test_a_default_model_that_does_not_load_leaves_the_endpoint_up(serve, loader, until):
@@ -302,7 +302,7 @@ def test_a_default_model_that_does_not_load_leaves_the_endpoint_up(serve, loader
     live_server = serve(load=loader.load, names=("a", "b"), wait_ready=False)
     loader.reached.setdefault("a", threading.Event()).wait(20)
     assert _ask(live_server, "b") == "I am b"
-    health = live_server.client.get("/health")
+    health = live_server.get("/health")
     assert health.status_code == 503
     assert (health.json()["status"], health.json()["error"]) == ("error", "damaged")
     until(lambda: "model-failed" in live_server.log.getvalue(), "the log to tell of it")
@@ -323,7 +323,7 @@ def test_a_dead_worker_does_not_break_a_scrape(serve, loader):
         raise EngineClosedError("the worker died")
 
     loader.live["b"].metrics = dead
-    text = live_server.client.get("/metrics").text
+    text = live_server.get("/metrics").text
     assert 'edgeinfer_num_requests_running{model_name="a"' in text
     assert 'edgeinfer_num_requests_running{model_name="b"' not in text
 
@@ -333,7 +333,7 @@ def test_a_model_given_back_while_the_endpoint_ends_is_closed(serve, loader, unt
     loader.scripts["b"] = [[gate, "done"]]
     live_server = serve(load=loader.load, names=("a", "b"))
     running = live_server.begin(gate, model="b")
-    assert live_server.client.post("/v1/models/b/unload").json()["state"] == "unloading"
+    assert live_server.post("/v1/models/b/unload").json()["state"] == "unloading"
     live_server.drain()
     until(lambda: live_server.endpoint.draining, "the drain to begin")
     gate.opened.set()

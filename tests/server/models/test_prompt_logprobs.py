@@ -24,7 +24,7 @@ def engine(load_model, path):
 
 
 def _complete(live_server, **body):
-    answer = live_server.client.post("/v1/completions", json=body)
+    answer = live_server.post("/v1/completions", body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -76,7 +76,7 @@ def test_prefix_cached_without_logprobs_is_computed_again(live_server, path):
     assert plain["prompt_tokens_details"]["cached_tokens"] == len(prompt)
 
 
-def test_cached_logprobs_end_where_another_text_went_on(engine, path):
+def test_cached_logprobs_end_where_the_text_differs(engine, path):
     """A scored prompt is continued by a plain request, then scored on with another text."""
 
     def score(text):
@@ -141,7 +141,7 @@ def test_text_prompt_is_echoed_as_it_was_sent(live_server):
     assert "".join(choice["logprobs"]["tokens"]).endswith("Text, once.")
 
 
-def test_vllms_prompt_logprobs_are_refused_with_what_to_send(live_server):
-    refused = live_server.client.post("/v1/completions", json={"prompt": "a", "prompt_logprobs": 1})
+def test_vllms_prompt_logprobs_are_refused_with_a_replacement(live_server):
+    refused = live_server.post("/v1/completions", {"prompt": "a", "prompt_logprobs": 1})
     assert refused.status_code == 400
     assert "use echo with logprobs" in refused.json()["error"]["message"]

@@ -13,13 +13,12 @@ ASK = {"prompt": "A short note about rivers:", "temperature": 0, "max_tokens": 1
 def test_speculation_changes_nothing_but_the_counts(real):
     asked = ASK | {"prompt": "one two three " * 8}
     off, ngram = (
-        real.client.post("/v1/completions", json=asked | {"speculative": mode}).json()
-        for mode in ("off", "ngram")
+        real.post("/v1/completions", asked | {"speculative": mode}).json() for mode in ("off", "ngram")
     )
     assert off["choices"][0]["text"] == ngram["choices"][0]["text"]
     assert off["timings"]["draft_n"] == 0
     assert ngram["timings"]["draft_n"] >= ngram["timings"]["draft_n_accepted"] > 0
-    scrape = real.client.get("/metrics").text
+    scrape = real.get("/metrics").text
     assert 'edgeinfer_spec_decode_num_accepted_tokens_total{model_name="smollm2"' in scrape
 
 
@@ -38,10 +37,8 @@ def bert(serve, load_model, tmp_path):
 def test_an_encoder_embeds_as_numbers_and_as_base64(bert):
     live_server, engine = bert(MEAN)
     texts = ["red cat", "the dog sleeps on a mat"]
-    plain = live_server.client.post("/v1/embeddings", json={"input": texts}).json()
-    packed = live_server.client.post(
-        "/v1/embeddings", json={"input": texts, "encoding_format": "base64"}
-    ).json()
+    plain = live_server.post("/v1/embeddings", {"input": texts}).json()
+    packed = live_server.post("/v1/embeddings", {"input": texts, "encoding_format": "base64"}).json()
     vectors = engine.embed(texts)
     assert plain["usage"]["prompt_tokens"] == sum(
         len(engine.tokenize(text, add_special=True)) for text in texts
@@ -56,7 +53,7 @@ def test_a_reranker_orders_documents(bert):
     live_server, engine = bert(RANK)
     documents = ["red cat", "the dog", "a mat", "blue dog runs"]
     body = {"query": "red cat", "documents": documents, "top_n": 3, "return_documents": True}
-    reply = live_server.client.post("/v1/rerank", json=body).json()
+    reply = live_server.post("/v1/rerank", body).json()
     scores = engine.rerank("red cat", documents)
     best = sorted(range(4), key=lambda index: -scores[index])[:3]
     assert [result["index"] for result in reply["results"]] == best
@@ -65,16 +62,14 @@ def test_a_reranker_orders_documents(bert):
 
 
 @pytest.mark.parametrize("pooling", [MEAN, RANK])
-def test_what_a_model_cannot_do_is_refused(bert, pooling):
+def test_unsupported_task_of_a_model_is_refused(bert, pooling):
     live_server, _ = bert(pooling)
     asked = {
         "/v1/completions": ASK,
         "/v1/rerank": {"query": "red", "documents": ["cat"]},
         "/v1/embeddings": {"input": "red"},
     }
-    statuses = {
-        path: live_server.client.post(path, json=body).status_code for path, body in asked.items()
-    }
+    statuses = {path: live_server.post(path, body).status_code for path, body in asked.items()}
     can = "/v1/rerank" if pooling == RANK else "/v1/embeddings"
     assert statuses[can] == 200
     assert {status for path, status in statuses.items() if path != can} == {400}

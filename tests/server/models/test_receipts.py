@@ -74,7 +74,7 @@ def lines_of(folder):
 
 
 def check(live_server, receipt):
-    reply = live_server.client.post("/v1/verify", json={"receipt": receipt})
+    reply = live_server.post("/v1/verify", {"receipt": receipt})
     assert reply.status_code == 200, reply.text
     return reply.json()
 
@@ -87,7 +87,7 @@ def test_each_dialect_s_answer_ends_with_a_receipt_that_verifies(real, path, str
         fields = fields | {"receipt": True, "options": fields["options"] | {"temperature": 0.8}}
     else:
         fields = fields | SAMPLED
-    reply = real.client.post(path, json=fields)
+    reply = real.post(path, fields)
     receipt = last_object(reply)["receipt"]
     assert receipt["sampling"]["seed"] is not None
     result = check(real, receipt)
@@ -98,7 +98,7 @@ def test_each_dialect_s_answer_ends_with_a_receipt_that_verifies(real, path, str
     receipt["content"]["answer"][3] ^= 1
     assert check(real, receipt)["verdict"] == "differs"
 
-    without = real.client.post(path, json={k: v for k, v in fields.items() if k != "receipt"})
+    without = real.post(path, {k: v for k, v in fields.items() if k != "receipt"})
     assert "receipt" not in last_object(without)
 
 
@@ -208,14 +208,14 @@ def test_a_reply_of_a_stream_is_one_and_a_later_one_is_another(tmp_path):
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_answers_have_a_receipt_each(real, stream):
     asked = {"messages": TURNS, "n": 4, "max_tokens": 10, "seed": 5, "stream": stream}
-    receipts = last_object(real.client.post(CHAT, json=asked | SAMPLED))["receipts"]
+    receipts = last_object(real.post(CHAT, asked | SAMPLED))["receipts"]
     assert [receipt.get("index", 0) for receipt in receipts] == [0, 1, 2, 3]
     assert [check(real, receipt)["verdict"] for receipt in receipts] == ["verified"] * 4
 
 
 @pytest.mark.model
 def test_what_is_no_receipt_is_refused_in_words(real):
-    receipt = last_object(real.client.post(CHAT, json={"messages": TURNS, "max_tokens": 4} | SAMPLED))
+    receipt = last_object(real.post(CHAT, {"messages": TURNS, "max_tokens": 4} | SAMPLED))
     whole = receipt["receipt"]
     twice = json.dumps({"receipt": whole}).replace('"version"', '"version": 1, "version"')
     wrong = [json.dumps({"receipt": {**whole, "n_ctx": "x"}}), twice, '{"receipt": {}}']
@@ -250,7 +250,7 @@ def test_an_answer_without_receipt_is_given_and_says_why(serve):
 
 @pytest.mark.model
 def test_a_check_ends_with_its_client_and_counts_in_the_queue(real, until, monkeypatch):
-    whole = last_object(real.client.post(CHAT, json={"messages": TURNS, "max_tokens": 4} | SAMPLED))
+    whole = last_object(real.post(CHAT, {"messages": TURNS, "max_tokens": 4} | SAMPLED))
     cancelled, is_running = threading.Event(), threading.Event()
 
     def run(self):

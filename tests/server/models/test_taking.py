@@ -8,7 +8,7 @@ from edgeinfer.host import TakenSnapshot
 PATH = "/v1/models/fake/snapshot"
 
 
-def test_one_is_taken_for_a_client_with_the_key(serve):
+def test_snapshot_is_taken_for_the_admin_key(serve):
     live_server = serve(keys=["secret"])
     asked = []
 
@@ -17,10 +17,10 @@ def test_one_is_taken_for_a_client_with_the_key(serve):
         return TakenSnapshot(name=f"fake,{name}", disk_bytes=7, was_built=len(asked) == 1, seconds=0.5)
 
     live_server.endpoint.host.take_snapshot = take
-    assert live_server.client.post(PATH, json={"name": "x"}).status_code == 401
+    assert live_server.post(PATH, {"name": "x"}).status_code == 401
     key = {"authorization": "Bearer secret"}
     for state in ("taken", "unchanged"):
-        answer = live_server.client.post(PATH, json={"name": "x"}, headers=key)
+        answer = live_server.post(PATH, {"name": "x"}, headers=key)
         assert answer.json() == {
             "id": "fake",
             "state": state,
@@ -29,8 +29,8 @@ def test_one_is_taken_for_a_client_with_the_key(serve):
             "seconds": 0.5,
         }
     assert asked == [("fake", "x"), ("fake", "x")]
-    assert live_server.client.post(PATH, json={"name": "../x"}, headers=key).status_code == 400
-    assert live_server.client.post("/v1/models/nix/snapshot", json={}, headers=key).status_code == 404
+    assert live_server.post(PATH, {"name": "../x"}, headers=key).status_code == 400
+    assert live_server.post("/v1/models/nix/snapshot", {}, headers=key).status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_one_is_taken_for_a_client_with_the_key(serve):
         (UsageError("has not loaded it"), 400, "usage"),
     ],
 )
-def test_what_went_wrong_is_told(serve, error, status, code):
+def test_snapshot_error_has_its_status_and_code(serve, error, status, code):
     live_server = serve()
     if error is not None:
 
@@ -49,5 +49,5 @@ def test_what_went_wrong_is_told(serve, error, status, code):
             raise error
 
         live_server.endpoint.host.take_snapshot = fail
-    answer = live_server.client.post(PATH, json={})
+    answer = live_server.post(PATH, {})
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)

@@ -37,7 +37,7 @@ def test_requests_tokens_and_times_are_counted(serve):
     live_server.chat()
     live_server.chat(stream=True)
     live_server.chat(temperature=9)
-    text = live_server.client.get("/metrics").text
+    text = live_server.get("/metrics").text
     version = 'model_name="fake",model_version="0123456789ab"'
     for line in (
         f'edgeinfer_requests_total{{key="",{version},route="/v1/chat/completions",status="200"}} 2.0',
@@ -67,12 +67,12 @@ def test_a_loaded_model_is_counted_with_its_stages():
     assert 'edgeinfer_model_load_seconds_count{how="resumed",model_name="m",stage="total"} 1.0' in text
 
 
-def test_what_is_described_is_what_a_scrape_shows(serve):
+def test_described_metrics_are_those_of_a_scrape(serve):
     """docs/guides/operating.md is generated from the description; `scripts/docs.py --check` compares them."""
     live_server = serve(_engine())
     live_server.chat()
     shown = {}
-    for family in text_string_to_metric_families(live_server.client.get("/metrics").text):
+    for family in text_string_to_metric_families(live_server.get("/metrics").text):
         labels = {name for sample in family.samples for name in sample.labels} - {"le"}
         name = f"{family.name}_total" if family.type == "counter" else family.name
         shown[name] = (family.type, ", ".join(sorted(labels)))
@@ -87,9 +87,9 @@ def test_requests_are_counted_by_key_and_the_number_of_keys_is_bounded(serve):
     live_server = serve(FakeEngine(), keys=[KEY])
     name = Keys([KEY]).name(KEY)
     for _ in range(2):
-        live_server.client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})
-    live_server.client.get("/v1/models")
-    scrape = live_server.client.get("/metrics", headers={"authorization": f"Bearer {KEY}"}).text
+        live_server.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})
+    live_server.get("/v1/models")
+    scrape = live_server.get("/metrics", headers={"authorization": f"Bearer {KEY}"}).text
     route = 'model_name="",model_version="",route="/v1/models"'
     assert f'edgeinfer_requests_total{{key="{name}",{route},status="200"}} 2.0' in scrape
     assert f'edgeinfer_requests_total{{key="",{route},status="401"}} 1.0' in scrape
@@ -115,7 +115,7 @@ def test_drift_has_gauges(serve):
 def test_the_dashboard_asks_for_metrics_that_exist(serve):
     live_server = serve(_engine())
     live_server.chat()
-    families = list(text_string_to_metric_families(live_server.client.get("/metrics").text))
+    families = list(text_string_to_metric_families(live_server.get("/metrics").text))
     names = {f.name for f in families} | {s.name for f in families for s in f.samples}
     names |= {f"{f.name}_total" for f in families}
     names |= {
@@ -137,9 +137,9 @@ def test_the_dashboard_asks_for_metrics_that_exist(serve):
 
 def test_a_request_id_goes_in_and_out_and_into_the_log(serve, until):
     live_server = serve(FakeEngine())
-    answer = live_server.client.get("/v1/models", headers={"x-request-id": "mine-1"})
+    answer = live_server.get("/v1/models", headers={"x-request-id": "mine-1"})
     assert answer.headers["x-request-id"] == "mine-1"
-    new_id = live_server.client.get("/v1/models", headers={"x-request-id": "not ok\t!"}).headers[
+    new_id = live_server.get("/v1/models", headers={"x-request-id": "not ok\t!"}).headers[
         "x-request-id"
     ]
     assert re.fullmatch(r"req_[0-9a-f]{24}", new_id)

@@ -95,7 +95,7 @@ def test_each_dialect_leaves_one_line_with_the_client_s_answer(serve, tmp_path, 
     body, text_of = DIALECTS[path]
     body = body if path == "/infer" else body | {"stream": stream}
     live_server = serve(FakeEngine([["Hel", "lo ", "ü"]]), log_payloads=str(tmp_path))
-    reply = live_server.client.post(path, json=body)
+    reply = live_server.post(path, body)
     assert reply.status_code == 200, reply.text
     [event] = events(tmp_path, until, 1)
     data = event["data"]
@@ -115,7 +115,7 @@ def test_each_dialect_leaves_one_line_with_the_client_s_answer(serve, tmp_path, 
 
 def test_query_is_the_request_of_a_get(serve, tmp_path, until):
     live_server = serve(FakeEngine([["yes"]]), log_payloads=str(tmp_path))
-    live_server.client.get("/infer", params={"prompt": "hi"})
+    live_server.get("/infer", params={"prompt": "hi"})
     assert one(tmp_path, until)["request"] == {"prompt": "hi"}
 
 
@@ -152,7 +152,7 @@ def test_refused_request_is_logged_with_its_error(serve, tmp_path, until, conten
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_disconnect_leaves_what_was_generated_until_then(serve, tmp_path, until, stream):
+def test_disconnect_logs_the_text_generated_so_far(serve, tmp_path, until, stream):
     gate = StepGate()
     live_server = serve(FakeEngine([["one ", gate, "two"]]), log_payloads=str(tmp_path))
     body = json.dumps({"messages": TURNS, "stream": stream})
@@ -167,19 +167,17 @@ def test_disconnect_leaves_what_was_generated_until_then(serve, tmp_path, until,
     assert [answer["text"] for answer in data["answers"]] == ["one "]
 
 
-def test_what_is_no_generation_or_opts_out_is_not_logged(serve, tmp_path, until):
+def test_requests_without_generation_or_opted_out_are_not_logged(serve, tmp_path, until):
     live_server = serve(log_payloads=str(tmp_path))
-    live_server.client.post("/tokenize", json={"content": "hi"})
+    live_server.post("/tokenize", {"content": "hi"})
     for value in ("1", "true"):
         headers = {"x-edgeinfer-no-log": value}
-        assert (
-            live_server.client.post(CHAT, json={"messages": TURNS}, headers=headers).status_code == 200
-        )
+        assert live_server.post(CHAT, {"messages": TURNS}, headers=headers).status_code == 200
     live_server.chat(user="last")
     assert one(tmp_path, until)["request"]["user"] == "last"
-    status = live_server.client.get("/status").json()["payload_log"]
+    status = live_server.get("/status").json()["payload_log"]
     assert (status["folder"], status["opted_out"], status["dropped"]) == (str(tmp_path), 2, 0)
-    assert "edgeinfer_payload_log_opted_out_total 2.0" in live_server.client.get("/metrics").text
+    assert "edgeinfer_payload_log_opted_out_total 2.0" in live_server.get("/metrics").text
 
 
 @pytest.mark.parametrize(
@@ -196,8 +194,8 @@ def test_what_is_no_generation_or_opts_out_is_not_logged(serve, tmp_path, until)
 )
 def test_bytes_of_pictures_and_audio_are_omitted(serve, tmp_path, until, content_part, kind):
     live_server = serve(log_payloads=str(tmp_path))
-    live_server.client.post(
-        CHAT, json={"messages": [{"role": "user", "content": [{"type": "text", **content_part}]}]}
+    live_server.post(
+        CHAT, {"messages": [{"role": "user", "content": [{"type": "text", **content_part}]}]}
     )
     data = one(tmp_path, until)
     assert ENCODED[:40] not in json.dumps(data)
@@ -231,9 +229,7 @@ def test_files_rotate_by_size_and_old_ones_are_removed(serve, tmp_path, until, m
 
 
 @pytest.mark.parametrize("problem", ["full", "gone"])
-def test_endpoint_answers_while_lines_cannot_be_written_and_then_goes_on(
-    serve, tmp_path, until, problem
-):
+def test_failed_payload_log_loses_lines_but_no_request(serve, tmp_path, until, problem):
     folder = tmp_path / "log"
     live_server = serve(log_payloads=str(folder))
     live_server.chat(user="before")
@@ -257,11 +253,8 @@ def test_endpoint_answers_while_lines_cannot_be_written_and_then_goes_on(
     users = [event["data"]["request"]["user"] for event in events(folder, until, 2)]
     assert users == ["before", "after"]
     assert live_server.log.getvalue().count("payload-log-fails") == 1
-    assert "edgeinfer_payload_log_dropped_total 3.0" in live_server.client.get("/metrics").text
-    until(
-        lambda: not live_server.client.get("/status").json()["payload_log"]["failure"],
-        "no failure stays",
-    )
+    assert "edgeinfer_payload_log_dropped_total 3.0" in live_server.get("/metrics").text
+    until(lambda: not live_server.get("/status").json()["payload_log"]["failure"], "no failure stays")
 
 
 def test_lines_beyond_the_bound_are_dropped_and_no_request_waits(serve, tmp_path, until, monkeypatch):
@@ -290,7 +283,7 @@ SERVER = """
 """
 
 
-def test_kill_leaves_whole_lines_but_for_the_last(tmp_path, until):
+def test_killed_process_leaves_whole_lines(tmp_path, until):
     folder = tmp_path / "log"
     conftest = str(Path(__file__).parents[1] / "conftest.py")
     code = textwrap.dedent(SERVER).format(path=sys.path, conftest=conftest, folder=str(folder))

@@ -35,9 +35,7 @@ def test_request_is_a_trace_below_the_client_s_without_its_text(serve, tmp_path,
     live_server = serve(FakeEngine([["Hel", "lo", END]]), traces=str(path))
     trace, parent = "ab" * 16, "cd" * 8
     headers = {"traceparent": f"00-{trace}-{parent}-01"}
-    live_server.client.post(
-        "/v1/chat/completions", json=BODY | {"stream": stream}, headers=headers
-    ).read()
+    live_server.post("/v1/chat/completions", BODY | {"stream": stream}, headers=headers).read()
     until(is_written(path), "the trace is written")
     [[root, *parts]] = spans(path)
     assert [span["name"] for span in (root, *parts)] == ["POST /v1/chat/completions", *PARTS]
@@ -54,11 +52,11 @@ def test_request_is_a_trace_below_the_client_s_without_its_text(serve, tmp_path,
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_wrong_traceparent_begins_a_trace_and_a_refusal_is_one_too(serve, tmp_path, until):
+def test_refused_request_with_a_wrong_traceparent_is_a_new_trace(serve, tmp_path, until):
     path = tmp_path / "traces.jsonl"
     live_server = serve(traces=str(path))
     headers = {"traceparent": "00-zz-1"}
-    assert live_server.client.post("/v1/chat/completions", json={}, headers=headers).status_code == 400
+    assert live_server.post("/v1/chat/completions", {}, headers=headers).status_code == 400
     until(is_written(path), "the trace is written")
     [[root]] = spans(path)
     assert (len(root["traceId"]), root["parentSpanId"]) == (32, "")
@@ -71,7 +69,7 @@ def test_file_that_cannot_be_written_ends_traces_and_no_request(serve, tmp_path,
     reader = os.open(tmp_path / "read pipe", os.O_RDONLY | os.O_NONBLOCK)
     live_server = serve(FakeEngine([["Hel", END], ["lo", END]]), traces=str(tmp_path / name))
     for _ in range(2):
-        assert live_server.client.post("/v1/chat/completions", json=BODY).status_code == 200
+        assert live_server.post("/v1/chat/completions", BODY).status_code == 200
         until(lambda: "traces-ended" in live_server.log.getvalue(), "the log tells it")
     assert live_server.log.getvalue().count("traces-ended") == 1
     os.close(reader)
@@ -101,7 +99,7 @@ def test_start_is_divided_into_its_stages(tmp_path):
     assert milliseconds(root) == pytest.approx(85, abs=0.01)
 
 
-def test_prefill_alone_has_no_decode_time():
+def test_span_of_decoding_is_empty_after_prefill_only():
     parts = generation_spans(0.0, Timings(queue_ms=1, prefill_ms=2))
     assert [span.name for span in parts] == PARTS[1:]
     assert parts[-1].ended_s == parts[-1].began_s

@@ -25,10 +25,10 @@ BUSY, OTHER = KEYS
 def _ask(live_server, key: str, text: str = "hi", **body):
     body = {"messages": [{"role": "user", "content": text}]} | body
     headers = {"x-api-key": key}
-    return live_server.client.post("/v1/chat/completions", json=body, headers=headers)
+    return live_server.post("/v1/chat/completions", body, headers=headers)
 
 
-def test_key_leaves_a_place_in_the_engine_to_others(serve, until):
+def test_key_leaves_one_slot_to_others(serve, until):
     gate = StepGate()
     engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
     live_server = serve(engine, keys=KEYS)  # decodes four at once
@@ -56,7 +56,7 @@ def test_key_is_not_refused_for_the_requests_of_others(serve, until, limits):
     assert not live_server.endpoint.engine_slots
 
 
-def test_lone_key_has_the_engine_for_itself(serve, until):
+def test_only_key_may_use_all_slots(serve, until):
     gate = StepGate()
     engine = FakeEngine([[gate]])
     live_server = serve(engine, keys=[BUSY])
@@ -66,7 +66,7 @@ def test_lone_key_has_the_engine_for_itself(serve, until):
     assert [future.result().status_code for future in asking] == [200] * 12
 
 
-def test_places_of_clients_that_leave_are_given_on(serve, until):
+def test_slots_of_disconnected_clients_are_released(serve, until):
     gate = StepGate()
     engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
     live_server = serve(engine, keys=KEYS)
@@ -84,7 +84,7 @@ def test_places_of_clients_that_leave_are_given_on(serve, until):
     assert _ask(live_server, BUSY).status_code == 200
 
 
-def test_waiting_stream_is_told_that_it_waits(serve, until):
+def test_waiting_stream_gets_the_comment_queued(serve, until):
     gate = StepGate()
     engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
     live_server = serve(engine, keys=KEYS, limits=Limits(patience_s=0.05, comment_s=0.05))
@@ -146,13 +146,13 @@ def test_calls_of_one_key_do_not_stop_those_of_another(serve):
 
     def tokenize(key: str, text: str) -> int:
         body, headers = {"content": text}, {"x-api-key": key}
-        return live_server.client.post("/tokenize", json=body, headers=headers).status_code
+        return live_server.post("/tokenize", body, headers=headers).status_code
 
     asking = [live_server.pool.submit(tokenize, BUSY, "slow") for _ in range(12)]
     for _ in range(4):
         assert engine.inside.acquire(timeout=20)
     assert tokenize(OTHER, "a") == 200
-    assert live_server.client.get("/v1/models", headers={"x-api-key": OTHER}).status_code == 200
+    assert live_server.get("/v1/models", headers={"x-api-key": OTHER}).status_code == 200
     engine.opened.set()
     assert [future.result() for future in asking] == [200] * 12
 
@@ -266,5 +266,5 @@ def test_unfinished_bodies_without_a_key_take_no_memory(serve, framing):
                 with contextlib.suppress(OSError):
                     for _ in range(64):
                         client.sendall(piece)
-            assert live_server.client.get("/health").status_code == 200
+            assert live_server.get("/health").status_code == 200
     assert resident_bytes() - before < 40 << 20

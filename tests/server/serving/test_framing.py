@@ -41,7 +41,7 @@ def test_client_of_http_1_0_gets_no_chunks(serve, until, is_stream):
 
 def test_pieces_of_a_reply_are_sent_without_waiting_for_an_ack(serve):
     live_server = serve()
-    assert live_server.client.get("/health").status_code == 200  # the client keeps its connection
+    assert live_server.get("/health").status_code == 200  # the client keeps its connection
     (connection,) = live_server.server.server_state.connections
     accepted = connection.transport.get_extra_info("socket")
     assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -102,7 +102,7 @@ def test_half_closed_client_that_stays_is_answered(serve, monkeypatch, is_stream
         client.sendall(_post({"stream": is_stream}))
         client.shutdown(socket.SHUT_WR)
         assert gate.reached.wait(20)
-        live_server.client.get("/health")
+        live_server.get("/health")
         gate.opened.set()
         assert ending in _read_all(client)
 

@@ -15,7 +15,7 @@ from edgeinfer.server.lifecycle import RunOptions
 from edgeinfer.server.limits import Limits
 
 
-def test_a_drain_finishes_what_runs_and_refuses_what_comes(serve, until):
+def test_drain_finishes_running_requests_and_refuses_new_ones(serve, until):
     gate = StepGate()
     live_server = serve(FakeEngine([["one ", gate, "two"]]))
     with live_server.stream() as answer:
@@ -43,13 +43,13 @@ def test_a_request_on_a_kept_connection_is_refused_while_draining(serve, until):
     refused = live_server.chat()
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
     assert live_server.client.head("/infer?prompt=x").status_code == 503
-    health = live_server.client.get("/health")
+    health = live_server.get("/health")
     assert (health.status_code, health.json()["status"]) == (503, "draining")
     gate.opened.set()
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_drains_limit_cuts_and_says_so(serve, stream):
+def test_drain_limit_cuts_off_answers_with_an_error(serve, stream):
     gate = StepGate()
     live_server = serve(FakeEngine([["one ", gate, "two"]]), limits=Limits(drain_s=0.1))
     asking = live_server.begin(gate, stream=stream)
@@ -71,7 +71,7 @@ def test_a_second_signal_ends_at_once(serve):
     assert live_server.wait_ended().reason == "signal"
 
 
-def test_an_idle_endpoint_leaves_and_a_busy_one_does_not(serve, until):
+def test_idle_endpoint_exits_and_busy_one_does_not(serve, until):
     gate = StepGate()
     live_server = serve(FakeEngine([[gate, "x"]]), options=RunOptions(idle_exit_s=1.5))
     asking = live_server.begin(gate)
@@ -101,7 +101,7 @@ def test_an_abstract_notify_socket_is_understood(monkeypatch):
         assert manager.recv(100) == b"READY=1"
 
 
-def test_sockets_for_another_process_are_not_ours(monkeypatch):
+def test_sockets_for_another_process_are_ignored(monkeypatch):
     monkeypatch.setenv("LISTEN_FDS", "1")
     monkeypatch.setenv("LISTEN_PID", str(os.getpid() + 1))
     assert activated_descriptors() == []

@@ -66,7 +66,7 @@ def test_a_long_chunked_body_is_refused_when_it_gets_too_long(serve, raw_exchang
 def test_headers_have_a_number_and_a_size(serve, raw_exchange, request_bytes, status):
     live_server = serve()
     assert _status(raw_exchange(live_server.port, request_bytes)) == status
-    assert live_server.client.get("/health").status_code == 200
+    assert live_server.get("/health").status_code == 200
 
 
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -184,17 +184,14 @@ def test_beyond_the_requests_at_once_the_answer_is_503(serve, until):
     refused = live_server.chat()
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
     assert refused.headers["retry-after"] == "1"
-    assert live_server.client.get("/health").status_code == 200
+    assert live_server.get("/health").status_code == 200
     gate.opened.set()
     assert [future.result().status_code for future in asking] == [200, 200]
     assert live_server.chat().status_code == 200
-    assert (
-        'edgeinfer_requests_refused_total{limit="requests"} 1.0'
-        in live_server.client.get("/metrics").text
-    )
+    assert 'edgeinfer_requests_refused_total{limit="requests"} 1.0' in live_server.get("/metrics").text
 
 
-def test_one_key_cannot_take_every_place(serve, until):
+def test_key_cannot_exceed_its_number_of_requests(serve, until):
     gate = StepGate()
     first_key, second_key = "first-key-0123456789", "second-key-0123456789"
     live_server = serve(
@@ -203,7 +200,7 @@ def test_one_key_cannot_take_every_place(serve, until):
 
     def ask(key: str) -> httpx2.Response:
         headers = {"authorization": f"Bearer {key}"}
-        return live_server.client.post("/v1/chat/completions", json=json.loads(BODY), headers=headers)
+        return live_server.post("/v1/chat/completions", json.loads(BODY), headers=headers)
 
     asking = live_server.pool.submit(ask, first_key)
     until(lambda: live_server.endpoint.in_flight == 1, "the first request to run")
@@ -215,7 +212,7 @@ def test_one_key_cannot_take_every_place(serve, until):
     assert asking.result().status_code == 200
 
 
-def test_a_models_queue_is_bounded_by_what_this_launch_allows(serve, until):
+def test_queue_of_a_model_is_bounded(serve, until):
     gate = StepGate()
     engine = FakeEngine([[gate, "late"]])  # decodes four at once
     live_server = serve(engine, limits=Limits(max_queue=2))
@@ -274,7 +271,7 @@ def test_query_names_are_compared_linearly():
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 
 
-def test_expensive_schemas_delay_schemas_alone_and_are_seen_in_health(serve, until):
+def test_expensive_schemas_delay_only_schemas_and_fail_health(serve, until):
     engine = StuckEngine()
     live_server = serve(engine, limits=Limits(prepare_s=0.2))
     slow = {"messages": [{"role": "user", "content": "slow"}], "response_format": SCHEMA}
@@ -282,13 +279,11 @@ def test_expensive_schemas_delay_schemas_alone_and_are_seen_in_health(serve, unt
     answers = [future.result(30) for future in asking]
     assert {answer.status_code for answer in answers} == {503}
     assert answers[0].json()["error"]["code"] == "preparation_timeout"
-    until(
-        lambda: live_server.client.get("/health").status_code == 503, "the stalled threads to be seen"
-    )
-    assert "compile" in live_server.client.get("/health").json()["error"]
+    until(lambda: live_server.get("/health").status_code == 503, "the stalled threads to be seen")
+    assert "compile" in live_server.get("/health").json()["error"]
     assert live_server.chat().status_code == 200
     engine.opened.set()
-    until(lambda: live_server.client.get("/health").status_code == 200, "the threads to be free")
+    until(lambda: live_server.get("/health").status_code == 200, "the threads to be free")
     until(lambda: not engine.metrics().running, "late generations to be cancelled")
     assert live_server.chat(**slow).status_code == 200
 
@@ -335,13 +330,13 @@ class _Failing(FakeEngine):
 def test_engine_that_has_failed_fails_health(serve):
     engine = _Failing()
     live_server = serve(engine)
-    assert live_server.client.get("/health").status_code == 200
+    assert live_server.get("/health").status_code == 200
     engine.wrong = "the decode loop has ended"
-    health = live_server.client.get("/health")
+    health = live_server.get("/health")
     assert (health.status_code, health.json()["error"]) == (503, "the decode loop has ended")
 
 
-def test_exhausted_descriptors_are_told_of_once(serve, until):
+def test_exhausted_descriptors_are_logged_once(serve, until):
     live_server = serve()
     context = {"message": "accept", "exception": OSError(errno.EMFILE, "Too many open files")}
 
@@ -351,7 +346,7 @@ def test_exhausted_descriptors_are_told_of_once(serve, until):
 
     live_server.loop.call_soon_threadsafe(fail)
     until(lambda: "connections-wait" in live_server.log.getvalue(), "the line")
-    assert live_server.client.get("/health").status_code == 200
+    assert live_server.get("/health").status_code == 200
     assert live_server.log.getvalue().count("Too many open files") == 1
 
 
@@ -397,12 +392,8 @@ def test_an_integer_beyond_64_bits_is_refused(serve, number, field):
         "template": lambda n: {"chat_template_kwargs": {"n": n}},
     }
     live_server = serve()
-    refused = live_server.client.post(
-        "/v1/chat/completions", json={**json.loads(BODY), **fields[field](number)}
-    )
+    refused = live_server.post("/v1/chat/completions", {**json.loads(BODY), **fields[field](number)})
     assert refused.status_code == 400
     assert "beyond 64 bits" in refused.text
-    accepted = live_server.client.post(
-        "/v1/chat/completions", json={**json.loads(BODY), **fields[field](2**63)}
-    )
+    accepted = live_server.post("/v1/chat/completions", {**json.loads(BODY), **fields[field](2**63)})
     assert "beyond 64 bits" not in accepted.text

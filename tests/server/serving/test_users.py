@@ -27,13 +27,13 @@ def _as_other_user(
 def test_users_of_one_machine_share_no_response(serve, another_user):
     gate = Gate(keys=Keys([]), owner=os.getuid(), any_user=True)
     live_server = serve(FakeEngine(), gate=gate, store_responses=True)
-    response_id = live_server.client.post("/v1/responses", json={"input": "x"}).json()["id"]
+    response_id = live_server.post("/v1/responses", {"input": "x"}).json()["id"]
     for operation in OPERATIONS:
         if "{id}" in operation.path and not operation.path.startswith("/v1/models"):
             path = operation.path.replace("{id}", response_id)
             status, _ = _as_other_user(another_user, live_server, path, operation.method)
             assert status in (400, 403, 404), (operation.method, path)
-    assert live_server.client.get(f"/v1/responses/{response_id}").status_code == 200
+    assert live_server.get(f"/v1/responses/{response_id}").status_code == 200
     assert json.loads(_as_other_user(another_user, live_server, "/slots")[1])["slots"] == []
 
 
@@ -41,14 +41,14 @@ def test_prefixes_of_two_users_are_salted(serve, another_user):
     engine = FakeEngine()
     live_server = serve(engine, gate=Gate(keys=Keys([]), owner=os.getuid(), any_user=True))
     body = {"messages": [{"role": "user", "content": "x"}]}
-    live_server.client.post(URL, json=body)
+    live_server.post(URL, body)
     _as_other_user(another_user, live_server, URL, json=body)
     mine, other_salt = (request.cache_salt for request in engine.requests)
     assert not mine
     assert other_salt
 
 
-def test_request_without_a_connection_is_nobodys():
+def test_request_without_a_connection_is_refused():
     gate = Gate(keys=Keys([]), owner=os.getuid())
     with pytest.raises(Problem, match="user"):
         gate.caller("", None)

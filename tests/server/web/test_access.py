@@ -46,7 +46,7 @@ def test_every_operation_of_the_page_is_open_or_wants_the_cookie():
 
 
 @pytest.mark.parametrize("operation", GUARDED, ids=lambda o: f"{o.method} {o.path}")
-def test_without_the_cookie_nothing_is_told(serve, operation):
+def test_requests_without_the_cookie_are_refused(serve, operation):
     live_server = with_page(serve())
     for cookie in ("", "edgeinfer-1=x", f"edgeinfer-{live_server.port}=99999999999-abc", "=;;"):
         answer = ask_for(live_server, operation, headers={"cookie": cookie}, json={})
@@ -93,7 +93,7 @@ def test_a_code_is_good_once_for_two_minutes_at_a_running_endpoint(serve, monkey
     assert sign_in(late) == 401
 
 
-def test_the_cookie_is_for_the_page_alone_and_for_no_script(serve):
+def test_cookie_is_limited_to_the_page_and_hidden_from_scripts(serve):
     live_server = with_page(serve())
     cookie = live_server.client.post("/web/session", json={"code": make_code()}).headers["set-cookie"]
     assert cookie.startswith(f"edgeinfer-{live_server.port}=")
@@ -110,7 +110,7 @@ def test_a_restarted_endpoint_knows_its_cookies_and_no_other_port_does(serve_pag
     assert page.client.get(f"{again.url}/web/setup").status_code == 200
 
 
-def test_a_code_and_a_cookie_are_of_no_use_to_another_user(serve, another_user):
+def test_code_and_cookie_are_refused_for_another_user(serve, another_user):
     live_server = with_page(serve(keys=KEYS), KEYS)
     code = make_code()
     cookie = live_server.client.post("/web/session", json={"code": make_code()}).headers["set-cookie"]
@@ -157,7 +157,7 @@ def test_a_browser_is_announced_and_gets_no_secret_in_its_arguments(serve, anoth
     assert live_server.client.post("/web/session", json={}).status_code == 401  # announced once
 
 
-def test_an_endpoint_that_was_started_for_the_page_is_said(serve, monkeypatch, capfd):
+def test_web_reports_that_it_started_an_endpoint(serve, monkeypatch, capfd):
     live_server = RemoteEndpoint(url=with_page(serve()).url, model="fake")
     monkeypatch.setattr("edgeinfer.agents.endpoint.start", lambda *_: (live_server, 4242))
     monkeypatch.setattr(Host, "resolve", lambda *_: SimpleNamespace(text="fake"))
@@ -180,7 +180,7 @@ def test_a_sign_in_is_short_because_anyone_may_send_it(serve, raw_exchange):
         assert reply.startswith(b"HTTP/1.1 413 "), length
 
 
-def test_files_that_are_not_there_leave_nothing_behind(serve):
+def test_missing_files_are_not_cached(serve):
     live_server = with_page(serve())
     for name in ("x" * 300, "y" * 60_000, "a/" * 1000):
         assert live_server.client.get(f"/web/static/{name}").status_code == 404
@@ -188,7 +188,7 @@ def test_files_that_are_not_there_leave_nothing_behind(serve):
     assert routes._files.cache_info().currsize == 1
 
 
-def test_with_keys_the_first_one_signs_in_and_no_other(serve, serve_page):
+def test_only_the_first_key_signs_in(serve, serve_page):
     page = serve_page(keys=KEYS)
     assert page.get("/setup")["default_model"] == "fake"
     client = page.live_server.client
@@ -214,7 +214,7 @@ def test_a_secret_that_others_can_read_is_refused(serve):
     assert live_server.client.post("/web/session", json={"code": "x"}).status_code >= 400
 
 
-def test_browsers_get_the_page_and_other_clients_what_they_got_before(serve):
+def test_root_serves_the_page_only_to_browsers(serve):
     live_server = with_page(serve())
     page = live_server.client.get("/", headers=BROWSER)
     assert page.headers["content-type"] == "text/html; charset=utf-8"
@@ -263,7 +263,7 @@ def test_the_files_of_the_page_are_small_and_nothing_else_is_served(serve):
         assert live_server.client.get(f"/web/static/{name}").status_code == 404
 
 
-def test_without_the_page_there_are_no_routes_of_it(serve):
+def test_endpoint_without_the_page_has_no_page_routes(serve):
     live_server = serve(FakeEngine())
     assert live_server.client.get("/", headers=BROWSER).text == "edgeinfer is running"
     for operation in WEB.operations:
@@ -277,7 +277,7 @@ def test_the_vendored_file_is_the_one_that_its_notice_names():
     assert digest in (folder / "preact.LICENSE.txt").read_text()
 
 
-def test_a_report_is_named_in_the_list_or_there_is_none(serve_page):
+def test_report_outside_the_folder_is_not_served(serve_page):
     page = serve_page()
     assert page.get("/evaluations") == []
     outside = private_dir(paths.data_dir() / "evaluations").parent / "outside.md"

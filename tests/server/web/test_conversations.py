@@ -137,7 +137,7 @@ def test_exports(serve_page):
     assert page.client.get("/conversations/x/export").status_code == 404
 
 
-def test_failures_are_told_and_tried_again(serve_page):
+def test_failed_answer_shows_its_error_and_is_regenerated(serve_page):
     page = serve_page(FakeEngine([["Half ", DecodeError("the engine broke")], ["whole"]]))
     number = page.ask()
     *_, failed = page.finished_turns(number)
@@ -190,7 +190,7 @@ def test_reasoning_that_comes_slowly_is_shown_as_it_comes(serve_page):
     assert '"level":"error"' not in page.live_server.log.getvalue()
 
 
-def test_answers_split_anyhow_are_shown_as_the_whole(serve_page):
+def test_page_shows_the_whole_answer_for_any_split(serve_page):
     answers, scripts = [], []
     for seed in range(40):
         dice, gate = random.Random(seed), StepGate()
@@ -224,7 +224,7 @@ def test_a_conversation_with_any_text_can_be_opened(serve_page, terminal, text):
     assert (question["text"], words(answer)) == ("[1]: https://example.com/x", text.strip())
 
 
-def test_a_defect_in_one_turn_shows_it_plainly_and_the_others_as_ever(serve_page, monkeypatch):
+def test_turn_whose_rendering_fails_is_shown_without_formatting(serve_page, monkeypatch):
     drawn = render.GrowingHtml._render
 
     def breaking(growing, document, text):
@@ -254,7 +254,7 @@ def test_a_drained_endpoint_ends_the_streams(serve_page):
 
 
 @pytest.mark.parametrize("number", ["-1", "7", "x", "999999999999999999999999", "²"])
-def test_conversations_that_are_not_there(serve_page, number):
+def test_unknown_conversation_is_a_404(serve_page, number):
     page = serve_page()
     for path, body in (("", {"action": "rename"}), ("/questions", {"text": "hi"})):
         assert page.client.post(f"/conversations/{number}{path}", json=body).status_code == 404

@@ -76,7 +76,7 @@ class Auditor(HTMLParser):
 @example("[a]()", random.Random(0))
 @example("[a](<>)", random.Random(0))
 @given(MARKDOWN, st.randoms(use_true_random=False))
-def test_any_text_in_any_pieces_is_the_whole_and_harmless(text, dice):
+def test_any_text_in_any_pieces_renders_alike_and_safely(text, dice):
     whole = list(blocks(text))
     markup = []
     for markup in shown_in_pieces(split(text, dice)):
