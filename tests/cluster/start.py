@@ -1,7 +1,4 @@
-"""A Ray cluster of two nodes beside its head on this machine, with one Serve application.
-
-start.py FOLDER PORT ARGUMENTS      ARGUMENTS as JSON; ends with its standard input
-"""
+"""Start a Ray cluster of three nodes until stdin ends: start.py FOLDER PORT ARGUMENTS (JSON)."""
 
 import json
 import sys
@@ -28,7 +25,7 @@ print("ready", flush=True)
 stdin_reader = threading.Thread(target=sys.stdin.read)
 stdin_reader.start()
 while stdin_reader.is_alive():
-    for node in cluster.list_all_nodes():  # Ray sees a killed one as alive while it is a zombie
+    for node in cluster.list_all_nodes():  # Ray takes a killed process for alive while it is a zombie
         for process in (
             process_info.process for group in node.all_processes.values() for process_info in group
         ):

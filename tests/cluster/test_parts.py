@@ -23,7 +23,9 @@ def test_requests_share_a_hash_per_common_stride() -> None:
     shared = [a == b for a, b in zip(hashes, other, strict=False)]
     assert shared == [True] * 4 + [False]
     assert _hashes("a" * 5000, tools=[{"name": "look"}])[0] != hashes[0]
-    assert _hashes("a" * 5000, temperature=1)[:4] == hashes[:4]  # what is not read makes no difference
+    assert (
+        _hashes("a" * 5000, temperature=1)[:4] == hashes[:4]
+    )  # fields outside the prompt do not count
 
 
 def test_body_without_a_prompt_has_no_prefix_hashes() -> None:
@@ -77,7 +79,7 @@ def test_wrong_settings_are_refused(wrong: dict[str, object]) -> None:
     ],
 )
 def test_foreign_host_is_refused_before_any_route(host: str, status: int) -> None:
-    """Ray's proxy looks at no Host: a web page could reach it under a name of its own."""
+    """Ray's proxy does not check Host: a web page could reach it by DNS rebinding."""
     front = FrontEnd({"small": lambda _: pytest.fail("forwarded")}, 1.0, ("models.example",))
     for path in ("/health", "/v1/models"):
         scope = _scope("GET", path) | {"headers": [(b"host", host.encode())] if host else []}
@@ -88,7 +90,7 @@ def test_foreign_host_is_refused_before_any_route(host: str, status: int) -> Non
     ("raw", "target"),
     [
         ({"raw_path": b"/v1/models/a%2Fb%20c"}, "/v1/models/a%2Fb%20c?x=%26"),
-        ({}, "/v1/models/a/b%20c?x=%26"),  # ASGI lets a server leave it out
+        ({}, "/v1/models/a/b%20c?x=%26"),  # `raw_path` is optional in ASGI
     ],
 )
 def test_path_is_forwarded_as_it_came(raw: dict[str, bytes], target: str) -> None:

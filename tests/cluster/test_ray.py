@@ -1,4 +1,4 @@
-"""The Serve application on a real Ray cluster of several nodes, whose replicas and nodes are killed."""
+"""The Serve application on a real Ray cluster of several nodes; replicas and nodes are killed."""
 
 import json
 import os
@@ -37,11 +37,11 @@ class Application:
     def is_answering(self) -> bool:
         try:
             return self.chat("small", "Hello.").is_success
-        except httpx2.TransportError:  # Ray is about to move the front
+        except httpx2.TransportError:  # Ray is moving the front end
             return False
 
     def processes(self, *arguments: str) -> list[int]:
-        """Those of this application's home whose command line has all the words."""
+        """Return the pids of this application whose command line has all of `arguments`."""
         pids = []
         for folder in Path("/proc").iterdir():
             try:
@@ -54,11 +54,11 @@ class Application:
         return pids
 
     def replicas(self, model: str) -> list[int]:
-        """Ray's processes."""
+        """Return the pids of Ray's replicas of a model."""
         return self.processes(f"ray::ServeReplica:default:{model}")
 
     def endpoints(self, model: str) -> list[int]:
-        """The endpoints that they started."""
+        """Return the pids of the endpoints that the replicas of a model started."""
         replicas = self.replicas(model)
         pids = self.processes("edgeinfer.cluster.child_endpoint", f" serve {model} ")
         return [pid for pid in pids if _parent(pid) in replicas]
@@ -72,7 +72,7 @@ def _body(model: str, text: str, **fields) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def app(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
     home = tmp_path_factory.mktemp("cluster")
-    folder = tempfile.mkdtemp(prefix="ei")  # short: Ray's sockets are below it
+    folder = tempfile.mkdtemp(prefix="ei")  # short, because the paths of Ray's sockets contain it
     Path(folder, "ray").mkdir()
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("EDGEINFER", "RAY"))
@@ -116,7 +116,7 @@ def test_replica_starts_with_the_first_request_and_answers_every_dialect(app: Ap
     assert [card["id"] for card in listed["data"]] == ["small", "twins"]
     refused = app.client.post("/v1/messages", json={"model": "nobody", "max_tokens": 1, "messages": []})
     assert refused.status_code == 404
-    assert refused.json()["error"]["type"] == "not_found_error"  # in the words of the dialect
+    assert refused.json()["error"]["type"] == "not_found_error"  # Anthropic's type of the error
     assert app.endpoints("small") == []
 
     said = [{"role": "user", "content": "Name three colours."}]
@@ -153,7 +153,7 @@ def test_requests_are_routed_to_the_replica_with_their_prefix(app: Application) 
 
     with ThreadPoolExecutor(2) as pool:  # long answers: neither ends before the other is routed
         readers = list(pool.map(one, texts, [400, 400]))
-    assert len(set(readers)) == 2  # both were busy: each took one
+    assert len(set(readers)) == 2  # each replica got one request, because both were busy
     for text, reader in zip(texts, readers, strict=True):
         assert [one(f"{text} {n}") for n in range(3)] == [reader] * 3
 

@@ -1,4 +1,4 @@
-"""Documents are read in a process with limits: text with numbers of pages, pages as pictures, refusals."""
+"""Documents are read in a sandboxed process: text with page numbers, pages as pictures, errors."""
 
 import base64
 import contextlib
@@ -37,7 +37,7 @@ def test_pages_become_pictures(tmp_path):
     assert (first.width, first.height) == (1086, 1536)
     pixels = np.frombuffer(first.rgb, np.uint8).reshape(first.height, first.width, 3)
     assert (pixels[0] == 255).all()
-    assert (pixels[-400, 400] == 0).all()  # inside the square
+    assert (pixels[-400, 400] == 0).all()  # a pixel inside the page's black square
     assert 0 < np.frombuffer(second.rgb, np.uint8).min() + 1 < 100
 
 
@@ -118,7 +118,7 @@ UNFINISHED = [
 @pytest.mark.parametrize("ending", ["", ">"])
 @pytest.mark.parametrize("text", UNFINISHED)
 def test_parsing_html_takes_linear_time(text, ending):
-    """Some took the parser a minute, and with it one of the decoders that all requests share."""
+    """Some texts kept the parser, one of three shared decoders, busy for a minute."""
     helper = document_reader_process
 
     def seconds(n: int) -> float:
@@ -127,7 +127,7 @@ def test_parsing_html_takes_linear_time(text, ending):
         return time.thread_time() - began
 
     small = min(seconds(10_000) for _ in range(3))
-    assert seconds(160_000) < 16 * 8 * max(small, 0.001)  # quadratic: 256 times
+    assert seconds(160_000) < 16 * 8 * max(small, 0.001)  # quadratic time would be 256 times as long
 
 
 def test_page_with_stray_brackets_and_quotes_keeps_its_text():

@@ -110,7 +110,7 @@ def answering(program: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def ask(process: subprocess.Popen[str], *fields: str | Path) -> tuple[int, float, str]:
-    """The end of the child for these words, its seconds of processor time, and what it said."""
+    """Return the exit status of the child for these fields, its CPU time (s), and its output."""
     process.stdin.write("\t".join(map(str, fields)) + "\n")
     process.stdin.flush()
     code, seconds, said = process.stdout.readline().rstrip("\n").split(" ", 2)
@@ -158,9 +158,9 @@ def test_mutated_pictures_end_in_pixels_or_a_reason(tmp_path: Path) -> None:
     assert len(ends) == 2
 
 
-#: Processor time of a child (s).
+#: Maximum CPU time (s) of a child.
 _MOST_S = 5
-#: Values that sizes, counts and types of a header are tried with.
+#: Values to which sizes, counts and types of a header are set.
 _NASTY = (0, 1, 2, 3, 5, 7, 13, 16, 33, 255, 256, 4096, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
 _NASTY_FLOATS = tuple(
     struct.unpack("<4I", struct.pack("<4f", float("nan"), float("inf"), -1e30, 1e-40))
@@ -168,18 +168,20 @@ _NASTY_FLOATS = tuple(
 
 
 def mutate(data: bytes, header_end: int, chance: random.Random) -> bytearray:
-    """A projector whose header, up to `end`, was changed in some places, or a weight to NaN."""
+    """Return a projector with changes in its header (up to `header_end`), or a NaN weight."""
     out = bytearray(data)
     keys = [offset for offset in range(24, header_end - 16) if data[offset : offset + 5] == b"clip."]
     for _ in range(chance.choice((1, 1, 1, 2, 2, 4, 12))):
         kind, offset = chance.random(), chance.randrange(24, header_end - 64)
         if kind < 0.05:
             offset = chance.randrange(header_end, len(out) - 4)
-            out[offset : offset + 4] = bytes.fromhex("00 7e c0 7f")  # of two bytes, or of four
+            out[offset : offset + 4] = bytes.fromhex(
+                "00 7e c0 7f"
+            )  # NaN as bfloat16, float16 and float32
         elif kind < 0.4:
             out[offset] = chance.randrange(256)
         elif kind < 0.95:
-            if kind < 0.8:  # the value of a key
+            if kind < 0.8:  # change the value of a metadata key
                 key = chance.choice(keys)
                 offset = min(key + struct.unpack_from("<Q", data, key - 8)[0] + 4, header_end - 4)
             struct.pack_into("<I", out, offset, chance.choice(_NASTY + _NASTY_FLOATS))
@@ -216,7 +218,7 @@ def pairs(
 def test_mutated_projectors_end_their_trial_alone(
     pairs: Sequence[tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    """One that passes header and trial encodes any picture without ending the process."""
+    """A projector that passes header and trial encodes pictures without a crash."""
     chance = random.Random(SEED)
     files = [(path.read_bytes(), read_header(path).data_offset, text) for path, text in pairs]
     ends: Counter[str] = Counter()

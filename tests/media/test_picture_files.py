@@ -1,4 +1,4 @@
-"""Pictures are decoded in a process with limits; a broken or hostile one costs its request alone."""
+"""Pictures are decoded in a sandboxed process; a broken or hostile one fails only its own request."""
 
 import base64
 import io
@@ -110,8 +110,8 @@ def test_a_header_that_promises_too_many_pixels_is_refused_before_decoding():
 
 def test_the_largest_picture_fits_into_the_memory():
     picture = decode(encode(np.full((4000, 8000, 4), 90, np.uint8), compress_level=1))
-    assert (picture.width, picture.height) == (2828, 1414)  # reduced
-    assert set(picture.rgb) == {197}  # of 90, with 90 of 255 opaque
+    assert (picture.width, picture.height) == (2828, 1414)  # scaled down to 4 million pixels
+    assert set(picture.rgb) == {197}  # gray 90 with opacity 90/255 on white
 
 
 def test_a_file_that_is_too_large_is_refused():

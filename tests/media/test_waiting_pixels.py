@@ -11,7 +11,7 @@ from edgeinfer.runtime.vision import PromptPictures, Span, Vision
 
 
 class _Pixels(bytes):
-    """Counts the bytes that are alive."""
+    """Counts the bytes of all pictures that are referenced."""
 
     alive = 0
 

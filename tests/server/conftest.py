@@ -1,6 +1,4 @@
-"""A served endpoint on a real socket, in a thread of the test's process, around a scripted or a real
-engine.
-"""
+"""An endpoint on a real socket, in a thread of the test's process, with a scripted or a real engine."""
 
 import asyncio
 import contextlib
@@ -46,7 +44,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 @dataclass
 class Served:
-    """A running endpoint."""
+    """A running endpoint, with a client for it."""
 
     url: str
     port: int
@@ -56,7 +54,7 @@ class Served:
     log: io.StringIO
     outcome: Future[ServeOutcome]
     client: httpx2.Client
-    #: Runs requests beside the test.
+    #: Threads for requests that run during the test.
     pool: ThreadPoolExecutor
 
     def drain(self, reason: str = "SIGTERM") -> None:
@@ -75,17 +73,17 @@ class Served:
         return self.post(CHAT, {"messages": HI} | body)
 
     def stream(self, **body: Any) -> contextlib.AbstractContextManager[httpx2.Response]:
-        """Open the stream of an answer, to be read piece by piece."""
+        """Open the event stream of an answer."""
         return self.client.stream("POST", CHAT, json={"messages": HI, "stream": True} | body)
 
     def begin(self, gate: StepGate, **body: Any) -> Future[httpx2.Response]:
-        """Ask in a thread; return once the scripted answer waits at `gate`."""
+        """Send a chat request in a thread; return when the scripted answer waits at `gate`."""
         asking = self.pool.submit(self.chat, **body)
         assert gate.reached.wait(20)
         return asking
 
     def events(self, path: str, body: dict[str, Any]) -> list[tuple[str, Any]]:
-        """Stream an answer; return names and data of its events, without comments and `[DONE]`."""
+        """Stream an answer; return (name, data) of its events, without comments and `[DONE]`."""
         text = self.client.post(path, json=body | {"stream": True}).text
         received = []
         for block in text.split("\n\n"):
@@ -175,32 +173,30 @@ def _starter() -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    """`serve(engine, ...)`: an endpoint for this test, with `serving`'s keywords."""
+    """Return `serve(engine, ...)`, which starts an endpoint for this test (arguments: `serving`)."""
     yield from _starter()
 
 
 @pytest.fixture(scope="module")
 def serve_module() -> Iterator[Callable[..., Served]]:
-    """The same for all tests of a file."""
+    """Return the same as `serve`, for endpoints that all tests of a file share."""
     yield from _starter()
 
 
 @pytest.fixture(scope="module")
 def engine() -> FakeEngine:
-    """The scripted engine of `here`."""
+    """The scripted engine of `live_server`."""
     return FakeEngine()
 
 
 @pytest.fixture(scope="module")
 def live_server(serve_module: Callable[..., Served], engine: FakeEngine) -> Served:
-    """An endpoint for all tests of a file."""
+    """An endpoint that all tests of a file share."""
     return serve_module(engine)
 
 
 def exchange_raw(port: int, request: bytes, seconds: float = 20) -> bytes:
-    """Send bytes, return everything until the endpoint closes (or a whole answer without a body to come
-    is there).
-    """
+    """Send bytes; return the reply until the endpoint closes, or its Content-Length is reached."""
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.settimeout(seconds)
         with contextlib.suppress(
@@ -220,14 +216,14 @@ def exchange_raw(port: int, request: bytes, seconds: float = 20) -> bytes:
 
 @pytest.fixture(scope="session")
 def raw_exchange() -> Callable[..., bytes]:
-    """`raw_exchange(port, request)`: bytes in, bytes out."""
+    """Return `exchange_raw(port, request)`."""
     return exchange_raw
 
 
 @contextlib.contextmanager
 def _as_nobody() -> Iterator[None]:
     libc = ctypes.CDLL(None)
-    libc.setfsuid(65_534)  # of this thread alone
+    libc.setfsuid(65_534)  # only of this thread
     try:
         yield
     finally:
@@ -236,7 +232,7 @@ def _as_nobody() -> Iterator[None]:
 
 @pytest.fixture
 def stranger(monkeypatch: pytest.MonkeyPatch) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """`with stranger():` makes sockets that are another user's, as this program sees it."""
+    """Return a context manager in which sockets seem to belong to another user."""
     uid = os.getuid()
     if uid == 0:
         return _as_nobody
@@ -246,7 +242,7 @@ def stranger(monkeypatch: pytest.MonkeyPatch) -> Callable[[], contextlib.Abstrac
 
 @pytest.fixture
 def another_user() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """`with another_user():` makes sockets of another user, beside this one's. Only root can."""
+    """Return a context manager in which sockets belong to another user. Skips without root."""
     if os.getuid() != 0:
         pytest.skip("a socket of another user needs root")
     return _as_nobody
@@ -254,7 +250,7 @@ def another_user() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
 @pytest.fixture(scope="session")
 def until() -> Callable[..., None]:
-    """`until(condition, what)`: wait for a condition."""
+    """Return `wait_until(condition, awaited)`."""
     return wait_until
 
 
@@ -268,13 +264,13 @@ def _load_model(path: Path, name: str, *, projector: Path | None = None, **optio
 
 @pytest.fixture(scope="session")
 def load_model() -> Callable[..., Engine]:
-    """`load_model(path, name, n_ctx=...)`: the real engine, with load options as keywords."""
+    """Return `load_model(path, name, n_ctx=...)`, which loads a real engine with load options."""
     return _load_model
 
 
 @pytest.fixture(scope="session")
 def real(smollm2: Path) -> Iterator[Served]:
-    """The real small model, served once for all tests that only ask it things."""
+    """The real small model behind an endpoint that all tests share."""
     engine = _load_model(smollm2, "smollm2", n_ctx=4096, n_parallel=4)
     with serving(
         engine, aliases={"*": ""}, keep_alive_s=-1
@@ -284,7 +280,7 @@ def real(smollm2: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def chatterer(tmp_path: Path) -> Callable[[], Engine]:
-    """Loads the real engine with a model of random numbers that is done in no time."""
+    """Return a function that loads a tiny real model with random weights."""
     import edgeinfer.runtime.engine  # noqa: F401  `--fast` skips here; in the server's thread it could not
 
     path = make_llama(tmp_path / "chatterer.gguf")
@@ -293,13 +289,13 @@ def chatterer(tmp_path: Path) -> Callable[[], Engine]:
 
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory):
-    """A tiny model's file, which can chat."""
+    """The file of a tiny model with a chat template."""
     return make_llama(tmp_path_factory.mktemp("made") / "made.gguf", fim=tuple(FIM))
 
 
 @pytest.fixture
 def hub(gguf, monkeypatch):
-    """Hugging Face with that model as `hf.co/someone/Tiny-GGUF:Q8_0`."""
+    """A fake Hugging Face with that model as `hf.co/someone/Tiny-GGUF:Q8_0`."""
     server = FaultServer()
     thread = threading.Thread(target=server.httpd.serve_forever, daemon=True)
     thread.start()
@@ -313,7 +309,7 @@ def hub(gguf, monkeypatch):
 
 
 def with_page(live_server, keys=()):
-    """Switch the page of an endpoint on."""
+    """Switch on the chat page of an endpoint."""
     admin = ModelAdmin()
     live_server.endpoint.web = Web(Access(live_server.port, Keys(keys)), live_server.endpoint, admin)
     return live_server

@@ -1,4 +1,4 @@
-"""Drift: what is counted of an answer, what two weeks of counts show, and what they do not."""
+"""Drift: the counts of answers, and the comparison of two weeks."""
 
 import itertools
 import random
@@ -49,7 +49,7 @@ def engine(smollm2):
 
 @pytest.fixture
 def recording_engine(engine: LlamaEngine) -> Iterator[LlamaEngine]:
-    """An engine whose answers are counted in this test's home."""
+    """An engine whose answers are counted in this test's home folder."""
     engine.add_observer(recorder := DriftRecorder(drift_path(), "small", "ab" * 32))
     yield engine
     engine._core.queue.observers = ()
@@ -67,7 +67,7 @@ def flush(engine) -> None:
 
 
 def week(engine, last: date, draw) -> None:
-    """Seven days of answers: each day's are recorded as today's, and then dated back."""
+    """Record seven days of answers: each day's are recorded today and dated back."""
     for n in range(7):
         answers(engine, [draw() for _ in range(18)])
         flush(engine)
@@ -101,7 +101,10 @@ def test_an_injected_drift_is_named_and_an_equal_week_is_not(recording_engine, a
     week(recording_engine, LAST, usual)
     week(recording_engine, LAST + timedelta(7), usual)
     week(recording_engine, LAST + timedelta(14), changed_answer)
-    with closing(sqlite3.connect(drift_path())) as db, db:  # times depend on what else runs here
+    with (
+        closing(sqlite3.connect(drift_path())) as db,
+        db,
+    ):  # remove times, which depend on the machine's load
         db.execute("DELETE FROM count WHERE aggregate LIKE '%_ms'")
     assert not moved_aggregates(as_json, LAST + timedelta(7), code=0)
     changes = moved_aggregates(as_json, LAST + timedelta(14), code=1)
@@ -249,7 +252,7 @@ def test_sums_by_day_are_shown_by_ps_and_no_part_of_drift(recording_engine, as_j
 
 
 def test_answer_is_counted_before_its_end_is_seen(engine):
-    """A process that ends at once, as `run` does, loses no count."""
+    """A process that exits after the last event, as `run` does, loses no count."""
     seen = threading.Event()
 
     class Late(DriftRecorder):

@@ -1,4 +1,4 @@
-"""Replicas of a model: their number, routing, and the end of a replica."""
+"""Replicas of a model: their number, the routing of requests, and the death of a replica."""
 
 import contextlib
 import socket
@@ -23,9 +23,6 @@ from edgeinfer.workers.replicas import Replica, RoutedRequest
 END = Finished(reason="stop", usage=Usage(), timings=Timings())
 
 
-# --- a request on its way
-
-
 def _route(ends: list[str]) -> RoutedRequest:
     return RoutedRequest(
         GenerateRequest(prompt="x"), lambda _: ends.append("end"), lambda _: ends.append("lost")
@@ -41,7 +38,7 @@ def test_queued_request_can_be_withdrawn_and_a_begun_one_cannot():
     first.put(Progress(0, 9, queued=True))
     assert request.is_waiting
     assert request.withdraw()
-    first.put(END)  # of the cancelled one: it is dropped
+    first.put(END)  # the event of a cancelled request is dropped
     second = EventStream(lambda: cancelled.append(2))
     second.put(Progress(0, 9, queued=True))
     second.put(TextDelta("a"))
@@ -63,11 +60,8 @@ def test_request_cancelled_between_two_replicas_is_cancelled_in_the_second():
     assert cancelled.is_set()
 
 
-# --- several engines
-
-
 class Shop:
-    """Starts replicas: scripted engines behind the sockets of workers, whose process can be ended."""
+    """Starts replicas: scripted engines behind sockets, whose process can be killed."""
 
     def __init__(self, script=("a",), n_parallel: int = 2) -> None:
         self.info = msgspec.structs.replace(DEFAULT_INFO, n_parallel=n_parallel)
@@ -123,7 +117,7 @@ def test_requests_are_routed_by_prefix_then_by_load():
         shop.engines[0]._choose = lambda request: (gate, "a")
         busy = engine.submit(GenerateRequest(prompt="one " * 400))
         assert gate.reached.wait(10)
-        for n in range(3):  # the other replica has less to do
+        for n in range(3):  # the other replica has fewer requests
             assert _text(engine.submit(GenerateRequest(prompt="two " * 400 + str(n)))) == "a"
         gate.opened.set()
         assert _text(busy) == "a"

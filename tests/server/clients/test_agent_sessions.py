@@ -29,7 +29,7 @@ PARAMETERS = {
     },
     "required": ["path", "content"],
 }
-#: A schema that no grammar enforces: it is named, and in nobody's way.
+#: A schema that no grammar enforces. It is reported as ignored.
 ODD = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 
 
@@ -99,7 +99,7 @@ def model(request) -> ScriptedModel:
 
 
 def check(turn: int, passed: Any, prompts: list[str]) -> str:
-    """Compare a call with what was said; return the tool's result."""
+    """Compare a call's arguments with the scripted ones; return the tool's result."""
     assert len(prompts) == turn + 1
     if turn:
         assert ("no JSON" if turn - 1 == CUT_AT else f"written {turn - 1}") in prompts[-1]

@@ -18,7 +18,7 @@ WEATHER = {
         "additionalProperties": False,
     },
 }
-#: The client has no argument for it any more; the API still does.
+#: The official client has no argument `temperature` any more, but the API has it.
 GREEDY = {"temperature": 0}
 HELLO = [{"role": "user", "content": "Say hello."}]
 

@@ -1,6 +1,4 @@
-"""The curl lines that the README and the endpoint's page show, as they stand there, against the real
-small model.
-"""
+"""The curl commands of the README and docs/guides/serve.md, against the real small model."""
 
 import json
 import shutil

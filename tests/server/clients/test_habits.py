@@ -1,4 +1,4 @@
-"""What scripts and clients are used to: paths however they are written, llama.cpp's routes, cards."""
+"""Habits of scripts and clients: spellings of paths, llama.cpp's routes, model cards."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What cannot change an answer is taken and named; the shapes that real agents send are answered."""
+"""Fields without effect on the answer are ignored and named; requests of real agents are answered."""
 
 import json
 
@@ -27,7 +27,7 @@ def _ignored_fields(answer) -> list[str]:
     return answer.headers.get("x-edgeinfer-ignored", "").split(", ")
 
 
-#: (route, what is sent beside the least, what is named)
+#: (route, additional fields, the ignored field that is named)
 TAKEN = [
     (CHAT, {"metadata": {"a": "b"}}, "metadata"),
     (CHAT, {"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
@@ -180,7 +180,7 @@ def test_a_deferred_tool_is_offered_once_it_is_referred_to(live_server, engine):
 
 
 def test_beta_header_is_taken_and_named(live_server):
-    """The bodies that agents send are in tests/clients/recorded; their header says what they may expect."""
+    """The header says what an agent expects; its bodies are in tests/clients/recorded."""
     sent = {"headers": {"anthropic-beta": "claude-code-20250219"}}
     assert _ignored_fields(
         live_server.client.post(f"{MESSAGES}?beta=true", json=STREAMING[MESSAGES], **sent)

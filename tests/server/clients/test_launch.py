@@ -1,4 +1,4 @@
-"""`edgeinfer launch`: a stand-in for an agent finds, or gets, an endpoint with a large enough context."""
+"""`edgeinfer launch` gives an agent (a script) an endpoint with a large enough context."""
 
 import json
 import os
@@ -36,7 +36,7 @@ sys.exit(7)
 
 @pytest.fixture
 def aider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for aider on PATH; the file that it writes."""
+    """Put a script `aider` on PATH; return the file that it writes."""
     out = tmp_path / "said.json"
     program = tmp_path / "bin/aider"
     program.parent.mkdir()
@@ -162,7 +162,7 @@ def test_list_marks_installed_agents(aider, capfd):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="`ps` and `stop` need Linux")
 def test_launch_starts_an_endpoint_and_reuses_it(aider, configure_port, tmp_path, capfd):
-    configure_port(0)  # nothing can be found there: the kernel gives a port
+    configure_port(0)  # port 0: no running endpoint is found, and the kernel chooses a port
     model = make_llama(tmp_path / "chatterer.gguf", n_ctx=8192)
     assert main(["launch", "--model", str(model), "aider", "one"]) == 7
     assert "it ends after 10 minutes" in capfd.readouterr().err

@@ -47,7 +47,7 @@ AT_LEAST = {
 
 
 def _objects(kind: Any) -> Iterator[Any]:
-    """The TypedDicts in an annotation."""
+    """Yield the TypedDicts in an annotation."""
     if is_typeddict(kind):
         yield kind
     elif get_origin(kind) is not None or isinstance(kind, UnionType):
@@ -64,7 +64,7 @@ def _words(kind: Any) -> Iterator[str]:
 
 
 def _unknown_parts(own_type: Any, official: Any, where: str, seen: set[Any]) -> Iterator[str]:
-    """Yield the parts of their type that ours does not know."""
+    """Yield the fields and types of the official client that our wire type does not declare."""
     if (own_type, official) in seen:
         return
     seen.add((own_type, official))
@@ -80,7 +80,7 @@ def _unknown_parts(own_type: Any, official: Any, where: str, seen: set[Any]) -> 
 
 
 def _unknown_parts_of_plan(plan: Any, official: Any, where: str, seen: set[Any]) -> Iterator[str]:
-    """Their object among the alternatives of our field."""
+    """Compare an object of the official client with the alternatives of our field."""
     plan = plan if plan.objects or plan.item is None else plan.item
     if not plan.objects:
         return  # any JSON object

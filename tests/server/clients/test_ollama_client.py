@@ -1,4 +1,4 @@
-"""The official `ollama` package against the real small model: what its users call, unmodified."""
+"""The official `ollama` package against the real small model."""
 
 import json
 
@@ -84,7 +84,7 @@ def test_a_key_is_sent_as_a_bearer(serve, monkeypatch):
 
 
 def test_copilot_finds_its_models_and_asks_them_by_openais_route(real):
-    """Version, list, show, then a chat under the listed name, as its provider does."""
+    """Send what Copilot's provider sends: version, list, show, chat."""
     version = [int(piece) for piece in real.get("/api/version").json()["version"].split(".")]
     assert version >= [0, 6, 4]
     for model in real.get("/api/tags").json()["models"]:

@@ -1,4 +1,4 @@
-"""Lines that agents change in every request: cut, or moved behind what sessions share."""
+"""Lines that agents change per request are dropped, or moved after the shared prefix."""
 
 from datetime import date
 
@@ -21,7 +21,7 @@ RULES = "Follow the house rules, every one of them, in the order in which they a
 
 
 def _claude(billing: str, text: str) -> dict[str, object]:
-    """The head of a request of Claude Code."""
+    """Return a request of Claude Code."""
     system = [
         {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.330.{billing};"},
         {"type": "text", "text": RULES, "cache_control": {"type": "ephemeral"}},
@@ -92,7 +92,7 @@ def test_standing_system_turn_moves_before_the_first_user_text():
 
 
 def test_codex_context_names_its_folder_last():
-    """<cwd> and <workspace_roots> go behind what is the same in every folder."""
+    """<cwd> and <workspace_roots> move after what is the same in every folder."""
     roots = "<workspace_roots><root>/w</root></workspace_roots>"
     profile = '<permission_profile type="managed"></permission_profile>'
     said = f"""<environment_context>
@@ -172,7 +172,7 @@ TORN = ("<cwd>/w</cwd>\n", "<workspace_roots></workspace_roots>", "</filesystem>
         *(("system", text, "hi") for text in LOOK_ALIKES),
         *(("user", f"<environment_context>\n{text}") for text in TORN),
         ("user", "x-anthropic-billing-header: a\nCurrent date: 2026-11-22"),
-        ("system", "Current date: 2026-11-22"),  # no turn to move it to
+        ("system", "Current date: 2026-11-22"),  # there is no user turn to which it could move
     ],
 )
 def test_other_turns_stay_as_they_are(turns):
@@ -218,7 +218,7 @@ BUILD = "<system-reminder>\nBuild now.\n</system-reminder>\n"
 
 
 def _modes(*said: str) -> tuple[Message, ...]:
-    """Turns of a person, each but the last answered."""
+    """Return a conversation with these user turns, in which all but the last are answered."""
     turns = [turn for text in said for turn in (_turn("user", text), _turn("assistant", "done"))]
     return (_turn("system", "Rules."), *turns[:-1])
 
@@ -236,7 +236,7 @@ def test_reminder_that_moves_to_the_newest_turn_stays_where_it_stood():
 @pytest.mark.parametrize(
     ("turns", "owner"),
     [
-        (_modes("one", "two"), ""),  # no mode is on
+        (_modes("one", "two"), ""),  # the newest turn has no reminder
         (_modes("one", f"two{PLAN}"), "another key"),
         (_modes("other", f"two{PLAN}"), ""),
     ],

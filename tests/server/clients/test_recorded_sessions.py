@@ -1,6 +1,4 @@
-"""Recorded sessions of agents (tests/clients/record.py): from the second request on, only what is new is
-computed.
-"""
+"""Recorded sessions of agents (tests/clients/record.py): later requests prefill only new tokens."""
 
 import json
 import lzma
@@ -25,13 +23,13 @@ pytestmark = pytest.mark.model
 
 @pytest.fixture(scope="module")
 def live_server(smollm2, serve_module, load_model, tmp_path_factory):
-    """An endpoint that reads thousands of tokens a second, as SmolLM2 tokenizes them."""
+    """Serve a model that tokenizes as SmolLM2 and prefills thousands of tokens a second."""
     path = make_reader(tmp_path_factory.mktemp("reader") / "reader.gguf", smollm2, 65_536)
     return serve_module(load_model(path, "reader", n_ctx=65_536))
 
 
 def _session(agent: str) -> list[dict[str, Any]]:
-    """The requests of the main conversation: the one whose first request offers most."""
+    """Return the requests of the main conversation: those with the largest number of tools."""
     raw = json.loads(lzma.decompress((RECORDED / f"{agent}.json.xz").read_bytes()))
     requests = raw["requests"]
     most = max(len(request["body"].get("tools") or ()) for request in requests)
@@ -39,7 +37,7 @@ def _session(agent: str) -> list[dict[str, Any]]:
 
 
 def _prefill(live_server, agent: str, request: dict[str, Any], salt: str) -> tuple[int, int]:
-    """Send a recorded request for no answer: tokens of the prompt, and how many were cached."""
+    """Send a recorded request with 0 answer tokens; return its prompt tokens and cached tokens."""
     user_agent = request["user_agent"] if agent != "pi" else "pi/launched"  # recorded without `launch`
     limits = {"/v1/responses": "max_output_tokens"}
     limit = limits.get(request["path"], "max_tokens")
@@ -67,7 +65,7 @@ def test_session_prefills_only_new_tokens(live_server, agent):
 
 
 def test_second_session_of_claude_code_finds_the_cached_prefix(live_server):
-    """With the line that Claude Code writes unless `edgeinfer launch` tells it not to."""
+    """The billing line of Claude Code, which `edgeinfer launch` switches off, differs."""
     first, *_ = _session("claude")
     read = []
     for billing in ("0e0", "f8c"):

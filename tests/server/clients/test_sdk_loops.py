@@ -1,4 +1,4 @@
-"""The official clients' own loops: what they parsed is sent back to the endpoint as they keep it."""
+"""Loops of the official clients: they send parsed messages back to the endpoint."""
 
 import anthropic
 import openai
@@ -12,7 +12,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 class Place(pydantic.BaseModel):
-    """Where."""
+    """A place."""
 
     city: str
 
@@ -40,7 +40,7 @@ def client(loop):
         yield opened
 
 
-@pytest.mark.filterwarnings("ignore:Pydantic serializer")  # the client's own, of what it parsed
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")  # the official client's own warning
 @pytest.mark.parametrize("streamed", [False, True])
 def test_openais_parsed_message_is_sent_back(client, streamed):
     tools = [openai.pydantic_function_tool(Place)]

@@ -1,4 +1,4 @@
-"""Dialects: what a folder gives is all that the endpoint needs, and every refusal speaks the right one."""
+"""A dialect's folder is all that the endpoint needs, and each error has the dialect's form."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""Documents in three dialects: their text stands where the message has them; one without text is seen."""
+"""Documents in three APIs: the model gets their text in its place, or pictures of the pages."""
 
 import base64
 

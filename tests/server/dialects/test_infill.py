@@ -1,4 +1,4 @@
-"""/infill and `suffix`, over a small model made with the tokens for it."""
+"""/infill and `suffix`, with a tiny model that has fill-in-the-middle tokens."""
 
 import pytest
 from fake_engine import FakeEngine
@@ -29,7 +29,9 @@ def live_server(serve_module, load_model, tmp_path_factory):
 
 
 def test_an_editors_request_is_answered_in_llama_cpps_shape(live_server):
-    answer = live_server.post("/infill", VSCODE | {"ignore_eos": True})  # it samples
+    answer = live_server.post(
+        "/infill", VSCODE | {"ignore_eos": True}
+    )  # so that random sampling cannot end it early
     said = answer.json()
     assert answer.status_code == 200, said
     assert (said["stop"], said["stop_type"], said["tokens_predicted"]) == (True, "limit", 8)

@@ -1,4 +1,4 @@
-"""Ollama's API: the shapes that its clients read, on a scripted engine."""
+"""Ollama's API on a scripted engine: the responses that its clients expect."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`serve --ollama`: the second address, from the launcher and without it, and what it cannot share."""
+"""`serve --ollama` listens on Ollama's port too, started by the launcher or without it."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ START = {
 
 @pytest.fixture
 def ollama_port(monkeypatch):
-    """Ollama's address, taken until the test gives it away."""
+    """A listener on Ollama's port, and the port, which is free once the test closes the listener."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

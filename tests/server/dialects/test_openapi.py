@@ -1,4 +1,4 @@
-"""The OpenAPI document is valid, complete and true: schemathesis looks for requests where it is not."""
+"""The OpenAPI document is valid and complete, and schemathesis finds no request that contradicts it."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from edgeinfer.server.limits import Limits
 from edgeinfer.server.model_pool import LoadedEngine
 from edgeinfer.server.openapi import document
 
-#: Fuzzed examples an operation, beside those that cover each schema's edges. `make fuzz-http` asks for
+#: Random examples per operation, in addition to those for each schema's edges. `make fuzz-http` uses
 #: more.
 EXAMPLES = int(os.environ.get("EDGEINFER_FUZZ_EXAMPLES", "3"))
 #: What a JSON schema cannot say (a tool_choice must name one of the tools) makes valid requests wrong.
@@ -33,7 +33,7 @@ def test_every_operation_is_described_with_its_errors():
 
 
 def test_every_number_of_a_request_has_a_range():
-    """A negative or enormous count is refused by its type, wherever it stands."""
+    """A negative or huge number is refused by its type in every field."""
     doc = document(DIALECTS)
     schemas = doc["components"]["schemas"]
     bodies = [o.get("requestBody") for operations in doc["paths"].values() for o in operations.values()]
@@ -97,7 +97,7 @@ def test_schemathesis_finds_no_case_where_the_document_is_wrong(
     ]
     command += ["--phases", phases, "--exclude-checks", LEFT_OUT, "--seed", "1", "--no-color"]
     command += ["--suppress-health-check", "all", "--generation-database", "none"]
-    command += ["--request-timeout", "60"]  # s; the default is 10, which a busy machine exceeds
+    command += ["--request-timeout", "60"]  # seconds; a busy machine exceeds the default of 10
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1700)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     cases = int(re.search(r"([\d,]+) generated", done.stdout)[1].replace(",", ""))

@@ -1,4 +1,4 @@
-"""Pictures in every dialect: where they stand among the text, and what is refused."""
+"""Pictures in every API: their place in the text, and errors."""
 
 import base64
 import io
@@ -58,7 +58,7 @@ def blind(serve_module):
 
 
 def last_turns(engine) -> list[tuple]:
-    """Role, text and files of the last request's turns."""
+    """Return role, text and picture files of each turn of the last request."""
     turns = engine.requests[-1].messages
     return [(turn.role, turn.content, list(turn.pictures)) for turn in turns]
 
@@ -118,7 +118,7 @@ def test_ollama_has_pictures_before_the_text(live_server, engine):
     answer = live_server.post("/api/chat", {"model": "fake", "messages": turns, "stream": False})
     assert answer.status_code == 200, answer.text
     assert last_turns(engine) == [("user", f"{HERE}{HERE}what?", [file(1), file(2)])]
-    assert engine.requests[-1].overflow == "refuse"  # rows of a picture are not shifted
+    assert engine.requests[-1].overflow == "refuse"  # a context with pictures cannot be shifted
     body = {"model": "fake", "prompt": "what?", "images": [BLUE], "stream": False}
     assert live_server.post("/api/generate", body).status_code == 200
     assert last_turns(engine) == [("user", f"{HERE}what?", [file(2)])]

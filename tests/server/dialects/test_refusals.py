@@ -1,4 +1,4 @@
-"""What cannot be honoured is refused by name, in the route's own envelope, and nothing is computed."""
+"""Unsupported fields are refused by name, in the API's own error format, before the engine is used."""
 
 import json
 
@@ -19,7 +19,7 @@ def _post(live_server, path, body):
     return live_server.client.post(path, content=raw, headers={"content-type": "application/json"})
 
 
-#: (fields beside or instead of the least, the first that is refused, why)
+#: (additional fields, the first refused field, the error's code)
 CHAT = [
     ({"audio": {"voice": "x"}}, "audio", "unsupported_parameter"),
     ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),

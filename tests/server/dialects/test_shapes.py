@@ -1,6 +1,4 @@
-"""Events in every route's shape, with a scripted engine: reasoning, parallel calls, stops, several
-answers, failures.
-"""
+"""Responses of each route to scripted events: reasoning, tool calls, stops, several answers, errors."""
 
 import msgspec
 import pytest

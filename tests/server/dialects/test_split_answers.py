@@ -1,4 +1,4 @@
-"""However an answer arrives, its stream adds up to the whole: 1,000 splits through each dialect's shape."""
+"""A stream adds up to the whole answer in every API, for 1,000 random splits into events."""
 
 import json
 import random
@@ -34,7 +34,7 @@ SPLITS = 250  # of each of the four dialects
 
 
 class Answer:
-    """An answer that plays as a whole, or in the pieces of the latest split."""
+    """An answer that is played as a whole, or in the pieces of the latest split."""
 
     def __init__(self):
         self.whole, self.pieces = [], []

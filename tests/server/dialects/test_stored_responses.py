@@ -16,7 +16,7 @@ TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "pro
 
 @pytest.fixture
 def client(serve):
-    """An endpoint that stores, and the official client of it."""
+    """Return a function that starts an endpoint with stored responses, and its official client."""
     with contextlib.ExitStack() as stack:
 
         def make(engine: FakeEngine | None = None, **fields):

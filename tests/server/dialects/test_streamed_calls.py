@@ -1,4 +1,4 @@
-"""Arguments of a call reach the client with the token that begins them, in every notation and dialect."""
+"""A client gets the arguments of a tool call while the model writes them, in every notation and API."""
 
 import json
 from typing import Any
@@ -29,19 +29,19 @@ NOTATIONS = sorted(set(FAMILIES) - {"generic"})
 
 
 def fed(family: str) -> list[tuple[str, list[Any]]]:
-    """Each character of a call, and its end, with the events that the parser makes of it."""
+    """Return each character of a call, and the end, with the events that the parser makes of it."""
     parser = AnswerParser(FAMILIES[family], {"write_file": SCHEMA}, constrained=True)
     text = write_call(FAMILIES[family], "write_file", json.dumps(ARGUMENTS))
     return [*((c, list(parser.feed(c))) for c in text), ("", list(parser.finish()))]
 
 
 def position(family: str) -> int:
-    """Where the first value begins."""
+    """Return the index of the first value's first character."""
     return "".join(character for character, _ in fed(family)).index("notes.md")
 
 
 def arguments_in(path: str, line: str) -> str:
-    """The arguments' text that one event brings."""
+    """Return the text of the arguments in one event."""
     if not line.startswith("data: {"):
         return ""
     event = json.loads(line.removeprefix("data: "))
@@ -78,7 +78,7 @@ def test_client_has_the_arguments_begun_while_the_model_writes(serve, path, fami
     endpoint = serve(FakeEngine([script]))
     with endpoint.client.stream("POST", path, json=BODIES[path] | {"stream": True}) as answer:
         lines, sent = answer.iter_lines(), ""
-        while "notes" not in sent:  # the gate is closed: without its delta the client waits in vain
+        while "notes" not in sent:  # the model waits at the gate: the arguments so far must have come
             sent += arguments_in(path, next(lines))
         assert not gate.opened.is_set()
         gate.opened.set()

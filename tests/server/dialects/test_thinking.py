@@ -1,4 +1,4 @@
-"""How much is reasoned, in each dialect's words: the template hears it, and the engine keeps the budget."""
+"""Reasoning fields of each API reach the chat template, and the engine enforces the budget."""
 
 import pytest
 from fake_engine import FakeEngine

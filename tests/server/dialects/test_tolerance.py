@@ -1,4 +1,4 @@
-"""Spellings of other servers and clients that mean one thing are taken."""
+"""Spellings of other servers and clients with the same meaning are accepted."""
 
 import base64
 import json

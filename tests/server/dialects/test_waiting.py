@@ -1,4 +1,4 @@
-"""While a prompt is read the client gets events, not comments alone; one that is too long is known."""
+"""A waiting client gets events, not only comments; the error for a too long prompt has its numbers."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ TOO_LONG = ContextLengthError(
 
 
 def _events(lines, n):
-    """The first `n` events of a stream that is held."""
+    """Return the first `n` events of a stream that has not ended."""
     events = []
     for line in lines:
         if line.startswith("data: "):

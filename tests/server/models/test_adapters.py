@@ -1,4 +1,4 @@
-"""Adapters that come and go while the endpoint runs: vLLM's routes, on the real engine."""
+"""LoRA adapters are loaded and unloaded by vLLM's routes, on the real engine."""
 
 import msgspec
 import pytest
@@ -15,7 +15,7 @@ ASK = {"prompt": "A short note about rivers:", "temperature": 0, "max_tokens": 1
 
 @pytest.fixture
 def live_server(serve, load_model, smollm2):
-    """The real small model, which is loaded again when it was unloaded, and an adapter that was pulled."""
+    """Serve the real small model, which can be loaded again, and a pulled adapter."""
     paths.adapters_dir().mkdir(parents=True)
     make_adapter(paths.adapters_dir() / "red.gguf", 1, strength=0.5)
 
@@ -39,16 +39,16 @@ def change(live_server, verb: str, **fields):
 def test_an_adapter_comes_and_goes(live_server):
     plain = said(live_server)
     assert change(live_server, "load").text == "Success: LoRA adapter 'red' added successfully."
-    assert said(live_server) == plain  # no other request is concerned
+    assert said(live_server) == plain  # requests that do not name it are not changed
     red = said(live_server, lora=[{"name": "red"}])
     assert red != plain
-    assert said(live_server, model="red") == red  # as vLLM's clients name it
+    assert said(live_server, model="red") == red  # vLLM's clients name it in place of a model
     assert "red" in [model["id"] for model in live_server.get("/v1/models").json()["data"]]
 
     assert change(live_server, "load", scale=1.0).status_code == 200
     assert said(live_server) == red
     assert live_server.post("/v1/models/smol/unload").json()["state"] == "unloaded"
-    assert said(live_server) == red  # loaded again, with what it had
+    assert said(live_server) == red  # loaded again with the same adapters
 
     assert change(live_server, "unload").status_code == 200
     assert said(live_server) == plain

@@ -1,4 +1,4 @@
-"""Other names for models, on every dialect; names with slashes in paths."""
+"""Aliases of models in every API; names of models with slashes in paths."""
 
 from urllib.parse import quote
 

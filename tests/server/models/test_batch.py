@@ -1,4 +1,4 @@
-"""`edgeinfer batch`: the format, resuming after a kill, and nothing lost or done twice."""
+"""`edgeinfer batch`: the format, continuing after a kill, and no answer lost or made twice."""
 
 import argparse
 import errno
@@ -87,7 +87,7 @@ def test_a_wrong_request_is_an_answer_with_its_status(files):
     answers = _answers(paths[1])
     assert answers["bad"]["response"]["status_code"] == 400
     assert answers["bad"]["response"]["body"]["error"]["param"] == "temperature"
-    assert answers["other"]["response"]["status_code"] == 200  # a lone model answers to any name
+    assert answers["other"]["response"]["status_code"] == 200  # the only model answers to any name
     assert (result.failed, result.exit_code) == (1, 1)
 
 
@@ -158,13 +158,13 @@ def test_a_full_queue_is_waited_for(files):
 
 @pytest.fixture
 def hasty(monkeypatch):
-    """Tries again at once."""
+    """Retry without pauses."""
     monkeypatch.setattr(batches, "_BUSY_PAUSES_S", (0.0,) * 7)
     monkeypatch.setattr(batches, "_DEFECT_PAUSES_S", (0.0, 0.0))
 
 
 def _failing(*scripts):
-    """An engine that plays `scripts` for the request that says "b", the last one for ever."""
+    """Return an engine that plays `scripts` in turn for the request "b", the last one repeatedly."""
     scripts_left = list(scripts)
 
     def choose(request):

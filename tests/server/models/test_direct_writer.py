@@ -1,6 +1,4 @@
-"""Tokens that pass by the event loop: the same bytes in the same order, and nothing to another client's
-connection.
-"""
+"""Tokens written on the decode thread: the same bytes in the same order, to no other connection."""
 
 import asyncio
 import json
@@ -16,7 +14,7 @@ END = Finished(reason="stop", usage=Usage(), timings=Timings())
 
 
 async def connect():
-    """A connection as the endpoint has it, and the client's socket."""
+    """Return a connection of an endpoint, and the client's socket."""
     server_end, client = socket.socketpair()
     transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=server_end)
     return Connection(transport), transport, client
@@ -40,7 +38,7 @@ async def test_tokens_are_written_on_the_thread_that_made_them():
 
 
 async def test_connection_of_a_client_that_left_is_cut():
-    """A half-closed connection is not read any more: only a write tells that its client is gone."""
+    """asyncio does not read a half-closed connection: only a write fails."""
     connection, transport, client = await connect()
     transport.pause_reading()
     client.close()
@@ -68,7 +66,7 @@ def test_a_stream_past_the_event_loop_says_the_same(serve, until, path):
     if path == "/v1/responses":
         asked = {"input": "hi", "stream": True}
     texts = []
-    for _ in range(2):  # the second on the same connection
+    for _ in range(2):  # the second request uses the same connection
         text = ""
         with live_server.client.stream("POST", path, json=asked) as answer:
             for line in answer.iter_lines():
@@ -80,7 +78,7 @@ def test_a_stream_past_the_event_loop_says_the_same(serve, until, path):
 
 
 def said(event: dict) -> str:
-    """A token of any of the three dialects."""
+    """Return the text of an event of any of the three APIs."""
     if "choices" in event:
         return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
     delta = event.get("delta", "")

@@ -1,4 +1,4 @@
-"""What requests find of each other's computing: prefill-only requests, salts, keys, usage, metrics."""
+"""What requests share of the prefix cache: prefill-only requests, salts, keys, usage, metrics."""
 
 import contextlib
 import os
@@ -25,30 +25,30 @@ from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
 LAUNCHER = (
     "import sys; sys.argv[0] = 'edgeinfer'; from edgeinfer.launcher import main; sys.exit(main())"
 )
-#: Tokens of a KV block: so many may be prefilled again beyond the new ones.
+#: Tokens per KV block. A last, partial block may be prefilled again.
 BLOCK = 256
 KEYS = ["test-key-0123456789abcdef", "another-key-0123456789"]
 WORDS = ("river", "bread", "moon", "clock", "whale", "ink", "bridge", "tea", "salt", "wool", "map")
-#: Some hundred tokens, so that whole blocks are read and written.
+#: A text of several hundred tokens, so that whole blocks are cached.
 STORY = " ".join(f"{WORDS[i * i % 11]}{i * 7 % 13}" for i in range(180))
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch):
-    """A busy machine may read slower than it computes, and a fast one compute too fast to write."""
+    """Load cached blocks and store new ones, however slow or fast this machine is."""
     monkeypatch.setattr(cache, "_MIN_WAIT_S", 600.0)
     monkeypatch.setattr(block_saver, "_MIN_PREFILL_S", 0.0)
 
 
 @pytest.fixture(scope="module")
 def reader(smollm2, tmp_path_factory) -> Path:
-    """A model that reads thousands of tokens a second: what is remembered of them is the same."""
+    """A model that prefills thousands of tokens a second. Its cache works as any other's."""
     return make_reader(tmp_path_factory.mktemp("reader") / "reader.gguf", smollm2, 2048)
 
 
 @pytest.fixture
 def serve_reader(serve, load_model, reader, tmp_path):
-    """Serves the reader with the blocks that this test has on its disk."""
+    """Return a function that serves the reader with this test's on-disk prefix cache."""
 
     def start(**setup):
         engine = load_model(reader, "reader", n_ctx=2048, n_parallel=4)
@@ -135,7 +135,7 @@ def test_a_prompt_that_was_only_read_is_there_for_the_next(serve_reader, stream)
 
 
 def test_one_keys_blocks_are_not_found_by_another(serve_reader):
-    """Neither in memory, nor on the disk after a restart."""
+    """Blocks of a key are not shared in memory, nor on the disk after a restart."""
     live_server = serve_reader(keys=KEYS)
     first = _complete(live_server, key=KEYS[0])
     n = first["usage"]["prompt_tokens"]
@@ -220,7 +220,7 @@ def test_slots_report_where_a_prompt_diverged(serve_reader):
 @pytest.mark.model
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are started by the launcher, on Linux")
 def test_a_model_that_leaves_memory_keeps_its_conversations(smollm2, tmp_path, until):
-    """Unloaded from this process and from a worker, by another model's turn, and by `kill -9`."""
+    """Unload a model in three ways, and kill it."""
     for name, path in (("small", smollm2), ("other", make_llama(tmp_path / "other.gguf"))):
         pull.pull(str(path), options=pull.PullOptions(name=name, in_place=True))
     settings = config_dir() / "config.toml"

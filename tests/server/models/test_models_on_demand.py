@@ -1,4 +1,4 @@
-"""Models that come and go: loading, waiting, keeping, evicting, dying, unloading."""
+"""Loading and unloading of models: waiting, keep-alive, memory, dead engines."""
 
 import json
 import socket
@@ -18,9 +18,7 @@ GIB = 1 << 30
 
 
 class ScriptedLoader:
-    """Loads scripted engines by name, counting; a load can be held, refused, and asks for memory while
-    it lives.
-    """
+    """Loads scripted engines by name and counts them. A load can be held or refused."""
 
     def __init__(self, total_bytes: int = 1 << 60, size_bytes: int = GIB) -> None:
         self.total = total_bytes

@@ -30,7 +30,7 @@ def _complete(live_server, **body):
 
 
 def _raw_logprobs(path, tokens):
-    """Return llama.cpp's own log-probability of each token after the first, with the likeliest."""
+    """Return llama.cpp's log probability of each token after the first, and the highest ones."""
     rows = read(path, tokens).astype(np.float64)[:-1]
     rows -= rows.max(axis=1, keepdims=True)
     rows -= np.log(np.exp(rows).sum(axis=1, keepdims=True))
@@ -77,7 +77,7 @@ def test_prefix_cached_without_logprobs_is_computed_again(live_server, path):
 
 
 def test_cached_logprobs_end_where_the_text_differs(engine, path):
-    """A scored prompt is continued by a plain request, then scored on with another text."""
+    """Score a prompt, continue it, then score it with other endings."""
 
     def score(text):
         request = GenerateRequest(prompt=tuple(text), max_tokens=0, prompt_logprobs=1)
@@ -94,7 +94,7 @@ def test_cached_logprobs_end_where_the_text_differs(engine, path):
 
 
 def test_generated_end_counts_as_a_token(live_server, engine):
-    """Evaluators drop the last entry as the one of the generated token."""
+    """Evaluators drop the last entry, which belongs to the generated token."""
     (end_token,) = engine.tokenize("<|end|>", parse_special=True)
     prompt = OPTIONS[0]
     reply = _complete(

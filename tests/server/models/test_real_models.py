@@ -1,4 +1,4 @@
-"""Adapters, speculation, embeddings and reranking over HTTP, on the real engine."""
+"""Speculative decoding, embeddings and reranking over HTTP, on the real engine."""
 
 import base64
 import struct
@@ -24,7 +24,7 @@ def test_speculation_changes_nothing_but_the_counts(real):
 
 @pytest.fixture
 def bert(serve, load_model, tmp_path):
-    """`bert(pooling)`: the endpoint of a small encoder, or of a small reranker, and its engine."""
+    """Return `start(pooling)`, which serves a small encoder or reranker; it returns the engine too."""
 
     def start(pooling: int):
         path = make_bert(tmp_path / "bert.gguf", pooling, head=pooling == RANK)

@@ -23,7 +23,7 @@ GREEDY = {"temperature": 0}
 
 
 def picture(color: str, kind: str = "PNG") -> bytes:
-    """A gradient beside a plane of that color."""
+    """Return a picture with a gradient and an area of that color."""
     image = Image.linear_gradient("L").resize((96, 64)).convert("RGB")
     image.paste(Image.new("RGB", (48, 64), color), (0, 0))
     out = io.BytesIO()
@@ -75,9 +75,6 @@ def ollama_client(sees):
         yield client
 
 
-# --- llama.cpp's requests
-
-
 @pytest.mark.parametrize("url", [uri(RED), uri(picture("red", "JPEG"), "jpeg"), base64_of(RED)])
 def test_chat_completion_reads_a_picture(sees, url):
     parts = [
@@ -88,9 +85,6 @@ def test_chat_completion_reads_a_picture(sees, url):
     reply = sees.client.post("/chat/completions", json=body | {"max_tokens": 8})
     assert reply.status_code == 200, reply.text
     assert reply.json()["choices"][0]["message"]["content"]
-
-
-# --- llama.cpp's requests
 
 
 @pytest.mark.parametrize(
@@ -132,9 +126,6 @@ def test_embeddings_of_pictures_are_refused(sees):
     prompt = {"prompt_string": "<__media__>", "multimodal_data": [base64_of(RED)]}
     reply = sees.client.post("/embeddings", json={"content": [prompt]})
     assert reply.status_code == 400
-
-
-# --- the official clients
 
 
 def by_openai_chat(client, *pictures):

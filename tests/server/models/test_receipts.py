@@ -54,11 +54,11 @@ EXAMPLE = msgspec.convert(
     Receipt,
 )
 FORMS = [(path, stream) for path in DIALECTS for stream in (False, True)]
-FORMS.remove(("/infer", True))  # it does not stream
+FORMS.remove(("/infer", True))  # /infer does not stream
 
 
 def last_object(reply):
-    """The last JSON object of an answer, whole or streamed."""
+    """Return the last JSON object of an answer, whole or streamed."""
     assert reply.status_code == 200, reply.text
     lines = [line.removeprefix("data: ") for line in reply.text.splitlines()]
     return json.loads([line for line in lines if line.startswith("{")][-1])
@@ -148,7 +148,7 @@ def long_options(path):
 
 
 def with_receipt(receipt, monkeypatch):
-    """Let the endpoint give this receipt, as if an engine had recorded the answer's tokens."""
+    """Make the endpoint return this receipt."""
     monkeypatch.setattr(generation_response, "make_receipt", lambda *_args, **_options: receipt)
 
 

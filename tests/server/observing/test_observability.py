@@ -1,6 +1,4 @@
-"""Metrics, logs, request ids: what an operator sees, and that documents agree
-with it.
-"""
+"""Metrics, logs and request ids, and the documents about them."""
 
 import io
 import json
@@ -80,7 +78,7 @@ def test_described_metrics_are_those_of_a_scrape(serve):
     assert set(shown) == {name for name, _, _, _ in described}
     for name, kind, labels, _ in described:
         assert shown[name][0] == kind
-        assert shown[name][1] in (labels, "")  # nothing was counted in this one yet
+        assert shown[name][1] in (labels, "")  # a metric without samples has no labels yet
 
 
 def test_requests_are_counted_by_key_and_the_number_of_keys_is_bounded(serve):

@@ -1,4 +1,4 @@
-"""The payload log: a whole line for each request with the answer that the client got, whatever fails."""
+"""The payload log has a whole line for each request with the client's answer, whatever fails."""
 
 import base64
 import hashlib
@@ -37,7 +37,7 @@ def raw_lines(folder):
 
 
 def events(folder, until, count):
-    """The log's events; a line is written after the answer's last byte."""
+    """Wait for `count` lines of the log, which follow the answers; return their events."""
     until(lambda: sum(line.endswith(b"\n") for line in raw_lines(folder)) >= count, f"{count} lines")
     lines = raw_lines(folder)
     assert len(lines) == count
@@ -50,7 +50,7 @@ def one(folder, until):
 
 
 def _pieces(reply):
-    """The JSON objects of an answer: one, or those of a stream."""
+    """Return the JSON objects of an answer: one, or those of a stream."""
     if "event-stream" in reply.headers["content-type"]:
         texts = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
         return [json.loads(text) for text in texts if text != "[DONE]"]
@@ -87,7 +87,7 @@ DIALECTS = {
 
 
 FORMS = [(path, stream) for path in DIALECTS for stream in (False, True)]
-FORMS.remove(("/infer", True))  # it does not stream
+FORMS.remove(("/infer", True))  # /infer does not stream
 
 
 @pytest.mark.parametrize(("path", "stream"), FORMS)

@@ -1,4 +1,4 @@
-"""Traces: what a request and a start did, as OTLP's JSON in a file."""
+"""Traces of requests and starts as OTLP JSON in a file."""
 
 import json
 import os
@@ -16,7 +16,7 @@ BODY = {"messages": [{"role": "user", "content": "a secret"}], "max_tokens": 4}
 
 
 def spans(path):
-    """The spans of each trace in the file: its root first."""
+    """Return the spans of each trace in the file, the root first."""
     lines = [json.loads(line)["resourceSpans"] for line in path.read_text().splitlines()]
     return [resource["scopeSpans"][0]["spans"] for [resource] in lines]
 

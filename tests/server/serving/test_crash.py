@@ -1,6 +1,4 @@
-"""`kill -9` of the application under twenty clients: their streams are reset, no connection is refused, and
-the next request is answered.
-"""
+"""`kill -9` with twenty clients resets their streams; no connection is refused afterwards."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What API keys share: slots in the engine, threads, memory. None has it for itself alone."""
+"""API keys share slots of the engine, threads and memory: none can take them all."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""HTTP as old, odd and departing clients speak it."""
+"""HTTP/1.0, odd requests, and clients that disconnect."""
 
 import json
 import socket

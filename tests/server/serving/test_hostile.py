@@ -1,6 +1,4 @@
-"""A thousand hostile requests, and clients that vanish: the next honest request is answered and nothing
-is left behind.
-"""
+"""After a thousand hostile requests and vanished clients, the endpoint works and nothing leaks."""
 
 import json
 import os
@@ -49,7 +47,7 @@ def _post(body: bytes, path: bytes = b"/v1/chat/completions", length: int | None
 
 
 def _hostile(rng: random.Random) -> bytes:
-    """One malformed, lying, torn or absurd request."""
+    """Return a random request that is malformed, cut off or absurd."""
     path, number = rng.choice(PATHS), rng.choice(NUMBERS)
     noise = rng.randbytes(rng.randrange(1, 200))
     depth = rng.choice([500, 5_000, 100_000])
@@ -80,7 +78,7 @@ def _hostile(rng: random.Random) -> bytes:
 
 
 def _send_and_leave(port: int, request: bytes, rng: random.Random) -> None:
-    """Send, perhaps read a little, perhaps reset."""
+    """Send a request, perhaps read a little, and disconnect, perhaps by a reset."""
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.settimeout(0.02)
         try:
@@ -174,9 +172,7 @@ def test_doubtful_framing_is_refused(serve, raw_exchange, lines, status):
 
 @pytest.mark.parametrize("count", [2000])
 def test_nothing_leaks_over_many_requests(serve, until, count):
-    """Descriptors, tasks, leases and memory are flat; the 10,000 against the real engine are `make
-    leak-http`.
-    """
+    """`make leak-http` does the same with 10,000 requests on the real engine."""
     engine = FakeEngine([["a", "b", "c"]])
     live_server = serve(engine)
 

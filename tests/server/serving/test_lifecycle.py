@@ -1,4 +1,4 @@
-"""Starting, draining, leaving when idle; systemd's sockets and notifications."""
+"""Start, drain, idle exit, and systemd's sockets and notifications."""
 
 import os
 import socket
@@ -24,7 +24,7 @@ def test_drain_finishes_running_requests_and_refuses_new_ones(serve, until):
             assert other.get("/health").status_code == 200
         live_server.drain()
         until(lambda: live_server.endpoint.draining, "the drain to begin")
-        health = f"{live_server.url}/health"  # by a new connection each time: those that are open are answered
+        health = f"{live_server.url}/health"  # new connections; those that are open would be answered
         with pytest.raises(httpx2.TransportError):
             until(lambda: httpx2.get(health, timeout=20).status_code == 0, "the door to be closed", 20)
         gate.opened.set()

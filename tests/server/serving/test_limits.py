@@ -1,4 +1,4 @@
-"""Every limit: bodies, headers, time to send and to read, requests at once, the engine's queue."""
+"""All limits: bodies, headers, slow clients, running requests, queues."""
 
 import contextlib
 import errno
@@ -88,7 +88,7 @@ def test_endless_trailer_is_cut_off(serve, endless, keys):
             for _ in range(100):
                 client.sendall(b"a" * 65_536)
                 sent += 65_536
-        assert sent < 100 * 65_536  # otherwise 6 MB were taken
+        assert sent < 100 * 65_536  # 6 MB would mean that there is no limit
         reply = b""
         with contextlib.suppress(ConnectionError):
             while piece := client.recv(65_536):
@@ -242,7 +242,7 @@ def test_connections_are_limited(serve):
 
 
 class _Counted(str):
-    """A name that counts how often it is compared."""
+    """A text that counts how often any such text is compared."""
 
     comparisons = 0
     __hash__ = str.__hash__
@@ -253,7 +253,7 @@ class _Counted(str):
 
 
 def test_query_names_are_compared_linearly():
-    """A URL of 96 KiB with 20,000 names took 9 s of the event loop."""
+    """A URL of 96 KiB with 20,000 names took 9 s on the event loop."""
     names = [_Counted(f"q{number}") for number in range(2000)]
     fields = [*((name, "") for name in names), ("prompt", "x")]
     context: Any = SimpleNamespace(
@@ -314,12 +314,12 @@ def test_text_that_no_context_holds_is_not_tokenized(serve, chatterer, monkeypat
     raw = json.dumps(body).replace("TEXT", "a" * ((1 << 20) + 1))
     reply = live_server.client.post(path, content=raw, headers={"content-type": "application/json"})
     assert reply.status_code == 400
-    assert "256" in reply.text  # the context, in the words that each API has for it
+    assert "256" in reply.text  # each API's error names the context size
     assert max(tokenized, default=0) < 1 << 20
 
 
 class _Failing(FakeEngine):
-    """Says what is wrong with it."""
+    """Reports `wrong` as its failure."""
 
     wrong = ""
 

@@ -1,6 +1,4 @@
-"""The units of docs/systemd: systemd reads them, the command in them parses, and the launcher serves on
-the socket that systemd holds.
-"""
+"""The units of docs/systemd: systemd and our parser accept them, and the launcher uses the socket."""
 
 import configparser
 import json
@@ -23,7 +21,7 @@ UNITS = Path(__file__).parents[3] / "docs/systemd"
 
 
 def _unit(name: str) -> configparser.ConfigParser:
-    """Read a unit file: names keep their capitals, `%` is systemd's."""
+    """Read a unit file, keeping capitals and `%`."""
     unit = configparser.ConfigParser(interpolation=None, delimiters=("=",))
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read_string((UNITS / name).read_text("utf-8"))
@@ -31,7 +29,7 @@ def _unit(name: str) -> configparser.ConfigParser:
 
 
 def _command() -> list[str]:
-    """The words behind the program's name."""
+    """Return the arguments of the unit's command."""
     program, *arguments = shlex.split(_unit("edgeinfer.service")["Service"]["ExecStart"])
     assert program == "%h/.local/bin/edgeinfer"
     return arguments
@@ -74,7 +72,7 @@ def test_systemd_finds_nothing_to_say_about_the_units(tmp_path):
 
 
 def test_the_nights_batches_are_answered_one_by_one(tmp_path):
-    """The command of the unit, with a program that fails at one of the files."""
+    """Run the unit's command with a program that fails at one of the files."""
     program = tmp_path / ".local/bin/edgeinfer"
     program.parent.mkdir(parents=True)
     program.write_text('#!/bin/sh\ncp "$2" "$3"\n! grep -q broken "$2"\n')

@@ -1,4 +1,4 @@
-"""Two users of one machine at one endpoint: what one has, the other does not reach."""
+"""Two users of one machine at one endpoint cannot reach each other's data."""
 
 import json
 import os
@@ -18,7 +18,7 @@ URL = "/v1/chat/completions"
 def _as_other_user(
     another_user, live_server, path: str, method: str = "", **body: object
 ) -> tuple[int, bytes]:
-    """Ask as another user: one request in each connection, which is made as that user."""
+    """Send one request as another user; return status and body."""
     with another_user(), httpx2.Client(base_url=live_server.url, timeout=30) as client:
         reply = client.request(method or ("POST" if body else "GET"), path, **body)
         return reply.status_code, reply.content

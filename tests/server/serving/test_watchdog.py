@@ -1,4 +1,4 @@
-"""The watchdog of the endpoint's event loop, and regressions for stalls that it detected."""
+"""The watchdog of the event loop."""
 
 import asyncio
 import time

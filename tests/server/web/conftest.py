@@ -1,4 +1,4 @@
-"""An endpoint with its page, and Chromium to look at it."""
+"""An endpoint with its page, and Chromium."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from tests.server.conftest import with_page
 
 
 class Signed:
-    """The page's requests as a program makes them, signed in."""
+    """Sends the page's requests, signed in."""
 
     def __init__(self, live_server, keys=()):
         self.live_server = live_server
@@ -35,12 +35,12 @@ class Signed:
         return answer.json()
 
     def ask(self, text="hi", conversation=0, **body):
-        """Ask; return the conversation's id."""
+        """Ask a question; return the conversation's id."""
         path = f"/conversations/{conversation}/questions" if conversation else "/conversations"
         return self.post(path, text=text, **body)["id"]
 
     def events(self, conversation):
-        """Yield the events about a conversation: name and data."""
+        """Yield (name, data) of the events about a conversation."""
         with self.client.stream("GET", f"/conversations/{conversation}/events") as stream:
             name = ""
             for line in stream.iter_lines():
@@ -50,7 +50,7 @@ class Signed:
                     yield name, json.loads(line[6:])
 
     def follow(self, conversation, until):
-        """Read events until `until(branch, turns)` holds; return both. Pieces are joined to the turns."""
+        """Read events until `until(branch, turns)` is true; return both, with joined pieces."""
         turns, branch = {}, None
         for name, data in self.events(conversation):
             if name == "branch":
@@ -65,7 +65,7 @@ class Signed:
         raise AssertionError("the stream ended")
 
     def finished_turns(self, conversation):
-        """Wait for the end of an answer; return its turns on the branch."""
+        """Wait for the end of an answer; return the turns of the conversation."""
         branch, turns = self.follow(
             conversation,
             lambda branch, turns: (
@@ -79,7 +79,7 @@ class Signed:
 
 @pytest.fixture
 def serve_page(serve):
-    """`serve_page(engine, keys=…)`: an endpoint with its page, signed in."""
+    """Return `serve_page(engine, keys=…)`, which starts an endpoint and signs in."""
 
     opened = []
 
@@ -94,7 +94,7 @@ def serve_page(serve):
 
 @pytest.fixture
 def terminal():
-    """`terminal(engine)`: the session of a terminal's chat on the same conversations."""
+    """Return `terminal(engine)`, a session of the terminal chat with the same conversations."""
     stores = []
 
     def open_store():
@@ -108,7 +108,7 @@ def terminal():
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory):
-    """One Chromium for the tests of a file."""
+    """A Chromium that the tests of a file share."""
     with one_process_at_a_time("test-programs"):  # scripts/test_parts.sh holds it while apt installs
         if shutil.which(chromium_module.PROGRAM) is None:
             pytest.skip("Chromium is not installed: apt-get install chromium")
@@ -118,7 +118,7 @@ def chromium(tmp_path_factory):
 
 @pytest.fixture
 def tab(chromium):
-    """`tab(here, hash)`: a signed-in tab; its console must hold nothing against it at the end."""
+    """Return `tab(endpoint, hash)`, a signed-in tab, whose console must have no error at the end."""
     opened = []
 
     def at(live_server, fragment=None, **size):

@@ -1,4 +1,4 @@
-"""Access to the page: a code once, a cookie for its own path, the first API key, nothing else."""
+"""Sign-in of the page: one-time codes, cookies, the first API key."""
 
 import hashlib
 import os
@@ -81,7 +81,7 @@ def test_a_code_is_good_once_for_two_minutes_at_a_running_endpoint(serve, monkey
 
     assert sign_in(code) == 204
     assert sign_in(code) == 401  # used
-    assert sign_in(early) == 401  # from before the endpoint
+    assert sign_in(early) == 401  # made before the endpoint started
     assert sign_in(code[:-1] + "0") == sign_in("") == sign_in("a-b-c") == sign_in("é") == 401
     late = make_code()
     with monkeypatch.context() as patch:  # set right after the endpoint began ten minutes ahead
@@ -200,7 +200,7 @@ def test_only_the_first_key_signs_in(serve, serve_page):
     assert client.get("/web/setup", headers=bearer).status_code == 401
     other = with_page(serve(keys=KEYS[1:]), KEYS[1:])
     other.endpoint.web.access._port = page.live_server.port
-    assert page.client.get(f"{other.url}/web/setup").status_code == 401  # another first key
+    assert page.client.get(f"{other.url}/web/setup").status_code == 401  # its first key differs
 
 
 def test_a_secret_that_others_can_read_is_refused(serve):

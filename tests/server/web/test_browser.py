@@ -1,4 +1,4 @@
-"""The page in a real Chromium: what people do with it, on a phone, by keyboard, and what goes wrong."""
+"""The page in a real Chromium: common tasks, a phone, the keyboard, and failures."""
 
 import json
 import math
@@ -142,7 +142,7 @@ BOTTOM_GAP = "(() => { const log = document.querySelector('.log'); return log.sc
 
 
 def vary(n_words, seed):
-    """Words that differ: a text that repeats itself is stopped."""
+    """Return `n_words` varied words, because a text that repeats itself is stopped."""
     letters = random.Random(seed)
     return " ".join("".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(n_words))
 
@@ -396,7 +396,7 @@ def test_by_keyboard_alone_and_with_an_input_method(serve, tab):
 
 
 def violations(page):
-    """Return what axe holds against the page."""
+    """Return the accessibility errors that axe finds."""
     script = BUILD_CACHE / "axe/axe.min.js"
     if not script.exists():
         pytest.skip("needs axe-core: scripts/setup.sh test-all")
@@ -678,7 +678,7 @@ SKY = {
 
 
 def test_pictures_of_the_guide(serve, tab, tmp_path):
-    """`WRITE_FIGURES=1` puts them into the docs."""
+    """`WRITE_FIGURES=1` writes the pictures into the documentation."""
     titles = ["Name three colours of autumn", "A regular expression for dates"]
     sky = []
     for word, p in SKY.items():

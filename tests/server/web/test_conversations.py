@@ -1,4 +1,4 @@
-"""The page's requests: the chat's own conversations, answers that outlive the page, both ways."""
+"""The page's requests: conversations of the chat, and answers that continue without the page."""
 
 import base64
 import json

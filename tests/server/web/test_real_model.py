@@ -1,4 +1,4 @@
-"""The small model in a terminal and behind the page: both are live, and nothing is prefilled again."""
+"""The terminal chat and the page show the same conversation live, and no prefix is prefilled twice."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ LONG, MORE, LAST = (
 
 @pytest.fixture
 def home(smollm2):
-    """The test's home with the small model in it."""
+    """A home folder in which the small model is installed."""
     pull = [PROGRAM, "pull", str(smollm2), "--name", "small", "--in-place", "--quiet"]
     subprocess.run(pull, check=True)
     save(("snapshots", "auto-warm"), False)  # nothing goes on behind the test
@@ -64,7 +64,7 @@ def typing(home, tmp_path):
 
 @contextlib.contextmanager
 def serving():
-    """Serve the model in a process of its own; yield the page's requests."""
+    """Serve the model in another process; yield the page's requests."""
     command = [PROGRAM, "serve", "small", "--port", "0", "--log", "text", *OPTIONS]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as running:
         url = next(match[0] for line in running.stderr if (match := re.search(r"http://[\d.:]+", line)))

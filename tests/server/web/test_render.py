@@ -1,4 +1,4 @@
-"""Markdown for the page: nothing a model writes becomes a script, a request or a form."""
+"""Markdown on the page: a model's text never becomes a script, a request or a form."""
 
 import random
 import re
@@ -45,7 +45,7 @@ End\u2028of it.
 
 
 def shown_in_pieces(pieces):
-    """Return what a page has after each piece."""
+    """Yield the HTML blocks of a page after each piece of text."""
     growing, markup = GrowingHtml(), []
     for piece in pieces:
         first = growing.add(piece)
@@ -58,7 +58,7 @@ table thead tbody tr th td""".split()
 
 
 class Auditor(HTMLParser):
-    """Collects what the page must never be given."""
+    """Collects tags, attributes and links that the page must not contain."""
 
     def __init__(self):
         super().__init__()

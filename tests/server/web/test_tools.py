@@ -23,7 +23,7 @@ SUM = {"a": 17, "b": 25}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """The endpoint's folder."""
+    """The folder in which the endpoint runs."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -35,7 +35,7 @@ def ask_with_tools(page, text):
 
 
 def told_results(engine):
-    """Return what the model was told about its last calls."""
+    """Return the results of the last tool calls, as the model got them."""
     return [m.content for m in engine.requests[-1].messages if m.role == "tool"]
 
 
