@@ -31,7 +31,7 @@ MAX_PAGES = {"text": 1000, "pages": 64}
 #: Length (pixels) of the longer side of a page's picture: A4 at 130 dots per inch.
 PAGE_PIXELS = 1536
 #: Maximum size (bytes, uncompressed) of the file word/document.xml in a DOCX file.
-_MOST_XML = 64 << 20
+_MAX_XML = 64 << 20
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _CHARSET = re.compile(rb"""charset=["']?([\w.:-]+)""", re.IGNORECASE)
 #: Element whose content is not shown → pattern of its end tag.
@@ -48,7 +48,7 @@ _LINES = frozenset(
 )
 _BREAKS = {f"{_WORD}{tag}": "\t" if tag == "tab" else "\n" for tag in ("tab", "br", "cr", "p")}
 #: Maximum nesting of the XML elements of a DOCX file. Word processors write a few dozen levels.
-_MOST_DEPTH = 512
+_MAX_DEPTH = 512
 
 
 def main() -> int:
@@ -104,10 +104,10 @@ def _docx(data: bytes) -> Iterator[bytes]:
     """Yield the text of a DOCX file as one page, because the file does not say where pages end."""
     with zipfile.ZipFile(BytesIO(data)) as archive:
         member = archive.getinfo("word/document.xml")
-        if member.file_size > _MOST_XML:
-            raise ValueError(f"its text takes more than {_MOST_XML >> 20} MB")
+        if member.file_size > _MAX_XML:
+            raise ValueError(f"its text takes more than {_MAX_XML >> 20} MB")
         with archive.open(member) as file:
-            text = "".join(_docx_texts(BytesIO(file.read(_MOST_XML))))
+            text = "".join(_docx_texts(BytesIO(file.read(_MAX_XML))))
             yield text.rstrip("\n").encode("utf-8", "replace")
 
 
@@ -119,8 +119,8 @@ def _docx_texts(xml: BytesIO) -> Iterator[str]:
     depth = 0
     for event, element in ElementTree.iterparse(xml, ("start", "end")):
         depth += 1 if event == "start" else -1
-        if depth > _MOST_DEPTH:
-            raise ValueError(f"its elements are nested more than {_MOST_DEPTH} deep")
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"its elements are nested more than {_MAX_DEPTH} deep")
         if event == "start":
             continue
         if element.tag == f"{_WORD}t":

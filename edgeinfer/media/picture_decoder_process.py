@@ -30,7 +30,6 @@ from edgeinfer.platform.process import die_with_parent
 
 #: Address space of the process. Decoding a picture of `MAX_PIXELS` takes about 400 MB.
 MEMORY_BYTES = 512 << 20
-#: CPU time (s) of the process.
 CPU_S = 5
 MAX_PIXELS = 32_000_000
 #: Maximum ratio of a picture's sides. It is Qwen's, and no model was trained on longer strips.

@@ -51,7 +51,6 @@ def join_parts(parts: Iterable[str | bytes]) -> tuple[str, tuple[bytes, ...]]:
 
 
 _HELPER = "edgeinfer.media.picture_decoder_process"
-#: Maximum size (bytes) of a file.
 MAX_FILE_BYTES = 32 << 20
 #: How long (s) to wait for the decoder process, whose CPU time has a lower limit.
 _PATIENCE_S = 60.0
@@ -62,12 +61,11 @@ _MAGIC = re.compile(
 )
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 
-#: Maximum number of pictures in a request.
 MAX_PICTURES = 64
 #: At most three decoder processes run at a time, because each may take 512 MB.
 _decoders = BoundedSemaphore(3)
 #: Maximum number of decoder processes of one caller (API key).
-_MOST_OF_CALLER = 2
+_MAX_OF_CALLER = 2
 _decoders_of: dict[str, BoundedSemaphore] = {}
 #: The caller whose files this thread decodes; "" may use all decoders.
 current_caller = ContextVar("current_caller", default="")
@@ -77,7 +75,7 @@ def _own_decoders() -> AbstractContextManager[object]:
     caller = current_caller.get()
     if not caller:
         return nullcontext()
-    return _decoders_of.setdefault(caller, BoundedSemaphore(_MOST_OF_CALLER))
+    return _decoders_of.setdefault(caller, BoundedSemaphore(_MAX_OF_CALLER))
 
 
 def format_of(data: bytes) -> str:

@@ -280,7 +280,9 @@ _ROUTES = _Routes(
 
 @cache
 def _page_routes() -> _Routes:
-    from edgeinfer.server.web.routes import WEB  # takes 44 ms, and only the web page needs it
+    from edgeinfer.server.web.routes import (
+        WEB,
+    )  # this import takes 44 ms, and only the web page needs it
 
     return _Routes([WEB])
 

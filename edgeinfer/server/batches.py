@@ -68,7 +68,7 @@ class BatchReply(msgspec.Struct, frozen=True):
 
 async def post(app: ASGIApp, path: str, body: bytes, caller: Caller) -> BatchReply:
     """POST `body` as JSON for `caller`. Does not raise: a failure is a reply with its status."""
-    import httpx2  # takes 75 to 120 ms, and only batches need it
+    import httpx2  # this import takes 75 to 120 ms, and only batches need it
 
     async def app_for_caller(scope: Any, receive: Any, send: Any) -> None:
         await app(scope | {"caller": caller}, receive, send)

@@ -44,8 +44,8 @@ class BodyBudget:
     """Limits the total bytes of the bodies of running requests. Not thread-safe."""
 
     def __init__(self, limits: Limits) -> None:
-        self._most = max(limits.max_bodies_bytes, limits.max_body_bytes)
-        self._most_of_caller = max(limits.max_bodies_bytes // 2, limits.max_body_bytes)
+        self._max_bytes = max(limits.max_bodies_bytes, limits.max_body_bytes)
+        self._max_of_caller_bytes = max(limits.max_bodies_bytes // 2, limits.max_body_bytes)
         self._by_caller: Counter[str] = Counter()
 
     @property
@@ -54,11 +54,11 @@ class BodyBudget:
 
     def take(self, caller: str, n_bytes: int) -> None:
         """Reserve memory until `give_back`. Raises Problem 429 (this caller) and 503 (all callers)."""
-        if self.total + n_bytes > self._most:
+        if self.total + n_bytes > self._max_bytes:
             raise unavailable(
                 "The bodies of all running requests together are too large.", "queue_full", 1
             )
-        if caller and self._by_caller[caller] + n_bytes > self._most_of_caller:
+        if caller and self._by_caller[caller] + n_bytes > self._max_of_caller_bytes:
             raise too_many("The bodies of this API key's running requests together are too large.", 1)
         self._by_caller[caller] += n_bytes
 
@@ -97,7 +97,7 @@ class FairPool:
     def __init__(self, name: str, n_threads: int) -> None:
         self.name = name
         self._n_threads = n_threads
-        self.most_of_key = n_threads // 2
+        self.max_of_caller = n_threads // 2
         self._threads = ThreadPoolExecutor(n_threads, name)
         self._lock = threading.Lock()
         self._waiting: RoundRobin[tuple[Future[Any], Callable[[], Any]]] = RoundRobin()
@@ -125,7 +125,7 @@ class FairPool:
 
     def _may_begin(self, caller: str, _: object) -> bool:
         n_own = sum(running == caller for running, _ in self._running.values())
-        return not caller or n_own < self.most_of_key
+        return not caller or n_own < self.max_of_caller
 
     def _run(self, caller: str, future: Future[Any], work: Callable[[], Any]) -> None:
         current_caller.set(caller)
@@ -200,9 +200,9 @@ class EngineSlots:
 
     def _may_begin(self, caller: str, turn: tuple[int, asyncio.Future[None]]) -> bool:
         (n, future), n_own = turn, self._slots_taken[caller]
-        most_of_key = self.n_parallel - (self.n_parallel >= _SHARED_FROM)
+        max_of_caller = self.n_parallel - (self.n_parallel >= _SHARED_FROM)
         has_room = self._slots_taken.total() + n <= self.n_parallel + _AHEAD
-        return future.cancelled() or not n_own or (has_room and n_own + n <= most_of_key)
+        return future.cancelled() or not n_own or (has_room and n_own + n <= max_of_caller)
 
     def _fill(self) -> None:
         while (waiting := self._waiting.pop(self._may_begin)) is not None:

@@ -50,7 +50,6 @@ class RequestContext:
     headers: Mapping[str, str]
     #: The value of `{id}` in the route's path, e.g. a model's name.
     path_id: str
-    #: Headers that will be added to the response.
     reply_headers: dict[str, str]
     #: Set after the checks of Host, Origin and API key.
     request: Request = field(init=False)
@@ -68,7 +67,6 @@ class RequestContext:
     completion_tokens: int = 0
     ttft_s: float | None = None
     outcome: str = ""
-    #: The request's body as received.
     body: bytes | None = None
     #: The answers so far. For the payload log also the error, and whether the client disconnected.
     answers: list[CollectedAnswer] = field(default_factory=list)
@@ -85,7 +83,6 @@ class RequestContext:
     tokenizing_s: float = 0.0
     #: Whether the request waits until the engine has slots for it.
     is_queued: bool = False
-    #: Fields and headers of the request that were ignored.
     ignored: list[str] = field(default_factory=list)
 
     def hold(self, n_bytes: int) -> None:

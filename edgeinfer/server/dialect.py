@@ -68,7 +68,6 @@ class Operation(msgspec.Struct, frozen=True):
     streams: bool = False
     #: Whether a request counts towards `max_requests`, and is refused while the endpoint drains.
     uses_model: bool = True
-    #: Whether only an administrator may call it.
     is_admin: bool = False
     #: For routes of the web page: "open" to all, or "cookie" (which replaces the API key).
     web: Literal["", "open", "cookie"] = ""
@@ -127,11 +126,9 @@ class Dialect:
     operations: Sequence[Operation]
     #: Type of an error's JSON body, for the OpenAPI document.
     error_type: type[msgspec.Struct]
-    #: Encodes an error as a JSON body.
     error_body: Envelope
     #: Encodes an error as the last event of a stream.
     error_events: Envelope
-    #: Media type of the dialect's streams.
     stream_type: str = "text/event-stream"
     #: Encodes a keep-alive comment, sent while the model is loaded.
     comment: Callable[[str], bytes] = sse_comment

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 _SLOTS = 64
 #: Maximum number of traces that wait to be written; more are dropped.
 _TRACES = 1024
-#: How long (s) the endpoint waits for the last traces when it ends.
 _TRACES_S = 1.0
 
 
@@ -193,7 +192,9 @@ class Endpoint:
         """
         async with self._tools_lock:
             if self.tools is None:
-                from edgeinfer.tools.loop import ChatTools  # takes 20 ms, and few endpoints need it
+                from edgeinfer.tools.loop import (
+                    ChatTools,
+                )  # this import takes 20 ms, and few endpoints need it
 
                 tools = ChatTools(self.host.config.tools, Path.cwd())
                 for message in await self.in_thread(tools.prepare):
@@ -227,7 +228,7 @@ class PreparationPool:
         if not caller:
             return nullcontext()
         pool = self._pool(request)
-        return self._turns.setdefault((pool.name, caller), asyncio.Semaphore(pool.most_of_key))
+        return self._turns.setdefault((pool.name, caller), asyncio.Semaphore(pool.max_of_caller))
 
     def _pool(self, request: GenerateRequest) -> FairPool:
         if request.n_pictures:

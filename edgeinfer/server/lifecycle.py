@@ -27,7 +27,7 @@ from edgeinfer.server.guards.protocol import guarded_protocol
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.logs import capture_loop, capture_uvicorn
 
-_MOST_DESCRIPTORS = 65_536
+_MAX_DESCRIPTORS = 65_536
 _OTHER_ADDRESS = "pick another address: `edgeinfer serve --host 127.0.0.1 --port 0`"
 
 
@@ -57,11 +57,11 @@ def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
 def raise_descriptor_limit() -> int:
     """Raise the soft limit of open files to the hard limit, at most 65,536; return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    limit = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         return limit
-    return _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    return _MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
 def _addresses(listeners: Sequence[socket.socket]) -> list[tuple[str, int]]:

@@ -49,7 +49,7 @@ def ollama_name(name: str, taken_names: Container[str] = ()) -> str:
 
 def where_to_get(missing: str) -> str:
     """Return a hint that says how to get the model `missing`."""
-    from edgeinfer.models.catalog import load_catalog  # takes 8 ms, and only errors need it
+    from edgeinfer.models.catalog import load_catalog  # this import takes 8 ms, and only errors need it
 
     if "/" in missing or missing.partition(":")[0] in load_catalog().models:
         return f"`edgeinfer pull {missing}`, or GET /v1/models"

@@ -29,7 +29,6 @@ _EVENT = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
-#: Schema of a stream of JSON lines.
 _LINES = {"type": "string"}
 #: Status → description, for errors that only routes with `Operation.also` return.
 _RARE = {

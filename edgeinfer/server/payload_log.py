@@ -39,7 +39,7 @@ _MAX_BYTES = 64 << 20
 _KEPT_S = 30 * 86_400
 #: Maximum bytes that wait to be written; more are dropped. A line counts as its request's body plus
 #: `_LINE_BYTES`.
-_MOST_WAITING_BYTES, _LINE_BYTES = 64 << 20, 64 << 10
+_MAX_WAITING_BYTES, _LINE_BYTES = 64 << 20, 64 << 10
 _SAID_AGAIN_S = 60.0
 #: Interval (s) between two fsyncs, and how long (s) `close` waits for the last lines.
 _SYNC_S, _CLOSE_S = 1.0, 2.0
@@ -83,7 +83,7 @@ class PayloadLog:
         n_bytes = len(body) + _LINE_BYTES
         with self._lock:
             self._waiting_bytes += n_bytes
-        if self._waiting_bytes > _MOST_WAITING_BYTES:
+        if self._waiting_bytes > _MAX_WAITING_BYTES:
             self._drop("too many lines wait for the disk", n_bytes)
             return
         if self._thread is None:
@@ -119,9 +119,7 @@ class PayloadLog:
 
     def _sync(self) -> None:
         for path in self._unsynced:
-            with contextlib.suppress(
-                OSError
-            ):  # the file was moved; other errors recur at the next write
+            with contextlib.suppress(OSError):  # the file was moved, or the next write fails too
                 disk.sync(path)
         self._unsynced.clear()
         self._sync_s = time.monotonic() + _SYNC_S

@@ -18,7 +18,6 @@ from edgeinfer.config.load_options import LOAD_OPTIONS
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _FOLDERS = re.compile(r"(?<![\w:/.])~?/(?:[^\s/'\"]+/)+")
 _FIELD = re.compile(r"field `([^`]*)`")
-#: Maximum number of errors about one body that a message lists.
 _MAX_MESSAGES = 16
 
 #: Beginning of a message of msgspec → OpenAI's error code.

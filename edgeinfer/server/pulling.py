@@ -26,9 +26,7 @@ async def reports_of(work: Work) -> Reports:
     cancel = threading.Event()
 
     def report(now: PullProgress | Exception | None) -> None:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the event loop is closed, so no client reads the reports
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: no client is left
             loop.call_soon_threadsafe(reports.put_nowait, now)
 
     def run() -> None:
@@ -77,7 +75,7 @@ def _refuse_sizes(name: str) -> None:
     base, colon, tag = name.partition(":")
     if not colon or "/" in name or file_type(tag) is not None:
         return
-    from edgeinfer.models.catalog import (  # takes 8 ms, and only errors need it
+    from edgeinfer.models.catalog import (  # this import takes 8 ms, and only errors need it
         load_catalog,
         similar_names_hint,
     )

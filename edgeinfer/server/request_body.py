@@ -222,9 +222,7 @@ class LenientDecoder:
         try:
             msgspec.convert(value, plan.kind, strict=self._strict)
         except msgspec.ValidationError as error:
-            if (
-                isinstance(value, float) and value.is_integer()
-            ):  # Lua, PHP and spreadsheets send 5.0 for 5
+            if isinstance(value, float) and value.is_integer():  # Lua and spreadsheets send 5.0 for 5
                 return self._value(plan, int(value), path)
             self._problems.append(problems.from_validation(error, path))
         return value

@@ -40,13 +40,12 @@ _log = logging.getLogger("edgeinfer.drift")
 _LOGPROB_EVERY = 16
 _KEPT_DAYS = 182
 #: Maximum number of answers that wait to be counted in the file; more are dropped.
-_MOST_WAITING = 1000
+_MAX_WAITING = 1000
 #: How long (s) a write waits for the locked file.
 _LOCKED_S = 1.0
-#: How long (s) `close` waits for the last writes.
 _CLOSING_S = 2.0
 BINS_PER_DOUBLING = 4
-_LEAST, _MOST = 2.0**-6, 2.0**30
+_MIN, _MAX = 2.0**-6, 2.0**30
 SHARE_BINS = 20
 _SEEN_CHARS = 300
 _REFUSAL = re.compile(
@@ -82,7 +81,7 @@ class DriftRecorder:
         self._path, self._model = path, model
         self._constant = {"model_file": sha256[:12] or "unknown", "program": __version__}
         self._writer = ThreadPoolExecutor(1, "drift")
-        self._places = threading.BoundedSemaphore(_MOST_WAITING)
+        self._places = threading.BoundedSemaphore(_MAX_WAITING)
 
     def on_admit(self, request: GenerateRequest) -> SequenceObserver:
         return _AnswerObserver(self, request)
@@ -99,9 +98,7 @@ class DriftRecorder:
             return
         counts = [(name, bin_of(name, value), 1) for name, value in (values | self._constant).items()]
         counts += [(name, _SUM, n) for name, n in _sums(finished).items()]
-        if self._places.acquire(
-            blocking=False
-        ):  # if too many wait, the file system hangs: drop this one
+        if self._places.acquire(blocking=False):  # too many wait if the file system hangs
             with contextlib.suppress(RuntimeError):  # no thread can start: the interpreter is ending
                 writing = self._writer.submit(self._write, date.today(), counts)
                 writing.add_done_callback(lambda _: self._places.release())
@@ -258,7 +255,7 @@ def bin_of(aggregate: str, value: float | str) -> Bin:
         return value
     if aggregate.endswith("_share"):
         return int(value * SHARE_BINS)
-    return math.floor(BINS_PER_DOUBLING * math.log2(min(_MOST, max(_LEAST, value))))
+    return math.floor(BINS_PER_DOUBLING * math.log2(min(_MAX, max(_MIN, value))))
 
 
 def read_week(path: Path, last: date) -> dict[str, Counts]:

@@ -49,7 +49,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 _LEVEL = 0.01
 _PSI_DRIFT, _EMPTY = 0.1, 0.0001
 #: Values are compared if each week has this many days, and answers (after the design effect).
-_LEAST_DAYS, _LEAST_ANSWERS = 3, 30.0
+_MIN_DAYS, _MIN_ANSWERS = 3, 30.0
 
 
 def compare_weeks(path: Path, before: date, now: date) -> dict[str, tuple[Change, ...]]:
@@ -64,12 +64,12 @@ def compare(before: Counts, now: Counts) -> tuple[Change, ...]:
     changes, names = [], sorted(before.keys() & now.keys())
     for name in names:
         days = [list(week[name].values()) for week in (before, now)]
-        if min(map(len, days)) < _LEAST_DAYS:
+        if min(map(len, days)) < _MIN_DAYS:
             continue
         bins: list[Any] = sorted({bin for week in days for day in week for bin in day})
         weeks = [np.array([[day[bin] for bin in bins] for day in week], float) for week in days]
         sizes = [week.sum() / _design_effect(weeks) for week in weeks]
-        if min(sizes) < _LEAST_ANSWERS:
+        if min(sizes) < _MIN_ANSWERS:
             continue
         shares = [week.sum(0) / week.sum() for week in weeks]
         psi, p = _psi(bins, shares), _ks(shares, sizes[0] * sizes[1] / sum(sizes))

@@ -159,7 +159,7 @@ def test_mutated_pictures_end_in_pixels_or_a_reason(tmp_path: Path) -> None:
 
 
 #: Maximum CPU time (s) of a child.
-_MOST_S = 5
+_MAX_S = 5
 #: Values to which sizes, counts and types of a header are set.
 _NASTY = (0, 1, 2, 3, 5, 7, 13, 16, 33, 255, 256, 4096, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
 _NASTY_FLOATS = tuple(
@@ -229,7 +229,7 @@ def test_mutated_projectors_end_their_trial_alone(
             data, header_end, text = files[number % len(files)]
             path.write_bytes(mutate(data, header_end, chance))
             code, seconds, said = ask(encoder, path, text)
-            assert (code, seconds < _MOST_S) == (0, True), (number, seconds, said)
+            assert (code, seconds < _MAX_S) == (0, True), (number, seconds, said)
             longest = max(longest, seconds)
             ends[said[:12]] += 1
     print(ends, longest)

@@ -199,9 +199,7 @@ def exchange_raw(port: int, request: bytes, seconds: float = 20) -> bytes:
     """Send bytes; return the reply until the endpoint closes, or its Content-Length is reached."""
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.settimeout(seconds)
-        with contextlib.suppress(
-            ConnectionError
-        ):  # closed while we were still sending: what it said is still to be read
+        with contextlib.suppress(ConnectionError):  # closed early: its reply can still be read
             client.sendall(request)
         reply = b""
         with contextlib.suppress(ConnectionError):

@@ -101,10 +101,7 @@ def test_an_injected_drift_is_named_and_an_equal_week_is_not(recording_engine, a
     week(recording_engine, LAST, usual)
     week(recording_engine, LAST + timedelta(7), usual)
     week(recording_engine, LAST + timedelta(14), changed_answer)
-    with (
-        closing(sqlite3.connect(drift_path())) as db,
-        db,
-    ):  # remove times, which depend on the machine's load
+    with closing(sqlite3.connect(drift_path())) as db, db:  # times depend on the machine's load
         db.execute("DELETE FROM count WHERE aggregate LIKE '%_ms'")
     assert not moved_aggregates(as_json, LAST + timedelta(7), code=0)
     changes = moved_aggregates(as_json, LAST + timedelta(14), code=1)

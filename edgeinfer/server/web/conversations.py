@@ -44,7 +44,7 @@ Begin = Callable[[ChatSession], AnswerWriter]
 #: Interval (s) at which the store is polled. Polling an unchanged store takes 0.1 ms.
 _POLL_S = 0.05
 #: Maximum number of answers that are generated at once for the page.
-_MOST_ANSWERS = 16
+_MAX_ANSWERS = 16
 #: How long (s) a request waits for its answer to begin, before it returns anyway (a model may load).
 _BEGIN_S = 1.0
 #: How long (s) a tool call waits for the user's permission while no page is open.
@@ -138,7 +138,7 @@ class Conversations:
         self._endpoint = endpoint
         self._open_store = open_store
         self._reader = ThreadPoolExecutor(1, "conversations")
-        self._writers = ThreadPoolExecutor(_MOST_ANSWERS, "answers")
+        self._writers = ThreadPoolExecutor(_MAX_ANSWERS, "answers")
         #: Runs tool calls, one thread for each, because a call may wait for the user's permission.
         self._callers = ThreadPoolExecutor(endpoint.limits.max_requests, "page calls")
         self._store: ConversationStore | None = None
@@ -286,7 +286,7 @@ class Conversations:
             try:
                 for event in answer.generation:
                     answer.add(event)
-                    answer.flush()  # 0.05 ms; otherwise a token would stay unseen until the next one
+                    answer.flush()  # takes 0.05 ms; without it, tokens would be shown late
                     if isinstance(event, Finished):
                         version = version_of(engine.info.sha256)
                         endpoint.metrics.generation_ended(lease.model, version, event)

@@ -29,7 +29,7 @@ Report = Callable[[Exception], object]
 
 @cache
 def _renderer() -> RendererHTML:
-    from markdown_it.renderer import RendererHTML  # takes 30 ms, and only the page needs it
+    from markdown_it.renderer import RendererHTML  # this import takes 30 ms, and only the page needs it
 
     renderer = RendererHTML()
     rules: dict[str, Any] = {

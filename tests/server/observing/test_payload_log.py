@@ -258,7 +258,7 @@ def test_failed_payload_log_loses_lines_but_no_request(serve, tmp_path, until, p
 
 
 def test_lines_beyond_the_bound_are_dropped_and_no_request_waits(serve, tmp_path, until, monkeypatch):
-    monkeypatch.setattr(payload_log, "_MOST_WAITING_BYTES", 0)
+    monkeypatch.setattr(payload_log, "_MAX_WAITING_BYTES", 0)
     live_server = serve(log_payloads=str(tmp_path))
     assert live_server.chat().status_code == 200
     until(lambda: live_server.endpoint.payload_log.status["dropped"] == 1, "the line is dropped")

@@ -184,7 +184,7 @@ def test_a_call_that_no_page_shows_is_refused_in_the_end(waiting, monkeypatch):
 
 
 def test_calls_that_wait_hold_up_no_answer(serve_page, monkeypatch):
-    monkeypatch.setattr(conversations, "_MOST_ANSWERS", 1)
+    monkeypatch.setattr(conversations, "_MAX_ANSWERS", 1)
     configure("plain")
     page = serve_page(FakeEngine([calling(plain__add=SUM), ["Meanwhile."]]))
     page.number = page.ask("go", tools=True)
