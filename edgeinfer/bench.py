@@ -62,10 +62,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured answer. `arrivals` are the times (s) from the request to each event with text.
-
-    `cached_tokens` is None if the server does not report it.
-    """
+    """An answer. `arrivals`: seconds to each event with text; unknown `cached_tokens` are None."""
 
     arrivals: tuple[float, ...]
     total_s: float
@@ -421,6 +418,5 @@ def rows(rounds: Sequence[dict[str, dict[str, Sample]]], sides: Sequence[str]) -
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
     every = [head, ["---"] * len(head), *lines]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in every)

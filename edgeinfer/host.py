@@ -116,10 +116,7 @@ class Host:
         return ()
 
     def resolve(self, model: str) -> ModelRef:
-        """Resolve a model's name or path.
-
-        Raises UsageError, CatalogError if its record is unreadable.
-        """
+        """Resolve a model's name or path. Raises UsageError, CatalogError for a bad record."""
         # imported here: a resumed process does not need the catalogue
         from edgeinfer.models.reference import resolve
 
@@ -149,10 +146,7 @@ class Host:
     def engine(
         self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
     ) -> Engine:
-        """Load `model` in this process.
-
-        Raises what `files` raises, ModelLoadError, OutOfMemoryError.
-        """
+        """Load `model` here. Raises what `files` raises, ModelLoadError, OutOfMemoryError."""
         self._reached("load")
         return self._load(self.files(model, progress, draft=options.draft), options, progress)
 
@@ -177,10 +171,7 @@ class Host:
         )
 
     def open_prefix_cache(self, engine: LlamaEngine) -> None:
-        """Give `engine` the prefix cache on disk, unless the configuration switches it off.
-
-        If it cannot be opened, a warning is logged, and prompts are prefilled.
-        """
+        """Give `engine` the prefix cache on disk, if it is on. If that fails, only write a warning."""
         if not self.config.blocks.enabled:
             return
         from edgeinfer.runtime.prefix_cache.block_folder import BlockStore

@@ -29,10 +29,7 @@ def without_controls(text: str) -> str:
 
 
 class _Escapes(dict[int, str]):
-    """Maps each character code to its escape, for `str.translate`.
-
-    It caches nothing: any code may occur.
-    """
+    """Maps character codes to escapes, for `str.translate`. Caches nothing: any code may occur."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)

@@ -43,10 +43,7 @@ def sampling(options: argparse.Namespace, default: Sampling) -> Sampling:
 
 
 def system_prompt(typed: str, config: Config) -> str:
-    """Return the text of `--system`: `@FILE`, the name of a saved prompt, or text.
-
-    Raises UsageError.
-    """
+    """Resolve `--system`: `@FILE`, the name of a saved prompt, or text. Raises UsageError."""
     if typed.startswith("@"):
         return _file_text(typed[1:], "--system")
     return config.chat.system_prompts.get(typed, typed)

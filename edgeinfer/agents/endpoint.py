@@ -60,10 +60,7 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
             raise ServeError(f"{self.url} does not answer: {error}") from error
 
     def request(self, method: str, path: str, body: Any = None, timeout_s: float = _LOAD_S) -> Any:
-        """Send a request and return the response's JSON.
-
-        Raises ServeError for a failure or an error.
-        """
+        """Send a request; return the response's JSON. Raises ServeError, also for an error response."""
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
         headers = {"content-type": "application/json"}

@@ -30,10 +30,7 @@ def _lines(*patterns: str) -> re.Pattern[str]:
 
 
 class Rule(NamedTuple):
-    """Moves what matches `pattern` in system turns to `to`.
-
-    Without a pattern, a function moves turns.
-    """
+    """Moves what `pattern` matches in system turns to `to`; without pattern, a function does it."""
 
     name: PromptRule
     description: str

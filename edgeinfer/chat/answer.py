@@ -20,10 +20,7 @@ from edgeinfer.tools.tool_use import ToolUse, uses_of
 
 
 class AnswerWriter:
-    """Stores one answer while it is generated.
-
-    `turn` is its first state, `done` the last one or None.
-    """
+    """Stores an answer while it is generated: `turn` is its first state, `done` the last or None."""
 
     def __init__(
         self,

@@ -26,7 +26,6 @@ _SUMMARY_TOKENS = 300
 
 
 def prompt_tokens(session: ChatSession, engine: Engine, turns: Sequence[Turn]) -> int:
-    """Count the prompt tokens of these turns."""
     shown = session.tools.request_tools() if session.tools is not None else ()
     messages = session.prompt.messages(turns)
     return len(engine.tokenize_chat(GenerateRequest(messages=messages, tools=shown)))

@@ -16,8 +16,6 @@ from edgeinfer.errors import StoreError
 
 
 class Code(msgspec.Struct, frozen=True):
-    """A fenced or indented code block."""
-
     language: str
     text: str
 

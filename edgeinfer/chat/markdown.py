@@ -127,10 +127,7 @@ class GrowingMarkdown:
             self._open, self._searched = self._open[length:], 0
 
     def _code(self, fence: re.Match[str]) -> tuple[list[Block], int, int]:
-        """Parse the fenced block at the beginning; return blocks, how many are final, characters read.
-
-        Only new lines are searched for the closing fence.
-        """
+        """Parse the fenced block at the start; return blocks, how many are final, characters read."""
         text = self._open
         closing = re.compile(rf"^ {{0,3}}{fence[2]}{fence[2][0]}*[ \t]*$", re.MULTILINE)
         closing_line = closing.search(text, max(fence.end(), self._searched))
@@ -149,10 +146,7 @@ class GrowingMarkdown:
         return [block], 1, closing_line.end() + 1
 
     def _parse(self) -> tuple[list[Block], int, int]:
-        """Parse the text that may still change; return blocks, how many are final, characters read.
-
-        A block is final once a later one has certainly begun.
-        """
+        """Parse all text; return blocks, how many are final (a later one began), characters read."""
         text = self._open[:_MAX_BLOCK]
         tokens = parser().parse(text)
         starts = [i for i, token in enumerate(tokens) if token.level == 0 and token.nesting >= 0]

@@ -135,10 +135,7 @@ class ChatSession:
             raise UsageError(f"this conversation has no turn {turn_id}", hint="") from None
 
     def new(self) -> None:
-        """Begin a conversation with the same model, system prompt and sampling.
-
-        Its first question stores it.
-        """
+        """Begin a conversation with the same model and options; its first question stores it."""
         old = self.conversation
         self._stop_all()
         self.conversation = Conversation(
@@ -180,10 +177,7 @@ class ChatSession:
         return is_new
 
     def follow(self) -> CollectedAnswer:
-        """Return the text that another process has added to its answer since the last call.
-
-        Raises StoreError.
-        """
+        """Return what another process has added to its answer meanwhile. Raises StoreError."""
         turn = self.answer_elsewhere
         rows = self.store.pieces(turn.id, self._journal_id) if turn is not None else ()
         new = CollectedAnswer("".join(row[1] for row in rows), "".join(row[2] for row in rows))
@@ -279,10 +273,7 @@ class ChatSession:
         return self._begin(question.id)
 
     def continue_answer(self) -> AnswerWriter:
-        """Continue the last answer, which was cut off, in the same turn.
-
-        Raises UsageError if it was not.
-        """
+        """Continue the last answer in the same turn. Raises UsageError if it was not cut off."""
         head = self.head
         if (
             head is None
@@ -402,10 +393,7 @@ class ChatSession:
             self._turns[turn.id] = turn
 
     def idle_engine(self) -> Engine:
-        """Return the engine.
-
-        Raises UsageError while an answer is written, EngineClosedError without engine.
-        """
+        """Return the engine. Raises UsageError while it answers, EngineClosedError if there is none."""
         self.refuse_busy()
         if self.engine is None:
             raise EngineClosedError("the model is not loaded", hint="wait, or pick one: `/model`")
@@ -477,10 +465,7 @@ class ChatSession:
             parent = self._append(self.store.add(copy)).id
 
     def drop_turns_before(self, turn_id: int, summary: str) -> None:
-        """Stop sending the turns before `turn_id` to the model.
-
-        `summary` is sent instead of them, unless it is "".
-        """
+        """Stop sending the turns before `turn_id` to the model; send `summary` instead, if any."""
         self.store.drop_turns_before(turn_id, summary)
         self._turns[turn_id] = msgspec.structs.replace(self.turn(turn_id), cut_summary=summary)
 
@@ -492,10 +477,7 @@ class ChatSession:
     def request_if_sent(
         self, text: str, attachments: Sequence[Attachment] = (), editing: int | None = None
     ) -> GenerateRequest | None:
-        """Return the request that sending `text` now would make; None if there would be no turn.
-
-        `editing` is the id of the question that the text replaces.
-        """
+        """Return the request that sending `text` now would make (for question `editing`), or None."""
         edited = self._turns.get(editing) if editing is not None else None
         parent_id = self._parent_of_next()
         if edited is not None:

@@ -125,9 +125,9 @@ class SpeculativePrefill:
             self._prefill = None
 
     def submit(self) -> PrefillRequest | None:
-        """Submit the prepared prefill and return it, None if it was stopped.
+        """Submit the prepared prefill and return it; None if it was stopped.
 
-        Blocks to tokenize the text.
+        Tokenizes, so it blocks.
         """
         prefill = self._prefill
         if prefill is None:

@@ -63,10 +63,7 @@ def describe_start(start: Start) -> str:
 
 
 class Engines:
-    """Loads the first model into this process and others into workers; closes the previous engine.
-
-    Its methods block.
-    """
+    """Loads the first model here, others into workers; closes the previous engine. It blocks."""
 
     def __init__(self, host: Host, options: LoadOptions) -> None:
         self.host = host

@@ -18,7 +18,15 @@ from collections.abc import Sequence
 import msgspec
 
 from edgeinfer import error_text
-from edgeinfer.cli.parser import VERBS, build_parser, module_of, nearest, refuse_unknown, wants_json
+from edgeinfer.cli.parser import (
+    LINUX_ONLY,
+    VERBS,
+    build_parser,
+    module_of,
+    nearest,
+    refuse_unknown,
+    wants_json,
+)
 from edgeinfer.cli.result import Result, TimedResult, envelope, error_envelope
 from edgeinfer.errors import (
     CatalogError,
@@ -120,7 +128,7 @@ def _is_model(word: str, host: Host) -> bool:
 
 
 def _run(options: argparse.Namespace, host: Host) -> Result:
-    if VERBS[options.verb].linux_only and sys.platform != "linux":
+    if options.verb in LINUX_ONLY and sys.platform != "linux":
         problem = f"`{options.verb}` needs Linux; without it every launch is a cold start"
         raise SnapshotsUnavailableError(problem, hint="")
     start_s = time.monotonic()

@@ -106,28 +106,23 @@ count = number_between(int, 1, 1_000_000)
 
 
 def add_traces(parser: argparse._ActionsContainer) -> None:
-    """Add `--traces`, whose path becomes absolute."""
     help = "append spans (load, resume, tokenize, queue, prefill, decode) as OTLP JSON"
     add_option(parser, "--traces FILE", help, type=os.path.abspath)
 
 
 def add_yes(parser: argparse.ArgumentParser) -> None:
-    """Add `--yes` to a verb that asks before it deletes."""
     add_option(parser, "--yes", "do not ask")
 
 
 def add_model(
     parser: argparse.ArgumentParser, help: str = "model name or GGUF file (default: the configured one)"
 ) -> None:
-    """Add an optional positional for the model."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help=help)
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
-    """Add `--quiet` to a verb that reports progress."""
     add_option(parser, "--quiet", "print no progress on stderr")
 
 
 def add_everywhere(parser: argparse._ActionsContainer) -> None:
-    """Add `--everywhere` to a verb about running processes."""
     add_option(parser, "--everywhere", "include processes with another data folder (EDGEINFER_HOME)")

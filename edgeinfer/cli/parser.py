@@ -36,23 +36,17 @@ class Verb(NamedTuple):
 
     summary: str
     examples: tuple[str, ...]
-    has_json: bool = True
-    linux_only: bool = False
 
 
 VERBS = {
     "chat": Verb(
-        "chat in the terminal; the default of `edgeinfer`",
-        ("chat qwen3-4b", "chat --continue"),
-        has_json=False,
+        "chat in the terminal; the default of `edgeinfer`", ("chat qwen3-4b", "chat --continue")
     ),
     "run": Verb(
         "answer one prompt on stdout", ('run qwen3-4b --max-tokens 50 "Summarise this." < notes.txt',)
     ),
     "serve": Verb(
-        "answer OpenAI, Anthropic, Ollama and plain HTTP clients",
-        ("serve qwen3-4b --port 8080",),
-        has_json=False,
+        "answer OpenAI, Anthropic, Ollama and plain HTTP clients", ("serve qwen3-4b --port 8080",)
     ),
     "web": Verb(
         "chat in the browser, with the same conversations as in the terminal", ("web", "web --json")
@@ -99,27 +93,18 @@ VERBS = {
     "bench": Verb(
         "benchmark models (pp, tg), optionally against other servers",
         ("bench qwen3-4b", "bench qwen3-4b --against http://127.0.0.1:11434#qwen3:4b"),
-        linux_only=True,
     ),
     "warm": Verb(
         "build a snapshot of the loaded model: later launches take about 0.1 s",
         ("warm qwen3-4b", 'warm qwen3-4b --system "You are a pirate." --name pirate'),
-        linux_only=True,
     ),
     "snapshots": Verb(
         "list, show, take, verify, remove, export or import snapshots",
         ("snapshots", "snapshots show my-snapshot"),
-        linux_only=True,
     ),
     "tools": Verb("list the tools that the model may call in chat and run", ("tools", "tools --check")),
-    "ps": Verb(
-        "list running processes; --usage: tokens and times by day",
-        ("ps", "ps --usage"),
-        linux_only=True,
-    ),
-    "stop": Verb(
-        "stop running chats, endpoints or workers", ("stop qwen3-4b", "stop --all"), linux_only=True
-    ),
+    "ps": Verb("list running processes; --usage: tokens and times by day", ("ps", "ps --usage")),
+    "stop": Verb("stop running chats, endpoints or workers", ("stop qwen3-4b", "stop --all")),
     "drift": Verb(
         "compare this week's prompts and answers with last week's",
         ("drift", "drift qwen3-4b --until 2026-11-22 --against 2026-11-01"),
@@ -129,7 +114,6 @@ VERBS = {
     "update": Verb(
         "update this program to a release that is verified and has answered here",
         ("update", "update --back"),
-        linux_only=True,
     ),
     "version": Verb("show the versions of edgeinfer and its components", ("version --licenses",)),
     "config": Verb(
@@ -141,6 +125,8 @@ VERBS = {
     ),
 }
 
+LINUX_ONLY = ("bench", "warm", "snapshots", "ps", "stop", "update")
+_WITHOUT_JSON = ("chat", "serve")
 #: Actions of other programs → ours.
 _OTHER_COMMANDS = {"remove": "rm", "delete": "rm", "ls": "list"}
 #: Most possible values that an error lists.
@@ -208,10 +194,7 @@ class HelpAll(argparse.Action):
 
 @cache
 def build_parser(verb: str | None = None) -> Parser:
-    """Return the parser of the command line, with the arguments of one verb, or of all (None).
-
-    Cached: a parked process has built the parsers of some verbs before its launch.
-    """
+    """Return the parser with the arguments of one verb, or of all (None). A snapshot contains some."""
     parser = Parser(
         prog="edgeinfer",
         description="Local language models that start at once.",
@@ -224,7 +207,7 @@ def build_parser(verb: str | None = None) -> Parser:
     parser.set_defaults(json=False)
     verbs: argparse._SubParsersAction[Any] = parser.add_subparsers(dest="verb", metavar="VERB")
     for name, row in VERBS.items():
-        added = add_action(verbs, name, row.summary, *row.examples, json=row.has_json)
+        added = add_action(verbs, name, row.summary, *row.examples, json=name not in _WITHOUT_JSON)
         if verb in (None, name) and hasattr(module_of(name), "add_arguments"):
             module_of(name).add_arguments(added)
     return parser

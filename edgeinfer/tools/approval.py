@@ -53,10 +53,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """A parsed pattern; its texts still contain escapes.
-
-    `is_bare`: written `SERVER.TOOL()`, no arguments.
-    """
+    """A parsed pattern, whose texts contain escapes. `is_bare`: `SERVER.TOOL()`, no arguments."""
 
     server: str
     tool: str
@@ -86,11 +83,6 @@ class Pattern(msgspec.Struct, frozen=True):
 
     def _names(self, server: str, tool: str, flags: int = 0) -> bool:
         return _glob(self.server, server, flags) and _glob(self.tool, tool, flags)
-
-    @property
-    def names_tool(self) -> bool:
-        """Return whether server and tool are named without `*`."""
-        return not _has_wildcard(self.server + self.tool)
 
 
 def parse(text: str) -> Pattern:
@@ -264,7 +256,7 @@ class Approvals:
             return "allow"
         allowed = [pattern for pattern in self.allow if pattern.allows(*call)]
         if destructive:  # `server.*` was perhaps written before the server had this tool
-            allowed = [pattern for pattern in allowed if pattern.names_tool]
+            allowed = [p for p in allowed if not _has_wildcard(p.server + p.tool)]
         return "allow" if allowed or harmless else "ask"
 
     def allow_here(self, conversation: Hashable, server: str, tool: str) -> None:

@@ -30,10 +30,7 @@ def home_folder_error(folder: Path) -> str:
 
 
 def self_running_warning(path: str) -> str:
-    """Return a warning if other programs execute the file automatically, e.g.
-
-    `.git/hooks/x`; else "".
-    """
+    """Return a warning if other programs execute this file by themselves (`.envrc`), else ""."""
     names = {name.lower() for name in self_running.NAMES}
     name = next((name for name in path.split("/") if name.lower() in names), "")
     return f"other programs execute files in {name} automatically" if name else ""
@@ -47,20 +44,14 @@ def tool_info(
     *,
     read_only: bool = False,
 ) -> ToolInfo:
-    """Describe a tool: `needed` and `optional` are JSON schemas by argument.
-
-    `read_only` needs no approval.
-    """
+    """Describe a tool by its arguments' JSON schemas. `read_only`: it needs no approval."""
     fields = {"properties": {**needed, **(optional or {})}, "required": list(needed)}
     schema = {"type": "object", **fields, "additionalProperties": False}
     return ToolInfo(name=name, description=description, parameters=schema, read_only=read_only)
 
 
 class Builtin:
-    """A tool server in this process. The method `_NAME(stop, **arguments)` is the tool NAME.
-
-    Thread-safe.
-    """
+    """A tool server in this process: the method `_NAME(stop, …)` is the tool NAME. Thread-safe."""
 
     #: The server's name, in patterns and before the tool's name: `files__read`.
     server: str
@@ -113,9 +104,6 @@ class Builtin:
         except (RefusedError, OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             return CallResult(reason or type(error).__name__, is_error=True)
-
-    def close(self) -> None:
-        """Do nothing: a built-in server has no process."""
 
 
 def argument_names_error(schema: dict[str, Any], arguments: dict[str, Any]) -> str:

@@ -262,12 +262,11 @@ def _grep_files(pattern: str, opened: dict[int, str], left_s: float, stop: Stop)
         ) as grep:
             timer = threading.Timer(max(0.0, left_s), grep.kill)
             timer.start()
-            stop.add(grep.kill)
             assert grep.stdout is not None
             assert grep.stderr is not None
-            out, errors = grep.stdout.read(_MAX_FILE), grep.stderr.read(_LINE_CHARACTERS)
+            with stop.calling(grep.kill):
+                out, errors = grep.stdout.read(_MAX_FILE), grep.stderr.read(_LINE_CHARACTERS)
             timer.cancel()
-            stop.remove(grep.kill)
             if len(out) == _MAX_FILE:
                 grep.kill()
     except OSError as error:
@@ -293,10 +292,7 @@ def _rows(text: str) -> list[str]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether a path matches.
-
-    `**/` is any number of folders; without `/`, only the name counts.
-    """
+    """Return whether a path matches: `**/` is any folders; a pattern without `/` is for names."""
     if "/" not in pattern and pattern != "**":
         return fnmatch.fnmatchcase(os.path.basename(name), pattern)
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.replace("**/", ""))

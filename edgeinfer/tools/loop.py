@@ -43,10 +43,7 @@ _Call = tuple[BoundTool, _Arguments]
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """A question to the user whether a call may run: tool, arguments, and the change of a file.
-
-    The whole call is shown; invisible characters are escaped.
-    """
+    """A question to the user: may this call run? Everything is shown, invisible characters escaped."""
 
     id: str
     server: str
@@ -150,10 +147,7 @@ class ChatTools:
         return self.notices()
 
     def request_tools(self) -> tuple[Tool, ...]:
-        """Return the tools for a request; none until `prepare` has returned.
-
-        They change only if a server changes its list, because the prefix cache contains them.
-        """
+        """Return the tools of a request: the same ones until a server changes its list of tools."""
         return self._tools or ()
 
     def fields(self, past: Rounds) -> dict[str, Any]:
@@ -220,7 +214,6 @@ class ChatTools:
         return running is not None
 
     def cancel(self) -> None:
-        """Stop the running calls, if any."""
         self.stop()
 
     def close(self) -> None:
@@ -238,44 +231,31 @@ class ChatTools:
         conversation: object = 0,
     ) -> tuple[ToolUse, ...]:
         """Run the calls and return them with results, in order. `past`: rounds since the question."""
-        self._closing.add(stop.set)
-        try:
-            return self._run(uses, front, stop, past, conversation)
-        finally:
-            self._closing.remove(stop.set)
-
-    def _run(
-        self,
-        uses: Sequence[ToolUse],
-        front: CallFrontEnd,
-        stop: Stop,
-        past: Rounds,
-        conversation: object,
-    ) -> tuple[ToolUse, ...]:
         results = list(uses)
         if len(past) >= _MOST_ROUNDS:
             return tuple(use.end("refused", _NO_MORE) for use in uses)
         # refuse a call that had the same result twice: small models repeat calls forever
         repeated = {call[:2] for call in _made_calls(past[-1:]) & _made_calls(past[-2:-1])}
         threads: list[threading.Thread] = []
-        for index, use in enumerate(uses):
-            if (use.name, use.arguments) in repeated:
-                call_or_end: ToolUse | _Call = use.end("refused", _REPEATED)
-            else:
-                call_or_end = self._approve(use, front, stop, conversation)
-            if isinstance(call_or_end, ToolUse):
-                results[index] = call_or_end
-                front.show_use(call_or_end, "")
-                continue
+        with self._closing.calling(stop.set):
+            for index, use in enumerate(uses):
+                if (use.name, use.arguments) in repeated:
+                    call_or_end: ToolUse | _Call = use.end("refused", _REPEATED)
+                else:
+                    call_or_end = self._approve(use, front, stop, conversation)
+                if isinstance(call_or_end, ToolUse):
+                    results[index] = call_or_end
+                    front.show_use(call_or_end, "")
+                    continue
 
-            def call(index: int = index, call_or_end: _Call = call_or_end) -> None:
-                results[index] = self._call(uses[index], *call_or_end, front, stop)
-                front.show_use(results[index], "")
+                def call(index: int = index, call_or_end: _Call = call_or_end) -> None:
+                    results[index] = self._call(uses[index], *call_or_end, front, stop)
+                    front.show_use(results[index], "")
 
-            threads.append(threading.Thread(target=call, name=f"tool {use.name}", daemon=True))
-            threads[-1].start()
-        for thread in threads:
-            thread.join()
+                threads.append(threading.Thread(target=call, name=f"tool {use.name}", daemon=True))
+                threads[-1].start()
+            for thread in threads:
+                thread.join()
         return tuple(results)
 
     def _approve(
@@ -399,10 +379,7 @@ def _made_calls(rounds: Rounds) -> set[tuple[str, str, str]]:
 
 
 class NoFrontEnd:
-    """A front end without a user: refuses every call that needs approval.
-
-    `refused` collects the patterns that would have allowed the calls.
-    """
+    """A front end without a user: it refuses calls. `refused` are patterns that would allow them."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out

@@ -143,7 +143,7 @@ class McpClient:
     def tools(self, stop: Stop | None = None) -> list[ToolInfo]:
         """Ask for the tools; `notices` names invalid ones. Raises ToolServerError, StoppedError."""
         self.list_changed = False
-        entries = self._list("tools", stop)
+        entries = self._list_tools(stop)
         tools = [_tool(entry) for entry in entries]
         pairs = zip(entries, tools, strict=True)
         wrong = [str(entry.get("name", "")) for entry, tool in pairs if tool is None]
@@ -167,8 +167,8 @@ class McpClient:
             text = msgspec.json.encode(result["structuredContent"]).decode()
         return CallResult(text, result.get("isError") is True)
 
-    def _list(self, kind: str, stop: Stop | None = None) -> list[dict[str, Any]]:
-        """Return all entries of a list, up to limits of size and time."""
+    def _list_tools(self, stop: Stop | None) -> list[dict[str, Any]]:
+        """Return the server's tools as it describes them, up to limits of size and time."""
         entries: list[dict[str, Any]] = []
         cursor: dict[str, Any] = {}
         end_s, left_bytes = time.monotonic() + self._timeout_s, _MAX_LIST_BYTES
@@ -176,8 +176,8 @@ class McpClient:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 break
-            page = self.request(f"{kind}/list", cursor, timeout_s=left_s, stop=stop)
-            for entry in _dicts(page.get(kind)):
+            page = self.request("tools/list", cursor, timeout_s=left_s, stop=stop)
+            for entry in _dicts(page.get("tools")):
                 left_bytes -= len(msgspec.json.encode(entry))
                 if left_bytes >= 0 and len(entries) < _MAX_ENTRIES:
                     entries.append(entry)
@@ -186,7 +186,7 @@ class McpClient:
             if left_bytes < 0 or len(entries) == _MAX_ENTRIES:
                 break
             cursor = {"cursor": page["nextCursor"]}
-        self.notices.append(f"{kind} of {self.spec.name}: too long or slow; some are missing")
+        self.notices.append(f"tools of {self.spec.name}: too long or slow; some are missing")
         return entries
 
     def request(
@@ -226,15 +226,13 @@ class McpClient:
         if on_progress is not None:
             params = {**params, "_meta": {"progressToken": number}}
 
-        on_stop = partial(pending.answer.put, StoppedError("stopped"))
-        stop.add(on_stop)
         message = {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
-        sent = self._transport.send(message)
-        sent.add_done_callback(pending.note_sent)
         try:
-            answer = pending.wait(timeout_s)
+            with stop.calling(partial(pending.answer.put, StoppedError("stopped"))):
+                sent = self._transport.send(message)
+                sent.add_done_callback(pending.note_sent)
+                answer = pending.wait(timeout_s)
         finally:
-            stop.remove(on_stop)
             with self._lock:
                 self._pending.pop(number, None)
         if answer is None or isinstance(answer, StoppedError):
@@ -278,9 +276,8 @@ class McpClient:
         if stop is not None:
             is_over = threading.Event()
             sent.add_done_callback(lambda _: is_over.set())
-            stop.add(is_over.set)
-            is_over.wait(self._timeout_s)
-            stop.remove(is_over.set)
+            with stop.calling(is_over.set):
+                is_over.wait(self._timeout_s)
 
     def _receive(self, message: dict[str, Any]) -> None:
         self._is_connected.wait()  # wait for the constructor: a server may send before it is asked

@@ -128,13 +128,12 @@ def _output(stop: Stop, job: dict[str, Any]) -> tuple[int, bytes]:
             start_new_session=True,
             env=_VARIABLES,
         )
-    with child:
-        stop.add(child.terminate)  # SIGTERM makes it kill the sandbox and wait for its processes
-        assert child.stdout is not None
+    assert child.stdout is not None
+    # SIGTERM makes the child kill the sandbox and wait for its processes
+    with child, stop.calling(child.terminate):
         out = child.stdout.read(MAX_OUTPUT)
         if len(out) == MAX_OUTPUT:
             child.terminate()
             out += b"\nended: it wrote more than 1 MiB"
         child.wait()
-        stop.remove(child.terminate)
     return child.returncode, out

@@ -6,7 +6,7 @@ import hashlib
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 import msgspec
@@ -130,7 +130,12 @@ class Stop:
         finally:
             lock.release()
 
-    def remove(self, callback: Callable[[], object]) -> None:
-        with self._lock:
-            if callback in self._callbacks:
+    @contextmanager
+    def calling(self, callback: Callable[[], object]) -> Iterator[None]:
+        """Call `callback` if this is set during the block; at once if it is already set."""
+        self.add(callback)
+        try:
+            yield
+        finally:
+            with self._lock, suppress(ValueError):
                 self._callbacks.remove(callback)

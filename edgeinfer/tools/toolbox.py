@@ -52,7 +52,6 @@ class BoundTool(msgspec.Struct, frozen=True):
 
 
 def records_path() -> Path:
-    """Return the file in which the known lists are stored."""
     return paths.data_dir() / "tools.json"
 
 
@@ -159,14 +158,12 @@ class Toolbox:
         if name not in self._specs:
             raise ToolServerError(f"there is no tool server named {name}")
         any_stop, stop = Stop(), stop or Stop()
-        stop.add(any_stop.set)
-        self._closing.add(any_stop.set)
-        try:
-            with any_stop.holding(self._starting[name]):
-                return self._start(name, any_stop)
-        finally:
-            stop.remove(any_stop.set)
-            self._closing.remove(any_stop.set)
+        with (
+            stop.calling(any_stop.set),
+            self._closing.calling(any_stop.set),
+            any_stop.holding(self._starting[name]),
+        ):
+            return self._start(name, any_stop)
 
     def _start(self, name: str, stop: Stop) -> McpClient:
         client = self._started.get(name)

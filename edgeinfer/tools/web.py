@@ -33,10 +33,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Web(Builtin):
-    """The tool `fetch`.
-
-    `hosts` are names, in which `*` matches any text, and private addresses or networks.
-    """
+    """The tool `fetch`. `hosts`: names, in which `*` matches any text, and private networks."""
 
     server = "web"
 

@@ -7,12 +7,13 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from textual import on
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
+from textual.theme import Theme
 
 from edgeinfer.chat import commands
 from edgeinfer.chat.startup import ChatSetup
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from textual.driver import Driver
 
     from edgeinfer.tui.driver import TerminalDriver
-from typing import Any
-
-from textual.theme import Theme
 
 #: Colour in the dark and in the light theme; `border` and `dim` are for lines.
 _COLOURS = """

@@ -10,10 +10,7 @@ Where = Literal["chat", "composer", "turn", "models", "sessions"]
 
 
 class Key(NamedTuple):
-    """A key binding.
-
-    `keys` are comma-separated; `priority`: it works although a text field has the focus.
-    """
+    """A key binding; `keys` are comma-separated. `priority`: it works in a text field, too."""
 
     id: str
     keys: str

@@ -83,7 +83,7 @@ class ChatScreen(Screen[None]):
             self.view.show_error(error)
         self.attachments.show()
         self.loader.start(self.view.model)
-        self.refresh_status()
+        self.view.refresh_status()
         self.set_interval(0.25, self._tick)
         self.set_interval(0.1, self.answering.show_other_changes)
         self.set_timer(2.0, self._clean_up)
@@ -110,7 +110,7 @@ class ChatScreen(Screen[None]):
         self.view.cached_tokens = self.speculative_prefill.cached_tokens
         is_new = cached_tokens != self.view.cached_tokens
         if self.streaming is not None or self.loader.progress or is_new:
-            self.refresh_status()
+            self.view.refresh_status()
         self._save_draft()
         looked_at = (self.composer.text, self.attachments.current, self.composer.editing)
         if self.setup.config.read_ahead and self.speculative_prefill.check_input(*looked_at):
@@ -127,9 +127,6 @@ class ChatScreen(Screen[None]):
     def streaming(self) -> Streaming | None:
         return self.view.streaming
 
-    def refresh_status(self) -> None:
-        self.view.refresh_status()
-
     @on(Loader.Ended)
     def _load_ended(self, message: Loader.Ended) -> None:
         if not self.loader.finish(message):
@@ -141,11 +138,11 @@ class ChatScreen(Screen[None]):
         if self.session.conversation.model != message.model:
             self.session.set(model=message.model)
         self.attachments.show()
-        self.refresh_status()
+        self.view.refresh_status()
         self.answering.answer_waiting()
 
     def _not_loaded(self, model: str, error: EdgeInferError) -> None:
-        self.refresh_status()
+        self.view.refresh_status()
         if isinstance(error, ModelNotPulledError):  # the question waits until a model is picked
             self.front.pick_model(model, first=True)
             return
@@ -179,10 +176,7 @@ class ChatScreen(Screen[None]):
 
     @on(Answering.Ended)
     def _send_queued(self, message: Answering.Ended) -> None:
-        """Send the next queued message after an answer.
-
-        If the answer failed or another conversation is open, return all of them to the input field.
-        """
+        """Send the next queued message; after a failure or a switch, return all to the input field."""
         turn = message.turn
         is_here = turn.conversation_id == self.session.conversation.id
         if not is_here or turn.status == "failed" or turn.context_full:
@@ -221,7 +215,7 @@ class ChatScreen(Screen[None]):
             self.offer_context_choices(error)
         except EdgeInferError as error:
             self.view.show_error(error)
-        self.refresh_status()
+        self.view.refresh_status()
 
     def send(self, text: str, editing: int | None) -> bool:
         """Store and show a question, then answer it; return False if it could not be stored."""

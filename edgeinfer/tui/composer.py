@@ -29,10 +29,7 @@ _LONG_PASTE_LINES, _LONG_PASTE = 40, 6000
 
 
 class Composer(TextArea):
-    """The input field; Enter sends.
-
-    `editing` is the id of the question that the text will replace, or None.
-    """
+    """The input field; Enter sends. `editing`: id of the question that the text will replace."""
 
     BINDINGS: ClassVar[list[Binding]] = bindings("composer")  # type: ignore[assignment]
 
@@ -99,7 +96,6 @@ class Composer(TextArea):
         self._past, self._past_index = list(typed), 0
 
     def remember(self, text: str) -> None:
-        """Add a sent text to the history."""
         if text.strip() and (not self._past or self._past[0] != text):
             self._past.insert(0, text)
         self._past_index = 0
@@ -266,10 +262,7 @@ _BYTES_PER_TOKEN = 4
 
 
 class AttachmentList:
-    """Attachments of the next question, shown in `line`.
-
-    `unnamed` ones (pastes, and files of `/file`) are not mentioned in its text.
-    """
+    """Attachments of the next question. `unnamed` ones (e.g. pastes) are not mentioned in its text."""
 
     def __init__(self, session: ChatSession, line: Static, unnamed: Sequence[Attachment]) -> None:
         self._session = session
@@ -279,7 +272,6 @@ class AttachmentList:
         self._missing: list[str] = []
 
     def add(self, attachment: Attachment) -> None:
-        """Attach a file to the next question."""
         self.unnamed.append(self._count_tokens(attachment))
         self.show()
 
@@ -317,7 +309,6 @@ class AttachmentList:
         return [self._count_tokens(a) for a in (*self.unnamed, *named)]
 
     def clear(self) -> None:
-        """Remove all attachments after they were sent."""
         self.unnamed, self._named = [], {}
         self._missing = []
         self.show()

@@ -55,7 +55,7 @@ async def test_status_says_reading_until_the_first_token(drive):
         await d.ask("Hi there")
 
         def status_text():
-            d.chat.refresh_status()
+            d.chat.view.refresh_status()
             return " · ".join(p.text for p in d.chat.status._parts)
 
         assert "first " in status_text()
@@ -81,7 +81,7 @@ async def test_question_may_be_sent_before_the_model_is_loaded(drive):
         await d.until(
             lambda: (
                 "loading weights 50%"
-                in [p.text for p in (d.chat.refresh_status(), d.chat.status)[1]._parts]
+                in [p.text for p in (d.chat.view.refresh_status(), d.chat.status)[1]._parts]
             )
         )
         gate.set()

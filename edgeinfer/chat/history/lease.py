@@ -31,10 +31,7 @@ class Lease:
 
 
 def acquire(file: Path | None, conversation_id: int) -> Lease | None:
-    """Lock a conversation; return None if it is locked already. Raises OSError.
-
-    Nothing is locked if `file` is None: the store is in memory.
-    """
+    """Lock a conversation; None if it is locked. Without `file` nothing is locked. Raises OSError."""
     if file is None or not _HAS_LOCKS:
         return Lease()
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -85,7 +85,6 @@ _CONVERSATION = ", ".join(Conversation.__struct_fields__)
 
 
 def store_path() -> Path:
-    """Return the path of conversations.db in the data directory."""
     return paths.data_dir() / "conversations.db"
 
 
@@ -240,15 +239,11 @@ class ConversationStore:
             self._set("conversation", turn.conversation_id, {"updated_ms": self.clock()})
 
     def set_calls(self, turn_id: int, calls: tuple[ToolUse, ...]) -> None:
-        """Store an answer's tool calls with their results."""
         with store_errors(self.name):
             self._set("turn", turn_id, {"calls": calls})
 
     def drop_turns_before(self, turn_id: int, summary: str) -> None:
-        """Record that the turns before `turn_id` are no longer sent to the model.
-
-        `summary` is sent instead of them, unless it is "".
-        """
+        """Record that earlier turns are no longer sent to the model, but `summary`, if any."""
         with store_errors(self.name):
             self._set("turn", turn_id, {"cut_summary": summary})
 
@@ -292,10 +287,7 @@ class ConversationStore:
         return newest or 0, number
 
     def conversation_version(self, conversation_id: int) -> tuple[Any, ...] | None:
-        """Return a value that differs after each write to a conversation; None if it is deleted.
-
-        Pieces of a streaming answer do not count.
-        """
+        """Return a value that differs after writes, except of an answer's pieces; None if deleted."""
         rows = self._rows(
             "SELECT c.updated_ms, c.head_id, c.title, t.status FROM conversation c"
             " LEFT JOIN turn t ON t.id = c.head_id WHERE c.id = ? AND c.deleted_ms IS NULL",

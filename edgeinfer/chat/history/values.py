@@ -25,10 +25,7 @@ CONTINUABLE: frozenset[Status] = frozenset({"stopped", "length", "failed", "inte
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of a question: its `text`, or a picture's bytes in `data`.
-
-    `tokens` is the length of the text, 0 until counted.
-    """
+    """A file of a question: `text` and its `tokens` (0: not counted), or a picture's `data`."""
 
     name: str
     text: str = ""
@@ -41,10 +38,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of an answer: `ttft_ms` is the time to the first token, `seconds` the whole time.
-
-    `saved_s` is how much longer it would have taken without cached tokens.
-    """
+    """Figures of an answer, in ms and s; `saved_s` is the time that cached tokens saved."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -122,10 +116,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation. `sampling` holds the options that the user has set.
-
-    `tools`: the web page offers tools in it.
-    """
+    """A conversation. `sampling`: the user's options; `tools`: the web page offers tools in it."""
 
     id: int = 0
     title: str = ""
@@ -140,18 +131,12 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def owner(self) -> str:
-        """Owner of its cached prefixes, e.g.
-
-        `chat-12`; they are deleted with it. "" until it is stored.
-        """
+        """Owner of its cached prefixes, as `chat-12`, which are deleted with it; "" if not stored."""
         return f"chat-{self.id}" if self.id else ""
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """A conversation in a list.
-
-    `turns` counts its questions; `snippet` shows text around searched words.
-    """
+    """A conversation in a list: `turns` counts questions; `snippet` surrounds searched words."""
 
     id: int
     title: str

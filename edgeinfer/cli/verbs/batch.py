@@ -119,10 +119,7 @@ def answer(
     path: Path,
     models: Sequence[str] = (),
 ) -> BatchResult:
-    """Append the answers that are missing in `path`; `models` are further models.
-
-    Raises what `run` raises.
-    """
+    """Append the answers that `path` lacks; `models` are further ones. Raises what `run` raises."""
     with _open_output(path) as output:
         finished = read_output(output)
         todo = [line for line in lines if line.custom_id not in finished]

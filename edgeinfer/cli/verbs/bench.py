@@ -134,10 +134,7 @@ def _target(text: str) -> Target:
 
 
 def run(options: argparse.Namespace, host: Host) -> BenchResult:
-    """Measure models and other servers in turn.
-
-    Raises UsageError, ServeError, what `Host.files` raises.
-    """
+    """Measure models and servers in turn. Raises UsageError, ServeError, what `Host.files` raises."""
     plan = msgspec.convert(vars(options), Plan)
     if not plan.pp and not plan.tg:
         raise UsageError("nothing to measure", hint="leave out -p 0 or -n 0")

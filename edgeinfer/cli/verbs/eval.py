@@ -194,10 +194,7 @@ def _append_choice(text: str, choice: str) -> str:
 
 
 def run(options: argparse.Namespace, host: Host) -> EvalResult:
-    """Evaluate and write the report.
-
-    Raises UsageError, and what `batch.answer` and `Host.files` raise.
-    """
+    """Evaluate; write the report. Raises UsageError, what `batch.answer` and `Host.files` raise."""
     name, items = read_set(options.set)
     if not options.judge and any(item.judge for item in items):
         raise UsageError("some items need a judge", hint="name the judge model: `--judge MODEL`")

@@ -32,8 +32,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ItemResult(msgspec.Struct, frozen=True, kw_only=True):
-    """An item, and the verdict on each candidate's answer."""
-
     id: str
     check: str
     verdicts: list[Verdict]

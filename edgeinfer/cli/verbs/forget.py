@@ -17,8 +17,6 @@ ALL = "all"
 
 
 class ForgetResult(Result, frozen=True, kw_only=True):
-    """The models and conversations whose cached prefixes were deleted."""
-
     forgotten: tuple[str, ...]
     freed_bytes: int
 
@@ -34,10 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> ForgetResult:
-    """Delete cached prefixes.
-
-    Raises UsageError without a name, InterruptedByUser if the user declines.
-    """
+    """Delete cached prefixes. Raises UsageError without names, InterruptedByUser after a no."""
     from edgeinfer.runtime.prefix_cache import block_folder, block_names  # imported here: numpy
 
     if not options.models and not options.conversation:

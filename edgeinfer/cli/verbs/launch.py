@@ -35,8 +35,6 @@ IDLE_EXIT_S = 600
 
 
 class LaunchResult(Result, frozen=True, kw_only=True):
-    """An agent that has ended, and its exit status."""
-
     agent: str
     model: str
     status: int
@@ -57,8 +55,6 @@ class KnownAgent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentsResult(Result, frozen=True, kw_only=True):
-    """The agents that `launch` can start."""
-
     agents: tuple[KnownAgent, ...]
 
     def human(self) -> str:

@@ -60,8 +60,6 @@ class PullResult(TimedResult, frozen=True, kw_only=True):
 
 
 class PullAdapterResult(Result, frozen=True, kw_only=True):
-    """A stored LoRA adapter."""
-
     adapter: PulledAdapter
 
     def human(self) -> str:

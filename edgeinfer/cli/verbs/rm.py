@@ -15,8 +15,6 @@ from edgeinfer.units import format_bytes
 
 
 class RmResult(Result, frozen=True, kw_only=True):
-    """The removed models and snapshots."""
-
     removed: tuple[RemovedModel, ...]
     snapshots: tuple[str, ...] = ()
 

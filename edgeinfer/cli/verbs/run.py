@@ -167,10 +167,7 @@ def run(options: argparse.Namespace, host: Host) -> RunResult:
 
 
 def _read_prompt(text: str, options: argparse.Namespace) -> tuple[str, tuple[bytes, ...]]:
-    """Return the prompt with attached texts, and the pictures.
-
-    Raises UsageError if there is no prompt.
-    """
+    """Return the prompt with attached texts, and the pictures. Raises UsageError if it is empty."""
     if not text.strip() and not options.file:
         raise UsageError(
             "no prompt", hint='give one: `edgeinfer run "What is photosynthesis?"`, or pipe it in'
@@ -246,10 +243,7 @@ def _write_trace(path: str, start: list[Span], result: RunResult) -> None:
 def _with_tools(
     engine: Engine, request: GenerateRequest, model: str, host: Host, stream_to: TextIO | None
 ) -> tuple[RunResult, GenerateRequest, Finished]:
-    """Answer with tools: run the calls of each answer, until an answer has none.
-
-    Return the last answer, its request and its end. Calls are reported on stderr.
-    """
+    """Answer, run tool calls and continue until an answer has none; report the calls on stderr."""
     from edgeinfer.tools.loop import ChatTools, NoFrontEnd
 
     front, rounds = NoFrontEnd(sys.stderr), list[tuple[ToolUse, ...]]()

@@ -63,10 +63,7 @@ positive_s = number_between(float, 0.001, 31_536_000)
 
 
 def run(options: argparse.Namespace, host: Host) -> ServeResult:
-    """Serve until a signal, or until `--idle-exit` is over.
-
-    Raises what `endpoint_setup.serve` raises.
-    """
+    """Serve until a signal, or `--idle-exit` is over. Raises what `endpoint_setup.serve` raises."""
     from edgeinfer.cli.endpoint_setup import serve  # imported here: it takes 240 ms
 
     outcome = serve(options, host)

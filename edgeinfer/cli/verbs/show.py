@@ -34,8 +34,6 @@ from edgeinfer.units import format_bytes, format_parameters
 
 
 class HeaderShown(msgspec.Struct, frozen=True, kw_only=True):
-    """What the GGUF header says about the model."""
-
     architecture: str
     name: str
     quantization: str

@@ -75,8 +75,6 @@ def _failure_line(failure: Failure) -> str:
 
 
 class SnapshotResult(Result, frozen=True, kw_only=True):
-    """One snapshot."""
-
     snapshot: Details
     state: str
     disk_bytes: int
@@ -123,8 +121,6 @@ class SnapshotsVerifyResult(Result, frozen=True, kw_only=True):
 
 
 class SnapshotsRemovedResult(Result, frozen=True, kw_only=True):
-    """The removed snapshots."""
-
     removed: tuple[str, ...]
     freed_bytes: int
 

@@ -47,8 +47,6 @@ class SnapshotsExportResult(TimedResult, frozen=True, kw_only=True):
 
 
 class SnapshotsImportResult(TimedResult, frozen=True, kw_only=True):
-    """An imported snapshot."""
-
     snapshot: Details
     signer: str
 
@@ -104,10 +102,7 @@ def _refuse_filled(folder: Path) -> None:
 
 
 def import_(options: argparse.Namespace, host: Host) -> SnapshotsImportResult:
-    """Import a snapshot.
-
-    Raises what `importing.import_snapshot` raises, UsageError for a bad source.
-    """
+    """Import a snapshot. Raises what `import_snapshot` raises, UsageError for a bad source."""
     progress = StageProgress(sys.stderr, quiet=options.quiet)
     with (
         stoppable("stopped; nothing of the snapshot is kept"),

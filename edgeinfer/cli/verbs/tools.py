@@ -21,8 +21,6 @@ class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolServer(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool server with its tools."""
-
     name: str
     tools: tuple[OfferedTool, ...] = ()
 

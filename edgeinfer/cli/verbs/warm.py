@@ -62,10 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: Host) -> WarmResult:
-    """Build a snapshot.
-
-    Raises what `jobs.build` raises, UsageError for a bad system prompt or adapter.
-    """
+    """Build a snapshot. Raises what `jobs.build` raises, UsageError for a bad prompt or adapter."""
     format.refuse_bad_name(options.name)
     ref = host.resolve(options.model or host.config.default_model)
     config = host.config.snapshots

@@ -90,17 +90,16 @@ class RunningAnswer:
         def refuse() -> None:
             card_shown.decided.put(Decision("no", "stopped"))
 
-        self.stop.add(refuse)
         self._call_notes = {**self._call_notes, card.id: "waits for your decision"}
         self._shown = card_shown
         try:
-            while time.monotonic() - self.seen < UNSEEN_S:
-                with contextlib.suppress(queue.Empty):
-                    return card_shown.decided.get(timeout=min(1.0, UNSEEN_S))
+            with self.stop.calling(refuse):
+                while time.monotonic() - self.seen < UNSEEN_S:
+                    with contextlib.suppress(queue.Empty):
+                        return card_shown.decided.get(timeout=min(1.0, UNSEEN_S))
             return Decision("no", "no page was open to allow the call")
         finally:
             self._shown = None
-            self.stop.remove(refuse)
 
     def show_use(self, use: ToolUse, text: str) -> None:
         self._call_notes = {**self._call_notes, use.id: text or use.status}

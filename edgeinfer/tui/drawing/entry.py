@@ -121,7 +121,6 @@ class AnswerEntry(TurnEntry):
         self._thought: RenderedMarkdown | None = None
 
     def grow(self, text: str, reasoning: str) -> None:
-        """Append to the answer, and to its reasoning."""
         if self._body is None or self._thought is None:
             self._body = RenderedMarkdown(self.turn.content, max(self._width, 20) - 2)
             self._thought = RenderedMarkdown(self.turn.reasoning, max(self._width, 20) - 4)

@@ -263,10 +263,7 @@ def _row(
 
 
 class RenderedMarkdown:
-    """A growing Markdown text and its drawn lines.
-
-    Text that is appended draws only the blocks again that it may change.
-    """
+    """A growing Markdown text and its lines. Appending draws only what later text may change."""
 
     def __init__(self, source: str, width: int) -> None:
         self.source = source

@@ -83,8 +83,6 @@ class ChoiceScreen(ModalScreen[str | None]):
 
 
 class HelpScreen(ModalScreen[None]):
-    """Shows every command and key."""
-
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,f1", "dismiss", "Leave", show=False)]
 
     def compose(self) -> ComposeResult:
@@ -102,10 +100,7 @@ class HelpScreen(ModalScreen[None]):
 
 
 def help_content(rebound: dict[str, str], width: int) -> Content:
-    """Return the help on all commands and keys.
-
-    `rebound`: keys that the user has set, by binding id.
-    """
+    """Return the help on all commands and keys. `rebound`: keys set by the user, by binding id."""
     rows = [[("Commands", "bold $primary")]]
     for command in slash.COMMANDS:
         usage = f"/{command.name} {command.argument}".rstrip()
