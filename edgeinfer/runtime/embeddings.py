@@ -65,7 +65,7 @@ class Embedder:
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
         """Score documents, better ones higher. Raises InvalidRequestError, ContextLengthError."""
         if not self.can_rerank:
-            problem = "this model has no reranking head"
+            problem = "this model is not a reranker"
             raise InvalidRequestError(problem, param="model", hint=_CHOOSE.format("a reranker"))
         inputs = [
             self._check_length(self._pair(query, document), i, "documents")

@@ -274,7 +274,7 @@ def decode(context: Any, batch: Any) -> int:
 def decode_error(code: int, work: str) -> DecodeError:
     """Return the error for a code that `decode` has just returned on this thread."""
     thrown = f" ({_thrown()})" if code == _THROWN else ""
-    return DecodeError(f"llama_decode returned {code}{thrown} for {work}")
+    return DecodeError(f"llama.cpp could not compute {work}: llama_decode returned {code}{thrown}")
 
 
 def call(function: Any, *args: Any) -> Any:
@@ -297,7 +297,7 @@ def call(function: Any, *args: Any) -> Any:
             address, len(plain), words, ctypes.byref(params), ctypes.sizeof(params), result
         )
     if not has_returned:
-        raise DecodeError(f"{function.__name__}: {_thrown()}")
+        raise DecodeError(f"llama.cpp's {function.__name__} failed: {_thrown()}")
     return result.value
 
 

@@ -189,7 +189,7 @@ def _stamp(adapter: Adapter) -> str:
         return stamps([os.path.realpath(adapter.path)])
     except OSError:
         raise ModelLoadError(
-            f'LoRA adapter "{adapter.name}": there is no {adapter.path}',
+            f'LoRA adapter "{adapter.name}": there is no file {adapter.path}',
             hint="pull it first: `edgeinfer pull ADAPTER --base MODEL`; or give the path of its file",
         ) from None
 

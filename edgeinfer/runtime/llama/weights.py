@@ -86,7 +86,7 @@ def open_model(
     llama = libllama.lib()
     for path in paths:
         if not os.path.isfile(path):
-            raise ModelLoadError(f"there is no {path}")
+            raise ModelLoadError(f"there is no model file {path}")
     params = llama.llama_model_default_params()
     params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
     params.use_extra_bufts = False  # no repacking, which copies the weights (decision 099)

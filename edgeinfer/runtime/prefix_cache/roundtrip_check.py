@@ -118,7 +118,7 @@ class _Probe:
             self._batch.clear()
             self._batch.add(chunk, start + offset, _SEQ_ID, outputs=int(offset + _CHUNK >= len(tokens)))
             if code := self._batch.decode(self._context):
-                raise decode_error(code, f"{len(chunk)} tokens")
+                raise decode_error(code, f"{len(chunk)} tokens of the round-trip check")
             yield None
 
     def logits(self, tokens: list[int], start: int) -> npt.NDArray[np.float32]:

@@ -166,7 +166,7 @@ class Executor:
             took_s = time.perf_counter() - began
             self.kv.remove_unrecorded_cells(cached_seq)
             if code:
-                raise decode_error(code, f"{n_tokens} tokens")
+                raise decode_error(code, f"{n_tokens} tokens to measure step times")
             return took_s
 
         self.step_costs.measure(step_s)
