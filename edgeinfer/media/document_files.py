@@ -87,7 +87,7 @@ def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]
 
     A PDF without text becomes pictures of its pages. Raises what `text_of` raises.
     """
-    data = pictures.file_in(text, lambda reason: _refusal(name, reason, param))
+    data = pictures.decode_file(text, lambda reason: _refusal(name, reason, param))
     if pictures.is_picture(data):
         return [pictures.check_file(data, param)]
     if not is_document(data):
@@ -124,7 +124,7 @@ def _read(data: bytes, name: str, mode: str, param: str) -> bytes:
     if len(data) > pictures.MAX_FILE_BYTES:
         raise _refusal(name, f"it has more than {pictures.MAX_FILE_BYTES >> 20} MB", param)
     try:
-        return pictures.answer_of(_HELPER, data, mode)[1]
+        return pictures.run_helper(_HELPER, data, mode)[1]
     except ValueError as error:
         raise _refusal(name, str(error), param) from None
 

@@ -21,7 +21,7 @@ from PIL import (
     ImageOps,
     JpegImagePlugin,
     PngImagePlugin,
-    TiffImagePlugin,  # noqa: F401  the same: Pillow needs it to read the orientation of a photo
+    TiffImagePlugin,  # noqa: F401  Pillow needs it to read the orientation of a photo
     WebPImagePlugin,
 )
 

@@ -100,10 +100,10 @@ def check_file(data: bytes, param: str = "messages") -> bytes:
 
 def from_base64(text: str, param: str = "messages") -> bytes:
     """Return a picture file from base64 or a `data:` URI. Raises InvalidRequestError."""
-    return check_file(file_in(text, lambda reason: _refusal(reason, param)), param)
+    return check_file(decode_file(text, lambda reason: _refusal(reason, param)), param)
 
 
-def file_in(text: str, refusal: Callable[[str], InvalidRequestError]) -> bytes:
+def decode_file(text: str, refusal: Callable[[str], InvalidRequestError]) -> bytes:
     """Return a file from base64 or a `data:` URI. If that fails, raises `refusal(reason)`."""
     uri = _DATA_URI.match(text)
     if uri is None and (scheme := _SCHEME.match(text)) is not None:
@@ -126,14 +126,14 @@ def decode(data: bytes, param: str = "messages") -> Picture:
     Raises InvalidRequestError for a file that is broken, too large, or not a picture.
     """
     try:
-        head, pixels = answer_of(_HELPER, check_file(data, param), format_of(data))
+        head, pixels = run_helper(_HELPER, check_file(data, param), format_of(data))
         width, height = map(int, head.split())
         return Picture(width, height, pixels)
     except ValueError as error:
         raise _refusal(str(error), param) from None
 
 
-def answer_of(helper: str, data: bytes, *arguments: str) -> tuple[bytes, bytes]:
+def run_helper(helper: str, data: bytes, *arguments: str) -> tuple[bytes, bytes]:
     """Run the module `helper` with a file on stdin; return the first line of its output, and the rest.
 
     Raises ValueError with the reason if the file cannot be read, or if the process exceeds its limits.

@@ -168,7 +168,7 @@ class RequestContext:
             self.model = models.resolve(name)
         except UnknownModelError:
             owner = models.owner_of_adapter(name or "")
-            model = owner or (models.lone_model() if self.dialect.answers_any_name else None)
+            model = owner or (models.only_model() if self.dialect.answers_any_name else None)
             if model is None:
                 raise
             self.model, self.adapter = model, (name or "") if owner else ""

@@ -180,7 +180,7 @@ async def events_of(generations: Sequence[Generation]) -> AsyncGenerator[tuple[i
         return
     queue: asyncio.Queue[tuple[int, Event] | BaseException | None] = asyncio.Queue()
     tasks = [
-        asyncio.create_task(_feed(queue, index, generation))
+        asyncio.create_task(_forward_events(queue, index, generation))
         for index, generation in enumerate(generations)
     ]
     try:
@@ -199,7 +199,7 @@ async def events_of(generations: Sequence[Generation]) -> AsyncGenerator[tuple[i
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _feed(
+async def _forward_events(
     queue: asyncio.Queue[tuple[int, Event] | BaseException | None], index: int, generation: Generation
 ) -> None:
     outcome: EdgeInferError | None = None
@@ -277,7 +277,7 @@ class _GenerationResponse(Response):
         self._starting.cancel()
         self._cancel()
 
-    def _attach(self, task: GenerationTask) -> None:
+    def _register(self, task: GenerationTask) -> None:
         self.task = task
         self.endpoint.running.update(task.generations)
         self.context.answers = [CollectedAnswer() for _ in task.generations]
@@ -362,7 +362,7 @@ class _WholeResponse(_GenerationResponse):
 
     async def _work(self) -> bytes:
         task = await self._starting
-        self._attach(task)
+        self._register(task)
         answers = self.context.answers
         if len(answers) == 1:
             task.generations[0].tap(functools.partial(self._collect, answers[0]))
@@ -395,7 +395,7 @@ class _StreamResponse(_GenerationResponse):
         start = Response(None, media_type=kind, headers=_STREAM_HEADERS)
         headers = [pair for pair in start.raw_headers if pair[0] != b"content-length"]
         watcher = asyncio.create_task(self._watch(receive))
-        ticker = asyncio.create_task(self._tick(send))
+        ticker = asyncio.create_task(self._send_comments(send))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             last = await self._stream(send)
@@ -409,7 +409,7 @@ class _StreamResponse(_GenerationResponse):
     async def _stream(self, send: Send) -> bytes:
         try:
             task = await self._starting
-            self._attach(task)
+            self._register(task)
             renderer = task.renderer
             held = renderer.opening()
             async with contextlib.aclosing(events_of(task.generations)) as events:
@@ -460,17 +460,17 @@ class _StreamResponse(_GenerationResponse):
         self._last_write = time.monotonic()
         return self.task.renderer.event(0, event)
 
-    async def _tick(self, send: Send) -> None:
+    async def _send_comments(self, send: Send) -> None:
         pause_s = self.endpoint.limits.comment_s
         while True:
             await asyncio.sleep(pause_s)
             if time.monotonic() - self._last_write >= pause_s * 0.9:
                 if self._direct_writer is not None:
                     self._direct_writer.close()
-                comment = self._wait_text()
+                comment = self._comment()
                 await send({"type": "http.response.body", "body": comment, "more_body": True})
 
-    def _wait_text(self) -> bytes:
+    def _comment(self) -> bytes:
         if self.task is None:
             stage, fraction = self.endpoint.models.stage(self.context.model)
             stage = "queued" if self.context.is_queued else stage

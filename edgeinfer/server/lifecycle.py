@@ -168,7 +168,7 @@ class EndpointServer(uvicorn.Server):
         capture_loop(endpoint.log)
         with self.signals():
             serving = asyncio.create_task(self._serve(list(self._listeners)))
-            tending = asyncio.create_task(self._tend())
+            tending = asyncio.create_task(self._report_and_watch_idle())
             try:
                 await serving
             finally:
@@ -214,10 +214,10 @@ class EndpointServer(uvicorn.Server):
         self._endpoint.log.info("draining", why=reason, running=self._endpoint.in_flight)
         notify("STOPPING=1", f"STATUS=finishing {self._endpoint.in_flight} requests")
         drain_s, loop = self._endpoint.limits.drain_s, asyncio.get_running_loop()
-        self._drain_timer = loop.call_later(drain_s, self._cut)
+        self._drain_timer = loop.call_later(drain_s, self._cut_off_answers)
         self.should_exit = True
 
-    def _cut(self) -> None:
+    def _cut_off_answers(self) -> None:
         if self._endpoint.running:
             self._cut_short = True
             self._endpoint.log.warning("drain-limit", running=len(self._endpoint.running))
@@ -232,7 +232,7 @@ class EndpointServer(uvicorn.Server):
         if self._drain_timer is not None:
             self._drain_timer.cancel()
 
-    async def _tend(self) -> None:
+    async def _report_and_watch_idle(self) -> None:
         endpoint, options = self._endpoint, self._options
         loading = asyncio.create_task(_preload(endpoint)) if options.preload else None
         while not self.started:

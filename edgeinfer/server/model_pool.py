@@ -85,14 +85,14 @@ class ModelPool:
         *,
         default: str,
         keep_alive_s: float,
-        room_s: float = 60.0,
+        memory_wait_s: float = 60.0,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         self.default = default
         self._aliases = Aliases(aliases or {})
         self._callbacks = callbacks
         self._keep_alive_s = keep_alive_s
-        self._room_s = room_s
+        self._memory_wait_s = memory_wait_s
         self._entries: dict[str, ModelEntry] = {}
         self._sizes: dict[str, int] = {}
         self._closing: dict[str, asyncio.Future[None]] = {}
@@ -133,7 +133,7 @@ class ModelPool:
     def _model_names(self) -> set[str]:
         return {self.default, *self._entries, *(model.name for model in self._callbacks.list_pulled())}
 
-    def lone_model(self) -> str | None:
+    def only_model(self) -> str | None:
         """Return the default model if it is the only one, so that any name may mean it."""
         is_lone = len(self._model_names()) == 1 and not self._aliases.says_all
         return self.default if is_lone else None
@@ -279,8 +279,8 @@ class ModelPool:
 
     async def _load(self, entry: ModelEntry) -> None:
         try:
-            await self._until_closed(entry)
-            await self._make_room(entry)
+            await self._wait_until_closed(entry)
+            await self._wait_for_memory(entry)
             entry.stage = "loading"
             began_s = time.perf_counter()
             loop = asyncio.get_running_loop()
@@ -320,7 +320,7 @@ class ModelPool:
                 raise
         return loaded
 
-    async def _until_closed(self, entry: ModelEntry) -> None:
+    async def _wait_until_closed(self, entry: ModelEntry) -> None:
         """Wait until the model's previous engine has stored its cached prefixes for the new one."""
         closing = self._closing.get(entry.name)
         if closing is not None:
@@ -337,9 +337,9 @@ class ModelPool:
         )
         return files + files // 4 + (256 << 20)
 
-    async def _make_room(self, entry: ModelEntry) -> None:
+    async def _wait_for_memory(self, entry: ModelEntry) -> None:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._room_s
+        deadline = loop.time() + self._memory_wait_s
         while not self._fits(entry):
             idle = [s for s in self._entries.values() if s.loaded is not None and s.users == 0]
             if idle:

@@ -47,7 +47,7 @@ def document(dialects: Sequence[Dialect]) -> dict[str, Any]:
     _, components = msgspec.json.schema_components(_types(dialects), ref_template=_REF)
     wire_types = _wire_types(_types(dialects))
     for kind in wire_types.values():
-        components[kind.__name__] = _as_taken(kind, components[kind.__name__], wire_types)
+        components[kind.__name__] = _lenient_schema(kind, components[kind.__name__], wire_types)
     paths: dict[str, dict[str, Any]] = {}
     for dialect in dialects:
         for operation in dialect.operations:
@@ -92,11 +92,13 @@ def _wire_types(kinds: Sequence[Any]) -> dict[str, type[Wire]]:
     return types
 
 
-def _as_taken(kind: type[Wire], schema: dict[str, Any], kinds: dict[str, type[Wire]]) -> dict[str, Any]:
+def _lenient_schema(
+    kind: type[Wire], schema: dict[str, Any], kinds: dict[str, type[Wire]]
+) -> dict[str, Any]:
     declared = declaration_of(kind)
     fields = dict(schema.get("properties", {}))
     for name, field in fields.items():
-        loose = [_with_dropped(field, kinds)]
+        loose = [_allow_dropped_types(field, kinds)]
         if name not in declared.required and name != declared.tag_field:
             loose.append({"type": "null"})
         fields[name] = loose[0] if len(loose) == 1 else {"anyOf": loose}
@@ -109,13 +111,13 @@ def _as_taken(kind: type[Wire], schema: dict[str, Any], kinds: dict[str, type[Wi
     return {**schema, "properties": fields, "required": needed, "additionalProperties": True}
 
 
-def _with_dropped(schema: Any, kinds: dict[str, type[Wire]]) -> Any:
+def _allow_dropped_types(schema: Any, kinds: dict[str, type[Wire]]) -> Any:
     """Allow objects of `Wire.dropped_types` in the lists of a field's schema: they are ignored."""
     if isinstance(schema, list):
-        return [_with_dropped(inner, kinds) for inner in schema]
+        return [_allow_dropped_types(inner, kinds) for inner in schema]
     if not isinstance(schema, dict):
         return schema
-    extended = {key: _with_dropped(inner, kinds) for key, inner in schema.items()}
+    extended = {key: _allow_dropped_types(inner, kinds) for key, inner in schema.items()}
     items = schema.get("items")
     if isinstance(items, dict):
         refs = [option.get("$ref", "") for option in items.get("anyOf", [items])]

@@ -26,7 +26,7 @@ def unique_tools(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
     return tools
 
 
-def tool_of(
+def make_tool(
     name: str, description: str | None, schema: dict[str, Any] | None, strict: bool | None
 ) -> Tool:
     """Make a tool; `schema` is the JSON schema of its arguments."""

@@ -40,7 +40,7 @@ def generation_spans(began_s: float, timings: Timings) -> list[Span]:
     prefill = decode - (timings.total_ms - timings.decode_ms - timings.queue_ms) / 1000
     queue = prefill - timings.queue_ms / 1000
     marks = [("tokenize", began_s), ("queue", queue), ("prefill", prefill), ("decode", decode)]
-    return _in_turn(marks, decode + timings.decode_ms / 1000)
+    return _consecutive_spans(marks, decode + timings.decode_ms / 1000)
 
 
 def start_spans(stages_ms: Mapping[str, float], start: str) -> list[Span]:
@@ -53,10 +53,10 @@ def start_spans(stages_ms: Mapping[str, float], start: str) -> list[Span]:
     names = {"restore": "resume" if start == "resumed" else "spawn"}
     stages = sorted(stages_ms.items(), key=lambda stage: stage[1])
     marks = [(names.get(name, name), ended_s - (last_ms - ms) / 1000) for name, ms in stages]
-    return [span for span in _in_turn(marks, ended_s) if span.name != "ready"]
+    return [span for span in _consecutive_spans(marks, ended_s) if span.name != "ready"]
 
 
-def _in_turn(marks: list[tuple[str, float]], ended_s: float) -> list[Span]:
+def _consecutive_spans(marks: list[tuple[str, float]], ended_s: float) -> list[Span]:
     ends = [*(began for _, began in marks[1:]), ended_s]
     pairs = zip(marks, ends, strict=False)  # `ends` is longer than `marks` if these are empty
     return [Span(name, began, max(began, end_s)) for (name, began), end_s in pairs]

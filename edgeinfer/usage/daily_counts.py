@@ -178,14 +178,14 @@ def _sums(finished: Finished) -> dict[str, int]:
 
 
 def observe(
-    request: GenerateRequest, said: CollectedAnswer, logprobs: Sequence[float], n_broken: int
+    request: GenerateRequest, answer: CollectedAnswer, logprobs: Sequence[float], n_broken: int
 ) -> dict[str, float | str]:
     """Return the values of a generation that are counted.
 
     They are numbers (`"ttft_ms": 81.5`), shares from 0 to 1 (`"cached_share": 0.9`) and categories
     (`"finish_reason": "stop"`). `n_broken`: number of tool calls that could not be parsed.
     """
-    finished, turns = said.finish, request.messages
+    finished, turns = answer.finish, request.messages
     usage, timings = finished.usage, finished.timings
     asked = next((turn.content for turn in reversed(turns) if turn.role == "user"), request.prompt)
     values: dict[str, float | str] = {
@@ -196,9 +196,9 @@ def observe(
         "temperature": request.sampling.temperature,
         "answer_tokens": usage.completion_tokens,
         "reasoning_tokens": usage.reasoning_tokens,
-        "answer_script": _script(said.text),
+        "answer_script": _script(answer.text),
         "finish_reason": finished.reason,
-        "refusal": "yes" if _REFUSAL.search(said.text[:_SEEN_CHARS]) else "no",
+        "refusal": "yes" if _REFUSAL.search(answer.text[:_SEEN_CHARS]) else "no",
         "cached_share": usage.cached_tokens / max(1, usage.prompt_tokens),
         "queue_ms": timings.queue_ms,
         "ttft_ms": timings.ttft_ms,
@@ -207,9 +207,9 @@ def observe(
         values["prompt_chars_per_token"] = request.length / max(1, usage.prompt_tokens)
         values["prompt_script"] = _script(asked)
     if request.tools:
-        values["tool_calls"] = _tool_calls(request, said, n_broken)
-    if not said.calls:
-        chars = len(said.text) + len(said.reasoning)
+        values["tool_calls"] = _tool_calls(request, answer, n_broken)
+    if not answer.calls:
+        chars = len(answer.text) + len(answer.reasoning)
         values["answer_chars_per_token"] = chars / usage.completion_tokens
     if timings.draft_tokens:
         values["draft_accepted_share"] = timings.draft_accepted_tokens / timings.draft_tokens
@@ -232,10 +232,10 @@ def _script(text: str) -> str:
     return counted.most_common(1)[0][0] if counted else "none"
 
 
-def _tool_calls(request: GenerateRequest, said: CollectedAnswer, n_broken: int) -> str:
+def _tool_calls(request: GenerateRequest, answer: CollectedAnswer, n_broken: int) -> str:
     """Return "valid", "none", or "broken": not parsed, or required arguments are missing."""
     required = {tool.name: tool.parameters.get("required") or () for tool in request.tools}
-    for call in said.calls.values():
+    for call in answer.calls.values():
         try:
             arguments = msgspec.json.decode(call.arguments, type=dict[str, object])
         except (msgspec.MsgspecError, RecursionError):
@@ -243,7 +243,7 @@ def _tool_calls(request: GenerateRequest, said: CollectedAnswer, n_broken: int) 
         n_broken += any(str(name) not in arguments for name in required.get(call.name, ()))
     if n_broken:
         return "broken"
-    return "valid" if said.calls else "none"
+    return "valid" if answer.calls else "none"
 
 
 def bin_of(aggregate: str, value: float | str) -> Bin:

@@ -60,6 +60,7 @@ class ReplicatedEngine(ForwardingEngine):
         self._is_closed = False
         self.crashed_total = 0
         # the supervisor sets these three functions
+
         #: Adds the configured number of replicas and the reason for their state.
         self.describe: Callable[[tuple[ReplicaInfo, ...]], ReplicasInfo]
         #: Called, in any thread, when a replica's process has ended.

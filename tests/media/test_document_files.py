@@ -27,7 +27,7 @@ def test_text_of_a_pdf_has_the_numbers_of_its_pages():
 
 def test_the_same_document_is_read_once(monkeypatch):
     text = text_of(PDF, "a.pdf")
-    monkeypatch.setattr(pictures, "answer_of", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(pictures, "run_helper", lambda *_: pytest.fail("read again"))
     assert text_of(PDF, "b.pdf") == text
 
 
@@ -147,13 +147,13 @@ def test_nested_paragraphs_are_read_once_or_refused():
 def test_cached_texts_are_not_shared_between_callers(monkeypatch):
     data = make_pdf(["Of one key alone."])
     read = []
-    answer_of = pictures.answer_of
+    run_helper = pictures.run_helper
 
     def count(*arguments: object) -> tuple[bytes, bytes]:
         read.append(arguments)
-        return answer_of(*arguments)
+        return run_helper(*arguments)
 
-    monkeypatch.setattr(pictures, "answer_of", count)
+    monkeypatch.setattr(pictures, "run_helper", count)
     for caller, n in (("one", 1), ("one", 1), ("other", 2), ("one", 2)):
         pictures.current_caller.set(caller)
         assert "alone" in text_of(data, "a.pdf")

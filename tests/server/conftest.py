@@ -102,7 +102,7 @@ def serving(
     pulled: Callable[[], Sequence[AvailableModel]] | None = None,
     available_bytes: Callable[[], int] = lambda: 1 << 50,
     keep_alive_s: float = 300.0,
-    room_s: float = 60.0,
+    memory_wait_s: float = 60.0,
     aliases: dict[str, str] | None = None,
     keys: Sequence[str] = (),
     gate: Gate | None = None,
@@ -131,7 +131,11 @@ def serving(
 
     async def main() -> ServeOutcome:
         models = ModelPool(
-            callbacks, default=live_server[0], keep_alive_s=keep_alive_s, room_s=room_s, aliases=aliases
+            callbacks,
+            default=live_server[0],
+            keep_alive_s=keep_alive_s,
+            memory_wait_s=memory_wait_s,
+            aliases=aliases,
         )
         responses = ResponseStore(limits) if store_responses else None
         endpoint = Endpoint(models, limits, Log("json", log), Host(), responses=responses, **parts)

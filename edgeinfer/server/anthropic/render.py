@@ -45,13 +45,13 @@ def error_body(problem: Problem, request_id: str) -> bytes:
     """Encode `{"type": "error", "error": {"type", "message"}, "request_id"}`."""
     error = wire.AnthropicErrorBody(
         type=_TYPES.get(problem.status, "api_error"),
-        message=_sentence(problem),
+        message=_error_text(problem),
         details=_details(problem),
     )
     return _encode(wire.AnthropicError(error=error, request_id=request_id))
 
 
-def _sentence(problem: Problem) -> str:
+def _error_text(problem: Problem) -> str:
     """Return the error text. For a too long prompt it has the sentence after which agents compact."""
     if problem.lengths is None:
         return problem.message
@@ -124,15 +124,17 @@ class MessageRenderer(Renderer):
         out = self._start()
         match event:
             case TextDelta():
-                out += self._into("text", 0, {"type": "text", "text": ""})
+                out += self._switch_block("text", 0, {"type": "text", "text": ""})
                 return out + self._delta(b'{"type":"text_delta","text":%b}' % _encode(event.text))
             case ReasoningDelta():
-                out += self._into("thinking", 0, {"type": "thinking", "thinking": "", "signature": ""})
+                out += self._switch_block(
+                    "thinking", 0, {"type": "thinking", "thinking": "", "signature": ""}
+                )
                 delta = b'{"type":"thinking_delta","thinking":%b}' % _encode(event.text)
                 return out + self._delta(delta)
             case ToolCallDelta():
                 block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
-                out += self._into("tool_use", event.index, block)
+                out += self._switch_block("tool_use", event.index, block)
                 if event.arguments:
                     json = _encode(event.arguments)
                     out += self._delta(b'{"type":"input_json_delta","partial_json":%b}' % json)
@@ -164,7 +166,7 @@ class MessageRenderer(Renderer):
         )
         return _event("message_start", message=message) + _PING
 
-    def _into(self, kind: str, number: int, block: dict[str, Any]) -> bytes:
+    def _switch_block(self, kind: str, number: int, block: dict[str, Any]) -> bytes:
         if self._open == (kind, number):
             return b""
         out = self._close()

@@ -16,10 +16,10 @@ from edgeinfer.server.request_fields import (
     check_choice,
     common_fields,
     content_of,
+    make_tool,
     override_sampling,
     reasoning,
     stop_strings,
-    tool_of,
     unique_tools,
 )
 
@@ -74,7 +74,7 @@ def tools_of(body: wire.CountRequest) -> tuple[Tool, ...]:
     referred = _referenced_names(body)
     searches = any(_SEARCH.search(tool.name) for tool in body.tools or () if not tool.defer_loading)
     tools = tuple(
-        tool_of(tool.name, tool.description, tool.input_schema, tool.strict)
+        make_tool(tool.name, tool.description, tool.input_schema, tool.strict)
         for tool in body.tools or ()
         if not (tool.defer_loading and searches) or tool.name in referred
     )

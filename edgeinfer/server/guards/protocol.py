@@ -20,7 +20,7 @@ from edgeinfer.server.limits import Limits
 #: at once, the kernel would reset the connection and the client might lose the response.
 _LINGER_S = 2.0
 #: Interval (s) at which the client of a half-closed connection is checked.
-_LOOK_AGAIN_S = 1.0
+_WATCH_S = 1.0
 
 
 class _UnknownLength(int):
@@ -65,10 +65,10 @@ class _Guarded(HttpToolsProtocol):
         if len(self.connections) > self.guard.max_connections:
             self._refuse(503)
         else:
-            self._arm(self.guard.header_s)
+            self._start_deadline(self.guard.header_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._disarm()
+        self._cancel_deadline()
         self.resume_writing()
         self.connection.lost()
         super().connection_lost(exc)
@@ -77,7 +77,7 @@ class _Guarded(HttpToolsProtocol):
         if self._refused:
             return
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._arm(self.guard.header_s)
+            self._start_deadline(self.guard.header_s)
         self._held_bytes += len(data)
         super().data_received(data)
         url_bytes = self.guard.max_url_bytes if self._in_headers else 0
@@ -91,15 +91,15 @@ class _Guarded(HttpToolsProtocol):
         if not is_answering or not self.connection.is_half_closed():
             return None
         cycle.keep_alive = False
-        self._look_for_client()
+        self._watch_client()
         return True
 
-    def _look_for_client(self) -> None:
+    def _watch_client(self) -> None:
         """Abort the connection when its client disconnects; asyncio does not notice if half-closed."""
         if self.transport.is_closing():
             return
         if self.connection.is_half_closed():
-            self.loop.call_later(_LOOK_AGAIN_S, self._look_for_client)
+            self.loop.call_later(_WATCH_S, self._watch_client)
         else:
             self.transport.abort()
 
@@ -136,15 +136,15 @@ class _Guarded(HttpToolsProtocol):
             self._refuse(505)
         if self._refused:
             return
-        self._arm(self.guard.body_s)
-        self._take_host_of_target()
+        self._start_deadline(self.guard.body_s)
+        self._use_host_of_target()
         super().on_headers_complete()
         self.connection.is_chunked = version == "1.1"
         if version == "1.0":  # it has no chunked encoding: the response ends with the connection
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _UnknownLength()
 
-    def _take_host_of_target(self) -> None:
+    def _use_host_of_target(self) -> None:
         """Replace the Host header by the host of a target like `http://host/path` (RFC 9112, 3.2.2)."""
         if self.url.startswith((b"/", b"*")):
             return
@@ -161,14 +161,14 @@ class _Guarded(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._held_bytes = 0
-        self._disarm()
+        self._cancel_deadline()
         if not self._refused:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete and self.cycle.more_body:
-            self._arm(_LINGER_S)
+            self._start_deadline(_LINGER_S)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -181,16 +181,16 @@ class _Guarded(HttpToolsProtocol):
             self._write_timer.cancel()
             self._write_timer = None
 
-    def _arm(self, seconds: float) -> None:
-        self._disarm()
-        self._timer = self.loop.call_later(seconds, self._late)
+    def _start_deadline(self, seconds: float) -> None:
+        self._cancel_deadline()
+        self._timer = self.loop.call_later(seconds, self._time_out)
 
-    def _disarm(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _late(self) -> None:
+    def _time_out(self) -> None:
         self._timer = None
         self._refuse(408)
 
@@ -199,7 +199,7 @@ class _Guarded(HttpToolsProtocol):
         if self._refused:
             return
         self._refused = True
-        self._disarm()
+        self._cancel_deadline()
         reason = HTTPStatus(status).phrase.encode()
         head = b"HTTP/1.1 %d %s\r\nconnection: close\r\ncontent-length: 0\r\n\r\n" % (status, reason)
         cycle = self.cycle

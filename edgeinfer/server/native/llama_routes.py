@@ -117,13 +117,13 @@ async def infill(context: RequestContext, body: wire.LlamaInfill) -> Response:
     return await answer(
         context,
         body,
-        lambda info: [_gap(body, info)],
+        lambda info: [_infill_request(body, info)],
         lambda model, info: LlamaRenderer(model, [""], body, _sampling(body, info)),
         stream=body.stream,
     )
 
 
-def _gap(body: wire.LlamaInfill, info: EngineInfo) -> GenerateRequest:
+def _infill_request(body: wire.LlamaInfill, info: EngineInfo) -> GenerateRequest:
     refuse_infill(info, "input_suffix")
     gap = Infill(
         prefix=body.input_prefix + body.prompt,
@@ -134,7 +134,7 @@ def _gap(body: wire.LlamaInfill, info: EngineInfo) -> GenerateRequest:
 
 
 #: Function from the loaded adapters to those that should be loaded.
-Change = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
+ChangeAdapters = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 
 
 def adapters_by_id(
@@ -151,14 +151,14 @@ def adapters_by_id(
 @ROUTES.post("/v1/load_lora_adapter", reply_type="text/plain", is_admin=True)
 async def load_adapter(context: RequestContext, body: wire.LoadAdapter) -> Response:
     """Load an adapter into a running model, as vLLM does."""
-    path = _file(context, body.lora_path or body.lora_name)
+    path = _adapter_path(context, body.lora_path or body.lora_name)
     new = Adapter(body.lora_name, path, body.scale)
     context.name_model(body.model)
-    await _change(context, lambda now: [*(a for a in now if a.name != new.name), new])
+    await _change_adapters(context, lambda now: [*(a for a in now if a.name != new.name), new])
     return PlainTextResponse(f"Success: LoRA adapter '{new.name}' added successfully.")
 
 
-def _file(context: RequestContext, text: str) -> str:
+def _adapter_path(context: RequestContext, text: str) -> str:
     """Return an adapter's path. `text` is a name, or with `serve --ollama` also a path."""
     is_path = "/" in text or text.startswith("~") or text.endswith(".gguf")
     if is_path and context.endpoint.model_admin is None:
@@ -187,11 +187,11 @@ async def unload_adapter(context: RequestContext, body: wire.UnloadAdapter) -> R
             raise Problem(404, message, code="adapter_not_found")
         return remaining
 
-    await _change(context, change)
+    await _change_adapters(context, change)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-async def _change(context: RequestContext, change: Change) -> tuple[Adapter, ...]:
+async def _change_adapters(context: RequestContext, change: ChangeAdapters) -> tuple[Adapter, ...]:
     models = context.endpoint.models
     with await models.acquire(context.model) as lease:
         return await models.use_adapters(lease, change)
@@ -227,7 +227,7 @@ class LlamaRenderer(Renderer):
             case TextDelta() | ReasoningDelta():
                 return sse(self._answer(index, event.text, event.logprobs))
             case Finished():
-                return sse(self._last(self._answer(index, "", ()), event))
+                return sse(self._finish(self._answer(index, "", ()), event))
         return b""
 
     def failure(self, problem: Problem) -> bytes:
@@ -241,7 +241,7 @@ class LlamaRenderer(Renderer):
         for index, collected in enumerate(answers):
             text = collected.reasoning + collected.text
             whole = self._answer(index, text, collected.logprobs)
-            bodies.append(self._last(whole, collected.finish))
+            bodies.append(self._finish(whole, collected.finish))
         return _encode(bodies[0] if len(bodies) == 1 else bodies)
 
     def _answer(self, index: int, text: str, tokens: Sequence[TokenLogprobs]) -> LlamaAnswer:
@@ -254,7 +254,7 @@ class LlamaRenderer(Renderer):
             answer = msgspec.structs.replace(answer, completion_probabilities=likely)
         return answer
 
-    def _last(self, answer: LlamaAnswer, finished: Finished) -> LlamaAnswer:
+    def _finish(self, answer: LlamaAnswer, finished: Finished) -> LlamaAnswer:
         prompt = self._prompts[answer.index]
         return msgspec.structs.replace(
             answer,

@@ -146,7 +146,7 @@ async def tags(context: RequestContext) -> wire.OllamaTags:
 @ROUTES.post("/api/show", uses_model=False)
 async def show(context: RequestContext, body: wire.OllamaShowRequest) -> wire.OllamaShowReply:
     """Describe a model and its capabilities."""
-    model = await _find(context, body.model_name())
+    model = await _find_model(context, body.model_name())
     info = context.endpoint.models.info(model.name)
     shown: wire.OllamaShowReply = await context.endpoint.in_thread(render.describe, model, info)
     return shown
@@ -208,17 +208,19 @@ async def pull(context: RequestContext, body: wire.OllamaPullRequest) -> Respons
     reports = reports_of(lambda report, cancel: admin.pull(text, report, cancel))
     first = await anext(reports, None)  # an error before the first report still gets an HTTP status
     if body.stream is False:
-        await unless(until_disconnected(context.request.receive), _drain(reports))
+        await unless(until_disconnected(context.request.receive), _read_all(reports))
         return json_reply(_DONE)
-    return StreamingResponse(_lines(context, first, reports), media_type="application/x-ndjson")
+    return StreamingResponse(
+        _progress_lines(context, first, reports), media_type="application/x-ndjson"
+    )
 
 
-async def _drain(reports: Reports) -> None:
+async def _read_all(reports: Reports) -> None:
     async for _ in reports:
         pass
 
 
-async def _lines(
+async def _progress_lines(
     context: RequestContext, first: PullProgress | None, reports: Reports
 ) -> AsyncGenerator[bytes, None]:
     try:
@@ -240,7 +242,7 @@ async def _lines(
 async def delete(context: RequestContext, body: wire.OllamaDeleteRequest) -> wire.OllamaStatus:
     """Remove a model."""
     admin, name = _admin_of(context), body.model_name()
-    model = await _find(context, name)
+    model = await _find_model(context, name)
     if model.name not in spellings(name):
         raise InvalidRequestError(
             f"{name} is an alias of the model {model.name}", hint="name the model itself", param="model"
@@ -272,7 +274,7 @@ def progress_line(now: PullProgress) -> wire.OllamaStatus:
     return wire.OllamaStatus(status="pulling manifest")
 
 
-async def _find(context: RequestContext, name: str) -> AvailableModel:
+async def _find_model(context: RequestContext, name: str) -> AvailableModel:
     """Return the model that a client means by `name`. Raises UnknownModelError."""
     models = context.endpoint.models
     resolved = models.resolve(name)

@@ -341,8 +341,8 @@ class CompletionRenderer(_OpenAI):
 DONE = b"data: [DONE]\n\n"
 
 
-def sentence(problem: Problem) -> str:
-    """Return the error text. For a too long prompt it begins with OpenAI's, which clients look for."""
+def error_text(problem: Problem) -> str:
+    """Return the error text. For a too long prompt it begins with OpenAI's text, for clients."""
     if problem.lengths is None:
         return problem.message
     n_tokens, n_ctx = problem.lengths
@@ -355,7 +355,7 @@ def sentence(problem: Problem) -> str:
 
 def error_body(problem: Problem, request_id: str) -> bytes:
     """Encode `{"error": {"message", "type", "param", "code"}}`, which has no field for `request_id`."""
-    message = sentence(problem)
+    message = error_text(problem)
     error = wire.ErrorBody(message=message, type=problem.kind, param=problem.param, code=problem.code)
     return _encode(wire.ErrorReply(error=error))
 

@@ -106,7 +106,7 @@ def _capabilities(card: wire.ModelCard) -> wire.ModelCapabilities:
 
 
 @ROUTES.get("/v1/models/{id}")
-async def one_model(context: RequestContext) -> wire.ModelCard:
+async def model_card(context: RequestContext) -> wire.ModelCard:
     """Describe one pulled model."""
     name, models = context.path_id, context.endpoint.models
     pulled = {model.name: model for model in await context.endpoint.in_thread(models.list_available)}

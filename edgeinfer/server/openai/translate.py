@@ -35,12 +35,12 @@ from edgeinfer.server.request_fields import (
     check_choice,
     common_fields,
     content_of,
+    make_tool,
     override_sampling,
     reasoning,
     refuse_infill,
     seed_of,
     stop_strings,
-    tool_of,
     unique_tools,
 )
 from edgeinfer.server.wire_types import SamplingFields
@@ -183,7 +183,7 @@ def _pieces(item: _Part) -> Sequence[str | bytes]:
 
 def tools_of(tools: Sequence[wire.ToolParam] | None) -> tuple[Tool, ...]:
     functions = [tool.function for tool in tools or ()]
-    converted = (tool_of(f.name, f.description, f.parameters, f.strict) for f in functions)
+    converted = (make_tool(f.name, f.description, f.parameters, f.strict) for f in functions)
     return unique_tools(tuple(converted))
 
 

@@ -22,7 +22,7 @@ from edgeinfer.runtime.events import (
     Usage,
 )
 from edgeinfer.server.dialect import Renderer, sse, sse_comment, wire_timings
-from edgeinfer.server.openai.render import sentence, wire_logprobs
+from edgeinfer.server.openai.render import error_text, wire_logprobs
 from edgeinfer.server.openai.wire import TextFormat
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.responses import wire
@@ -62,14 +62,14 @@ class ResponseRenderer(Renderer):
         self._answer.add(event)
         match event:
             case TextDelta():
-                return self._into("message", 0) + self._part(
+                return self._switch_item("message", 0) + self._part(
                     "response.output_text.delta", delta=event.text, logprobs=_logprobs(event.logprobs)
                 )
             case ReasoningDelta():
-                out = self._into("reasoning", 0)
+                out = self._switch_item("reasoning", 0)
                 return out + self._part("response.reasoning_text.delta", delta=event.text)
             case ToolCallDelta():
-                out = self._into("function_call", event.index)
+                out = self._switch_item("function_call", event.index)
                 if event.arguments:
                     index = len(self._items) - 1
                     out += self._sse(
@@ -88,7 +88,7 @@ class ResponseRenderer(Renderer):
 
     def failure(self, problem: Problem) -> bytes:
         reply = self.reply("failed")
-        error = wire.ResponseError(code=problem.code or "server_error", message=sentence(problem))
+        error = wire.ResponseError(code=problem.code or "server_error", message=error_text(problem))
         return self._sse("response.failed", response=msgspec.structs.replace(reply, error=error))
 
     def waiting(self, text: str) -> bytes:
@@ -104,7 +104,7 @@ class ResponseRenderer(Renderer):
         item_id = self._item_id(index)
         return self._sse(event_type, item_id=item_id, output_index=index, content_index=0, **data)
 
-    def _into(self, kind: str, number: int) -> bytes:
+    def _switch_item(self, kind: str, number: int) -> bytes:
         if self._items and self._items[-1] == (kind, number):
             return b""
         out = self._finish_item()

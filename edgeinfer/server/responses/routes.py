@@ -15,7 +15,7 @@ from starlette.responses import Response
 from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import Dialect, RouteTable, sse
 from edgeinfer.server.generation_response import answer
-from edgeinfer.server.openai.render import error_body, sentence
+from edgeinfer.server.openai.render import error_body, error_text
 from edgeinfer.server.openai.wire import ErrorReply
 from edgeinfer.server.problems import Problem, unsupported
 from edgeinfer.server.request_body import LenientDecoder
@@ -144,7 +144,7 @@ def error_events(problem: Problem, request_id: str) -> bytes:
     event = {
         "type": "error",
         "code": problem.code,
-        "message": sentence(problem),
+        "message": error_text(problem),
         "param": problem.param,
         "sequence_number": 0,
     }

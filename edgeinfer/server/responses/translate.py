@@ -24,9 +24,9 @@ from edgeinfer.server.request_fields import (
     check_choice,
     common_fields,
     content_of,
+    make_tool,
     override_sampling,
     reasoning,
-    tool_of,
     unique_tools,
 )
 from edgeinfer.server.responses import wire
@@ -81,7 +81,7 @@ def functions_of(
 def tools_of(body: wire.ResponsesRequest) -> tuple[Tool, ...]:
     """Convert the function tools. Raises InvalidRequestError if two have the same name."""
     converted = (
-        tool_of(name, f.description, f.parameters, f.strict) for name, _, f in functions_of(body)
+        make_tool(name, f.description, f.parameters, f.strict) for name, _, f in functions_of(body)
     )
     return unique_tools(tuple(converted))
 

@@ -104,7 +104,7 @@ _HEADERS = {
 }
 
 
-def _of(context: RequestContext) -> Conversations:
+def _conversations(context: RequestContext) -> Conversations:
     web: Web = context.endpoint.web
     return web.conversations
 
@@ -213,7 +213,7 @@ async def setup(context: RequestContext) -> wire.Setup:
 
 
 @ROUTES.get(f"{PATH}/models", web="cookie")
-async def to_pull(context: RequestContext) -> list[wire.Offer]:
+async def pullable_models(context: RequestContext) -> list[wire.Offer]:
     """List the catalogue's models that are not pulled."""
     return await context.endpoint.in_thread(list_offers)
 
@@ -250,7 +250,7 @@ async def evaluation(context: RequestContext) -> wire.Report:
     if path is None:
         raise Problem(404, "There is no such report.", code="not_found")
     text = await context.endpoint.in_thread(lambda: path.read_text("utf-8"))
-    return wire.Report(name=path.stem, blocks=blocks(text, _of(context).report))
+    return wire.Report(name=path.stem, blocks=blocks(text, _conversations(context).report))
 
 
 def _reports() -> list[tuple[float, Path]]:
@@ -265,13 +265,15 @@ ROUTES.post(f"{PATH}/chat/completions", web="cookie")(chat_completions)
 @ROUTES.get(f"{PATH}/conversations", web="cookie")
 async def conversations(context: RequestContext, query: wire.ListQuery) -> list[Summary]:
     """List the conversations, or search them."""
-    return await _of(context).use(lambda store: store.search(query.q) if query.q else store.listing())
+    return await _conversations(context).use(
+        lambda store: store.search(query.q) if query.q else store.listing()
+    )
 
 
 @ROUTES.get(f"{PATH}/conversations/{{id}}/events", reply_type="text/event-stream", web="cookie")
 async def events(context: RequestContext, query: wire.EventsQuery) -> Response:
     """Stream the list of conversations and one of them (0: none): the state, then its changes."""
-    stream: AsyncIterator[bytes] = _of(context).follow(_id(context), query.latest)
+    stream: AsyncIterator[bytes] = _conversations(context).follow(_id(context), query.latest)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(stream, headers=headers, media_type="text/event-stream")
 
@@ -296,7 +298,7 @@ async def export(context: RequestContext, query: wire.ExportQuery) -> Response:
         code = as_code(session, query.turn, query.form, base, system)
         return Response(code, media_type="text/plain")
 
-    return await _of(context).change(_id(context), work)
+    return await _conversations(context).change(_id(context), work)
 
 
 def _attachment(session: ChatSession, query: wire.ExportQuery) -> Response:
@@ -334,13 +336,15 @@ async def _ask(context: RequestContext, body: wire.Question, conversation_id: in
     )
 
     def update_session(session: ChatSession) -> None:
-        _set(context, session, body)
+        _apply_settings(context, session, body)
         if body.editing:
             session.edit(body.editing, body.text)
         else:
             session.ask(body.text, files)
 
-    return wire.Opened(id=await _of(context).answer(context, conversation_id, update_session, _answer))
+    return wire.Opened(
+        id=await _conversations(context).answer(context, conversation_id, update_session, _answer)
+    )
 
 
 def _answer(session: ChatSession) -> AnswerWriter:
@@ -349,7 +353,7 @@ def _answer(session: ChatSession) -> AnswerWriter:
     return session.begin_answer() if head is None or head.role == "user" else session.regenerate()
 
 
-def _set(context: RequestContext, session: ChatSession, body: wire.Settings) -> None:
+def _apply_settings(context: RequestContext, session: ChatSession, body: wire.Settings) -> None:
     """Apply settings to a conversation. Raises UsageError and UnknownModelError."""
     fields: dict[str, object] = {}
     if body.model is not None:
@@ -372,7 +376,7 @@ def _set(context: RequestContext, session: ChatSession, body: wire.Settings) -> 
 @ROUTES.post(f"{PATH}/conversations/{{id}}", uses_model=False, web="cookie")
 async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
     """Regenerate, continue or stop an answer, decide about a tool call, or change the conversation."""
-    conversation_id, all_conversations = _id(context), _of(context)
+    conversation_id, all_conversations = _id(context), _conversations(context)
     if body.action == "stop":
         all_conversations.stop(conversation_id)
         return wire.Opened(id=conversation_id)
@@ -385,7 +389,7 @@ async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
         begin = ChatSession.regenerate if body.action == "regenerate" else ChatSession.continue_answer
 
         def update_session(session: ChatSession) -> None:
-            _set(context, session, body)
+            _apply_settings(context, session, body)
             if body.turn:
                 session.back_to(body.turn)
 
@@ -403,7 +407,7 @@ async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
         if body.action == "rename":
             session.set(title=body.title)
         elif body.action == "set":
-            _set(context, session, body)
+            _apply_settings(context, session, body)
         elif body.action == "fork":
             session.back_to(session.turn(body.turn).id if body.turn else session.conversation.head_id)
             session.fork()

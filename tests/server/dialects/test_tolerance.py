@@ -8,7 +8,7 @@ from fake_engine import DEFAULT_INFO, FakeEngine
 from msgspec.structs import replace
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
-from edgeinfer.media.pictures import file_in
+from edgeinfer.media.pictures import decode_file
 from edgeinfer.server.problems import from_error
 from edgeinfer.server.request_fields import seed_of
 
@@ -69,10 +69,10 @@ def test_base64_is_read_as_clients_spell_it():
     url = base64.urlsafe_b64encode(data).decode()
     broken = "\r\n".join(text[i : i + 76] for i in range(0, len(text), 76))
     for spelled in (text, text.rstrip("="), url, url.rstrip("="), broken, f"data:;base64,{broken}"):
-        assert file_in(spelled, InvalidRequestError) == data
+        assert decode_file(spelled, InvalidRequestError) == data
     for wrong in ("a", "****", "ab*d", "\u00e9\u00e9\u00e9\u00e9"):
         with pytest.raises(InvalidRequestError):
-            file_in(wrong, InvalidRequestError)
+            decode_file(wrong, InvalidRequestError)
 
 
 def test_64_bit_seeds_map_to_different_32_bit_seeds():

@@ -78,7 +78,7 @@ def test_allow_names_head(serve):
 @pytest.mark.parametrize("is_stream", [True, False])
 @pytest.mark.parametrize("resets", [True, False])
 def test_half_closed_client_that_leaves_ends_its_answer(serve, until, monkeypatch, is_stream, resets):
-    monkeypatch.setattr(protocol, "_LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr(protocol, "_WATCH_S", 0.05)
     gate = StepGate()
     engine = FakeEngine([["one ", "two ", gate]])
     live_server = serve(engine)
@@ -95,7 +95,7 @@ def test_half_closed_client_that_leaves_ends_its_answer(serve, until, monkeypatc
 
 @pytest.mark.parametrize(("is_stream", "ending"), [(True, b"[DONE]"), (False, b"one two")])
 def test_half_closed_client_that_stays_is_answered(serve, monkeypatch, is_stream, ending):
-    monkeypatch.setattr(protocol, "_LOOK_AGAIN_S", 0.02)
+    monkeypatch.setattr(protocol, "_WATCH_S", 0.02)
     gate = StepGate()
     live_server = serve(FakeEngine([["one ", gate, "two"]]))
     with socket.create_connection(("127.0.0.1", live_server.port)) as client:
