@@ -179,10 +179,18 @@ async def events_of(generations: Sequence[Generation]) -> AsyncGenerator[tuple[i
             yield 0, event
         return
     queue: asyncio.Queue[tuple[int, Event] | BaseException | None] = asyncio.Queue()
-    tasks = [
-        asyncio.create_task(_forward_events(queue, index, generation))
-        for index, generation in enumerate(generations)
-    ]
+
+    async def forward(index: int, generation: Generation) -> None:
+        outcome: EdgeInferError | None = None
+        try:
+            async for event in generation:
+                queue.put_nowait((index, event))
+        except EdgeInferError as error:
+            outcome = error
+        finally:
+            queue.put_nowait(outcome)
+
+    tasks = [asyncio.create_task(forward(*numbered)) for numbered in enumerate(generations)]
     try:
         n_running = len(tasks)
         while n_running:
@@ -197,19 +205,6 @@ async def events_of(generations: Sequence[Generation]) -> AsyncGenerator[tuple[i
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _forward_events(
-    queue: asyncio.Queue[tuple[int, Event] | BaseException | None], index: int, generation: Generation
-) -> None:
-    outcome: EdgeInferError | None = None
-    try:
-        async for event in generation:
-            queue.put_nowait((index, event))
-    except EdgeInferError as error:
-        outcome = error
-    finally:
-        queue.put_nowait(outcome)
 
 
 def with_receipts(data: bytes, receipts: Sequence[Receipt | Refusal]) -> bytes:

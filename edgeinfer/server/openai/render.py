@@ -118,13 +118,8 @@ class _OpenAI(Renderer):
     def _piece(
         self, index: int, piece: bytes, logprobs: bytes = b"null", finish: bytes = b"null"
     ) -> bytes:
-        return b'%b{"index":%d,%b,"finish_reason":%b,"logprobs":%b}' % (
-            self._head,
-            index,
-            piece,
-            finish,
-            logprobs,
-        )
+        fields = (self._head, index, piece, finish, logprobs)
+        return b'%b{"index":%d,%b,"finish_reason":%b,"logprobs":%b}' % fields
 
     def _finish(self, index: int, finished: Finished) -> bytes:
         """Encode the last chunk of an answer. `timings` are in the last chunk of all answers."""
