@@ -58,10 +58,12 @@ make_venv() {
   local py; py=$(find_python)
   say "virtual environment with $("$py" --version) in .venv"
   rm -rf .venv && "$py" -m venv .venv
+  pip install -q --upgrade pip  # scripts written by older pips import `re`: 3 ms a start
 }
 
 pip() {  # runs quietly; on failure prints the last error line
   local output; output=$(.venv/bin/pip "$@" 2>&1) && return
+  [ -z "${installer:-}" ] || wait "$installer" || exit 1 # it has said why
   die "pip: $(grep -v '^WARNING' <<<"$output" | grep -iE 'error|no space|denied' | tail -1 || tail -1 <<<"$output")" \
     "is the network there? HTTPS_PROXY names a proxy, PIP_INDEX_URL a mirror; then run it again"
 }
@@ -73,7 +75,6 @@ install_packages() {  # tools|dev
   case $(cat .venv/.packages 2>/dev/null) in "dev $want" | "$1 $want") return ;; esac
   say "installing the packages of requirements/$1.txt"
   rm -f .venv/.packages
-  pip install -q --upgrade pip  # scripts written by older pips import `re`: 3 ms a start
   pip install -q --no-deps --no-compile --require-hashes -r "requirements/$1.txt"
   printf '%s' "$1 $want" > .venv/.packages
 }
@@ -190,9 +191,10 @@ case $mode in
 esac
 check_machine; make_venv
 exec 9>"$cache/setup.lock"; flock 9 2>/dev/null || true  # two checkouts share the cache, not the folder
-install_packages $packages
+install_packages $packages & installer=$!  # downloads while the compiler works
 install_criu & criu=$!
 find_wheel $variants || build_llama $variants
+wait $installer
 install
 wait $criu
 [ "$(uname -s)" != Linux ] || install_native

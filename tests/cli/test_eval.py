@@ -123,8 +123,8 @@ def test_answers_are_checked(score):
     ("line", "said"),
     [
         ("{", "mine.jsonl:2"),
-        ({"id": "x", "prompt": "?"}, "exactly one of exact, contains"),
-        ({"id": "x", "prompt": "?", "exact": "a", "regex": "a"}, "exactly one of"),
+        ({"id": "x", "prompt": "?"}, "exactly one check: exact, contains"),
+        ({"id": "x", "prompt": "?", "exact": "a", "regex": "a"}, "exactly one check"),
         ({"id": "x", "exact": "a"}, "either `prompt` or `messages`"),
         ({"id": "x", "prompt": "?", "equals": "a"}, "equals"),
         ({"id": "1", "prompt": "?", "exact": "a"}, "another line"),

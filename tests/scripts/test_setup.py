@@ -58,13 +58,14 @@ def test_full_disk_is_seen_before_anything_is_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("time")
-def test_packages_that_cannot_be_had_end_it_with_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["lint", "run"])
+def test_packages_that_cannot_be_had_end_it_with_one_sentence(tmp_path: Path, mode: str) -> None:
     nowhere = {
         "HTTPS_PROXY": "http://127.0.0.1:1",
         "PIP_RETRIES": "0",
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_FIND_LINKS": "",
     }
-    error, hint = set_up(tmp_path, mode="lint", **nowhere)
+    error, hint = set_up(tmp_path, mode=mode, **nowhere)
     assert error.startswith("error: pip: ERROR: ")
     assert "HTTPS_PROXY names a proxy" in hint

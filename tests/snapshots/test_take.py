@@ -15,6 +15,7 @@ from other_processes import descendants, has_ended, wait_until
 from edgeinfer.platform import process_metadata
 from edgeinfer.snapshots.inputs import ProcessDescription
 
+from ..conftest import without_other_tests
 from .conftest import MODEL, NO_AUTO_WARM, Endpoint, Person, small_disk
 from .test_faults import folders
 from .test_resume import SECRET
@@ -35,6 +36,13 @@ def somebody(anybody) -> Person:
     person = Person(anybody.place, anybody.uid, anybody.gid, home, anybody.model)
     person.settings(NO_AUTO_WARM)
     return person
+
+
+@pytest.fixture(autouse=True)
+def _processors_for_the_build():
+    """Keep other tests away: a running endpoint is taken at the lowest CPU priority."""
+    with without_other_tests():
+        yield
 
 
 def take(person, *arguments: str):

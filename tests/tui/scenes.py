@@ -84,7 +84,7 @@ async def completing(d):
 @scene(quicksort)
 async def full(d):
     await answer_question(d)
-    d.chat.offer_room(
+    d.chat.offer_context_choices(
         ContextLengthError("the prompt of 2,311 tokens does not fit the context of 2,048 tokens")
     )
 
