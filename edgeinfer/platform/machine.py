@@ -178,13 +178,6 @@ def read_rate(path: str | os.PathLike[str]) -> float:
         os.close(fd)
 
 
-def read_ahead_bytes(path: str | os.PathLike[str], root: Path = _ROOT) -> int:
-    """Return how many bytes the kernel reads at a page fault in `path`; 0 if unknown."""
-    device = os.stat(path).st_dev
-    text = _text(root / f"sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
-    return int(text) * 1024 if text.isdecimal() else 0
-
-
 def _physical_cores(cpus: set[int], root: Path) -> int:
     def core(cpu: int) -> str:
         siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"

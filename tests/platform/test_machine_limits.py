@@ -127,15 +127,6 @@ def test_rate_of_a_disk_counts_each_byte_once(tmp_path: Path, monkeypatch: pytes
     assert len(lengths) == -(-size // machine._RATE_BLOCK)
 
 
-def test_read_ahead_is_that_of_the_files_disk(tmp_path: Path) -> None:
-    assert machine.read_ahead_bytes(tmp_path, tmp_path) == 0
-    device = tmp_path.stat().st_dev
-    folder = tmp_path / f"sys/class/bdi/{os.major(device)}:{os.minor(device)}"
-    folder.mkdir(parents=True)
-    (folder / "read_ahead_kb").write_text("128\n")
-    assert machine.read_ahead_bytes(tmp_path, tmp_path) == 128 << 10
-
-
 def test_gpu_is_where_there_is_a_device_file(tmp_path: Path) -> None:
     assert not machine.has_gpu(tmp_path)
     (tmp_path / "dev/dri").mkdir(parents=True)

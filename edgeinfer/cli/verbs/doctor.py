@@ -39,8 +39,6 @@ CPU_FEATURES = """
     asimd asimdhp asimddp i8mm sve sve2
 """.split()
 GIB = 1 << 30
-#: Most read-ahead (bytes) of a disk without a warning: page faults would read more than needed.
-_MOST_READ_AHEAD = 1 << 20
 _MARKS = {"ok": "ok  ", "todo": "todo", "warn": "warn", "fail": "FAIL"}
 
 
@@ -259,7 +257,7 @@ def _larger_than_memory() -> list[Finding]:
     from edgeinfer.models import gguf
     from edgeinfer.models.fits import header_plan
     from edgeinfer.models.reference import resolve
-    from edgeinfer.platform.machine import read_ahead_bytes, read_machine, read_rate
+    from edgeinfer.platform.machine import read_machine, read_rate
     from edgeinfer.runtime.memory_plan import disk_warning
 
     config: Config = load_config()
@@ -272,12 +270,8 @@ def _larger_than_memory() -> list[Finding]:
     if not plan.from_disk:
         return []
     warning = disk_warning(shape, machine, plan, read_rate(paths[-1]))
-    read_ahead = read_ahead_bytes(paths[-1])
-    text = f"{config.default_model}: {warning}; read-ahead of its disk {read_ahead // 1024} KB"
     fix = "a smaller model or quantization fits: edgeinfer list --fits"
-    if read_ahead > _MOST_READ_AHEAD:
-        fix = "each page fault reads that much: as root, write 128 to /sys/class/bdi/*/read_ahead_kb"
-    return [Finding("warn", text, fix)]
+    return [Finding("warn", f"{config.default_model}: {warning}", fix)]
 
 
 CHECKS: dict[str, Callable[[], Finding | list[Finding]]] = {
