@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from edgeinfer.config.config_file import Config, load_config
-from edgeinfer.config.load_options import NO_DRAFT
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
 from edgeinfer.platform import paths, process_metadata
 from edgeinfer.runtime.events import CacheReport
@@ -128,14 +127,15 @@ class Host:
         """Find the files of a model, and of its `draft` model (a name or the path of a GGUF).
 
         A file of another program is hashed at its first use; `progress` (default: stderr) is told.
-        Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError.
+        Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError, ModelLoadError.
         """
         ref = self.resolve(model) if isinstance(model, str) else model
-        if draft and draft != NO_DRAFT:
+        files = ref.files(progress or _slow_stages_on_stderr(), draft=draft)
+        if draft and files.draft_paths:
             from edgeinfer.models.fits import refuse_unfit_draft
 
-            refuse_unfit_draft(ref, draft)
-        return ref.files(progress or _slow_stages_on_stderr(), draft=draft)
+            refuse_unfit_draft(files)
+        return files
 
     def find_model(self, text: str) -> ModelRef | None:
         """Return the model that `text` names, None if it names none (a prompt). Raises CatalogError."""

@@ -6,17 +6,17 @@ import platform
 import re
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from edgeinfer.config.config_file import load_config
-from edgeinfer.config.load_options import NO_DRAFT, UNFIT_DRAFT_HINT
-from edgeinfer.errors import CatalogError, ModelLoadError
+from edgeinfer.config.load_options import UNFIT_DRAFT_HINT
+from edgeinfer.errors import ModelLoadError
 from edgeinfer.models import gguf
 from edgeinfer.models.catalog import Model, load_catalog, parameter_count
 from edgeinfer.models.gguf import GgufHeader
-from edgeinfer.models.reference import ModelRef, resolve
 from edgeinfer.models.store import list_pulled
 from edgeinfer.platform.disk import CacheTable, size_or_zero
 from edgeinfer.platform.machine import (
@@ -33,7 +33,7 @@ from edgeinfer.platform.paths import DEFAULT_MODEL
 from edgeinfer.runtime.llama.backends import LoadedBackend, OffloadRequest, survey
 from edgeinfer.runtime.memory_plan import Plan, disk_pace, make_exact_plan, plan_streaming
 from edgeinfer.runtime.model_shape import Shape, draft_problem, make_shape
-from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.units import format_bytes, format_duration
 
 Group = Literal["comfortable", "slow", "too big", "embedding"]
@@ -291,22 +291,12 @@ def header_plan(
     return make_exact_plan(header_shape(headers), options, machine, lambda: sizes, draft_shape)
 
 
-def refuse_unfit_draft(model: ModelRef, draft: str) -> None:
-    """Raise an error if `draft` is not pulled, or its headers show that it cannot draft for `model`.
-
-    Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError, ModelLoadError.
-    """
-    try:
-        files = resolve(draft).files(draft=NO_DRAFT)
-    except CatalogError as error:
-        reason = error.message.replace(f"no model is called {draft!r}", "no model is called that")
-        hint = f"{error.hint or '`edgeinfer list`'}, or --draft none"
-        raise type(error)(f"draft model {draft!r}: {reason}", hint=hint) from error
-    if not model.parts or not model.parts[0].is_file():
-        return  # the model's own load reports this better
-    paths = (files.paths[0], model.parts[0])
+def refuse_unfit_draft(files: ModelFiles) -> None:
+    """Raise ModelLoadError if the headers show that the draft model cannot draft for the model."""
+    paths = (Path(files.draft_paths[0]), Path(files.paths[0]))
     problem = draft_problem(
         *(header_shape([gguf.read_model_header(path, vocabulary=False)]) for path in paths)
     )
     if problem:
-        raise ModelLoadError(f"{draft} cannot draft for {model.name}: {problem}", hint=UNFIT_DRAFT_HINT)
+        problem = f"{files.draft} cannot draft for {files.name}: {problem}"
+        raise ModelLoadError(problem, hint=UNFIT_DRAFT_HINT)

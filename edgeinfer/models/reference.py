@@ -74,7 +74,10 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
             paths = model._own_files(progress).paths
         except (CatalogError, UsageError) as error:
             if draft:
-                raise
+                unknown = f"no model is called {draft!r}"
+                reason = error.message.replace(unknown, "no model is called that")
+                hint = f"{error.hint or '`edgeinfer list`'}, or --draft none"
+                raise type(error)(f"draft model {draft!r}: {reason}", hint=hint) from error
             no_draft = f"{error}: `edgeinfer pull {named}`"
             return msgspec.structs.replace(files, draft=named, no_draft=no_draft)
         return msgspec.structs.replace(files, draft=named, draft_paths=paths)
