@@ -49,7 +49,7 @@ _LIKELY_START, _LIKELY_LEAST = 0.95, 0.8
 _RECOVERY = 0.0008
 #: What drafts may lose before any has gained, and the most that gains let later ones lose, in steps of
 #: one row; the share of each token's time that they may lose besides.
-_FIRST_LOSS, _MOST_LOSS = 20.0, 200.0
+_FIRST_LOSS, _MOST_LOSS = 32.0, 200.0
 _LOSS_SHARE = 0.01
 #: The draft model prefills missing text if the rest of the answer repays that. The rest is assumed to
 #: have at least this many tokens, and as many as the answer has now. Each missing token costs the

@@ -1,6 +1,5 @@
 """Draft tokens from the text itself, and the rule that drafts only where rows cost less than they gain."""
 
-import random
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -339,59 +338,3 @@ def test_room_and_no_drafter() -> None:
     assert Drafting(None, limit=4).propose([0], 8, DraftBudget(FREE, 1, 1)) == []
     assert Drafting(Always(), limit=4).propose([0], 2, DraftBudget(FREE, 1, 1)) == [1, 1]
     assert Drafting(Always(), limit=4).propose([0], 0, DraftBudget(FREE, 1, 1)) == []
-
-
-class Text(Always):
-    """Drafts from a text in which the next token is as predicted in `share` of all places."""
-
-    def __init__(self, share: float, seed: int) -> None:
-        super().__init__()
-        self._random = random.Random(seed)
-        self.answer = [int(self._random.random() >= share) for _ in range(96 + 16)]  # 0: as predicted
-
-    def draft(self, tokens: Sequence[int], limit: int, least_chance: float = 0.0) -> list[int]:
-        return [0] * limit
-
-
-def rate(n_clients: int, share: float, step_s: Callable[[int], float], *, drafts: bool) -> float:
-    """Tokens/s of `n_clients` whose steps of so many rows take `step_s`, give or take 15 %."""
-    noise, costs = random.Random(7), StepCurve()
-    took_s, n_tokens = 0.0, 0
-    for turn in range(4):
-        texts = [Text(share, 100 * turn + i) for i in range(n_clients)]
-        running = [(text, Drafting(text if drafts else None, limit=15), [0]) for text in texts]
-        while running:
-            budget = DraftBudget(costs, len(running), len(running))
-            proposed = [d.propose(tokens, 96 - len(tokens), budget) for _, d, tokens in running]
-            n_drafts = sum(map(len, proposed))
-            seconds = step_s(len(running) + n_drafts) * noise.uniform(0.85, 1.15)
-            costs.record(len(running), len(running) + n_drafts, seconds)
-            took_s += seconds
-            for (text, drafting, tokens), row_drafts in zip(running, proposed, strict=True):
-                continuation, right = text.answer[len(tokens) :], 0
-                while right < len(row_drafts) and continuation[right] == 0:
-                    right += 1
-                tokens += continuation[: right + 1]
-                n_tokens += right + 1
-                drafting.record_acceptance(tokens, len(row_drafts), right)
-            running = [stream for stream in running if len(stream[2]) < 96]
-    return n_tokens / took_s
-
-
-#: Seconds of a step by its rows: SmolLM2-135M on two cores, a 7B whose weights are the cost, and a
-#: kernel that computes 2 to 7 rows in pieces.
-MACHINES = {
-    "small": lambda rows: 0.0035 + 0.0040 * rows,
-    "large": lambda rows: max(0.150, 0.030 * rows),
-    "pieces": lambda rows: 0.0080 * rows if rows < 8 else 0.04 + 0.003 * rows,
-}
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("share", [0.1, 0.35, 0.6, 0.95])
-@pytest.mark.parametrize("n_clients", [1, 2, 4, 8, 16, 32])
-def test_drafting_is_never_slower_than_not(n_clients: int, share: float, machine: str) -> None:
-    on, off = (rate(n_clients, share, MACHINES[machine], drafts=drafts) for drafts in (True, False))
-    assert on > 0.97 * off
-    if machine == "large" and n_clients == 1 and share > 0.9:
-        assert on > 2 * off
