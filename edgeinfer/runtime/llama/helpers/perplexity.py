@@ -11,15 +11,18 @@ the first 32 are scored.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.platform.process import die_with_parent
+from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import Batch, LlamaContext
-from edgeinfer.runtime.llama.helpers import decode, report, run, scoring_params
+from edgeinfer.runtime.llama.helpers import report
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.model import make_context
 from edgeinfer.runtime.llama.vocab import Vocab
@@ -46,7 +49,10 @@ def measure(argv: list[str]) -> dict[str, float]:
         raise UsageError(f"the text has {len(tokens)} tokens; at least {SKIPPED_TOKENS + 2} are needed")
     if any(Vocab(model).n_vocab != vocab.n_vocab for model in models):
         raise UsageError("the two files have different vocabularies")
-    params = scoring_params(len(tokens), _BATCH_TOKENS)
+    params = libllama.lib().llama_context_default_params()
+    params.n_ctx = len(tokens)
+    params.n_batch = params.n_ubatch = params.n_outputs_max = _BATCH_TOKENS
+    params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
     contexts = [LlamaContext(make_context(model, params)[0]) for model in models]
     sums = _sums(contexts, tokens, vocab.n_vocab)
     figures = {"perplexity": math.exp(min(700.0, sums[0] / scored)), "n_tokens": scored}
@@ -71,7 +77,10 @@ def _sums(contexts: list[LlamaContext], tokens: list[int], n_vocab: int) -> list
         skip = max(0, SKIPPED_TOKENS - start)
         log_probs = []
         for number, context in enumerate(contexts):
-            decode(context, batch, piece, start)
+            batch.clear()
+            batch.add(piece, start, 0, outputs=len(piece))
+            if code := batch.decode(context):
+                raise libllama.decode_error(code, f"tokens {start} to {start + len(piece) - 1}")
             logits = np.ctypeslib.as_array(
                 L.llama_get_logits(context.pointer), shape=(len(piece), n_vocab)
             )
@@ -92,5 +101,14 @@ def _log_probabilities(logits: Any) -> Any:
     return rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))
 
 
+def main() -> int:
+    """Measure as the program's arguments say; return 0 on success."""
+    die_with_parent()
+    try:
+        return report(event="done", **measure(sys.argv[1:]))
+    except EdgeInferError as error:
+        return report(1, event="error", message=error.message)
+
+
 if __name__ == "__main__":
-    sys.exit(run(measure))
+    sys.exit(main())
