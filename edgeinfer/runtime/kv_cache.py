@@ -146,7 +146,7 @@ class KvCache:
     def match(
         self, tokens: PromptTokens, adapters: AdapterKey, salt: str = "", *, n_top: int | None = None
     ) -> tuple[CachedSequence | None, int]:
-        """Find the sequence with the longest reusable prefix of `tokens`, and its length; (None, 0).
+        """Find the sequence with the longest reusable prefix of `tokens`, and its length, or (None, 0).
 
         The last token of a prompt is never reused, because its logits are needed. With `n_top` (prompt
         log-probabilities), tokens are reused only as far as their log-probabilities are cached.

@@ -91,7 +91,7 @@ def parse_adapters(text: str) -> tuple[Adapter, ...]:
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """The value that the engine chose for an option, and why, for `edgeinfer show`."""
+    """The value that the engine chose for an option, and why."""
 
     value: Any
     reason: str

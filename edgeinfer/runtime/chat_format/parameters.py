@@ -64,6 +64,6 @@ def json_text(value: Any) -> str:
     try:
         text = _ENCODER.encode(value)
         text.encode()
-    except UnicodeEncodeError:  # UTF-8 cannot encode half of a surrogate pair, `\\ud83d` can
+    except UnicodeEncodeError:  # half of a surrogate pair: only an escape can express it
         return json.dumps(value)
     return text

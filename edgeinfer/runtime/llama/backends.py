@@ -151,7 +151,7 @@ def misfit(file: BackendFile, build: Build) -> str:
 
 
 def _unsafe(path: Path) -> str:
-    """Return that another user may write to the file or its folder, "" if none may."""
+    """Return a message if another user may write to the file or its folder, otherwise ""."""
     for location in (path, path.parent):
         info = location.stat()
         if info.st_uid not in (0, os.getuid()) or info.st_mode & stat.S_IWOTH:

@@ -85,12 +85,12 @@ class BlockNames:
         return self._hash(b"full", parent, pack_tokens(tokens))
 
     def tail(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Return the name of a partial block. It has the same name if it becomes longer."""
+        """Return the name of a partial block after `parent`: a hash of its first 1 to 32 tokens."""
         n_key = next((n for n in TAIL_KEYS_TOKENS if n <= len(tokens)), 0)
         return self._hash(b"tail", parent, pack_tokens(tokens[:n_key]))
 
     def checkpoint(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Return the name of a block that ends at a checkpoint, with its length rounded down to 32."""
+        """Return the name of a block up to a checkpoint: a hash of its first 32, 64, 96 … tokens."""
         n_key = len(tokens) // TAIL_KEY_TOKENS * TAIL_KEY_TOKENS
         return self._hash(b"point", parent, pack_tokens(tokens[:n_key]))
 
