@@ -153,7 +153,7 @@ def start(
 def _wait_for(process: subprocess.Popen[bytes], log: Path, key: str) -> RemoteEndpoint:
     while True:
         if process.poll() is not None:
-            raise ServeError(f"`serve` exited: {_last_words(log)}", hint=f"its log: {log}")
+            raise ServeError(f"the endpoint did not start: {_last_words(log)}", hint=f"its log: {log}")
         time.sleep(_LOOK_S)
         url = next((line["url"].split()[0] for line in _lines(log) if "url" in line), "")
         if url and (remote := probe(url, key)):

@@ -119,7 +119,9 @@ def _entries(path: Path) -> dict[str, Any]:
             inner = inner.get("servers")
         if isinstance(inner, dict):
             return inner
-    raise ConfigError(f"{path}: no `mcpServers` and no `servers`", hint="correct `tools.mcp-files`")
+    raise ConfigError(
+        f"{path} has neither `mcpServers` nor `servers`", hint="correct `tools.mcp-files`"
+    )
 
 
 def _is_disabled(entry: Any) -> bool:

@@ -134,7 +134,7 @@ def test_answers_are_checked(score):
         ({"id": "x", "prompt": "?", "choices": ["a", "b"], "answer": 2}, "(from 0)"),
         ({"id": "x", "prompt": "?", "choices": ["a", "b"]}, "(from 0)"),
         ({"id": "x", "prompt": "?", "choices": ["a"], "answer": 0}, "choices"),
-        ({"id": "x", "prompt": "?", "exact": "a", "answer": 0}, "needs `choices`"),
+        ({"id": "x", "prompt": "?", "exact": "a", "answer": 0}, "it needs `choices`"),
         ({"id": "x", "prompt": "?", "number": 1, "tolerance": -1}, "tolerance"),
         ({"id": "x", "prompt": "?", "exact": []}, "exact"),
         ("[" * 100_000, "mine.jsonl:2"),

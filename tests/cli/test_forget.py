@@ -48,7 +48,7 @@ def test_models_blocks_go_and_the_others_stay(gguf: Path, capsys, monkeypatch) -
 def test_conversations_blocks_go(capsys) -> None:
     keep("one")
     assert main(["forget", "--conversation", "other"]) == 2
-    assert "conversation 'other' has no separate cached prefixes" in capsys.readouterr().err
+    assert "conversation 'other' has no cached prefixes of its own" in capsys.readouterr().err
     assert len(list_blocks(paths.blocks_dir())) == 1
     assert main(["forget", "--conversation", "talk"]) == 0
     assert list_blocks(paths.blocks_dir()) == []
@@ -58,7 +58,7 @@ def test_conversations_blocks_go(capsys) -> None:
 def test_a_conversation_without_prefixes_does_not_keep_the_others(capsys) -> None:
     keep("one")
     assert main(["forget", "--conversation", "nosuch", "--conversation", "talk"]) == 2
-    assert "conversation 'nosuch' has no separate cached" in capsys.readouterr().err
+    assert "conversation 'nosuch' has no cached" in capsys.readouterr().err
     assert list_blocks(paths.blocks_dir()) == []
 
 

@@ -167,7 +167,8 @@ class ConversationStore:
             sql = "UPDATE conversation SET deleted_ms = NULL WHERE id = ?"
             n_restored = self.db.execute(sql, (conversation_id,)).rowcount
         if not n_restored:
-            raise StoreError(f"conversation {conversation_id} has been purged", hint="")
+            problem = f"conversation {conversation_id} was deleted more than a day ago"
+            raise StoreError(problem, hint="it cannot be restored")
 
     def add(self, turn: Turn) -> Turn:
         """Store a new turn as the end of the branch; return it with its id and time."""

@@ -137,7 +137,7 @@ def run(options: argparse.Namespace, host: Host) -> BenchResult:
     """Measure models and servers in turn. Raises UsageError, ServeError, what `Host.files` raises."""
     plan = msgspec.convert(vars(options), Plan)
     if not plan.pp and not plan.tg:
-        raise UsageError("nothing to measure", hint="leave out -p 0 or -n 0")
+        raise UsageError("-p 0 with -n 0 leaves nothing to measure", hint="leave out one of them")
     if max(plan.streams) > MOST_STREAMS:
         raise UsageError(f"--streams allows at most {MOST_STREAMS} concurrent answers")
     meter, load = EnergyMeter(), os.getloadavg()[0]

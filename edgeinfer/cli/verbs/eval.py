@@ -112,9 +112,11 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if sum(getattr(self, name) is not None for name in CHECKS) != 1:
             raise ValueError(f"give exactly one check: {', '.join(CHECKS)}")
         if self.choices is None and self.answer is not None:
-            raise ValueError("`answer` needs `choices`")
+            raise ValueError("`answer` is the number of a choice, so it needs `choices`")
         if self.choices and (not self.prompt or self.answer not in range(len(self.choices))):
-            raise ValueError("`choices` need a `prompt` and the index `answer` (from 0)")
+            raise ValueError(
+                "`choices` need a `prompt`, and the right one's number as `answer` (from 0)"
+            )
         from edgeinfer.runtime.sampling.grammar import follows  # imported here: llguidance takes 100 ms
 
         try:

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace, host: Host) -> ForgetResult:
     freed_of = {name: block_folder.forget_conversations(root, name) for name in options.conversation}
     if unknown := [name for name, n_bytes in freed_of.items() if not n_bytes]:
         raise UsageError(
-            f"conversation {', '.join(map(repr, unknown))} has no separate cached prefixes",
+            f"conversation {', '.join(map(repr, unknown))} has no cached prefixes of its own",
             hint="give `chat-NUMBER` (a conversation's number) or the `prompt_cache_key` of requests",
         )
     freed += sum(freed_of.values())

@@ -86,7 +86,7 @@ def _licenses() -> LicensesResult:
     app = shipped.app_dir()
     if app is None:
         hint = "for Python packages: `pip show --verbose NAME`"
-        raise ShippingError("only the shipped file lists its components", hint=hint)
+        raise ShippingError("only the one-file program lists its components", hint=hint)
     listed = (app / "share/licences.json").read_bytes()
     components = msgspec.json.decode(listed, type=tuple[dict[str, Any], ...])
     return LicensesResult(folder=str(app / "share/licences"), components=components)
