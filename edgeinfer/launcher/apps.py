@@ -121,7 +121,7 @@ class Apps:
         request.reason, request.hint = "", choice.warm_hint
         app = self._launch(lambda fd: supervise.resume(manifest, folder, fd), request, fds)
         # the file's mtime records the last use: the least recently used snapshots are removed first
-        quietly(os.utime, f"{folder}/{format.LOCK}")
+        process.quietly(os.utime, f"{folder}/{format.LOCK}")
         return app
 
     def start_cold(
@@ -170,16 +170,16 @@ class Apps:
         if users is not None:
             fds.append(users.fileno())
         # if the app has ended already, its supervisor reports that
-        quietly(messages.send, app.link, request, fds)
+        process.quietly(messages.send, app.link, request, fds)
         return app
 
     def drop(self, app: LaunchedApp) -> None:
         self.running.remove(app)
         self._poll.unregister(app.supervisor.status_fd)
-        quietly(self._poll.unregister, app.link.fileno())
+        process.quietly(self._poll.unregister, app.link.fileno())
         os.close(app.supervisor.status_fd)
         app.link.close()
-        quietly(os.waitpid, app.supervisor.pid, 0)
+        process.quietly(os.waitpid, app.supervisor.pid, 0)
 
 
 def hint_for(error: EdgeInferError, choice: selection.LaunchChoice) -> str:
@@ -191,14 +191,3 @@ def hint_for(error: EdgeInferError, choice: selection.LaunchChoice) -> str:
     from edgeinfer import error_text  # slow import (1 ms): only before a cold start
 
     return error_text.hint(error)
-
-
-def quietly(call: Callable[..., object], *arguments: object) -> None:
-    """Call a function and ignore OSError and KeyError, which mean that a process has ended.
-
-    `contextlib.suppress` would cost an import of 3 ms.
-    """
-    try:  # noqa: SIM105
-        call(*arguments)
-    except (OSError, KeyError):
-        pass

@@ -8,7 +8,6 @@ import select
 import time
 
 from edgeinfer.launcher import messages, supervise
-from edgeinfer.launcher.apps import quietly
 from edgeinfer.platform import paths, process
 from edgeinfer.snapshot_format import format
 
@@ -75,8 +74,8 @@ class Builds:
     def stop_warm(self) -> None:
         """Interrupt the `edgeinfer warm` of `start_warm` if it still runs, and wait for its end."""
         if self._warm_pid:
-            quietly(os.kill, self._warm_pid, _signal.SIGINT)
-            quietly(os.waitpid, self._warm_pid, 0)
+            process.quietly(os.kill, self._warm_pid, _signal.SIGINT)
+            process.quietly(os.waitpid, self._warm_pid, 0)
             self._warm_pid = 0
 
 

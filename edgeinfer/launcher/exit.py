@@ -92,12 +92,8 @@ class Terminal:
 
     def dismiss_guard(self) -> None:
         """End the child of `watch`; it then leaves the terminal as it is."""
-        if self._guard is None:
-            return
-        try:  # noqa: SIM105  contextlib costs 3 ms
-            os.write(self._guard, b".")
-        except OSError:
-            pass
+        if self._guard is not None:
+            process.quietly(os.write, self._guard, b".")
 
     def restore(self) -> None:
         """Restore the terminal's modes and screen, after an app that died without doing so."""

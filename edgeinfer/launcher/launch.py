@@ -13,7 +13,8 @@ import time
 
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.launcher import builds, exit, messages, process_env, supervise
-from edgeinfer.launcher.apps import Apps, LaunchedApp, hint_for, quietly
+from edgeinfer.launcher.apps import Apps, LaunchedApp, hint_for
+from edgeinfer.platform import process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Launcher:
         self._is_suspending |= number == _signal.SIGTSTP
         for app in self._apps.running:
             if app.role == "verb" or number == _signal.SIGCONT:
-                quietly(os.kill, app.supervisor.pid, number)
+                process.quietly(os.kill, app.supervisor.pid, number)
         if self._main is None and number in exit.ASKED_TO_END:
             exit.end_by_signal(number)
 

@@ -119,13 +119,10 @@ def _supervise(tell: Tell, criu_pid: int, app_pid: int, log: int, limit_s: int =
     exit_status: int | None = None
 
     def forward(number: int, _frame: object) -> None:
-        if not alive:
+        if alive:
+            process.quietly(os.kill, app_pid, number)
+        else:
             early.append(number)
-            return
-        try:  # noqa: SIM105  contextlib costs 3 ms
-            os.kill(app_pid, number)
-        except ProcessLookupError:
-            pass
 
     for number in FORWARDED:
         _signal.signal(number, forward)

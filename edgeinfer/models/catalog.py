@@ -20,7 +20,7 @@ from edgeinfer.config.load_options import LORA
 from edgeinfer.config.sampling_options import SAMPLING_OPTIONS
 from edgeinfer.errors import ConfigError, UsageError
 from edgeinfer.models import names
-from edgeinfer.models import sources as places
+from edgeinfer.models import sources as source_types
 from edgeinfer.models.gguf import FILE_TYPES, file_type
 from edgeinfer.platform import paths
 from edgeinfer.runtime.requests import Sampling, default_sampling
@@ -147,15 +147,15 @@ class Model(_Table, frozen=True, kw_only=True):
         return self.sampling.over(default_sampling(parameter_count(self.parameters)))
 
     @property
-    def projector_source(self) -> places.Source | None:
+    def projector_source(self) -> source_types.Source | None:
         """Source of the projector; None if there is none, or a local path. Raises UsageError."""
-        named = places.looks_like_source(self.projector) and not names.is_path(self.projector)
-        return places.parse(self.projector) if named else None
+        named = source_types.looks_like_source(self.projector) and not names.is_path(self.projector)
+        return source_types.parse(self.projector) if named else None
 
-    def parsed_sources(self) -> list[tuple[places.Source, ...]]:
+    def parsed_sources(self) -> list[tuple[source_types.Source, ...]]:
         """Return the sources in order, each as its parts (usually one). Raises UsageError."""
         several = ((text,) if isinstance(text, str) else text for text in self.sources)
-        return [tuple(map(places.parse, parts)) for parts in several]
+        return [tuple(map(source_types.parse, parts)) for parts in several]
 
     @property
     def final_quantization(self) -> str:
@@ -215,8 +215,8 @@ def load_catalog(user: Path | None = None) -> Catalog:
             shipped = {key: value for key, value in shipped.items() if key not in _FILE_KEYS}
         tables[name] = shipped | table
         origin[name] = user
-    places_of = {name: f'{path}: model "{name}"' for name, path in origin.items()}
-    return Catalog({name: _model(name, table, places_of[name]) for name, table in tables.items()})
+    where = {name: f'{path}: model "{name}"' for name, path in origin.items()}
+    return Catalog({name: _model(name, table, where[name]) for name, table in tables.items()})
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
@@ -257,9 +257,8 @@ def _model(name: str, table: dict[str, Any], where: str) -> Model:
 
 def _check(model: Model) -> None:
     every_source = (model.projector_source, *chain(*model.parsed_sources()))
-    if any(
-        isinstance(source, places.Url) and source.url.startswith("http:") for source in every_source
-    ):
+    urls = (source.url for source in every_source if isinstance(source, source_types.Url))
+    if any(url.startswith("http:") for url in urls):
         raise UsageError("a source with http: is not encrypted; use its https: address")
     if model.sha256:
         names.parse_digest(model.sha256)

@@ -119,7 +119,7 @@ class Estimator:
         self.pulled_bytes = {model.name: model.size_bytes for model in list_pulled()}
 
     def fit(self, name: str, size_bytes: int, purpose: str, parameters: str) -> Fit:
-        """Estimate a model with a file of `size_bytes`, with its draft model if both fit."""
+        """Estimate a model with a file of `size_bytes`; its draft model counts if it is pulled."""
         model = self.catalog.get(name)
         return fit(
             size_bytes,

@@ -61,7 +61,7 @@ class FetchedFile(msgspec.Struct, kw_only=True):
 
 
 def plan_pull(text: str, catalog: Catalog, name: str | None = None) -> PullPlan:
-    """Plan to pull a path, a source or a catalogue name. Raises UsageError, UnknownModelError."""
+    """Return how to pull a path, a source or a catalogue name. Raises UsageError, UnknownModelError."""
     given_ref = names.parse_reference(name) if name else None
     if names.is_path(text):
         path = Path(text).expanduser().absolute()

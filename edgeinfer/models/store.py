@@ -259,7 +259,7 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pins_path(ref: Reference) -> Path:
-    """Return the path of a model's pins; the file need not exist."""
+    """Return the path of a model's pins, NAME.lock.json; the file need not exist."""
     return paths.models_dir() / (ref.folder + _PINS_SUFFIX)
 
 

@@ -14,7 +14,7 @@ _NONE = (
 
 
 class _Kind(NamedTuple):
-    """Files with an energy (µJ) or power (µW), if the file `label` next to them begins with `name`."""
+    """A kind of files with an energy (µJ) or power (µW), next to a `label` that begins with `name`."""
 
     source: str
     files: str

@@ -194,7 +194,7 @@ def _cpu_quota(root: Path) -> float | None:
         fields = _text(folder / "cpu.max").split() or older
         if len(fields) == 2 and all(
             word.isdecimal() for word in fields
-        ):  # otherwise "max" or -1: no limit
+        ):  # without a limit, it is "max" or -1
             quotas.append(int(fields[0]) / max(1, int(fields[1])))
     return min(quotas, default=None)
 

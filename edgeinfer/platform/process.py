@@ -69,6 +69,14 @@ def redirect_to_null(*keep: int) -> None:
         os.close(null)
 
 
+def quietly(call: Callable[..., object], *arguments: object) -> None:
+    """Call a function and ignore OSError and KeyError; importing contextlib would take 3 ms."""
+    try:  # noqa: SIM105
+        call(*arguments)
+    except (OSError, KeyError):
+        pass
+
+
 def close_all_but(*keep: int) -> None:
     """Close all descriptors from 3 on, except those in `keep`."""
     first = 3
@@ -182,7 +190,4 @@ def lower_thread_priority() -> None:
     if sys.platform == "linux":
         thread = _thread.get_native_id()
         nice = max(os.getpriority(os.PRIO_PROCESS, thread), _SESSION)
-        try:  # noqa: SIM105  contextlib costs 3 ms
-            os.setpriority(os.PRIO_PROCESS, thread, nice)
-        except OSError:
-            pass
+        quietly(os.setpriority, os.PRIO_PROCESS, thread, nice)

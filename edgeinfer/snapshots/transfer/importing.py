@@ -54,7 +54,7 @@ def import_snapshot(image: ImageStore, host: Host, progress: jobs.Progress) -> t
     _store_files(image, description, progress)
     model, requested = description.model, description.requested
     given_name = format.user_name_of(description.name, model, requested)
-    if description.adapters:  # here, the adapters have other paths
+    if description.adapters:  # on this machine, the adapters have other paths
         requested |= {LORA.field: adapters_text([_local(file) for file in description.adapters])}
     known = {option.field: option for option in LOAD_OPTIONS}
     parsed = {field: known[field].parse(text) for field, text in requested.items() if field in known}
