@@ -1,4 +1,4 @@
-"""config.toml: typed, unknown keys refused by name, defaults for everything."""
+"""config.toml: types, defaults, unknown keys, and changes of single keys."""
 
 import random
 import subprocess
@@ -87,7 +87,7 @@ def test_every_key_has_a_sentence():
     assert missing == []
 
 
-#: Saves its own keys, adds its own patterns, and says so by its exit status alone.
+#: Saves keys and adds patterns in another process; its exit status says whether that succeeded.
 _WRITER = """
 import sys
 from pathlib import Path
@@ -113,7 +113,7 @@ def test_processes_that_change_the_file_at_once_lose_nothing(tmp_path):
 def test_a_change_starts_from_what_the_file_says_now(tmp_path):
     path = write(tmp_path, '[tools]\nallow = ["a.b", "c.d"]\n')
     config_file.load_config(path)
-    write(tmp_path, "[tools]\nallow = []\n")  # the user took both back
+    write(tmp_path, "[tools]\nallow = []\n")  # the user removed both patterns
     config = config_file.change(("tools", "allow"), lambda old: [*(old or ()), "e.f"], path)
     assert config.tools.allow == config_file.load_config(path).tools.allow == ("e.f",)
 

@@ -1,4 +1,4 @@
-"""The table of load options: every way in reads it, and no way drops a row."""
+"""The table of load options reaches command line, configuration, engine and launcher."""
 
 import argparse
 from typing import Any
@@ -26,7 +26,7 @@ CONFIGURED = [option for option in LOAD_OPTIONS if option.key]
 
 
 def other(option: LoadOption) -> Any:
-    """A value of the option that is not its default."""
+    """Return a value of the option that is not its default."""
     choices = [word for word in option.choices if word != option.default]
     return choices[-1] if choices else option.high or "/folder/other.gguf"
 
@@ -85,7 +85,7 @@ def test_one_range_on_every_way_in(option: LoadOption, tmp_path, capsys) -> None
 
 @pytest.mark.parametrize("option", TYPED, ids=lambda option: option.field)
 def test_chats_warm_builds_what_its_own_launch_finds(option: LoadOption) -> None:
-    """From the chat's options over `edgeinfer warm` to what the snapshot is said to be made with."""
+    """Compare the chat's options with those of the snapshot that its `/warm` builds."""
     requested = LoadOptions(**{option.field: other(option)})
     typed = parse("warm", *app_host.warm_argv("m", requested))
     built = typed_options.load_options(typed, LoadConfig())
@@ -106,7 +106,7 @@ def test_no_draft_model_needs_no_snapshot_of_its_own_if_the_model_has_none():
     assert first_mismatch({"draft": "none"}, {}, {"draft": "small"}) == "draft"
     assert (
         first_mismatch({}, {"draft": "none"}, {"draft": "none"}) == "draft"
-    )  # the catalogue may name one
+    )  # the catalogue may have a draft model
 
 
 def test_hint_of_a_cold_start_is_the_whole_command():

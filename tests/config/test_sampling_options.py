@@ -1,4 +1,4 @@
-"""The table of sampling options: one range each, on every way in."""
+"""Sampling options have the same range in every front end."""
 
 import math
 
@@ -61,7 +61,7 @@ def test_command_line_chat_catalogue_and_endpoint_take_the_same_range(
                 if (name := _key(struct, option.field)) is None:
                     continue
                 if (name, value) == ("top_k", -1) and struct is not SamplingDefaults:
-                    continue  # other servers' word for "all"
+                    continue  # other servers use this value for "all"
                 with pytest.raises(msgspec.ValidationError, match=r"Expected `(int|float)`"):
                     msgspec.convert({name: value}, struct)
 

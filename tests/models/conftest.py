@@ -1,4 +1,4 @@
-"""A fake hub, and the command line in a process of its own."""
+"""Fixtures of pulls: a local Hugging Face hub that can misbehave, and the command line as a process."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from edgeinfer.models.progress import RetryPolicy
 from edgeinfer.models.pull import PullOptions
 from edgeinfer.platform import paths
 
-#: Waits of microseconds instead of seconds, and a short belief in silence.
+#: Short waits, so that tests of retries are fast.
 HASTY = RetryPolicy(attempts=3, pause_s=0.001, connect_s=5.0, silence_s=0.5)
 
 
@@ -32,19 +32,19 @@ def server() -> Iterator[FaultServer]:
 
 @pytest.fixture
 def options() -> PullOptions:
-    """Pull under the name of `part`, without long waits."""
+    """Options of a pull with the name `tiny` and short waits."""
     return PullOptions(name="tiny", retry_policy=HASTY)
 
 
 @pytest.fixture
 def url(server: FaultServer, body: bytes) -> str:
-    """Where the file's own `body` is served."""
+    """URL at which the server has `body`."""
     server.files["/tiny.gguf"] = body
     return f"{server.url}/tiny.gguf"
 
 
 def part() -> Path:
-    """The partial file of a pull of `url` as tiny."""
+    """Return the path of the partial file of a pull of `url`."""
     return paths.models_dir() / ".partial/tiny/tiny.gguf.part"
 
 
@@ -53,9 +53,7 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def start_cli() -> Iterator[Start]:
-    """Start the command line in a process of its own; whatever is left of it is killed at the end of
-    the test.
-    """
+    """Start the command line as a process; it is killed at the end of the test."""
     running: list[subprocess.Popen[bytes]] = []
 
     def start(*argv: str, before: str = "", prefix: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:

@@ -1,7 +1,6 @@
-"""Models that Ollama, the Hugging Face cache and LM Studio keep: listed, checked, used, never written to.
+"""Models of Ollama, Hugging Face's cache and LM Studio are listed, checked and used, never changed.
 
-Each store is made by hand in its own layout, and broken in every way that a disk, a person or another
-program breaks one.
+Each store is made here in its program's layout, and damaged in the ways that occur.
 """
 
 import json
@@ -54,7 +53,7 @@ def kind(request) -> type[AnyStore]:
 
 @pytest.fixture
 def external(kind, home: Path) -> AnyStore:
-    """A store with one model."""
+    """A store of each program with one model."""
     return kind(home, TINY)
 
 
@@ -112,7 +111,7 @@ def test_digest_is_checked_once_and_again_when_the_file_changed(home: Path, monk
 
 
 def the_file_is_gone(external: AnyStore) -> None:
-    if isinstance(external, StudioFolder):  # where nothing else would tell of it
+    if isinstance(external, StudioFolder):  # LM Studio has no digest: nothing else would notice it
         external.file.rename(external.repo / "tiny-F32-00001-of-00002.gguf")
     else:
         external.file.unlink()

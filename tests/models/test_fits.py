@@ -1,4 +1,4 @@
-"""Which models suit a machine, as `list --fits` and the first run tell."""
+"""Estimates of which models fit a machine, as `list --fits` and the first run show them."""
 
 import msgspec
 import pytest
@@ -15,7 +15,7 @@ GB = 10**9
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Make this machine one of given memory and threads."""
+    """Return a function that pretends memory, bandwidth and GPU memory."""
 
     def make(
         available_bytes: int, bytes_per_s: float, threads: int, busy: bool = False, card_bytes: int = 0
@@ -86,7 +86,7 @@ def test_model_larger_than_memory_is_as_fast_as_the_disk_allows(
         assert all("from the disk" in model["fit"]["why"] for model in large)
         speeds.append({model["name"]: model["fit"]["tokens_per_s"] for model in large})
     assumed, slow, fast = speeds
-    assert assumed == slow  # of a disk that was not measured
+    assert assumed == slow  # a disk that was not measured counts as one of 0.5 GB/s
     assert fast["qwen3-30b-a3b-instruct-2507"] > 2 * slow["qwen3-30b-a3b-instruct-2507"]
     memory = Memory(total_bytes=12 * GB, available_bytes=12 * GB, reason="")
     mixture = fits.fit(16 * GB, "chat", 0.1, MemoryRate(40e9, 2, False), memory=memory)

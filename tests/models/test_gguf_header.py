@@ -1,4 +1,4 @@
-"""The header reader on real files, with the gguf package as oracle."""
+"""GGUF headers of real files are read as the gguf package reads them."""
 
 from pathlib import Path
 

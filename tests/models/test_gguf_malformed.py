@@ -1,4 +1,4 @@
-"""Hostile and torn headers: each gives our error and nothing else, and llama.cpp never sees one."""
+"""Hostile and truncated headers raise InvalidGgufError and never reach llama.cpp."""
 
 import os
 import random
@@ -188,7 +188,7 @@ def test_malformed_header_is_our_error(fault: str, content: bytes, tmp_path: Pat
 
 
 def mutants(whole: bytes, header_bytes: int, n: int) -> Iterator[bytes]:
-    """`whole` with one to four bytes of its header changed."""
+    """Yield `n` copies of `whole` with one to four bytes of the header changed."""
     rng = random.Random(SEED)
     for _ in range(n):
         changed = bytearray(whole)
@@ -199,7 +199,7 @@ def mutants(whole: bytes, header_bytes: int, n: int) -> Iterator[bytes]:
 
 @pytest.fixture
 def survivors() -> list[bytes]:
-    """Mutants that our reader takes."""
+    """Mutants that our reader accepts."""
     whole = gguf_bytes()
     header_bytes = parse(whole).data_offset
     reads = []
@@ -228,9 +228,7 @@ print(len(refused), *refused)
 
 
 def test_ggml_accepts_what_the_reader_accepts(survivors: list[bytes], tmp_path: Path) -> None:
-    """ggml's own reader, in a process of its own, reads every mutant that passed ours: ours is at least
-    as strict.
-    """
+    """Let ggml's reader, in a process of its own, read every mutant that ours accepts."""
     assert len(survivors) > 300
     paths = []
     for i, content in enumerate(survivors):

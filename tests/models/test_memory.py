@@ -1,4 +1,4 @@
-"""The memory a model is said to need, against llama.cpp's own buffers on both real models."""
+"""Memory estimates agree with llama.cpp's buffers for both real models."""
 
 import json
 from pathlib import Path
@@ -15,8 +15,7 @@ from edgeinfer.runtime.memory_plan import Plan
 from edgeinfer.runtime.model_shape import Shape, make_buffers
 from edgeinfer.runtime.options import LoadOptions
 
-#: Makes contexts and prints what llama.cpp says of its buffers, in MiB: [weights, [kv, compute +
-#: output] per context].
+#: Prints the sizes (MiB) that llama.cpp logs: [weights, [KV cache, compute and output] per context].
 _BUFFERS = """
 import json, re, sys
 from edgeinfer.runtime.llama import libllama
@@ -62,7 +61,7 @@ def llama_buffers(model: Path) -> list:
 @pytest.mark.model
 @pytest.mark.parametrize("which", ["smollm2", "gemma3"])
 def test_estimate_agrees_with_llama_cpp(which: str, request: pytest.FixtureRequest) -> None:
-    """Weights and KV cache to the printed digit; compute within 10 %."""
+    """Compare weights and KV cache exactly, compute buffers within 10 %."""
     model = request.getfixturevalue(which)
     shape = header_shape([read_model_header(model)])
     weights, contexts = llama_buffers(model)

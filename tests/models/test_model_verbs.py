@@ -1,4 +1,4 @@
-"""The verbs on the command line: words for a person, JSON for a script, exit codes, progress."""
+"""The verbs for models: text, JSON, exit codes and progress."""
 
 import hashlib
 import io
@@ -189,7 +189,7 @@ def test_digest_that_was_typed_is_compared(server, local: Path, as_json) -> None
     as_json(*command, "--sha256", "12", code=2)
     assert as_json(*command, "--sha256", f"sha256:{digest.upper()}")["sha256"] == digest
     assert as_json(*command, "--sha256", digest)["was_here"]
-    as_json(*command, "--sha256", "0" * 64, code=5)  # a model that is here is no answer to another
+    as_json(*command, "--sha256", "0" * 64, code=5)  # the stored model does not have this digest
     assert list_pulled()[0].sha256 == digest
 
 

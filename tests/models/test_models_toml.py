@@ -1,4 +1,4 @@
-"""The shipped catalogue and the user's over it."""
+"""The shipped catalogue, and how the user's models.toml overrides it."""
 
 import re
 from pathlib import Path

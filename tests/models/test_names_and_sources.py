@@ -1,4 +1,4 @@
-"""Names, digests, file names and sources: what is accepted, and that nothing else is."""
+"""Which names, digests, file names and sources are accepted."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Projectors: which of the files next to a model encode pictures for it, and which headers are refused."""
+"""Which projector in a model's folder is used, and which headers are refused."""
 
 import gguf
 import numpy as np
@@ -63,7 +63,7 @@ def test_header_that_no_projector_has_is_refused(tmp_path, sizes, said):
     ("image", "patch", "width"), [(896, 14, 1152), (1540, 14, 1024), (2048, 16, 1152)]
 )
 def test_the_largest_that_models_have_are_read(tmp_path, image, patch, width):
-    """Those of Gemma 3, Mistral Small 3.1 and HunyuanOCR."""
+    """Read headers with the sizes of Gemma 3, Mistral Small 3.1 and HunyuanOCR."""
     sizes = {"image_size": image, "patch_size": patch, "embedding_length": width}
     projectors.check(write(tmp_path / "mmproj.gguf", **sizes))
 

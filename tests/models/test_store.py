@@ -1,4 +1,4 @@
-"""The store: what is here, what a word means, local files, removal."""
+"""The store of pulled models: local files, references, settings, removal."""
 
 from pathlib import Path
 

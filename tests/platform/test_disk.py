@@ -1,4 +1,4 @@
-"""Files that are whole or not there, locks, digests of parts."""
+"""Atomic files, locks and digests."""
 
 import hashlib
 import os
@@ -16,7 +16,7 @@ def test_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     disk.write_durably(path, b"first", 0o600)
     with pytest.raises(ValueError, match="closed"), disk.durable_file(path) as file:
-        file.close()  # so that what is written cannot be flushed
+        file.close()  # a closed file cannot be flushed
     assert path.read_bytes() == b"first"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(tmp_path) == ["file"]
@@ -27,7 +27,7 @@ def test_two_writers_of_one_pid_have_two_temporary_files(tmp_path):
     with disk.new_file(path) as first, disk.new_file(path) as second:
         first.write(b"first")
         second.write(b"second")
-    assert path.read_bytes() == b"first"  # which ended last
+    assert path.read_bytes() == b"first"  # the block that ended last wins
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -81,7 +81,7 @@ def test_lock_is_held_until_its_block_ends(tmp_path):
     holder.start()
     assert held.wait(30)
     assert disk.is_locked(path)
-    with disk.locked(path, busy=let_go.set):  # what the waiting one is told lets the first go
+    with disk.locked(path, busy=let_go.set):  # `busy` lets the first holder release the lock
         assert disk.is_locked(path)
     holder.join()
     assert not disk.is_locked(path)

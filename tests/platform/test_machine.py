@@ -1,4 +1,4 @@
-"""`doctor`, `version` and `config` on this very machine."""
+"""`doctor`, `version` and `config` on this machine."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What this process may use of the machine, read from trees of /proc and /sys that are made up."""
+"""Limits of control groups, read from made trees of /proc and /sys."""
 
 import mmap
 import os
@@ -12,7 +12,7 @@ GB = 10**9
 
 
 def tree(root: Path, cgroup: str, files: dict[str, object]) -> Path:
-    """A machine of 16 GB, 12 of them available, in the control group `cgroup`."""
+    """Make the /proc and /sys of a machine of 16 GB (12 available), in the control group `cgroup`."""
     files = {
         "proc/meminfo": "MemTotal: 16000000 kB\nMemAvailable: 12000000 kB\n",
         "proc/self/cgroup": cgroup,
@@ -32,7 +32,7 @@ def test_without_limits_the_kernels_estimate_counts(tmp_path: Path) -> None:
 
 
 def group(limit: object, used: int, stat: str = "", folder: str = "") -> dict[str, object]:
-    """The memory files of a control group (version 2)."""
+    """Return the memory files of a control group of version 2."""
     return {f"{folder}memory.max": limit, f"{folder}memory.current": used, f"{folder}memory.stat": stat}
 
 

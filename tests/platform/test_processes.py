@@ -60,7 +60,7 @@ print(os.getpriority(os.PRIO_PROCESS, 0), session.partition("nice")[2].strip())
     not SESSION.exists(), reason="this kernel shares the processor only among processes"
 )
 def test_background_process_steps_back_with_its_own_session_only():
-    # none where a session has no such group
+    # the file is empty without autogroups
     niceness = SESSION.read_text().partition("nice")[2].split()
     assert run_python(STEP_BACK, start_new_session=True).split() == ["19", "10"]
     assert run_python(STEP_BACK).split() == ["19", *niceness]

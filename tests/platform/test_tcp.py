@@ -1,4 +1,4 @@
-"""The other end of a TCP connection: its user, whether it still reads, and who listens at a port."""
+"""The user at the other end of a TCP connection, or listening on a port."""
 
 import os
 import socket
@@ -13,15 +13,15 @@ MAPPED = "::ffff:127.0.0.1"
 
 @pytest.fixture(params=["kernel", "tables"])
 def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of finding out."""
+    """Use netlink, then /proc/net."""
     if request.param == "tables":
-        monkeypatch.setattr(tcp, "_NETLINK_SOCK_DIAG", 9999)  # no such protocol: an OSError
+        monkeypatch.setattr(tcp, "_NETLINK_SOCK_DIAG", 9999)  # an unknown protocol raises OSError
     return str(request.param)
 
 
 @pytest.fixture(params=["127.0.0.1", "::1", MAPPED])
 def connection(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A connection's two ends: the server's and the client's, which may know IPv4 as IPv6."""
+    """Yield a server's and a client's end; the client may use IPv4 mapped to IPv6."""
     host = "127.0.0.1" if request.param == MAPPED else request.param
     client_family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
     with (
@@ -43,7 +43,7 @@ def test_peer_is_told_by_its_user(source: str, connection) -> None:
 
 
 def test_closed_peer_is_nobody(source: str, connection) -> None:
-    """The kernel tells an orphan's user as root."""
+    """Close the peer: the kernel then reports root as its user."""
     server, client = connection
     client.close()
     assert tcp.peer_of(server) is None

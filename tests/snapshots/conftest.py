@@ -1,7 +1,7 @@
-"""Real snapshots of the real small model, as an ordinary user and as root.
+"""Fixtures of real snapshots of the small model, as an ordinary user and as root.
 
-The suite may run as root from a folder that an ordinary user cannot enter, so the sources are copied to
-a place that every user can read, and so is the virtual environment where that cannot be reached either.
+Root's tests may run from a folder that an ordinary user cannot enter, so the sources, and if necessary
+the virtual environment, are copied to a place that every user can read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _is_world_accessible(path: Path) -> bool:
 
 
 def _world_accessible_copy(folder: Path, sources: Path) -> Path:
-    """A copy of the virtual environment that imports `sources`, with its CRIU told where it is now."""
+    """Copy the virtual environment, so that it imports `sources` and finds its CRIU."""
     target = folder / "venv"
     shutil.copytree(sys.prefix, target, symlinks=True)
     for installed in target.glob("lib/python*/site-packages/__editable__.edgeinfer-*.pth"):
@@ -50,12 +50,14 @@ def _world_accessible_copy(folder: Path, sources: Path) -> Path:
 
 
 class Place:
-    """Where the program under test lies, and how to run it as somebody."""
+    """Where the tested program is, and how to run it as a user."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.sources = folder / "sources"
-        shutil.copytree(REPOSITORY / "edgeinfer", self.sources / "edgeinfer")  # with what is compiled
+        shutil.copytree(
+            REPOSITORY / "edgeinfer", self.sources / "edgeinfer"
+        )  # including compiled modules
         self.prefix = (
             Path(sys.prefix)
             if _is_world_accessible(Path(sys.prefix))
@@ -75,7 +77,7 @@ _started: list[subprocess.Popen] = []
 
 @pytest.fixture(autouse=True)
 def _close_pipes():
-    """Close the pipes of a test's programs with it, not by the collector in a later test."""
+    """Close the pipes of a test's processes at its end, before another test collects them."""
     yield
     while _started:
         process = _started.pop()
@@ -85,7 +87,7 @@ def _close_pipes():
 
 
 class Person:
-    """A user of edgeinfer: a home of their own with the small model in it."""
+    """A user of edgeinfer with a home, in which the small model is pulled."""
 
     def __init__(
         self, place: Place, uid: int, gid: int, home: Path, model: Path, *, pulls: bool = True
@@ -127,9 +129,7 @@ class Person:
         (folder / "config.toml").write_text(text)
 
     def popen(self, *arguments: str, program: str = "", **settings) -> subprocess.Popen:
-        """Start edgeinfer, or a Python program text; as this person, in their home, without our
-        descriptors.
-        """
+        """Start edgeinfer, or the Python code in `program`, as this user."""
         start = ["-c", program] if program else [str(self.place.script)]
         environment = self.environment | settings.pop("env", {})
         defaults: dict[str, Any] = {
@@ -138,7 +138,7 @@ class Person:
             "stderr": subprocess.PIPE,
             "cwd": self.home,
         }
-        if os.getuid() == 0:  # any other user is this person already, and may not set groups
+        if os.getuid() == 0:  # otherwise this is the user already, who may not set groups
             defaults |= {"user": self.uid, "group": self.gid, "extra_groups": []}
         process = subprocess.Popen(
             [str(self.place.python), *start, *arguments],
@@ -160,7 +160,7 @@ class Person:
         return Outcome(process.returncode, out, err)
 
     def logged(self, message: str) -> str:
-        """Wait until the background warm has said something with these words; its whole log."""
+        """Wait until the log of background builds contains `message`; return the log."""
         log = self.data / "state/auto-warm.log"
         with without_other_tests():
             wait_until(
@@ -169,7 +169,7 @@ class Person:
         return log.read_text()
 
     def ask(self, *arguments: str, **settings) -> Outcome:
-        """A short greedy answer of the small model."""
+        """Run a short greedy request with the small model."""
         command = (
             "run",
             MODEL,
@@ -180,7 +180,7 @@ class Person:
 
 
 class Outcome:
-    """How a run ended."""
+    """Result of a run."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code = code
@@ -206,7 +206,7 @@ class Outcome:
 
 
 class Endpoint:
-    """A running `serve`, and a client that connects anew for each request."""
+    """A running `serve`, with a client that opens a connection for each request."""
 
     def __init__(self, person: Person, *arguments: str, **settings) -> None:
         self.port = free_port()
@@ -221,11 +221,11 @@ class Endpoint:
         )
 
     def ask(self, model: str = MODEL, tokens: int = 3) -> dict:
-        """One completion. The connection may wait, it is never refused once the endpoint was up."""
+        """Return one completion; once the endpoint has started, no connection may be refused."""
         return self.post({"model": model, "prompt": "Hello", "max_tokens": tokens, "temperature": 0})
 
     def post(self, body: dict, status: int = 200) -> dict:
-        """The answer to a completion."""
+        """Return the answer to a completion request."""
         answer = self.client.post("/v1/completions", json=body)
         assert answer.status_code == status, answer.text
         return answer.json()
@@ -289,7 +289,7 @@ def _ordinary_user() -> tuple[int, int]:
 
 @pytest.fixture(scope="session", params=["ordinary user", "root"])
 def anybody(request, place, smollm2) -> Person:
-    """The small model pulled, nothing warm; once as an ordinary user, once as root."""
+    """An ordinary user, then root, with the small model and no snapshot."""
     if os.getuid() != 0 and request.param == "root":
         pytest.skip("not root")
     if os.getuid() == 0 and request.param == "root":
@@ -312,9 +312,7 @@ def _readable(place: Place, model: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def warm(anybody) -> Person:
-    """A user whose small model is warm, once: nothing is rebuilt behind a test that damages the
-    snapshot (`spoiled`).
-    """
+    """A user with a snapshot of the small model, which tests must leave as it is."""
     anybody.settings(NO_AUTO_WARM)
     anybody.run("warm", MODEL, "--quiet").check()
     return anybody
@@ -328,7 +326,7 @@ def user(place, smollm2, tmp_path_factory) -> Person:
 
 @pytest.fixture
 def abroad(place, smollm2, tmp_path_factory) -> Person:
-    """Another home of an ordinary user, without a model, and the program in another place."""
+    """A user with another home and another path of the program, without a model."""
     person = _user(place, smollm2, f"abroad-{tmp_path_factory.mktemp('a').name}", pulls=False)
     elsewhere = person.home / "program"
     shutil.copytree(place.sources, elsewhere)
@@ -338,7 +336,7 @@ def abroad(place, smollm2, tmp_path_factory) -> Person:
 
 
 def small_disk(person, size: str):
-    """A full-sized home with a small file system where the snapshots go; only root can mount one."""
+    """Mount a file system of this size as the folder of snapshots; only root can."""
     if os.getuid() != 0:
         pytest.skip("mounting needs root")
     folder = person.data / "cache"

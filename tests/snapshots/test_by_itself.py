@@ -1,6 +1,4 @@
-"""Automatic snapshots, workers for other models, and `serve` across crashes: the real model, an
-ordinary user.
-"""
+"""Background builds, workers for other models, and `serve` across crashes, with the real model."""
 
 import json
 import os
@@ -41,7 +39,7 @@ def test_cold_start_line_names_the_model_that_was_found(user):
 def test_unconfigured_options_are_built_after_their_second_use(user):
     log = user.data / "state/auto-warm.log"
     assert user.ask("--ctx", "5").code != 0
-    assert user.ask("--ctx", "5").code != 0  # it never answered
+    assert user.ask("--ctx", "5").code != 0  # a failed launch does not count as a use
     user.ask("--ctx", "512").check()
     assert "not built before these options are used again" in user.logged(f"{MODEL},ctx512")
     assert user.ask("--ctx", "512").start["how"] == "cold"
@@ -79,7 +77,7 @@ def test_named_snapshot_is_resumed_by_name_alone(user):
     plain = user.ask()
     assert plain.start["how"] == "cold"
     assert "no snapshot yet" in plain.err
-    # what is configured does not matter to one that is named
+    # a named snapshot ignores configured options
     user.settings(f"{NO_AUTO_WARM}[load]\nctx = 1024\n")
     assert user.ask("--snapshot", "short").start["snapshot"] == f"{MODEL},short"
     command = ("run", "Name three colours.", *"--max-tokens 2 --json --snapshot".split())
@@ -121,9 +119,7 @@ def test_another_model_is_resumed_in_a_worker_and_ends_with_the_endpoint(warm):
     warm.run("pull", str(warm.model), "--name", "second", "--in-place", "--quiet").check()
     resumed_other = warm.run("run", "second", MODEL, "--max-tokens", "2", "--json")
     assert resumed_other.err.count("cold start") == 1, "of this process, not of its worker too"
-    assert (
-        resumed_other.start["how"] == "cold"
-    )  # though the launcher resumed the model that the prompt names
+    assert resumed_other.start["how"] == "cold"  # the launcher took the prompt for the model
     warm.run("warm", "second", "--quiet").check()
     with Endpoint(warm, MODEL) as endpoint:
         first = endpoint.ask(MODEL)["choices"][0]["text"]

@@ -1,4 +1,4 @@
-"""`snapshots verify` on files whose bits change although their times do not, as on a failing disk."""
+"""`snapshots verify` finds bits that change while mtimes do not, as on a failing disk."""
 
 import copy
 import json
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.criu
 
 @contextmanager
 def decay(path: Path):
-    """A file with a flipped bit in its middle, and the times it had."""
+    """Flip a bit in the middle of a file during the block, without changing its times."""
     before = path.stat()
 
     def flip() -> None:
@@ -38,7 +38,7 @@ def sources(person: Person) -> dict[str, str]:
 
 @pytest.fixture
 def own_libraries(user) -> Person:
-    """A user whose virtual environment has copies of our libraries, and links to the rest."""
+    """A user whose virtual environment has its own copies of our libraries."""
     real, prefix = user.place.prefix, user.home / "venv"
     shutil.copytree(real / "lib/edgeinfer", prefix / "lib/edgeinfer", symlinks=True)
     (python,) = (real / "lib").glob("python3*")
@@ -67,7 +67,7 @@ def test_a_bit_of_the_model_is_found(warm):
 
 
 def test_other_bits_from_the_same_files_are_found(warm):
-    """The model's digest is left out, as if the memory and not the file had changed."""
+    """Leave out the model's digest, so that only the canary can notice the change."""
     details = warm.snapshot() / "snapshot.json"
     before = details.read_text()
     details.write_text(json.dumps({**json.loads(before), "sources": {}}))
@@ -115,7 +115,7 @@ def test_a_stale_snapshot_is_named_and_no_fault(warm):
 
 
 def test_a_snapshot_that_cannot_be_resumed_is_not_called_corrupt(warm):
-    """CRIU and its child may map little memory, as where it is short."""
+    """Limit the address space, so that the restore fails."""
     limits = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 28,) * 2)}
     outcome = warm.run("snapshots", "verify", "--all", "--json", **limits)
     assert (outcome.code, outcome.error["code"]) == (7, "restore")

@@ -36,7 +36,7 @@ def device(warm: Person) -> dict[str, str]:
         shutil.copytree(LAVAPIPE, driver, dirs_exist_ok=True)
     shaders = warm.home / "shaders"
     shaders.mkdir(exist_ok=True)
-    compiled = BUILD_CACHE / "lavapipe-shaders"  # tests of the engine may have left them
+    compiled = BUILD_CACHE / "lavapipe-shaders"  # tests of the engine may have compiled them
     if compiled.is_dir():
         shutil.copytree(compiled, shaders, dirs_exist_ok=True)
     folder = warm.data / "data/backends"
@@ -55,14 +55,14 @@ def device(warm: Person) -> dict[str, str]:
 
 
 def place(endpoint: Endpoint) -> str:
-    """Where the layers lie, by the endpoint's own word."""
+    """Return on which devices the layers are, as the endpoint reports it."""
     model = endpoint.props
     loaded = model["state"] == "loaded"
     return str(model["info"]["choices"]["gpu_layers"]["value"]) if loaded else "none"
 
 
 def on_device(endpoint: Endpoint) -> str:
-    """Wait until layers are on a device; where they lie."""
+    """Wait until layers are on a device; return where they are."""
 
     def mapped_files() -> str:
         assert endpoint.process.poll() is None, endpoint.log.read_text()
@@ -72,13 +72,12 @@ def on_device(endpoint: Endpoint) -> str:
 
 
 def mapped_files(endpoint: Endpoint) -> str:
-    """The files that the resumed process has mapped."""
+    """Return the files that the resumed process has mapped."""
     (pid,) = endpoint.apps()
     return Path(f"/proc/{pid}/maps").read_text()
 
 
 def test_one_snapshot_without_a_gpu_library_serves_every_number_of_layers(warm):
-    """The files that the dumped process had mapped or open, and what a launch then wants of devices."""
     (files,) = warm.snapshot().rglob("files.img")
     opened = files.read_bytes()
     assert b"libllama" in opened

@@ -1,4 +1,4 @@
-"""A draft model in a snapshot: part of the choice, of the dump, and of what is compared."""
+"""A draft model is part of a snapshot's options, memory and conditions."""
 
 import os
 import shutil

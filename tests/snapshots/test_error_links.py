@@ -1,4 +1,4 @@
-"""An error keeps its class, its hint and so its exit code on every link between two processes."""
+"""An error keeps its class, hint and exit code on every link between two processes."""
 
 import os
 import socket
@@ -110,7 +110,7 @@ def test_from_a_warm_that_the_chat_watches():
     assert survives(raised.value)
     assert raised.value.message == f"m was not warmed: {MESSAGE}"
     with pytest.raises(DumpError, match="m was not warmed: Killed"):
-        follow(b"Killed\n")  # it died without an envelope
+        follow(b"Killed\n")  # the build was killed and printed no JSON
 
 
 @pytest.mark.criu

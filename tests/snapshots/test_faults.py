@@ -1,6 +1,4 @@
-"""What a snapshot must survive: kills at every stage, full disks, damaged files, strangers' folders,
-missing tools.
-"""
+"""Snapshots survive kills at each stage, full disks, damaged files, unsafe folders and a broken CRIU."""
 
 import json
 import os
@@ -25,7 +23,7 @@ STAGES = ("load", "prefill", "warm up", "dump", "bake", "verify")
 
 @pytest.fixture
 def snapshot_to_spoil(warm):
-    """The warm model's snapshot, to be damaged: the real one is put aside and back."""
+    """The warm model's snapshot, which the test may damage; it is restored afterwards."""
     folder = warm.snapshot()
     aside = folder.with_name(".aside")
     subprocess.run(["cp", "-a", folder, aside], check=True)
@@ -39,7 +37,7 @@ def folders(person) -> set[str]:
 
 
 def killed_at(person, stage):
-    """Start a warm and kill it once it says that it has come so far."""
+    """Start a warm and kill it at a stage."""
     process = person.popen("warm", MODEL, "--ctx", "768")
     line = ""
     while not line.startswith(stage):
@@ -58,7 +56,7 @@ def test_killing_warm_at_any_stage_leaves_no_half_snapshot(warm):
         assert {name.partition("@")[0] for name in complete} == {MODEL}, stage
     listed = warm.run("snapshots", "--json").result["snapshots"]
     assert [s["details"]["name"] for s in listed] == [MODEL]
-    # each sweeps what the one before has left, this one what the last kill has
+    # each build removes what a killed one has left
     warm.run("warm", MODEL, "--ctx", "640", "--quiet").check()
     leftovers = {name for name in folders(warm) - before if not name.startswith(f"{MODEL},ctx640@")}
     assert leftovers == set()
@@ -107,7 +105,7 @@ def test_a_full_disk_while_dumping_or_baking_leaves_nothing(user, size):
 
 
 def test_too_little_room_is_said_before_anything_is_done(user):
-    folder = small_disk(user, "120m")  # less than what stays free
+    folder = small_disk(user, "120m")  # smaller than the space that must stay free
     try:
         outcome = user.run("warm", MODEL, "--quiet")
         assert outcome.code == 6
@@ -217,7 +215,7 @@ def test_two_warms_and_a_launch_at_once(warm):
 
 @pytest.mark.parametrize("offset_s", [-1000, 1_000_000])
 def test_a_monotonic_clock_that_went_back_or_far_ahead_does_not_matter(warm, offset_s):
-    """Stand in for a reboot with a time namespace, which only root may make."""
+    """Change the clock as a reboot does, in a time namespace, which only root may create."""
     if os.getuid() != 0:
         pytest.skip("a time namespace needs root")
     if time.monotonic() + offset_s < 0:
@@ -284,7 +282,7 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 255)
 
 
 def test_user_namespaces_switched_off(user):
-    """Switched off in a namespace of the test's own: the machine's switch is everybody's."""
+    """Forbid user namespaces in a namespace of the test."""
     user.run("warm", MODEL, "--quiet").check()
     program = WITHOUT_NAMESPACES.format(uid=user.uid, gid=user.gid)
     outcome = user.ask(program=program)
@@ -302,8 +300,7 @@ criu.namespaces_refused = lambda tier: "they are switched off"
 from edgeinfer.launcher import main
 sys.exit(main())
 """
-#: The extended attribute that `setcap
-#: cap_checkpoint_restore,cap_sys_admin,cap_sys_ptrace,cap_setpcap+ep` writes.
+#: The extended attribute that `setcap` writes for criu.FILE_CAPABILITIES.
 CAPABILITIES = sum(1 << number for number in (40, 21, 19, 8))
 XATTR = struct.pack("<IIIII", 0x02000001, CAPABILITIES & 0xFFFFFFFF, 0, CAPABILITIES >> 32, 0)
 

@@ -1,4 +1,4 @@
-"""The manifest and the frames: what is written is what is read, and nothing torn is believed."""
+"""Manifests and messages are read as they were written; truncated ones are refused."""
 
 import contextlib
 import os

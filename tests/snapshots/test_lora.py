@@ -1,4 +1,4 @@
-"""LoRA adapters in snapshots: part of the choice, stamped, applied by default, kept by a rebuild."""
+"""Adapters in snapshots: part of the options and conditions, applied by default, kept by a rebuild."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Snapshots of models that do not generate; builds that fail, and are tried once."""
+"""Snapshots of embedding, reranking and hybrid models; failed builds are not repeated."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_encoders_and_rerankers_are_warmed_with_a_canary_of_their_kind(user, pla
 
 
 def test_states_and_experts_are_resumed_too(user, place):
-    """A hybrid: attention, a recurrent state and a mixture of experts in one model."""
+    """Resume a hybrid of attention, a recurrent state and a mixture of experts."""
     model = make_family(place.folder / "hybrid.gguf", "Jamba (a hybrid)")
     user.run("pull", str(model), "--name", "hybrid", "--in-place", "--quiet").check()
     asked = ("run", "hybrid", "The sea", *"--raw --ctx 256 --max-tokens 8 --temperature 0".split())
@@ -85,7 +85,7 @@ def test_a_projector_is_parked_and_reads_pictures_after_the_resume(user, abroad,
     assert travelled.result["text"] == cold.result["text"]
     abroad.run("rm", "sees", "--yes").check()
     abroad.run("pull", str(model), "--name", "seeing", "--quiet").check()
-    abroad.run("snapshots", *importing).check()  # of the model that is here by another name
+    abroad.run("snapshots", *importing).check()  # the model is here under another name
     assert abroad.run("run", "sees", *question).result["text"] == cold.result["text"]
     os.utime(projector)
     changed = user.run("run", "sees", *question).check()

@@ -1,6 +1,4 @@
-"""The small parts: guessing a snapshot from what was typed, stamps, memory, read-ahead, idleness,
-limits, imports.
-"""
+"""Parts of snapshots: choosing one, stamps, random seeds, prefetch, limits, what a launch imports."""
 
 import ctypes
 import json
@@ -59,12 +57,12 @@ def root(tmp_path, monkeypatch):
 
 
 def folder_of(name, generation, program=""):
-    """The folder's name of a snapshot that this program built, or another of that tag."""
+    """Return the name of a snapshot's folder; `program` is another installation's tag."""
     return format.folder_name(name, generation, program or fingerprint.program_tag())
 
 
 def publish(root, name, generation=1, *, model="m", requested=None, actual=None, size=4096, program=""):
-    """A snapshot that passes every check of a launch; of the program at `program`, or ours."""
+    """Write a snapshot that a launch accepts; `program` is the path of another installation."""
     folder = root / folder_of(name, generation, program and format.short_hash(program))
     (folder / format.IMAGES).mkdir(parents=True, mode=0o700)
     folder.chmod(0o700)
@@ -303,7 +301,7 @@ def test_every_key_of_the_machine_and_every_part_of_a_stamp_is_compared_and_name
         is_stale_by(sys.executable, manifest, folder)
 
 
-# --- reinitializing
+# --- random seeds
 
 SMAPS = """7f0000000000-7f0000001000 rw-p 00000000 00:00 0
 Size:                  4 kB
@@ -421,7 +419,7 @@ def test_under_a_seccomp_filter_launches_are_cold_and_say_why(tmp_path):
     assert (refused.returncode, criu.FILTERED in refused.stderr) == (7, True)
 
 
-#: Ends as the alarm that it was started with would end it.
+#: A criu that ends by the alarm with which it was started.
 HANGS = f"""#!{sys.executable}
 import signal
 assert 0 < signal.alarm(0) <= {criu.RESTORE_LIMIT_S}
@@ -457,7 +455,7 @@ def test_criu_work_folder_of_another_user_is_skipped(root, monkeypatch):
     places_tried[0].mkdir()
     for folder in (places_tried[0] / f"edgeinfer-{os.getuid()}", places_tried[1]):
         folder.mkdir(mode=0o777)
-        folder.chmod(0o777)  # as unsafe as one of another user
+        folder.chmod(0o777)  # others can write to it
     assert criu.work_dir() == str(root.parent / "criu")
     (root.parent / "criu").chmod(0o777)
     with pytest.raises(SnapshotUnsafeError) as refused:

@@ -1,4 +1,4 @@
-"""Replicas of the real small model of an endpoint: resumed from one snapshot, killed under load, by what is asked."""
+"""Replicas of an endpoint: resumed from one snapshot, killed under load."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from edgeinfer.runtime.options import ReplicasInfo
 
 from .conftest import MODEL, Endpoint, Person
 
-#: Tokens of each of at most three conversations: an f16 cache of fewer cells is bit-identical in any batch.
+#: Tokens of an answer: the f16 cache of three such conversations is bit-identical in any batch.
 _FEW = 16
 pytestmark = [pytest.mark.model, pytest.mark.criu]
 
@@ -40,7 +40,7 @@ class Serving(Endpoint):
         return len(self.replicas["running"]) == n
 
     def apps(self) -> list[int]:
-        """The processes with a model, the endpoint's first."""
+        """Return the pids of processes with a model, the endpoint's first."""
         return sorted(
             super().apps(), key=lambda pid: read_process_record(pid, REPLICAS, ReplicasInfo) is None
         )
@@ -52,7 +52,7 @@ class Serving(Endpoint):
         return usage["prompt_tokens_details"]["cached_tokens"]
 
     def stream(self, text: str, n: int) -> tuple[str, str]:
-        """Return a client's text, and the code of the error that ends it, or ""."""
+        """Return a stream's text, and the code of the error that ended it, or ""."""
         said, code = "", ""
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": n, "temperature": 0}
         body |= {"stream": True, "ignore_eos": True}
@@ -70,7 +70,7 @@ class Serving(Endpoint):
 
 @contextmanager
 def streaming(ask: Callable[[str], object], texts: Iterable[str]) -> Iterator[None]:
-    """Have a client each ask for `texts` during the block, which ends when all are answered."""
+    """Ask for each of `texts` in a thread during the block; wait for all answers."""
     clients = [threading.Thread(target=ask, args=(text,)) for text in texts]
     for client in clients:
         client.start()
@@ -115,7 +115,7 @@ def test_replicas_answer_as_one_engine_and_a_killed_one_loses_its_requests_alone
             os.kill(victim, signal.SIGKILL)
         codes = [code for _, code in answers.values()]
         assert len(codes) == 20
-        assert 1 <= codes.count("model_unavailable") <= 8  # those it had begun
+        assert 1 <= codes.count("model_unavailable") <= 8  # only the killed replica's requests fail
         assert codes.count("") == 20 - codes.count("model_unavailable")
         wait_until(lambda: serving.has(2), "another replica")
         assert serving.replicas["crashed_total"] == 1
@@ -125,7 +125,7 @@ def test_replicas_answer_as_one_engine_and_a_killed_one_loses_its_requests_alone
 
 def test_resumed_endpoint_tells_its_clients_users_apart(warm):
     with Serving(warm, "--replicas", "2") as serving:
-        assert "models" in serving.client.get("/props").json()  # of this user, or of root
+        assert "models" in serving.client.get("/props").json()  # the client is this user or root
         if os.getuid() == 0:
             url = f"{serving.client.base_url}/props"
             other = subprocess.run(["curl", "-s", url], user=65534, capture_output=True, text=True)

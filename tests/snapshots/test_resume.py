@@ -1,6 +1,4 @@
-"""A snapshot of the real model: resumed by an ordinary user and by root, without a user's
-data in it.
-"""
+"""The real model is resumed by an ordinary user and by root; no snapshot has a user's data."""
 
 import json
 import os
@@ -58,7 +56,7 @@ def test_a_warm_model_is_resumed_and_answers_as_a_cold_one_does(warm):
 
 
 def test_a_resumed_process_has_the_sandbox(warm):
-    """Root too: without a capability it could make no user namespace."""
+    """Check root too, which needs a capability to create a user namespace."""
     warm.settings(f'{NO_AUTO_WARM}[tools]\nbuiltin = ["shell"]\n')
     project = warm.home / "project"
     project.mkdir()
@@ -120,7 +118,7 @@ def test_modules_of_launch_verbs_are_imported_before_the_dump(warm):
 
 
 def test_a_parked_process_is_one_thread(warm):
-    """Each is restored by itself, at every launch."""
+    """Count threads, because each costs time at every restore."""
     cores = warm.snapshot(MODEL).glob("images/core-*.img")
     assert len(list(cores)) == 1
 
@@ -183,8 +181,8 @@ def test_exit_codes_are_the_apps(warm):
 
 
 def counting(person) -> subprocess.Popen:
-    """Start a long answer, and return once it has begun."""
-    counting = ", ".join(map(str, range(1, 30)))  # a text with one continuation, which never ends
+    """Start a long answer; return once it has begun."""
+    counting = ", ".join(map(str, range(1, 30)))  # the model continues to count
     process = person.popen("run", MODEL, counting, *"--raw --temperature 0 --max-tokens 100000".split())
     assert select.select([process.stdout], [], [], 60)[0]
     return process
@@ -232,7 +230,7 @@ def test_an_idle_resumed_process_has_little_memory_of_its_own(warm):
     def private() -> int:
         return sum(private_bytes(pid) for pid in (process.pid, *_wait_for_app(process)))
 
-    # it is idle once it waits for its prompt: a moment after its restore
+    # memory falls once the process is idle, shortly after its restore
     wait_until(lambda: private() < 80_000_000, "little memory")
     out, err = process.communicate("Hello", timeout=60)
     assert process.returncode == 0, (out, err)

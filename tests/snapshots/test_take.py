@@ -1,4 +1,4 @@
-"""Snapshots of a running endpoint: real streams, real snapshots; an ordinary user and root."""
+"""`snapshots take` of a running endpoint with real streams, as an ordinary user and root."""
 
 import contextlib
 import itertools
@@ -23,15 +23,15 @@ from .test_resume import SECRET
 pytestmark = pytest.mark.criu
 
 STREAMS = 8
-#: With such a cache, and on one thread, batching changes few bits (decision 022): where two streams
-#: part, the model must have found both tokens as likely, to so much (nats).
+#: Streams may differ only where two tokens are this close (nats): batching changes few bits with such a
+#: cache and one thread (decision 022).
 TIE = 0.5
 EXACT = ("--kv-type", "q8_0", "--threads", "1")
 
 
 @pytest.fixture(scope="module")
 def somebody(anybody) -> Person:
-    """The same person with a home of its own, where nothing is built by itself."""
+    """The user of `anybody` with another home, in which nothing is built in the background."""
     home = anybody.place.folder / f"take-{anybody.uid}"
     person = Person(anybody.place, anybody.uid, anybody.gid, home, anybody.model)
     person.settings(NO_AUTO_WARM)
@@ -50,7 +50,7 @@ def take(person, *arguments: str):
 
 
 class Stream(threading.Thread):
-    """One greedy stream, until it has `n_tokens` or is told to hang up."""
+    """A greedy stream in a thread, until it has `n_tokens` or `hang_up` is set."""
 
     def __init__(self, endpoint: Endpoint, number: int, n_tokens: int) -> None:
         super().__init__()
@@ -77,12 +77,12 @@ class Stream(threading.Thread):
 
 
 def _counting(start: int) -> str:
-    """Return a prompt with one continuation, whatever the rounding of the logits."""
+    """Return a prompt with one likely continuation, so that rounding does not change it."""
     return "".join(f"{n}, " for n in range(start, start + 20)).rstrip()
 
 
 def assert_same(endpoint: Endpoint, stream: Stream, undisturbed: Stream) -> None:
-    """Assert that `stream` is a prefix of `undisturbed`, or diverges where both tokens are as likely."""
+    """Assert that `stream` is a prefix of `undisturbed`, or differs where two tokens are as likely."""
     pairs = itertools.takewhile(
         lambda pair: pair[0] == pair[1], zip(stream.text, undisturbed.text, strict=False)
     )
@@ -139,7 +139,7 @@ def test_take_disturbs_no_stream_and_holds_no_prompt(somebody):
         rows = somebody.run("ps", "--json").result["running"]
         (row,) = [row for row in rows if row["pid"] == endpoint.process.pid]
         assert row["snapshots"] == [f"{MODEL},live"]
-        assert not take(somebody).result["was_built"]  # under the name that it was started by
+        assert not take(somebody).result["was_built"]  # the same name and inputs as the running process
     somebody.run("snapshots", "rm", f"{MODEL},live").check()
 
 
@@ -165,13 +165,13 @@ def test_take_over_http_builds_once_and_a_killed_endpoint_leaves_none(somebody):
     asked.join(60)
     wait_until(lambda: all(map(has_ended, all_of_it)), "everything has ended")
     assert MODEL not in names(somebody)
-    somebody.run("warm", MODEL, "--ctx", "512", "--quiet").check()  # sweeps what was left
+    somebody.run("warm", MODEL, "--ctx", "512", "--quiet").check()  # removes what the killed build left
     assert {name.partition("@")[0] for name in folders(somebody)} == names(somebody)
     somebody.run("snapshots", "rm", f"{MODEL},ctx512").check()
 
 
 def _ask_in_vain(endpoint: Endpoint, route: str) -> None:
-    with contextlib.suppress(httpx2.TransportError):  # it is killed meanwhile
+    with contextlib.suppress(httpx2.TransportError):  # the endpoint is killed
         endpoint.client.post(route, json={})
 
 
@@ -204,7 +204,7 @@ def test_take_includes_adapters_loaded_while_the_endpoint_ran(somebody):
     assert somebody.ask().start["how"] == "cold"
     with Endpoint(somebody, MODEL, "--lora", "red", "--resume=always") as endpoint:
         body = {"model": MODEL, "prompt": "Hello", "max_tokens": 3, "lora": [{"name": "tone"}]}
-        endpoint.post(body)  # it has the name it was given
+        endpoint.post(body)  # the snapshot knows the adapter by the name it was loaded with
     somebody.run("snapshots", "prune", "--all").check()
 
 

@@ -1,6 +1,4 @@
-"""An engine reached by a socket: everything the engine does, its errors by name, and what happens when a
-side goes away.
-"""
+"""A remote engine behaves like the engine in its worker, and reports the worker's end."""
 
 import contextlib
 import socket
@@ -86,7 +84,7 @@ def test_the_death_of_the_worker_ends_everything_in_flight():
 
 
 def test_closing_waits_until_the_worker_has_closed_its_engine():
-    """Which writes what was computed: who loads the model next finds it."""
+    """Wait, because the next process reads the prefixes that the engine writes as it closes."""
     fake = FakeEngine([("a", StepGate(threading.Event()))])
     with remote(fake) as (engine, _):
         generation = engine.submit(ask())
@@ -94,7 +92,7 @@ def test_closing_waits_until_the_worker_has_closed_its_engine():
         closing.start()
         closing.join(20)
         assert not fake.is_open
-        with contextlib.suppress(EngineClosedError):  # or its end was "cancelled"
+        with contextlib.suppress(EngineClosedError):  # otherwise the stream ended as cancelled
             list(generation)
 
 
@@ -114,7 +112,7 @@ def test_adapters_are_the_workers_and_known_here():
 
 
 class _Slow(FakeEngine):
-    """Makes a request with a schema ready when `opened` is set."""
+    """An engine that accepts a request with a schema only once `opened` is set."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""PEFT's adapters: converted for a base and applied."""
+"""PEFT adapters are converted to GGUF; applied, they change the model as PEFT would."""
 
 import os
 
@@ -31,7 +31,7 @@ def pulled_base(name, tmp_path) -> None:
 
 
 def with_adapter_added(name, folder, factor):
-    """The checkpoint with factor * B @ A added, as its makers' own tools would."""
+    """Save a checkpoint whose weights have factor * B @ A added."""
     make_checkpoint(name, folder)
     tensors = {
         tensor_name: weights(tensor_name, tuple(shape))
@@ -50,7 +50,6 @@ def gap(converted, reference) -> float:
 
 @pytest.mark.parametrize("name", BASES)
 def test_applied_adapter_equals_changed_weights(name, tmp_path) -> None:
-    """Whatever order llama.cpp keeps the family's rows in."""
     pulled_base(name, tmp_path)
     pull_adapter(str(make_peft(tmp_path / "red", name, BASES[name])), "base")
     added = pull(

@@ -1,4 +1,4 @@
-"""Checkpoints become GGUF files: logits as transformers', token ids as tokenizers', or a plain refusal."""
+"""Converted checkpoints give transformers' logits and tokenizers' token ids, or are refused."""
 
 import gzip
 import json
@@ -50,7 +50,7 @@ def logits():
 
 @pytest.mark.parametrize("name", MADE)
 def test_logits_are_those_of_transformers(name, logits, tmp_path) -> None:
-    """Both in float32. Gemma's GELU is a table of half precision in llama.cpp."""
+    """Compare float32 results; only Gemma's GELU is a float16 table in llama.cpp."""
     folder = make_checkpoint(name, tmp_path / "made", shards=3)
     convert(folder, tmp_path / "made.gguf", "F32", Job())
     computed = read(tmp_path / "made.gguf", token_ids())[list(KEPT)]
@@ -94,7 +94,7 @@ def test_token_ids_are_those_of_tokenizers(name, tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
 def test_values_are_kept_in_each_type(kind, tmp_path) -> None:
-    """A tensor that is not reordered, against the values that were written."""
+    """Compare a tensor that is not reordered with the values that were written."""
     folder = make_checkpoint("qwen2", tmp_path / "made", bf16=True)
     convert(folder, tmp_path / "made.gguf", kind, Job())
     reader = gguf_package.GGUFReader(tmp_path / "made.gguf")
@@ -117,7 +117,9 @@ def test_repository_is_pulled_and_stored_in_the_type_that_is_named(
     record = pull(f"{REPO}:Q8_0", options=options)
     assert (record.name, record.quantization) == ("someone.tiny-3.2-1b-q8_0", "Q8_0")
     assert resolve(f"{REPO}:Q8_0").files().paths == tuple(map(str, record.paths))
-    assert pull(REPO, options=options).requantized_from == "BF16"  # Q4_K_M, by llama.cpp's quantizer
+    assert (
+        pull(REPO, options=options).requantized_from == "BF16"
+    )  # the default, Q4_K_M, needs llama.cpp's quantizer
     asked = len(server.seen)
     assert pull(f"{REPO}:Q8_0", options=options) == record
     assert len(server.seen) == asked
@@ -149,7 +151,7 @@ DEEP = b'{"a":' + b"[" * 100_000
 
 
 def with_header(header: bytes, length: int = 0, data: bytes = b"") -> bytes:
-    """A file of safetensors with a header that may lie about its length."""
+    """Return a safetensors file with this header; `length` is the stated length, if not the real one."""
     return struct.pack("<Q", length or len(header)) + header + data
 
 
@@ -181,7 +183,7 @@ def with_other_splits(folder) -> None:
 
 
 def with_tensor_of(folder, **entry) -> None:
-    """A shard whose header says `entry` of a tensor that has the bytes of another."""
+    """Change the header's entry of a tensor; the data stays."""
     whole = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     header = json.dumps({"a": whole, "b": whole | entry}).encode()
     (folder / SHARD).write_bytes(with_header(header, data=bytes(64)))

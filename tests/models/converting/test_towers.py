@@ -1,4 +1,4 @@
-"""Vision towers become projectors: rows of a picture as transformers', through our libmtmd."""
+"""Converted vision encoders give transformers' embeddings, computed by our libmtmd."""
 
 import json
 import re
@@ -22,14 +22,14 @@ from edgeinfer.runtime.llama.mtmd import Projector
 SEEING = sorted(
     path.stem for path in GOLDEN.glob("*.json") if "vision_config" in golden(path.stem)["config"]
 )
-#: A token of the tiny vocabulary → one that llama.cpp puts around a picture.
+#: Token of the tiny vocabulary → token that llama.cpp puts around a picture.
 TOKENS = dict(zip("ABCD", [*IDEFICS3_TOKENS.values(), "ĊĊ"], strict=True))
 
 
 @pytest.mark.needs("encoder")
 @pytest.mark.parametrize("name", SEEING)
 def test_rows_are_those_of_transformers(name, tmp_path) -> None:
-    """Both in float32, but for llama.cpp's table of GELU in half precision."""
+    """Compare float32 results; only GELU is a float16 table in llama.cpp."""
     if not library("mtmd").exists():
         pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
     folder = make_checkpoint(name, tmp_path / "made")
@@ -43,7 +43,7 @@ def test_rows_are_those_of_transformers(name, tmp_path) -> None:
         projector.free()
     expected = np.load(GOLDEN / "logits.npz")[f"{name} rows"]
     assert encoded
-    for row in encoded:  # of SmolVLM a tile and the whole, which are the same here
+    for row in encoded:  # SmolVLM encodes a tile and the whole picture, which are equal here
         assert row.shape == expected.shape
         assert np.linalg.norm(row - expected) <= 1e-3 * np.linalg.norm(expected)
 

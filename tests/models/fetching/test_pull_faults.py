@@ -1,6 +1,4 @@
-"""Downloads from a real server that misbehaves: either the right file or a clear error, and what was
-fetched is kept.
-"""
+"""Pulls from a server that misbehaves end with the right file or a clear error, and keep fetched data."""
 
 import json
 import socket
@@ -183,8 +181,7 @@ def test_pin_refuses_other_bytes(server, url, body, options) -> None:
 def test_catalogue_digest_refuses_other_bytes(server, url, body) -> None:
     user = paths.config_dir() / "models.toml"
     user.parent.mkdir(parents=True)
-    # the catalogue takes only https, and this server has no certificate: the file is pulled as a file:
-    # source
+    # a file: source, because the catalogue refuses http: and this server has no certificate
     local = user.parent / "tiny.gguf"
     local.write_bytes(body)
     flip_bit(local, len(body) - 5)
@@ -234,7 +231,7 @@ def fetch_a_part(server, url, options, n_bytes: int = 100_000) -> None:
 
 @pytest.mark.parametrize("reason", ["another file", "no validator", "an earlier version", "too long"])
 def test_partial_that_cannot_be_trusted_is_dropped(server, url, body, options, reason) -> None:
-    """An earlier version fetched over several connections, and recorded more."""
+    """Drop a partial file of another file or version, or one that is longer than the file."""
     if reason == "no validator":
         server.etags["/tiny.gguf"] = ""
     fetch_a_part(server, url, options)
@@ -272,7 +269,7 @@ def test_changed_file_while_it_is_fetched(server, url, body, options) -> None:
 @pytest.mark.parametrize("says", ["another validator", "no validator", "the same file"])
 @pytest.mark.parametrize("cut", [1, 4_096, 100_000, SIZE - 1])
 def test_parts_of_two_files_are_never_joined(server, url, body, options, says, cut) -> None:
-    """The server knows Range and not If-Range, and its file may have been replaced by one as long."""
+    """Pull from a server that ignores If-Range and may have replaced the file by one of equal size."""
     fetch_a_part(server, url, options, cut)
     assert kept_bytes() == cut
     if says != "the same file":

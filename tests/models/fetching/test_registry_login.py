@@ -1,4 +1,4 @@
-"""What a login for a registry is sent to: only the registry, and never in the open."""
+"""Registry credentials are sent only to the registry and its token service, and only by HTTPS."""
 
 import base64
 import json
@@ -24,7 +24,7 @@ def _logged_in(tmp_path, monkeypatch) -> None:
 
 
 def sent_requests(answer: Answer) -> list[tuple[str, str]]:
-    """(scheme and host, Authorization) of each request of an upload to a registry that answers so."""
+    """Upload to a registry; return origin and Authorization header of each request."""
     seen = []
 
     def handle(request: httpx2.Request) -> httpx2.Response:
@@ -41,7 +41,7 @@ def sent_requests(answer: Answer) -> list[tuple[str, str]]:
 
 
 def registry(location: str, challenge: str = "Basic") -> Answer:
-    """Answer uploads with `location`, and a client without a login with a challenge."""
+    """Return a registry that sends uploads to `location`, and challenges a client without a login."""
 
     def answer(request: httpx2.Request) -> httpx2.Response:
         if "/token" in request.url.path:
@@ -113,7 +113,7 @@ def test_registry_is_not_opened_offline(monkeypatch) -> None:
 
 
 class Endless(httpx2.SyncByteStream):
-    """A body that has no end; counts what was taken of it."""
+    """A body without an end that counts the bytes that were read."""
 
     def __init__(self) -> None:
         self.n_read = 0

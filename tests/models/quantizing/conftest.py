@@ -1,4 +1,4 @@
-"""Both real models, pulled in place."""
+"""Fixtures of both real models, pulled in place."""
 
 from pathlib import Path
 

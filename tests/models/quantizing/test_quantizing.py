@@ -1,4 +1,4 @@
-"""The quantizer's process on both real models, and everything that can go wrong with it."""
+"""Quantizing both real models, and its failures."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.model
 
 
 def generate(model: str) -> str:
-    """A few greedy tokens of the stored model."""
+    """Return a few greedy tokens of a stored model."""
     engine = load_engine(resolve(model).files(), LoadOptions(n_ctx=256, n_parallel=1))
     sampling = Sampling(temperature=0)
     request = GenerateRequest(prompt="The capital of France is", max_tokens=8, sampling=sampling)
@@ -48,9 +48,7 @@ def generate(model: str) -> str:
 
 
 def test_smollm2_to_q2_k(smol: str) -> None:
-    """SmolLM2's rows of 576 are no multiple of 256: llama.cpp falls back for them, and the result still
-    works.
-    """
+    """Quantize rows of 576 values, no multiple of 256, for which llama.cpp uses another type."""
     seen: list[PullProgress] = []
     done = quantize(smol, "q2_k", seen.append, options=QuantizeOptions(score_tokens=160))
     assert (done.model.name, done.source_type, done.quantized_twice) == ("smol:Q2_K", "Q4_1", True)
@@ -139,7 +137,7 @@ def test_types_without_importance_matrix_are_refused(gemma: str, kind: str) -> N
 
 
 def importance(model: Path, target: Path, *, wrong: bool = False) -> str:
-    """An importance matrix that finds every value equally important."""
+    """Write an importance matrix in which all values are equal."""
     rows = {
         t.name: t.shape[0]
         for t in read_model_header(model).tensors
@@ -260,7 +258,7 @@ def test_quantizer_dies_with_its_parent(gemma3: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [0, 60_000])
 def test_quantizing_on_a_full_disk_says_so(limit: int, tmp_path: Path, start_cli) -> None:
-    """A file-size limit fails a write as a full disk does: of our own files, and of llama.cpp's."""
+    """Set a file-size limit, at which our writes and llama.cpp's fail as on a full disk."""
     original = make_llama(tmp_path / "made.gguf")
     before = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
     process = start_cli("quantize", str(original), "Q8_0", "--name", "eight", "--json", before=before)

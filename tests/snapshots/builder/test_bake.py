@@ -1,4 +1,4 @@
-"""Baking on images made here: what is mapped, what is left to CRIU, and what must not become zeros."""
+"""Baking made dumps: what is mapped, what is left to CRIU, and which pages are zero."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ def area(
 
 
 class Dump:
-    """A made dump of one process: areas, and content at addresses."""
+    """A made dump of a process: memory areas, and content by address."""
 
     def __init__(self, folder: Path, areas: list[ImageMessage], content: dict[int, bytes]) -> None:
         self.folder, self.memory = folder / "images", folder / "memory.img"
@@ -57,7 +57,7 @@ class Dump:
         return bake.bake(self.folder, self.memory, PID, lambda fraction: None)
 
     def restored_pages(self) -> dict[int, bytes | None]:
-        """Every page as a restore would have it; None where another file's page shows."""
+        """Return each page's content after a restore; None if another file is mapped there."""
         memory: dict[int, bytes | None] = {}
         for a in self.areas():
             start, stop, offset, file = (a.number(n) for n in (1, 2, 3, 4))

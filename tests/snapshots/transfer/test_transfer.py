@@ -1,4 +1,4 @@
-"""Snapshots that travel: to another home and another place of the program, and what is refused."""
+"""Exported snapshots are imported with another home and program path, or refused."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ MODEL = "small"
 
 @pytest.fixture(scope="module")
 def export_folder(warm) -> Path:
-    """The small model's snapshot, exported to a folder."""
+    """Export the small model's snapshot to a folder."""
     folder = warm.home / "exported"
     warm.run("snapshots", "export", MODEL, str(folder), "--quiet").check()
     return folder
@@ -75,7 +75,9 @@ def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
         )
         assert first["written_bytes"] == first["layers_bytes"] == warm.model.stat().st_size
         assert second["written_bytes"] == 0
-        abroad.run("pull", f"{name}:a", "--name", "pulled", "--quiet").check()  # only the model
+        abroad.run(
+            "pull", f"{name}:a", "--name", "pulled", "--quiet"
+        ).check()  # pull the model without the snapshot
         (pulled,) = (abroad.home / "ei/data/models/pulled").glob("*.gguf")
         assert pulled.read_bytes() == warm.model.read_bytes()
         missing = abroad.run("snapshots", "import", f"{name}:c", "--json").error
@@ -83,7 +85,7 @@ def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
         abroad.run("pull", str(abroad.model), "--name", MODEL, "--in-place", "--quiet").check()
         for blob in (tmp_path / "blobs").rglob("data"):
             if blob.stat().st_size == abroad.model.stat().st_size:
-                blob.unlink()  # who has the model does not ask for it
+                blob.unlink()  # a machine that has the model does not need the blob
         abroad.run("snapshots", "trust", signer).check()
         abroad.run("snapshots", "import", f"{name}:b", "--quiet").check()
     assert abroad.ask().start["how"] == "resumed"
@@ -112,12 +114,12 @@ def copy_export(export_folder: Path, folder: Path) -> image.ImageManifest:
 
 
 def rewritten(folder: Path, manifest: image.ImageManifest) -> None:
-    """Write another manifest, under its own digest, into a copy of an export."""
+    """Replace the manifest in a copy of an export."""
     Layout(folder).put_manifest(msgspec.json.encode(manifest))
 
 
 def replace_blob(folder: Path, digest: str, change: Callable[[bytes], bytes]) -> None:
-    """Write other bytes under a blob's name."""
+    """Change a blob's content, but not its name."""
     path = Layout(folder).blob(digest)
     content = path.read_bytes()
     path.unlink()
@@ -129,7 +131,7 @@ def description_of(folder: Path) -> image.SnapshotDescription:
 
 
 def last_file(folder: Path) -> image.Descriptor:
-    """An adapter's layer, or the only one: the model's."""
+    """Return the last layer: an adapter's, or the model's."""
     return image.layers(description_of(folder))[-1]
 
 
@@ -204,7 +206,7 @@ def import_refusal(folder: Path) -> EdgeInferError:
 
 
 def all_refused(tamperings: dict, export_folder: Path, signer: str) -> None:
-    """Import what each of `tamperings` makes of an export; `signer` and a key of the test are trusted."""
+    """Assert that an import refuses each of `tamperings`; `signer` and the test's key are trusted."""
     key = SigningKey(os.urandom(32))
     signing.trust(signer)
     signing.trust(key.fingerprint)

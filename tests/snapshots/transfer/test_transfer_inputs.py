@@ -1,4 +1,4 @@
-"""What a snapshot that travels was made of: adapters go with it."""
+"""Exports contain adapters; inputs that another machine could not have are refused."""
 
 import os
 from pathlib import Path
@@ -19,13 +19,13 @@ from ..conftest import Endpoint
 from .test_transfer import all_refused, description_of, flip_file, sign_again
 
 MODEL = "small"
-#: What the models and adapters of `exported` are asked for by.
+#: Options with which the exported snapshot was built.
 OPTIONS = ("--lora", "red:0.5", "--lora", "blue")
 
 
 @pytest.fixture(scope="module")
 def exporter(warm):
-    """A user who has two adapters of the small model."""
+    """A user with two adapters of the small model."""
     folder = warm.data / "data/adapters"
     folder.mkdir(mode=0o700, exist_ok=True)
     for seed, path in enumerate((folder / "red.gguf", warm.home / "blue.gguf")):
@@ -37,7 +37,7 @@ def exporter(warm):
 
 @pytest.fixture(scope="module")
 def export_folder(exporter) -> Path:
-    """Export that snapshot to a folder."""
+    """Export that user's snapshot to a folder."""
     folder = exporter.home / "with adapters"
     options = ("--lora", "red:0.5", "--lora", str(exporter.home / "blue.gguf"))
     name = exporter.run("warm", MODEL, *options, "--json").result["snapshot"]["name"]
@@ -76,7 +76,7 @@ def test_adapters_are_exported_with_the_model(exporter, export_folder, signer, a
         plain, tuned = (endpoint.post(body)["choices"][0]["text"] for body in asked)
         assert (
             plain != tuned
-        )  # adapters can be switched off and on: the process knows them by our files
+        )  # adapters are applied per request: the process has opened this machine's files
     assert abroad.ask().start["how"] == "cold"  # a launch without --lora gets no adapter
 
     make_adapter(place_of(abroad, "red"), 7)
@@ -108,7 +108,7 @@ def other_adapter_here(export_folder, folder, key):
 
 
 def wished_otherwise(export_folder, folder, key):
-    """One's own models.toml gives the model adapters, and the snapshot has none."""
+    """Give the model adapters in the local models.toml; the snapshot has none."""
     table = (
         f'[models.{MODEL}]\ntitle = "Small"\nsources = ["file:/x.gguf"]\nlora = [{{ name = "red" }}]\n'
     )
