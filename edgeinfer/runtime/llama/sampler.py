@@ -16,6 +16,9 @@ from edgeinfer.runtime.requests import Sampling
 _NEUTRAL_MIN_KEEP = 1
 #: The struct llama_token_data.
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+#: Columns in which the largest logits are searched; a greater top_k is left to llama.cpp, which copies
+#: the whole vocabulary first.
+_COLUMNS = 1024
 
 
 def _penalises(s: Sampling) -> bool:
@@ -36,6 +39,7 @@ class Sampler:
         self.history = _history(sampling, n_ctx) if sampling.penalize_prompt else 0
         #: Bias of each token that has one, and 0.0 of each token that penalties may change.
         self._biases = dict(sampling.logit_bias)
+        self._top_k = sampling.top_k if 0 < sampling.top_k <= _COLUMNS else 0
 
     def sample(self, context: Any, row: int, logits: npt.NDArray[np.float32]) -> int:
         """Sample a token, and add it to the penalties' history.
@@ -54,7 +58,26 @@ class Sampler:
     def _choose(self, context: Any, row: int, logits: npt.NDArray[np.float32]) -> int:
         if self._choice is None:
             return int(logits.argmax())
-        return int(L.llama_sampler_sample(self._choice, context, row))
+        candidates = self._best(logits)
+        if not len(candidates):
+            return int(L.llama_sampler_sample(self._choice, context, row))
+        return int(candidates["id"][_apply(self._choice, candidates, is_sorted=True)])
+
+    def _best(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.void]:
+        """Return the `top_k` largest logits in order, equal ones by token; none if it is 0.
+
+        Tokens that a constraint excludes, whose logits are -inf, are left out.
+        """
+        least, n_rows = float(np.finfo(np.float32).min), self._top_k and len(logits) // _COLUMNS
+        if n_rows:  # as many columns as `top_k` have a logit of at least this one
+            largest = logits[: n_rows * _COLUMNS].reshape(n_rows, _COLUMNS).max(axis=0)
+            least = max(least, float(np.partition(largest, -self._top_k)[-self._top_k]))
+        tokens = np.flatnonzero(logits >= least) if self._top_k else np.empty(0, np.int64)
+        values = logits[tokens]
+        order = np.argsort(-values, kind="stable")[: self._top_k]
+        candidates = np.zeros(len(order), _CANDIDATE)
+        candidates["id"], candidates["logit"] = tokens[order], values[order]
+        return candidates
 
     def _penalize(
         self, logits: npt.NDArray[np.float32]
@@ -73,9 +96,7 @@ class Sampler:
         candidates["id"] = tokens
         candidates["logit"] = before + biases[is_known]
         if self._penalties is not None:
-            data = ctypes.cast(candidates.ctypes.data, L.llama_token_data_p)
-            array = L.llama_token_data_array(data, len(tokens), -1, False)
-            L.llama_sampler_apply(self._penalties, ctypes.byref(array))
+            _apply(self._penalties, candidates)
         logits[tokens] = candidates["logit"]
         return tokens, before
 
@@ -94,6 +115,7 @@ class Sampler:
             for chain in (self._choice, self._penalties)
         )
         twin.history, twin._biases = self.history, self._biases.copy()
+        twin._top_k = self._top_k
         return twin
 
     def close(self) -> None:
@@ -105,6 +127,14 @@ class Sampler:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _apply(chain: Any, candidates: npt.NDArray[np.void], *, is_sorted: bool = False) -> int:
+    """Apply the stages to candidates, in place; return the index of the chosen one, -1 without a choice."""
+    data = ctypes.cast(candidates.ctypes.data, L.llama_token_data_p)
+    array = L.llama_token_data_array(data, len(candidates), -1, is_sorted)
+    L.llama_sampler_apply(chain, ctypes.byref(array))
+    return int(array.selected)
 
 
 def _history(s: Sampling, n_ctx: int) -> int:

@@ -1,6 +1,5 @@
 """Samplers change the logits of few tokens, for the time of one choice."""
 
-import ctypes
 import random
 from collections.abc import Iterator
 from contextlib import closing
@@ -13,7 +12,6 @@ import pytest
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.llama import sampler as module
-from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.requests import Sampling
 
@@ -28,14 +26,17 @@ def engine(smollm2: Path) -> Iterator[LlamaEngine]:
         yield opened
 
 
-def penalized(sampler: Sampler, logits: Logits) -> Logits:
-    """Apply llama.cpp's stages to the whole vocabulary."""
+def _of_vocabulary(logits: Logits) -> npt.NDArray[np.void]:
     candidates = np.zeros(len(logits), module._CANDIDATE)
     candidates["id"] = np.arange(len(logits))
     candidates["logit"] = logits
-    data = ctypes.cast(candidates.ctypes.data, L.llama_token_data_p)
-    array = L.llama_token_data_array(data, len(logits), -1, False)
-    L.llama_sampler_apply(sampler._penalties, ctypes.byref(array))
+    return candidates
+
+
+def penalized(sampler: Sampler, logits: Logits) -> Logits:
+    """Apply llama.cpp's stages to the whole vocabulary."""
+    candidates = _of_vocabulary(logits)
+    module._apply(sampler._penalties, candidates)
     return candidates["logit"].copy()
 
 
@@ -74,6 +75,42 @@ def test_penalties_and_biases_are_those_of_the_whole_vocabulary(
             sampler.sample(None, 0, logits)
             assert (seen.pop() == expected).all()
             assert (logits == before).all()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_choices_among_the_best_are_those_of_the_whole_vocabulary(
+    engine: LlamaEngine, seed: int
+) -> None:
+    """With rows of other shapes in turn: flat, steep, with few tokens that a constraint leaves."""
+    dice, rng = random.Random(seed), np.random.default_rng(seed)
+    sampling = Sampling(
+        temperature=dice.choice([0.3, 0.8, 2.0]),
+        top_k=dice.choice([1, 5, 40, 256]),
+        top_p=dice.choice([0.5, 0.95, 1.0]),
+        min_p=dice.choice([0.0, 0.05]),
+    )
+    samplers = [
+        Sampler(engine._input_processor.vocab, sampling, seed=seed, n_ctx=512) for _ in range(2)
+    ]
+    with closing(samplers[0]) as sampler, closing(samplers[1]) as other:
+        for _ in range(60):
+            logits = rng.standard_normal(dice.choice([100, 20_000])).astype(np.float32)
+            logits *= dice.choice([0.1, 3, 40])
+            if dice.random() < 0.3:
+                logits[dice.choice([1, 30]) :] = -np.inf
+            candidates = _of_vocabulary(logits)
+            chosen = module._apply(other._choice, candidates)
+            assert sampler.sample(None, 0, logits) == candidates["id"][chosen]
+            if dice.random() < 0.1:
+                sampler = sampler.copy()
+
+
+def test_equal_logits_are_ordered_by_token(engine: LlamaEngine) -> None:
+    sampling = Sampling(temperature=1, top_k=2, top_p=1, min_p=0)
+    logits = np.zeros(500, np.float32)
+    logits[[7, 300, 400]] = 1
+    with closing(Sampler(engine._input_processor.vocab, sampling, seed=1, n_ctx=512)) as sampler:
+        assert {sampler.sample(None, 0, logits) for _ in range(40)} == {7, 300}
 
 
 def test_a_vocabulary_that_is_smaller_than_the_history_s_is_sampled(engine: LlamaEngine) -> None:
