@@ -161,7 +161,7 @@ def make_receipt(
     logprobs = (None if value is None else round(value, 3) + 0.0 for value in record.logprobs)
     content = Content(
         salt=secrets.token_hex(32),
-        request=sparse(without_server_fields(request)),
+        request=request_fields(request),
         prompt=record.prompt,
         answer=record.answer,
         logprobs=tuple(logprobs),
@@ -223,35 +223,19 @@ def _with_floats(sampling: Sampling) -> Sampling:
     return msgspec.convert(document, Sampling, str_keys=True)
 
 
-#: Request fields that change when an answer is computed, but never its tokens.
+#: Request fields that a receipt stores elsewhere, or that change when an answer is computed, but never
+#: its tokens.
 _SERVER_FIELDS = (
     "background cache_on_disk cache_prompt cache_salt conversation deadline_s lora preamble "
     "prompt_logprobs record_tokens replay sampling speculative"
 ).split()
+_DEFAULTS = msgspec.json.decode(msgspec.json.encode(GenerateRequest()))
 
 
-def without_server_fields(request: GenerateRequest) -> GenerateRequest:
-    """Return the request with defaults for fields that are stored elsewhere or change no answer."""
-    defaults = GenerateRequest()
-    return msgspec.structs.replace(
-        request, **{name: getattr(defaults, name) for name in _SERVER_FIELDS}
-    )
-
-
-def sparse(value: Any) -> Any:
-    """Convert a value for JSON, leaving out fields of structs that have their defaults."""
-    if isinstance(value, tuple):
-        return [sparse(element) for element in value]
-    if not isinstance(value, msgspec.Struct):
-        return msgspec.to_builtins(value, str_keys=True)
-    config = value.__struct_config__
-    tag = {config.tag_field: config.tag} if config.tag_field else {}
-    fields = ((field, getattr(value, field.name)) for field in msgspec.structs.fields(value))
-    return tag | {f.encode_name: sparse(v) for f, v in fields if v != _default(f)}
-
-
-def _default(field: msgspec.structs.FieldInfo) -> Any:
-    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+def request_fields(request: GenerateRequest) -> dict[str, Any]:
+    """Return the value of `Content.request` for a request."""
+    fields = msgspec.json.decode(msgspec.json.encode(request)).items()
+    return {key: v for key, v in fields if key not in _SERVER_FIELDS and v != _DEFAULTS[key]}
 
 
 def constraint_digest(request: GenerateRequest, salt: str) -> str:

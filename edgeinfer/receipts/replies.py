@@ -87,9 +87,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | ReceiptError]]:
     """Yield where each reply of a file begins, and its JSON documents: a stream has several.
 
-    The file is one document, or lines of JSON or of server-sent events; a list is a
-    stream, or replies. A line that is not JSON is yielded as an error. Raises OSError, and ReceiptError
-    if the file is one document and not JSON.
+    The file is one document, or lines of JSON or of server-sent events. A line that is not JSON is
+    yielded as an error. Raises OSError, and ReceiptError if the file is one document and not JSON.
     """
     documents, source = list[Any](), ""
     n_lines = 0
@@ -107,9 +106,9 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
                     yield f"{name}:{number}", error
                     continue
                 document = parse_json(line + file.read(MAX_BYTES))
-            if isinstance(document, list) and not is_event and not _is_one_reply(document):
-                for position, reply in enumerate(document):
-                    yield f"{name}:{number}[{position}]", [_without_index(reply)]
+            if isinstance(document, list) and not _are_answers(document):
+                problem = "this is a list; `jq -c .[]` writes its replies as lines"
+                yield f"{name}:{number}", ReceiptError(problem)
                 continue
             source = source or f"{name}:{number}"
             documents += document if isinstance(document, list) else [document]
@@ -137,25 +136,9 @@ def _is_last(document: Any, *, is_event: bool) -> bool:
     return document.get("done") is not False  # Ollama's API streams lines
 
 
-def _is_one_reply(documents: list[Any]) -> bool:
-    """Return whether a list is a stream, or answers of which the last one has all `receipts`."""
-    if not (replies := _dicts(documents)):
-        return False
-    first, last = replies[0], replies[-1]
-    if any(reply.keys() & {"receipt", "receipts", "content_sha256"} for reply in replies[:-1]):
-        return False
-    is_event = str(first.get("type")).startswith(("response.", "message_", "content_block_"))
-    is_piece = first.get("done") is False or first.get("stop") is False
-    choices = _dicts(first.get("choices"))
-    is_choice = any(c.get("finish_reason", "") is None or "delta" in c for c in choices)
-    return "receipts" in last or is_event or is_piece or is_choice
-
-
-def _without_index(reply: Any) -> Any:
-    """Return a reply of a list without its place in the list, which numbers no answer of its own."""
-    if not isinstance(reply, dict) or "content_sha256" in reply:
-        return reply
-    return {key: value for key, value in reply.items() if key != "index"}
+def _are_answers(documents: list[Any]) -> bool:
+    """Return whether a list is a reply to several prompts: its last answer has all receipts."""
+    return bool(documents) and isinstance(documents[-1], dict) and "receipts" in documents[-1]
 
 
 def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], int]:

@@ -6,6 +6,7 @@ with the receipt's, within a tolerance, and the verdict says so.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -13,13 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from edgeinfer.errors import ReceiptError
-from edgeinfer.receipts.receipt import (
-    Content,
-    Receipt,
-    constraint_digest,
-    sparse,
-    without_server_fields,
-)
+from edgeinfer.receipts.receipt import Content, Receipt, constraint_digest, request_fields
 from edgeinfer.receipts.replies import Quote
 from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import FinishReason, TokenRecord
@@ -85,16 +80,11 @@ def with_content(receipt: Receipt, whole: Receipt) -> Receipt:
     return msgspec.structs.replace(receipt, content=whole.content)
 
 
-def verify(receipt: Receipt, engine: Engine, quotes: Sequence[Quote] = ()) -> Verification:
-    """Check a receipt, and each copy of the answer next to it.
-
-    Raises ReceiptError if that is impossible here, and what `submit` raises.
-    """
-    return ReceiptCheck(receipt, engine, quotes).run()
-
-
 class ReceiptCheck:
-    """One check, which can be cancelled from another thread."""
+    """A check of a receipt, and of each copy of the answer next to it.
+
+    Another thread can cancel it.
+    """
 
     def __init__(self, receipt: Receipt, engine: Engine, quotes: Sequence[Quote] = ()) -> None:
         self._receipt, self._engine = receipt, engine
@@ -110,23 +100,11 @@ class ReceiptCheck:
             self._generation.cancel()
 
     def run(self) -> Verification:
-        """Run the check. Raises what `verify` raises."""
-        receipt = self._receipt
-        began_s = time.perf_counter()
+        """Run the check. Raises ReceiptError if it is impossible here, and what `submit` raises."""
+        receipt, began_s = self._receipt, time.perf_counter()
         alteration = receipt.alteration()
-        reason = alteration or self._other_model()
-        verdict: Verdict = "verified"
-        if not reason:
-            if receipt.content is None:
-                hint = "check it with its content: `edgeinfer verify RECEIPT --content FILE`"
-                raise ReceiptError("the receipt is private: it has no prompt and answer", hint=hint)
-            request = self._request(receipt.content)
-            reason = self._limits(receipt.content, request)
-            if not reason and receipt.kernel_revision == KERNEL_REVISION:
-                reason = self._replay(receipt.content, request)
-            elif not reason:
-                verdict = "within tolerance"
-                reason = self._compare_logprobs(receipt.content, request)
+        reason = alteration or self._other_model() or self._difference()
+        verdict: Verdict = "verified" if self._is_exact else "within tolerance"
         return Verification(
             verdict="differs" if reason else verdict,
             reason=reason,
@@ -141,13 +119,25 @@ class ReceiptCheck:
             **self._findings,
         )
 
+    @property
+    def _is_exact(self) -> bool:
+        return self._receipt.kernel_revision == KERNEL_REVISION
+
+    def _difference(self) -> str:
+        """Describe how the answer differs, "" if it does not. Raises ReceiptError."""
+        content = self._receipt.content
+        if content is None:
+            hint = "check it with its content: `edgeinfer verify RECEIPT --content FILE`"
+            raise ReceiptError("the receipt is private: it has no prompt and answer", hint=hint)
+        request = self._request(content)
+        compare = self._replay if self._is_exact else self._compare_logprobs
+        return self._limits(content, request) or compare(content, request)
+
     def _other_model(self) -> str:
         """Describe how the model differs. Raises ReceiptError if another load could be compared."""
         receipt, info = self._receipt, self._engine.info
-        if (
-            receipt.kernel_revision % _REVISIONS > KERNEL_REVISION % _REVISIONS
-            or receipt.kernel_revision >= 2 * _REVISIONS
-        ):
+        is_newer = receipt.kernel_revision % _REVISIONS > KERNEL_REVISION % _REVISIONS
+        if is_newer or receipt.kernel_revision >= 2 * _REVISIONS:
             problem = f"the receipt is of kernel revision {receipt.kernel_revision}, which is newer"
             hint = f"check it with edgeinfer {receipt.program!r}"
             raise ReceiptError(f"{problem} than this program's, {KERNEL_REVISION}", hint=hint)
@@ -167,7 +157,7 @@ class ReceiptCheck:
             request = msgspec.convert(content.request, GenerateRequest)
         except (msgspec.ValidationError, RecursionError) as error:
             raise ReceiptError(f"this is not a receipt: content.request: {error}") from error
-        if sparse(without_server_fields(request)) != content.request:
+        if request_fields(request) != content.request:
             raise ReceiptError("this is not a receipt: content.request has unknown fields")
         if request.n_pictures:
             raise ReceiptError("the receipt has pictures, which cannot be checked")
@@ -199,7 +189,7 @@ class ReceiptCheck:
             problem = f"the receipt has a token beyond the vocabulary of {info.n_vocab}"
             raise ReceiptError(problem, hint="name the model that the receipt names")
         # a prompt of prompt and answer, for log-probabilities, needs room for one more token
-        n_tokens = n_prompt + n_answer + (receipt.kernel_revision != KERNEL_REVISION)
+        n_tokens = n_prompt + n_answer + (not self._is_exact)
         if n_tokens > info.n_ctx:
             problem = f"the check needs {n_tokens} tokens, but the context has {info.n_ctx}"
             hint = f"load the model with `--ctx {max(receipt.n_ctx, n_tokens)}`"
@@ -329,7 +319,5 @@ def _record(answer: CollectedAnswer) -> TokenRecord:
 
 
 def _first_difference(tokens: tuple[int, ...], expected: tuple[int, ...]) -> int | None:
-    pairs = enumerate(zip(tokens, expected, strict=False))
-    shorter = min(len(tokens), len(expected))
-    position = next((i for i, (a, b) in pairs if a != b), shorter)
-    return None if position == len(tokens) == len(expected) else position
+    pairs = enumerate(itertools.zip_longest(tokens, expected))
+    return next((i for i, (a, b) in pairs if a != b), None)

@@ -14,7 +14,7 @@ from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import ChatConfig, load_config
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.receipts import receipt as receipts
-from edgeinfer.receipts.verify import verify
+from edgeinfer.receipts.verify import ReceiptCheck
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
@@ -195,7 +195,7 @@ def test_the_receipt_of_the_last_answer_verifies(smollm2, store, front, tmp_path
         commander.run("/receipt my again.json")
         assert front.said.endswith("`edgeinfer verify 'my again.json'`")
         verdicts = [
-            verify(receipts.parse((tmp_path / name).read_bytes()), engine)
+            ReceiptCheck(receipts.parse((tmp_path / name).read_bytes()), engine).run()
             for name in ("name-a-ship.receipt.json", "my again.json")
         ]
     assert [result.verdict for result in verdicts] == ["verified"] * 2

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -25,8 +25,8 @@ from edgeinfer.errors import ConfigError, EdgeInferError, ReceiptError, UsageErr
 from edgeinfer.platform.ed25519 import SigningKey
 from edgeinfer.receipts import receipt as receipts
 from edgeinfer.receipts.receipt import Content, Receipt, Refusal, make_receipt, sign, with_record
-from edgeinfer.receipts.replies import Entry, find_receipts, read_replies
-from edgeinfer.receipts.verify import Verification, verify, with_content
+from edgeinfer.receipts.replies import Entry, Quote, find_receipts, read_replies
+from edgeinfer.receipts.verify import ReceiptCheck, Verification, with_content
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import Adapter, Chosen, EngineInfo, LoadOptions, ModelFiles
@@ -96,6 +96,10 @@ def engines(smollm2: Path, gemma3: Path) -> Iterator[Engines]:
 def _request(kind: str = "sampled", **fields: Any) -> GenerateRequest:
     asked = {"sampling": _SAMPLED, "max_tokens": 40, "messages": _QUESTION, **_KINDS[kind], **fields}
     return with_record(GenerateRequest(**asked))
+
+
+def verify(receipt: Receipt, engine: LlamaEngine, quotes: Sequence[Quote] = ()) -> Verification:
+    return ReceiptCheck(receipt, engine, quotes).run()
 
 
 def _receipts(engine: LlamaEngine, *requests: GenerateRequest) -> list[Receipt]:
@@ -512,7 +516,7 @@ def test_a_sample_has_at_least_one_receipt(
         finish_reason="stop",
         generation_seconds=1.0,
     )
-    monkeypatch.setattr(verb, "verify", lambda *_arguments: verified)
+    monkeypatch.setattr(verb, "_check", lambda *_arguments: verified)
     monkeypatch.setattr(verb, "_load", lambda *_arguments: io.BytesIO())  # it can be closed
     line = json.dumps({"data": {"answers": [{"text": "a", "receipt": _EXAMPLE}, {"text": "b"}]}})
     (tmp_path / "a.jsonl").write_text(f"{line}\n" * n_receipts)
@@ -542,30 +546,22 @@ def test_a_torn_a_blank_and_an_odd_line_end_no_check(tmp_path: Path) -> None:
     log = tmp_path / "a.jsonl"
     log.write_bytes(b"\n".join(odd))
     result = _run(log)
-    assert [check.source.rpartition(":")[2] for check in result.checks] == ["1", "10", "9"]
+    assert [check.source.rpartition(":")[2] for check in result.checks] == ["1", "3", "10", "9"]
     assert {check.verdict for check in result.checks} == {"not checked"}
     assert result.exit_code == 5
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-def test_each_reply_of_a_list_is_checked(indent: int | None) -> None:
-    replies = [{"index": n, "content": text, "receipt": _EXAMPLE} for n, text in enumerate("xy")]
-    found = _find(json.dumps(replies, indent=indent))
-    assert [(n, [q.text for e in entries for q in e.quotes]) for entries, n in found] == [
-        (1, ["x"]),
-        (1, ["y"]),
-    ]
-    alone = _find(json.dumps([_EXAMPLE, _EXAMPLE | {"index": 1}], indent=indent))
-    assert [entry.document.get("index", 0) for [entry], _ in alone] == [0, 1]
-    hidden = _find(json.dumps([{"done": False}, _EXAMPLE, _EXAMPLE]))
-    assert [len(entries) for entries, _ in hidden] == [0, 1, 1]
-    chunks = [{"choices": [{"index": 0, "delta": {"content": text}}]} for text in "xy"]
-    [([entry], n_answers)] = _find(json.dumps([*chunks, {"choices": [], "receipt": _EXAMPLE}]))
-    assert ([quote.text for quote in entry.quotes], n_answers) == (["xy"], 1)
+def test_a_list_is_the_answers_to_several_prompts_or_refused(indent: int | None) -> None:
     answers = [{"index": n, "content": text, "stop": True} for n, text in enumerate("xy")]
     answers[-1]["receipts"] = [_EXAMPLE, _EXAMPLE]
-    [(entries, n_answers)] = _find(json.dumps(answers))  # as `/completion` answers several prompts
+    [(entries, n_answers)] = _find(json.dumps(answers, indent=indent))
     assert ([entry.quotes[0].text for entry in entries], n_answers) == (["x", "y"], 2)
+    replies = [{"content": text, "receipt": _EXAMPLE} for text in "xy"]
+    for several in (replies, [_EXAMPLE, _EXAMPLE], [{"done": False}, _EXAMPLE], []):
+        text = json.dumps(several, indent=indent).encode()
+        [(_, error)] = read_replies(io.BytesIO(text), "replies")
+        assert "jq" in str(error)
 
 
 def test_an_answer_next_to_one_with_a_receipt_is_counted() -> None:

@@ -23,7 +23,7 @@ from edgeinfer.platform.disk import path_errors
 from edgeinfer.receipts import receipt as receipts
 from edgeinfer.receipts.receipt import Receipt
 from edgeinfer.receipts.replies import Entry, find_receipts, read_replies
-from edgeinfer.receipts.verify import TokenChoice, Verification, verify, with_content
+from edgeinfer.receipts.verify import ReceiptCheck, TokenChoice, Verification, with_content
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.safe_text import escape_hidden
 from edgeinfer.units import format_ms
@@ -177,10 +177,10 @@ def run(options: argparse.Namespace, host: Host) -> VerifyResult:
     if options.receipt and not n_receipts and not unread:
         hint = "`edgeinfer run --receipt FILE` writes one, and requests ask for it by `receipt: true`"
         raise ReceiptError(f"{options.receipt} contains no receipt", hint=hint)
-    errors = list[EdgeInferError]()
-    checks = (*unread, *_check_all(sample or spare, options, host, errors))
-    if errors and len(checks) == n_receipts == 1:  # the error of a single receipt is the command's
-        raise errors[0]
+    outcomes = list(_check_all(sample or spare, options, host))
+    if n_receipts == 1 and not unread and isinstance(outcome := outcomes[0][1], EdgeInferError):
+        raise outcome  # the error of a single receipt is the command's
+    checks = (*unread, *itertools.starmap(_to_check, outcomes))
     return VerifyResult(checks=checks, n_receipts=n_receipts, without_receipt=n_without)
 
 
@@ -217,38 +217,40 @@ def _load(receipt: Receipt, options: argparse.Namespace, host: Host) -> Engine:
 
 
 def _check_all(
-    sample: list[Entry], options: argparse.Namespace, host: Host, errors: list[EdgeInferError]
-) -> Iterator[Check]:
-    """Check a sample, model by model; receipts that cannot be checked are named."""
-
-    def refuse(entry: Entry, error: EdgeInferError) -> Check:
-        errors.append(error)
-        return Check(source=entry.source, error=error.message)
-
+    sample: list[Entry], options: argparse.Namespace, host: Host
+) -> Iterator[tuple[Entry, Verification | EdgeInferError]]:
+    """Check a sample, model by model; yield an error for a receipt that cannot be checked."""
     pairs = list[tuple[Entry, Receipt]]()
     for entry in sample:
         try:
             pairs.append((entry, _read(entry.document, options.content)))
         except ReceiptError as error:
-            yield refuse(entry, error)
+            yield entry, error
     pairs.sort(key=_load_key)
     for _, group in itertools.groupby(pairs, key=_load_key):
         same = list(group)
         try:
             engine = _load(same[0][1], options, host)
         except EdgeInferError as error:
-            yield from [refuse(entry, error) for entry, _ in same]
+            yield from [(entry, error) for entry, _ in same]
             continue
         with contextlib.closing(engine):
             for entry, receipt in same:
-                try:
-                    result = verify(receipt, engine, entry.quotes)
-                except EdgeInferError as error:
-                    yield refuse(entry, error)
-                    continue
-                is_without = not (entry.is_lone or result.is_text_compared)
-                lacks_text = is_without and result.verdict != "differs"
-                yield Check(source=entry.source, verification=result, lacks_text=lacks_text)
+                yield entry, _check(entry, receipt, engine)
+
+
+def _check(entry: Entry, receipt: Receipt, engine: Engine) -> Verification | EdgeInferError:
+    try:
+        return ReceiptCheck(receipt, engine, entry.quotes).run()
+    except EdgeInferError as error:
+        return error
+
+
+def _to_check(entry: Entry, outcome: Verification | EdgeInferError) -> Check:
+    if isinstance(outcome, EdgeInferError):
+        return Check(source=entry.source, error=outcome.message)
+    is_compared = entry.is_lone or outcome.is_text_compared or outcome.verdict == "differs"
+    return Check(source=entry.source, verification=outcome, lacks_text=not is_compared)
 
 
 def _load_key(pair: tuple[Entry, Receipt]) -> tuple[str, str]:

@@ -130,7 +130,7 @@ class Sampler:
 
 
 def _apply(chain: Any, candidates: npt.NDArray[np.void], *, is_sorted: bool = False) -> int:
-    """Apply the stages to candidates, in place; return the index of the chosen one, -1 without a choice."""
+    """Apply the stages to candidates, in place; return the index of the chosen one, -1 of none."""
     data = ctypes.cast(candidates.ctypes.data, L.llama_token_data_p)
     array = L.llama_token_data_array(data, len(candidates), -1, is_sorted)
     L.llama_sampler_apply(chain, ctypes.byref(array))
