@@ -20,8 +20,6 @@ from edgeinfer.platform.process import child_command
 
 #: Stands for a picture in `Message.content`. It is a Unicode noncharacter, which no text contains.
 PICTURE_MARK = "\ufdd1"
-#: What users see in place of a picture.
-SHOWN = "[picture]"
 
 
 @dataclass(frozen=True, slots=True)

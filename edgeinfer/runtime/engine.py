@@ -182,9 +182,6 @@ class LlamaEngine:
         except IndexError as error:
             raise InvalidRequestError("a token is not in the vocabulary", param="tokens") from error
 
-    def apply_template(self, request: GenerateRequest) -> str:
-        return self._chat_format.display_text(self._render(request))
-
     def tokenize_chat(self, request: GenerateRequest) -> list[int]:
         text = self._render(request)
         check_length(len(text), self._input_processor.n_ctx, "messages", self._loaded.n_ctx_train)

@@ -62,9 +62,6 @@ class Engine(Protocol):
 
     def detokenize(self, tokens: Sequence[int]) -> bytes: ...
 
-    def apply_template(self, request: GenerateRequest) -> str:
-        """Return the prompt of a request with messages, as text. Raises InvalidRequestError."""
-
     def tokenize_chat(self, request: GenerateRequest) -> list[int]:
         """Return the prompt of a request with messages, as tokens. Raises InvalidRequestError."""
 

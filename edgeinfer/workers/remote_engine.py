@@ -150,9 +150,6 @@ class ForwardingEngine:
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         return self._forward("detokenize", bytes, list(tokens))
 
-    def apply_template(self, request: GenerateRequest) -> str:
-        return self._forward("apply_template", str, request)
-
     def tokenize_chat(self, request: GenerateRequest) -> list[int]:
         return self._forward("tokenize_chat", list[int], request)
 
@@ -314,7 +311,7 @@ class RemoteEngine(ForwardingEngine):
 
 #: Methods of `Engine` that a client may call by name. Their arguments are JSON-like values.
 CALLS = """
-    tokenize detokenize apply_template tokenize_chat embed rerank agent_prefix use_adapters metrics
+    tokenize detokenize tokenize_chat embed rerank agent_prefix use_adapters metrics
     use_threads
 """.split()
 
@@ -378,7 +375,7 @@ class _Server:
         if frame.method not in CALLS:
             raise EngineError(f"a worker has no method {frame.method}")
         arguments, named = msgspec.msgpack.decode(frame.arguments)
-        if frame.method in ("apply_template", "tokenize_chat"):
+        if frame.method == "tokenize_chat":
             arguments = [msgspec.convert(arguments[0], GenerateRequest)]
         elif frame.method == "use_adapters":
             arguments = [msgspec.convert(arguments[0], list[Adapter])]

@@ -448,7 +448,6 @@ def test_text_cannot_place_a_picture(engine: LlamaEngine) -> None:
     assert len(tokens) - len(text_only(tokens)) == sum(
         span.n_rows for span in spans_of(engine, chat(picture()))[1]
     )
-    assert "[picture]What?" in engine.apply_template(chat(picture(), "What?"))
 
 
 def test_refused_beside_pictures(engine: LlamaEngine) -> None:

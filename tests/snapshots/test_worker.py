@@ -63,7 +63,6 @@ def test_calls_answer_as_the_engine_does():
         conversation = GenerateRequest(
             messages=(Message(role="user", content="hi"),), template_options={"enable_thinking": False}
         )
-        assert engine.apply_template(conversation) == fake.apply_template(conversation)
         assert engine.tokenize_chat(conversation) == fake.tokenize_chat(conversation)
         assert engine.rerank("q", ["a", "b"]) == fake.rerank("q", ["a", "b"])
 

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
-from edgeinfer.media.pictures import PICTURE_MARK, SHOWN
+from edgeinfer.media.pictures import PICTURE_MARK
 from edgeinfer.runtime.chat_format import tool_call_grammar
 from edgeinfer.runtime.chat_format.answer_parser import AnswerParser
-from edgeinfer.runtime.chat_format.control_tokens import ControlTokens, remove_marks
+from edgeinfer.runtime.chat_format.control_tokens import ControlTokens
 from edgeinfer.runtime.chat_format.message_shapes import read_arguments
 from edgeinfer.runtime.chat_format.reasoning import ReasoningSpan, is_open
 from edgeinfer.runtime.chat_format.reasoning import detect as detect_reasoning
@@ -196,10 +196,6 @@ class ChatFormat:
         pictures = [picture for message in request.messages for picture in message.pictures]
         is_tight = self._template.traits.tight_pictures
         return self._pictures.split(prompt, pictures, is_tight=is_tight)
-
-    def display_text(self, prompt: str) -> str:
-        """Return a rendered prompt as a person may read it, without escapes and picture markers."""
-        return self._pictures.display_text(remove_marks(prompt))
 
     def warm_up(self) -> None:
         """Read the vocabulary's control tokens, which takes 10 to 60 ms."""
@@ -485,7 +481,3 @@ class PictureMarkers:
             problem = f"the chat template put {len(seen)} of {len(pictures)} pictures into the prompt"
             raise InvalidRequestError(problem, param="messages")
         yield prompt[text_start:]
-
-    def display_text(self, prompt: str) -> str:
-        """Return a rendered prompt with each marker replaced by a sign that people can read."""
-        return self._marker.sub(SHOWN, prompt)

@@ -93,7 +93,6 @@ class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str
     kernels_version: str
     flags: tuple[str, ...]
-    devices: tuple[str, ...]
 
 
 def lib() -> Any:
@@ -192,10 +191,8 @@ def ggml_library() -> ctypes.CDLL:
     ggml = ctypes.CDLL(str(path if path.exists() else library_dir() / "libggml.so"))
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "ggml_backend_reg_count": (ctypes.c_size_t, []),
-        "ggml_backend_dev_count": (ctypes.c_size_t, []),
         "ggml_backend_load_all_from_path": (None, [ctypes.c_char_p]),
         "ggml_backend_load": (ctypes.c_void_p, [ctypes.c_char_p]),
-        "ggml_backend_dev_get": (ctypes.c_void_p, [ctypes.c_size_t]),
         "ggml_backend_dev_by_type": (ctypes.c_void_p, [ctypes.c_int]),
     }
     return declare_functions(ggml, signatures)
@@ -323,8 +320,6 @@ def base_library() -> ctypes.CDLL:
     base = ctypes.CDLL(str(library_dir() / "libggml-base.so.0"))
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     signatures: dict[str, tuple[Any, list[Any]]] = {
-        "ggml_backend_dev_name": (ctypes.c_char_p, [pointer]),
-        "ggml_backend_dev_description": (ctypes.c_char_p, [pointer]),
         "ggml_backend_dev_get_props": (None, [pointer, pointer]),
         "ggml_backend_dev_backend_reg": (pointer, [pointer]),
         "ggml_backend_reg_get_proc_address": (pointer, [pointer, ctypes.c_char_p]),
@@ -352,15 +347,6 @@ def base_library() -> ctypes.CDLL:
     return declare_functions(base, signatures)
 
 
-def _device_names(ggml: ctypes.CDLL) -> tuple[str, ...]:
-    base = base_library()
-    devices = [ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count())]
-    return tuple(
-        f"{base.ggml_backend_dev_name(d).decode()}: {base.ggml_backend_dev_description(d).decode()}"
-        for d in devices
-    )
-
-
 @cache
 def build_info() -> BuildInfo:
     """Describe the build of llama.cpp. Raises EngineError if no CPU backend runs on this CPU."""
@@ -380,5 +366,4 @@ def build_info() -> BuildInfo:
             for flag in system.split(":", 1)[-1].split("|")
             if flag.strip()
         ),
-        devices=_device_names(_state["ggml"]),
     )

@@ -52,7 +52,7 @@ def test_the_answer_is_what_the_model_says_behind_the_closed_span(
         if isinstance(event, ReasoningDelta | TextDelta)
         for entry in event.logprobs
     ]
-    prompt = engine.tokenize(engine.apply_template(think()), parse_special=True)
+    prompt = engine.tokenize_chat(think())
     close = engine.tokenize("</think>", parse_special=True)
     usage = reply.finish.usage
     assert usage.completion_tokens == 24 == len(tokens) + len(close)
