@@ -30,7 +30,7 @@ from edgeinfer.platform.machine import (
     read_rate,
 )
 from edgeinfer.platform.paths import DEFAULT_MODEL
-from edgeinfer.runtime.llama.backends import LoadedBackend, OffloadRequest, survey
+from edgeinfer.runtime.llama.backends import Device, LoadedBackend, OffloadRequest, survey
 from edgeinfer.runtime.memory_plan import Plan, disk_pace, make_exact_plan, plan_streaming
 from edgeinfer.runtime.model_shape import Shape, draft_problem, make_shape
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -115,7 +115,7 @@ class Estimator:
         self.catalog = load_catalog()
         self.rate = memory_rate()
         self.memory = read_memory()
-        self.card_bytes = card_bytes()
+        self.cards = cards()
         self.pulled_bytes = {model.name: model.size_bytes for model in list_pulled()}
 
     def fit(self, name: str, size_bytes: int, purpose: str, parameters: str) -> Fit:
@@ -127,7 +127,7 @@ class Estimator:
             active_share(model, name, parameters),
             self.rate,
             memory=self.memory,
-            card_bytes=self.card_bytes,
+            card_bytes=sum(card.total_bytes for card in self.cards),
             draft_bytes=self.pulled_bytes.get(model.draft, 0) if model else 0,
         )
 
@@ -201,15 +201,15 @@ def disk_rate() -> float:
 
 
 @cache
-def card_bytes() -> int:
-    """Return the memory (bytes) of the discrete GPUs that a launch would use. Takes 0.2 s."""
+def cards() -> tuple[Device, ...]:
+    """Return the discrete GPUs that a launch would use. Takes 0.2 s."""
     config = load_config()
     request = OffloadRequest(layers=config.load.gpu_layers, devices=config.gpu.devices)
     if not (has_gpu() and request.opens_backends()):
-        return 0
+        return ()
     answers = (answer for answer in survey() if isinstance(answer, LoadedBackend))
     devices = next((chosen for answer in answers if (chosen := request.choose(answer.devices))), ())
-    return sum(device.total_bytes for device in devices if device.kind == "gpu")
+    return tuple(device for device in devices if device.kind == "gpu")
 
 
 @cache

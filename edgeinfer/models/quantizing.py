@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import threading
@@ -28,7 +27,7 @@ from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import PulledModel, locked_work_folder
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes
-from edgeinfer.platform.process import child_command, start_child
+from edgeinfer.platform.process import child_command, describe_exit, start_child
 
 
 class QuantizeResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,9 +176,8 @@ def run_child(module: str, *args: str, job: Job, failure: str = "") -> dict[str,
             return event
         complaints.seek(0)
         said = complaints.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
-    code = process.returncode
-    outcome = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    problem = f"the helper process {module} {outcome}: {said or 'it printed nothing'}"
+    ending = f"ended with {describe_exit(process.returncode)}"
+    problem = f"the helper process {module} {ending}: {said or 'it printed nothing'}"
     raise QuantizeError(problem, hint="free some memory, then try again")
 
 

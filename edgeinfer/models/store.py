@@ -151,7 +151,7 @@ def read_record(folder: Path) -> PulledModel | None:
 def _read_json(path: Path, kind: type[T], rm_argument: str) -> T | None:
     """Read a file of the store; None if it is missing. Raises CatalogError if it is damaged."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(disk.read_regular(path), type=kind)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, msgspec.MsgspecError) as error:

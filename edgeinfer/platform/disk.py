@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 from edgeinfer.errors import DiskFullError, EdgeInferError, UsageError
 from edgeinfer.platform import paths
@@ -71,6 +71,15 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return descriptor
+
+
+def read_regular(path: str | Path, most_bytes: int = 16 << 20) -> bytes:
+    """Read a small file. Raises OSError, also if it is longer, a pipe, a device or a folder."""
+    with open(open_regular(path), "rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EINVAL, f"longer than {most_bytes:,} bytes", str(path))
+    return content
 
 
 def sync(path: str | Path) -> None:
@@ -201,13 +210,13 @@ def stamps(files: Sequence[str]) -> str:
 
 def sha256_of(path: Path, progress: Callable[[int], None] = lambda _done: None) -> str:
     """Return a file's SHA-256 (hex); `progress` is called with the bytes read so far."""
-    with open(path, "rb", buffering=0) as file:
+    with open(open_regular(path), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         return sha256_of_part(file.fileno(), 0, size, lambda _chunk, done: progress(done))
 
 
 def sha256_of_part(
-    descriptor: int, start: int, length: int, on_chunk: Callable[[bytes, int], None]
+    descriptor: int, start: int, length: int, on_chunk: Callable[[bytes, int], Any]
 ) -> str:
     """Hash up to `length` bytes from `start` on; `on_chunk` gets each chunk and the bytes so far."""
     import hashlib  # slow import (2 ms): it loads OpenSSL
@@ -251,7 +260,7 @@ class CacheTable(Generic[T]):
         import msgspec
 
         try:
-            return msgspec.json.decode((paths.cache_dir() / self._name).read_bytes(), type=self._kind)
+            return msgspec.json.decode(read_regular(paths.cache_dir() / self._name), type=self._kind)
         except (OSError, msgspec.MsgspecError):
             return {}
 

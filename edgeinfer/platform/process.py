@@ -30,6 +30,40 @@ def child_command(module: str, *args: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *args]  # -P: import nothing from the current folder
 
 
+def ask_child(
+    module: str, *args: str, content: bytes = b"", patience_s: float = 30.0
+) -> tuple[bytes, str]:
+    """Run our `module`, which a file or a driver may crash; return its output, and how it ended.
+
+    After `patience_s` it is killed. Raises OSError if no process can be started.
+    """
+    import contextlib
+    import subprocess
+
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(child_command(module, *args), stdin=pipe, stdout=pipe, stderr=pipe)
+    try:
+        out, complaints = child.communicate(content, patience_s)
+    except subprocess.TimeoutExpired:
+        return b"", f"took more than {patience_s:.0f} s"
+    finally:
+        child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.communicate(timeout=1.0)  # a call of a driver may never return: it stays behind
+    last = complaints.decode("utf-8", "replace").strip().rpartition("\n")[2]
+    ending = f"ended with {describe_exit(child.returncode)}"
+    return out, f"{ending}: {last}" if last else ending
+
+
+def describe_exit(code: int) -> str:
+    """Describe a return code of `subprocess`: "SIGSEGV", "signal 40" or "status 3"."""
+    import signal
+
+    # real-time signals have no names
+    name = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")
+    return name if code < 0 else f"status {code}"
+
+
 def fork_and_exec(
     command: list[str], prepare: Callable[[], None], environment: Mapping[str, str] = os.environ
 ) -> int:

@@ -35,6 +35,7 @@ from edgeinfer.runtime.options import Chosen, LayersInfo, LoadOptions, ModelFile
 from edgeinfer.runtime.scheduler.engine_core import EngineCore
 from edgeinfer.runtime.scheduler.prefix_cache_switch import PrefixCacheSwitch
 from edgeinfer.runtime.vision import Vision
+from edgeinfer.units import format_bytes
 
 _log = logging.getLogger("edgeinfer.gpu")
 #: Share of the free memory for the second, smaller attempt on the same devices.
@@ -126,20 +127,14 @@ class GpuOffload:
         raise DecodeError(reason)
 
     def _use(self, devices: tuple[Device, ...], request: OffloadRequest) -> None:
-        memories = tuple(map(request.usable_memory, devices))
-        offload = make_offload(self.cpu.shape, self.cpu.plan, memories, request.layers)
+        offload = self._plan(devices, request, 1.0)
         if not offload.n_layers:
             raise OffloadRefused(offload.reason)
         try:
             device_context = self._load(devices, offload)
         except EngineError as error:
-            if not _is_short_of_memory(error):
-                raise
-            less = tuple(
-                DeviceMemory(name=m.name, free_bytes=int(_SMALLER * m.free_bytes)) for m in memories
-            )
-            smaller = make_offload(self.cpu.shape, self.cpu.plan, less, request.layers)
-            if not smaller.n_layers or smaller.total_bytes >= offload.total_bytes:
+            smaller = self._plan(devices, request, _SMALLER)
+            if not _is_short_of_memory(error) or not 0 < smaller.total_bytes < offload.total_bytes:
                 raise
             device_context = self._load(devices, smaller)
         try:
@@ -157,6 +152,14 @@ class GpuOffload:
         if self.vision is not None:
             self._move_encoder(self.vision, device_context, request)
 
+    def _plan(self, devices: Sequence[Device], request: OffloadRequest, share: float) -> Offload:
+        """Plan with this share of each device's free memory."""
+        memories = tuple(
+            DeviceMemory(name=memory.name, free_bytes=int(share * memory.free_bytes))
+            for memory in map(request.usable_memory, devices)
+        )
+        return make_offload(self.cpu.shape, self.cpu.plan, memories, request.layers)
+
     def _move_encoder(self, vision: Vision, on: DeviceContext, request: OffloadRequest) -> None:
         """Encode pictures on the first device with layers, if the projector fits next to them."""
         if self._is_closing or self._device_context is not on:
@@ -166,7 +169,12 @@ class GpuOffload:
         device = next((device for device in devices if device.name == on.offload.devices[0]), None)
         try:
             needed = os.path.getsize(path) + _ENCODER_BYTES
-            if device is None or request.usable_memory(device).free_bytes < needed:
+            free = request.usable_memory(device).free_bytes if device else 0
+            if device is None or free < needed:
+                layers: Chosen = on.loaded.choices["gpu_layers"]
+                room = f"{format_bytes(free)} of {format_bytes(needed)}"
+                note = f"the CPU encodes pictures: {room} are free"
+                on.loaded.choices["gpu_layers"] = Chosen(layers.value, f"{layers.reason}; {note}")
                 return
             projector = Projector(path, self.cpu.model, self.cpu.n_threads, device.pointer)
             projector.encode(Picture(64, 64, bytes(3 * 64 * 64)))  # compiles the kernels
@@ -287,9 +295,8 @@ def find_devices(request: OffloadRequest) -> Iterator[tuple[Device, ...]]:
             continue
         libllama.guard_calls()
         # a library that was added may crash or hang as it is loaded: it does in another process first
-        answer = backends.ask(file.name) if file.added else None
-        if not isinstance(answer, MissingBackend):
-            answer = backend_loading.load(file.name)
+        tried = backends.ask(file.name) if file.added else None
+        answer = tried if isinstance(tried, MissingBackend) else backend_loading.load(file.name, tried)
         if isinstance(answer, LoadedBackend):
             if chosen := request.choose(answer.devices):
                 yield chosen

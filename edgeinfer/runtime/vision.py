@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import signal
-import subprocess
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,7 +22,7 @@ import edgeinfer
 from edgeinfer.errors import DecodeError, EngineError, InvalidRequestError
 from edgeinfer.media.pictures import Picture, decode
 from edgeinfer.platform.disk import CacheTable, stamps
-from edgeinfer.platform.process import child_command, lower_thread_priority
+from edgeinfer.platform.process import ask_child, lower_thread_priority
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.llama.mtmd import Chunk, Projector
 from edgeinfer.runtime.options import ModelFiles
@@ -196,9 +194,12 @@ class Vision:
         ]
 
     def _store(self, source: Source, rows: Sequence[Rows]) -> None:
-        """Write rows to the prefix cache, unless they are there."""
+        """Write rows to the prefix cache, unless they are there.
+
+        A request from before the move to a GPU has the CPU's folder: rows of a GPU differ in rounding.
+        """
         folder = source.folder
-        if folder is None or not source.is_stored:
+        if folder is None or not source.is_stored or folder is not self.block_folder():
             return
         name = folder.names.rows(source.digest)
         if folder.has(name):
@@ -232,14 +233,12 @@ class Vision:
             return stored[1]
         with self._lock:
             pixels = self._pixels.pop(source.digest, None)
-        # a request from before the move to a GPU has the CPU's folder: rows of a GPU differ in rounding
-        on_device = self.on_device if source.folder in (None, self.block_folder()) else None
-        rows = self._encode_pixels(pixels or decode(source.file), on_device)
+        rows = self._encode_pixels(pixels or decode(source.file))
         self._store(source, rows)
         return rows
 
-    def _encode_pixels(self, pixels: Picture, on_device: Projector | None) -> list[Rows]:
-        if on_device is not None:
+    def _encode_pixels(self, pixels: Picture) -> list[Rows]:
+        if (on_device := self.on_device) is not None:
             try:
                 return on_device.encode(pixels)
             except DecodeError as error:
@@ -377,22 +376,11 @@ def projector_failure(projector: str, model: Sequence[str]) -> str:
     key = f"{edgeinfer.__version__} {stamps((projector, *model))}"
     if key in _KNOWN.read():
         return ""
-    reason = _try_projector([projector, *model])
+    out, ending = ask_child(_HELPER, projector, *model, patience_s=_PATIENCE_S)
+    try:
+        reason = msgspec.json.decode(out, type=str)
+    except msgspec.MsgspecError:
+        return f"its first picture {ending}"
     if not reason:
         _KNOWN.put(key, True)
     return reason
-
-
-def _try_projector(files: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(
-            child_command(_HELPER, *files), capture_output=True, timeout=_PATIENCE_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"its first picture takes more than {_PATIENCE_S:.0f} s"
-    try:
-        return msgspec.json.decode(done.stdout, type=str)
-    except msgspec.MsgspecError:
-        code = done.returncode
-        ending = signal.Signals(-code).name if code < 0 else f"status {code}"
-        return f"its first picture ended the process ({ending})"

@@ -24,12 +24,14 @@ import platform
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx2  # 75 to 120 ms
 import msgspec
@@ -56,6 +58,8 @@ SEEN = "seen"
 _TRIAL_S = 900
 #: How far (s) this machine's clock may be behind the publisher's.
 _CLOCK_S = 24 * 3600
+#: Limit (s) for the manifest, and for its signature.
+_MANIFEST_S = 60.0
 
 
 def own_program(*, replaces: bool = True) -> Path:
@@ -131,19 +135,30 @@ def newest(channel: Channel, folder: Path) -> Release:
 
 def _last_issued_s(file: Path) -> int:
     try:
-        return int(file.read_bytes())
+        return int(disk.read_regular(file))
     except FileNotFoundError:
         return 0
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ShippingError(f"{file} is damaged", hint="remove it and run this again") from error
 
 
 def _get(channel: Channel, name: str) -> bytes:
     url, raw = f"{channel.url}/{name}", b""
+    headers = http_client.range_headers(0, "")
+    connections: list[Any] = []
+    end_s = time.monotonic() + _MANIFEST_S
+
+    def trace(event: str, info: dict[str, Any]) -> None:
+        if event == "connection.connect_tcp.complete":
+            connections.append(info["return_value"])
+
+    # a server that sends a byte now and then never meets a limit of a single read
+    timer = threading.Timer(_MANIFEST_S, lambda: [*map(http_client.shut_down, connections)])
+    timer.start()
     try:
         with (
-            http_client.client(url, 30.0) as client,
-            client.stream("GET", url, headers=http_client.range_headers(0, "")) as response,
+            http_client.client(url, _MANIFEST_S) as client,
+            client.stream("GET", url, headers=headers, extensions={"trace": trace}) as response,
         ):
             if response.status_code != 200:
                 raise http_client.status_error(url, "server", response.status_code)
@@ -151,8 +166,15 @@ def _get(channel: Channel, name: str) -> bytes:
                 raw += chunk
                 if len(raw) > MOST_BYTES:
                     raise ReleaseUntrustedError(f"{url} is too large for a manifest")
+            if time.monotonic() > end_s:
+                raise httpx2.ReadTimeout("")
     except httpx2.HTTPError as error:
-        raise DownloadError(f"{url}: {http_client.describe_transport_error(error)}") from error
+        is_late = time.monotonic() > end_s
+        late = f"not complete after {_MANIFEST_S:g} s"
+        problem = late if is_late else http_client.describe_transport_error(error)
+        raise DownloadError(f"{url}: {problem}") from error
+    finally:
+        timer.cancel()
     return raw
 
 
@@ -167,22 +189,30 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
     if file is None:
         problem = f"{release.version} has no file for {machine}"
         raise ShippingError(problem, hint="build it: `make binary`")
-    partial = fetch_verified(file, url, folder, job)
     candidate = program.with_name(f".{program.name}-{release.version}")
     try:
-        with partial.open("rb") as fetched, disk.durable_file(candidate, _mode(program)) as out:
-            shutil.copyfileobj(fetched, out)
+        place_verified(file, url, folder, candidate, job, mode=_mode(program))
         job.begin("checking", f"{release.version} on this machine")
         _try_out(candidate, release.version, folder / "trial.toml")
         _swap(program, candidate, folder)
     finally:
         candidate.unlink(missing_ok=True)
-    for leftover in folder.glob("*.part*"):
-        leftover.unlink()
+    leftovers = list_files(folder, "*.part*", ".*.new")
+    leftovers += list_files(program.parent, f".{program.name}-[0-9]*", f"..{program.name}-[0-9]*.new")
+    for leftover in leftovers:
+        leftover.unlink(missing_ok=True)
 
 
-def fetch_verified(file: ReleasedFile, url: str, folder: Path, job: Job) -> Path:
-    """Download a file of the release at `url` into `folder`; return the partial file, complete.
+def list_files(folder: Path, *patterns: str) -> list[Path]:
+    """List what is not a folder in `folder`, and whose name has one of these patterns."""
+    paths = (path for path in folder.glob("*") if any(fnmatch(path.name, name) for name in patterns))
+    return [path for path in paths if path.is_symlink() or not path.is_dir()]
+
+
+def place_verified(
+    file: ReleasedFile, url: str, folder: Path, target: Path, job: Job, *, mode: int = 0o644
+) -> None:
+    """Download a file of the release at `url` into `folder`, and copy it to `target`, atomically.
 
     Raises DownloadError, DiskFullError, and ChecksumError if it is not the file that was signed.
     """
@@ -192,14 +222,17 @@ def fetch_verified(file: ReleasedFile, url: str, folder: Path, job: Job) -> Path
     )
     job.begin("downloading", file.name, total=file.size_bytes)
     partial = download.fetch(remote, folder, job)
-    digest = disk.sha256_of(partial)
-    if digest != file.sha256:
-        partial.unlink()
-        raise ChecksumError(
-            f"{source} has SHA-256 {digest}, not {file.sha256}: nothing was changed",
-            hint="run it again; if it still differs, do not trust the server",
+    with open(disk.open_regular(partial), "rb") as fetched, disk.durable_file(target, mode) as out:
+        # of the bytes that are written, not of a file that may change before they are
+        digest = disk.sha256_of_part(
+            fetched.fileno(), 0, file.size_bytes, lambda chunk, _done: out.write(chunk)
         )
-    return partial
+        if digest != file.sha256:
+            partial.unlink()
+            raise ChecksumError(
+                f"{source} has SHA-256 {digest}, not {file.sha256}: nothing was changed",
+                hint="run it again; if it still differs, do not trust the server",
+            )
 
 
 def _try_out(candidate: Path, version: str, config: Path) -> None:

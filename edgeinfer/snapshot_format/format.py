@@ -144,14 +144,17 @@ def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
 
 
 def refuse_unsafe_ancestors(path: str) -> None:
-    """Raise SnapshotUnsafeError if another user could replace a folder above `path`."""
+    """Raise SnapshotUnsafeError if another user could replace a folder above `path`.
+
+    Where root has no number, in a process that was restored without root, the owner of "/" is root.
+    """
+    trusted = {0, os.getuid(), os.stat("/").st_uid}
     while path != "/":
         path = os.path.dirname(path)
         info = os.stat(path)
         others_write = info.st_mode & 0o022 and not info.st_mode & 0o1000
-        if info.st_uid not in (0, os.getuid()) or others_write:
-            problem = f"other users can change {path}, above the snapshots"
-            raise SnapshotUnsafeError(problem, hint=f"chmod go-w {path}")
+        if info.st_uid not in trusted or others_write:
+            raise SnapshotUnsafeError(f"other users can change {path}", hint=f"chmod go-w {path}")
 
 
 def read_manifest(folder: str) -> Manifest:

@@ -26,7 +26,7 @@ from edgeinfer.errors import (
     SnapshotsUnavailableError,
 )
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import free_bytes, write_durably
+from edgeinfer.platform.disk import free_bytes, read_regular, write_durably
 from edgeinfer.snapshot_format import fingerprint, format
 
 
@@ -294,10 +294,9 @@ def list_failures() -> list[Failure]:
     """List the failed builds of this program by snapshot name."""
     failures = []
     for path in sorted(paths.snapshots_dir().glob(_failure_path("*").name)):
-        with contextlib.suppress(
-            OSError, msgspec.MsgspecError
-        ):  # another process has just removed the file
-            failures.append(msgspec.json.decode(path.read_bytes(), type=Failure))
+        # another process may have removed the file
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            failures.append(msgspec.json.decode(read_regular(path), type=Failure))
     return failures
 
 

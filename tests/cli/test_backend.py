@@ -4,10 +4,13 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -15,12 +18,15 @@ import pytest
 from fake_hub import Fault, sha
 from other_processes import wait_until
 
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import CatalogError, DownloadError, EdgeInferError
+from edgeinfer.models.fetching import download
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, RetryPolicy
+from edgeinfer.models.store import read_record
+from edgeinfer.platform import disk
 from edgeinfer.platform.ed25519 import new_key_text, parse_key
 from edgeinfer.runtime.llama import backend_loading, backends
 from edgeinfer.runtime.llama.backends import LibraryFacts
-from edgeinfer.shipping import backend_install
+from edgeinfer.shipping import backend_install, update
 from edgeinfer.shipping.update import Channel, Release, ReleasedBackend
 
 from ..conftest import ROOT, flip_bit
@@ -38,18 +44,17 @@ import ctypes, os, sys
 from pathlib import Path
 from edgeinfer.cli.main import main
 from edgeinfer.cli.verbs import backend, doctor
+from edgeinfer.models.store import read_record
 from edgeinfer.platform import disk
 from edgeinfer.runtime.llama import backends
 from edgeinfer.shipping import backend_install, update
 backends.has_release_key = lambda: "NO_KEY" not in os.environ
+backends._PATIENCE_S = float(os.environ.get("PATIENCE_S", 60))
 channel = update.Channel(url=sys.argv[1], keys=(sys.argv[2],))
 update.channel = lambda: channel
 crash_at = os.environ.get("CRASH_AT")
-if crash_at == "library":
-    Path.replace = lambda *_: os._exit(9)
-if crash_at == "description":
-    write = disk.write_durably
-    disk.write_durably = lambda path, *rest: path.name == "libggml-cuda.json" and os._exit(9) or write(path, *rest)
+replace, last = os.replace, {"library": "libggml-cuda.so", "description": "libggml-cuda.json"}.get(crash_at)
+os.replace = lambda source, target, **at: Path(target).name == last and os._exit(9) or replace(source, target, **at)
 if "AS_ANOTHER" in os.environ:
     ctypes.CDLL("libcuda.so.1")  # from a folder that is only this user's
     ctypes.CDLL(None).setfsuid(65_534)
@@ -65,10 +70,17 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "none/libcuda.so.1").write_text(
         "not a library, in the place of this machine's driver\n" * 9
     )
-    for version in (12040, 13000, 13010):
-        out = folder / str(version) / "libcuda.so.1"
+    answers = {str(n): f"*version = {n};" for n in (12040, 13000, 13010)}
+    failures = {
+        "crash": "*(volatile int *)0 = 1;",
+        "unnamed": "raise(40);",
+        "hang": "for (;;) pause();",
+    }
+    for name, code in (answers | failures).items():
+        out = folder / name / "libcuda.so.1"
         out.parent.mkdir()
-        code = f"int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}"
+        head = "#include <signal.h>\n#include <unistd.h>\n"
+        code = f"{head}int cuDriverGetVersion(int *version) {{ {code} return 0; }}"
         compiler = ["gcc", "-x", "c", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", out, "-"]
         subprocess.run(compiler, input=code.encode(), check=True)
     return folder
@@ -135,12 +147,17 @@ class Releases:
 @pytest.fixture
 def releases(server, drivers, monkeypatch) -> Releases:
     """Releases, which this process installs with any driver."""
-    monkeypatch.setattr(backend_loading, "driver_problem", lambda: "")
+    monkeypatch.setattr(backends, "driver_problem", lambda: None)
     return Releases(server, drivers)
 
 
 def test_install_list_and_remove(releases):
-    assert not any(library.get("name") == "cuda" for library in releases.run()["libraries"])
+    cuda, _vulkan = releases.run()["libraries"]
+    assert (cuda["reason"], cuda["fix"]) == (
+        "its library is not installed",
+        "edgeinfer backend install cuda",
+    )
+    assert "    → edgeinfer backend install cuda\n" in releases.start("backend").communicate()[0]
     first = releases.run("install", "cuda")
     assert first["message"].startswith("cuda is installed, but does not work here: ")
     assert first["libraries"][0]["name"] == "cuda"
@@ -155,13 +172,14 @@ def test_install_list_and_remove(releases):
     (releases.library.parent / "libggml-cuda.so.bak").write_bytes(b"the user's own")
     (releases.library.parent / "libggml-cuda-mine").mkdir()
     (releases.library.parent / "libggml-cuda-x86_64.so.part").write_bytes(b"fetched")
+    (releases.library.parent / ".libggml-cuda.json.0a.new").write_bytes(b"of a process that was killed")
     assert "is removed" in releases.run("remove", "cuda")["message"]
     assert releases.names == ["libggml-cuda-mine", "libggml-cuda.so.bak"]
     assert "no cuda library was added" in releases.run("remove", "cuda", code=2)["message"]
 
 
 @pytest.mark.parametrize(
-    ("driver", "reason"), [("none", "there is no NVIDIA driver"), (12040, "has CUDA 12.4")]
+    ("driver", "reason"), [("none", "there is no NVIDIA driver"), (12040, "supports CUDA up to 12.4")]
 )
 def test_driver_that_cannot_run_it_is_asked_before_the_network(releases, driver, reason):
     error = releases.run("install", "cuda", code=1, driver=driver)
@@ -241,6 +259,137 @@ def test_interrupted_download_goes_on(releases):
     assert releases.names == ["libggml-cuda.json", "libggml-cuda.so"]
 
 
+@pytest.mark.parametrize(
+    ("driver", "ending"),
+    [
+        ("crash", "ended with SIGSEGV"),
+        ("unnamed", "ended with signal 40"),
+        ("hang", "took more than 1 s"),
+    ],
+)
+def test_driver_that_crashes_or_hangs_is_a_reason(server, drivers, monkeypatch, driver, ending):
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(drivers / driver))
+    monkeypatch.setattr(backends, "_PATIENCE_S", 1.0 if driver == "hang" else 120.0)
+    problem = backends.driver_problem()
+    assert problem.reason == f"the process that loaded it {ending}"
+    assert not problem.absent
+    with pytest.raises(EdgeInferError, match="nothing was installed: the process that loaded it"):
+        Releases(server, drivers).install()
+    assert server.seen == []
+
+
+def make_huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+ODD_FILES = {
+    "pipe": os.mkfifo,
+    "folder": os.mkdir,
+    "device": lambda path: os.symlink("/dev/zero", path),
+    "huge": make_huge,
+    "loop": lambda path: os.symlink(path, path),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_whatever_lies_in_the_place_of_a_file_blocks_nothing(releases, kind):
+    releases.install()
+    library, description = releases.library, backends.facts_path(releases.library)
+    seen = library.parent.parent / "update/seen"
+    record = library.parent.parent / "models/smollm2-135m-instruct/model.json"
+    table = library.parent.parent.parent / "cache/table.json"
+
+    def replace(path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        ODD_FILES[kind](path)
+
+    for path in (description, seen, record, table):
+        replace(path)
+    assert "does not say which llama.cpp" in backends.find("cuda").problem
+    assert disk.CacheTable("table.json", dict[str, str]).read() == {}
+    with pytest.raises(CatalogError):
+        read_record(record.parent)
+    assert releases.refusal() == "shipping"
+    (seen.rmdir if kind == "folder" else seen.unlink)()
+    if kind == "folder":
+        assert releases.refusal() == "shipping"
+        description.rmdir()
+    releases.install()
+    assert releases.is_installed()
+    replace(library)
+    assert all(file.name != "cuda" or file.problem for file in backends.available())
+    if kind == "folder":
+        assert releases.refusal() == "shipping"
+    else:
+        releases.install()
+        assert releases.is_installed()
+    backend_install.remove("cuda")
+    assert releases.names == (["libggml-cuda.so"] if kind == "folder" else [])
+
+
+def test_folder_that_others_may_write_to_gets_no_library(releases):
+    releases.library.parent.mkdir(parents=True)
+    releases.library.parent.chmod(0o777)
+    with pytest.raises(EdgeInferError) as caught:
+        releases.install()
+    assert caught.value.message.endswith(f"other users can change {releases.library.parent}")
+    assert f"chmod go-w {releases.library.parent}" in caught.value.hint
+    assert releases.server.seen == []
+
+
+def test_description_has_the_digest_that_was_signed(releases):
+    raw = json.loads(releases.server.files["/release.json"])
+    raw["backends"][0]["facts"] |= {"sha256": "0" * 64, "size_bytes": 1}
+    changed = json.dumps(raw).encode()
+    releases.server.files |= {"/release.json": changed, "/release.json.sig": KEY.sign(changed)}
+    releases.install()
+    assert backends.find("cuda").facts.sha256 == sha(releases.body)
+    assert "SHA-256" not in backends.ask("cuda").reason
+
+
+def test_file_that_changes_between_download_and_copy_is_never_in_place(releases, monkeypatch):
+    fetch = download.fetch
+
+    def fetch_and_change(*arguments):
+        partial = fetch(*arguments)
+        change = disk.new_file
+
+        def new_file(*more, **at):
+            flip_bit(partial, 1000)
+            return change(*more, **at)
+
+        monkeypatch.setattr(disk, "new_file", new_file)
+        return partial
+
+    monkeypatch.setattr(download, "fetch", fetch_and_change)
+    assert releases.refusal() == "checksum"
+    assert not releases.library.exists()
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_manifest_that_drips_in_has_a_limit(drivers, monkeypatch, head):
+    monkeypatch.setattr(backends, "driver_problem", lambda: None)
+    monkeypatch.setattr(update, "_MANIFEST_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            connection = listener.accept()[0]
+            with connection, suppress(OSError):
+                connection.sendall(head)
+                while True:
+                    connection.sendall(b"H")
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        channel = Channel(url=f"http://127.0.0.1:{listener.getsockname()[1]}", keys=(KEY.public.hex(),))
+        with pytest.raises(DownloadError, match=r"release.json: not complete after 0.5 s"):
+            backend_install.install("cuda", channel, Job(retry_policy=RETRIES))
+        thread.join()
+
+
 @pytest.mark.parametrize("step", ["library", "description"])
 def test_crash_before_a_step_of_the_publication_leaves_a_refused_pair_at_most(releases, step):
     releases.install()
@@ -286,11 +435,14 @@ def test_doctor_names_the_command_where_the_driver_can_run_it(releases):
         (12040, False, {}),
         (13000, True, {}),
         (13000, False, {"NO_KEY": "1"}),
+        ("crash", False, {}),
     ]
     for driver, is_named, more in drivers:
         out = releases.start("doctor", "--json", driver=driver, **more).communicate()[0]
-        fixes = [check["fix"] for check in json.loads(out)["result"]["checks"]]
-        assert ("edgeinfer backend install cuda" in fixes) is is_named
+        checks = json.loads(out)["result"]["checks"]
+        assert any(check["fix"] == "edgeinfer backend install cuda" for check in checks) is is_named
+        crash = "NVIDIA's driver: the process that loaded it ended with SIGSEGV"
+        assert any(check["found"] == crash for check in checks) is (driver == "crash")
     assert releases.server.seen == []
 
 

@@ -8,9 +8,16 @@ from edgeinfer.cli.main import main
 from edgeinfer.models import fits
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.platform.machine import Memory, MemoryRate, read_memory_rate
-from edgeinfer.runtime.llama.backends import BackendFile, Device, LoadedBackend
+from edgeinfer.runtime.llama.backends import BackendFile, Device, Kind, LoadedBackend
 
 GB = 10**9
+
+
+def make_cards(kinds: tuple[Kind, ...], n_bytes: int) -> tuple[Device, ...]:
+    return tuple(
+        Device(name=f"Vulkan{i}", description="RTX", kind=kind, backend="vulkan", total_bytes=n_bytes)
+        for i, kind in enumerate(kinds)
+    )
 
 
 @pytest.fixture
@@ -24,7 +31,9 @@ def machine(monkeypatch):
         rate = MemoryRate(bytes_per_s, threads, busy)
         monkeypatch.setattr(fits, "read_memory", lambda: memory)
         monkeypatch.setattr(fits, "memory_rate", lambda: rate)
-        monkeypatch.setattr(fits, "card_bytes", lambda: card_bytes)
+        monkeypatch.setattr(
+            fits, "cards", lambda: make_cards(("gpu",), card_bytes) if card_bytes else ()
+        )
 
     return make
 
@@ -155,12 +164,17 @@ def test_offered_models_are_chat_models_of_the_catalogue() -> None:
     assert {catalog.models[name].purpose for name in fits._FIRST_RUN_MODELS} == {"chat"}
 
 
-def test_models_that_fit_the_card_are_faster_and_offered_first(machine, list_fits) -> None:
+def test_models_that_fit_the_card_are_faster_and_offered_first(machine, list_fits, capsys) -> None:
     machine(32 * GB, 20e9, 4)
     without = {model["name"]: model["fit"] for model in list_fits()}
     assert "phi-4" not in {choice.name for choice in fits.first_run_choices()}
     machine(32 * GB, 20e9, 4, card_bytes=12 * GB)
     on_card = {model["name"]: model["fit"] for model in list_fits()}
+    main(["list", "--fits"])
+    assert (
+        "speeds are estimates for RTX where WHY says so, otherwise for the CPU"
+        in capsys.readouterr().out
+    )
     assert on_card["phi-4"]["tokens_per_s"] > 5 * without["phi-4"]["tokens_per_s"]
     assert on_card["phi-4"]["why"].endswith(", on the GPU")
     too_large = [name for name, fit in on_card.items() if fit["needed_bytes"] > 12 * GB]
@@ -175,11 +189,8 @@ def test_models_that_fit_the_card_are_faster_and_offered_first(machine, list_fit
 )
 def test_card_is_a_discrete_gpu_that_a_launch_would_use(monkeypatch, kinds, expected) -> None:
     file = BackendFile(name="vulkan", path="", added=False)
-    devices = tuple(
-        Device(name=f"Vulkan{i}", description="", kind=kind, backend="vulkan", total_bytes=8 * GB)
-        for i, kind in enumerate(kinds)
-    )
+    devices = make_cards(kinds, 8 * GB)
     monkeypatch.setattr(fits, "has_gpu", lambda: True)
     monkeypatch.setattr("edgeinfer.platform.machine.has_gpu", lambda: True)
     monkeypatch.setattr(fits, "survey", lambda: (LoadedBackend(file=file, devices=devices),))
-    assert fits.card_bytes.__wrapped__() == expected * GB
+    assert sum(card.total_bytes for card in fits.cards.__wrapped__()) == expected * GB

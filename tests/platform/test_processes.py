@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from other_processes import run_python
 
-from edgeinfer.platform.process import MODULE_SWITCH, child_command
+from edgeinfer.platform import process
+from edgeinfer.platform.process import MODULE_SWITCH, ask_child, child_command, describe_exit
 
 ROOT = Path(__file__).parents[2]
 TABLE = (ROOT / "docs/development/processes.md").read_text()
@@ -59,6 +60,22 @@ print(os.getpriority(os.PRIO_PROCESS, 0), session.partition("nice")[2].strip())
 @pytest.mark.skipif(
     not SESSION.exists(), reason="this kernel shares the processor only among processes"
 )
+def test_every_exit_of_a_process_has_a_description() -> None:
+    descriptions = [describe_exit(code) for code in range(-64, 4)]
+    assert {"SIGSEGV", "signal 40", "signal 32", "status 3"} <= set(descriptions)
+    assert len(set(descriptions)) == len(descriptions)
+
+
+def test_child_is_asked_and_its_failure_is_described(monkeypatch) -> None:
+    monkeypatch.setattr(process, "child_command", lambda code, *_: [sys.executable, "-c", code])
+    out, _ = ask_child("import sys; print(sys.stdin.read()[::-1])", content=b"abc")
+    assert out == b"cba\n"
+    assert ask_child("raise ValueError('too bad')")[1] == "ended with status 1: ValueError: too bad"
+    assert ask_child("import os; os.kill(os.getpid(), 40)") == (b"", "ended with signal 40")
+    stuck = "print(1, flush=True); import time; time.sleep(600)"
+    assert ask_child(stuck, patience_s=0.2) == (b"", "took more than 0 s")
+
+
 def test_background_process_steps_back_with_its_own_session_only():
     # the file is empty without autogroups
     niceness = SESSION.read_text().partition("nice")[2].split()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+import msgspec
+
 from edgeinfer.cli.options import add_quiet
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import stoppable
@@ -13,14 +15,18 @@ from edgeinfer.runtime.llama.backends import LoadedBackend, MissingBackend
 
 
 class BackendResult(Result, frozen=True, kw_only=True):
-    """The libraries on this machine, preferred ones first, after what `message` says was done."""
+    """Each library, preferred ones first, after what `message` says was done."""
 
     message: str
     libraries: tuple[LoadedBackend | MissingBackend, ...]
 
     def human(self) -> str:
-        lines = [*map(backends.describe, self.libraries)] or ["no library for GPUs is here"]
-        return "\n".join([self.message, *lines])
+        lines = [self.message]
+        for answer in self.libraries:
+            lines.append(f"  {backends.describe(answer)}")
+            if isinstance(answer, MissingBackend) and answer.fix:
+                lines.append(f"    → {answer.fix}")
+        return "\n".join(lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +42,7 @@ def run(options: argparse.Namespace, _host: Host) -> BackendResult:
     from edgeinfer.shipping import backend_install  # 200 ms and more: httpx2, llama.cpp
     from edgeinfer.shipping.update import channel
 
-    message = "libraries for GPUs:"
+    message = "libraries for GPUs (Vulkan's comes with edgeinfer):"
     if options.action == "remove":
         backend_install.remove(options.name)
         message = f"{options.name} is removed; processes that use it keep it"
@@ -48,4 +54,12 @@ def run(options: argparse.Namespace, _host: Host) -> BackendResult:
             message = backend_install.install(options.name, channel(), Job(report))
         if isinstance(backends.ask(options.name), MissingBackend):
             message += f", but does not work here: `edgeinfer backend remove {options.name}`"
-    return BackendResult(message=message, libraries=backends.survey())
+    return BackendResult(message=message, libraries=tuple(map(_ask, backends.NAMES)))
+
+
+def _ask(name: str) -> LoadedBackend | MissingBackend:
+    """Ask a library for its devices; if CUDA's is missing, ask NVIDIA's driver whether it could run."""
+    if backends.find(name) is not None:
+        return backends.ask(name)
+    driver = backends.driver_problem() if name == "cuda" else None
+    return msgspec.structs.replace(driver, name=name) if driver else backends.not_installed(name)

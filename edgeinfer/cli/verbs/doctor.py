@@ -148,14 +148,18 @@ def _llama() -> Finding:
 
 def _gpu() -> list[Finding]:
     from edgeinfer.platform.machine import read_gpus
-    from edgeinfer.runtime.llama import backend_loading, backends
+    from edgeinfer.runtime.llama import backends
 
     cards, answers = read_gpus(), backends.survey()
     is_used = any(d.kind != "software" for a in answers for d in getattr(a, "devices", ()))
     checks = [_backend(answer, cards, is_used=is_used) for answer in answers]
-    if backends.find("cuda") is None and not backend_loading.driver_problem():
-        text = "cuda: NVIDIA's driver can run it, and its library is not installed"
-        checks.append(Finding("ok", text, backends.adding("cuda")))
+    if backends.find("cuda") is None:
+        driver = backends.driver_problem()
+        if driver is None:
+            text = "cuda: NVIDIA's driver can run it, and its library is not installed"
+            checks.append(Finding("ok", text, backends.adding("cuda")))
+        elif not driver.absent:
+            checks.append(Finding("warn", f"NVIDIA's driver: {driver.reason}", driver.fix))
     if not answers and cards:
         text = f"{' and '.join(cards)} found, but no library for it"
         return [Finding("warn", text, checks[0].fix if checks else backends.adding("vulkan"))]

@@ -43,12 +43,14 @@ class ModelRow(ModelSummary, frozen=True, kw_only=True):
 class ListResult(Result, frozen=True, kw_only=True):
     """Models: pulled ones, then those of external stores, then the rest of the catalogue, each by name.
 
-    With `fits`, they are grouped by speed. `busy`: the machine was busy while speed was measured.
+    With `fits`, they are grouped by speed, on the CPU or on `gpus`. `busy`: the machine was busy while
+    speed was measured.
     """
 
     models: tuple[ModelRow, ...]
     fits: bool = False
     busy: bool = False
+    gpus: tuple[str, ...] = ()
     nothing_pulled: bool = False
     unfinished: dict[str, int] = msgspec.field(default_factory=dict)
     unusable: tuple[UnusableModel, ...] = ()
@@ -73,8 +75,10 @@ class ListResult(Result, frozen=True, kw_only=True):
             nothing = f"no model is pulled yet: `edgeinfer pull {DEFAULT_MODEL}`"
             return nothing if self.nothing_pulled else "no model matches"
         if self.fits:
-            note = "\n\nthe machine was busy: real speeds are higher" if self.busy else ""
-            return _fits_table(self.models) + note
+            gpus = f"{' and '.join(self.gpus)} where WHY says so, otherwise for the " * bool(self.gpus)
+            note = f"speeds are estimates for {gpus or 'this '}CPU"
+            busy = "; the machine was busy: real speeds are higher" if self.busy else ""
+            return f"{_fits_table(self.models)}\n\n{note}{busy}"
         head = ("NAME", "HERE", "SIZE", "PARAMETERS", "QUANT", "CONTEXT", "SNAPSHOTS", "LICENCE", "FOR")
         return table([head, *map(_row, self.models)], right=frozenset({2, 3, 5, 6}))
 
@@ -153,6 +157,7 @@ def run(options: argparse.Namespace, host: Host) -> ListResult:
         models=_group_by_fit(models, estimator) if estimator else models,
         fits=options.fits,
         busy=bool(estimator and estimator.rate.busy),
+        gpus=tuple(card.description for card in estimator.cards) if estimator else (),
         nothing_pulled=options.pulled and not any(model.pulled for model in summaries),
         unfinished=unfinished_pulls(),
         adapters=tuple(

@@ -283,9 +283,9 @@ def _describe(
         notes += tuple(filter(None, (memory.warning, memory.attention)))
     elif entry is not None and not parts:
         fit = Estimator().fit_of(entry)
-        needed = f"needs {format_bytes(fit.needed_bytes)} of memory"
-        from_disk = f"{fit.why}, ~{fit.tokens_per_s:g} tokens/s"
-        notes += (from_disk if fit.group == "too big" else needed,)
+        needed = "" if fit.group == "too big" else f"needs {format_bytes(fit.needed_bytes)} of memory"
+        speed = f"{fit.why}, ~{fit.tokens_per_s:g} tokens/s" if fit.why else ""
+        notes += ("; ".join(filter(None, (needed, speed))),)
     entry = entry or Model(title=(header.name if header else "") or name, sources=())
     return ShowResult(
         name=name,

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import signal
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +23,7 @@ import msgspec
 import edgeinfer
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
 from edgeinfer.platform.disk import CacheTable
-from edgeinfer.platform.process import child_command
+from edgeinfer.platform.process import ask_child
 from edgeinfer.runtime.chat_format.message_shapes import TemplateTraits, adaptations, tool_dict
 from edgeinfer.runtime.chat_format.sandbox import (
     MAX_SOURCE,
@@ -319,22 +317,13 @@ def _probe_in_process(trial: TemplateTrial) -> TemplateTraits | None:
     """Return the probed traits; None if no process can be started. Raises ModelLoadError."""
     wrong = "the model's chat template was refused: its first rendering "
     try:
-        done = subprocess.run(
-            child_command(_HELPER),
-            input=msgspec.json.encode(trial),
-            capture_output=True,
-            timeout=_PATIENCE_S,
-            check=False,
-        )
-        answer = msgspec.json.decode(done.stdout, type=TemplateTraits | str)
-    except subprocess.TimeoutExpired as error:
-        raise ModelLoadError(f"{wrong}took more than {_PATIENCE_S:.0f} s") from error
+        raw = msgspec.json.encode(trial)
+        out, ending = ask_child(_HELPER, content=raw, patience_s=_PATIENCE_S)
+        answer = msgspec.json.decode(out, type=TemplateTraits | str)
     except OSError:
         return None
     except msgspec.MsgspecError as error:
-        code = done.returncode
-        ending = signal.Signals(-code).name if code < 0 else f"status {code}"
-        raise ModelLoadError(f"{wrong}ended its process ({ending})") from error
+        raise ModelLoadError(f"{wrong}{ending}") from error
     if isinstance(answer, str):
         raise ModelLoadError(answer)
     return answer

@@ -13,7 +13,6 @@ import platform
 import re
 import sys
 import threading
-from collections.abc import Iterator
 from glob import glob
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from edgeinfer.errors import DecodeError
 from edgeinfer.platform.disk import sha256_of
 from edgeinfer.runtime.llama import backends, libllama
 from edgeinfer.runtime.llama.backends import (
+    DRIVER,
     BackendFile,
     Build,
     Device,
@@ -39,7 +39,7 @@ _VULKAN_LOADER = "libvulkan.so.1"
 DRIVER_FIX = "use Vulkan with your distribution's driver; CUDA needs NVIDIA's driver 580 or newer"
 #: Library that the linker did not find → what is missing, and what to do.
 _MISSING = {
-    "libcuda.so.1": ("there is no NVIDIA driver (libcuda.so.1)", DRIVER_FIX),
+    DRIVER: (f"there is no NVIDIA driver ({DRIVER})", DRIVER_FIX),
     _VULKAN_LOADER: (
         f"there is no Vulkan loader ({_VULKAN_LOADER})",
         "install the Vulkan loader: apt-get install libvulkan1, or dnf install vulkan-loader",
@@ -75,42 +75,45 @@ def this_build() -> Build:
     )
 
 
-def driver_problem() -> str:
-    """Return why NVIDIA's driver cannot run the CUDA backend, "" if it can. Opens no device."""
+def load_driver() -> MissingBackend:
+    """Load NVIDIA's driver; return why it cannot run the CUDA backend, with "" as reason if it can."""
     version = ctypes.c_int()
+    reason, fix = _MISSING[DRIVER]
     try:
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+        ctypes.CDLL(DRIVER).cuDriverGetVersion(ctypes.byref(version))
     except (OSError, AttributeError):
-        return _MISSING["libcuda.so.1"][0]
-    if version.value >= 13_000:
-        return ""
+        return MissingBackend(name=DRIVER, reason=reason, fix=fix, absent=True)
     number = f"{version.value // 1000}.{version.value % 1000 // 10}"
-    return f"the NVIDIA driver is too old: it has CUDA {number}, and the library needs 13.0"
+    needed = "the library needs CUDA 13.0, which drivers from release 580 on support"
+    reason = f"the NVIDIA driver is too old: it supports CUDA up to {number}; {needed}"
+    reason = "" if version.value >= 13_000 else reason
+    return MissingBackend(name=DRIVER, reason=reason, fix=fix, absent=True)
 
 
-def load(name: str) -> LoadedBackend | MissingBackend:
+def load(name: str, tried: LoadedBackend | None = None) -> LoadedBackend | MissingBackend:
     """Load a backend's library into this process, and return it with its devices, or why it failed.
 
-    The first call takes 50 to 200 ms. Later calls only update the free memory. Raises UsageError for
-    an unknown backend, EngineError without a CPU backend.
+    The first call takes 50 to 200 ms. Later calls only update the free memory. The SHA-256 of a file
+    that another process has `tried` is not computed again. Raises UsageError for an unknown backend,
+    EngineError without a CPU backend.
     """
     with _lock:
         build = this_build()
         file = backends.find(name, build)
         if file is None:
-            reason = "its library is not installed"
-            return MissingBackend(name=name, reason=reason, fix=backends.adding(name), absent=True)
+            return backends.not_installed(name)
         if misfit := backends.misfit(file, build):
-            fix = backends.adding(name) if file.added else ""
-            return MissingBackend(name=name, reason=misfit, fix=fix)
-        described = file.facts.sha256 if file.facts and file.added else ""
-        if described and described != sha256_of(Path(file.path)):
-            reason = f"its SHA-256 is not the one that {backends.facts_path(Path(file.path)).name} has"
-            return MissingBackend(name=name, reason=reason, fix=backends.adding(name))
+            return MissingBackend(name=name, reason=misfit, fix=file.fix)
         try:
+            is_checked = not file.added or (tried and file == tried.file) or name in _loaded
+            described = file.facts.sha256 if file.facts and not is_checked else ""
+            path = Path(file.path)
+            if described and described != sha256_of(path):
+                reason = f"its SHA-256 is not the one that {backends.facts_path(path).name} has"
+                return MissingBackend(name=name, reason=reason, fix=file.fix)
             return _load(file)
-        except DecodeError as error:
-            return MissingBackend(name=name, reason=error.message)
+        except (DecodeError, OSError) as error:
+            return MissingBackend(name=name, reason=str(error))
 
 
 def _load(file: BackendFile) -> LoadedBackend | MissingBackend:
@@ -215,24 +218,12 @@ _SYSTEM = (
 
 def find_cublas(backend: str) -> str:
     """Find cuBLAS and set VARIABLE for the CUDA backend; return a warning if it is missing, or ""."""
-    library = next((path for path in _candidates(backend) if os.path.isfile(path)), None)
-    if library is None:
-        return (
-            f"cuBLAS 13 is not here ({LIBRARY}): models with F16, BF16 or F32 weights may stop at it; "
-            + _CUBLAS_FIX
-        )
-    os.environ[VARIABLE] = library
-    return ""
-
-
-def _candidates(backend: str) -> Iterator[str]:
-    if os.environ.get(VARIABLE):
-        yield os.environ[VARIABLE]
     folders = [os.path.dirname(backend), *os.environ.get("LD_LIBRARY_PATH", "").split(":")]
     wheels = importlib.util.find_spec("nvidia")  # the package that contains all of NVIDIA's wheels
-    folders += [
-        f"{location}/cu13/lib" for location in (wheels and wheels.submodule_search_locations) or ()
-    ]
-    for folder in (*folders, *_SYSTEM):
-        if folder:
-            yield os.path.join(folder, LIBRARY)
+    folders += [f"{place}/cu13/lib" for place in (wheels and wheels.submodule_search_locations) or ()]
+    paths = [f"{folder}/{LIBRARY}" for folder in (*folders, *_SYSTEM) if folder]
+    library = next(filter(os.path.isfile, (os.environ.get(VARIABLE, ""), *paths)), "")
+    if library:
+        os.environ[VARIABLE] = library
+        return ""
+    return f"cuBLAS 13 is not here ({LIBRARY}): F16, BF16 or F32 weights may stop at it; {_CUBLAS_FIX}"

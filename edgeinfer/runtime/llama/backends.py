@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import signal
-import stat
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.resources import files as resource_files
@@ -20,10 +17,11 @@ from typing import Literal
 
 import msgspec
 
-from edgeinfer.errors import UsageError
-from edgeinfer.platform import machine, paths
-from edgeinfer.platform.process import child_command
+from edgeinfer.errors import SnapshotUnsafeError, UsageError
+from edgeinfer.platform import disk, machine, paths
+from edgeinfer.platform.process import ask_child
 from edgeinfer.runtime.offload_plan import DeviceMemory
+from edgeinfer.snapshot_format.format import refuse_unsafe_ancestors
 from edgeinfer.units import format_bytes
 
 #: All backends, preferred ones first. Vulkan offers the same devices as CUDA.
@@ -58,16 +56,19 @@ class LibraryFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackendFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend library on this machine. `problem` is why it cannot be used, "" for none.
+    """A backend library on this machine. `problem` is why it cannot be used, "" for none; `fix` helps.
 
-    `added`: it is in the user's data folder, and did not come with the program.
+    `added`: it is in the user's data folder, and did not come with the program. `stamp` identifies its
+    content.
     """
 
     name: str
     path: str
     added: bool
     facts: LibraryFacts | None = None
+    stamp: str = ""
     problem: str = ""
+    fix: str = ""
 
 
 def this_machine() -> str:
@@ -101,7 +102,9 @@ def adding(name: str) -> str:
     if name == "cuda" and this_machine() == "linux-x86_64" and has_release_key():
         return "edgeinfer backend install cuda"
     by_hand = f"put libggml-{name}.so and .json into {added_dir()}"
-    return f"in a checkout `make gpu`, otherwise {by_hand}" if name == "vulkan" else by_hand
+    if name == "vulkan":
+        return f"in a checkout `make gpu`, otherwise {by_hand}"
+    return f"{by_hand}: `make cuda` in a checkout makes them"
 
 
 def has_release_key() -> bool:
@@ -130,15 +133,21 @@ def find(name: str, build: Build | None = None) -> BackendFile | None:
 
 def read(name: str, path: Path, *, added: bool) -> BackendFile:
     """Describe a library by the JSON file next to it; check its size and permissions."""
-    facts, problem = None, _unsafe(path)
-    if not problem:
-        try:
-            facts = msgspec.json.decode(facts_path(path).read_bytes(), type=LibraryFacts)
-        except (OSError, msgspec.MsgspecError):
-            problem = f"{facts_path(path).name} does not say which llama.cpp it was built for"
-    if facts and (facts.name != name or facts.size_bytes != path.stat().st_size):
-        problem = f"{path.name} is not the file that {facts_path(path).name} describes"
-    return BackendFile(name=name, path=str(path), added=added, facts=facts, problem=problem)
+    file = BackendFile(name=name, path=str(path), added=added, fix=adding(name) if added else "")
+    description = facts_path(path)
+    try:
+        if added:  # other users who can change the program's libraries can change the program too
+            refuse_exposed(path.parent)
+        facts = msgspec.json.decode(disk.read_regular(description), type=LibraryFacts)
+        file = msgspec.structs.replace(file, facts=facts, stamp=disk.stamps((str(path),)))
+        if (facts.name, facts.size_bytes) == (name, path.stat().st_size):
+            return file
+        problem = f"{path.name} is not the file that {description.name} describes"
+    except SnapshotUnsafeError as error:
+        return msgspec.structs.replace(file, problem=error.message, fix=error.hint or "")
+    except (OSError, msgspec.MsgspecError) as error:
+        problem = f"{description.name} does not say which llama.cpp it was built for: {error}"
+    return msgspec.structs.replace(file, problem=problem)
 
 
 def misfit(file: BackendFile, build: Build) -> str:
@@ -150,13 +159,11 @@ def misfit(file: BackendFile, build: Build) -> str:
     return f"{os.path.basename(file.path)} was built for {file.facts.build}; this is {build}"
 
 
-def _unsafe(path: Path) -> str:
-    """Return a message if another user may write to the file or its folder, otherwise ""."""
-    for location in (path, path.parent):
-        info = location.stat()
-        if info.st_uid not in (0, os.getuid()) or info.st_mode & stat.S_IWOTH:
-            return f"another user may write to {location}"
-    return ""
+def refuse_exposed(folder: Path) -> None:
+    """Raise SnapshotUnsafeError if another user could change a library in `folder`. Raises OSError."""
+    for path in (folder, *filter(os.path.exists, folder.glob("lib*.so*"))):
+        for place in (str(path), os.path.realpath(path)):
+            refuse_unsafe_ancestors(f"{place}/")  # of itself, too
 
 
 #: A "gpu" has memory of its own, an "integrated" GPU shares the machine's, "software" runs on the CPU.
@@ -201,6 +208,11 @@ class MissingBackend(msgspec.Struct, frozen=True, kw_only=True, tag="not-loaded"
     reason: str
     fix: str = ""
     absent: bool = False
+
+
+def not_installed(name: str) -> MissingBackend:
+    reason = "its library is not installed"
+    return MissingBackend(name=name, reason=reason, fix=adding(name), absent=True)
 
 
 def device_line(device: Device) -> str:
@@ -254,6 +266,8 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _HELPER = "edgeinfer.runtime.llama.helpers.backend_probe"
+#: NVIDIA's driver, which the same process asks for its version.
+DRIVER = "libcuda.so.1"
 #: A driver that does not answer for this long (s) is considered stuck.
 _PATIENCE_S = 30.0
 
@@ -265,19 +279,16 @@ def survey() -> tuple[LoadedBackend | MissingBackend, ...]:
 
 def ask(name: str) -> LoadedBackend | MissingBackend:
     """Ask a backend for its devices in a separate process, which a bad library may crash."""
-    command = child_command(_HELPER, name)
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_PATIENCE_S, check=False)
-    except subprocess.TimeoutExpired:
-        return MissingBackend(name=name, reason=f"its driver did not answer within {_PATIENCE_S:.0f} s")
-    try:
-        return msgspec.json.decode(done.stdout.splitlines()[-1], type=LoadedBackend | MissingBackend)
+        out, ending = ask_child(_HELPER, name, patience_s=_PATIENCE_S)
+        return msgspec.json.decode(out.splitlines()[-1], type=LoadedBackend | MissingBackend)
     except (IndexError, msgspec.MsgspecError):
-        return MissingBackend(name=name, reason=f"the process that loaded it {_describe_exit(done)}")
+        return MissingBackend(name=name, reason=f"the process that loaded it {ending}")
+    except OSError as error:
+        return MissingBackend(name=name, reason=f"no process could be started to load it: {error}")
 
 
-def _describe_exit(done: subprocess.CompletedProcess[bytes]) -> str:
-    if done.returncode < 0:
-        return f"died of {signal.Signals(-done.returncode).name}"
-    said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-    return f"ended with {done.returncode}: {said[-1] if said else 'no message'}"
+def driver_problem() -> MissingBackend | None:
+    """Ask NVIDIA's driver why it cannot run the CUDA backend; None if it can. No device is opened."""
+    answer = ask(DRIVER)
+    return answer if isinstance(answer, MissingBackend) and answer.reason else None

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -144,7 +145,7 @@ def test_a_driver_that_crashes_ends_the_process_that_asks_alone() -> None:
     library(
         backends.added_dir(), "cuda", "libc.so.6", "void ggml_backend_init(void) { *(int *)0 = 1; }"
     )
-    assert ask("cuda").reason == "the process that loaded it died of SIGSEGV"
+    assert ask("cuda").reason == "the process that loaded it ended with SIGSEGV"
 
 
 #: Prints why a launch uses no device.
@@ -161,12 +162,44 @@ except gpu_offload.OffloadRefused as error:
 """
 
 
+#: Prints whether the launch itself reads the added library for its digest: as it was tried, and changed after.
+HASHES = """
+import os
+from edgeinfer.runtime import gpu_offload
+from edgeinfer.runtime.llama import backend_loading, backends, libllama
+libllama.lib()
+backends.shipped_dir = lambda: backends.Path("/nowhere")
+backends._PATIENCE_S = 120.0
+hashed, sha256_of, ask = [], backend_loading.sha256_of, backends.ask
+backend_loading.sha256_of = lambda path: hashed.append(path) or sha256_of(path)
+def ask_and_change(name):
+    answer = ask(name)
+    os.utime(answer.file.path, (0, 0))
+    return answer
+for backends.ask in (ask_and_change, ask):
+    found = list(gpu_offload.find_devices(backends.OffloadRequest(layers="all")))
+    print(len(found), len(hashed))
+    hashed.clear()
+    backend_loading._loaded.clear()
+"""
+
+
+def test_an_added_library_is_hashed_once_for_a_launch(lavapipe: dict[str, str]) -> None:
+    own = Path(backends.find("vulkan").path)
+    backends.added_dir().mkdir(parents=True, mode=0o700)
+    for path in (own, backends.facts_path(own)):
+        shutil.copy(path, backends.added_dir())
+    environment = {**os.environ, **lavapipe, "GGML_VK_VISIBLE_DEVICES": "0"}
+    said = run_python(HASHES, env=environment, timeout=240)
+    assert said.split() == ["1", "1", "1", "0"]
+
+
 @pytest.mark.needs("vulkan")
 @pytest.mark.parametrize(
     ("code", "outcome"),
     [
-        ("*(volatile int *)0 = 1;", "cuda: the process that loaded it died of SIGSEGV"),
-        ("for (;;) pause();", "cuda: its driver did not answer within 5 s"),
+        ("*(volatile int *)0 = 1;", "cuda: the process that loaded it ended with SIGSEGV"),
+        ("for (;;) pause();", "cuda: the process that loaded it took more than 5 s"),
     ],
 )
 def test_an_added_library_that_crashes_or_hangs_leaves_the_launch_on_the_cpu(

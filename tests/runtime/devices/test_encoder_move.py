@@ -3,13 +3,16 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgeinfer.errors import EngineClosedError
+from edgeinfer.media.pictures import Picture
 from edgeinfer.runtime import gpu_offload
 from edgeinfer.runtime.gpu_offload import GpuOffload
 from edgeinfer.runtime.llama import backend_loading
 from edgeinfer.runtime.llama.backends import BackendFile, Device, LoadedBackend, OffloadRequest
+from edgeinfer.runtime.vision import Source, Span, Vision
 
 DEVICE = Device(name="CUDA0", description="a card", kind="gpu", backend="cuda", free_bytes=1 << 40)
 ANSWER = LoadedBackend(file=BackendFile(name="cuda", path="", added=True), devices=(DEVICE,))
@@ -75,6 +78,34 @@ def test_an_engine_that_is_closed_meanwhile_can_free_the_projector(moves: Moves)
 
     moves.offload.call = refuse
     assert moves.move()
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_rows_of_a_device_are_never_stored_for_the_cpu(is_cached: bool) -> None:
+    """A request that came before a device was attached is encoded after that."""
+    stored: list[str] = []
+
+    def folder(name: str) -> Any:
+        names = SimpleNamespace(rows=lambda digest: digest, identity=b"")
+        write = lambda _block: stored.append(name)  # noqa: E731
+        return SimpleNamespace(names=names, read=lambda _: None, has=lambda _: False, write=write)
+
+    rows = [np.zeros((2, 4), np.float32)]
+    projector: Any = SimpleNamespace(encode=lambda _pixels: rows, free=lambda: None)
+    vision = Vision(projector, "key", max_rows=8)
+    cpu, device = folder("CPU"), folder("device")
+    spans = [
+        Span(0, 2, Source(b"digest", b"", (1, 1), place, is_stored=True), 0, False, 2)
+        for place in (cpu, device)
+    ]
+    vision._pixels[b"digest"] = Picture(1, 1, b"rgb")
+    vision.block_folder = lambda: device
+    vision.on_device = projector
+    if is_cached:
+        vision.encode(spans[1]).result()
+    vision.encode(spans[0]).result()
+    assert stored == ["device"] * is_cached
+    vision.close()
 
 
 def test_projector_that_was_removed_leaves_pictures_on_the_cpu(

@@ -1,6 +1,9 @@
 """Backend libraries as files: which one is taken, and which is never opened."""
 
+import os
+import stat
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -8,7 +11,8 @@ import pytest
 from edgeinfer.cli.verbs import show
 from edgeinfer.config.config_file import GpuConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.llama import backends
+from edgeinfer.platform import disk, paths
+from edgeinfer.runtime.llama import backend_loading, backends
 from edgeinfer.runtime.llama.backends import Build, Device, LibraryFacts, MissingBackend, OffloadRequest
 from edgeinfer.runtime.offload_plan import Offload, make_offload
 
@@ -73,12 +77,100 @@ def test_what_makes_two_builds_one(field: str, value: str, fits: bool) -> None:
 
 
 def test_library_that_another_user_may_write_to_is_not_opened(shipped_folder: Path) -> None:
-    path = put(shipped_folder)
+    path = put(backends.added_dir())
     path.chmod(0o666)
-    assert "another user may write" in backends.misfit(backends.find("vulkan"), BUILD)
+    assert "other users can change" in backends.misfit(backends.find("vulkan"), BUILD)
     path.chmod(0o644)
     backends.facts_path(path).unlink()
     assert "does not say which llama.cpp" in backends.misfit(backends.find("vulkan"), BUILD)
+
+
+@pytest.fixture
+def added() -> Path:
+    """A library that the user added, in folders with the strictest permissions."""
+    path = put(backends.added_dir(), "cuda")
+    for location in (path, *path.parents):
+        if location == paths.data_dir().parent:
+            return path
+        location.chmod(0o700)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o775, 0o702, 0o1777])
+@pytest.mark.parametrize("depth", range(4))
+def test_who_may_write_to_a_library_or_a_folder_above_it(added: Path, mode: int, depth: int) -> None:
+    location = (added, *added.parents)[depth]
+    location.chmod(mode)
+    is_exposed = mode & 0o022 and not (mode & stat.S_ISVTX)
+    file = backends.read("cuda", added, added=True)
+    assert file.problem == (f"other users can change {location}" if is_exposed else "")
+    assert not is_exposed or file.fix == f"chmod go-w {location}"
+
+
+@pytest.mark.parametrize("owner", ["stranger", "the owner of /"])
+@pytest.mark.parametrize("depth", range(4))
+def test_file_or_folder_of_another_user_is_exposed(
+    added: Path, monkeypatch: pytest.MonkeyPatch, depth: int, owner: str
+) -> None:
+    location, real = str((added, *added.parents)[depth]), os.stat
+    others = [location, *(["/"] if owner == "the owner of /" else [])]
+
+    def owned(path: str, *more: object, **named: Any) -> os.stat_result:
+        info = real(path, *more, **named)
+        uid = 65_534 if path in others else info.st_uid
+        return os.stat_result([*info[:4], uid, *info[5:]])
+
+    monkeypatch.setattr(os, "stat", owned)
+    problem = f"other users can change {location}" if owner == "stranger" else ""
+    assert backends.read("cuda", added, added=True).problem == problem
+
+
+def test_other_library_in_the_folder_is_checked_too(added: Path) -> None:
+    other = added.with_name("libvulkan.so.1")
+    other.touch(0o600)
+    other.with_name("libbroken.so").symlink_to("nowhere")
+    assert backends.read("cuda", added, added=True).problem == ""
+    other.chmod(0o666)
+    assert str(other) in backends.read("cuda", added, added=True).problem
+
+
+def test_target_of_a_link_is_checked_too(added: Path, tmp_path: Path) -> None:
+    target = tmp_path / "open" / added.name
+    target.parent.mkdir()
+    added.rename(target)
+    added.symlink_to(target)
+    assert backends.read("cuda", added, added=True).problem == ""
+    target.parent.chmod(0o777)
+    assert str(target.parent) in backends.read("cuda", added, added=True).problem
+
+
+STEPS = {
+    "exposed": (backends, "refuse_exposed"),
+    "description": (disk, "read_regular"),
+    "stamps": (disk, "stamps"),
+    "digest": (backend_loading, "sha256_of"),
+    "loading": (backend_loading, "_load"),
+}
+
+
+@pytest.mark.parametrize("victim", ["library", "description"])
+@pytest.mark.parametrize("step", STEPS)
+def test_file_that_vanishes_between_two_calls_is_a_reason(
+    shipped_folder: Path, added: Path, monkeypatch: pytest.MonkeyPatch, step: str, victim: str
+) -> None:
+    path = added if victim == "library" else backends.facts_path(added)
+    module, name = STEPS[step]
+    call = getattr(module, name)
+
+    def vanish(*arguments: object, **named: object) -> object:
+        path.unlink(missing_ok=True)
+        return call(*arguments, **named)
+
+    monkeypatch.setattr(module, name, vanish)
+    monkeypatch.setattr(backend_loading, "this_build", lambda: BUILD)
+    answer = backend_loading.load("cuda")
+    assert isinstance(answer, MissingBackend)
+    assert answer.reason
 
 
 @pytest.mark.parametrize("name", backends.NAMES)

@@ -53,7 +53,9 @@ def test_a_trial_that_dies_is_a_reason(gemma3, projector, tmp_path, monkeypatch)
     monkeypatch.setattr(vision, "_HELPER", "no.such.module")
     copy = tmp_path / "mmproj.gguf"
     copy.write_bytes(projector.read_bytes())
-    assert "ended the process" in vision.projector_failure(str(copy), (str(gemma3),))
+    assert "its first picture ended with status 1" in vision.projector_failure(
+        str(copy), (str(gemma3),)
+    )
 
 
 def with_nan(projector, path):
