@@ -60,8 +60,6 @@ class LoadConfig(_LoadKeys):  # type: ignore[misc, valid-type]  # its fields are
 
 
 class SnapshotsConfig(_Section, frozen=True, kw_only=True):
-    """[snapshots]: processes with a loaded model that launches resume."""
-
     auto_warm: Annotated[bool, key_doc("Build a snapshot in the background after a cold start.")] = True
     max_total_gib: Annotated[
         float,
@@ -89,16 +87,12 @@ class DriftConfig(_Section, frozen=True, kw_only=True):
 
 
 class ReceiptsConfig(_Section, frozen=True, kw_only=True):
-    """[receipts]: receipts of answers."""
-
     key: Annotated[
         str, key_doc("File of an Ed25519 key (PEM) that signs receipts; empty: they are not signed.")
     ] = ""
 
 
 class GpuConfig(_Section, frozen=True, kw_only=True):
-    """[gpu]: which GPUs are used."""
-
     devices: Annotated[
         tuple[str, ...], key_doc('Devices to use, e.g. `["Vulkan0"]`; empty: all hardware devices.')
     ] = ()
@@ -109,8 +103,6 @@ PromptRule = Literal["standing", "billing-header", "day", "environment", "note",
 
 
 class ServeConfig(_Section, frozen=True, kw_only=True):
-    """[serve]: the HTTP endpoint."""
-
     host: Annotated[str, key_doc("Address to bind.")] = "127.0.0.1"
     port: Annotated[int, key_doc("Port to bind; 0 chooses a free port.", ge=0, le=65535)] = 8080
     keep_alive_s: Annotated[
@@ -147,8 +139,6 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
 
 
 class ChatConfig(_Section, frozen=True, kw_only=True):
-    """[chat]: the chat in the terminal."""
-
     theme: Annotated[str, key_doc('"edgeinfer-dark", "edgeinfer-light", or any Textual theme.')] = (
         "edgeinfer-dark"
     )
@@ -212,13 +202,10 @@ class ToolsConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def has_tools(self) -> bool:
-        """Return whether any tool or server is configured."""
         return bool(self.builtin or self.servers or self.mcp_files)
 
 
 class Config(_Section, frozen=True, kw_only=True):
-    """The whole config.toml."""
-
     default_model: Annotated[str, key_doc("Model used when none is named.")] = paths.DEFAULT_MODEL
     offline: Annotated[
         bool, key_doc("Block all network access (also EDGEINFER_OFFLINE=1 or HF_HUB_OFFLINE=1).")
@@ -235,7 +222,6 @@ class Config(_Section, frozen=True, kw_only=True):
 
 
 def config_path() -> Path:
-    """Return the path of config.toml, which `EDGEINFER_CONFIG` overrides."""
     return Path(paths.config_file())
 
 

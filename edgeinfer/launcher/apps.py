@@ -90,7 +90,6 @@ class Apps:
         return self.start_cold(request, fds, reason, hint_for(reason, choice))
 
     def start_verb(self) -> LaunchedApp:
-        """Start the app that runs the verb of the command line. Raises like `start`."""
         request = LaunchRequest(role="verb", argv=tuple(self._argv))
         return self.start(self.choice, request, self.fds)
 

@@ -121,10 +121,7 @@ def was_logged(text: str) -> bool:
 
 
 def log(text: str) -> None:
-    """Add a line with the time to the log of background builds. Raises OSError.
-
-    A log above 256 KiB is first renamed to `auto-warm.old.log`.
-    """
+    """Add a line to the log, after renaming a large one to auto-warm.old.log. Raises OSError."""
     path = _log_file()
     folder = os.path.dirname(path)
     os.makedirs(folder, 0o700, exist_ok=True)

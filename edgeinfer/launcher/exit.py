@@ -27,7 +27,6 @@ UNEXPECTED = 70
 
 
 def say(text: str) -> None:
-    """Write a line to stderr."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 

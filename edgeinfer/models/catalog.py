@@ -164,7 +164,6 @@ class Model(_Table, frozen=True, kw_only=True):
 
     @property
     def stored_is_estimate(self) -> bool:
-        """Return whether `stored_bytes` is estimated from the number of parameters."""
         return bool(self.quantize) or not self.size_bytes
 
     @property

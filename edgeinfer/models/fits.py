@@ -132,7 +132,6 @@ class Estimator:
         )
 
     def fit_of(self, model: Model) -> Fit:
-        """Estimate a model of the catalogue."""
         return self.fit(model.name, model.stored_bytes, model.purpose, model.parameters)
 
 
@@ -214,7 +213,7 @@ def cards() -> tuple[Device, ...]:
 
 @cache
 def memory_rate() -> MemoryRate:
-    """Return the highest memory bandwidth measured so far (0.2 s each, until the machine was idle)."""
+    """Return the highest memory bandwidth measured so far; measure (0.2 s) until one run was idle."""
     machine = f"{platform.node()} {platform.machine()} {memory_threads()}"
     stored = _RATES.read().get(machine)
     if stored is not None and not stored.busy:
@@ -269,7 +268,7 @@ def _choice(role: Role, why: str, model: Model, tokens_per_s: float) -> FirstRun
 
 
 def header_shape(headers: Sequence[GgufHeader]) -> Shape:
-    """Return a model's shape by the headers of its files; the first has the metadata."""
+    """Return a model's shape from the headers of its files, of which the first has the metadata."""
     first = headers[0]
     return make_shape(
         first.metadata,

@@ -77,10 +77,7 @@ def check_file_name(text: str) -> str:
 
 
 def sanitize_file_name(text: str) -> str:
-    """Return the last component of a path or URL as a safe name: `My model.gguf` → `My-model.gguf`.
-
-    Raises UsageError if nothing is left of it.
-    """
+    """Return a path's or URL's last part as a safe name: `My model` → `My-model`. Raises UsageError."""
     plain = re.sub(r"[^A-Za-z0-9._+-]+", "-", text.rstrip("/").rsplit("/", 1)[-1])
     return check_file_name(re.sub(r"\.{2,}", ".", plain).strip("-._"))
 
@@ -115,10 +112,7 @@ def split_parts(path: Path) -> list[Path]:
 
 
 def split_names(file_name: str) -> list[str]:
-    """Return the names of all parts of a split model, given any of them; [] for a whole file.
-
-    `m-00002-of-00002.gguf` gives `m-00001-of-00002.gguf` and itself. At most 999 parts count.
-    """
+    """List the file names of all parts of a split model, given any of them; [] for a whole file."""
     match = _PART.fullmatch(file_name)
     if match is None or not 1 <= int(match[2]) <= int(match[3]) <= 999:
         return []

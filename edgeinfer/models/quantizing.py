@@ -189,10 +189,7 @@ Span = tuple[str, int, int, int, int]
 
 
 def imatrix_spans(path: Path) -> list[Span]:
-    """Return where the sums and counts in the importance matrix at `path` are.
-
-    Raises InvalidGgufError if it is not a GGUF, or if they are missing or do not match.
-    """
+    """Return where the sums and counts of an importance matrix are. Raises InvalidGgufError."""
     header = gguf.read_header(path)
     tensors = {tensor.name: tensor for tensor in header.tensors}
     spans = [

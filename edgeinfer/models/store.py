@@ -117,7 +117,6 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_files(self) -> tuple[PulledFile, ...]:
-        """The files, then the projector if there is one."""
         return self.files if self.projector is None else (*self.files, self.projector)
 
     @property

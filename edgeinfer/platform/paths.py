@@ -41,10 +41,7 @@ def ollama_port(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def base(kind: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the folder for "config", "data", "cache" or "state" as an absolute path.
-
-    `environment` are the variables of the process whose folder it is.
-    """
+    """Return the folder for "config", "data", "cache" or "state" of a process with this environment."""
     home = environment.get("EDGEINFER_HOME")
     if home:
         return os.path.join(os.path.abspath(home), kind)
@@ -118,7 +115,6 @@ def state_dir() -> Path:
 
 
 def models_dir() -> Path:
-    """Return the folder of pulled models, one folder each."""
     return data_dir() / "models"
 
 

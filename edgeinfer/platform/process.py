@@ -67,10 +67,7 @@ def describe_exit(code: int) -> str:
 def fork_and_exec(
     command: list[str], prepare: Callable[[], None], environment: Mapping[str, str] = os.environ
 ) -> int:
-    """Fork, call `prepare` in the child, and execute `command` there; return the child's pid.
-
-    The child exits with 127 if that fails. Raises OSError if fork fails.
-    """
+    """Fork, call `prepare` and execute `command` in the child (127 if that fails); return its pid."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -204,10 +201,7 @@ def keep_lowest_priority() -> None:
 
 
 def activated_descriptors() -> list[int]:
-    """Return the listening sockets that systemd passed to this process (sd_listen_fds(3)).
-
-    The variables are removed, and children do not inherit the sockets.
-    """
+    """Return the listening sockets that systemd passed (sd_listen_fds(3)); children inherit none."""
     count = os.environ.pop("LISTEN_FDS", "")
     pid = os.environ.pop("LISTEN_PID", "")
     os.environ.pop("LISTEN_FDNAMES", None)

@@ -61,10 +61,7 @@ class Probe:
 
 
 def candidates() -> list[str]:
-    """List the paths of criu binaries, the best first: bundled, venv, data directory, PATH.
-
-    If EDGEINFER_CRIU is set, it is the only one.
-    """
+    """List the paths of criu binaries, the best first; EDGEINFER_CRIU, if set, is the only one."""
     named = os.environ.get("EDGEINFER_CRIU")
     if named:
         return [named]

@@ -193,7 +193,7 @@ def snapshot_name(model: str, requested: dict[str, str], user_name: str = "") ->
 def matching_names(names: Collection[str], requested: str, model: str = "") -> list[str]:
     """Return those of `names` that `requested` may mean.
 
-    That is the full name itself, or one that a user gave for `model`, or for any model.
+    That is the full name, or otherwise names that a user chose: first for `model`, then for any model.
     """
     whole = [name for name in (requested, snapshot_name(model, {}, requested)) if name in names][:1]
     return whole or sorted(name for name in names if name.partition(OPTION_SEPARATOR)[2] == requested)

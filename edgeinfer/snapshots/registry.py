@@ -171,10 +171,7 @@ def list_own() -> list[Path]:
 
 
 def find(name: str) -> Path:
-    """Find a snapshot by full name, by user's name, or as the only one of model `name`.
-
-    Raises SnapshotMissingError if there is none, or more than one.
-    """
+    """Find a snapshot by its full name, user's name, or only model. Raises SnapshotMissingError."""
     root = str(paths.snapshots_dir())
     all_of = format.generations(root) | format.generations(root, fingerprint.program_tag())
     of_model = [key for key in all_of if format.model_prefix_of(key) == format.model_prefix(name)]
@@ -231,10 +228,7 @@ def by_last_use(root: Path, keep: str = "") -> list[Path]:
 
 
 def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: int = 0) -> list[str]:
-    """Remove snapshots until `need_bytes` more fit the configured limit and the disk.
-
-    Returns the names of the removed ones; `keep` is never removed.
-    """
+    """Remove snapshots except `keep` until `need_bytes` more fit limit and disk; return their names."""
     sizes = {folder: disk_bytes(folder) for folder in by_last_use(root)}
     total, removed = sum(sizes.values()) + need_bytes, []
     for folder in by_last_use(root, keep):
@@ -278,7 +272,7 @@ def killed_error(what: str) -> OutOfMemoryError:
 
 
 def record_failure(name: str, model: str, depends_on: str, error: EdgeInferError) -> None:
-    """Record a failed build, so that it is not repeated before an input or a passing cause changes."""
+    """Record a failed build, so that it is not repeated, unless its cause may pass by itself."""
     if not isinstance(error, _PASSING):
         failure = Failure(
             name=name, model=model, message=error.message, at_s=time.time(), depends_on=depends_on

@@ -46,10 +46,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """Where a tensor is in its file: `offset` and `n_bytes`.
-
-    `dtype` is safetensors' name of the type; `shape` begins with the slowest dimension.
-    """
+    """A tensor in its file. `dtype` is safetensors' name; `shape` begins with the slowest dimension."""
 
     name: str
     dtype: str

@@ -27,7 +27,7 @@ _CONFIGURATION = (
 
 
 def weight_files(names: list[str]) -> list[str]:
-    """Return a checkpoint's safetensors files. Raises SourceNotFoundError for a missing shard."""
+    """List a checkpoint's safetensors files. Raises SourceNotFoundError if a shard is missing."""
     if WEIGHTS in names:
         return [WEIGHTS]
     shards = sorted(name for name in names if _SHARD.fullmatch(name))

@@ -137,8 +137,6 @@ def convert(folder: Path, target: Path, type_name: str, job: Job) -> ModelCheckp
 
 
 class Conversion:
-    """The conversion of a checkpoint's text model to one GGUF file."""
-
     def __init__(self, checkpoint: ModelCheckpoint, family: families.Family, type_name: str) -> None:
         self.checkpoint = checkpoint
         self.arch = family.arch

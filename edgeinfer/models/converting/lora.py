@@ -44,10 +44,7 @@ _Pairs = dict[str, tuple[str, dict[str, Array]]]
 
 
 def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path) -> None:
-    """Convert the adapter in `folder` to the file `target`, for the base model `base`.
-
-    Raises ConversionError if it is not a plain LoRA, or does not fit the base.
-    """
+    """Convert the adapter in `folder` to `target`, for the model `base`. Raises ConversionError."""
     with conversion_errors(folder):
         config = read_json(folder / ADAPTER_CONFIG)
         _refuse_other_kinds(folder, config)

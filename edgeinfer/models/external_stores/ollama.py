@@ -133,10 +133,7 @@ class OllamaSettings(msgspec.Struct, kw_only=True):
 
 
 def read_settings(layers: Mapping[str, str], *, has_template: bool) -> OllamaSettings:
-    """Read the settings from a model's further files (`layers`: kind → path). Never raises.
-
-    `has_template` says whether the GGUF has a chat template.
-    """
+    """Read a model's settings from its further files (`layers`: kind → path). Never raises."""
     settings = OllamaSettings()
     for kind, path in sorted(layers.items()):
         if kind == "system":

@@ -112,10 +112,7 @@ def validator(response: httpx2.Response) -> str:
 
 
 def refuse_status(origin: str, response: httpx2.Response, login: str | None) -> None:
-    """Raise an error unless the status is 200 or 206: RetryableError for a temporary one.
-
-    Otherwise raises DownloadError or a subclass; `login` is the hint if access is refused.
-    """
+    """Raise RetryableError for a temporary error status, DownloadError or a subclass for another."""
     status = response.status_code
     if status in (200, 206):
         return

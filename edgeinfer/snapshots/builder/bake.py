@@ -152,7 +152,6 @@ class _Baker:
         self._write_rest()
 
     def _write_files(self) -> None:
-        """Add `memory.img` to the list of files that CRIU opens."""
         path = self._folder / "files.img"
         image = criu_images.read(path)
         self._file_id = 1 + max(file.number(criu_images.FILE_ID) for file in image.messages)

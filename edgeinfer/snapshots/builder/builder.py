@@ -302,10 +302,7 @@ def _disk_full(folder: Path) -> DiskFullError | None:
 
 
 def wait_for_payload(link: socket.socket, on_stage: Callable[[messages.Stage], None]) -> bytes | None:
-    """Wait for a build's answer, calling `on_stage` for its stages.
-
-    Returns None if the process ended without an answer; raises the error that it sent.
-    """
+    """Return a build's answer, None if the process ended without one. Raises the error that it sent."""
     while (received := messages.receive(link)) is not None:
         message = received[0]
         if isinstance(message, messages.Failed):

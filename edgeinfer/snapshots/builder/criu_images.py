@@ -157,7 +157,7 @@ def _encode(value: int) -> bytes:
 
 
 def read(path: Path) -> Image:
-    """Read an image file of messages. Raises SnapshotCorruptError."""
+    """Read an image file that consists of messages. Raises SnapshotCorruptError."""
     data = path.read_bytes()
     messages = []
     offset = 8

@@ -196,10 +196,10 @@ def take(
 ) -> tuple[Details, bool]:
     """Build a snapshot of what `description` says a running process has loaded.
 
-    Without `given_name`, it replaces the snapshot from which that process was resumed. Returns its
-    details, and False if the same snapshot existed already. It runs at the lowest priority, one build
-    at a time. Raises SnapshotStaleError if a file has changed since that process loaded it, and the
-    errors of `build`.
+    Without `given_name`, it gets the name of the snapshot from which that process was resumed. Returns
+    its details, and False if the same snapshot existed already. It runs at the lowest priority, one
+    build at a time. Raises SnapshotStaleError if a file has changed since that process loaded it, and
+    like `build`.
     """
     process.use_lowest_priority()
     lock = paths.private_dir(paths.state_dir()) / BACKGROUND_LOCK

@@ -254,7 +254,7 @@ class AppHost(Host):
             threading.Thread(target=_call_when_rested, args=asking, name="rest", daemon=True).start()
 
     def _is_first_use(self, model: str, options: LoadOptions) -> bool:
-        """Return whether unusual options are used for the first time, and log that."""
+        """Return whether options that are not configured are used for the first time, and log that."""
         requested = snapshot_options(options)
         usual = snapshot_options(typed_options.load_options(argparse.Namespace(), self.config.load))
         name = format.snapshot_name(model, requested)

@@ -181,7 +181,6 @@ def droppable_ranges(smaps: str) -> list[Range]:
 
 
 def read_droppable_ranges() -> list[Range]:
-    """Return the droppable memory of this process."""
     with open("/proc/self/smaps", encoding="ascii", errors="replace") as file:
         return droppable_ranges(file.read())
 
@@ -193,10 +192,7 @@ def clear_random_state(ranges: list[Range]) -> None:
 
 
 def reseed(entropy: bytes, ranges: list[Range]) -> bytes:
-    """Give every source of randomness a new state; return fresh entropy for the samplers.
-
-    `entropy` is the launcher's; the kernel's is added. Raises OSError.
-    """
+    """Reseed all randomness from the kernel and the launcher's `entropy`; return bytes for samplers."""
     clear_random_state(ranges)
     seed = linux.getrandom(64) + entropy
     ssl.RAND_add(seed, 64.0)

@@ -48,7 +48,6 @@ class LoadedModel:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the engine still accepts requests."""
         return self.engine.is_open
 
     def serves(self, model: str, options: LoadOptions, *, named: bool = False) -> bool:
@@ -83,9 +82,8 @@ class LoadedModel:
         start_prefetch(self.weights)
 
     def canary(self) -> bytes:
-        """Return the results of four fixed prompts (msgpack), which a resume must not change by a bit.
-
-        They are log-probabilities, embeddings or scores, depending on the model.
+        """Return log-probabilities, embeddings or scores of fixed prompts, which a resume must not
+        change.
         """
         info = self.engine.info
         if info.can_rerank:

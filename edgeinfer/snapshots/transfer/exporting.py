@@ -31,8 +31,6 @@ from edgeinfer.snapshots.transfer.image import (
 
 
 class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished export. `written_bytes` counts the layers that the store did not have yet."""
-
     digest: str
     signer: str
     layers_bytes: int

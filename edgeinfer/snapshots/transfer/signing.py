@@ -39,7 +39,7 @@ def own_key(*, make: bool) -> SigningKey | None:
 
 
 def _read_private(name: str) -> str:
-    """Read a file in the data directory, "" if missing. Raises SnapshotUnsafeError if others can."""
+    """Read a private file in the data directory, "" if missing. Raises SnapshotUnsafeError."""
     path = paths.data_dir() / name
     if not os.path.lexists(path):
         return ""
