@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import islice
 
-#: Verb that loads a model → how many words must follow the first word if that is a model's name. `run
-#: WORD` alone has a prompt, `run WORD WORD` a model and a prompt.
+#: Verb that loads a model → how many words must follow the first word if that is a model's name: `run
+#: WORD` has only a prompt, `run WORD WORD` a model and a prompt.
 LAUNCH_VERBS = {"chat": 0, "run": 1, "serve": 0, "batch": 0}
 #: Options of these verbs without a value; all their other options have one.
 SWITCHES = frozenset(

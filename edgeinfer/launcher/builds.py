@@ -52,7 +52,7 @@ class Builds:
         self._poll.register(fd, select.POLLIN)
 
     def has_ended(self, fd: int) -> bool:
-        """Return whether `fd`, which is readable, belongs to a build; it has ended and is reaped."""
+        """Return whether `fd`, which poll has reported, is that of a build, which is then reaped."""
         pid = self._builds.pop(fd, 0)
         if not pid:
             return False

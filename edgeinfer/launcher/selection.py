@@ -48,7 +48,7 @@ class LaunchChoice:
 
 
 def launch_choice(argv: list[str]) -> LaunchChoice:
-    """Return the choice for a command line; config.toml has what is not typed."""
+    """Return the choice that a command line makes; config.toml decides what is not typed."""
     line, config = CommandLine(argv), read_config()
     snapshot = line.value("--snapshot")
     load = {} if snapshot else config.get("load", {})
@@ -99,7 +99,7 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
     """Find this program's snapshot for a model: with exactly these options, or the newest that fits.
 
     Returns its folder and manifest. Snapshots that a user named are not considered. Raises
-    SnapshotMissingError if there is none, otherwise why the best one cannot be resumed.
+    SnapshotMissingError if there is none, otherwise the error for which the best one is refused.
     """
     root, has_others = paths.snapshots_path(), False
     all_of = format.generations(root, fingerprint.program_tag())
@@ -134,7 +134,8 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
 def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
     """Find a snapshot by its full name, or by the name that a user gave it, first for this model.
 
-    Raises SnapshotMissingError without one of these options, otherwise why it cannot be resumed.
+    Raises SnapshotMissingError if it is missing or has other options, otherwise the error that refuses
+    it.
     """
     root = paths.snapshots_path()
     all_of = format.generations(root, fingerprint.program_tag())

@@ -17,7 +17,8 @@ from edgeinfer.models.pull_plan import FetchedFile
 def convert_fetched(
     fetched: list[FetchedFile], type_name: str, work: Path, job: Job
 ) -> list[FetchedFile]:
-    """Convert fetched files, or a local folder, to one GGUF in `work`, plus a projector if it can see.
+    """Convert fetched files, or a local folder, to one GGUF in `work`, and to a projector if it has
+    one.
 
     `type_name` is one of `DIRECT`, or "" for the checkpoint's own type. Raises ConversionError,
     DiskFullError, InterruptedByUser. The fetched files stay, also after an error.

@@ -103,7 +103,7 @@ class UnusableError(Exception):
 
 
 class ExternalStore(ABC):
-    """Another program's models, called `prefix…`. `fix` is the hint for unusable ones ({}: name)."""
+    """Another program's models, called `prefix…`. In the hint `fix`, "{}" stands for a model's name."""
 
     name: ClassVar[str]
     prefix: ClassVar[str]

@@ -30,7 +30,7 @@ _REPO = re.compile(r"models--([A-Za-z0-9][\w.-]*?)--([A-Za-z0-9][\w.-]*)", re.AS
 
 
 class _RepositoryStore(ExternalStore):
-    """A store with a folder per repository, `depth` deep. Models' names have no `suffix`."""
+    """A store of repositories, with GGUF files up to `depth` folders deep. Names omit `suffix`."""
 
     depth: int
     suffix: str

@@ -315,7 +315,7 @@ def wait_for_payload(link: socket.socket, on_stage: Callable[[messages.Stage], N
 
 
 def main() -> None:
-    """Build as the command line and the first message say. A failed build's folder is deleted."""
+    """Build as the command line and the first message say; delete the folder of a failed build."""
     order, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
     content = wait_for_payload(order, lambda _stage: None)
     if content is None:
