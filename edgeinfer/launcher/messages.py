@@ -135,7 +135,7 @@ class Failed(LauncherMessage):
 
 
 class Payload(LauncherMessage):
-    """A request or an answer of a type that the receiver knows: JSON, from a canary msgpack."""
+    """A request or an answer of a type that the receiver knows: JSON, or msgpack for a canary."""
 
     content: bytes
 

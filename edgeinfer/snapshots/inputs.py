@@ -50,7 +50,7 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def options_to_repeat(self) -> LoadOptions:
-        """Options with the values that an earlier load chose, if it is to be repeated."""
+        """Options of the load: those that an earlier load chose, if that one is to be repeated."""
         return self.actual or self.options
 
 

@@ -226,6 +226,7 @@ def _sleep(link: socket.socket, parked: ParkedProcess, loaded: LoadedModel) -> i
 
 
 if __name__ == "__main__":
-    from edgeinfer.snapshots import parked  # isinstance needs the module's classes, not `__main__`'s
+    # this file runs as `__main__`; other modules know the classes of the imported module
+    from edgeinfer.snapshots import parked
 
     parked.main()

@@ -369,8 +369,7 @@ def repeated_randomness(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    from edgeinfer.snapshots.builder import (
-        builder,
-    )  # isinstance needs the module's classes, not `__main__`'s
+    # this file runs as `__main__`; other modules know the classes of the imported module
+    from edgeinfer.snapshots.builder import builder
 
     builder.main()

@@ -265,8 +265,7 @@ def main() -> NoReturn:
 
 
 if __name__ == "__main__":
-    from edgeinfer.snapshots.restore import (
-        app_process,
-    )  # isinstance needs the module's classes, not `__main__`'s
+    # this file runs as `__main__`; other modules know the classes of the imported module
+    from edgeinfer.snapshots.restore import app_process
 
     app_process.main()

@@ -119,7 +119,7 @@ STEP_BYTES = 2 << 20
 def start_prefetch(mapped: list[Area]) -> None:
     """Read the uncached parts of mapped files in a thread, if all of them fit into free memory."""
     cold = []
-    with contextlib.suppress(OSError):  # without it, page faults read the file
+    with contextlib.suppress(OSError):  # without a prefetch, page faults read the file
         cold = [area for area in mapped if is_cold(area.path)]
     n_bytes = sum(area.high - area.low for area in mapped)
     if cold and n_bytes <= read_memory().available_bytes:
