@@ -456,7 +456,7 @@ def test_refused_beside_pictures(engine: LlamaEngine) -> None:
     with pytest.raises(InvalidRequestError, match="prompt_logprobs"):
         engine.submit(chat(picture(), prompt_logprobs=1))
     broken = Message(role="user", content="no place", pictures=(picture(),))
-    with pytest.raises(InvalidRequestError, match="1 pictures, but 0 places"):
+    with pytest.raises(InvalidRequestError, match="pictures: 1, placeholders: 0"):
         engine.submit(GenerateRequest(messages=(broken,)))
     with pytest.raises(InvalidRequestError, match="at most 64 pictures"):
         engine.submit(chat(*[picture()] * 65))
@@ -517,7 +517,7 @@ def test_batch_that_no_picture_fits_is_named(gemma3: Path, tmp_path: Path) -> No
     files = ModelFiles(name="m", paths=(str(gemma3),), projector=str(projector))
     with (
         closing(load_engine(files, LoadOptions(n_ctx=512, n_parallel=1, n_batch=32))) as engine,
-        pytest.raises(InvalidRequestError, match=r"64 rows.*holds 32"),
+        pytest.raises(InvalidRequestError, match=r"64 rows.*batch of 32"),
     ):
         engine.submit(chat(picture(), "What is in it?"))
 

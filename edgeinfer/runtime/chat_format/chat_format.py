@@ -452,7 +452,8 @@ class PictureMarkers:
             n_places = message.content.count(PICTURE_MARK)
             if message.pictures and n_places != len(message.pictures):
                 raise InvalidRequestError(
-                    f"a message has {len(message.pictures)} pictures and {n_places} placeholders",
+                    "a message needs a placeholder for each picture; it has "
+                    f"pictures: {len(message.pictures)}, placeholders: {n_places}",
                     param="messages",
                 )
         return tuple(

@@ -189,7 +189,7 @@ def test_device_that_is_lost_in_a_block_or_at_the_end_leaves_the_process(
         assert set(found["texts"]) == {short}
         if name == "lost in blocks":
             assert found["place"] == "none"
-            assert "llama_state_seq_get_data_ext: vk::Queue::submit" in found["errors"][0]
+            assert "llama_state_seq_get_data_ext failed: vk::Queue::submit" in found["errors"][0]
             assert len(found["said"]) == 1
 
 
