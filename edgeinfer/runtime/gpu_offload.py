@@ -30,7 +30,7 @@ from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import LlamaModel, with_another_context
 from edgeinfer.runtime.llama.mtmd import Projector
 from edgeinfer.runtime.llama.weights import Placement, free_model, open_model
-from edgeinfer.runtime.offload_plan import DeviceMemory, Offload, make_offload
+from edgeinfer.runtime.offload_plan import Offload, make_offload
 from edgeinfer.runtime.options import Chosen, LayersInfo, LoadOptions, ModelFiles
 from edgeinfer.runtime.scheduler.engine_core import EngineCore
 from edgeinfer.runtime.scheduler.prefix_cache_switch import PrefixCacheSwitch
@@ -122,9 +122,8 @@ class GpuOffload:
                     _failed[devices[0].backend] = error.message
                 failures.append(error)
         reason = "; ".join(dict.fromkeys(map(str, failures)))
-        if all(isinstance(error, OffloadRefused) for error in failures):
-            raise OffloadRefused(reason)
-        raise DecodeError(reason)
+        is_refused = all(isinstance(error, OffloadRefused) for error in failures)
+        raise (OffloadRefused if is_refused else DecodeError)(reason)
 
     def _use(self, devices: tuple[Device, ...], request: OffloadRequest) -> None:
         offload = self._plan(devices, request, 1.0)
@@ -154,10 +153,7 @@ class GpuOffload:
 
     def _plan(self, devices: Sequence[Device], request: OffloadRequest, share: float) -> Offload:
         """Plan with this share of each device's free memory."""
-        memories = tuple(
-            DeviceMemory(name=memory.name, free_bytes=int(share * memory.free_bytes))
-            for memory in map(request.usable_memory, devices)
-        )
+        memories = tuple(request.usable_memory(device, share) for device in devices)
         return make_offload(self.cpu.shape, self.cpu.plan, memories, request.layers)
 
     def _move_encoder(self, vision: Vision, on: DeviceContext, request: OffloadRequest) -> None:

@@ -119,45 +119,10 @@ def _distribute(
     n_without_experts: int,
     n_cells: int,
 ) -> tuple[Offload, bool]:
-    """Return an offload, and whether each device holds its share."""
-    sizes, n_all = _sizes(shape, plan, n_cells), shape.n_layer + 1
-    usable = [_usable_bytes(memory, sizes) for memory in memories]
-    weights = usable if any(usable) else [memory.free_bytes for memory in memories]
-    layer_bytes = _layer_bytes(sizes, n_layers, n_all, n_without_experts)
-    shares = _split(weights, layer_bytes)
-    used = [(memory.name, len(share)) for memory, share in zip(memories, shares, strict=True) if share]
-    kv_bytes = (n_layers - 1) * sizes.kv
-    offload = Offload(
-        n_layers=n_layers,
-        n_all=n_all,
-        reason="",
-        n_without_experts=n_without_experts,
-        devices=tuple(name for name, _ in used),
-        split=tuple(n for _, n in used),
-        n_cells=n_cells,
-        weights_bytes=sum(layer_bytes) - kv_bytes,
-        kv_bytes=kv_bytes,
-        compute_bytes=len(used) * sizes.compute,
-    )
-    return offload, all(sum(share) <= limit for share, limit in zip(shares, usable, strict=True))
-
-
-class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of a layer without its experts, of its experts, its KV cache, the output, and computing."""
-
-    layer: int
-    experts: int
-    kv: int
-    output: int
-    compute: int
-
-
-def _sizes(shape: Shape, plan: Plan, n_cells: int) -> _Sizes:
-    """Estimate the sizes; an output that may share the token table counts again.
+    """Return an offload, and whether each device holds its share.
 
     For a quantized KV cache, CUDA's attention copies one layer's K and V to f16.
     """
-    n = max(1, shape.n_layer)
     buffers = make_buffers(
         shape,
         n_cells,
@@ -167,27 +132,43 @@ def _sizes(shape: Shape, plan: Plan, n_cells: int) -> _Sizes:
         n_outputs=plan.n_outputs,
     )
     copies = 0 if plan.kv_type.value == "f16" else 4 * n_cells * max(shape.kv_rows, default=0)
-    dense = shape.weights_bytes - shape.embedding_bytes - shape.expert_bytes
-    return _Sizes(
-        layer=max(0, dense) // n,
-        experts=shape.expert_bytes // n,
-        kv=buffers.kv_bytes // n,
-        output=shape.embedding_bytes,
-        compute=buffers.compute_bytes + copies,
+    compute_bytes = buffers.compute_bytes + copies
+    layer_kv_bytes = buffers.kv_bytes // max(1, shape.n_layer)
+    margins = [max(_MARGIN_BYTES, memory.free_bytes // _MARGIN_SHARE) for memory in memories]
+    usable = [
+        max(0, memory.free_bytes - margin - compute_bytes)
+        for memory, margin in zip(memories, margins, strict=True)
+    ]
+    weights = usable if any(usable) else [memory.free_bytes for memory in memories]
+    layer_bytes = _layer_bytes(shape, layer_kv_bytes, n_layers, n_without_experts)
+    shares = _split(weights, layer_bytes)
+    used = [(memory.name, len(share)) for memory, share in zip(memories, shares, strict=True) if share]
+    kv_bytes = (n_layers - 1) * layer_kv_bytes
+    offload = Offload(
+        n_layers=n_layers,
+        n_all=shape.n_layer + 1,
+        reason="",
+        n_without_experts=n_without_experts,
+        devices=tuple(name for name, _ in used),
+        split=tuple(n for _, n in used),
+        n_cells=n_cells,
+        weights_bytes=sum(layer_bytes) - kv_bytes,
+        kv_bytes=kv_bytes,
+        compute_bytes=len(used) * compute_bytes,
     )
+    return offload, all(sum(share) <= limit for share, limit in zip(shares, usable, strict=True))
 
 
-def _usable_bytes(memory: DeviceMemory, sizes: _Sizes) -> int:
-    """Return how much of a device's memory (bytes) layers may use."""
-    margin = max(_MARGIN_BYTES, memory.free_bytes // _MARGIN_SHARE)
-    return max(0, memory.free_bytes - margin - sizes.compute)
+def _layer_bytes(shape: Shape, kv_bytes: int, n_layers: int, n_without_experts: int) -> list[int]:
+    """Estimate the bytes of each layer on devices, with `kv_bytes` of cache.
 
-
-def _layer_bytes(sizes: _Sizes, n_layers: int, n_all: int, n_without_experts: int) -> list[int]:
-    """Return the bytes of each layer on devices; the last one is the output, which has no cache."""
-    bare = sizes.layer + sizes.kv
-    indices = range(n_all - n_layers, n_all - 1)
-    return [bare + sizes.experts * (i >= n_without_experts) for i in indices] + [sizes.output]
+    The last one is the output, without a cache. It counts again if it may share the token table.
+    """
+    n = max(1, shape.n_layer)
+    dense = max(0, shape.weights_bytes - shape.embedding_bytes - shape.expert_bytes) // n
+    numbers = range(shape.n_layer + 1 - n_layers, shape.n_layer)
+    experts = [shape.expert_bytes // n * (number >= n_without_experts) for number in numbers]
+    return [dense + kv_bytes + expert_bytes for expert_bytes in experts] + [shape.embedding_bytes]
 
 
 def _split(weights: list[int], layer_bytes: list[int]) -> list[list[int]]:

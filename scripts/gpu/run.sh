@@ -8,6 +8,7 @@
 # GPU_KIT_STEPS="install probe lost-idle" only those; GPU_KIT_PYTHON=PROGRAM; GPU_KIT_SMALL=1 for a software device.
 # `lost-…` destroy this process's own CUDA context, `full-…` take memory by plain allocations: nothing on the card changes.
 set -uo pipefail
+umask 022  # a library in folders that a group may write to is not opened
 kit=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 out=$(realpath -m "${1:-$kit/out}")
 mkdir -p "$out/steps" "$kit/home"

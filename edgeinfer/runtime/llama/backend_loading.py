@@ -13,6 +13,7 @@ import platform
 import re
 import sys
 import threading
+from contextlib import suppress
 from glob import glob
 from pathlib import Path
 
@@ -79,14 +80,12 @@ def load_driver() -> MissingBackend:
     """Load NVIDIA's driver; return why it cannot run the CUDA backend, with "" as reason if it can."""
     version = ctypes.c_int()
     reason, fix = _MISSING[DRIVER]
-    try:
+    with suppress(OSError, AttributeError):
         ctypes.CDLL(DRIVER).cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):
-        return MissingBackend(name=DRIVER, reason=reason, fix=fix, absent=True)
-    number = f"{version.value // 1000}.{version.value % 1000 // 10}"
-    needed = "the library needs CUDA 13.0, which drivers from release 580 on support"
-    reason = f"the NVIDIA driver is too old: it supports CUDA up to {number}; {needed}"
-    reason = "" if version.value >= 13_000 else reason
+        number = f"{version.value // 1000}.{version.value % 1000 // 10}"
+        needed = "the library needs CUDA 13.0, which drivers from release 580 on support"
+        old = f"the NVIDIA driver is too old: it supports CUDA up to {number}; {needed}"
+        reason = "" if version.value >= 13_000 else old
     return MissingBackend(name=DRIVER, reason=reason, fix=fix, absent=True)
 
 
@@ -125,11 +124,10 @@ def _load(file: BackendFile) -> LoadedBackend | MissingBackend:
         ctypes.CDLL(beside)  # so that the linker resolves the backend's dependency to this file
     warning = find_cublas(file.path) if file.name == "cuda" else ""
     handle, lines = libllama.load_backend(file.path)
-    if not handle:
-        return _why_not(file.name, lines)
-    loaded = LoadedBackend(file=file, devices=_devices(file.name, handle), warning=warning)
-    if not loaded.devices:
-        return _no_device(file.name, lines)
+    devices = _devices(file.name, handle) if handle else ()
+    if not devices:
+        return _explain(file.name, " ".join(lines), is_loaded=bool(handle))
+    loaded = LoadedBackend(file=file, devices=devices, warning=warning)
     _loaded[file.name] = handle, loaded
     return loaded
 
@@ -158,20 +156,25 @@ def _devices(backend: str, handle: int) -> tuple[Device, ...]:
     return tuple(devices)
 
 
-def _why_not(name: str, lines: list[str]) -> MissingBackend:
-    text = " ".join(lines)
-    missing = re.search(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared object file", text)
-    if missing:
+def _explain(name: str, log: str, *, is_loaded: bool) -> MissingBackend:
+    """Explain by ggml's log why a library, loaded or not, has no device."""
+    missing = re.search(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared object file", log)
+    if missing and not is_loaded:
         library = missing.group(1)
         for prefix, (reason, fix) in _MISSING.items():
             if library.startswith(prefix):
                 return MissingBackend(name=name, reason=reason, fix=fix, absent=True)
         return MissingBackend(name=name, reason=f"it needs {library}, which is not on this machine")
-    if "returned NULL" in text and name == "vulkan":
-        return _no_vulkan_device()
-    if "returned NULL" in text:
+    if name == "vulkan" and (is_loaded or "returned NULL" in log):
+        return _no_vulkan_device()  # ggml leaves out software devices, which are slower than the CPU
+    if "driver version is insufficient" in log:
+        reason = "the NVIDIA driver is too old for this library"
+        return MissingBackend(name=name, reason=reason, fix=DRIVER_FIX)
+    if is_loaded:
+        return MissingBackend(name=name, reason="no usable device", absent=True)
+    if "returned NULL" in log:
         return MissingBackend(name=name, reason="its driver could not start")
-    said = re.sub(r"^.*?failed to \w+ \S+: ", "", text)
+    said = re.sub(r"^.*?failed to \w+ \S+: ", "", log)
     return MissingBackend(name=name, reason=said or "llama.cpp gave no reason")
 
 
@@ -189,15 +192,6 @@ def _no_vulkan_device() -> MissingBackend:
             "which in a container needs apt-get install libgl1 libegl1"
         )
     return MissingBackend(name="vulkan", reason=reason, fix=fix, absent=True)
-
-
-def _no_device(name: str, lines: list[str]) -> MissingBackend:
-    if name == "vulkan":
-        return _no_vulkan_device()  # ggml leaves out software devices, which are slower than the CPU
-    if "driver version is insufficient" in " ".join(lines):
-        reason = "the NVIDIA driver is too old for this library"
-        return MissingBackend(name=name, reason=reason, fix=DRIVER_FIX)
-    return MissingBackend(name=name, reason="no usable device", absent=True)
 
 
 #: Environment variable from which the CUDA backend reads the path of cuBLAS.

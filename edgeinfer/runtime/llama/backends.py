@@ -260,9 +260,9 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
                 return chosen
         return tuple(devices) if self.is_explicit else ()
 
-    def usable_memory(self, device: Device) -> DeviceMemory:
-        """Return the memory of a device that may be used (bytes)."""
-        return DeviceMemory(name=device.name, free_bytes=device.free_bytes)
+    def usable_memory(self, device: Device, share: float = 1.0) -> DeviceMemory:
+        """Return how much of a device's memory may be used: a share of what is free."""
+        return DeviceMemory(name=device.name, free_bytes=int(share * device.free_bytes))
 
 
 _HELPER = "edgeinfer.runtime.llama.helpers.backend_probe"

@@ -100,7 +100,9 @@ def with_layers(layers: int | str, **wanted: object) -> dict[str, object]:
 
 def with_room(n_bytes: int) -> dict[str, object]:
     """`with_layers` on a device of which other programs leave `n_bytes` free."""
-    OffloadRequest.usable_memory = lambda _, device: DeviceMemory(name=device.name, free_bytes=n_bytes)  # type: ignore[assignment, method-assign]
+    OffloadRequest.usable_memory = lambda _, device, share=1.0: DeviceMemory(  # type: ignore[assignment, method-assign]
+        name=device.name, free_bytes=int(share * n_bytes)
+    )
     try:
         return with_layers("auto", devices=("Vulkan0",))
     finally:
@@ -269,7 +271,7 @@ def shorter() -> dict[str, object]:
             for room in memories
             if make_offload(loaded.shape, loaded.plan, (room,), "auto").n_cells == 256
         )
-        OffloadRequest.usable_memory = lambda _, device: room  # type: ignore[assignment, method-assign]
+        OffloadRequest.usable_memory = lambda *_: room  # type: ignore[assignment, method-assign]
         n_ctx = [opened.info.n_ctx]
         texts = [text(ask(opened, 64, PROMPT * 12))]
         stream = iter(ask(opened, 64, PROMPT * 12))
