@@ -379,14 +379,12 @@ def disk_pace(shape: Shape, streaming: StreamingPlan | None, disk_bytes_per_s: f
 
 def disk_warning(shape: Shape, machine: Machine, plan: Plan, disk_bytes_per_s: float = 0.0) -> str:
     """Describe how fast a model with `Plan.from_disk` will be. A rate of 0.0 assumes a usual disk."""
-    streaming = plan.streaming
     rate = disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S
-    per_s = disk_pace(shape, streaming, rate)
+    per_s = disk_pace(shape, plan.streaming, rate)
     pace = f"{per_s:.1f} tokens/s" if per_s >= 1 else f"a token in {1 / per_s:.1f} s"
     source = "measured just now" if disk_bytes_per_s else "assumed"
-    n_bytes, placement = shape.weights_bytes_per_token, "they are read from the disk again and again"
-    if streaming:
-        n_bytes = streaming.read_bytes(shape)
+    placement = "they are read from the disk again and again"
+    if streaming := plan.streaming:
         held = format_bytes(streaming.pinned_bytes + streaming.expert_bytes)
         placement = f"{held} of them stay there, the others are read from the disk for each step"
         if streaming.expert_bytes:
@@ -395,5 +393,5 @@ def disk_warning(shape: Shape, machine: Machine, plan: Plan, disk_bytes_per_s: f
     return (
         f"weights of {format_bytes(shape.weights_bytes)} do not fit into the"
         f" {format_bytes(machine.memory.available_bytes)} of memory that are free: {placement}. Expect"
-        f" about {pace}: {format_bytes(n_bytes)} a token at {format_bytes(rate)}/s ({source})"
+        f" about {pace}: {format_bytes(rate / per_s)} a token at {format_bytes(rate)}/s ({source})"
     )

@@ -35,8 +35,7 @@ class Streaming:
 
     def __init__(self, kernels: ctypes.CDLL, paths: tuple[str, ...], plan: StreamingPlan) -> None:
         self._kernels, self._paths = kernels, paths
-        self._plan = plan
-        self._now = plan
+        self._plan = self._now = plan
         self._looked_at = time.monotonic()
 
     def check(self) -> None:

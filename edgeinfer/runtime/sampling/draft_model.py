@@ -113,8 +113,9 @@ class DraftModel:
         self.cost = self.least_cost = self.shape.weights_bytes_per_token / weights_bytes
 
     def compute(self, cached_seq: CachedSequence, tokens: Sequence[int], *, outputs: int) -> bool:
-        """Append `tokens` to a sequence, the last `outputs` with logits; return False if they are more
-        than a batch, another vocabulary's, or if there is no room.
+        """Append `tokens` to a sequence, the last `outputs` with logits, and charge `balance`.
+
+        Return False if they are more than a batch, of another vocabulary, or if there is no room.
         """
         is_valid = len(tokens) <= DRAFT_BATCH and max(tokens) < self.n_vocab
         if not is_valid or not self.kv.make_room(len(tokens)):
@@ -125,6 +126,7 @@ class DraftModel:
             self.kv.remove_unrecorded_cells(cached_seq)
             return False
         self.kv.record_computed(cached_seq, tokens)
+        self.balance -= self.price(len(tokens))
         return True
 
     def note_cost(self, cost: float) -> None:
@@ -223,7 +225,7 @@ class RequestDrafter:
         n_done, n_most = len(tokens) - self._n_prompt, self._request.max_tokens
         n_left = max(_LEAST_ANSWER_TOKENS, n_done)
         n_left = n_left if n_most is None else min(n_left, n_most - n_done)
-        pending = self._catch_up(tokens, n_left * (self._token_cost - 1.0 / rate), budget)
+        pending = self._catch_up(tokens, n_left * (self._token_cost - 1.0 / rate))
         if pending:
             self._draft(pending, limit, budget)
             model.balance -= max((cost for _, cost, _ in budget.totals(self._drafted)), default=0.0)
@@ -236,17 +238,7 @@ class RequestDrafter:
         model.likely.recover(_LIKELY_START, _RECOVERY)
         model.cost += _RECOVERY * (model.least_cost - model.cost)
 
-    def _compute(self, tokens: Sequence[int], budget: DraftBudget, *, outputs: int) -> bool:
-        """Append `tokens` to the draft model's text and pay for them; False as of `compute`."""
-        assert self._cached is not None
-        is_computed = self._model.compute(self._cached, tokens, outputs=outputs)
-        if is_computed:
-            price = self._model.price(len(tokens))
-            self._model.balance -= price
-            budget.spend(price)
-        return is_computed
-
-    def _catch_up(self, tokens: Sequence[int], worth: float, budget: DraftBudget) -> list[int]:
+    def _catch_up(self, tokens: Sequence[int], worth: float) -> list[int]:
         """Prefill missing text if that takes at most `worth` steps of one row; return the last tokens,
         which are still to be computed, or none if it would take longer.
         """
@@ -263,11 +255,12 @@ class RequestDrafter:
             return []
         if len(pending) <= DRAFT_BATCH:
             return pending
-        self._compute(pending[:DRAFT_BATCH], budget, outputs=0)
+        model.compute(self._cached, pending[:DRAFT_BATCH], outputs=0)
         return []
 
     def _draft(self, pending: list[int], limit: int, budget: DraftBudget) -> None:
         """Draft some `limit` tokens after the text that ends with `pending`."""
+        assert self._cached is not None
         model, runs = self._model, self._drafted
         sampler, matcher = self._sampler.copy(), self._matcher and self._matcher.copy()
         likely = self._draft_likely(sampler, matcher)
@@ -275,8 +268,9 @@ class RequestDrafter:
         while not is_end:
             pending = [*pending, *likely]
             began = time.perf_counter()
-            if not self._compute(pending, budget, outputs=1):
+            if not model.compute(self._cached, pending, outputs=1):
                 break
+            budget.cost += model.price(len(pending))
             try:
                 token, probability = self._pick(sampler, matcher)
             except InvalidRequestError:  # the constraint's parser reached a limit

@@ -64,7 +64,7 @@ class StepCurve:
         while time.monotonic() < until:
             best = [min(seconds, step_s(rows)) for seconds, rows in zip(best, measured, strict=True)]
         best = [min(best[i:]) for i in range(len(best))]  # a time above that of more rows was disturbed
-        self._set_points([seconds / best[0] for seconds in (*best, _line(best))])
+        self._points = [seconds / best[0] for seconds in (*best, _line(best))]
         self._weights = [_CURVE_WEIGHT] * len(measured) + [1.0]
         self._plain_s = {1: best[0]}
 
@@ -93,9 +93,6 @@ class StepCurve:
             points[j] *= 1.0 + change * weight * shares.get(j, 0.5) / (1.0 + weight)
             if shares.get(j):
                 self._weights[j] = max(_CURVE_WEIGHT, weight / (1.0 + weight))
-        self._set_points(points)
-
-    def _set_points(self, points: list[float]) -> None:
         self._points = list(accumulate(points, max))  # more rows never cost less: a decrease is noise
 
     def seconds(self, n_sequences: int, rows: float) -> float | None:
@@ -128,7 +125,8 @@ class DraftBudget:
 
     def __init__(self, curve: StepCurve, n_sequences: int, rows: int) -> None:
         self._row_cost, self._rows = curve.cost, float(rows)
-        self._cost, self._expected = curve.cost(n_sequences), float(n_sequences)
+        #: Cost of the step and its drafts so far, in steps of one row.
+        self.cost, self._expected = curve.cost(n_sequences), float(n_sequences)
         step_s = curve.seconds(n_sequences, rows)
         #: Time (s) of a step with one row; 0 before the first measurement.
         self.row_s = step_s / curve.cost(rows) if step_s else 0.0
@@ -140,7 +138,7 @@ class DraftBudget:
     @property
     def rate(self) -> float:
         """Tokens expected in the time of a step with one row."""
-        return self._expected / self._cost
+        return self._expected / self.cost
 
     def best(
         self, runs: Sequence[Run], *, draft_cost: float = 0.0, n_drafted: int = 0
@@ -152,8 +150,8 @@ class DraftBudget:
         best, best_rate = 0, self.rate
         for n, (gain, cost, _) in enumerate(self.totals(runs), 1):
             cost += max(0, n - n_drafted) * draft_cost
-            total = (self._expected + gain) / (self._cost + cost)
-            if total > best_rate and gain * self._cost > _MARGIN * cost * self._expected:
+            total = (self._expected + gain) / (self.cost + cost)
+            if total > best_rate and gain * self.cost > _MARGIN * cost * self._expected:
                 best, best_rate = n, total
         return best, best_rate
 
@@ -175,13 +173,9 @@ class DraftBudget:
         if n:
             *_, (gain, cost, self._rows) = self.totals(runs[:n])
             self._expected += gain
-            self.spend(cost)
+            self.cost += cost
             self._least_row = None
         return join(runs[:n])
-
-    def spend(self, cost: float) -> None:
-        """Add a cost, in steps of one row, to the step."""
-        self._cost += cost
 
     def least_chance(self, n: int, draft_cost: float = 0.0) -> float:
         """Return the probability from which a first draft token pays if up to `n - 1` further ones are
@@ -190,7 +184,7 @@ class DraftBudget:
         if self._least_row is None:
             cost, rows = self._row_cost, self._rows
             self._least_row = min((cost(rows + i) - cost(rows)) / i for i in range(1, n + 1))
-        return _MARGIN * (self._least_row + draft_cost) * self._expected / self._cost
+        return _MARGIN * (self._least_row + draft_cost) * self._expected / self.cost
 
 
 #: Acceptance rate assumed before the first verification, by the minimum length of the match (tokens);

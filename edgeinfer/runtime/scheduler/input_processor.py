@@ -91,8 +91,7 @@ class InputProcessor:
             pictures=PromptPictures(self.vision, spans),
             deadline=time.monotonic() + request.deadline_s if request.deadline_s is not None else None,
         )
-        is_drafted = request.speculative == "auto" and request.replay is None
-        if self.draft_model is not None and is_drafted:
+        if self.draft_model is not None and request.speculative == "auto" and request.replay is None:
             seq.drafting.model = RequestDrafter(
                 self.draft_model, request, seq.sampler, matcher=matcher, banned=seq.banned_tokens
             )

@@ -62,6 +62,7 @@ class Draft(DraftModel):
     def compute(self, cached_seq: CachedSequence, tokens: Sequence[int], *, outputs: int) -> bool:
         self.clock[0] += TOKEN_S * max(1.0, len(tokens) / 4)
         cached_seq.tokens.extend(tokens)
+        self.balance -= self.price(len(tokens))
         return True
 
 
