@@ -26,6 +26,7 @@ from edgeinfer.cluster.front import FrontEnd
 from edgeinfer.cluster.messages import Chunk, ModelSettings, Request, read_settings
 from edgeinfer.cluster.replica import EndpointReplica
 
+#: The front end's limit of running requests: none in practice, because each replica has its own.
 _MANY = 10_000
 #: Interval (s) at which Serve counts waiting requests. With its default of 10 s, a model that is scaled
 #: to 0 would start so much later.
@@ -34,7 +35,7 @@ _ROUTER = "edgeinfer.cluster.app.PrefixRouter"
 
 
 class ModelDeployment:
-    """A replica of one model."""
+    """The Ray actor of one replica: it starts an endpoint and forwards requests to it."""
 
     replica: type[EndpointReplica] = EndpointReplica
 

@@ -25,7 +25,7 @@ from edgeinfer.server.problems import Problem, unavailable
 REPLICA_HEADER = "x-edgeinfer-replica"
 _LOG = logging.getLogger("ray.serve")
 _STREAMS = ("text/event-stream", "application/x-ndjson")
-_OWN = ("/health", "/healthz")
+_HEALTH_PATHS = ("/health", "/healthz")
 
 
 #: Sends a request to a replica of one model; yields an `Ack`, a `ResponseStart`, the body in pieces.
@@ -49,7 +49,7 @@ class FrontEnd:
             self._gate.check_host(request.headers)  # only here: the replica gets another Host header
         except Problem as problem:
             return _refusal(route.dialect, problem)
-        if path in _OWN:
+        if path in _HEALTH_PATHS:
             return json_reply({"status": "ok"})
         if request.method == "GET" and route is app.match_route("/v1/models"):
             return json_reply({"object": "list", "data": [_card(name) for name in self._models]})
@@ -68,7 +68,7 @@ class FrontEnd:
         return await self._forward(named, forwarded, route.dialect)
 
     async def _forward(self, named: str, request: Request, dialect: Dialect) -> Response:
-        """Forward the request; repeat once if the replica died before its response started."""
+        """Forward the request to a replica; if that dies before its response starts, to another one."""
         for _ in range(2):
             chunks = self._models[named](request)
             try:

@@ -280,15 +280,14 @@ _ROUTES = _Routes(
 
 @cache
 def _page_routes() -> _Routes:
-    from edgeinfer.server.web.routes import (
-        WEB,
-    )  # this import takes 44 ms, and only the web page needs it
+    # this import takes 44 ms, and only the web page needs it
+    from edgeinfer.server.web.routes import WEB
 
     return _Routes([WEB])
 
 
 def _spellings(path: str) -> tuple[str, ...]:
-    """Return the spellings of `//openai/v1/models/`: /v1/models, /v1/v1/models, /models."""
+    """Return the paths that a client may mean: /v1/models and others for `//openai/v1/models/`."""
     plain = re.sub(r"/{2,}", "/", path).removeprefix("/openai").rstrip("/") or "/"
     return (plain, f"/v1{plain}", plain.removeprefix("/v1"))
 

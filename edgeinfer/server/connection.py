@@ -66,9 +66,9 @@ class Connection:
         return peer is not None and peer.is_half_closed
 
     def open_direct_writer(self, render: Callable[[Event], bytes]) -> DirectWriter | None:
-        """Return a tap that writes events to the socket on the decode thread.
+        """Return a writer that encodes events by `render` and writes them on the decode thread.
 
-        `render` encodes an event. Return None with TLS, HTTP/1.0, or bytes waiting to be sent.
+        Return None with TLS, with HTTP/1.0, or if bytes wait to be sent.
         """
         if self._is_tls or self._is_lost or not self.is_chunked:
             return None

@@ -45,7 +45,7 @@ Method = Literal["GET", "POST", "DELETE"]
 #: Response, or a value that is encoded as JSON.
 Handler = Callable[..., Awaitable[Any]]
 #: Called with a problem and the request's id; returns the encoded error.
-Envelope = Callable[[Problem, str], bytes]
+ErrorEncoder = Callable[[Problem, str], bytes]
 
 
 #: Maximum body (bytes) of a route that needs no API key.
@@ -126,9 +126,9 @@ class Dialect:
     operations: Sequence[Operation]
     #: Type of an error's JSON body, for the OpenAPI document.
     error_type: type[msgspec.Struct]
-    error_body: Envelope
+    error_body: ErrorEncoder
     #: Encodes an error as the last event of a stream.
-    error_events: Envelope
+    error_events: ErrorEncoder
     stream_type: str = "text/event-stream"
     #: Encodes a keep-alive comment, sent while the model is loaded.
     comment: Callable[[str], bytes] = sse_comment

@@ -192,9 +192,8 @@ class Endpoint:
         """
         async with self._tools_lock:
             if self.tools is None:
-                from edgeinfer.tools.loop import (
-                    ChatTools,
-                )  # this import takes 20 ms, and few endpoints need it
+                # this import takes 20 ms, and few endpoints need it
+                from edgeinfer.tools.loop import ChatTools
 
                 tools = ChatTools(self.host.config.tools, Path.cwd())
                 for message in await self.in_thread(tools.prepare):

@@ -312,7 +312,7 @@ class _GenerationResponse(Response):
             self._cancel()
             self.task.lease.release()
             for generation in self.task.generations:
-                generation.tap(None)  # the tap references this response: a cycle would keep both
+                generation.tap(None)  # it references this response: the cycle would keep both in memory
 
     def _add_receipts(self, data: bytes) -> bytes:
         """Make the answers' receipts, and add them to `data` if the client requested them."""

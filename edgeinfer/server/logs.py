@@ -18,7 +18,8 @@ import msgspec
 
 #: Errors of accept(2) when file descriptors or memory run out. asyncio would log 2,000 a second.
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
-_SAID_AGAIN_S = 60.0
+#: Interval (s) after which the same warning is logged again.
+_WARN_AGAIN_S = 60.0
 
 Style = Literal["json", "text", "off"]
 
@@ -89,15 +90,15 @@ def capture_uvicorn(log: Log) -> None:
 
 def capture_loop(log: Log) -> None:
     """Log at most once a minute that no connection can be accepted. Call it on the event loop."""
-    said_s = -_SAID_AGAIN_S
+    warned_s = -_WARN_AGAIN_S
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal said_s
+        nonlocal warned_s
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in _EXHAUSTED:
             loop.default_exception_handler(context)
-        elif time.monotonic() - said_s >= _SAID_AGAIN_S:
-            said_s = time.monotonic()
+        elif time.monotonic() - warned_s >= _WARN_AGAIN_S:
+            warned_s = time.monotonic()
             log.warning("connections-wait", reason=error.strerror)
 
     asyncio.get_running_loop().set_exception_handler(handle)

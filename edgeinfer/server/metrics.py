@@ -75,7 +75,7 @@ class Metrics:
         self._count_requests()
         self._count_generations()
         self._count_loads()
-        self._engines = _Engines(engines)
+        self._engines = _EngineCollector(engines)
         self.registry.register(self._engines)
 
     def _counter(self, name: str, text: str, labels: Sequence[str] = _MODEL) -> Counter:
@@ -191,7 +191,7 @@ class Metrics:
                     self.drift.labels(change.aggregate, moved, model).set(change.psi)
 
 
-class _Engines(Collector):
+class _EngineCollector(Collector):
     def __init__(self, engines: Callable[[], list[tuple[str, Engine]]]) -> None:
         self._engines = engines
 

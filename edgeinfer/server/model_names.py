@@ -16,14 +16,14 @@ LATEST = ":latest"
 class Aliases:
     """The table `[serve.aliases]`: name or pattern → model. Exact names take precedence over patterns.
 
-    `says_all`: the table has the pattern `"*"`. `"*" = ""` means that unknown names are refused, even
-    if the endpoint has only one model.
+    `has_catch_all`: the table has the pattern `"*"`. `"*" = ""` refuses unknown names, even if the
+    endpoint has only one model.
     """
 
     def __init__(self, table: Mapping[str, str]) -> None:
         self.exact = {name: target for name, target in table.items() if "*" not in name}
         self._patterns = {name: target for name, target in table.items() if "*" in name and target}
-        self.says_all = "*" in table
+        self.has_catch_all = "*" in table
 
     def by_pattern(self, name: str) -> str | None:
         """Return the model of the longest pattern that matches `name`; None if there is none."""

@@ -135,7 +135,7 @@ class ModelPool:
 
     def only_model(self) -> str | None:
         """Return the default model if it is the only one, so that any name may mean it."""
-        is_lone = len(self._model_names()) == 1 and not self._aliases.says_all
+        is_lone = len(self._model_names()) == 1 and not self._aliases.has_catch_all
         return self.default if is_lone else None
 
     def is_loaded(self, name: str) -> bool:

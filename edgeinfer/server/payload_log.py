@@ -40,7 +40,8 @@ _KEPT_S = 30 * 86_400
 #: Maximum bytes that wait to be written; more are dropped. A line counts as its request's body plus
 #: `_LINE_BYTES`.
 _MAX_WAITING_BYTES, _LINE_BYTES = 64 << 20, 64 << 10
-_SAID_AGAIN_S = 60.0
+#: Interval (s) after which a failure is logged again.
+_WARN_AGAIN_S = 60.0
 #: Interval (s) between two fsyncs, and how long (s) `close` waits for the last lines.
 _SYNC_S, _CLOSE_S = 1.0, 2.0
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
@@ -67,7 +68,7 @@ class PayloadLog:
         self._thread: threading.Thread | None = None
         self._path = Path()
         self._unsynced: set[Path] = set()
-        self._sync_s, self._said_s = 0.0, -_SAID_AGAIN_S
+        self._sync_s, self._warned_s = 0.0, -_WARN_AGAIN_S
         self._log.warning("payload-log", folder=str(self._folder), writes="every request and answer")
         self.remove_old()
 
@@ -132,8 +133,8 @@ class PayloadLog:
     def _drop(self, reason: str, n_bytes: int) -> None:
         """Count a line that is lost, and log that at most once a minute."""
         self._metrics.payloads_dropped.inc()
-        if not self.status["failure"] and time.monotonic() - self._said_s >= _SAID_AGAIN_S:
-            self._said_s = time.monotonic()
+        if not self.status["failure"] and time.monotonic() - self._warned_s >= _WARN_AGAIN_S:
+            self._warned_s = time.monotonic()
             self._log.warning("payload-log-fails", folder=str(self._folder), reason=reason)
         self._count("dropped", n_bytes, reason)
 

@@ -75,10 +75,8 @@ def _refuse_sizes(name: str) -> None:
     base, colon, tag = name.partition(":")
     if not colon or "/" in name or file_type(tag) is not None:
         return
-    from edgeinfer.models.catalog import (  # this import takes 8 ms, and only errors need it
-        load_catalog,
-        similar_names_hint,
-    )
+    # this import takes 8 ms, and only errors need it
+    from edgeinfer.models.catalog import load_catalog, similar_names_hint
 
     hint = similar_names_hint(f"{base}-{tag}", load_catalog().models)
     raise UnknownModelError(f"there is no model {name!r}", hint=hint)

@@ -184,7 +184,7 @@ _NAME = re.compile(r"[^\w.\[\]=:+-]", re.ASCII)
 class LenientDecoder:
     """Converts JSON to a wire type; ignores unknown fields and collects all errors.
 
-    Use an object once. `ignored_fields` has the names of ignored fields after `read`.
+    Create one for each request. After `read`, `ignored_fields` has the names of ignored fields.
     """
 
     def __init__(self, *, strict: bool = True) -> None:

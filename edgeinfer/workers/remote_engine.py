@@ -317,7 +317,7 @@ CALLS = """
 
 
 def serve_engine(sock: socket.socket, start: Start, load: Callable[[LoadProgress], Engine]) -> None:
-    """Load an engine, and serve it to the client (or its error) until it closes the socket."""
+    """Load an engine and serve it until the client closes the socket; send an error if that fails."""
     wire = FrameSocket(sock)
     with contextlib.suppress(OSError):  # the client has ended: so does this process
         try:

@@ -192,7 +192,7 @@ class ReplicatedEngine(ForwardingEngine):
         self._movers.shutdown(wait=False)
 
     def _count_slots(self) -> None:
-        usable = sum(replica.engine.is_open for replica in self._replicas)
+        usable = len(self.usable)
         parallel = max((replica.engine.info.n_parallel for replica in self._replicas), default=0)
         if usable:
             self._info = msgspec.structs.replace(self._info, n_parallel=parallel * usable)
@@ -239,7 +239,7 @@ class ReplicatedEngine(ForwardingEngine):
 
     def _wait_for_usable(self) -> list[Replica]:
         """Wait until a replica is running. `_changed` must be locked. Raises EngineClosedError."""
-        while not (usable := [replica for replica in self._replicas if replica.engine.is_open]):
+        while not (usable := self.usable):
             if self._is_closed:
                 raise _closed()
             self._changed.wait()

@@ -52,7 +52,7 @@ def error_body(problem: Problem, request_id: str) -> bytes:
 
 
 def _error_text(problem: Problem) -> str:
-    """Return the error text. For a too long prompt it has the sentence after which agents compact."""
+    """Return the error text. For a too long prompt it has the words that coding agents search for."""
     if problem.lengths is None:
         return problem.message
     n_tokens, n_ctx = problem.lengths
@@ -60,7 +60,7 @@ def _error_text(problem: Problem) -> str:
 
 
 def _details(problem: Problem) -> dict[str, Any] | msgspec.UnsetType:
-    """Return `details` that make the official client send the whole conversation, not a thread."""
+    """Return `details` that make the official client repeat its request without the field `thread`."""
     if problem.code != "unsupported_parameter" or problem.param != "thread":
         return msgspec.UNSET
     return {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}

@@ -126,7 +126,7 @@ class InferReply(Reply, frozen=True, kw_only=True):
 
 
 class UnloadReply(Reply, frozen=True, kw_only=True):
-    """Response of POST /v1/models/{id}/unload. "unloading": when the running requests have ended."""
+    """Response of POST /v1/models/{id}/unload. "unloading": running requests still use the model."""
 
     id: str
     state: Literal["unloaded", "unloading", "not loaded"]
@@ -145,7 +145,7 @@ class RecallRequest(Wire, frozen=True, kw_only=True):
 
 
 class RecallReply(Reply, frozen=True, kw_only=True):
-    """Response of POST /v1/models/{id}/recall. `n_tokens` are cached in memory; 0: nothing is known."""
+    """Response of POST /v1/models/{id}/recall. `n_tokens`: length of the cached prefix (0: none)."""
 
     id: str
     n_tokens: int
@@ -175,7 +175,7 @@ Status = Literal["ok", "loading", "draining", "error"]
 
 
 class Health(Reply, frozen=True, kw_only=True):
-    """`status`: ok, loading (503), draining (503), error (503)."""
+    """Response of GET /health: with HTTP status 200 if `status` is "ok", otherwise with 503."""
 
     status: Status
     model: str

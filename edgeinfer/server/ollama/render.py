@@ -211,7 +211,7 @@ def describe(model: AvailableModel, info: EngineInfo | None) -> wire.OllamaShowR
 
 
 def _files(name: str) -> tuple[ModelFiles | None, str]:
-    # imported late: few endpoints get /api/show
+    # imported here, because few endpoints get /api/show requests
     from edgeinfer.models.external_stores import stores
     from edgeinfer.models.reference import resolve
 
@@ -226,7 +226,7 @@ def _files(name: str) -> tuple[ModelFiles | None, str]:
 
 
 def _header(files: ModelFiles | None) -> GgufHeader | None:
-    from edgeinfer.models.gguf import read_header  # imported late: few endpoints get /api/show
+    from edgeinfer.models.gguf import read_header  # imported here: few endpoints get /api/show requests
 
     try:
         return read_header(files.paths[0]) if files else None

@@ -257,7 +257,7 @@ class CompletionRenderer(_OpenAI):
         self._offsets = [0] * count
 
     def _echo(self, index: int, tokens: PromptLogprobs | None) -> str:
-        """Return the prompt's text if it is echoed, else "". `tokens`: of a prompt of token ids."""
+        """Return the prompt's text if it is echoed, else "". `tokens`: for a prompt of token ids."""
         prompt = self._prompts[index // self.n]
         if not self._body.echo:
             return ""
@@ -267,7 +267,7 @@ class CompletionRenderer(_OpenAI):
         return b"".join(pieces).decode("utf-8", "replace")
 
     def opening(self) -> bytes:
-        """Return the echoed prompts. With `logprobs`, `event` sends them when these are computed."""
+        """Return the echoed prompts. If logprobs are requested, `event` returns both together later."""
         if self._body.logprobs is not None:
             return b""
         texts = [(index, self._echo(index, None)) for index in range(self.count)]

@@ -362,7 +362,7 @@ class Follower:
         self._calls: object = None
 
     def poll(self, store: ConversationStore) -> Sequence[tuple[str, object]]:
-        """Return the changes since the last call as (event name, data). `store` is polled."""
+        """Return the changes since the last call as (event name, data); () if there are none."""
         running = self._conversations.latest_answer(self._id)
         running.seen = time.monotonic()
         held = bool(self._id) and store.is_answering(self._id)

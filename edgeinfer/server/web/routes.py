@@ -162,7 +162,7 @@ async def static(context: RequestContext) -> Response:
 
 @ROUTES.post(f"{PATH}/session", uses_model=False, web="open")
 async def sign_in(context: RequestContext, body: wire.SignIn) -> Response:
-    """Exchange a one-time code or the first API key for a cookie. (`Access.may_sign_in`: without.)"""
+    """Exchange a one-time code or the first API key for a cookie; `access.py` says who needs none."""
     access: Access = context.endpoint.web.access
     user = user_of(context.request.scope.get("connection"))
     if body.key:
