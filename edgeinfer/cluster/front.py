@@ -46,7 +46,7 @@ class FrontEnd:
         path = request.scope["path"]  # `request.url` would trust the Host header, not yet checked
         route = app.match_route(path)
         try:
-            self._gate.check_host(request.headers)  # only here: the replica gets another Host header
+            self._gate.check_host(request.headers)  # the replica gets another Host header
         except Problem as problem:
             return _refusal(route.dialect, problem)
         if path in _HEALTH_PATHS:

@@ -190,7 +190,7 @@ class EngineSlots:
             raise
 
     def has(self, caller: str) -> bool:
-        """Return whether a caller holds slots. (It never waits for its first one.)"""
+        """Return whether a caller holds slots. A caller without slots gets some at once."""
         return self._slots_taken[caller] > 0
 
     def give_back(self, caller: str, n: int) -> None:

@@ -298,7 +298,7 @@ class ModelPool:
         entry.loaded = loaded
         self._callbacks.on_loaded(entry.name, loaded, time.perf_counter() - began_s)
         info = loaded.engine.info
-        # with little memory, an automatic context is loaded smaller: count its minimum
+        # if memory is short, a context of automatic size is made smaller: count its smallest size
         kv_bytes = info.least_kv_bytes or info.kv_bytes
         size_bytes = info.weights_bytes + kv_bytes + info.compute_bytes
         self._sizes[entry.name] = entry.need_bytes = size_bytes or entry.need_bytes

@@ -25,7 +25,7 @@ print("ready", flush=True)
 stdin_reader = threading.Thread(target=sys.stdin.read)
 stdin_reader.start()
 while stdin_reader.is_alive():
-    for node in cluster.list_all_nodes():  # Ray takes a killed process for alive while it is a zombie
+    for node in cluster.list_all_nodes():  # reap zombies: Ray takes them for running processes
         for process in (
             process_info.process for group in node.all_processes.values() for process_info in group
         ):

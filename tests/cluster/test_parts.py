@@ -23,9 +23,8 @@ def test_requests_share_a_hash_per_common_stride() -> None:
     shared = [a == b for a, b in zip(hashes, other, strict=False)]
     assert shared == [True] * 4 + [False]
     assert _hashes("a" * 5000, tools=[{"name": "look"}])[0] != hashes[0]
-    assert (
-        _hashes("a" * 5000, temperature=1)[:4] == hashes[:4]
-    )  # fields outside the prompt do not count
+    # fields outside the prompt do not change its hashes
+    assert _hashes("a" * 5000, temperature=1)[:4] == hashes[:4]
 
 
 def test_body_without_a_prompt_has_no_prefix_hashes() -> None:

@@ -27,7 +27,7 @@ class Application:
 
     def __init__(self, port: int, home: Path, metrics: list[int]) -> None:
         self.home = home
-        #: Where Ray shows the metrics of each node.
+        #: Ports at which the nodes export Ray's metrics.
         self.metrics = metrics
         self.client = httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=300)
 
@@ -37,7 +37,7 @@ class Application:
     def is_answering(self) -> bool:
         try:
             return self.chat("small", "Hello.").is_success
-        except httpx2.TransportError:  # Ray is moving the front end
+        except httpx2.TransportError:  # Ray is restarting the front end
             return False
 
     def processes(self, *arguments: str) -> list[int]:
@@ -151,7 +151,7 @@ def test_requests_are_routed_to_the_replica_with_their_prefix(app: Application) 
         answer = app.chat("twins", text, max_tokens=max_tokens, ignore_eos=True)
         return answer.headers[REPLICA_HEADER]
 
-    with ThreadPoolExecutor(2) as pool:  # long answers: neither ends before the other is routed
+    with ThreadPoolExecutor(2) as pool:  # the answers are long: neither ends before both are routed
         readers = list(pool.map(one, texts, [400, 400]))
     assert len(set(readers)) == 2  # each replica got one request, because both were busy
     for text, reader in zip(texts, readers, strict=True):

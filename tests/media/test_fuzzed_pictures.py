@@ -65,7 +65,7 @@ for line in sys.stdin:
     print(*child(lambda: decoded(data)), flush=True)
 """
 
-#: What the engine does: the header, the trial, and then pictures of its own clients.
+#: As the engine does: read the header, try the projector, and then encode pictures.
 _ENCODING = f"""{_FORKING}
 from edgeinfer.errors import EngineError, InvalidGgufError
 from edgeinfer.models import projectors
@@ -175,9 +175,8 @@ def mutate(data: bytes, header_end: int, chance: random.Random) -> bytearray:
         kind, offset = chance.random(), chance.randrange(24, header_end - 64)
         if kind < 0.05:
             offset = chance.randrange(header_end, len(out) - 4)
-            out[offset : offset + 4] = bytes.fromhex(
-                "00 7e c0 7f"
-            )  # NaN as bfloat16, float16 and float32
+            # these bytes are a NaN whether the weight is bfloat16, float16 or float32
+            out[offset : offset + 4] = bytes.fromhex("00 7e c0 7f")
         elif kind < 0.4:
             out[offset] = chance.randrange(256)
         elif kind < 0.95:

@@ -203,7 +203,7 @@ def exchange_raw(port: int, request: bytes, seconds: float = 20) -> bytes:
     """Send bytes; return the reply until the endpoint closes, or its Content-Length is reached."""
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.settimeout(seconds)
-        with contextlib.suppress(ConnectionError):  # closed early: its reply can still be read
+        with contextlib.suppress(ConnectionError):  # the endpoint closed: its reply is still there
             client.sendall(request)
         reply = b""
         with contextlib.suppress(ConnectionError):
@@ -225,7 +225,7 @@ def raw_exchange() -> Callable[..., bytes]:
 @contextlib.contextmanager
 def _as_nobody() -> Iterator[None]:
     libc = ctypes.CDLL(None)
-    libc.setfsuid(65_534)  # only of this thread
+    libc.setfsuid(65_534)  # it applies only to this thread
     try:
         yield
     finally:
@@ -274,16 +274,15 @@ def load_model() -> Callable[..., Engine]:
 def real(smollm2: Path) -> Iterator[Served]:
     """The real small model behind an endpoint that all tests share."""
     engine = _load_model(smollm2, "smollm2", n_ctx=4096, n_parallel=4)
-    with serving(
-        engine, aliases={"*": ""}, keep_alive_s=-1
-    ) as live_server:  # it cannot be loaded again
+    # keep the model loaded, because the endpoint could not load it again
+    with serving(engine, aliases={"*": ""}, keep_alive_s=-1) as live_server:
         yield live_server
 
 
 @pytest.fixture
 def chatterer(tmp_path: Path) -> Callable[[], Engine]:
     """Return a function that loads a tiny real model with random weights."""
-    import edgeinfer.runtime.engine  # noqa: F401  `--fast` skips here; in the server's thread it could not
+    import edgeinfer.runtime.engine  # noqa: F401  `--fast` skips the test here; in the server's thread it could not
 
     path = make_llama(tmp_path / "chatterer.gguf")
     return lambda: _load_model(path, "chatterer", n_ctx=256, n_parallel=4)

@@ -93,7 +93,7 @@ def test_an_injected_drift_is_named_and_an_equal_week_is_not(recording_engine, a
         return chat(" ".join(rng.choices(ENGLISH, k=rng.randint(2, 9))), max_tokens=4)
 
     def changed_answer():
-        if rng.random() < 0.4:  # the call is cut off
+        if rng.random() < 0.4:  # with 8 tokens, the tool call is cut off
             call = {"tools": (WEATHER,), "tool_choice": ToolChoice(mode="required")}
             return chat(rng.choice(RUSSIAN), max_tokens=8, ignore_eos=False, **call)
         return chat(rng.choice(RUSSIAN), max_tokens=4)
@@ -101,7 +101,7 @@ def test_an_injected_drift_is_named_and_an_equal_week_is_not(recording_engine, a
     week(recording_engine, LAST, usual)
     week(recording_engine, LAST + timedelta(7), usual)
     week(recording_engine, LAST + timedelta(14), changed_answer)
-    with closing(sqlite3.connect(drift_path())) as db, db:  # times depend on the machine's load
+    with closing(sqlite3.connect(drift_path())) as db, db:  # times vary with the load
         db.execute("DELETE FROM count WHERE aggregate LIKE '%_ms'")
     assert not moved_aggregates(as_json, LAST + timedelta(7), code=0)
     changes = moved_aggregates(as_json, LAST + timedelta(14), code=1)
@@ -139,7 +139,7 @@ def test_answers_are_counted_unless_that_is_switched_off(smollm2, record):
         host.record_drift(engine, ModelFiles(name="small", paths=(str(smollm2),)), LoadOptions())
         answers(engine, [ask(max_tokens=0), ask(max_tokens=2)])
     assert drift_path().exists() == record
-    if record:  # a prefill without an answer does not count
+    if record:  # the request with `max_tokens` 0 has no answer and is not counted
         assert (
             read_week(drift_path(), date.today())["small"]["answer_tokens"][
                 date.today().isoformat()

@@ -117,7 +117,7 @@ def test_requests_are_routed_by_prefix_then_by_load():
         shop.engines[0]._choose = lambda request: (gate, "a")
         busy = engine.submit(GenerateRequest(prompt="one " * 400))
         assert gate.reached.wait(10)
-        for n in range(3):  # the other replica has fewer requests
+        for n in range(3):  # these go to the other replica, which has fewer requests
             assert _text(engine.submit(GenerateRequest(prompt="two " * 400 + str(n)))) == "a"
         gate.opened.set()
         assert _text(busy) == "a"

@@ -22,7 +22,7 @@ from edgeinfer.agents.known_agents import AGENTS, AgentTarget, agent_of
 from edgeinfer.cli.main import main
 from edgeinfer.errors import ServeError
 
-#: Writes down what it was given, asks the endpoint that aider would ask, and ends with 7.
+#: A fake aider: it writes its settings to a file, lists the endpoint's models, and exits with 7.
 AGENT = """#!{python}
 import json, os, pathlib, sys, urllib.request
 base = os.environ["AIDER_OPENAI_API_BASE"]
@@ -172,7 +172,8 @@ def test_launch_starts_an_endpoint_and_reuses_it(aider, configure_port, tmp_path
         assert "started" not in capfd.readouterr().err
         assert json.loads(aider.read_text())["argv"] == ["two"]
     finally:
-        stop = [sys.executable, "-m", "edgeinfer", "stop", str(model)]  # and no other one of this user
+        # name the model, so that no other endpoint of this user is stopped
+        stop = [sys.executable, "-m", "edgeinfer", "stop", str(model)]
         assert subprocess.run(stop).returncode == 0
 
 

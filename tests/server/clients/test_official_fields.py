@@ -36,7 +36,7 @@ IGNORED = frozenset(
     "safety_identifier service_tier speed stream_options summary task_budget toolset_name user "
     "user_profile_id verbosity workspace_id".split()
 )
-#: Pairs of types that a walk compares at least.
+#: Minimum number of types that are compared, so that a walk that misses some fails.
 AT_LEAST = {
     ChatRequest: 19,
     CompletionRequest: 2,

@@ -162,7 +162,7 @@ LOOK_ALIKES = (
     "mentions x-anthropic-billing-header: in a line",
     "writes about <info-msg>It is currently</info-msg>",
 )
-#: Parts of Codex's turn about the folder without the rest of it.
+#: Incomplete parts of the turn in which Codex describes the folder.
 TORN = ("<cwd>/w</cwd>\n", "<workspace_roots></workspace_roots>", "</filesystem>")
 
 
@@ -190,7 +190,7 @@ def test_emptied_system_turn_is_dropped():
     ("rules", "user_agent"),
     [
         (tuple(name for name in NAMES if name != "billing-header"), CLAUDE),
-        (NAMES, "Anthropic/Python 2.12.0"),  # an unknown client
+        (NAMES, "Anthropic/Python 2.12.0"),  # no known agent
     ],
 )
 def test_prompt_stays_without_a_rule_or_a_known_agent(serve, rules, user_agent):
@@ -257,9 +257,8 @@ def test_restored_reminders_are_named_in_the_header(serve):
         return live_server.post("/v1/chat/completions", {"messages": turns, **fields}, headers=sent)
 
     ask(f"one{PLAN}", cache_prompt=False)
-    assert (
-        "x-edgeinfer-normalized" not in ask("one", f"two{PLAN}").headers
-    )  # nothing was to be remembered
+    # `cache_prompt: false` let the endpoint remember nothing
+    assert "x-edgeinfer-normalized" not in ask("one", f"two{PLAN}").headers
     ask(f"one{PLAN}")
     assert ask("one", f"two{PLAN}").headers["x-edgeinfer-normalized"] == "reminder"
     assert engine.requests[-1].messages == _modes(f"one{PLAN}", f"two{PLAN}")

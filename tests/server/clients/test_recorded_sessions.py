@@ -10,11 +10,11 @@ from made_decoders import make_reader
 
 RECORDED = Path(__file__).parents[2] / "clients/recorded"
 AGENTS = ("aider", "claude", "codex", "goose", "opencode", "opencode-plan", "pi", "qwen")
-#: qwen-code lists the folder anew when it goes on with a session, and aider writes its history into one
-#: turn: they change what they said before, and no cache can help it.
+#: Agents that change earlier turns, so that no cached prefix matches: qwen-code lists the folder again
+#: when it continues a session, and aider writes its history into one turn.
 REWRITES_ITS_PAST = ("aider", "qwen")
 MORE_THAN_NEW = 64
-#: goose says the moment, its folder and its tasks once in each request: tokens that are new each time.
+#: Tokens that are new in each request: goose adds the time, its folder and its tasks.
 NOTE = {"goose": 96}
 BILLING = "x-anthropic-billing-header: cc_version=2.1.330.{}; cc_entrypoint=cli;"
 

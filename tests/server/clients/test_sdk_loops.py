@@ -40,7 +40,7 @@ def client(loop):
         yield opened
 
 
-@pytest.mark.filterwarnings("ignore:Pydantic serializer")  # the official client's own warning
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")  # the official client warns about itself
 @pytest.mark.parametrize("streamed", [False, True])
 def test_openais_parsed_message_is_sent_back(client, streamed):
     tools = [openai.pydantic_function_tool(Place)]

@@ -29,9 +29,8 @@ def live_server(serve_module, load_model, tmp_path_factory):
 
 
 def test_an_editors_request_is_answered_in_llama_cpps_shape(live_server):
-    answer = live_server.post(
-        "/infill", VSCODE | {"ignore_eos": True}
-    )  # so that random sampling cannot end it early
+    # `ignore_eos`, because random sampling could end the answer early
+    answer = live_server.post("/infill", VSCODE | {"ignore_eos": True})
     said = answer.json()
     assert answer.status_code == 200, said
     assert (said["stop"], said["stop_type"], said["tokens_predicted"]) == (True, "limit", 8)

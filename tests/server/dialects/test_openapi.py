@@ -17,7 +17,8 @@ from edgeinfer.server.openapi import document
 #: Random examples per operation, in addition to those for each schema's edges. `make fuzz-http` uses
 #: more.
 EXAMPLES = int(os.environ.get("EDGEINFER_FUZZ_EXAMPLES", "3"))
-#: What a JSON schema cannot say (a tool_choice must name one of the tools) makes valid requests wrong.
+#: The check that each request that fits the schema is accepted. It would fail, because a JSON schema
+#: cannot say, for example, that tool_choice must name one of the tools.
 LEFT_OUT = "positive_data_acceptance"
 
 

@@ -118,7 +118,7 @@ def test_ollama_has_pictures_before_the_text(live_server, engine):
     answer = live_server.post("/api/chat", {"model": "fake", "messages": turns, "stream": False})
     assert answer.status_code == 200, answer.text
     assert last_turns(engine) == [("user", f"{HERE}{HERE}what?", [file(1), file(2)])]
-    assert engine.requests[-1].overflow == "refuse"  # a context with pictures cannot be shifted
+    assert engine.requests[-1].overflow == "refuse"  # the engine cannot drop tokens of pictures
     body = {"model": "fake", "prompt": "what?", "images": [BLUE], "stream": False}
     assert live_server.post("/api/generate", body).status_code == 200
     assert last_turns(engine) == [("user", f"{HERE}what?", [file(2)])]

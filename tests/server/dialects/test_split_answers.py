@@ -9,7 +9,7 @@ from fake_engine import DEFAULT_INFO, FakeEngine, split_script
 
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, ToolCallDelta
 
-pytestmark = pytest.mark.slow  # hundreds of requests
+pytestmark = pytest.mark.slow  # it sends hundreds of requests
 
 HI = [{"role": "user", "content": "hi"}]
 INFO = msgspec.structs.replace(DEFAULT_INFO, can_think=True)
@@ -30,7 +30,7 @@ WORDS = [
     "\t",
     "e\u0301",
 ]
-SPLITS = 250  # of each of the four dialects
+SPLITS = 250  # for each of the four dialects
 
 
 class Answer:

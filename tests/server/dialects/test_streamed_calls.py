@@ -78,7 +78,7 @@ def test_client_has_the_arguments_begun_while_the_model_writes(serve, path, fami
     endpoint = serve(FakeEngine([script]))
     with endpoint.client.stream("POST", path, json=BODIES[path] | {"stream": True}) as answer:
         lines, sent = answer.iter_lines(), ""
-        while "notes" not in sent:  # the model waits at the gate: the arguments so far must have come
+        while "notes" not in sent:  # the engine waits at the gate: what it generated must arrive
             sent += arguments_in(path, next(lines))
         assert not gate.opened.is_set()
         gate.opened.set()

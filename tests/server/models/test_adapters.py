@@ -39,16 +39,16 @@ def change(live_server, verb: str, **fields):
 def test_an_adapter_comes_and_goes(live_server):
     plain = said(live_server)
     assert change(live_server, "load").text == "Success: LoRA adapter 'red' added successfully."
-    assert said(live_server) == plain  # requests that do not name it are not changed
+    assert said(live_server) == plain  # requests that do not name the adapter do not use it
     red = said(live_server, lora=[{"name": "red"}])
     assert red != plain
-    assert said(live_server, model="red") == red  # vLLM's clients name it in place of a model
+    assert said(live_server, model="red") == red  # vLLM's clients send the adapter's name as the model
     assert "red" in [model["id"] for model in live_server.get("/v1/models").json()["data"]]
 
     assert change(live_server, "load", scale=1.0).status_code == 200
     assert said(live_server) == red
     assert live_server.post("/v1/models/smol/unload").json()["state"] == "unloaded"
-    assert said(live_server) == red  # loaded again with the same adapters
+    assert said(live_server) == red  # the model was loaded again with the same adapters
 
     assert change(live_server, "unload").status_code == 200
     assert said(live_server) == plain

@@ -204,7 +204,7 @@ def test_a_run_in_which_nothing_is_answered_ends(files, hasty):
     assert _answers(paths[1]) == {}
 
 
-#: A run whose engine fails every third request. From the 45th on it takes as long as its first word says.
+#: A run whose engine fails every third request. The 45th and later ones take argv[1] seconds.
 _SHAKY = """
 import sys
 rest_s = float(sys.argv.pop(1))

@@ -169,7 +169,7 @@ def test_damaged_blocks_are_computed_again_and_metrics_tell_sources(serve_reader
     _complete(live_server)
     live_server.drain()
     live_server.wait_ended()
-    for block in list_blocks(tmp_path / "blocks")[:-1]:  # all but the beginning's, which was used last
+    for block in list_blocks(tmp_path / "blocks")[:-1]:  # all but the first, which was used last
         whole = block.path.read_bytes()
         block.path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     again = serve_reader()
@@ -213,7 +213,7 @@ def test_slots_report_where_a_prompt_diverged(serve_reader):
     )
     assert "Suddenly" not in live_server.log.getvalue()
     _complete(live_server, "A secret.", key=KEYS[1], max_tokens=1, cache_prompt=False)
-    assert len(slots(KEYS[1])) == 1  # `cache_prompt: false` leaves nothing
+    assert len(slots(KEYS[1])) == 1  # a request with `cache_prompt: false` is not listed
 
 
 @pytest.mark.needs("time")
@@ -225,11 +225,11 @@ def test_a_model_that_leaves_memory_keeps_its_conversations(smollm2, tmp_path, u
         pull.pull(str(path), options=pull.PullOptions(name=name, in_place=True))
     settings = config_dir() / "config.toml"
     settings.parent.mkdir(parents=True, exist_ok=True)
-    settings.write_text("[snapshots]\nauto-warm = false\n")  # nothing goes on behind the test
+    settings.write_text("[snapshots]\nauto-warm = false\n")  # no background process takes snapshots
     port = free_port()
     command = f"serve small --port {port} --threads 1 --ctx 2048 --log off".split()
     program = subprocess.Popen([sys.executable, "-c", LAUNCHER, *command])
-    headers = {"connection": "close"}  # one that is kept dies with its application
+    headers = {"connection": "close"}  # an open connection would end with the process that is killed
     client = httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=300, headers=headers)
     turns = [{"role": "user", "content": STORY}]
     n_known = 0

@@ -8,7 +8,8 @@ from raw_logits import read
 from edgeinfer.runtime.requests import GenerateRequest
 
 CONTEXT = [ord(letter) for letter in "Which of these animals says meow, the cat or the dog? It is"]
-#: The engine's KV cache is f16, the raw logits' f32; another token's log-probability is 0.5 and more away.
+#: Maximum error of a log probability: the engine's KV cache is f16, that of the raw logits f32. Wrong
+#: tokens differ by 0.5 or more.
 ROUNDED = 0.03
 OPTIONS = [[*CONTEXT, *b" the cat"], [*CONTEXT, *b" the dog"], [*CONTEXT, *b" a horse"]]
 

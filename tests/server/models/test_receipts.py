@@ -115,7 +115,7 @@ SCRIPTS: dict[str, list[Event]] = {
     "text after a call": [TextDelta("First. "), _CALLS[0], TextDelta("Then Zoë.")],
     "nothing": [],
 }
-#: APIs without calls, and those that join reasoning and text or leave reasoning out.
+#: APIs without tool calls. They join reasoning and text, or leave reasoning out.
 _ONLY_TEXT = ("/v1/completions", "/api/generate", "/completion", "/infer")
 _NOT_TEXT = (
     "receipt receipts type role object id call_id item_id logprobs model generation_settings".split()

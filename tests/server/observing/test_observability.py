@@ -102,7 +102,7 @@ def test_requests_are_counted_by_key_and_the_number_of_keys_is_bounded(serve):
 
 def test_drift_has_gauges(serve):
     recorder = DriftRecorder(drift_path(), "fake", "")
-    for n in range(14):  # prompts twice as long in the last seven days
+    for n in range(14):  # in the last seven days, prompts were twice as long
         counts = [("prompt_tokens", 24 if n < 7 else 20, 30), ("turns", 0, 30)]
         recorder._write(date.today() - timedelta(n), counts)
     scrape = serve(_engine()).client.get("/metrics").text
@@ -142,7 +142,7 @@ def test_a_request_id_goes_in_and_out_and_into_the_log(serve, until):
     ]
     assert re.fullmatch(r"req_[0-9a-f]{24}", new_id)
 
-    def logged_ids():  # a line is written after its answer's last byte
+    def logged_ids():  # a request is logged only after its answer was sent
         return {json.loads(line).get("request_id") for line in live_server.log.getvalue().splitlines()}
 
     until(lambda: {"mine-1", new_id} <= logged_ids(), "both ids in the log")

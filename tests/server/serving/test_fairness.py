@@ -31,7 +31,7 @@ def _ask(live_server, key: str, text: str = "hi", **body):
 def test_key_leaves_one_slot_to_others(serve, until):
     gate = StepGate()
     engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
-    live_server = serve(engine, keys=KEYS)  # decodes four at once
+    live_server = serve(engine, keys=KEYS)  # the engine decodes four sequences at once
     asking = [live_server.pool.submit(_ask, live_server, BUSY, "slow") for _ in range(12)]
     until(lambda: live_server.endpoint.generation_counts["fake"] == 12, "twelve requests to wait")
     assert len(engine.requests) == 3

@@ -41,7 +41,7 @@ def test_client_of_http_1_0_gets_no_chunks(serve, until, is_stream):
 
 def test_pieces_of_a_reply_are_sent_without_waiting_for_an_ack(serve):
     live_server = serve()
-    assert live_server.get("/health").status_code == 200  # the client keeps its connection
+    assert live_server.get("/health").status_code == 200  # the client keeps this connection open
     (connection,) = live_server.server.server_state.connections
     accepted = connection.transport.get_extra_info("socket")
     assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -24,7 +24,8 @@ def test_drain_finishes_running_requests_and_refuses_new_ones(serve, until):
             assert other.get("/health").status_code == 200
         live_server.drain()
         until(lambda: live_server.endpoint.draining, "the drain to begin")
-        health = f"{live_server.url}/health"  # new connections; those that are open would be answered
+        # `httpx2.get` opens a new connection: on an open one, the endpoint would still answer
+        health = f"{live_server.url}/health"
         with pytest.raises(httpx2.TransportError):
             until(lambda: httpx2.get(health, timeout=20).status_code == 0, "the door to be closed", 20)
         gate.opened.set()
@@ -110,6 +111,5 @@ def test_sockets_for_another_process_are_ignored(monkeypatch):
 
 @pytest.mark.parametrize("options", [["--port", "70000"], ["--idle-exit", "0"]])
 def test_options_out_of_range_are_refused(options, capfd):
-    # test_ollama_port.py starts the command, and ends it by SIGTERM
     assert main(["serve", "x", *options]) == 2
     assert "error:" in capfd.readouterr().err

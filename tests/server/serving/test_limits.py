@@ -214,7 +214,7 @@ def test_key_cannot_exceed_its_number_of_requests(serve, until):
 
 def test_queue_of_a_model_is_bounded(serve, until):
     gate = StepGate()
-    engine = FakeEngine([[gate, "late"]])  # decodes four at once
+    engine = FakeEngine([[gate, "late"]])  # it decodes four sequences at once
     live_server = serve(engine, limits=Limits(max_queue=2))
     asking = [live_server.pool.submit(live_server.chat) for _ in range(5)]
     until(lambda: engine.metrics().running == 5, "five to be inside")
@@ -319,7 +319,7 @@ def test_text_that_no_context_holds_is_not_tokenized(serve, chatterer, monkeypat
 
 
 class _Failing(FakeEngine):
-    """Reports `wrong` as its failure."""
+    """An engine whose `health` returns the text `wrong`."""
 
     wrong = ""
 

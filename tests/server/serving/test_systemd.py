@@ -56,9 +56,8 @@ def test_systemd_finds_nothing_to_say_about_the_units(tmp_path):
         text = unit.read_text("utf-8").replace("%h/.local/bin/edgeinfer", str(program))
         (tmp_path / unit.name).write_text(text)
     units = [str(tmp_path / unit.name) for unit in UNITS.iterdir()]
-    with tempfile.TemporaryDirectory(
-        prefix="units-"
-    ) as runtime:  # a socket's path has 107 bytes at most
+    # a short path, because that of a unix socket has at most 107 bytes
+    with tempfile.TemporaryDirectory(prefix="units-") as runtime:
         verified = subprocess.run(
             ["systemd-analyze", "--user", "--man=no", "verify", *units],
             capture_output=True,
@@ -90,7 +89,7 @@ def test_the_nights_batches_are_answered_one_by_one(tmp_path):
     assert answers == {"one of two.jsonl": "broken\n", "two.jsonl": "fine\n"}
 
 
-#: What systemd does before it starts the unit's command: the socket is number 3, and the process is named.
+#: Passes a socket as systemd does: as descriptor 3, with this process's id in the environment.
 ACTIVATED = """
 import os, sys
 os.dup2(int(sys.argv.pop(1)), 3)
@@ -118,7 +117,7 @@ def test_the_launcher_serves_on_the_socket_that_systemd_holds(smollm2, tmp_path)
         manager.bind(address)
         manager.settimeout(60)
         url = "http://{}:{}".format(*listener.getsockname())
-        # connects before anything is loaded, and waits in the socket's queue
+        # this client connects before the endpoint runs, and waits in the socket's queue
         with socket.create_connection(listener.getsockname()) as early:
             early.settimeout(60)
             early.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")

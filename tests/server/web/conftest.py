@@ -109,7 +109,8 @@ def terminal():
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory):
     """A Chromium that the tests of a file share."""
-    with one_process_at_a_time("test-programs"):  # scripts/test_parts.sh holds it while apt installs
+    # while scripts/test_parts.sh installs programs by apt, it holds this lock
+    with one_process_at_a_time("test-programs"):
         if shutil.which(chromium_module.PROGRAM) is None:
             pytest.skip("Chromium is not installed: apt-get install chromium")
     with chromium_module.chromium(tmp_path_factory.mktemp("chromium") / "profile") as running:

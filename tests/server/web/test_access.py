@@ -80,11 +80,11 @@ def test_a_code_is_good_once_for_two_minutes_at_a_running_endpoint(serve, monkey
         return live_server.client.post("/web/session", json={"code": code}).status_code
 
     assert sign_in(code) == 204
-    assert sign_in(code) == 401  # used
-    assert sign_in(early) == 401  # made before the endpoint started
+    assert sign_in(code) == 401  # it is valid only once
+    assert sign_in(early) == 401  # it was made before the endpoint started
     assert sign_in(code[:-1] + "0") == sign_in("") == sign_in("a-b-c") == sign_in("é") == 401
     late = make_code()
-    with monkeypatch.context() as patch:  # set right after the endpoint began ten minutes ahead
+    with monkeypatch.context() as patch:  # the clock was 10 minutes fast, and is now set back
         now = time.time()
         patch.setattr(time, "time", lambda: now - 600)
         assert sign_in(make_code()) == 204
@@ -119,7 +119,7 @@ def test_code_and_cookie_are_refused_for_another_user(serve, another_user):
         assert other.post("/web/session", json={"code": code}).status_code == 401
         assert other.get("/web/setup", headers=cookie).status_code == 401
         key = {"key": KEYS[0]}
-        assert other.post("/web/session", json=key).status_code == 204  # has it from its owner
+        assert other.post("/web/session", json=key).status_code == 204  # the owner gave away the key
         assert other.get("/web/setup").status_code == 200
     assert live_server.client.get("/web/setup", headers=cookie).status_code == 200
     assert live_server.client.post("/web/session", json={"code": code}).status_code == 204
@@ -154,7 +154,7 @@ def test_a_browser_is_announced_and_gets_no_secret_in_its_arguments(serve, anoth
     with another_user(), httpx2.Client(base_url=live_server.url) as other:
         assert other.post("/web/session", json={}).status_code == 401
     assert live_server.client.post("/web/session", json={}).status_code == 204
-    assert live_server.client.post("/web/session", json={}).status_code == 401  # announced once
+    assert live_server.client.post("/web/session", json={}).status_code == 401  # it is valid once
 
 
 def test_web_reports_that_it_started_an_endpoint(serve, monkeypatch, capfd):

@@ -260,7 +260,7 @@ def test_settings_keep_what_was_typed_until_it_is_taken(serve, tab):
     page.js("document.querySelector('#title').value = 'x'.repeat(500)")
     page.click("dialog button", "Save")
     page.wait("document.querySelector('dialog[open] [role=alert]')")
-    page.browser.events.clear()  # the console holds the refusal
+    page.browser.events.clear()  # the refused request is an error on the console
     assert page.js("document.querySelector('#o-temperature').value") == "0.5"
     page.js("document.querySelector('#title').value = 'Greeting'")
     page.click("dialog button", "Save")
@@ -283,14 +283,14 @@ def test_names_and_numbers_are_whole_and_buttons_large_enough(serve, tab, tmp_pa
     cells = "[...document.querySelectorAll('td')]"
     assert page.js(f"{cells}.map((cell) => getComputedStyle(cell).textAlign)") == ["start", "right"] * 2
     heights = page.js(f"{cells}.map((cell) => cell.getClientRects()[0].height)")
-    assert max(heights) < 45  # one line each
+    assert max(heights) < 45  # each cell has one line
     assert page.js("document.querySelectorAll('.block br').length") == 1
     room = page.js(
         "(() => { const box = document.querySelector('[aria-label=Model]'), text = document.createElement('canvas').getContext('2d');"
         " text.font = getComputedStyle(box).font;"
         " return box.clientWidth - text.measureText(box.selectedOptions[0].textContent).width; })()"
     )
-    assert room > 30  # for the arrow
+    assert room > 30  # the arrow of the select box needs this space
     small = page.js(
         "[...document.querySelectorAll('button, summary, select')].map((one) => [one.textContent, one.getClientRects()[0]])"
         ".filter(([, box]) => box && (box.width < 24 || box.height < 24)).map(([text]) => text)"
@@ -568,7 +568,7 @@ def test_a_model_is_pulled_with_its_progress_and_used(serve, tab, hub):
     page.key("Enter")
     page.wait("document.querySelector('progress')?.max > 1")
     assert page.js("document.documentElement.scrollWidth") <= 320
-    page.js("location.reload()")  # the pull goes on
+    page.js("location.reload()")  # the pull continues
     page.wait(f"{MESSAGE} && !document.querySelector('dialog')")
     choose_model(page, "")
     page.wait("document.querySelector('progress')?.max > 1")

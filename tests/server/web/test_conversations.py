@@ -208,7 +208,7 @@ def test_page_shows_the_whole_answer_for_any_split(serve_page):
             return whole in [(turn["blocks"], turn["reasoning"]) for turn in turns.values()]
 
         number = page.ask()
-        page.follow(number, is_whole)  # while it is being written
+        page.follow(number, is_whole)  # the answer is whole while the engine still waits
         gate.opened.set()
         *_, answer = page.finished_turns(number)
         assert (answer["blocks"], answer["reasoning"]) == whole
@@ -279,7 +279,7 @@ def test_a_stopped_pull_is_listed_until_it_has_ended_and_can_be_begun_again(serv
     hub.faults.append(Fault(silent=True, cut_after=100))
     page.post("/pulls", **pull)
     wait_until(lambda: page.get("/pulls")[0]["done"], "bytes")
-    assert page.live_server.endpoint.in_flight == 1  # so that it does not end as idle
+    assert page.live_server.endpoint.in_flight == 1  # so the endpoint does not count as idle
     assert [event["text"] for event in page.post("/pulls", **pull, stop=True)] == ["stopping"]
     wait_until(lambda: not page.get("/pulls"), "its end")
     assert page.live_server.endpoint.in_flight == 0

@@ -37,7 +37,7 @@ def home(smollm2):
     """A home folder in which the small model is installed."""
     pull = [PROGRAM, "pull", str(smollm2), "--name", "small", "--in-place", "--quiet"]
     subprocess.run(pull, check=True)
-    save(("snapshots", "auto-warm"), False)  # nothing goes on behind the test
+    save(("snapshots", "auto-warm"), False)  # no background process takes snapshots
 
 
 def chat(*lines):

@@ -14,7 +14,7 @@ from tests.server.conftest import with_page
 
 from .test_browser import IDLE, MESSAGE, say, violations
 
-pytestmark = pytest.mark.slow  # starts programs
+pytestmark = pytest.mark.slow  # it starts tool servers and Chromium
 
 CARD = "document.querySelector('.card')"
 WEATHER = {"city": "Rome"}
