@@ -117,7 +117,7 @@ def _scope(method: str, path: str) -> dict[str, object]:
 
 
 def _asked(scope: dict[str, object], *models: str) -> list[tuple[str, str]]:
-    """Send a request to the front end of these models; return which model got which target."""
+    """Send a request to a front end with these models; return (model, target) of what it forwarded."""
     asked: list[tuple[str, str]] = []
 
     async def answer(name: str, request: messages.Request) -> AsyncIterator[Chunk]:

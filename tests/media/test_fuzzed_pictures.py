@@ -217,7 +217,7 @@ def pairs(
 def test_mutated_projectors_end_their_trial_alone(
     pairs: Sequence[tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    """A projector that passes header and trial encodes pictures without a crash."""
+    """A projector whose header and trial succeed encodes pictures without a crash."""
     chance = random.Random(SEED)
     files = [(path.read_bytes(), read_header(path).data_offset, text) for path, text in pairs]
     ends: Counter[str] = Counter()

@@ -113,16 +113,17 @@ def serving(
     wait_ready: bool = True,
     **parts: Any,
 ) -> Iterator[Served]:
-    """Serve until the block ends. `load` makes the engine of a name; `engine` is the only model's,
-    unless `load` is given. `parts` are the endpoint's.
+    """Serve until the block ends.
+
+    `load` loads a model by name; without it, `engine` is that of the only model. `names` are the names
+    of the pulled models, the default one first. `parts` are further arguments of `Endpoint`.
     """
     engine = engine or FakeEngine()
     limits, options = limits or Limits(), options or RunOptions()
-    live_server = names or [engine.info.model]
+    names = names or [engine.info.model]
     callbacks = ModelPoolCallbacks(
         load=load or (lambda name, progress: LoadedEngine(engine=engine)),
-        list_pulled=pulled
-        or (lambda: [AvailableModel(name=name, size_bytes=1) for name in live_server]),
+        list_pulled=pulled or (lambda: [AvailableModel(name=name, size_bytes=1) for name in names]),
         available_bytes=available_bytes,
     )
     log = io.StringIO()
@@ -132,7 +133,7 @@ def serving(
     async def main() -> ServeOutcome:
         models = ModelPool(
             callbacks,
-            default=live_server[0],
+            default=names[0],
             keep_alive_s=keep_alive_s,
             memory_wait_s=memory_wait_s,
             aliases=aliases,
@@ -155,18 +156,18 @@ def serving(
     ):
         outcome = pool.submit(asyncio.run, main())
         endpoint, server, loop = starting.result(20)
-        served_ = Served(url, port, endpoint, server, loop, log, outcome, client, pool)
+        live_server = Served(url, port, endpoint, server, loop, log, outcome, client, pool)
         stack.enter_context(watch_loop(loop))
         try:
             if wait_ready and options.preload:
                 wait_until(
                     lambda: '"ready"' in log.getvalue() or outcome.done(), "the endpoint to be ready"
                 )
-            yield served_
+            yield live_server
         finally:
             if not outcome.done():
-                served_.drain()
-                served_.drain()
+                live_server.drain()
+                live_server.drain()
             outcome.result(30)
 
 

@@ -61,13 +61,13 @@ def chat(text: str, **fields):
 
 
 def flush(engine) -> None:
-    """Wait for the counts: an answer is noted before its last event."""
+    """Wait until the counts are written. (They are queued before an answer's last event.)"""
     [recorder] = engine._core.queue.observers
     recorder._writer.submit(int).result()
 
 
 def week(engine, last: date, draw) -> None:
-    """Record seven days of answers: each day's are recorded today and dated back."""
+    """Record answers on the seven days up to `last`: they are recorded today and then dated back."""
     for n in range(7):
         answers(engine, [draw() for _ in range(18)])
         flush(engine)
@@ -195,9 +195,9 @@ def test_verb_says_what_is_missing_or_damaged(capsys):
 def simulate_week(
     rng: np.random.Generator, day: date, n_days: int, sessions: int, size: int, among: float
 ):
-    """A week of twenty aggregates of answers, on `n_days`, in sessions of `size` in the mean.
+    """Return counts of 20 values on `n_days` days, of `sessions` sessions with `size` answers (means).
 
-    Those of a session resemble each other, and those of a day if days differ (`among`).
+    Answers of one session are similar. `among`: how much days differ from each other.
     """
     n = rng.poisson(sessions)
     sizes = rng.geometric(1 / size, n)

@@ -61,7 +61,7 @@ def test_request_cancelled_between_two_replicas_is_cancelled_in_the_second():
 
 
 class Shop:
-    """Starts replicas: scripted engines behind sockets, whose process can be killed."""
+    """Starts replicas: scripted engines in threads, behind sockets. A test can end each."""
 
     def __init__(self, script=("a",), n_parallel: int = 2) -> None:
         self.info = msgspec.structs.replace(DEFAULT_INFO, n_parallel=n_parallel)

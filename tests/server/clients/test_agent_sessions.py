@@ -1,6 +1,6 @@
-"""An agent's session of 40 turns with the notation of Qwen3-Coder and Qwen 3.5, one call cut in the middle.
+"""An agent's session of 40 tool calls in the format of Qwen3-Coder, one of them cut in the middle.
 
-The engine's words are scripted; templates, constraints and parsers are the product's.
+The answers are scripted; chat templates, grammars and parsers are the real ones.
 """
 
 import json
@@ -58,7 +58,7 @@ def arguments(turn: int) -> dict[str, Any]:
 
 
 class ScriptedModel:
-    """Answers turn by turn with a call; the one at `CUT_AT` is cut."""
+    """Answers each turn with a tool call; the one in turn `CUT_AT` is cut in the middle."""
 
     def __init__(self, chat_format: ChatFormat) -> None:
         self._format = chat_format

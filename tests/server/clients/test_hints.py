@@ -180,7 +180,6 @@ def test_a_deferred_tool_is_offered_once_it_is_referred_to(live_server, engine):
 
 
 def test_beta_header_is_taken_and_named(live_server):
-    """The header says what an agent expects; its bodies are in tests/clients/recorded."""
     sent = {"headers": {"anthropic-beta": "claude-code-20250219"}}
     assert _ignored_fields(
         live_server.client.post(f"{MESSAGES}?beta=true", json=STREAMING[MESSAGES], **sent)

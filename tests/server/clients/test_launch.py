@@ -48,7 +48,7 @@ def aider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def configure_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`configured(port)`: the configuration says where `serve` listens."""
+    """Return `configure(port)`, which writes a configuration with the port of `serve`."""
 
     def configure(port: int) -> None:
         path = tmp_path / "config.toml"

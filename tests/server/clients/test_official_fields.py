@@ -1,7 +1,7 @@
-"""Every field of the official clients' request types is honoured, refused with a reason, or ignored knowingly.
+"""Every field of the official clients' request types is supported, refused, or in `IGNORED`.
 
-Their types are walked next to ours: a field, or a type of object, that a new version of a client brings and
-that none of our declarations knows, fails here.
+Their types are compared with ours. A test fails if a new version of a client adds a field or a type of
+object that our wire types do not declare.
 """
 
 import importlib

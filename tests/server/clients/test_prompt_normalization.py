@@ -218,7 +218,7 @@ BUILD = "<system-reminder>\nBuild now.\n</system-reminder>\n"
 
 
 def _modes(*said: str) -> tuple[Message, ...]:
-    """Return a conversation with these user turns, in which all but the last are answered."""
+    """Return a conversation with these user turns; all but the last one have an answer."""
     turns = [turn for text in said for turn in (_turn("user", text), _turn("assistant", "done"))]
     return (_turn("system", "Rules."), *turns[:-1])
 

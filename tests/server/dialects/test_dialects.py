@@ -1,4 +1,4 @@
-"""A dialect's folder is all that the endpoint needs, and each error has the dialect's form."""
+"""The endpoint needs only the `Dialect` of an API, and each error has that API's format."""
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ from edgeinfer.server.openapi import document
 
 
 class Sorry(msgspec.Struct):
-    """An error envelope."""
+    """An error's JSON body."""
 
     sorry: str
 

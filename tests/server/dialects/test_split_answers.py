@@ -34,7 +34,7 @@ SPLITS = 250  # for each of the four dialects
 
 
 class Answer:
-    """An answer that is played as a whole, or in the pieces of the latest split."""
+    """An answer that the engine generates as a whole, or in the pieces of the latest split."""
 
     def __init__(self):
         self.whole, self.pieces = [], []

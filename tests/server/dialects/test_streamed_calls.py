@@ -29,7 +29,7 @@ NOTATIONS = sorted(set(FAMILIES) - {"generic"})
 
 
 def fed(family: str) -> list[tuple[str, list[Any]]]:
-    """Return each character of a call, and the end, with the events that the parser makes of it."""
+    """Feed a call to the parser by characters; return (character, its events), "" for the end."""
     parser = AnswerParser(FAMILIES[family], {"write_file": SCHEMA}, constrained=True)
     text = write_call(FAMILIES[family], "write_file", json.dumps(ARGUMENTS))
     return [*((c, list(parser.feed(c))) for c in text), ("", list(parser.finish()))]

@@ -158,7 +158,7 @@ def test_a_full_queue_is_waited_for(files):
 
 @pytest.fixture
 def hasty(monkeypatch):
-    """Retry without pauses."""
+    """Let `edgeinfer batch` retry without pauses."""
     monkeypatch.setattr(batches, "_BUSY_PAUSES_S", (0.0,) * 7)
     monkeypatch.setattr(batches, "_DEFECT_PAUSES_S", (0.0, 0.0))
 

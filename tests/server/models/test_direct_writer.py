@@ -1,4 +1,4 @@
-"""Tokens written on the decode thread: the same bytes in the same order, to no other connection."""
+"""Tokens that the decode thread writes arrive complete and in order, on no other connection."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ async def test_tokens_are_written_on_the_thread_that_made_them():
 
 
 async def test_connection_of_a_client_that_left_is_cut():
-    """asyncio does not read a half-closed connection: only a write fails."""
+    """asyncio does not read a half-closed connection: only a write shows that the client is gone."""
     connection, transport, client = await connect()
     transport.pause_reading()
     client.close()
@@ -86,7 +86,7 @@ def said(event: dict) -> str:
 
 
 def test_a_slow_reader_gets_everything_in_order(serve, until):
-    """More than the socket holds: the direct writer closes in the middle of a token."""
+    """The socket's buffer fills up, and the direct writer closes in the middle of a token."""
     gate = StepGate()
     engine = FakeEngine([("One", gate, *(f"{number:05d}" * 4000 for number in range(800)))])
     live_server = serve(engine)

@@ -220,7 +220,7 @@ def test_slots_report_where_a_prompt_diverged(serve_reader):
 @pytest.mark.model
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are started by the launcher, on Linux")
 def test_a_model_that_leaves_memory_keeps_its_conversations(smollm2, tmp_path, until):
-    """Unload a model in three ways, and kill it."""
+    """Unload the model in three ways and kill its process: its prefixes stay cached."""
     for name, path in (("small", smollm2), ("other", make_llama(tmp_path / "other.gguf"))):
         pull.pull(str(path), options=pull.PullOptions(name=name, in_place=True))
     settings = config_dir() / "config.toml"
@@ -249,7 +249,7 @@ def test_a_model_that_leaves_memory_keeps_its_conversations(smollm2, tmp_path, u
         assert post("/v1/models/small/unload")["state"] == "unloaded"
 
     def go_on(where: str, most: int) -> None:
-        """Take a turn; at `where`, at most `most` tokens are computed beyond those that are new."""
+        """Ask once more: at most `most` known tokens are prefilled again, by a model loaded at `where`."""
         nonlocal n_known
         reply = post(
             "/v1/chat/completions", model="small", messages=turns, max_tokens=16, temperature=0

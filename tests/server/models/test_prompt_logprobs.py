@@ -78,7 +78,7 @@ def test_prefix_cached_without_logprobs_is_computed_again(live_server, path):
 
 
 def test_cached_logprobs_end_where_the_text_differs(engine, path):
-    """Score a prompt, continue it, then score it with other endings."""
+    """Request the logprobs of a prompt, continue it, and then request those of other endings."""
 
     def score(text):
         request = GenerateRequest(prompt=tuple(text), max_tokens=0, prompt_logprobs=1)
@@ -95,7 +95,7 @@ def test_cached_logprobs_end_where_the_text_differs(engine, path):
 
 
 def test_generated_end_counts_as_a_token(live_server, engine):
-    """Evaluators drop the last entry, which belongs to the generated token."""
+    """Evaluation harnesses drop the last logprob, because it belongs to the generated token."""
     (end_token,) = engine.tokenize("<|end|>", parse_special=True)
     prompt = OPTIONS[0]
     reply = _complete(

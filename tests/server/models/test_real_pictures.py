@@ -1,5 +1,7 @@
-"""Pictures over HTTP, on the real engine with a model and a projector of random weights: llama.cpp's own
-requests (tools/server/tests/unit/test_vision_api.py), and what the official clients' READMEs show.
+"""Pictures over HTTP, on the real engine with a model and a projector of random weights.
+
+The requests are those of llama.cpp (tools/server/tests/unit/test_vision_api.py) and of the official
+clients' READMEs.
 """
 
 import base64

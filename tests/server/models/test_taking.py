@@ -1,4 +1,4 @@
-"""Snapshots by the admin route: access, arguments, errors."""
+"""The route that takes a snapshot: access, arguments, errors."""
 
 import pytest
 

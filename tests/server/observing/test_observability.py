@@ -66,7 +66,7 @@ def test_a_loaded_model_is_counted_with_its_stages():
 
 
 def test_described_metrics_are_those_of_a_scrape(serve):
-    """docs/guides/operating.md is generated from the description; `scripts/docs.py --check` compares them."""
+    """The documentation's table of metrics is generated from `Metrics.described`."""
     live_server = serve(_engine())
     live_server.chat()
     shown = {}

@@ -71,7 +71,7 @@ def test_systemd_finds_nothing_to_say_about_the_units(tmp_path):
 
 
 def test_the_nights_batches_are_answered_one_by_one(tmp_path):
-    """Run the unit's command with a program that fails at one of the files."""
+    """Run the unit's command with a fake `edgeinfer` that fails for one of the files."""
     program = tmp_path / ".local/bin/edgeinfer"
     program.parent.mkdir(parents=True)
     program.write_text('#!/bin/sh\ncp "$2" "$3"\n! grep -q broken "$2"\n')

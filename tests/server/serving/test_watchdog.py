@@ -1,4 +1,4 @@
-"""The watchdog of the event loop."""
+"""The watchdog of tests, which reports work that blocks the event loop too long."""
 
 import asyncio
 import time

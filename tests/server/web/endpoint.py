@@ -1,6 +1,7 @@
-"""An endpoint with its page in a process of its own, around a scripted engine: something to kill.
+"""An endpoint with the chat page and a scripted engine, as a process that a test can kill.
 
-python endpoint.py PORT_FILE PORT TEXT   writes its port, answers each question with TEXT, word by word
+`python endpoint.py PORT_FILE PORT TEXT` writes its port to PORT_FILE, and answers each question with
+TEXT, word by word.
 """
 
 import asyncio

@@ -48,7 +48,7 @@ def chat(*lines):
 
 @pytest.fixture
 def typing(home, tmp_path):
-    """`typing()`: a chat in a terminal of its own, with the conversation used last, once its model is here."""
+    """Return `typing()`, which continues the last conversation by `edgeinfer chat` in a terminal."""
     if shutil.which("tmux") is None:
         pytest.skip("tmux is not installed: scripts/setup.sh test does it")
     environment = shell_environment(tmp_path) | {"EDGEINFER_HOME": os.environ["EDGEINFER_HOME"]}
@@ -78,12 +78,12 @@ def serving():
 
 
 def decoded_tokens(stats):
-    """Return the tokens of a prompt and its answer, of which the last one is never decoded."""
+    """Return the number of decoded tokens: prompt and answer without its last token."""
     return stats["prompt_tokens"] + stats["completion_tokens"] - 1
 
 
 def until_stored(stats):
-    """Wait until the last block of a conversation, a short one, is on the disk."""
+    """Wait until the last KV block of a conversation, a partial one, is on the disk."""
     n = decoded_tokens(stats) % BLOCK_TOKENS
 
     def is_stored():

@@ -1,4 +1,4 @@
-"""Tools in the page: approval in real Chromium, over real servers; a page that is closed, a stop, a drain."""
+"""Tools on the page, in Chromium with real tool servers: approval, a closed page, a stop, a drain."""
 
 import json
 from types import SimpleNamespace
@@ -153,7 +153,7 @@ def test_props_name_tools_whose_arguments_are_not_held_to_a_schema(serve_page, t
 
 @pytest.fixture
 def waiting(serve_page):
-    """`waiting(script)`: an endpoint with a conversation whose first call waits."""
+    """Return `waiting(script)`, which starts an answer whose tool call waits for permission."""
 
     def start(script):
         configure("plain", "slow")
