@@ -8,7 +8,7 @@ constexpr int kFew = 6, kColumns = 8, kTile = 6;
 constexpr bool kSignedBytes = false;  // whether add_dots() takes 8-bit weights as int8, not uint8
 constexpr bool kSaturates = false;    // whether add_dots() needs the largest weight, as its sums saturate
 constexpr bool kGathers = false;      // whether each row's half is read separately from what follows it
-constexpr bool kDotsOfRows = true;    // whether one column is multiplied with weights in Order::kRows
+constexpr bool kDotsOfRows = false;   // whether one column is multiplied with weights in Order::kRows
 constexpr int kSpansAhead = 10240;    // bytes from reads to prefetches where spans of weights are the lanes; 0: they never are
 constexpr int kRegisters = 32;
 
@@ -29,8 +29,8 @@ INLINE Dwords look_up(Table table, Dwords x) {
 }
 // bits 4 * i to 4 * i + 3, to bit 4 of the bytes: a table of 16, which takes a third of the time of a multiplication of dwords
 INLINE Dwords fifth_bits_of(Dwords high, int i) {
-    Dwords table;
-    UNROLL for (int j = 0; j < 16; j++) table[j] = (j * 0x00204081 & 0x01010101) << 4;
+    const Dwords table{0, 0x10, 0x1000, 0x1010, 0x100000, 0x100010, 0x101000, 0x101010,
+                       0x10000000, 0x10000010, 0x10001000, 0x10001010, 0x10100000, 0x10100010, 0x10101000, 0x10101010};
     return (Dwords)_mm512_permutexvar_epi32((__m512i)(high >> 4 * i), (__m512i)table);
 }
 // Stores the integers as bytes; returns their sum
@@ -45,6 +45,15 @@ INLINE Dwords of_rows(const uint8_t *p, size_t stride) {  // 16 bytes each of ro
     v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 8 * stride)), 2);
     return (Dwords)_mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 12 * stride)), 3);
 }
+// The same of two consecutive 16 bytes: half the loads, which take longest
+INLINE void of_rows(const uint8_t *p, size_t stride, Dwords &first, Dwords &second) {
+    const auto two = [&](size_t row) __attribute__((always_inline)) {
+        const __m512i v = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(p + row * stride)));
+        return _mm512_inserti64x4(v, _mm256_loadu_si256((const __m256i *)(p + (row + 4) * stride)), 1);
+    };
+    const __m512i a = two(0), b = two(8);
+    first = (Dwords)_mm512_shuffle_i32x4(a, b, 0x88), second = (Dwords)_mm512_shuffle_i32x4(a, b, 0xdd);
+}
 // x and y interleaved within each 16 bytes, by dwords or pairs of them: the lower halves, and the upper ones
 INLINE Dwords low32(Dwords x, Dwords y) { return (Dwords)_mm512_unpacklo_epi32((__m512i)x, (__m512i)y); }
 INLINE Dwords high32(Dwords x, Dwords y) { return (Dwords)_mm512_unpackhi_epi32((__m512i)x, (__m512i)y); }
@@ -57,16 +66,6 @@ template <int kN> INLINE void arrange(Dwords *) {}
 // they are signed.
 template <int kN, int kMost, Order kOrder, int kR, int kC, class X>
 INLINE void add_dots(const Dwords *const (&w)[kR], const X &x, Integers (&dots)[kR][kC]) {
-    if constexpr (kOrder == Order::kRows) {
-        Dwords sums[4]{};  // of row i, 4 + i, 8 + i and 12 + i, each in four parts
-        UNROLL for (int j = 0; j < kN; j++) {
-            const __m512i v = _mm512_broadcast_i32x4(load<__m128i>(x.x + j / 4 * 16));
-            sums[j % 4] = (Dwords)_mm512_dpbusd_epi32((__m512i)sums[j % 4], (__m512i)w[0][j], v);
-        }
-        const Dwords a = low32(sums[0], sums[1]) + high32(sums[0], sums[1]), b = low32(sums[2], sums[3]) + high32(sums[2], sums[3]);
-        dots[0][0] += (Integers)(low64(a, b) + high64(a, b));
-        return;
-    }
     UNROLL for (int j = 0; j < kN; j++) {
         UNROLL for (int c = 0; c < kC; c++) {
             if constexpr (kR == 1 && kOrder != Order::kSpans) {  // gcc 12 broadcasts by an instruction of its own: a fifth of all

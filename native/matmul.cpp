@@ -13,7 +13,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
+#include <numeric>
 
 #include "vectors.h"
 
@@ -29,11 +29,19 @@ INLINE void transpose(const Dwords (&z)[4], Dwords *out) {
     const Dwords a = low32(z[0], z[1]), b = high32(z[0], z[1]), c = low32(z[2], z[3]), d = high32(z[2], z[3]);
     out[0] = low64(a, c), out[1] = high64(a, c), out[2] = low64(b, d), out[3] = high64(b, d);
 }
-// Reads n dwords of each row from p on; the last ones are read together with some before them
-template <int n> INLINE void dwords(const uint8_t *p, size_t stride, Dwords *out) {
-    static_assert(n >= 4);
+// Reads the dwords kBegin to n of each row; the last ones are read together with some before them
+template <int n, int kBegin = 0> INLINE void dwords(const uint8_t *p, size_t stride, Dwords *out) {
+    constexpr int kEights = kLanes < 16 ? kBegin : kBegin + (n - kBegin) / 8 * 8;  // AVX2 does not gain
+#if defined(__AVX512VNNI__)
 #pragma GCC unroll 16
-    for (int i = 0; i < n; i += 4) {
+    for (int i = kBegin; i < kEights; i += 8) {
+        Dwords z[2][4];
+        UNROLL for (int j = 0; j < 4; j++) of_rows(p + 4 * i + j * stride, stride, z[0][j], z[1][j]);
+        transpose(z[0], out + i), transpose(z[1], out + i + 4);
+    }
+#endif
+#pragma GCC unroll 16
+    for (int i = kEights; i < n; i += 4) {
         const int at = i + 4 <= n ? i : n - 4;
         Dwords z[4];
         UNROLL for (int j = 0; j < 4; j++) z[j] = of_rows(p + 4 * at + j * stride, stride);
@@ -48,13 +56,8 @@ template <Order kOrder, int n> INLINE void weights(const uint8_t *p, size_t stri
     }
 }
 INLINE Floats halves_of_rows(const uint8_t *p, size_t stride) {
-    constexpr int kOnce = kLanes < 16 ? 1 : 4;  // values per general register: a tenth less time than 16 insertions
-    std::conditional_t<kOnce == 1, uint16_t, uint64_t> x __attribute__((vector_size(2 * kLanes)));
-    UNROLL for (int i = 0; i < kLanes / kOnce; i++) {
-        uint64_t some = 0;
-        UNROLL for (int j = 0; j < kOnce; j++) some |= (uint64_t)load<uint16_t>(p + (i * kOnce + j) * stride) << 16 * j;
-        x[i] = some;
-    }
+    uint16_t x __attribute__((vector_size(2 * kLanes)));
+    UNROLL for (int i = 0; i < kLanes; i++) x[i] = load<uint16_t>(p + i * stride);
     return from_halves(&x);
 }
 INLINE Dwords bytes_of_rows(const uint8_t *p, size_t stride) {
@@ -62,16 +65,27 @@ INLINE Dwords bytes_of_rows(const uint8_t *p, size_t stride) {
     UNROLL for (int i = 0; i < kLanes; i++) x[i] = p[i * stride];
     return x;
 }
-// Reads two blocks from p on, each a half and n dwords
-template <Order kOrder, int n> INLINE void two_blocks(const uint8_t *p, size_t stride, Floats (&d)[2], Dwords (&x)[2][n]) {
+// f(x) for each kEach dwords of the n of each row, in `all`. They are read by eights as they are needed, so that few take registers.
+template <int n, int kEach, int kAt = 0, class F> INLINE void each_of(const uint8_t *p, size_t stride, Dwords *all, F f) {
+    constexpr int kEnd = kAt + kEach;
+    dwords<std::min((kEnd + 7) / 8 * 8, n), std::min((kAt + 7) / 8 * 8, n)>(p, stride, all);
+    f(all + kAt);
+    if constexpr (kEnd < n) each_of<n, kEach, kEnd>(p, stride, all, f);
+}
+// f(d, x) for kPairs pairs of blocks from p on, each a half and n dwords
+template <Order kOrder, int n, int kPairs, class F> INLINE void pairs(const uint8_t *p, size_t stride, F f) {
     if constexpr (kGathers || kOrder == Order::kRows) {
-        UNROLL for (int i = 0; i < 2; i++, p += 2 + 4 * n) d[i] = halves_of_rows(p, stride), weights<kOrder, n>(p + 2, stride, x[i]);
+        UNROLL for (int i = 0; i < 2 * kPairs; i++, p += 2 + 4 * n) {
+            Dwords x[n];
+            weights<kOrder, n>(p + 2, stride, x), f(halves_of_rows(p, stride), x);
+        }
         return;
     }
-    Dwords all[2 * n + 1];
-    dwords<2 * n + 1>(p, stride, all);
-    d[0] = halves(all[0]), d[1] = halves(all[n] >> 16);
-    UNROLL for (int i = 0; i < n; i++) x[0][i] = all[i] >> 16 | all[i + 1] << 16, x[1][i] = all[n + 1 + i];
+    Dwords all[kPairs * (2 * n + 1)], x[n];
+    each_of<kPairs * (2 * n + 1), 2 * n + 1>(p, stride, all, [&](const Dwords *pair) __attribute__((always_inline)) {
+        UNROLL for (int i = 0; i < n; i++) x[i] = pair[i] >> 16 | pair[i + 1] << 16;
+        f(halves(pair[0]), x), f(halves(pair[n] >> 16), pair + n + 1);
+    });
 }
 INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 
@@ -82,7 +96,7 @@ INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 // where the dot instruction saturates. kMostBySpan: most columns for which spans as lanes are faster.
 template <int sub, bool min, int most> struct Shape {
     static constexpr int kSub = sub, kVectors = sub / 4, kActs = 32, kMost = most, kChunk = 512;
-    static constexpr bool kFloat = false, kPairs = false, kMin = min, kTakesRows = sub == 32 && (kLanes < 16 || !min);
+    static constexpr bool kFloat = false, kPairs = false, kMin = min, kTakesRows = sub == 32;
     static constexpr int kMostBySpan = kTakesSpans ? 1 : 0;
     using Kernels = Shape<sub, min, kSaturates ? most : 0>;
 };
@@ -105,59 +119,54 @@ INLINE void fifth_bits(Dwords high, Block &b) {
 
 struct Q4_0 : Shape<32, false, 15> {
     static constexpr int kGroup = 64, kBytes = 36, kZero = 8;
-    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
-        Dwords x[2][4];
-        Floats d[2];
+    template <Order kOrder, int kPairs, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Block b;
-        two_blocks<kOrder>(p, stride, d, x);
-        UNROLL for (int i = 0; i < 2; i++) nibbles(x[i], b), b.d = d[i], f(b);
+        pairs<kOrder, 4, kPairs>(p, stride, [&](Floats d, const Dwords *x) __attribute__((always_inline)) { nibbles(x, b), b.d = d, f(b); });
     }
 };
 struct Q4_1 : Shape<32, true, 15> {
     static constexpr int kGroup = 64, kBytes = 40, kZero = 0;
     static constexpr bool kTakesRows = false;
-    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
-        Dwords x[10];
+    template <Order kOrder, int kPairs, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Dwords all[10 * kPairs];
         Block b;
-        dwords<10>(p, stride, x);
-        UNROLL for (int i = 0; i < 10; i += 5) nibbles(x + i + 1, b), b.d = halves(x[i]), b.m = halves(x[i] >> 16), f(b);
+        each_of<10 * kPairs, 10>(p, stride, all, [&](const Dwords *x) __attribute__((always_inline)) {
+            UNROLL for (int i = 0; i < 10; i += 5) nibbles(x + i + 1, b), b.d = halves(x[i]), b.m = halves(x[i] >> 16), f(b);
+        });
     }
 };
 struct Q5_0 : Shape<32, false, 31> {
     static constexpr int kGroup = 64, kBytes = 44, kZero = 16;
     static constexpr bool kTakesRows = false;
-    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
-        Dwords x[2][5];
-        Floats d[2];
+    template <Order kOrder, int kPairs, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Block b;
-        two_blocks<kOrder>(p, stride, d, x);
-        UNROLL for (int i = 0; i < 2; i++) nibbles(x[i] + 1, b), fifth_bits(x[i][0], b), b.d = d[i], f(b);
+        pairs<kOrder, 5, kPairs>(p, stride, [&](Floats d, const Dwords *x) __attribute__((always_inline)) {
+            nibbles(x + 1, b), fifth_bits(x[0], b), b.d = d, f(b);
+        });
     }
 };
 struct Q5_1 : Shape<32, true, 31> {
     static constexpr int kGroup = 64, kBytes = 48, kZero = 0;
     static constexpr bool kTakesRows = false;
-    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
-        Dwords x[12];
+    template <Order kOrder, int kPairs, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Dwords all[12 * kPairs];
         Block b;
-        dwords<12>(p, stride, x);
-        UNROLL for (int i = 0; i < 12; i += 6)
-            nibbles(x + i + 2, b), fifth_bits(x[i + 1], b), b.d = halves(x[i]), b.m = halves(x[i] >> 16), f(b);
+        each_of<12 * kPairs, 12>(p, stride, all, [&](const Dwords *x) __attribute__((always_inline)) {
+            UNROLL for (int i = 0; i < 12; i += 6)
+                nibbles(x + i + 2, b), fifth_bits(x[i + 1], b), b.d = halves(x[i]), b.m = halves(x[i] >> 16), f(b);
+        });
     }
 };
 constexpr int kMiddle = kSignedBytes ? 0 : 128, kMostByte = kSignedBytes ? -1 : 255;
 constexpr uint32_t kFlip = kMiddle * 0x01010101u;
 struct Q8_0 : Shape<32, false, kMostByte> {
     static constexpr int kGroup = 64, kBytes = 68, kZero = kMiddle;
-    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
-        Dwords x[2][8];
-        Floats d[2];
+    template <Order kOrder, int kPairs, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Block b;
-        two_blocks<kOrder>(p, stride, d, x);
-        UNROLL for (int i = 0; i < 2; i++) {
-            UNROLL for (int j = 0; j < 8; j++) b.w[j] = x[i][j] ^ kFlip;
-            b.d = d[i], f(b);
-        }
+        pairs<kOrder, 8, kPairs>(p, stride, [&](Floats d, const Dwords *x) __attribute__((always_inline)) {
+            UNROLL for (int j = 0; j < 8; j++) b.w[j] = x[j] ^ kFlip;
+            b.d = d, f(b);
+        });
     }
 };
 INLINE void look_up_nibbles(Block &b, Table table) {
@@ -169,24 +178,23 @@ INLINE void iq4_values(Block &b) {
 }
 struct IQ4_NL : Shape<32, false, kMostByte> {
     static constexpr int kGroup = 64, kBytes = 36, kZero = kMiddle;
-    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
-        Q4_0::read<kOrder>(p, stride, [&](Block &b) __attribute__((always_inline)) { iq4_values(b), f(b); });
+    template <Order kOrder, int kPairs, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+        Q4_0::read<kOrder, kPairs>(p, stride, [&](Block &b) __attribute__((always_inline)) { iq4_values(b), f(b); });
     }
 };
 struct MXFP4 : Shape<32, false, 24> {
     static constexpr int kGroup = 64, kBytes = 34, kZero = 12;
-    static constexpr bool kTakesRows = kLanes < 16;
     static constexpr int kMostBySpan = 0;  // transposing takes longer than reading memory
     static INLINE Floats scale(Dwords e) {  // 2^(e - 128); also below the least normal number
         const Dwords denormal = 0x00200000 << e, normal = (e - 1) << 23;
         return (Floats)(e < 2 ? denormal : normal);
     }
-    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, int kPairs, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         const Table table{12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
         Dwords x[2][4], e[2];
         Block b;
         if constexpr (kGathers) {
-            UNROLL for (int i = 0; i < 2; i++, p += 17) e[i] = bytes_of_rows(p, stride), weights<kOrder, 4>(p + 1, stride, x[i]);
+            UNROLL for (int i = 0; i < 2; i++) e[i] = bytes_of_rows(p + 17 * i, stride), weights<kOrder, 4>(p + 17 * i + 1, stride, x[i]);
         } else {
             Dwords y[5];
             dwords<5>(p, stride, y), dwords<4>(p + 18, stride, x[1]);
@@ -194,6 +202,7 @@ struct MXFP4 : Shape<32, false, 24> {
             e[0] = y[0] & 255, e[1] = byte(y[4], 1);
         }
         UNROLL for (int i = 0; i < 2; i++) nibbles(x[i], b), look_up_nibbles(b, table), b.d = scale(e[i]), f(b);
+        if constexpr (kPairs > 1) read<kOrder, kPairs - 1>(p + kBytes, stride, f);
     }
 };
 struct Q4_K : Shape<32, true, 15> {
@@ -204,7 +213,7 @@ struct Q4_K : Shape<32, true, 15> {
         s[1] = (x[2] & 0x0f0f0f0f) | (x[0] >> 2 & 0x30303030);
         m[1] = (x[2] >> 4 & 0x0f0f0f0f) | (x[1] >> 2 & 0x30303030);
     }
-    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) { read_with<kOrder, false>(p, stride, f); }
+    template <Order kOrder, int, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) { read_with<kOrder, false>(p, stride, f); }
     template <Order kOrder, bool kFifth, class F> static INLINE void read_with(const uint8_t *p, size_t stride, F f) {
         Dwords x[4], s[2], m[2], high[8];
         Block b;
@@ -228,11 +237,11 @@ struct Q4_K : Shape<32, true, 15> {
 };
 struct Q5_K : Shape<32, true, 31> {
     static constexpr int kGroup = 256, kBytes = 176, kZero = 0, kMostBySpan = kTakesSpans ? 2 : 0;
-    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) { Q4_K::read_with<kOrder, true>(p, stride, f); }
+    template <Order kOrder, int, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) { Q4_K::read_with<kOrder, true>(p, stride, f); }
 };
 struct Q6_K : Shape<16, false, 63> {
     static constexpr int kGroup = 256, kBytes = 210, kZero = 32, kMostBySpan = kTakesSpans ? 2 : 0;
-    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, int, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords s[4], last[4];
         Block b;
         dwords<4>(p + 192, stride, s), dwords<4>(p + 194, stride, last);
@@ -254,7 +263,7 @@ struct Q6_K : Shape<16, false, 63> {
 };
 struct Q3_K : Shape<16, false, 7> {
     static constexpr int kGroup = 256, kBytes = 110, kZero = 4;
-    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, int, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords high[8], x[4], last[4];
         Block b;
         weights<kOrder, 8>(p, stride, high), dwords<4>(p + 92, stride, x), dwords<4>(p + 94, stride, last);
@@ -279,7 +288,7 @@ struct Q3_K : Shape<16, false, 7> {
 };
 struct Q2_K : Shape<16, true, 3> {
     static constexpr int kGroup = 256, kBytes = 84, kZero = 0;
-    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, int, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords s[4], last[4];
         Block b;
         dwords<4>(p, stride, s), dwords<4>(p + 68, stride, last);
@@ -297,7 +306,7 @@ struct Q2_K : Shape<16, true, 3> {
 };
 struct IQ4_XS : Shape<32, false, kMostByte> {
     static constexpr int kGroup = 256, kBytes = 136, kZero = kMiddle, kMostBySpan = kTakesSpans ? 2 : 0;
-    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, int, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords x[4];
         Block b;
         dwords<4>(p, stride, x);
@@ -314,14 +323,14 @@ struct IQ4_XS : Shape<32, false, kMostByte> {
 
 struct F32 : FloatShape {
     static constexpr int kGroup = 8, kBytes = 32;
-    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, int, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Block b;
         dwords<8>(p, stride, b.w), f(b);
     }
 };
 struct F16 : FloatShape {
     static constexpr int kGroup = 8, kBytes = 16;
-    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, int, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Block b;
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
         UNROLL for (int i = 0; i < 8; i += 4) {
@@ -340,7 +349,7 @@ struct F16 : FloatShape {
 };
 struct BF16 : FloatShape {
     static constexpr int kGroup = 8, kBytes = 16;
-    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
+    template <Order kOrder, int, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords x[4];
         Block b;
         dwords<4>(p, stride, x);
@@ -359,10 +368,7 @@ struct PairShape {
 };
 struct BF16Pairs : PairShape {
     static constexpr int kGroup = 16, kBytes = 32;
-    template <Order kOrder, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
-        Block b;
-        dwords<8>(p, stride, b.w), f(b);
-    }
+    template <Order kOrder, int, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) { F32::read<kOrder, 1>(p, stride, f); }
 };
 #endif
 
@@ -516,16 +522,18 @@ template <class T> INLINE const uint8_t *prefetch_to_l1(const uint8_t *p, int by
     return p + bytes;
 }
 
+template <class T> constexpr int groups_of_span = T::kFloat || kLanes < 16 ? 1 : kSpan / T::kGroup;  // read together, by eights
 template <class T> constexpr int share_of = T::kBytes * kLanes / (T::kGroup / T::kSub);  // bytes of a block of kLanes rows
 
 // f(block) for k weights of kLanes rows. For a slab, groups of more than three cache lines (Q6_K) are prefetched to L1 one group
 // early: reads from L2 wait behind the prefetches from memory. Returns what to prefetch after that.
-template <class T, Order kOrder, bool kIsFew, class F>
+template <class T, Order kOrder, bool kIsFew, int kGroups = groups_of_span<T>, class F>
 INLINE const uint8_t *each_block(const uint8_t *w, size_t stride, int k, const uint8_t *ahead, int share, F f) {
+    if (kGroups > 1 && k % kSpan) return each_block<T, kOrder, kIsFew, 1>(w, stride, k, ahead, share, f);
     constexpr int kBlocks = T::kGroup / T::kSub;
-    for (int i = 0; i < k; i += T::kGroup, w += T::kBytes) {
+    for (int i = 0; i < k; i += kGroups * T::kGroup, w += kGroups * T::kBytes) {
         int block = 0;
-        T::template read<kOrder>(w, stride, [&](Block &b) __attribute__((always_inline)) {
+        T::template read<kOrder, kGroups>(w, stride, [&](Block &b) __attribute__((always_inline)) {
             ahead = kIsFew ? prefetch_to_l1<T>(ahead, share) : prefetch(ahead, share);
             if constexpr (T::kBytes > 192 && !kIsFew) {
                 for (int row = block * kLanes / kBlocks; row < (block + 1) * kLanes / kBlocks; row++)
@@ -558,10 +566,9 @@ void few(const uint8_t *w, size_t stride, int k, const int8_t *x, const Extra *e
     for (int c = 0; c < kC; c++) store(out + c * kLanes, totals[c]);
 }
 
-// The same where lanes are spans: kLanes rows, which lie one after the other, are `spans` groups of kLanes spans. Prefetches run
-// kSpansAhead bytes before the reads, at the end of these rows to the `next` ones: memory is read in order, and used from L1. A
-// group's lines at once: spread over its blocks they came to three quarters of the rate. `products`: space for
-// kC * kLanes * spans.
+// The same where lanes are spans: kLanes rows, one after the other, are `spans` groups of kLanes spans. Prefetches run kSpansAhead
+// bytes before the reads, after these rows to the `next` ones: memory is read in order, and used from L1. A group's lines at once:
+// spread over its blocks, as by unrolling, they came to half of the rate. `products`: space for kC * kLanes * spans.
 template <class T, int kC>
 void few_by_span(const uint8_t *w, int spans, const SpanPosition<T, kC> &x, float *out, float *products, const uint8_t *next) {
     constexpr int kParts = kSpan / T::kGroup, kBytes = kParts * T::kBytes, kOnce = kLanes * kBytes;
@@ -569,25 +576,19 @@ void few_by_span(const uint8_t *w, int spans, const SpanPosition<T, kC> &x, floa
     const uint8_t *end = w + (size_t)n * kBytes;
     const ptrdiff_t early = std::min<ptrdiff_t>(kSpansAhead, end - w);
     for (int i = 0, span = 0; i < n; i += kLanes, w += kOnce) {
-        const uint8_t *ahead = w + early;
-        UNROLL for (int j = 0; j < kOnce; j += 64, ahead += 64) __builtin_prefetch(ahead < end ? ahead : next + (ahead - end), 0, 0);
+        const uint8_t *ahead = end - w > early ? w + early : next + (early - (end - w));
+#pragma GCC unroll 1
+        for (int j = 0; j < kOnce; j += 64) __builtin_prefetch(ahead + j, 0, 0);
         Floats sums[1][kC]{};
         SpanPosition<T, kC> at{x.x + span, x.scales + span, (const float *)x.seconds + span, x.pitch};
-        for (int part = 0; part < kParts; part++)
-            T::template read<Order::kDwords>(w + part * T::kBytes, kBytes, [&](Block &b) __attribute__((always_inline)) {
-                multiply<typename T::Kernels, Order::kSpans>({b.w}, {b.d}, {b.m}, at, sums);
-                at.step();
-            });
+        T::template read<Order::kDwords, kParts>(w, kBytes, [&](Block &b) __attribute__((always_inline)) {
+            multiply<typename T::Kernels, Order::kSpans>({b.w}, {b.d}, {b.m}, at, sums);
+            at.step();
+        });
         for (int c = 0; c < kC; c++) store(products + c * n + i, sums[0][c]);
         for (span += kLanes; span >= spans;) span -= spans;
     }
-    for (int c = 0; c < kC; c++)
-        for (int row = 0; row < kLanes; row += 4, products += 4 * spans) {  // four independent chains of additions
-            float totals[4]{};
-            for (int i = 0; i < spans; i++)
-                UNROLL for (int j = 0; j < 4; j++) totals[j] += products[j * spans + i];
-            memcpy(out + c * kLanes + row, totals, sizeof totals);
-        }
+    for (int i = 0; i < kC * kLanes; i++, products += spans) out[i] = std::accumulate(products, products + spans, 0.0f);
 }
 
 // A slab: [block][vector of rows]{bytes, d, m}, kChunk weights of a row: some 20 KB, which stay in the L1 cache
