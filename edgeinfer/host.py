@@ -203,10 +203,7 @@ class Host:
         self._replicas.write(replicas)
 
     def _reached(self, stage: str) -> None:
-        """Record the time of a stage, when it is reached first.
-
-        The time between a failed load and the next one does not count: the user picks another model.
-        """
+        """Record when a stage is first reached, less the time between a failed load and the next."""
         stages = self.start.stages_ms
         now_ms = round((time.monotonic_ns() - self._exec_ns) / 1e6, 1)
         if stage == "load" and stage in stages and "ready" not in stages:

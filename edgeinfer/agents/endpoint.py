@@ -123,10 +123,7 @@ def start(
     *,
     dies_with_parent: bool = False,
 ) -> tuple[RemoteEndpoint, int]:
-    """Start `command`, an `edgeinfer serve`, in its own session; return the endpoint and its PID.
-
-    Its log is launch-serve.log in the state folder. Raises ServeError if it exits before it listens.
-    """
+    """Start `command`, an `edgeinfer serve`; return its endpoint and PID. Raises ServeError."""
     log = paths.state_dir() / _LOG_NAME
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     log.unlink(missing_ok=True)

@@ -42,10 +42,7 @@ class ModelChoice(ModelSummary, frozen=True, kw_only=True):
 
 
 def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
-    """List every chat model: pulled ones, then external stores', then the catalogue.
-
-    May measure the memory's speed (0.2 s), so do not call it before the first paint.
-    """
+    """List every chat model. Call it after the first paint: it may measure memory speed (0.2 s)."""
     estimator = Estimator()
     return [
         ModelChoice(

@@ -144,7 +144,7 @@ class Repl:
         """The readline module, filled with past questions; None if Python lacks it."""
         try:
             import readline
-        except ImportError:  # the shipped file contains no readline
+        except ImportError:  # the one-file program contains no readline
             return None
         readline.set_auto_history(False)
         for text in reversed(self.session.store.past_questions()):

@@ -125,10 +125,7 @@ class SpeculativePrefill:
             self._prefill = None
 
     def submit(self) -> PrefillRequest | None:
-        """Submit the prepared prefill and return it; None if it was stopped.
-
-        Tokenizes, so it blocks.
-        """
+        """Tokenize and submit the prepared prefill; return it, or None if it was stopped. Blocks."""
         prefill = self._prefill
         if prefill is None:
             return None

@@ -34,7 +34,7 @@ def add_attached_options(parser: argparse._ActionsContainer) -> None:
 
 
 def add_load_option(parser: argparse._ActionsContainer, option: LoadOption) -> None:
-    """Add one load option; it is parsed into the attribute of its field's name."""
+    """Add one load option. `Namespace` gets its value as the attribute `option.field`."""
     choices = option.choices if option.metavar is None else None
     parser.add_argument(
         option.flag,

@@ -194,7 +194,7 @@ class HelpAll(argparse.Action):
 
 @cache
 def build_parser(verb: str | None = None) -> Parser:
-    """Return the parser with the arguments of one verb, or of all (None). A snapshot contains some."""
+    """Return the (cached) parser with the arguments of one verb, or of all (None)."""
     parser = Parser(
         prog="edgeinfer",
         description="Local language models that start at once.",

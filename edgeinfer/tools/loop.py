@@ -37,7 +37,7 @@ _REPEATED = "the same call was made before: answer with its result, which is abo
 
 #: The calls since a question, grouped by the answer that made them.
 Rounds = Sequence[Sequence[ToolUse]]
-#: The arguments of a call; with its tool, an approved call.
+#: The arguments of a call; and an approved call: its tool and arguments.
 _Arguments = dict[str, Any]
 _Call = tuple[BoundTool, _Arguments]
 
@@ -379,7 +379,7 @@ def _made_calls(rounds: Rounds) -> set[tuple[str, str, str]]:
 
 
 class NoFrontEnd:
-    """A front end without a user: it refuses calls. `refused` are patterns that would allow them."""
+    """A front end without a user: refuses each call, and notes in `refused` a pattern to allow it."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out

@@ -235,10 +235,7 @@ class StdioTransport:
 
 
 class HttpTransport:
-    """MCP's streamable HTTP: each message is a POST, answered with JSON or an event stream.
-
-    Posts run in an event loop in a thread, because there they can be cancelled at any time.
-    """
+    """MCP's streamable HTTP: messages are POSTs, answered with JSON or an event stream."""
 
     def __init__(self, url: str, headers: Mapping[str, str], received: Received) -> None:
         import httpx2  # imported here: it takes 75 to 120 ms

@@ -12,10 +12,7 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 def prefill_request(
     engine: Engine, question_request: Callable[[str], GenerateRequest]
 ) -> GenerateRequest:
-    """Return a request that prefills the prefix shared by all prompts of `question_request`.
-
-    It compares the prompts of two questions, because a chat template may put tools anywhere.
-    """
+    """Return a request to prefill what all questions share, found by comparing two questions."""
     a, b = (_tokens(engine, question_request(text)) for text in ("Why?", "0 or 1"))
     shared = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
     prompt = tuple(pair[0] for pair in shared)

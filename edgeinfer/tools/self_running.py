@@ -25,10 +25,7 @@ _TICK_NS = 50_000_000
 
 
 class SelfRunning:
-    """Finds what a command changed among the self-running files of `folder`.
-
-    With `looks_below` False it checks only the folder itself, not its subfolders.
-    """
+    """Finds self-running files of `folder` that a command changed; in subfolders if `looks_below`."""
 
     def __init__(self, folder: str, *, looks_below: bool = True) -> None:
         self._folder = folder

@@ -67,7 +67,7 @@ class Toolbox:
             Web(config.fetch_hosts, config.builtin),
         ]
         self._builtin = {server.server: server for server in servers if server.tools()}
-        #: Built-in servers that can be used here (before `prepare`: all), and why others cannot.
+        #: Usable built-in servers (before `prepare`: all); and why each of the others is not usable.
         self.builtin, self._unavailable = self._builtin, dict[str, str]()
         specs, self.notices = load_servers(config, folder)
         self._specs = {spec.name: spec for spec in specs if spec.name not in self._builtin}

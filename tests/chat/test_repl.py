@@ -318,11 +318,6 @@ def test_tools_are_switched_on_and_off(tmp_path):
     assert repl.session.tools is None
 
 
-def test_tools_without_configuration_are_explained(tmp_path):
-    out, _ = talk(tmp_path, "/tools on")
-    assert "no tools are configured" in out
-
-
 _PLAIN_CHAT = """
 import sys
 from pathlib import Path

@@ -242,12 +242,6 @@ def test_file_that_is_no_database_is_refused(tmp_path):
         ConversationStore.open(tmp_path / "c.db")
 
 
-def test_newer_schema_is_refused(tmp_path, store):
-    store.db.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreError, match="newer edgeinfer"):
-        ConversationStore.open(tmp_path / "c.db")
-
-
 def test_every_migration_step_leads_to_the_same_schema(tmp_path):
     scripts = migrations()
     whole = sqlite3.connect(":memory:", isolation_level=None)

@@ -91,13 +91,6 @@ def test_a_defect_of_a_tool_is_no_wrong_argument(files, monkeypatch):
         call(files, "read", path="a.txt")
 
 
-def test_search_is_stopped(files):
-    stop = Stop()
-    stop.set()
-    with pytest.raises(StoppedError):
-        files.call("grep", {"pattern": "x"}, stop)
-
-
 def test_a_stop_ends_grep_and_a_walk_over_empty_folders(files, tmp_path, monkeypatch):
     monkeypatch.setattr(builtin_files, "_GREP_S", 600)
     (tmp_path / "project" / "long.txt").write_text("a" * 100_003 + "\n")
@@ -198,20 +191,14 @@ def test_edgeinfers_own_folders_are_refused(tmp_path, monkeypatch):
     path = str((config_path().parent / "keys").relative_to(tmp_path))
     assert "edgeinfer's data folders" in call(files, "read", path=path)
     assert call(files, "grep", pattern="secret") == "nothing found"
+    (tmp_path / "other").mkdir()
+    for folder in paths.data_dir(), tmp_path / "other":
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "x.txt").write_text("x")
+    assert call(files, "glob", pattern="**/*.txt") == "other/x.txt"
 
 
 def test_special_files_are_refused_at_once(files, tmp_path):
     os.mkfifo(tmp_path / "project" / "pipe")
     assert "not a file" in call(files, "read", path="pipe")
     assert "not a file" in call(files, "write", path="pipe", content="x")
-
-
-def test_glob_lists_nothing_of_edgeinfers_own_folders(tmp_path, monkeypatch):
-    monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path / "own"))
-    for name in "own/data", "other":
-        (tmp_path / name).mkdir(parents=True)
-    for path in paths.data_dir(), tmp_path / "other":
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "x.txt").write_text("x")
-    files = BuiltinFiles(tmp_path, ("glob",))
-    assert call(files, "glob", pattern="**/*.txt") == "other/x.txt"

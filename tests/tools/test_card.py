@@ -6,7 +6,6 @@ import string
 
 import pytest
 
-from edgeinfer.safe_text import escape_hidden
 from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.loop import Card
 
@@ -68,11 +67,6 @@ def test_a_card_shows_the_call_character_for_character():
         assert {name: unescape(value) for name, value in plain.items()} == arguments
         diff = card({"path": "a"}, diff=arguments["path"] or "+").page_fields()["diff"]
         assert unescape(diff) == (arguments["path"] or "+")
-
-
-@pytest.mark.parametrize("character", HIDDEN)
-def test_every_hidden_character_is_shown(character):
-    assert not set(character) & set(escape_hidden(character)) - set("\\]0;x[2JP \t\n")
 
 
 def test_names_in_a_card_stay_on_their_line():

@@ -6,8 +6,7 @@ import threading
 import pytest
 from tools_here import tools_config
 
-from edgeinfer.config.config_file import ToolsConfig
-from edgeinfer.errors import ToolServerError, UsageError
+from edgeinfer.errors import ToolServerError
 from edgeinfer.tools import loop
 from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.builtin import argument_names_error
@@ -64,11 +63,6 @@ def run(tools, *calls, front=None, past=(), conversation=1):
 
 def outcomes(uses):
     return [(use.status, use.result) for use in uses]
-
-
-def test_without_configuration_there_are_no_tools(tmp_path):
-    with pytest.raises(UsageError, match="no tools are configured"):
-        ChatTools(ToolsConfig(), tmp_path)
 
 
 def test_a_builtin_tool_that_failed_once_comes_back(open_tools, monkeypatch):
@@ -132,12 +126,6 @@ def test_error_of_a_start_is_told_without_escapes(open_tools, monkeypatch):
 
     monkeypatch.setattr(tools.toolbox, "start", fail)
     assert outcomes(run(tools, ("plain__add", {"a": 1, "b": 1}))) == [("failed", "no start")]
-
-
-def test_server_that_cannot_start_is_said_and_the_others_stay(open_tools, said):
-    tools = open_tools("old", "plain")
-    assert "version '1999-01-01'" in said[0]
-    assert tools.request_tools()[0].name == "plain__add"
 
 
 def test_allowed_in_the_conversation_asks_no_more_there(open_tools):
@@ -300,12 +288,3 @@ def test_the_call_that_is_judged_is_the_call_that_is_made(open_tools, tmp_path):
     tools = open_tools(builtin=("read",), deny=("files.read(path=private/*)",))
     for path in ("open/key", "./private/key", f"{tmp_path}/open/key"):
         assert outcomes(run(tools, ("files__read", {"path": path})))[0][0] == "refused"
-
-
-def test_card_shows_what_is_hidden(open_tools):
-    tools, front = open_tools("plain"), Front()
-    run(tools, ("plain__weather", {"city": "\x1b[2JRome\x07"}), front=front)
-    text = front.cards[0].text()
-    assert r"city: \x1b[2JRome\x07" in text
-    assert "\x1b" not in text
-    assert text.splitlines()[-1].startswith("y once · a always")

@@ -112,12 +112,6 @@ def test_call_is_stopped_and_the_server_hears_of_it(connect, tmp_path):
     until((tmp_path / "cancelled").exists)
 
 
-def test_missing_program_is_named(tmp_path):
-    spec = ServerSpec(name="x", command=("/no/such/program",))
-    with pytest.raises(ToolServerError, match="/no/such/program cannot be started"):
-        McpClient(spec, tmp_path, 1.0)
-
-
 @pytest.mark.parametrize(
     "fields",
     [

@@ -186,6 +186,7 @@ def test_programs_and_modules_come_from_outside_the_folder(folder, tmp_path):
         ("{folder}/../alias/bin/tool",),
         ("{folder}/../out/inward",),
         ("{folder}/outward",),
+        ("{folder}/link/tool",),
         ("tool", "server.py"),
         ("tool", "{folder}/server.py"),
     ],
@@ -195,22 +196,10 @@ def test_a_program_of_the_folder_is_refused(folder, tmp_path, command):
     (tmp_path / "out/inward").symlink_to(folder / "bin/tool")
     (folder / "outward").symlink_to(tmp_path / "out/tool")
     (folder / "server.py").touch()
+    (folder / "link").symlink_to(tmp_path / "out")  # a command can make it lead elsewhere
+    assert path_outside(f"{folder}/link:/usr/bin", folder) == "/usr/bin"
     with pytest.raises(ToolServerError, match=r"can change|there is no program"):
         apart(folder, *(word.format(folder=folder) for word in command))
-
-
-def test_a_program_through_a_link_of_the_folder_is_refused(folder, tmp_path):
-    """A command can make the link lead elsewhere."""
-    program = tmp_path / "elsewhere" / "bin" / "tool"
-    program.parent.mkdir(parents=True)
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    (folder / "link").symlink_to(tmp_path / "elsewhere")
-    assert path_outside(f"{folder}/link/bin:/usr/bin", folder) == "/usr/bin"
-    with pytest.raises(ToolServerError, match="can change"):
-        plan_start_apart(ServerSpec(name="x", command=(f"{folder}/link/bin/tool",)), folder)
-    outside = ServerSpec(name="x", command=(f"{folder}/../elsewhere/bin/tool",))
-    assert plan_start_apart(outside, folder)[0][0].endswith("elsewhere/bin/tool")
 
 
 def test_folders_and_data_as_arguments_stay(folder):

@@ -136,7 +136,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """A conversation in a list: `turns` counts questions; `snippet` surrounds searched words."""
+    """A conversation in a list: `turns` counts questions; `snippet` is text around searched words."""
 
     id: int
     title: str

@@ -12,8 +12,8 @@ from edgeinfer.host import Host
 from edgeinfer.launcher.argv import options_and_words
 from edgeinfer.platform import paths
 
-#: Shells with a script in `data`. It offers the words of `edgeinfer completion words …`, or files if
-#: there are none.
+#: Shells for which `data` has a completion script. It calls `edgeinfer completion words …`, and
+#: completes file names if that prints nothing.
 SHELLS = ("bash", "zsh", "fish")
 #: Argument with which a shell's script asks for words.
 _WORDS = "words"

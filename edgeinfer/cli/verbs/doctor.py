@@ -169,7 +169,7 @@ def _gpu() -> list[Finding]:
 def _backend(
     answer: LoadedBackend | MissingBackend, cards: tuple[str, ...], *, is_used: bool
 ) -> Finding:
-    """Describe a GPU library: its devices, or why it has none. `is_used`: some library has a GPU."""
+    """Describe a GPU library: its devices, or why it finds none. `is_used`: another one finds a GPU."""
     if isinstance(answer, MissingBackend):
         bus = f"{' and '.join(cards)} on the bus" if cards else "no GPU on the bus"
         description = f"{describe(answer)}; {bus}"

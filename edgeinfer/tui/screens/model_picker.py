@@ -40,10 +40,7 @@ _ROOM_FOR_ALL = 56
 
 
 class ModelScreen(ListScreen[str | None]):
-    """Lists models; returns the one to use, None after Esc.
-
-    `first`: no model is pulled, so one or three models are offered.
-    """
+    """Lists models; returns one, or None after Esc. `first`: no model is pulled, so it offers a few."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "Leave", show=False),
