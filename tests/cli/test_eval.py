@@ -79,9 +79,9 @@ def _item(name, prompt="?", **check):
 
 NAME = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["b"]}
 CHECKED = [
-    ({"exact": "Paris"}, [" Paris\n"], ["paris", "Paris!", ""]),
+    ({"exact": "Paris"}, [" Paris\n"], ["paris", "Paris!"]),
     ({"exact": ["yes", "Yes"]}, ["yes", "Yes"], ["YES"]),
-    ({"contains": "Rome"}, ["It is ROME."], ["It is Romania's"[:8], "Ro me"]),
+    ({"contains": "Rome"}, ["It is ROME."], ["It is Ro", "Ro me"]),
     ({"contains": ["red", "blue"]}, ["light blue"], ["green"]),
     ({"regex": r"^\d{3}$"}, ["123"], ["1234", "a 123"]),
     ({"number": 1234.5}, ["so 7, or 1,234.5 in all.", "1.2345e3"], ["1234", "none", "1234.5 of 2"]),
@@ -109,9 +109,8 @@ def test_answers_are_checked(score):
             (check, answer, passed)
             for check, good, bad in CHECKED
             for passed, answers in ((True, good), (False, bad))
-            for answer in answers or ["."]
+            for answer in answers
         )
-        if answer
     ]
     result, _ = score([item for item, _ in rows])
     assert {row[0]["id"]: v for row, v in zip(rows, _passes(result), strict=True)} == {

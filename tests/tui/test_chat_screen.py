@@ -421,8 +421,14 @@ class Small(FakeEngine):
         return super().submit(request)
 
 
-@pytest.mark.parametrize("choice", ["drop", "summarise"])
-async def test_full_context_offers_to_drop_or_summarise(drive, choice):
+@pytest.mark.parametrize(
+    ("keys", "shown", "systems"),
+    [
+        (["enter"], "no longer sent above", []),
+        (["down", "enter"], "summarised above", ["Summary of the conversation so far:\nthey talked"]),
+    ],
+)
+async def test_full_context_offers_to_drop_or_summarise(drive, keys, shown, systems):
     engine = Small(lambda r: ["they talked"] if "Summarise" in r.messages[0].content else ["x" * 400],
                    info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=1500))  # fmt: skip
     async with drive(engine) as d:
@@ -430,15 +436,10 @@ async def test_full_context_offers_to_drop_or_summarise(drive, choice):
         await d.ask("z" * 250)
         await d.type("w" * 200, "enter")
         await d.until(lambda: isinstance(d.app.screen, ChoiceScreen))
-        await d.press(*(["enter"] if choice == "drop" else ["down", "enter"]))
+        await d.press(*keys)
         await d.until(lambda: d.idle() and d.session.head.content == "x" * 400 and len(d.turns()) == 6)
-        assert (
-            "summarised above" if choice == "summarise" else "no longer sent above"
-        ) in d.screen_text()
-        systems = [m.content for m in engine.requests[-1].messages if m.role == "system"]
-        assert systems == (
-            ["Summary of the conversation so far:\nthey talked"] if choice == "summarise" else []
-        )
+        assert shown in d.screen_text()
+        assert [m.content for m in engine.requests[-1].messages if m.role == "system"] == systems
 
 
 async def test_switching_the_model_keeps_the_conversation(drive):
@@ -758,8 +759,10 @@ async def test_narrow_status_line_keeps_context_and_rate(drive):
         assert "42.0 tok/s" in line
 
 
-def tools_host(*scripts):
-    call = ToolCallDelta(index=0, id="c1", name="plain__weather", arguments='{"city": "Rome"}')
+def tools_host(*scripts, city="Rome"):
+    """A host whose model calls `weather`, then answers by `scripts`."""
+    arguments = json.dumps({"city": city})
+    call = ToolCallDelta(index=0, id="c1", name="plain__weather", arguments=arguments)
     engine = FakeEngine([[call, end(reason="tool_calls")], *scripts])
     return FixedHost(engine, config=Config(tools=tools_config("plain")))
 
@@ -787,10 +790,7 @@ async def test_call_waits_for_a_decision_and_its_result_is_answered(drive):
 
 
 async def test_a_long_call_takes_a_yes_on_its_last_page(drive):
-    arguments = json.dumps({"city": "Rome\n" * 99 + "\x1b]END"})
-    call = ToolCallDelta(index=0, id="c1", name="plain__weather", arguments=arguments)
-    engine = FakeEngine([[call, end(reason="tool_calls")], words("Sun.")])
-    host = FixedHost(engine, config=Config(tools=tools_config("plain")))
+    host = tools_host(words("Sun."), city="Rome\n" * 99 + "\x1b]END")
     async with drive(host=host, with_tools=True) as d:
         await card_of(d)
         for page in (1, 2):
