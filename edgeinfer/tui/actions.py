@@ -243,7 +243,7 @@ class TurnActions:
 
     def leave(self) -> None:
         """Clear the selection, and focus the input field."""
-        self._transcript.clear_cursor()
+        self._transcript.select(None)
         self._view.composer.focus()
         self._view.refresh_status()
 

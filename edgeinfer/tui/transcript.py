@@ -149,18 +149,16 @@ class Transcript(ScrollView, can_focus=True):
         ahead = [i for i in turns if (i - cursor) * step > 0]
         if not ahead:
             return False
-        self._choose(ahead[-1] if step < 0 else ahead[0])
+        self.select(ahead[-1] if step < 0 else ahead[0])
         return True
-
-    def clear_cursor(self) -> None:
-        self._choose(None)
 
     @property
     def selection(self) -> Entry | None:
         index = self.cursor
         return self.entries[index] if index is not None and index < len(self.entries) else None
 
-    def _choose(self, index: int | None) -> None:
+    def select(self, index: int | None) -> None:
+        """Select the entry at `index` (None: no entry), and scroll it into view."""
         self.cursor = index
         if index is not None:
             top = self._bottoms[index - 1] if index else 0

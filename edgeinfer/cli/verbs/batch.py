@@ -104,7 +104,8 @@ def run(options: argparse.Namespace, host: Host) -> BatchResult:
     paths = (options.input, options.output)
     if all(map(os.path.exists, paths)) and os.path.samefile(*paths):
         raise UsageError(f"{options.output} is both input and output", hint="name another output file")
-    lines = read_input(Path(options.input))
+    with path_errors(Path(options.input), "check the path"):
+        lines = batches.read_lines(Path(options.input))
     if options.receipts:
         for line in lines:
             if line.url != "/v1/embeddings":
@@ -127,12 +128,6 @@ def answer(
             return _Tally(0).result(len(lines), str(path))
         tally = asyncio.run(_run(options, host, models, todo, output))
         return tally.result(len(lines), str(path))
-
-
-def read_input(path: Path) -> list[BatchLine]:
-    """Read all requests. Raises UsageError that names the invalid line."""
-    with path_errors(path, "check the path"):
-        return batches.read_lines(path)
 
 
 def read_output(output: int) -> set[str]:
