@@ -1,4 +1,4 @@
-"""A store of conversations in a file of the test's own."""
+"""A conversation store in a temporary file for each test."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every command against a session, with a front that only remembers what it was asked."""
+"""Every `/` command on a session, with a front end that only records what it was asked to do."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
 
 class Remembering:
-    """Remembers (method, arguments); consumes answers."""
+    """Records each call as (method, arguments); reads answers to their end."""
 
     def __init__(self):
         self.asked = []
@@ -207,7 +207,7 @@ def test_an_answer_without_receipt_says_why(commander):
         commander.run("/receipt")
 
 
-def test_room(commander, front):
+def test_older_turns_are_dropped_or_summarised(commander, front):
     for _ in range(3):
         ask(commander, "x" * 150)
     commander.run("/drop")

@@ -1,4 +1,4 @@
-"""Leases: one writer a conversation, whatever becomes of it."""
+"""Leases: a conversation has one writer, whether that ends, fails or is killed."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Markdown of answers: whatever a model writes, however it arrives, the blocks are those of the whole."""
+"""Markdown of answers: pieces of any size give the same blocks as the whole text."""
 
 import pytest
 from hypothesis import example, given, settings

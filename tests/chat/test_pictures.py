@@ -1,4 +1,4 @@
-"""Pictures attached to a question: read, stored, sent before the text, and named where text is shown."""
+"""Pictures of a question: read, stored, sent before the text, and shown by name."""
 
 import json
 
@@ -64,7 +64,8 @@ def test_documents_are_attached_as_their_text(tmp_path):
 def test_dropped_path_becomes_a_mention(red, form):
     pasted = str(red).replace(" ", "\\ ") if form == "escaped" else form.format(red)
     if form == "{}":
-        assert dropped_picture(pasted) == ""  # two words: a terminal quotes it
+        # a terminal quotes a path with a blank, so this is not a dropped file
+        assert dropped_picture(pasted) == ""
         return
     assert mentioned_paths(f"look {dropped_picture(pasted)}") == [red]
 

@@ -1,4 +1,4 @@
-"""The plain chat on two text streams: the same commands, no escape sequence ever."""
+"""The plain chat on two text streams: the same commands, and no escape sequences."""
 
 import contextlib
 import functools
@@ -53,7 +53,7 @@ def test_question_and_its_answer(tmp_path):
 
 
 class Patient(io.StringIO):
-    """A person who types the next line when the model has read what is there."""
+    """Input whose next line is typed once the model has prefilled the previous text."""
 
     def __init__(self, text, engine):
         super().__init__(text)
@@ -196,8 +196,10 @@ def test_files_are_attached(tmp_path):
 def test_ctrl_c_stops_the_answer_and_keeps_it(tmp_path):
     class Interrupting(FakeEngine):
         def submit(self, request):
-            if request.max_tokens != 0:  # nor is a question that is read ahead interrupted
-                os.kill(os.getpid(), signal.SIGINT)  # arrives once the handler is in place, or at once
+            # max_tokens 0 is a speculative prefill, which Ctrl-C does not stop
+            if request.max_tokens != 0:
+                # delivered when the handler is installed, or at once
+                os.kill(os.getpid(), signal.SIGINT)
             return super().submit(request)
 
     before = signal.getsignal(signal.SIGINT)
@@ -268,7 +270,7 @@ def test_reason_of_a_cut_answer_is_shown(tmp_path, n_ctx, said):
 
 
 def test_answer_that_repeats_itself_is_stopped(tmp_path):
-    # pauses: without them a fast script has ended before the chat has read enough of it
+    # the pauses let the chat stop the script before it has ended
     engine = FakeEngine([[*["Avaid, "] * 50, Delay(0.01)] * 4_000])
     out, repl = talk(tmp_path, "/set max-tokens 1000000", "q", engine=engine)
     assert "(the answer repeated itself; stopped" in out
@@ -276,7 +278,7 @@ def test_answer_that_repeats_itself_is_stopped(tmp_path):
 
 
 def with_tools(*scripts, **fields):
-    """A host of a scripted engine, and of a configuration with tools."""
+    """Return a host with a scripted engine and configured tools."""
     return FixedHost(FakeEngine(scripts), config=Config(tools=tools_config("plain", **fields)))
 
 
@@ -329,7 +331,7 @@ Repl(make_setup(Path(sys.argv[1]), FixedHost(FakeEngine([["Yes."]] * 9))), sys.s
 
 
 def test_lines_are_edited_and_remembered_on_a_terminal(tmp_path):
-    """Arrow keys edit a line; Up brings back questions, also those of an earlier chat."""
+    """Arrow keys edit a line; Up recalls questions, also of an earlier chat."""
     for keys in (["Hllo\x1b[D\x1b[D\x1b[De\r", "\x1b[A\x7fa\r"], ["\x1b[A\x1b[A!\r"]):
         pid, terminal = pty.fork()
         if pid == 0:

@@ -1,4 +1,4 @@
-"""The session around a scripted engine: turns before answers, branches, cuts, failures."""
+"""The session with a scripted engine: turns before answers, branches, shortening, failures."""
 
 import msgspec
 import pytest
@@ -216,7 +216,7 @@ class TestContext:
             ask(session, f"question {n}")
         return session, engine
 
-    def test_summary_stands_for_what_was_cut(self, store):
+    def test_summary_replaces_dropped_turns(self, store):
         session, engine = self.long(store, system_prompt="Be kind.")
         turn = context.first_kept(session, engine)
         request = context.summary_request(session, engine, turn)
@@ -228,7 +228,7 @@ class TestContext:
         again = context.summary_request(session, engine, session.path[-2])
         assert "Summary of what was before: They talked." in again.messages[1].content
 
-    def test_one_question_alone_cannot_be_cut(self, store):
+    def test_the_only_question_cannot_be_dropped(self, store):
         session, engine = session_with(store)
         ask(session, "q")
         with pytest.raises(UsageError):
@@ -286,7 +286,7 @@ def test_a_conversation_whose_calls_run_is_not_written_by_another(store, read_to
 
 
 class AllowingHere(AllowingFront):
-    """Allow the tool in the conversation, and count the cards."""
+    """Allows the tool in this conversation, and counts the cards."""
 
     cards = 0
 
@@ -295,8 +295,8 @@ class AllowingHere(AllowingFront):
         return Decision("conversation")
 
 
-def test_what_a_conversation_allowed_ends_with_it(tmp_path):
-    """The next one may have its id: here they are the first of two stores."""
+def test_permissions_end_with_their_conversation(tmp_path):
+    """Another conversation may get the same id: here, the first one of another store."""
     tools, front = ChatTools(ToolsConfig(builtin=("write",)), tmp_path), AllowingHere()
     tools.prepare()
     for created_ms in (1, 2):

@@ -16,13 +16,13 @@ NOTES = Attachment(name="notes.txt", text="the word is swordfish")
 
 
 class Composer:
-    """A composer that is looked at, with a clock that stands still."""
+    """An input field that is checked for changes, with a clock that the test sets."""
 
     def __init__(self, session):
         self.now = 100.0
         self.session = session
         self.ahead = SpeculativePrefill(session, lambda: self.now)
-        self.reading = None  # the last one, which the engine has not ended yet as far as it is known
+        self.reading = None  # the last prefill, which has not ended yet
 
     def check_input(self, text, attachments=(), editing=None):
         if begins := self.ahead.check_input(text, attachments, editing):
@@ -70,12 +70,12 @@ def test_unchanged_text_is_prefilled_once_and_is_a_prefix_of_the_question(compos
     assert not composer.stand_still("Why is the sky", [NOTES])
     (read,) = engine.read
     assert read.max_tokens == 0
-    assert not read.cache_on_disk  # it may be deleted again
+    assert not read.cache_on_disk  # the user may delete unsent text, so it must not get on disk
     answer(composer.session, "Why is the sky blue?", [NOTES])
     whole, prefix = (engine.apply_template(r) for r in (engine.requests[0], read))
     assert whole.startswith(prefix.removesuffix("\nassistant:"))
     assert questions_of(read)[1].endswith("swordfish\n```\n\nWhy is the")
-    assert read.continue_final  # the words are not at their end
+    assert read.continue_final  # the last word may be continued
     assert read.background
 
 
@@ -86,7 +86,7 @@ def test_text_typed_without_a_pause_is_prefilled_now_and_then(composer, engine):
     assert [questions_of(r) for r in engine.read] == [["One"]]
     composer.now += TYPING_INTERVAL_S
     composer.check_input("One two three four five ")
-    assert len(engine.read) == 1  # the first is not done, and what it has computed is not thrown away
+    assert len(engine.read) == 1  # the first prefill still runs, and keeps what it has computed
     composer.finish()
     composer.check_input("One two three four five ")
     assert questions_of(engine.read[-1]) == ["One two three four five"]
@@ -169,4 +169,5 @@ def test_model_computes_only_tokens_that_were_not_prefilled(store, smollm2):
     answer(session, f"{text} Rome", [NOTES])
     stats = session.path[-1].stats
     engine.close()
-    assert stats.prompt_tokens - stats.cached_tokens <= 8  # the last word, and the template's end
+    # at most the last word and the end of the chat template
+    assert stats.prompt_tokens - stats.cached_tokens <= 8

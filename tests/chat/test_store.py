@@ -1,4 +1,4 @@
-"""The store: what is committed, what a killed process leaves, what a search finds."""
+"""The store: what is committed, what a killed process leaves, and what a search finds."""
 
 import contextlib
 import io
@@ -58,7 +58,7 @@ def store(store, clock):
 
 
 def talk(store, *texts, title="A title"):
-    """A conversation of alternating turns; its id."""
+    """Store a conversation of alternating turns; return its id."""
     conversation = store.create(Conversation(title=title, model="m"))
     parent = None
     for index, text in enumerate(texts):
@@ -70,7 +70,7 @@ def talk(store, *texts, title="A title"):
 
 
 def begin_answer(store, conversation):
-    """Store an answer that streams; its turn."""
+    """Store a streaming answer; return its turn."""
     return store.add(Turn(conversation_id=conversation, role="assistant", status="streaming"))
 
 
@@ -275,7 +275,7 @@ def test_migration_that_fails_changes_nothing(tmp_path):
 
 
 def store_of_schema(path, version):
-    """A file as the version of this schema left it, with two conversations."""
+    """Write a file with the schema of `version`, with two conversations."""
     path.touch(0o600)
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode = WAL")
@@ -299,7 +299,7 @@ def test_a_journal_next_to_a_copy_does_not_stop_the_purge_of_the_copies(tmp_path
     store_of_schema(path, 2)
     with contextlib.closing(ConversationStore.open(path)) as store:
         (copy,) = tmp_path.glob("c.db.schema-*")
-        copy.rename(tmp_path / "c.db.schema-3")  # a killed purge of another copy left the journal
+        copy.rename(tmp_path / "c.db.schema-3")  # a killed purge of a copy has left its journal
         (tmp_path / "c.db.schema-2-journal").write_bytes(b"")
         store.delete(3)
         store.purge([Conversation(id=3)])
@@ -328,7 +328,7 @@ def test_a_store_of_an_older_version_is_kept_whole_and_copied(tmp_path, version)
     assert b"zebras" not in copy.read_bytes()
 
 
-def test_an_old_copy_goes(tmp_path):
+def test_old_and_unfinished_copies_are_deleted(tmp_path):
     path = tmp_path / "c.db"
     store_of_schema(path, 2)
     with contextlib.closing(ConversationStore.open(path)) as store:
@@ -444,7 +444,8 @@ def test_no_word_of_a_purged_conversation_is_left(store):
     store.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     with open(store.name, "rb") as file:
         raw = file.read().lower()
-    assert b"uetzalcoatl" not in raw  # the search index leaves out what words have in common
+    # the search index stores only how a word differs from the one before, so not its first letter
+    assert b"uetzalcoatl" not in raw
     assert b"opocatepetl" not in raw
 
 
@@ -482,7 +483,7 @@ def test_missing_migration_is_noticed(tmp_path):
 
 
 class Deleted:
-    """A conversation that was deleted long ago, and a block of it."""
+    """A conversation that was deleted long ago, with a cached block."""
 
     def __init__(self):
         self.store = ConversationStore.open()
@@ -559,7 +560,7 @@ def test_purging_erases_the_answers_kept_for_drafts(deleted_conversation):
 
 
 def test_run_migrates_no_store_of_an_older_version(deleted_conversation, monkeypatch):
-    """`update` tries a new version in the user's home, and the installed one may stay."""
+    """`update` tries a new version in the user's home folder, and may keep the old one."""
     monkeypatch.setattr(sys, "stdin", None)
     with contextlib.closing(sqlite3.connect(store_path())) as db:
         db.execute("PRAGMA user_version = 1")

@@ -38,7 +38,7 @@ import publish
 KEY, STRANGER = (parse_key(new_key_text()) for _ in range(2))
 NOW = int(time.time())
 RETRIES = RetryPolicy(attempts=3, pause_s=0.001)
-#: The command line with the server's address and key in the place of data/release.toml's.
+#: The command line, with this server's address and key instead of those in data/release.toml.
 PROGRAM = """
 import ctypes, os, sys
 from pathlib import Path
@@ -64,7 +64,7 @@ sys.exit(main(sys.argv[3:]))
 
 @pytest.fixture(scope="module")
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders with a libcuda.so.1 each, named by what cuDriverGetVersion says."""
+    """Make folders, each with a libcuda.so.1 that reports the CUDA version in the folder's name."""
     folder = tmp_path_factory.mktemp("drivers")
     (folder / "none").mkdir()
     (folder / "none/libcuda.so.1").write_text(
@@ -87,7 +87,7 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Releases:
-    """A server with a release of the CUDA backend for the llama.cpp that is here."""
+    """A server with a release of the CUDA backend for the installed llama.cpp."""
 
     def __init__(self, server, drivers: Path):
         self.server, self.drivers = server, drivers
@@ -130,7 +130,7 @@ class Releases:
         return backend_install.install("cuda", channel, Job(retry_policy=RETRIES))
 
     def refusal(self) -> str:
-        """Install in vain; return the error's code."""
+        """Try to install in this process; return the code of the error."""
         with pytest.raises(EdgeInferError) as caught:
             self.install()
         return caught.value.code
@@ -146,7 +146,7 @@ class Releases:
 
 @pytest.fixture
 def releases(server, drivers, monkeypatch) -> Releases:
-    """Releases, which this process installs with any driver."""
+    """Return a server of releases; this process takes any driver."""
     monkeypatch.setattr(backends, "driver_problem", lambda: None)
     return Releases(server, drivers)
 
@@ -244,7 +244,7 @@ def test_damaged_library_is_replaced_and_a_working_one_outlives_a_failed_install
 
 
 def test_interrupted_download_goes_on(releases):
-    # the manifest and its signature come first
+    # slow down the third response; the first two are the manifest and its signature
     releases.server.faults.extend([None, None, Fault(pace=4096)])
     process = releases.start("backend", "install", "cuda")
     wait_until(lambda: releases.server.served > 150_000, "half of the library")
@@ -421,7 +421,7 @@ def test_full_disk_is_said_and_what_was_fetched_is_kept(releases):
 
 
 def test_folder_that_this_user_may_not_write_is_named(releases):
-    with tempfile.TemporaryDirectory() as folder:  # one that another user may reach
+    with tempfile.TemporaryDirectory() as folder:  # a folder that another user may reach
         os.chmod(folder, 0o555)
         error = releases.run("install", "cuda", code=2, EDGEINFER_HOME=folder, AS_ANOTHER="1")
         os.chmod(folder, 0o755)

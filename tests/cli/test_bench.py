@@ -1,4 +1,4 @@
-"""`edgeinfer bench`: servers of every kind behind real sockets, and what the machine tells of its energy."""
+"""`edgeinfer bench`: servers of every kind on real sockets, and the machine's energy counters."""
 
 import json
 import re
@@ -21,7 +21,7 @@ EVERY_TEST = {"tg8", "pp64", "turn 64", "tg8 @d32", "pp64 @d32", "turn 96", "tg8
 
 
 class Other(ThreadingHTTPServer):
-    """A third-party server, which counts a word as a token; a keyword for each thing it lacks."""
+    """A server of another program, where a word is a token; keywords change what it supports."""
 
     def __init__(
         self, *, fields=True, completions=True, usage=True, cached=True, body=b"", says=b"", shorter=0
@@ -50,7 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-        self.close_connection = False  # some servers take no notice of `connection: close`
+        self.close_connection = False  # some servers ignore `connection: close`
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -72,10 +72,10 @@ class _Handler(BaseHTTPRequestHandler):
         events = [{"choices": [word]} for _ in range(n)]
         events += [{"choices": [], "usage": usage}] if self.server.usage else []
         self.send_response(200)
-        self.end_headers()  # the body ends with the connection
+        self.end_headers()  # no Content-Length: the body ends when the connection does
         for event in events:
             self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-            time.sleep(0.002)  # the pace of its tokens
+            time.sleep(0.002)  # time per token
         return self.wfile.write(b"data: [DONE]\n\n")
 
 
@@ -205,7 +205,7 @@ def test_own_model_beside_a_server_in_one_run(smollm2, other, as_json):
 
 
 def machine(folder, **files):
-    """Write files of a /sys, `a__b_c` for a/b_c."""
+    """Write files as in /sys; the keyword `a__b_c` is the file a/b_c."""
     for name, text in files.items():
         path = folder / "class" / name.replace("__", "/").replace("COLON", ":")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -229,7 +229,7 @@ def test_rapl_counts_packages_alone_and_wraps(tmp_path):
     assert (meter.read_joules(), meter.reason) == (0.0, "")
     assert "RAPL" in meter.source
     counter = tmp_path / "class/powercap/intel-rapl:0/energy_uj"
-    counter.write_text("500000\n")  # behind its range
+    counter.write_text("500000\n")  # the counter has wrapped: the value is below the last one
     assert meter.read_joules() == pytest.approx(1.5)
     counter.unlink()
     assert meter.read_joules() is None
@@ -271,5 +271,5 @@ def test_counter_that_cannot_be_read_is_named(tmp_path):
     machine(tmp_path, **RAPL)
     counter = tmp_path / "class/powercap/intel-rapl:0/energy_uj"
     counter.unlink()
-    counter.mkdir()  # root reads every file
+    counter.mkdir()  # a folder: root could read a file without permissions
     assert EnergyMeter(tmp_path).reason == f"this user may not read {counter}"

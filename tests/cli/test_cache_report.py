@@ -1,4 +1,4 @@
-"""How much of the latest prompt was cached: its words, and finding it in another process's memory."""
+"""How much of the latest prompt was cached: its text, and reading it from another process's memory."""
 
 import pytest
 

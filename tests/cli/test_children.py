@@ -1,4 +1,4 @@
-"""What a verb has started ends with it, whether it is asked to end or killed."""
+"""Processes that a verb has started end with it, whether it gets SIGTERM or SIGKILL."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ def words_of(pid):
 
 
 def end_and_wait(process, number, children):
-    """Send the signal, and wait for the process and its `children`; those that stay fail the test."""
+    """Send the signal; wait for the process and its `children`. Fail if one is left."""
     process.send_signal(number)
     process.wait(60)
     try:
@@ -35,7 +35,7 @@ def end_and_wait(process, number, children):
 
 @pytest.fixture
 def begin(tmp_path):
-    """`begin(*words)`: the program, started with a home of its own."""
+    """`begin(*words)` starts the program with these arguments, in its own home folder."""
     started = []
 
     def begin(*arguments, **variables):
@@ -59,7 +59,7 @@ def begin(tmp_path):
         process.stdin.close()
 
 
-#: A child that each verb starts, by a word of its command line.
+#: A child of each verb: a word in its command line.
 VERBS = {
     "bench": (["bench", "{model}", "-r", "1", "-p", "2048", "-n", "2048"], "serve"),
     "quantize": (["quantize", "{model}", "Q8_0", "--name", "made"], "edgeinfer.runtime.llama.helpers"),

@@ -1,4 +1,4 @@
-"""Every verb is one function of one signature, and `--json` means the same after each of them."""
+"""Every verb is a function with the same signature, and `--json` means the same for each."""
 
 import argparse
 import inspect
@@ -121,7 +121,7 @@ def test_option_of_another_scope_is_refused_with_its_place(typed, scope, hint, a
 
 
 def every_parser():
-    """Each verb and each action of a verb, by its words."""
+    """Return the parser of each verb and of each action, by its words."""
     for name, parser in verbs().items():
         yield name, parser
         for action in parser._actions:

@@ -1,4 +1,4 @@
-"""`edgeinfer eval`: checks, candidates beside each other, resuming, and the figures of a report."""
+"""`edgeinfer eval`: checks, several candidates, continuing a stopped run, and reports."""
 
 import fcntl
 import json
@@ -24,7 +24,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.snapshot_format import fingerprint
 from edgeinfer.usage.daily_counts import drift_path
 
-#: What lm-evaluation-harness made of the shipped set: tests/clients/sessions/lm_eval_basics.py.
+#: Results of lm-evaluation-harness on the shipped set, by tests/clients/sessions/lm_eval_basics.py.
 RECORDED = Path(__file__).parents[1] / "clients/recorded/lm_eval_basics.json"
 
 
@@ -51,7 +51,7 @@ def _echo(model, request):
 
 @pytest.fixture
 def score(tmp_path):
-    """Write a set and score scripted models on it, which answer with their prompt unless told."""
+    """`score(items)` writes a set and evaluates scripted models, which by default repeat prompts."""
 
     def run(items, *typed, answers=_echo, models=("one",)):
         path = tmp_path / "mine.jsonl"
@@ -69,7 +69,7 @@ def _run(*typed: str, host: Host) -> EvalResult:
 
 
 def _passes(result: EvalResult) -> list[bool]:
-    """The verdicts on the first candidate."""
+    """Return the verdicts on the first candidate."""
     return [item.verdicts[0].passed for item in result.items]
 
 
@@ -152,15 +152,15 @@ def test_missing_set_and_empty_one_are_told(score, tmp_path):
         score([])
 
 
-def test_only_what_is_new_is_asked(score):
+def test_only_missing_answers_are_generated(score):
     items = [_item(n, f"say {n}", contains="say") for n in range(6)]
     _, requests = score(items)
     assert len(requests) == 6
     answers = paths.data_dir() / "evaluations/mine.answers.jsonl"
-    answers.write_bytes(answers.read_bytes()[:-20])  # as a kill leaves it
+    answers.write_bytes(answers.read_bytes()[:-20])  # cut off the last line, as a kill may
     assert len(score(items)[1]) == 1
     items[2] |= {"prompt": "say it otherwise", "contains": "it"}
-    items[3] |= {"contains": "nothing"}  # another check costs no answer
+    items[3] |= {"contains": "nothing"}  # with another check, the stored answer is used
     result, requests = score(items)
     assert [request.messages[-1].content for request in requests] == ["say it otherwise"]
     assert _passes(result) == [True, True, True, False, True, True]
@@ -174,7 +174,7 @@ def test_only_what_is_new_is_asked(score):
 
 
 @pytest.mark.parametrize("changed", ["processor", "device", "kernels"])
-def test_another_machine_asks_again(score, monkeypatch, tmp_path, changed):
+def test_answers_are_generated_again_on_another_machine(score, monkeypatch, tmp_path, changed):
     items = [_item(1, exact="?")]
     monkeypatch.setattr(libedgeinfer, "folder", lambda: tmp_path)
     assert len(score(items)[1]) == 1
@@ -280,7 +280,7 @@ def test_each_items_and_options_have_their_report(score):
 
 
 def test_intervals_cover_the_truth():
-    """Wilson's of none of ten; then simulated pairs: the true difference is inside."""
+    """Wilson's interval of 0 of 10; then intervals of simulated pairs contain the true difference."""
     assert astuple(share(0, 10)) == pytest.approx((0.0, 0.0, 0.2775), abs=1e-4)
     assert paired_difference(0, 0, 50).low < 0 < paired_difference(0, 0, 50).high
     for n, p, q, common in (
@@ -305,7 +305,7 @@ def tiny(tmp_path_factory):
 
 
 def _likeliest(path, prompt, choices):
-    """The choice of the largest raw log-probability behind the prompt."""
+    """Return the choice with the largest log-probability after the prompt, by raw logits."""
 
     def total(text):
         tokens = list(text.encode())
@@ -332,7 +332,8 @@ def test_choice_is_that_of_raw_logits_by_one_prefill(tiny, tmp_path):
     for line in map(json.loads, lines):
         usage = line["response"]["body"]["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        assert usage["prompt_tokens"] - cached < 2 * len(prompts[0])  # of five rows
+        # all five rows together took less than two prefills of the prompt
+        assert usage["prompt_tokens"] - cached < 2 * len(prompts[0])
 
 
 def test_answers_are_no_part_of_drift_and_use(tiny, tmp_path):
@@ -345,7 +346,7 @@ def test_answers_are_no_part_of_drift_and_use(tiny, tmp_path):
 
 @pytest.fixture(scope="module")
 def basics():
-    """The shipped items, and lm-evaluation-harness' verdicts on SmolLM2's answers."""
+    """Return the shipped items, and lm-evaluation-harness' verdicts on SmolLM2's answers."""
     lines = paths.shipped_file("eval-basics.jsonl").read_text("utf-8").splitlines()
     return [json.loads(line) for line in lines], json.loads(RECORDED.read_text("utf-8"))["items"]
 
@@ -362,7 +363,7 @@ def test_answers_get_the_verdicts_of_lm_evaluation_harness(score, basics):
 
 @pytest.mark.model
 def test_choices_get_the_verdicts_of_lm_evaluation_harness(basics, smollm2, tmp_path):
-    """And they tell SmolLM2 135M from a model that knows nothing, which picks one of four."""
+    """SmolLM2 135M is also better than a model that picks one of four choices at random."""
     items, recorded = basics
     items = [item for item in items if "choices" in item]
     (tmp_path / "choices.jsonl").write_text("\n".join(map(json.dumps, items)))
@@ -370,7 +371,7 @@ def test_choices_get_the_verdicts_of_lm_evaluation_harness(basics, smollm2, tmp_
     assert result.scores[0].low > 1 / 4
     for item in result.items:
         verdict, recorded_verdict = item.verdicts[0], recorded[item.id]
-        # other kernels round otherwise: up to 0.51 was measured
+        # other kernels round differently: a difference of 0.51 was measured
         assert verdict.logprobs == pytest.approx(recorded_verdict["logprobs"], abs=1)
         second, first = sorted(recorded_verdict["logprobs"])[-2:]
         assert verdict.passed == recorded_verdict["passed"] or first - second < 1

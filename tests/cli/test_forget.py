@@ -1,4 +1,4 @@
-"""`edgeinfer forget`: blocks on disk go, and nothing else."""
+"""`edgeinfer forget` deletes blocks on disk, and nothing else."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from edgeinfer.runtime.sequence_state import as_state
 
 
 def keep(model: str) -> None:
-    """Put one block of `model` into the user's store."""
+    """Store one block of `model` in the user's prefix cache."""
     blocks = BlockStore(paths.blocks_dir(), CacheLimits(max_bytes=1 << 20, margin_bytes=0)).open_folder(
         model, {}
     )
@@ -34,7 +34,7 @@ def gguf(tmp_path: Path) -> Path:
     return path
 
 
-def test_models_blocks_go_and_the_others_stay(gguf: Path, capsys, monkeypatch) -> None:
+def test_blocks_of_a_model_are_deleted_and_others_stay(gguf: Path, capsys, monkeypatch) -> None:
     keep(model_key("", [str(gguf)]))
     keep("another")
     monkeypatch.setattr(
@@ -45,7 +45,7 @@ def test_models_blocks_go_and_the_others_stay(gguf: Path, capsys, monkeypatch) -
     assert len(list_blocks(paths.blocks_dir())) == 1
 
 
-def test_conversations_blocks_go(capsys) -> None:
+def test_blocks_of_conversations_are_deleted(capsys) -> None:
     keep("one")
     assert main(["forget", "--conversation", "other"]) == 2
     assert "conversation 'other' has no cached prefixes of its own" in capsys.readouterr().err
@@ -62,7 +62,7 @@ def test_a_conversation_without_prefixes_does_not_keep_the_others(capsys) -> Non
     assert list_blocks(paths.blocks_dir()) == []
 
 
-def test_all_goes_and_nothing_named_is_refused(capsys) -> None:
+def test_all_deletes_every_block_and_no_name_is_an_error(capsys) -> None:
     keep("one")
     assert main(["forget"]) == 2
     assert main(["forget", "all", "--yes"]) == 0

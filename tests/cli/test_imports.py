@@ -1,4 +1,4 @@
-"""Import sets, read from sys.modules of a fresh interpreter: import-linter reads only text."""
+"""Modules that each program imports, read from sys.modules: import-linter sees only the source."""
 
 import ast
 import json
@@ -26,13 +26,13 @@ def modules_after(statement):
         ("from edgeinfer.cli.parser import build_parser; build_parser()", HEAVY),
         ("import edgeinfer.runtime.interface", HEAVY),
         ("import edgeinfer.tui, edgeinfer.chat, edgeinfer.server", ("llama_cpp",)),
-        # the page: with the first request for it
+        # the page is imported at its first request
         (
             "import edgeinfer.cli.endpoint_setup",
             ("edgeinfer.server.web.routes", "edgeinfer.tools.loop"),
         ),
         ("import edgeinfer.models.store, edgeinfer.models.catalog", HEAVY),
-        # it clones into namespaces, where a lock that another thread holds is never released
+        # the builder clones: a clone could not release a lock that another thread holds
         ("import edgeinfer.snapshots.builder.builder", HEAVY),
         ("import edgeinfer.snapshots.restore.app_process", HEAVY),
         ("import edgeinfer.cli.verbs.show, edgeinfer.chat.model_choices", ("llama_cpp", "numpy")),
@@ -51,7 +51,7 @@ def test_launcher_and_first_start_import_the_standard_library_and_edgeinfer_only
     assert foreign == set()
 
 
-#: Imports what unpacks the shipped file, as the small Python in it would.
+#: Imports what unpacks the one-file program, as the Python inside that file does.
 FIRST_START = """
 import sys
 for name in SMALL:
@@ -66,7 +66,7 @@ def test_first_start_needs_nothing_that_its_small_python_leaves_out():
     run_python(f"SMALL = {ast.unparse(assigned['SMALL'])}\n{FIRST_START}")
 
 
-#: Imports every module, but for Ray's, as macOS would: without what Python offers on Linux alone.
+#: Imports every module except Ray's, as on macOS: without the names that Python has only on Linux.
 ON_MACOS = """
 import asyncio, ctypes.util, multiprocessing, os, select, subprocess, urllib.request, pypdfium2
 import importlib, pkgutil, sys

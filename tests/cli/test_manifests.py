@@ -1,4 +1,4 @@
-"""The manifests in docs/kubernetes: Kubernetes' schemas, and what our own command line and endpoint take."""
+"""The manifests in docs/kubernetes fit Kubernetes' schemas, our command line and our endpoint."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,4 +58,4 @@ def test_image_starts_as_this_program_does() -> None:
     )
     command = yaml.safe_load(lines["CMD"])
     assert build_parser().parse_args(command).host == "0.0.0.0"
-    assert lines["USER"].partition(":")[0].isdigit()  # Kubernetes' runAsNonRoot wants a number
+    assert lines["USER"].partition(":")[0].isdigit()  # Kubernetes' runAsNonRoot needs a numeric user

@@ -1,4 +1,4 @@
-"""`EDGEINFER_OFFLINE=1` is silent on the network: every verb, as the kernel sees it (`sockets_seen`)."""
+"""With `EDGEINFER_OFFLINE=1` no verb opens a socket to the network (as seen by `sockets_seen`)."""
 
 import json
 import os
@@ -17,34 +17,34 @@ from edgeinfer.cli.parser import VERBS
 pytestmark = pytest.mark.model
 MODEL = "small"
 LAUNCH = ("--resume", "never", "--ctx", "512")
-#: Every verb with its words, and the exit code that it ends with.
+#: Verb → its arguments, and its exit status (None: any).
 COMMANDS = {
     "chat": ((MODEL, "--plain", *LAUNCH), 0),
     "run": ((MODEL, "Hello", "--max-tokens", "2", "--receipt", "receipt.json", *LAUNCH), 0),
     "verify": (("receipt.json", "--ctx", "512"), 0),
     "batch": (("in.jsonl", "out.jsonl", "--model", MODEL), 0),
     "eval": (("items.jsonl", MODEL, "--ctx", "512"), 0),
-    "launch": ((), 0),  # what it launches is a third-party program
+    "launch": ((), 0),  # it lists agents: to run one would use the network
     "pull": (("qwen3-4b",), 4),
     "list": ((), 0),
     "show": ((MODEL,), 0),
     "rm": (("other", "--forget", "--yes"), 0),
     "quantize": ((MODEL, "q8_0", "--name", "eight"), None),
-    "warm": ((MODEL,), None),  # as far as CRIU, which cannot dump what a seccomp filter watches
+    "warm": ((MODEL,), None),  # CRIU fails: it cannot dump a process under a seccomp filter
     "snapshots": (("list",), 0),
     "forget": ((), None),
     "ps": ((), 0),
     "stop": (("nobody",), 2),
-    "backend": (("install", "cuda"), None),  # asks for the driver first
+    "backend": (("install", "cuda"), None),  # it first asks the driver for its version
     "doctor": ((), None),
-    "update": ((), 1),  # a Python package is not updated by it
+    "update": ((), 1),  # it does not update a Python package
     "drift": ((), 0),
-    "tools": ((), 2),  # none are configured
+    "tools": ((), 2),  # no tools are configured
     "version": ((), 0),
     "config": ((), 0),
     "completion": (("words", "run", ""), 0),
 }
-#: What only some words of a verb would ask the network for. Addresses are of TEST-NET-1.
+#: Arguments for which a verb would use the network. Addresses are of TEST-NET-1.
 ASKING = {
     "pull oci://192.0.2.1/library/tiny:1b": 4,
     "pull s3://bucket/tiny.gguf": 4,
@@ -65,7 +65,7 @@ BATCH = {
 
 @pytest.fixture(scope="module")
 def home(smollm2, tmp_path_factory) -> Path:
-    """A home with the small model in it under two names, and nothing built in the background."""
+    """Return a home folder with the small model under two names, without background builds."""
     home = tmp_path_factory.mktemp("offline")
     (home / "ei/config").mkdir(parents=True)
     (home / "ei/config/config.toml").write_text("[snapshots]\nauto-warm = false\n")
@@ -135,7 +135,7 @@ def test_endpoint_only_listens(home):
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        (("web",), None),  # starts no endpoint: the default model is not here
+        (("web",), None),  # it starts no endpoint, because the default model is not here
         (("bench", MODEL, "-p", "8", "-n", "1", "-r", "1", "--ctx", "512", "--quiet"), 0),
     ],
 )
@@ -148,7 +148,7 @@ def test_this_machine_alone_is_asked_for_an_endpoint(home, arguments, code):
 
 
 @pytest.mark.parametrize("command", ASKING)
-def test_silent_if_the_network_would_be_needed(home, command):
+def test_arguments_that_need_the_network_are_refused_without_using_it(home, command):
     process, watch = _run_and_watch(home, *command.split())
     out, err = process.communicate(timeout=250)
     watch.join()
@@ -157,7 +157,7 @@ def test_silent_if_the_network_would_be_needed(home, command):
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
-def test_silent(home, verb):
+def test_no_verb_uses_the_network(home, verb):
     arguments, code = COMMANDS[verb]
     process, watch = _run_and_watch(home, verb, *arguments)
     out, err = process.communicate(timeout=250)

@@ -1,7 +1,7 @@
-"""What v0.2.0 wrote opens in this version: docs/development/versioning.md promises it.
+"""Files of v0.2.0 can be opened by this version, as docs/development/versioning.md promises.
 
-`samples/v0.2.0` is a home that v0.2.0 (f37d8f0f) wrote: `pull`, a conversation with a second answer,
-`config`, and of a snapshot the documents, cut to a few of its files, with paths of nobody's machine.
+`samples/v0.2.0` is a home folder that v0.2.0 (f37d8f0f) wrote: a pulled model, a conversation with an
+alternative answer, a configuration, and a few files of a snapshot. Paths were replaced by made-up ones.
 """
 
 import os
@@ -23,7 +23,7 @@ SAMPLE = Path(__file__).parent / "samples/v0.2.0"
 def _home(tmp_path, monkeypatch):
     home = tmp_path / "home"
     shutil.copytree(SAMPLE, home)
-    for path in (home, *home.rglob("*")):  # git keeps no such modes
+    for path in (home, *home.rglob("*")):  # git does not store these modes
         path.chmod(0o700 if path.is_dir() else 0o600)
     monkeypatch.setenv("EDGEINFER_HOME", str(home))
 
@@ -38,7 +38,7 @@ def test_configuration():
 def test_model(as_json):
     record = read_record(paths.models_dir() / "tiny")
     for path, file in zip(record.paths, record.files, strict=True):
-        os.utime(path, ns=(file.mtime_ns, file.mtime_ns))  # nor times
+        os.utime(path, ns=(file.mtime_ns, file.mtime_ns))  # nor modification times
     (listed,) = [m for m in as_json("list")["models"] if m["name"] == "tiny"]
     assert listed["size_bytes"] == 1984
     assert as_json("show", "tiny")["name"] == "tiny"

@@ -1,4 +1,4 @@
-"""`ps` and `stop`, and the processes of this home and of others."""
+"""`ps` and `stop`, for processes of this home folder and of others."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ PROGRAM = "import sys\nprint('up', flush=True)\nsys.stdin.read()\n"
 
 @pytest.fixture
 def start_launch(tmp_path: Path):
-    """Start a process that looks like a launch, in this home or another."""
+    """Start a process that looks like a launch, with this home folder or another."""
     script = tmp_path / "edgeinfer"
     script.write_text(PROGRAM)
     started: list[subprocess.Popen[str]] = []

@@ -1,4 +1,4 @@
-"""`edgeinfer run` around a scripted engine: model and prompt, output, exit codes."""
+"""`edgeinfer run` with a scripted engine: model and prompt, output, exit statuses."""
 
 import io
 import json
@@ -30,7 +30,7 @@ END = Finished(
 
 
 def script_engine(*script, **info):
-    """An engine that answers every request with the same events."""
+    """Return an engine that answers every request with the same events."""
     return FakeEngine([script], info=EngineInfo(model="m", n_ctx=4096, **info))
 
 
@@ -59,7 +59,7 @@ def run(engine, *typed):
 
 
 def result(engine, capsys, *typed, code=0):
-    """Return what `run --json` answers, or its error."""
+    """Return the result of `run --json`, or its error."""
     assert run(engine, *typed, "--json") == code
     body = json.loads(capsys.readouterr().out)
     assert body["kind"] == ("error" if code else "run")
@@ -129,7 +129,7 @@ def test_prompt_of_one_common_word_is_answered(engine, word):
     assert engine.requests[0].messages[-1].content == word
 
 
-def test_pipe_follows_the_prompt(engine, monkeypatch):
+def test_piped_text_follows_the_prompt(engine, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("añ\n".encode())))
     assert run(engine, "Summarise:") == 0
     assert engine.requests[0].messages[-1].content == "Summarise:\n\nañ\n"
@@ -152,7 +152,7 @@ def test_options_reach_the_request(engine):
 
 
 def test_time_between_a_failed_load_and_the_next_is_not_of_the_start(monkeypatch):
-    """30 s in the model picker do not count; 0.5 s before and 1 s of loading do (fake clock)."""
+    """The 30 s between the loads do not count, 0.5 s before and 1 s of loading do (fake clock)."""
     clock = [500_000_000]
     monkeypatch.setattr("edgeinfer.host.time.monotonic_ns", lambda: clock[0])
     monkeypatch.setattr(Host, "attach_devices", lambda *_: None)
@@ -219,7 +219,7 @@ def test_timings_name_accepted_drafts(capsys):
 
 
 def test_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypatch):
-    """On a clock of its own: 0.5 s until an engine is asked for, 7 s of loading."""
+    """Fake clock: 0.5 s until an engine is requested, then 7 s of loading."""
     clock, said = [500_000_000], ""
 
     def load(_files, _options, _progress=None):
@@ -285,7 +285,7 @@ def test_greedy_output_is_without_the_penalties_of_the_defaults(typed, penalties
     assert (sampling.dry_multiplier, sampling.repeat_penalty) == penalties
 
 
-# --- what the endpoint can, too
+# --- options that the endpoint has, too
 
 
 def test_answer_options_reach_the_request(engine, tmp_path):

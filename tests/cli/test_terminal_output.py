@@ -1,4 +1,4 @@
-"""What a terminal is given: no escape of a file or a name, questions before something is deleted."""
+"""Output on a terminal: no escapes from files or names, and questions before a deletion."""
 
 import contextlib
 import io

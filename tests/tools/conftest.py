@@ -1,4 +1,4 @@
-"""Tool servers started by the tests, in a folder of the test's own."""
+"""Tool servers for tests, each in a temporary folder."""
 
 import pytest
 from tools_here import command

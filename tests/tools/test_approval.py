@@ -1,4 +1,4 @@
-"""Patterns, levels, and what a person types at a card."""
+"""Patterns, levels, and the answers that a user types to a card."""
 
 import json
 import os
@@ -30,7 +30,7 @@ HIDDEN = [
         ("s.t(path=notes/*)", {"path": "notes/../secret"}, False),
         ("s.t(path=notes/*)", {"path": "other/notes/a"}, False),
         ("s.t(path=notes/*)", {}, False),
-        ("s.t(path=../a)", {"path": "../a"}, True),  # exactly
+        ("s.t(path=../a)", {"path": "../a"}, True),  # the same spelling
         ("s.t(path=/home/u/*)", {"path": "/home/u/a/b"}, True),
         ("s.t(path=/home/u/*)", {"path": "/home/u/.ssh/id"}, False),
         ("s.t(path=/home/u/.ssh/*)", {"path": "/home/u/.ssh/id"}, True),
@@ -93,7 +93,7 @@ def text_of(choose):
 
 
 def test_proposed_patterns_match_their_call_and_no_other():
-    """10,000 generated calls; each with one argument in another host, folder, command or with a separator."""
+    """10,000 generated calls, each also with another host, folder or command, or with a separator."""
     choose = random.Random(7)
     schemes, ends = ["http://", "https://"], ["", "/", "/a?b=c#d", "/x/y"]
     hosts = ["docs.python.org", "a.b:8080", "127.0.0.1", "[::1]", "münchen.example"]
@@ -151,7 +151,7 @@ def test_no_pattern_is_proposed_for_a_long_call(arguments):
     assert pattern_for("sandbox", "shell", arguments) == ""
 
 
-def test_what_is_written_is_free():
+def test_a_pattern_for_a_file_tool_ignores_the_content():
     call = {"path": "notes/a.txt", "content": "x\n" * 1000}
     assert pattern_for("files", "write", call) == "files.write(path=notes/*)"
 
@@ -245,10 +245,10 @@ def test_a_destructive_claim_raises_the_level_of_a_wildcard():
     assert approvals.level("s", "exact", {}, destructive=True) == "allow"
 
 
-def test_what_was_taken_back_meanwhile_stays_so():
+def test_a_pattern_that_was_removed_meanwhile_stays_removed():
     approvals = Approvals(ToolsConfig(allow=("a.b", "c.d")), Path())
     config_path().parent.mkdir(parents=True)
-    # by the user, or another chat
+    # the user or another chat has removed `a.b` from the file
     config_path().write_text('[tools]\nallow = [\n  "c.d", # why\n  "e.f",\n]\n')
     approvals.allow_always("s.t")
     assert load_config().tools.allow == ("c.d", "e.f", "s.t")
@@ -263,7 +263,7 @@ def test_every_pattern_comes_back_from_the_configuration(character):
     assert Approvals(load_config().tools, Path()).level(*call) == "allow"
 
 
-def test_allowed_here_means_the_tool_of_this_name():
+def test_allow_here_takes_a_star_in_a_name_literally():
     approvals = Approvals(ToolsConfig(), Path())
     approvals.allow_here(1, "s", "*")
     assert approvals.level("s", "*", {}, conversation=1) == "allow"

@@ -1,4 +1,4 @@
-"""The built-in tools: below the folder alone."""
+"""The built-in file tools, which use only files below their folder."""
 
 import collections
 import os
@@ -112,7 +112,7 @@ def test_a_change_whose_diff_takes_long_is_shown_by_its_arguments(files, tmp_pat
 
 @pytest.mark.parametrize("ending", ["\r", "\x0b", "\x85", "\u2028", " ", ""])
 def test_a_diff_shows_every_change(files, ending):
-    """A diff that divides elsewhere than at newlines would be empty, or hide where a line ends."""
+    """Split at other line separators, the diff would be empty, or hide where a line ends."""
     diff = files.preview("write", {"path": "a.txt", "content": f"one{ending}\ntwo\nthree\n"})
     assert (f"+one{ending}\n" in diff) is bool(ending)
     assert files.preview("write", {"path": "a.txt", "content": "one\ntwo\nthree"}).endswith(
@@ -125,7 +125,7 @@ def test_a_change_without_a_diff_is_shown_by_its_arguments(files):
 
 
 def test_a_call_follows_no_link(files, tmp_path):
-    """Links are followed before a call is judged; the call itself meets none, or is refused."""
+    """Links are resolved before a call is judged; a call that then meets one is refused."""
     (tmp_path / "project" / "inner").symlink_to("src")
     assert files.canonical("read", {"path": "./inner/../a.txt"}) == {"path": "a.txt"}
     assert files.canonical("read", {"path": "inner/b.py"}) == {"path": "src/b.py"}
@@ -135,9 +135,9 @@ def test_a_call_follows_no_link(files, tmp_path):
     assert (tmp_path / "secret").read_text() == "two"
 
 
-@pytest.mark.slow  # starts grep
+@pytest.mark.slow  # it starts grep
 def test_nothing_escapes_by_a_race(files, tmp_path):
-    """A folder and a link out of it change places; RACE_S prolongs that."""
+    """A folder is exchanged with a link to outside, again and again (for RACE_S seconds)."""
     project, outside = tmp_path / "project", tmp_path / "outside"
     for folder in (project / "a", outside):
         folder.mkdir()
@@ -164,7 +164,8 @@ def test_nothing_escapes_by_a_race(files, tmp_path):
     print(collections.Counter(texts))
     assert {path.name for path in outside.iterdir()} == {"key"}
     assert (outside / "key").read_text() == "outside"
-    assert {"read", "write", "edit", "Not a directory"} <= set(texts)  # folder and link were met
+    # both the folder and the link were met
+    assert {"read", "write", "edit", "Not a directory"} <= set(texts)
 
 
 def test_grep_is_not_taken_from_the_path(files, tmp_path, monkeypatch):

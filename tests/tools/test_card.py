@@ -1,4 +1,4 @@
-"""The card of a call: it shows the whole call, and a long one page by page."""
+"""The card of a tool call shows the whole call, a long one page by page."""
 
 import random
 import re
@@ -46,7 +46,7 @@ HIDDEN = [
 
 
 def test_a_card_shows_the_call_character_for_character():
-    """10,000 generated arguments: what is shown is visible, and means the call."""
+    """10,000 generated arguments: all shown text is visible, and has one meaning."""
     choose = random.Random(11)
     letters = [
         *HIDDEN,

@@ -1,4 +1,4 @@
-"""From calls to results: approval, servers that misbehave, lists that change, order and limits."""
+"""From calls to results: approval, faulty servers, changing lists of tools, order, limits."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow  # starts programs
 
 
 class Front:
-    """Decides by a script, "once" at its end, and keeps what it was shown."""
+    """Decides by a script, then always "once"; records what it was shown."""
 
     def __init__(self, *decisions):
         self._decisions = list(decisions)
@@ -35,7 +35,7 @@ class Front:
 
 @pytest.fixture
 def said():
-    """Return what was said while tools were prepared."""
+    """Return the notices that were given while tools were prepared."""
     return []
 
 
@@ -70,7 +70,7 @@ def test_a_builtin_tool_that_failed_once_comes_back(open_tools, monkeypatch):
     monkeypatch.setattr(Sandbox, "unavailable", lambda self: reasons[0])
     tools = open_tools(builtin=("read", "shell"))
     assert set(tools.toolbox.bound_tools()) == {"files__read"}
-    assert tools.prepare() == []  # it was said once
+    assert tools.prepare() == []  # a notice is given only once
     reasons[0] = ""
     tools.prepare()
     assert set(tools.toolbox.bound_tools()) == {"files__read", "sandbox__shell"}
@@ -144,7 +144,7 @@ def test_list_that_changes_after_approval_asks_again(open_tools):
     assert tools.notices() == ["the tools of changing have changed. new or changed: go"]
     assert outcomes(uses) == [("done", "call 2")]
     run(tools, ("changing__go", {}), front=front)
-    assert len(front.cards) == 1  # approved as it is now
+    assert len(front.cards) == 1  # the tool was approved in its present form
 
 
 def test_list_that_changed_while_nothing_ran_asks_too(open_tools, tmp_path):
@@ -249,7 +249,7 @@ def test_third_repeat_of_a_call_is_answered_without_tools(open_tools):
     ("kind", "calls"),
     [
         ("plain", [("plain__add", {"a": a, "b": 1}) for a in (1, 1, 2, 1, 1)]),
-        ("changing", [("changing__go", {})] * 5),  # polls: each result is another
+        ("changing", [("changing__go", {})] * 5),  # each result differs, as when a tool is polled
     ],
 )
 def test_calls_go_on_while_they_or_their_results_differ(open_tools, kind, calls):
@@ -269,7 +269,7 @@ def test_built_in_reads_do_not_ask_and_writes_show_a_diff(open_tools, tmp_path):
     assert "-one\n+two" in front.cards[0].text()
 
 
-def test_what_other_programs_run_by_themselves_asks_and_warns(open_tools, tmp_path):
+def test_writing_a_self_running_file_needs_approval_with_a_warning(open_tools, tmp_path):
     tools, front = (
         open_tools(builtin=("write",), allow=("files.write",)),
         Front(Decision("no"), Decision("no")),

@@ -1,4 +1,4 @@
-"""The client beside the official SDK's server, over both transports, and beside servers that misbehave."""
+"""The client with the official SDK's server, over both transports, and with faulty servers."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def is_alive(pid):
 
 @pytest.fixture(scope="module")
 def http_url():
-    """The SDK's server on a port of its own."""
+    """Start the SDK's server; return its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     server = subprocess.Popen(
@@ -176,7 +176,7 @@ def test_child_dies_with_a_killed_process(tmp_path):
     parent.wait()
     parent.stdout.close()
     until(lambda: not is_alive(child))
-    os.kill(grandchild, 9)  # Linux tells the child alone
+    os.kill(grandchild, 9)  # Linux signals only the child, not the grandchild
 
 
 def test_addresses_elsewhere_ask_the_offline_switch(tmp_path, monkeypatch):

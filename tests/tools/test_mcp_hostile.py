@@ -1,4 +1,4 @@
-"""Servers that read nothing, answer nothing or send without end: every wait on them has one."""
+"""Servers that read nothing, answer nothing or send endlessly: every wait for them has a time limit."""
 
 import itertools
 import json
@@ -18,10 +18,10 @@ from edgeinfer.tools.toolbox import Toolbox
 
 pytestmark = pytest.mark.slow  # starts programs
 
-#: Far below "for ever", and above what a busy machine needs (s).
+#: Longest allowed wait (s); much longer than a busy machine needs.
 BOUND_S = 15.0
 TIMEOUT_S = 1.0
-#: More than a pipe holds.
+#: More than a pipe's buffer holds.
 LONG = {"text": "x" * 200_000}
 
 
@@ -63,7 +63,7 @@ OVER_STDIO = ("deaf", "slow", "pinging", "rooting", "garbage")
 
 @pytest.fixture(params=[*OVER_STDIO, *OVER_HTTP])
 def open_hostile(request, tmp_path):
-    """`open_hostile(timeout_s)`: a session with a hostile server."""
+    """`open_hostile(timeout_s)` starts a session with a hostile server."""
     opened = []
     with HttpToolServer(OVER_HTTP.get(request.param)) as server:
 

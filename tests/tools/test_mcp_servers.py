@@ -1,4 +1,4 @@
-"""The mcp.json files of other programs, read in place."""
+"""The mcp.json files of other programs."""
 
 import json
 
@@ -33,7 +33,7 @@ SERVER = {"command": "npx", "args": ["-y", "server"], "env": {"A": "1"}}
     ],
     ids=["Claude Desktop, Cursor, LM Studio", "VS Code", "VS Code's settings"],
 )
-def test_formats(tmp_path, document):
+def test_files_of_each_program_are_read(tmp_path, document):
     (spec,) = read(tmp_path, document)
     assert (spec.name, spec.command, spec.env) == ("one", ("npx", "-y", "server"), {"A": "1"})
 
@@ -141,7 +141,7 @@ def test_named_variables_are_passed(tmp_path, monkeypatch):
     assert specs[0].env == {"TOKEN": "t0"}
 
 
-# where commands of `shell` and `python` can change the folder
+# servers start outside of the folder, where `shell` and `python` could change programs
 
 
 def program(path):
@@ -157,7 +157,7 @@ def apart(folder, *command, **env):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A project with a program `tool`; so has a folder outside."""
+    """Return a project folder. `tool` is also on the PATH outside of it, `only-here` is not."""
     monkeypatch.setenv(
         "PATH", f"{tmp_path}/project/bin::bin:{tmp_path}/project/../project/b:{tmp_path}/out"
     )
@@ -196,7 +196,7 @@ def test_a_program_of_the_folder_is_refused(folder, tmp_path, command):
     (tmp_path / "out/inward").symlink_to(folder / "bin/tool")
     (folder / "outward").symlink_to(tmp_path / "out/tool")
     (folder / "server.py").touch()
-    (folder / "link").symlink_to(tmp_path / "out")  # a command can make it lead elsewhere
+    (folder / "link").symlink_to(tmp_path / "out")  # a command could change where it leads
     assert path_outside(f"{folder}/link:/usr/bin", folder) == "/usr/bin"
     with pytest.raises(ToolServerError, match=r"can change|there is no program"):
         apart(folder, *(word.format(folder=folder) for word in command))

@@ -1,4 +1,4 @@
-"""What servers send in unusual shapes: it is read, or its message says what came."""
+"""Unusual messages of servers: they are understood, or the error quotes them."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ WENT = CallResult("went")
 
 @pytest.fixture
 def over_http(tmp_path):
-    """`over_http(call)`: a server whose calls are answered so, and a session with it."""
+    """`over_http(call)` starts a server that answers calls with `call`; returns a session."""
     opened = []
 
     def start(call, *sessions):

@@ -1,4 +1,4 @@
-"""Scripts that try to break out of the sandbox, use it up, or outlive it."""
+"""Commands that try to escape from the sandbox, to exhaust the machine, or to outlive the call."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from edgeinfer.tools.sandbox import Sandbox
 from edgeinfer.tools.tool_use import Stop, StoppedError
 
 pytestmark = pytest.mark.slow  # starts programs
-MARK = "86399.5"  # an argument of `sleep` that no other process has
+MARK = "86399.5"  # an argument of `sleep` that identifies the test's processes
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def patient(folder):
-    """Return a sandbox whose time does not end before another limit is passed, however busy it is here."""
+    """Return a sandbox with a long time limit, so that another limit is exceeded first."""
     sandbox = Sandbox(folder, ("shell", "python"), 300.0)
     if reason := sandbox.unavailable():
         pytest.skip(f"no sandbox: {reason}")
@@ -54,7 +54,7 @@ def py(sandbox, code):
 
 
 def sleepers():
-    """Return the processes of this machine that have the mark."""
+    """Return the PIDs of processes with `MARK` in their arguments."""
     pids = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         try:
@@ -73,7 +73,7 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def test_it_works_in_the_folder(sandbox, folder):
+def test_commands_and_python_work_in_the_folder(sandbox, folder):
     (folder / "data.txt").write_text("3 4")
     result = sh(sandbox, "cat data.txt; echo five > out.txt; echo tmp > /tmp/x && cat /tmp/x; exit 3")
     assert result.text == "3 4tmp\n\n(exit status 3)"
@@ -98,7 +98,7 @@ def test_it_works_in_the_folder(sandbox, folder):
         "chroot {home} cat .ssh/id; unshare -Ur cat {home}/.ssh/id; nsenter -t 1 -m cat {home}/.ssh/id",
     ],
 )
-def test_reads_nothing_outside(sandbox, folder, command):
+def test_a_command_reads_nothing_outside(sandbox, folder, command):
     (folder.parent / "secret").write_text("secret")
     result = sh(sandbox, command.format(home=folder.parent))
     assert "secret" not in result.text.replace("secret: No such", "")
@@ -117,7 +117,7 @@ def test_reads_nothing_outside(sandbox, folder, command):
         "mv /tmp /usr/; rename / {home}; rm -rf --no-preserve-root /usr/share/doc/base-files",
     ],
 )
-def test_writes_nothing_outside(sandbox, folder, command):
+def test_a_command_writes_nothing_outside(sandbox, folder, command):
     before = os.stat("/usr"), Path("/proc/sys/kernel/core_pattern").read_text()
     sh(sandbox, command.format(home=folder.parent))
     assert (folder.parent / ".ssh" / "id").read_text() == "secret key"
@@ -126,7 +126,7 @@ def test_writes_nothing_outside(sandbox, folder, command):
     assert not (folder / "disk").exists()
 
 
-def test_reaches_no_socket(sandbox, folder):
+def test_a_command_reaches_no_socket(sandbox, folder):
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as path:
         path.bind(str(folder.parent / "s"))
         path.listen()
@@ -146,7 +146,7 @@ def test_reaches_no_socket(sandbox, folder):
 
 
 @pytest.mark.parametrize("kind", ["SOCK_STREAM", "SOCK_DGRAM", "SOCK_SEQPACKET"])
-def test_reaches_no_program_that_listens_in_the_folder(sandbox, folder, kind):
+def test_a_command_reaches_no_program_that_listens_in_the_folder(sandbox, folder, kind):
     with socket.socket(socket.AF_UNIX, getattr(socket, kind)) as agent:
         agent.bind(str(folder / "agent.sock"))
         if kind != "SOCK_DGRAM":
@@ -173,7 +173,7 @@ def test_reaches_no_program_that_listens_in_the_folder(sandbox, folder, kind):
 
 @pytest.fixture
 def self_running_files(folder):
-    """Return the folder, with files that other programs run by themselves."""
+    """Return the folder, with files that other programs execute by themselves."""
     (folder / ".git" / "hooks").mkdir(parents=True)
     (folder / ".git" / "config").write_text("[core]\n")
     (folder / "settings").mkdir()
@@ -204,7 +204,7 @@ def tree(folder):
         "python3 -c \"import os; os.open('.git', os.O_PATH); os.rename('.git', 'x')\"",
     ],
 )
-def test_what_other_programs_run_by_themselves_is_read_only(sandbox, self_running_files, command):
+def test_self_running_files_are_read_only(sandbox, self_running_files, command):
     before = tree(self_running_files)
     sh(sandbox, command)
     after = tree(self_running_files)
@@ -223,7 +223,7 @@ def test_what_other_programs_run_by_themselves_is_read_only(sandbox, self_runnin
         ("ln -s settings .claude; sleep 9", ".claude"),
     ],
 )
-def test_what_other_programs_would_run_is_renamed(sandbox, self_running_files, command, name):
+def test_new_self_running_files_are_renamed(sandbox, self_running_files, command, name):
     said = sh(sandbox, command)
     assert f"{name} would be executed by other programs; renamed to *.from-sandbox-" in said.text
     assert said.is_error
@@ -231,7 +231,7 @@ def test_what_other_programs_would_run_is_renamed(sandbox, self_running_files, c
     assert len(list(self_running_files.glob(f"{name}.from-sandbox-*"))) == 1
 
 
-def test_a_removed_file_that_other_programs_run_is_told(sandbox, self_running_files):
+def test_a_removed_self_running_file_is_reported(sandbox, self_running_files):
     said = sh(sandbox, "rm .vscode; sleep 9")
     assert ".vscode was removed" in said.text
     assert said.is_error
@@ -247,7 +247,7 @@ def test_a_removed_file_that_other_programs_run_is_told(sandbox, self_running_fi
         "ln -f sub/data sub/.envrc; echo x > conf/real; rm -rf conf",
     ],
 )
-def test_such_files_below_the_top_are_read_only_too(sandbox, folder, command):
+def test_self_running_files_in_subfolders_are_read_only(sandbox, folder, command):
     contents = {
         "sub/.envrc": "mine",
         "sub/data": "data",
@@ -281,9 +281,7 @@ def test_such_files_below_the_top_are_read_only_too(sandbox, folder, command):
         ("mkdir -p a z/z; echo x > z/z/.envrc; cd a; seq 2000 | xargs touch", "z/z/.envrc"),
     ],
 )
-def test_such_files_that_a_command_creates_below_the_top_are_renamed(
-    sandbox, folder, command, path, monkeypatch
-):
+def test_new_self_running_files_in_subfolders_are_renamed(sandbox, folder, command, path, monkeypatch):
     monkeypatch.setattr("edgeinfer.tools.self_running.MAX_NAMES", 100)
     (folder / "sub").mkdir()
     (folder / "sub" / ".envrc").write_text("mine")
@@ -296,7 +294,7 @@ def test_such_files_that_a_command_creates_below_the_top_are_renamed(
     assert (moved / ".envrc").read_text() == "mine", "it was there before, in a folder that was moved"
 
 
-def test_files_of_a_huge_tree_that_were_not_looked_at_are_not_renamed(sandbox, folder, monkeypatch):
+def test_files_of_a_huge_tree_that_were_not_searched_are_not_renamed(sandbox, folder, monkeypatch):
     (folder / "sub" / "deep").mkdir(parents=True)
     (folder / "sub" / "deep" / ".envrc").write_text("mine")
     wait_for(lambda: (folder / "sub" / "deep" / ".envrc").stat().st_ctime < time.time() - 0.1)
@@ -308,7 +306,7 @@ def test_files_of_a_huge_tree_that_were_not_looked_at_are_not_renamed(sandbox, f
 
 @pytest.mark.parametrize("name", [".git", "HEAD", ".envrc"])
 @pytest.mark.parametrize("ending", ["output", "stop", "closed output", "folder without permissions"])
-def test_what_other_programs_would_run_is_renamed_however_the_call_ends(sandbox, folder, name, ending):
+def test_new_self_running_files_are_renamed_however_the_call_ends(sandbox, folder, name, ending):
     make = f"mkdir {name}; echo x > {name}/config"
     stop = Stop()
 
@@ -330,7 +328,7 @@ def test_what_other_programs_would_run_is_renamed_however_the_call_ends(sandbox,
     assert stop.is_set or list(folder.glob(f"{name}.from-sandbox-*"))
 
 
-def test_what_other_programs_would_run_is_renamed_after_edgeinfer_was_killed(sandbox, folder):
+def test_new_self_running_files_are_renamed_after_edgeinfer_was_killed(sandbox, folder):
     command = f"touch go; while :; do mkdir .git; done 2>/dev/null & exec sleep {MARK}"
     code = (
         "from pathlib import Path; from edgeinfer.tools import sandbox_process, sandbox; "
@@ -357,7 +355,7 @@ def test_what_other_programs_would_run_is_renamed_after_edgeinfer_was_killed(san
         ({".envrc -> conf/envrc": "", "conf/envrc": "mine"}, "mv conf a; mkdir conf", ".envrc"),
     ],
 )
-def test_where_a_link_leads_is_not_exchanged(sandbox, folder, files, command, unchanged):
+def test_the_target_of_a_link_cannot_be_exchanged(sandbox, folder, files, command, unchanged):
     for name, content in files.items():
         link, _, target = name.partition(" -> ")
         (folder / link).parent.mkdir(parents=True, exist_ok=True)
@@ -409,7 +407,7 @@ def test_the_permissions_of_the_folder_come_back(sandbox, folder):
 
 
 def test_sockets_take_little_memory(patient):
-    """The buffers of sockets belong to no process."""
+    """Buffers of sockets do not count as memory of a process."""
     tried = py(
         patient,
         "import socket as s\na, b = s.socketpair()\n"
@@ -433,11 +431,11 @@ def test_a_program_of_the_folder_is_not_found_by_others(sandbox, folder, monkeyp
     assert sandbox.unavailable() == ""
     assert os.environ["PATH"] == "/usr/bin:/bin"
     assert Sandbox(Path("/"), ("shell",), 2.0).unavailable()
-    assert os.environ["PATH"] == "/usr/bin:/bin"  # no command runs there
+    assert os.environ["PATH"] == "/usr/bin:/bin"  # unchanged, because no command runs in /
 
 
 def test_the_command_is_not_an_argument_of_a_process(sandbox, folder):
-    """Other users see the arguments of every process."""
+    """Other users could read it in the list of processes."""
     seen = []
 
     def look():
@@ -486,7 +484,7 @@ def test_a_command_may_be_long_and_its_input_is_empty(sandbox, folder):
         "libc.reboot(0x1234567)",
     ],
 )
-def test_calls_are_refused(sandbox, call):
+def test_dangerous_system_calls_are_refused(sandbox, call):
     code = f"import ctypes, os; libc = ctypes.CDLL(None, use_errno=True); print({call})"
     assert py(sandbox, code).text == "-1\n"
 
@@ -501,7 +499,7 @@ def test_has_no_capability_and_no_open_file(sandbox, folder):
     rows = dict(line.split(":\t") for line in result.text.splitlines() if ":" in line)
     assert {rows[f"Cap{name}"] for name in ("Prm", "Eff", "Inh", "Amb")} == {"0" * 16}
     assert rows["NoNewPrivs"] == "1"
-    assert result.text.splitlines()[-4:] == ["0", "1", "2", "3"]  # the last is the listing's own
+    assert result.text.splitlines()[-4:] == ["0", "1", "2", "3"]  # descriptor 3 is that of `ls` itself
 
 
 @pytest.mark.parametrize(
@@ -519,7 +517,7 @@ def test_has_no_capability_and_no_open_file(sandbox, folder):
         ("dd if=/dev/zero of=/tmp/big bs=1M count=600", "No space left"),
     ],
 )
-def test_limits_end_it(folder, sandbox, command, said):
+def test_a_command_beyond_a_limit_is_ended(folder, sandbox, command, said):
     timeout_s = 2.0 if "more than 2 s" in said else 300.0
     result = sh(Sandbox(folder, ("shell",), timeout_s), command)
     assert any(text in result.text for text in said.split("|"))
@@ -552,7 +550,7 @@ def test_memory_is_limited_over_all_processes(patient, processes):
     ],
 )
 def test_shared_memory_is_limited(patient, after, said):
-    """Also if no process has its pages any more."""
+    """Even if no process maps it any more."""
     text = py(
         patient,
         "import ctypes, mmap, time\nlibc, kept = ctypes.CDLL(None), []\n"
@@ -585,7 +583,7 @@ def test_nothing_outlives_the_call(sandbox, folder):
     assert not sleepers()
 
 
-def test_stop_ends_it(sandbox):
+def test_a_stop_ends_a_command(sandbox):
     stop = Stop()
     caught = []
 
@@ -618,10 +616,10 @@ def test_is_not_offered_where_a_command_could_change_edgeinfer(folder, monkeypat
     monkeypatch.setattr(sys, "prefix", str(folder / ".venv"))
     assert f"({folder}/.venv): install edgeinfer" in Sandbox(folder, ("shell",), 2.0).unavailable()
     monkeypatch.undo()
-    monkeypatch.syspath_prepend(folder / "src")  # of a package that is installed in place
+    monkeypatch.syspath_prepend(folder / "src")  # an editable install puts this folder on sys.path
     assert f"({folder}/src): install edgeinfer" in Sandbox(folder, ("shell",), 2.0).unavailable()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", [""])  # python -m edgeinfer
+    monkeypatch.setattr(sys, "path", [""])  # as `python -m edgeinfer` does
     assert f"({folder}): install edgeinfer" in Sandbox(folder, ("shell",), 2.0).unavailable()
 
 

@@ -1,4 +1,4 @@
-"""Tools with the real small model: calls by the schemas, and a tool list that is prefilled once."""
+"""Tools with a real small model: valid calls, and a list of tools that is prefilled once."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""The tool `fetch` before servers of the test's own: hosts, addresses, redirects, sizes, kinds."""
+"""The tool `fetch` with local servers: hosts, addresses, redirects, sizes, content types."""
 
 import contextlib
 import threading
@@ -15,7 +15,7 @@ HERE = ("127.0.0.1",)
 
 @pytest.fixture
 def pages():
-    """Answers by path: (status, headers, body), or a function of the handler."""
+    """A server whose answer to each path is (status, headers, body), or a function of the handler."""
     answers, asked = {}, []
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Driving the app: pilots that wait for a condition and never for a time."""
+"""Fixtures that drive the app; they wait for conditions, never for a fixed time."""
 
 import contextlib
 
@@ -8,7 +8,7 @@ from fixed_chat import Driven, FixedHost, make_app
 
 @pytest.fixture
 def drive(tmp_path):
-    """`async with drive(engine=…) as d`: the chat on an 80 by 24 terminal, with its model if `ready`."""
+    """`async with drive(engine) as d`: the chat on an 80 by 24 terminal; `ready` loads its model."""
 
     @contextlib.asynccontextmanager
     async def driving(engine=None, host=None, size=(80, 24), ready=True, **fields):

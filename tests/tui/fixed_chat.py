@@ -1,4 +1,4 @@
-"""A chat with a fixed clock, engine and model store, for tests, snapshots and screenshots."""
+"""A chat with a fixed clock, engine and list of models, for tests, snapshots and screenshots."""
 
 import asyncio
 import itertools
@@ -20,12 +20,12 @@ from edgeinfer.tui.app import ChatApp
 
 MODEL = "smollm2-135m-instruct"
 NOON = 1_790_000_000_000
-#: Memory of the machine that the models are judged for.
+#: Memory of the machine, which decides which models fit.
 MEMORY = Memory(total_bytes=4 * 10**9, available_bytes=4 * 10**9, reason="made up")
 
 
 def end(prompt=312, cached=280, completion=96, reason="stop", ttft=23.0, decode=2261.0):
-    """A finish with fixed figures."""
+    """Return the event that ends an answer, with fixed figures."""
     return Finished(
         reason=reason,
         usage=Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion),
@@ -34,7 +34,7 @@ def end(prompt=312, cached=280, completion=96, reason="stop", ttft=23.0, decode=
 
 
 def words(text):
-    """A script that says `text` word by word, with fixed figures at its end."""
+    """Return a script that generates `text` word by word, and ends with fixed figures."""
     return [*(w + " " for w in text.split(" ")), end()]
 
 
@@ -70,7 +70,7 @@ def make_offer(role, name, reason, size, rate):
     )
 
 
-#: What a first run offers.
+#: Models that a first run offers.
 OFFERED = [
     make_offer("comfortable", "qwen3-0.6b", "answers faster than you can read", 484_000_000, 31.0),
     make_offer("tiny", MODEL, "small and quick to download, simple answers", 98_362_432, 140.0),
@@ -79,7 +79,7 @@ EMPTY_SHELF = [msgspec.structs.replace(row, pulled=False, warm=False) for row in
 
 
 class FixedHost(Host):
-    """Resumed in 84 ms; hands out the engine given; `errors` are raised instead of loading."""
+    """A host that was resumed in 84 ms. It returns the given engine, or raises `errors` first."""
 
     def __init__(self, engine=None, start=None, errors=(), config=None):
         super().__init__(start or Start(how="resumed", stages_ms={"ready": 84.0}), config or Config())
@@ -123,7 +123,7 @@ def make_app(path, host=None, **fields):
 
 
 async def wait_until(pilot, condition, seconds=10.0):
-    """Let the app work until `condition()` holds; its value."""
+    """Let the app work until `condition()` is true; return its value."""
     deadline = time.monotonic() + seconds
     while not (outcome := condition()):
         assert time.monotonic() < deadline, "the condition did not come true"
@@ -164,7 +164,7 @@ class Driven:
         await self.until(lambda: self.idle() and len(self.session.all_turns()) >= before + 2)
 
     async def click(self, mark):
-        """Click on the first line of the transcript that has `mark`, three cells into it."""
+        """Click into the first line of the transcript with `mark`, three cells after its start."""
         rows = self.screen_text().splitlines()
         y = next(i for i, text in enumerate(rows) if mark in text)
         await self.pilot.click("#transcript", offset=(rows[y].index(mark) + 3, y))
@@ -174,7 +174,7 @@ class Driven:
         return self.chat.streaming is None and not self.session.busy
 
     def screen_text(self):
-        """The transcript as text."""
+        """Return the transcript as text."""
         transcript = self.chat.transcript
         return "\n".join(
             line.text for e in transcript.entries for line in e.lines(transcript.text_width)

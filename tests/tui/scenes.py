@@ -1,7 +1,4 @@
-"""Scenes: what each screen needs before it is looked at.
-
-The snapshots and the README's screenshots are taken of them.
-"""
+"""Scenes: screens of the app in a certain state, for snapshots and the README's screenshots."""
 
 import re
 from typing import Any, NamedTuple
@@ -43,14 +40,14 @@ def quicksort():
 
 
 class Scene(NamedTuple):
-    """What a screen needs: a host, models, and `prepare`, which brings it there."""
+    """A host and a list of models; `prepare` makes the app show the scene."""
 
     host: Any
     shelf: list
     prepare: Any
 
 
-#: A function that makes the scene, by its name.
+#: Name → scene.
 SCENES = {}
 
 

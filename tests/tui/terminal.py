@@ -1,4 +1,4 @@
-"""A real terminal for tests: tmux with a shell in it, driven by keys and read as a screen."""
+"""A real terminal for tests: a shell in tmux, which gets keys and whose screen is read."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ PROMPT = "ready$ "
 
 
 def shell_environment(home):
-    """The environment of a shell that finds edgeinfer, with its own home."""
+    """Return the environment of a shell that finds edgeinfer and has its own home folder."""
     return {
         "HOME": str(home),
         "EDGEINFER_HOME": str(home / "edgeinfer"),
@@ -25,10 +25,9 @@ def shell_environment(home):
 
 
 class Terminal:
-    """An 80 by 24 terminal with an interactive bash.
+    """An 80 by 24 terminal with an interactive bash. Waits are for conditions, never for a fixed time.
 
-    Everything is found on the screen; nothing is waited for by time. `become` are the words before a
-    command that has to run as another user.
+    `become` is put before a command, to run it as another user.
     """
 
     def __init__(self, folder: Path, environment: dict[str, str], become: Sequence[str] = ()):
@@ -65,26 +64,27 @@ class Terminal:
         self._tmux("resize-window", "-x", str(columns), "-y", str(rows))
 
     def until(self, condition, seconds=60.0):
-        """Wait for a condition; its value. The screen is in the message when it does not come true."""
+        """Wait for a condition and return its value; after `seconds`, fail and show the screen."""
         deadline = time.monotonic() + seconds
         while not (outcome := condition()):
             assert time.monotonic() < deadline, f"it did not come true; the screen:\n{self.screen()}"
-            time.sleep(0.02)  # looking takes processes of its own
+            time.sleep(0.02)  # each check starts processes, so do not check too often
         return outcome
 
     def until_shown(self, text, seconds=60.0):
         return self.until(lambda: text in self.screen(), seconds)
 
     def modes(self):
-        """The modes that tmux sees (alternate screen, mouse, cursor, paste), and the tty's own."""
+        """Return the modes that tmux knows (alternate screen, mouse, cursor, paste) and the tty's."""
         seen = "#{alternate_on} #{mouse_any_flag} #{cursor_flag} #{mouse_sgr_flag}"
         flags = self._tmux("display-message", "-p", seen)
         tty = self._tmux("display-message", "-p", "#{pane_tty}").strip()
         stty = run("stty", "-a", "-F", tty).stdout
-        return flags.strip(), stty.split("\n", 1)[1]  # the first line holds the size
+        # the first line contains the size, which may change
+        return flags.strip(), stty.split("\n", 1)[1]
 
     def scribble(self, text):
-        """Write to the terminal as another program would."""
+        """Write to the terminal, as another program would."""
         tty = self._tmux("display-message", "-p", "#{pane_tty}").strip()
         Path(tty).write_text(text)
 
@@ -92,7 +92,7 @@ class Terminal:
         return int(self._tmux("display-message", "-p", "#{pane_pid}"))
 
     def children(self, pid=None):
-        """Processes below the shell, depth first: (pid, name, command)."""
+        """Return the shell's descendants, depth first: (pid, name, command)."""
         processes = []
         for child in descendants(pid or self.shell_pid()):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):

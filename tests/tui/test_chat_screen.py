@@ -1,4 +1,4 @@
-"""The chat screen with a scripted engine: asking, stopping, branches, commands, files, trouble."""
+"""The chat screen with a scripted engine: asking, stopping, branches, commands, files, errors."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ from edgeinfer.tui.screens.model_picker import ModelScreen
 
 
 def gated_engine(*before, after=("done",)):
-    """A script that stops at a gate; (engine, gate)."""
+    """Return an engine whose answer waits at a gate, and the gate."""
     gate = StepGate(threading.Event())
     return FakeEngine([[*before, gate, *after]]), gate
 
@@ -309,7 +309,7 @@ async def test_failed_load_is_reported_and_the_question_kept(drive):
 
 @pytest.fixture
 def first_run(monkeypatch):
-    """No model is here: two are offered, and `pull` succeeds but for the names in `unreachable`."""
+    """No model is pulled, two are offered, and `pull` fails for the names in the returned set."""
     unreachable = set()
 
     def pull(name, report=None, cancel=None):
@@ -352,7 +352,7 @@ async def test_first_question_is_answered_once_a_model_is_picked(drive, first_ru
             await d.type("Why is the sky blue?", "enter")
         gate.set()
         await picker_of(d)
-        if way == "at once":  # Enter was on its way while the picker opened
+        if way == "at once":  # Enter was pressed before the picker was open
             d.chat.composer.post_message(Composer.Sent("Why is the sky blue?", None))
             await d.until(lambda: len(host.opened) == 2 and not d.chat.loader.progress)
         elif way != "before":
@@ -634,7 +634,7 @@ async def test_queued_message_comes_back_after_a_failure(drive):
 
 @pytest.fixture
 def page(tmp_path):
-    """`page(d, engine)`: another program with the chat's conversation open."""
+    """`page(d, engine)`: a session in which another program has opened the same conversation."""
     with contextlib.ExitStack() as stores:
 
         def open_two(d, engine=None):
@@ -688,7 +688,7 @@ async def test_changes_of_another_program_are_shown_and_the_place_kept(drive, pa
         await d.press("pageup")
         scroll_y = d.chat.transcript.scroll_y
         await d.until(lambda: d.session._seen)
-        assert "tokens/s" in d.screen_text()  # an answer of its own is no change
+        assert "tokens/s" in d.screen_text()  # this program's own answer does not count as a change
         other = page(d)
         other.set(title="Another title")
         await d.until(lambda: d.session.conversation.title == "Another title")
@@ -768,7 +768,7 @@ def tools_host(*scripts, city="Rome"):
 
 
 async def card_of(d):
-    """Turn the tools on, ask, and wait for the card."""
+    """Ask a question, and wait for the card of the tool call."""
     await d.until(lambda: d.session.tools is not None)
     await d.type("Rome?", "enter")
     await d.until(lambda: "plain · weather wants to run" in d.screen_text())

@@ -1,4 +1,4 @@
-"""Markdown as lines: drawn whole as grown, and nothing a terminal would obey."""
+"""Markdown as lines: a growing text is drawn like the whole, without terminal escapes."""
 
 import random
 
@@ -68,7 +68,7 @@ def test_no_line_is_wider_than_asked(width):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_appended_text_is_drawn_as_the_whole(seed):
-    """The incremental drawing must not differ from the full one, however the pieces fall."""
+    """Pieces of any size give the same lines as the whole text."""
     chance = random.Random(seed)
     body, position = RenderedMarkdown("", 50), 0
     while position < len(DOCUMENT):

@@ -27,7 +27,7 @@ def fixed_choices(monkeypatch):
 
 @pytest.fixture
 def pulling(monkeypatch):
-    """`pull` as the test wants: reports once, waits for `go` or the cancellation, raises `error`."""
+    """A `pull` that reports once, waits for `go` or a cancellation, and raises `error` if set."""
 
     class Pulling:
         go = threading.Event()
@@ -105,7 +105,7 @@ class TestModels:
             await d.until(lambda: "closed the connection" in str(detail.render()))
             assert "run the same command again" in str(detail.render())
 
-    async def test_typing_filters(self, drive):
+    async def test_typing_filters_the_list(self, drive):
         async with drive() as d:
             screen = await open_models(d)
             await d.press(*"mistral")
@@ -196,7 +196,7 @@ class TestSessions:
     @pytest.mark.parametrize(
         ("ms", "text"), [(0, "now"), (120_000, "2 min"), (7_200_000, "2 h"), (10**9, "11 d")]
     )
-    def test_ago(self, ms, text):
+    def test_ages_are_formatted(self, ms, text):
         assert format_age(ms) == text
 
 
@@ -218,7 +218,7 @@ class TestHelp:
             await d.press("escape")
             assert d.app.screen is d.chat
 
-    def test_it_writes_itself(self):
+    def test_it_lists_every_key_also_rebound_ones(self):
         text = str(help_content({"regenerate": "ctrl+x"}, 200))
         assert all(key.id in text and key.tooltip in text for key in bindings.KEYS)
         assert "Ctrl+X" in text

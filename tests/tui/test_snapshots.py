@@ -1,6 +1,6 @@
 """Every screen as SVG, in one size and theme each.
 
-`pytest --snapshot-update` accepts what is on show now; look first.
+`pytest --snapshot-update` accepts the new drawings; look at them first.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""The whole program at a real terminal with the real model: cold, and resumed from a real snapshot."""
+"""The whole program on a real terminal with a real model: cold, and resumed from a snapshot."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def home(smollm2, tmp_path_factory):
-    """A home with the model in it, and warm."""
+    """Return a home folder with the model and its snapshot."""
     home = tmp_path_factory.mktemp("terminal-home")
     environment = clean(home)
     for arguments in (["pull", str(smollm2), "--in-place", "--name", MODEL], ["warm", MODEL]):
@@ -47,7 +47,7 @@ def start_kind(request):
 
 @pytest.fixture
 def terminal(home, tmp_path):
-    """A terminal, whose modes must be in the end what they were before."""
+    """A terminal, whose modes must be the same at the end of the test."""
     for path in (home / "edgeinfer/data").glob("conversations.db*"):
         path.unlink()
     with contextlib.closing(Terminal(tmp_path, clean(home))) as terminal:
@@ -62,7 +62,7 @@ def until_restored(terminal):
 
 
 def begin(terminal, start_kind, *arguments):
-    """Start the chat and wait for its first paint and its model."""
+    """Start the chat, and wait for its first paint and its model."""
     start(terminal, f"edgeinfer chat --temperature 0 {' '.join(arguments)}", start_kind)
     terminal.until_shown("Ask something")
     terminal.until_shown("context")
@@ -78,7 +78,7 @@ def leave(terminal):
 
 
 def until_wide(terminal, columns):
-    """Wait until the composer's frame is as wide as the terminal, but for a margin."""
+    """Wait until the input field's frame is as wide as the terminal, minus a margin."""
     terminal.until(
         lambda: any(
             line.endswith("╮") and len(line) == columns - 1 for line in terminal.screen().splitlines()
@@ -87,7 +87,7 @@ def until_wide(terminal, columns):
 
 
 def until_drawn(terminal, typed):
-    """Wait for the whole screen: welcome, composer with what is typed, status line."""
+    """Wait for the whole screen: welcome, input field with the typed text, status line."""
     for text in ("Enter   asks", typed, "context"):
         terminal.until_shown(text)
 
@@ -100,15 +100,15 @@ def stored_turns(terminal):
 
 
 def has_left(terminal):
-    """The shell has the terminal back."""
+    """Return whether the shell shows its prompt again."""
     return terminal.screen().rstrip().endswith(PROMPT.strip())
 
 
 def answer_on(screen):
-    """The words of each line of the last answer on the screen, newest line last."""
-    above = screen.partition("╭")[0]  # the composer's frame
+    """Return the words of each line of the last answer on the screen."""
+    above = screen.partition("╭")[0]  # up to the frame of the input field
     lines = above.rpartition("❯")[2].splitlines()
-    # until the first words come, a line that ends in "…" says what it waits for
+    # before the first token, a line that ends in `…` says what is waited for
     shown = (
         words_of(line) for line in lines if line.startswith("   ") and not line.rstrip().endswith("…")
     )
@@ -120,7 +120,7 @@ def words_of(text):
 
 
 def app_of(terminal):
-    """The descendant that has threads; the launcher has none."""
+    """Return the descendant with threads, which is the app; the launcher has none."""
     pids = (pid for pid, name, _ in terminal.children() if name == "edgeinfer")
     return next(pid for pid in pids if len(os.listdir(f"/proc/{pid}/task")) > 1)
 

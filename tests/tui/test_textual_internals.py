@@ -1,4 +1,4 @@
-"""The private names of Textual and Rich that we use or replace are those of the versions installed."""
+"""The private names of Textual and Rich that the app uses exist in the installed versions."""
 
 from importlib import import_module
 from importlib.metadata import version
@@ -10,9 +10,9 @@ from textual.cache import LRUCache
 from edgeinfer.tui import textual_internals
 from edgeinfer.tui.textual_internals import XTermParser, divide_line, keymap
 
-#: Versions in which these names were read.
+#: Versions for which these names were checked.
 READ_IN = {"textual": "8.2", "rich": "15.0"}
-#: Private methods that our subclasses replace or call, by Textual's class.
+#: Private methods that our subclasses override or call, by Textual's class.
 METHODS = {
     "textual.app:App": ("_handle_exception", "_fatal_error", "_close_messages_no_wait"),
     "textual.widgets:TextArea": ("_on_key", "_toggle_cursor_blink_visible"),
