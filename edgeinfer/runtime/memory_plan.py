@@ -1,8 +1,8 @@
-"""Plan the memory of a load before it: shape, options and machine give a `Plan`.
+"""Plan how a model is loaded, by its sizes, the options and the machine's memory: `make_plan`.
 
-Pure arithmetic over passed facts; each automatic choice has its reason. Memory is in bytes, context in
-tokens. `show` calls it with the header's facts, the loader with the model's, and both get the same
-result. `offload_plan` divides a planned model among devices.
+A plan is computed without llama.cpp, so that `edgeinfer show` gets the same one from the header of a
+file as the loader from the model. Each automatic choice has a reason. Memory is in bytes, context in
+tokens. `offload_plan` divides a planned model among devices.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from edgeinfer.runtime.options import Chosen, LoadOptions
 from edgeinfer.units import format_bytes
 
 _MIB = 1 << 20
-#: Longest automatic context. llama.cpp keeps some 50 bytes per cell, and looks at all cells when it
-#: copies or removes a sequence.
+#: Longest automatic context (tokens). llama.cpp needs some 50 bytes per cell besides K and V, and looks
+#: at all cells when it copies or removes a sequence.
 _AUTO_MAX_TOKENS = 131_072
-#: A quantized cache makes attention slower. It is chosen only if f16 cannot hold this many tokens, or
-#: the training context if that is shorter.
+#: A quantized KV cache, which slows attention, is chosen only if an f16 cache cannot hold this many
+#: tokens (or the training context, if that is shorter).
 _AMPLE_TOKENS = 32_768
-#: Cells of the shared KV cache that each sequence is guaranteed when all are busy.
+#: Smallest number of cells per sequence that decodes in parallel.
 _CELLS_PER_SEQUENCE = 1024
 
 
 def choose_threads(n_threads: int, processors: Processors) -> Chosen:
-    """Choose decode threads: 0 means the affinity's physical cores, or the control group's share."""
+    """Choose the number of threads: 0 means the physical cores that this process may use."""
     if n_threads:
         return Chosen(n_threads, "as asked")
     cores = processors.physical_cores
@@ -57,7 +57,7 @@ def choose_threads(n_threads: int, processors: Processors) -> Chosen:
 def choose_parallel(
     n_parallel: int, n_threads: int, kv_bytes_per_token: int, free_bytes: int
 ) -> Chosen:
-    """Choose how many sequences decode together: 0 means four per thread (4 to 16), if they fit."""
+    """Choose how many sequences decode in parallel: 0 means four per thread (4 to 16), if they fit."""
     if n_parallel:
         return Chosen(n_parallel, "as asked")
     by_cores = min(16, max(4, 4 * n_threads))
@@ -123,7 +123,7 @@ def choose_context(n_ctx: int, n_ctx_train: int, kv_bytes_per_token: int, free_b
 
 
 def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_bytes: int) -> Chosen:
-    """Choose the number of cells that all sequences share. Cells take memory when first used."""
+    """Choose how many cells the KV cache has. A cell takes memory when it is first used."""
     n_cells = n_parallel * _CELLS_PER_SEQUENCE
     fits = free_bytes // 2 // max(1, kv_bytes_per_token)
     if n_cells <= n_ctx or fits <= n_ctx:
@@ -133,42 +133,43 @@ def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_byte
     return Chosen(round_up_cells(n_cells), f"{_CELLS_PER_SEQUENCE} for each of {n_parallel} sequences")
 
 
-#: Most tokens that a step may verify for one sequence beyond its next one (speculative decoding).
+#: Most draft tokens that a step verifies for one sequence.
 MAX_DRAFT = 15
-#: Tokens that a draft model computes per step, so that no other stream stalls; and its sequence ids
-#: beyond the running ones, for texts that a later request may continue.
+#: Most tokens that a draft model computes at once, so that other requests need not wait; and its
+#: sequence ids for texts that later requests may continue.
 DRAFT_BATCH = 128
 DRAFT_SPARE_SEQUENCES = 8
-#: Rows with logits per step and request; each is a vocabulary of floats.
+#: Tokens with logits per step and request. The logits of a token are a float per token of the
+#: vocabulary.
 _OUTPUTS_PER_REQUEST = 8
-#: Sequence ids beyond the running ones: 16 for idle conversations, and a scratch id for KV blocks'
-#: states.
+#: Sequence ids besides the parallel ones: 16 for idle conversations, and one for saving KV blocks.
 _SPARE_SEQUENCES = 17
 _MAX_SEQUENCES = 256
-#: Fewest cells to which an automatic context is shortened to place layers on devices.
+#: An automatic context is not shortened below this (cells) to place more layers on devices.
 _MIN_DEVICE_CELLS = 8192
-#: Context (tokens) assumed for a model that does not fit.
+#: Context (tokens) in the plan of a model that does not fit.
 _FALLBACK_CTX = 4096
-#: Smallest useful KV cache (bytes) of an automatic context, unless the whole planned cache is smaller.
+#: Smallest useful KV cache (bytes) of an automatic context.
 _USEFUL_KV_BYTES = 1 << 30
-#: Bytes reserved for the process around the model.
+#: Memory (bytes) of the process besides the model.
 _PROCESS_BYTES = 64 << 20
 #: Smallest ring buffer (bytes) for streamed weights. It holds two of the largest weights, so that one
 #: is read while the other is multiplied.
 _RING_BYTES = 64 << 20
-#: Memory that streaming leaves free: the larger of these bytes and 1/20 of the memory.
+#: Memory that streaming leaves free: this many bytes, but at least 1/20 of all.
 _STREAMING_MARGIN_BYTES, _STREAMING_MARGIN_SHARE = 100_000_000, 20
-#: If an eighth of the memory holds less, an automatic context of streamed weights has this many tokens
-#: in f16, or twice as many in q8_0: each of its bytes is read again for every token.
+#: Shortest automatic context (tokens, in f16) of a model with streamed weights; it may take an eighth
+#: of the memory. With a longer one, fewer weights stay in memory, and more are read
+#: for every token.
 _STREAMING_CTX = 2048
-#: Divisor of the KV cache's size that gives its reserved part, because a KV cache takes memory as it
-#: fills. As more is used, `llama.streaming` frees weights.
+#: If weights are streamed, a quarter of the KV cache gets memory at first. As more of it is used,
+#: `llama.streaming` keeps fewer weights in memory.
 _KV_SHARE = 4
-#: Slots for a share of all experts miss (1 - share) to this power of the experts that a token uses: on
-#: a trace of 24 layers they missed 0.56 at a share of 0.13, 0.36 at 0.25 and 0.20 at 0.40, which are
-#: powers of 4.2 to 3.2.
+#: If a `share` of all experts is in memory, (1 - share) to this power of the experts that a token uses
+#: must be read. In a trace of 24 layers these were 0.56 for a share of 0.13, 0.36 for 0.25, 0.20 for
+#: 0.40.
 _MISS_POWER = 3
-#: Rate assumed for a disk that could not be measured: a SATA SSD's.
+#: Rate (bytes/s) assumed of a disk that could not be measured: that of a SATA SSD.
 _ASSUMED_DISK_BYTES_PER_S = 500e6
 
 
@@ -187,7 +188,7 @@ class StreamingPlan:
     streamed_bytes: int
 
     def miss_share(self, shape: Shape) -> float:
-        """Estimate the share of a token's experts that are in no slot; 0.0 without experts."""
+        """Estimate the share of a token's experts that must be read from disk; 0.0 without experts."""
         held = self.expert_bytes / shape.expert_bytes if shape.expert_bytes else 1.0
         return (1.0 - min(1.0, held)) ** _MISS_POWER
 
@@ -311,7 +312,7 @@ def make_exact_plan(
     tensor_sizes: Callable[[], Mapping[str, int]],
     draft: Shape | None = None,
 ) -> tuple[Shape, Plan]:
-    """Return plan and shape; if the weights do not fit, use exact tensor sizes (bytes)."""
+    """Return shape and plan. Only if the weights do not fit, the sizes of all tensors are read."""
     plan = make_plan(shape, options, machine, draft)
     if plan.from_disk:
         shape = with_tensors(shape, tensor_sizes())
@@ -320,7 +321,7 @@ def make_exact_plan(
 
 
 def plan_streaming(shape: Shape, available_bytes: int, context_bytes: int) -> StreamingPlan | None:
-    """Divide the memory that a context leaves among weights that do not fit.
+    """Decide which weights stay in the memory that a context leaves, and which are streamed.
 
     Returns None if there is no room for a ring and the output, or for the experts that one layer uses.
     """
@@ -348,7 +349,7 @@ def _compute_bytes(
 
 
 def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[int, bool]:
-    """Return the bytes left for the KV cache, and whether the weights must stay on disk.
+    """Return the bytes that are left for the KV cache, and whether weights must be streamed.
 
     Weights that leave no room for the smallest context are read from the disk when needed. Then an
     automatic context is small, and a requested one leaves a quarter of the memory.
@@ -369,7 +370,7 @@ def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[i
 
 
 def disk_pace(shape: Shape, streaming: StreamingPlan | None, disk_bytes_per_s: float = 0.0) -> float:
-    """Return the tokens/s of one stream that the disk allows; a rate of 0.0 assumes a usual disk.
+    """Return how many tokens/s one request gets if weights are read from disk.
 
     Without `streaming` it is the worst case: the page cache keeps nothing from one token to the next.
     """

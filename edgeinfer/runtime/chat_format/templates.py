@@ -143,7 +143,7 @@ class ChatTemplate:
 
     def _render_adapted(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
         """Render in the first form of `adaptations` that works. Raises InvalidRequestError."""
-        first_error: Exception | None = None  # the only one about the unchanged messages
+        first_error: Exception | None = None  # only this one is about the messages as they were sent
         for turns in adaptations(messages, self.traits):
             try:
                 return self.render_raw(turns, variables)

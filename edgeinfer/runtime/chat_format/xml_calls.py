@@ -82,7 +82,7 @@ class XmlSection(Section):
         if text.startswith(END_FUNCTION):
             self._cursor += len(END_FUNCTION)
             self._begin(name)
-        elif self._index < 0 or (not text and self._cut):  # no parameter, or cut off by a limit
+        elif self._index < 0 or (not text and self._cut):  # no call has begun, or it is incomplete
             return False
         self._send("}")
         self._end_call()
@@ -204,7 +204,7 @@ class XmlSection(Section):
         for marker in _MARKER.finditer(self._raw, start):
             opener = _OPENERS.get(marker[0], "")
             if n_open[PARAMETER] and PARAMETER not in (opener, marker[0]):
-                continue  # a tag inside the next value
+                continue  # the tag is text of the next parameter
             if marker[0] == END_PARAMETER and not _AFTER_VALUE.match(self._raw, marker.end()):
                 continue
             n_open[opener or marker[0]] += -1 if opener else 1

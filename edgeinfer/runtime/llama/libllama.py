@@ -65,7 +65,8 @@ _INFO = 2
 _WARN = 3
 _CONT = 5
 
-#: Code of `decode` after an exception of a device; most arguments of `call` besides a struct.
+#: Code that `decode` returns if a device throws an exception; most arguments of `call` besides a
+#: struct.
 _THROWN = -100
 _WORDS = 6
 

@@ -195,7 +195,10 @@ class BlockFolder:
         return [bytes.fromhex(name) for name in retention.boundary_blocks(self._folder, parent.hex())]
 
     def agent_blocks(self, agent: str, salt: str) -> list[bytes]:
-        """Return the blocks that sessions of `agent` share, in order, then later ones, latest first."""
+        """Return the blocks that sessions of `agent` share, in order, then those after them.
+
+        Of those after them, the latest is first.
+        """
         return [bytes.fromhex(name) for name in retention.agent_blocks(self._folder, agent, salt)]
 
     def prefetch(
@@ -329,7 +332,10 @@ class BlockFolder:
             _write_file(self._folder / "checked", [self._checked.encode()])
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Write waiting blocks and end the threads; return False after the timeout. Reusable."""
+        """Write waiting blocks and end the threads; return False if that takes longer than the timeout.
+
+        The folder can be used again: its next use starts new threads.
+        """
         if self._readers is not None:
             self._readers.shutdown(wait=True, cancel_futures=True)
             self._readers = None

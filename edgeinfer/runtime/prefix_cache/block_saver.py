@@ -124,7 +124,7 @@ class BlockSaver:
         """Save the first block of a sequence that is not on disk; return False if all are."""
         if self.verdict.is_refused or not cached_seq.is_storable:
             return False
-        if cached_seq not in self.kv.cached_sequences:  # it was dropped
+        if cached_seq not in self.kv.cached_sequences:  # dropped meanwhile
             return False
         missing = next(self._missing(cached_seq, pending), None)
         if missing is None:

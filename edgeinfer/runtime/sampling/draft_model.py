@@ -1,7 +1,7 @@
 """A draft model: a small model with the same vocabulary, whose tokens the large model verifies.
 
-It has a separate context with the same texts. It prefills missing text only if drafting may pay, so
-texts without drafts cost nothing. Only the decode thread uses it.
+It has a context of its own, in which it must prefill a text before it can draft. It does so only if
+that is likely to pay. Used on the decode thread.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from edgeinfer.runtime.sampling.grammar import TokenMatcher
 from edgeinfer.runtime.sampling.log_sum import LogSum
 from edgeinfer.runtime.sampling.speculative import Acceptance, DraftBudget, Run, compare, join
 
-#: Acceptance is learned in groups by the draft model's own probability of a token: the bounds of the
-#: groups, and the acceptance first assumed for each.
+#: Acceptance rates are learned for groups of tokens, by the probability that the draft model gives
+#: them: the bounds of the groups, and the rates assumed at first.
 _PROBABILITIES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
 _START = (0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
-#: Acceptance assumed for a token before it is drafted, and its weight in verified tokens of a request:
-#: small, so that wrong drafts end soon.
+#: Rate assumed for tokens that are not drafted yet, and how many tokens it counts as in a request: few,
+#: so that wrong drafts end soon.
 _MEAN_START = 0.7
 _MEAN_TOKENS = 3
-#: Acceptance assumed of the usual tokens of a text that must come next, and the least one with which
-#: they are drafted without the draft model: `"` may be sampled as the token `"/` of a path.
+#: If a grammar forces a text, its usual tokens are drafted without the draft model, as long as their
+#: rate is at least the second number; at first it is assumed to be the first. The model may choose
+#: other tokens for the text: `"/` instead of `"`.
 _LIKELY_START, _LIKELY_LEAST = 0.95, 0.8
 #: Each step without a draft moves what was learned towards what was assumed by this share of the
 #: difference, so that a draft model that was wrong, or slow, is tried again.
@@ -51,12 +52,12 @@ _RECOVERY = 0.0008
 #: one row; the share of each token's time that they may lose besides.
 _FIRST_LOSS, _MOST_LOSS = 32.0, 200.0
 _LOSS_SHARE = 0.01
-#: The draft model prefills missing text if the rest of the answer repays that. The rest is assumed to
-#: have at least this many tokens, and as many as the answer has now. Each missing token costs the
-#: second number's share of a draft token.
+#: The draft model prefills missing text if the rest of the answer is likely to repay that. The rest is
+#: assumed to be as long as the answer so far, and at least this long (tokens). Prefill of a token costs
+#: the second number's share of a draft token.
 _LEAST_ANSWER_TOKENS = 64
 _PREFILL_SHARE = 0.25
-#: Weight of one measurement in the mean cost of a draft token.
+#: Weight of a new measurement in the average cost of a draft token.
 _WEIGHT = 0.1
 
 
@@ -142,7 +143,7 @@ class DraftModel:
         self.balance = min(_MOST_LOSS, self.balance + gain)
 
     def park(self) -> None:
-        """Forget every text, and return the memory of the cells. Only while idle."""
+        """Forget all texts, and give the memory of the cells back to the OS. Only while idle."""
         self.kv.drop_idle()
         self.context.cells.release_pages()
 
@@ -183,7 +184,7 @@ def attach(
 
 
 class RequestDrafter:
-    """One request's use of a draft model; `banned` tokens are never sampled."""
+    """Drafts tokens for one request with a draft model. `banned` tokens are never sampled."""
 
     def __init__(
         self,
@@ -197,7 +198,7 @@ class RequestDrafter:
         self._model, self._request = model, request
         self._sampler = sampler
         self._matcher, self._banned = matcher, banned
-        # a token that is drafted unsampled takes no random number: those after it would differ
+        # drafting a token without sampling it uses no random number, which would change later tokens
         is_greedy = request.sampling.temperature <= 0
         self._drafts_likely, self._drafts_forced = is_greedy, is_greedy or request.logprobs is None
         self._mean = Acceptance(model.mean.rate, _MEAN_TOKENS)
@@ -243,7 +244,7 @@ class RequestDrafter:
         which are still to be computed, or none if it would take longer.
         """
         model, request = self._model, self._request
-        if self._cached is None and min(tokens) >= 0:  # pictures are not drafted
+        if self._cached is None and min(tokens) >= 0:  # the draft model cannot read pictures
             salt, reuse = request.cache_salt, request.cache_prompt
             self._cached = model.kv.allocate(PromptTokens(tokens), (), salt, reuse=reuse)
         if self._cached is None:
@@ -273,7 +274,7 @@ class RequestDrafter:
             budget.cost += model.price(len(pending))
             try:
                 token, probability = self._pick(sampler, matcher)
-            except InvalidRequestError:  # the constraint's parser reached a limit
+            except InvalidRequestError:  # the grammar's parser reached a limit
                 break
             if len(pending) <= 2:
                 model.note_cost((time.perf_counter() - began) / budget.row_s)
@@ -310,7 +311,7 @@ class RequestDrafter:
         return token, math.exp(float(logits[token]) - self._log_sum(logits))
 
     def record(self, sampled: Sequence[int]) -> None:
-        """Compare the latest draft with the sampled tokens."""
+        """Learn which tokens of the latest draft were sampled."""
         for acceptance, is_right in compare(self._drafted, sampled):
             self._model.earn(self._token_cost * is_right)
             for learned in (acceptance, self._mean, self._model.mean):

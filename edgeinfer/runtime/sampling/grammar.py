@@ -234,7 +234,10 @@ class Constraints:
 
 
 def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
-    """Return the schema rewritten for llguidance. Raises UnsupportedConstraintError (JSON pointer)."""
+    """Return the schema rewritten for llguidance.
+
+    Raises UnsupportedConstraintError, whose `param` is the JSON pointer of what cannot be enforced.
+    """
     normalised = normalise(schema)
 
     def complaint(subschema: dict[str, Any]) -> str:

@@ -34,9 +34,9 @@ from edgeinfer.platform import paths
 from edgeinfer.platform.disk import open_private
 
 FOLDER = "answers"
-#: Tokens in the ring, and entries per table; a file has at most 3 MiB.
+#: Tokens that a file stores, and entries of each of its tables. A file has at most 3 MiB.
 RING = 1 << 18
-#: Most files per model, at most 96 MiB; the least recently written is deleted first.
+#: Most files per model (96 MiB); the least recently written one is deleted first.
 MAX_FILES = 32
 #: Tokens before an answer that are stored with it, so that its beginning can be found.
 CONTEXT_TOKENS = 8
@@ -47,7 +47,7 @@ _WORD = 4
 #: Offset of each hash table, and the length (tokens) of the suffixes in it.
 _TABLES = tuple((1 + number * RING, n) for number, n in enumerate(_GRAMS))
 _RING_AT = 1 + len(_GRAMS) * RING
-#: Words in a page. The kernel completes writing a page even if the process is killed.
+#: int32 words per page. Linux completes the write of a page even if the process is killed.
 _PAGE = 1024
 _FACTOR = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -129,7 +129,7 @@ class AnswerFile:
                 keys = _hash(hashed[i : n_keys + i] for i in range(n))
                 for i, key in enumerate(keys.tolist()):
                     self._write(table + key, np.int32(start + 1 + n + i))
-            self._write(0, np.int32(start + len(entry) - 1))  # the next answer overwrites it
+            self._write(0, np.int32(start + len(entry) - 1))  # the next answer overwrites the end mark
 
     def forget(self, owners: Iterable[int]) -> int:
         """Erase the answers of conversations; return the erased bytes. Raises OSError."""
@@ -148,7 +148,7 @@ class AnswerFile:
         return erased
 
     def _end_of_answer(self, index: int) -> int:
-        """Return where the answer around `index` ends."""
+        """Return the index at which the answer that contains `index` ends."""
         following = self.read(index, RING // 4 + 2)
         bounds = np.flatnonzero(following < 0)
         if len(bounds):
@@ -165,7 +165,7 @@ class AnswerFile:
             last = low
 
     def _drop_old_hashes(self) -> None:
-        """Drop table entries without a match in the ring: their hashes still reveal erased text."""
+        """Delete table entries of erased text, because their hashes would reveal it."""
         ring = self.ring
         for table, n in _TABLES:
             places = self._read(table, RING).copy()

@@ -1,9 +1,11 @@
-"""Speculative decoding: verify draft tokens in one step, as long as they gain more than they cost.
+"""Speculative decoding: draft tokens, and verify them in one step, as long as that saves time.
 
-A draft token is kept only if the sampler picks the same token from the model's logits. So the text is
-the same with and without drafts; only the time differs.
+A draft token is accepted only if the sampler picks the same token from the model's logits. So the text
+is the same with and without drafts; only the time differs. Drafts come from the text itself, from past
+answers, and from a draft model.
 
-Drafts come from the text itself, from past answers, and from a draft model. A draft is a list of runs.
+Costs are in steps of one row, where a row is a token in a batch. A draft is a list of runs: a draft
+token, and the tokens that the request's grammar forces after it.
 """
 
 from __future__ import annotations
@@ -25,29 +27,27 @@ from edgeinfer.runtime.sampling.past_answers import (
     common_suffix,
 )
 
-#: Numbers of rows at which the cost of a step is measured, in steps of one row; it is linear between
-#: them and beyond the last. The last point is measured when such a step first runs: before parking, its
-#: rows' logits would stay in the parked process. Without logits, a step of a large vocabulary takes two
-#: thirds of the time.
+#: Numbers of rows for which the cost of a step is measured; between them it is interpolated. The last
+#: one is measured when such a step first runs, because its logits would add to the size of a snapshot.
 _ROWS = (1, 2, 4, 8, 16, 32)
-#: Costs assumed before the first measurement: two to three times those of our kernels.
+#: Costs assumed before the first measurement: two to three times those of edgeinfer's kernels.
 _ASSUMED = (1.0, 1.35, 2.0, 3.3, 6.0, 11.5)
-#: Time (s) for measuring the curve; each point is measured at least once.
+#: How long (s) costs are measured at first.
 _MEASURE_S = 0.7
-#: Weight of one step in the mean without drafts, in the mean with drafts, and in the curve. An assumed
-#: cost counts as one step, a measured cost as many steps.
+#: Weight of a new measurement in the average: of steps without drafts, of steps
+#: with drafts, and of costs (1.0 for a cost that was assumed).
 _PLAIN_WEIGHT = 0.1
 _DRIFT = 0.03
 _CURVE_WEIGHT = 0.08
-#: Ratio of expected gain to cost from which tokens are drafted: step times are noisy.
+#: Tokens are drafted only if they are expected to gain this many times their cost, as times are noisy.
 _MARGIN = 1.3
 
 
 class StepCurve:
-    """Learns the cost of a decode-only step by its rows and sequences. All sequences share it.
+    """Learns how the time of a decode-only step depends on its rows.
 
-    The curve is relative to one row, because the depth of the cache and other programs change all of
-    it. Logits take `logits_share` of a row's time, 0 to 1; rows of forced tokens have none. Before the
+    The costs are relative to one row, because a longer context and other programs slow all steps alike.
+    Logits take `logits_share` of a row's time, 0 to 1; rows of forced tokens have none. Before the
     first measurement, `shared_share` of a row's time is assumed to be common to all rows of a step.
     """
 
@@ -58,12 +58,12 @@ class StepCurve:
         self._plain_s: dict[int, float] = {}
 
     def measure(self, step_s: Callable[[int], float]) -> None:
-        """Learn the curve; `step_s(rows)` runs a step with `rows` rows and returns its time (s)."""
+        """Measure all costs; `step_s(rows)` runs a step with `rows` rows and returns its time (s)."""
         measured = _ROWS[:-1]
         best, until = [math.inf] * len(measured), time.monotonic() + _MEASURE_S
         while time.monotonic() < until:
             best = [min(seconds, step_s(rows)) for seconds, rows in zip(best, measured, strict=True)]
-        best = [min(best[i:]) for i in range(len(best))]  # a time above that of more rows was disturbed
+        best = [min(best[i:]) for i in range(len(best))]  # more rows never take less time
         self._points = [seconds / best[0] for seconds in (*best, _line(best))]
         self._weights = [_CURVE_WEIGHT] * len(measured) + [1.0]
         self._plain_s = {1: best[0]}
@@ -79,7 +79,7 @@ class StepCurve:
         change = min(max(seconds / expected_s, 0.5), 2.0) - 1.0  # limit outliers
         if is_plain:
             self._plain_s[n_sequences] *= 1.0 + _PLAIN_WEIGHT * change
-            # one disturbed step must not end drafts of this length, which alone would correct the cost
+            # let a cost that is too high fall: only drafts of this length would correct it
             excess = self._points[-1] - _line(self._points[:-1])
             self._points[-1] -= _DRIFT * self._weights[-1] * max(0.0, excess)
             return
@@ -89,11 +89,11 @@ class StepCurve:
         points, shares = list(self._points), {i - 1: 1.0 - share, i: share}
         for j, weight in enumerate(self._weights):
             if _ROWS[j] <= n_sequences or not (j in shares or weight == 1.0):
-                continue  # an assumed cost follows the nearest measured one
+                continue  # change only these costs, and assumed ones
             points[j] *= 1.0 + change * weight * shares.get(j, 0.5) / (1.0 + weight)
             if shares.get(j):
                 self._weights[j] = max(_CURVE_WEIGHT, weight / (1.0 + weight))
-        self._points = list(accumulate(points, max))  # more rows never cost less: a decrease is noise
+        self._points = list(accumulate(points, max))  # more rows never take less time
 
     def seconds(self, n_sequences: int, rows: float) -> float | None:
         """Return the time (s) of a step of `n_sequences` with `rows`; None before the first step."""
@@ -101,14 +101,14 @@ class StepCurve:
         return None if plain_s is None else plain_s * self.cost(rows) / self.cost(n_sequences)
 
     def cost(self, rows: float) -> float:
-        """Return the time of a step, in steps of one row."""
+        """Return the cost of a step with `rows` rows."""
         i = _segment(rows)
         slope = (self._points[i] - self._points[i - 1]) / (_ROWS[i] - _ROWS[i - 1])
         return self._points[i - 1] + slope * (rows - _ROWS[i - 1])
 
 
 def _line(points: Sequence[float]) -> float:
-    """Extrapolate the cost of twice the last point's rows, linearly from the last two points."""
+    """Extrapolate the cost of twice as many rows as the last of `points` has."""
     return points[-1] + 2 * (points[-1] - points[-2])
 
 
@@ -117,10 +117,10 @@ def _segment(rows: float) -> int:
 
 
 class DraftBudget:
-    """Decides how many draft tokens the planned step carries, over all its sequences.
+    """Decides how many draft tokens the next step verifies, of all its sequences.
 
-    The gain is compared with a step without drafts, which computes one token per sequence. Tokens that
-    a constraint forces are rows of this step, but count neither as gain nor as cost.
+    It maximizes the expected tokens per time, compared with a step without drafts. Tokens that a
+    grammar forces are rows of the step, but count neither as gain nor as cost.
     """
 
     def __init__(self, curve: StepCurve, n_sequences: int, rows: int) -> None:
@@ -137,15 +137,15 @@ class DraftBudget:
 
     @property
     def rate(self) -> float:
-        """Tokens expected in the time of a step with one row."""
+        """Expected tokens in the time that a step of one row takes."""
         return self._expected / self.cost
 
     def best(
         self, runs: Sequence[Run], *, draft_cost: float = 0.0, n_drafted: int = 0
     ) -> tuple[int, float]:
-        """Return how many `runs` of one sequence give the highest `rate`, and that rate.
+        """Return how many `runs` of a sequence to verify for the highest `rate`, and that rate.
 
-        All but the first `n_drafted` are still to be drafted, for `draft_cost` steps of one row each.
+        All but the first `n_drafted` must still be drafted, at a cost of `draft_cost` each.
         """
         best, best_rate = 0, self.rate
         for n, (gain, cost, _) in enumerate(self.totals(runs), 1):
@@ -156,8 +156,9 @@ class DraftBudget:
         return best, best_rate
 
     def totals(self, runs: Sequence[Run]) -> Iterator[tuple[float, float, float]]:
-        """Yield what the first run, the first two … are expected to gain (sampled tokens) and cost, and
-        the step's rows with them. Forced tokens after a right one are computed in any case.
+        """Yield expected gain (tokens), cost, and rows of the step, with one run, with two, and so on.
+
+        Forced tokens after an accepted one are no cost: without drafts they would be computed, too.
         """
         gain, chance = 0.0, 1.0
         rows, cost_before = self._rows, self._row_cost(self._rows)
@@ -168,7 +169,7 @@ class DraftBudget:
             yield gain, self._row_cost(rows) - cost_before, rows
 
     def take(self, runs: Sequence[Run]) -> list[int]:
-        """Add the `best` runs, and return their tokens."""
+        """Add the runs that `best` chooses to the step, and return their tokens."""
         n, _ = self.best(runs)
         if n:
             *_, (gain, cost, self._rows) = self.totals(runs[:n])
@@ -178,8 +179,10 @@ class DraftBudget:
         return join(runs[:n])
 
     def least_chance(self, n: int, draft_cost: float = 0.0) -> float:
-        """Return the probability from which a first draft token pays if up to `n - 1` further ones are
-        right, and each costs `draft_cost` to draft. All sequences ask with the same `n`, or less.
+        """Return how probable a first draft token must be to save time.
+
+        It may be followed by up to `n - 1` right ones, and each costs `draft_cost` to draft. All
+        sequences ask with the same `n`, or a smaller one.
         """
         if self._least_row is None:
             cost, rows = self._row_cost, self._rows
@@ -196,7 +199,7 @@ _LEAST_WEIGHT = 0.04
 
 
 class Acceptance:
-    """Running acceptance rate: the share of right draft tokens among those after only right ones.
+    """Moving average of the acceptance rate of draft tokens. Tokens after a wrong one do not count.
 
     `start` is the rate assumed at first, which counts as `n_tokens` tokens.
     """
@@ -214,7 +217,7 @@ class Acceptance:
 
 
 class Run(NamedTuple):
-    """A draft token and those that the request's constraint forces after it."""
+    """A draft token, and the tokens that the request's grammar forces after it."""
 
     tokens: Sequence[int]
     acceptance: Acceptance
@@ -225,7 +228,7 @@ def join(runs: Sequence[Run]) -> list[int]:
 
 
 def compare(runs: Sequence[Run], sampled: Sequence[int]) -> Iterator[tuple[Acceptance, bool]]:
-    """Yield the acceptance of each run and whether the run is right, up to the first wrong one."""
+    """Yield each run's acceptance rate and whether it was accepted, to the first that was not."""
     for run in runs:
         if not sampled:
             return
@@ -245,8 +248,8 @@ class SuffixDrafter:
         self._rates = [[Acceptance(start) for start in _START] for _ in range(2)]
         self._text: Tokens = np.empty(0, np.int32)
         self._n = self._next = 0
-        #: Source of the latest draft: whether it is a past answer, the index of its next token, and the
-        #: length of the match.
+        #: The latest draft: whether it is from a past answer, the index of its next token there, and
+        #: how many tokens before it are equal.
         self._is_past = False
         self._index = self._length = 0
 
@@ -254,7 +257,7 @@ class SuffixDrafter:
         """Return up to `limit` tokens; none if the end of `tokens` never occurred before. Return only
         one token, to learn from it, if it is less likely right than `least_chance`.
         """
-        n_known = self._n if self._n <= len(tokens) else 0  # a context shift may have dropped tokens
+        n_known = self._n if self._n <= len(tokens) else 0  # after a context shift it has fewer tokens
         if n_known and len(tokens) < self._next:
             return []
         self._append(tokens, n_known)
@@ -270,7 +273,7 @@ class SuffixDrafter:
             draft = self.answers.read(self._index, limit).tolist()
         else:
             draft = self._text[self._index : min(self._index + limit, self._n)].tolist()
-            draft = (draft * limit)[:limit]  # a repetition continues beyond the end of the text
+            draft = (draft * limit)[:limit]  # the text repeats itself: so does the draft
         return list(takewhile(lambda token: 0 <= token < self._n_vocab, draft))
 
     def _shortest(self, least_chance: float) -> int:
@@ -339,7 +342,7 @@ class SuffixDrafter:
 
 
 class ModelDrafter(Protocol):
-    """One sequence's use of a draft model: `draft_model.RequestDrafter`."""
+    """Interface of `draft_model.RequestDrafter`: one sequence's use of a draft model."""
 
     def draft(
         self, tokens: Sequence[int], limit: int, budget: DraftBudget, least_rate: float
@@ -350,7 +353,7 @@ class ModelDrafter(Protocol):
     def close(self) -> None: ...
 
 
-#: Splits draft tokens into those that are sampled, each with the tokens that it forces.
+#: Splits draft tokens into runs, as `TokenMatcher.runs` does.
 Split = Callable[[Sequence[int]], list[list[int]]]
 
 
@@ -406,7 +409,7 @@ class Drafting:
         return budget.take(runs)[:limit]
 
     def record_acceptance(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
-        """Compare the drafts with the sampled `tokens`, and count the drafted rows."""
+        """Learn from `tokens` which drafts were right: `accepted` of the `drafted` tokens were."""
         self.drafted += drafted
         self.accepted += accepted
         sampled = tokens[self._predicted_from :]
@@ -431,4 +434,4 @@ class ReplayDrafting(Drafting):
         return list(self._answer[n : min(n + room, len(self._answer) - 1)])
 
     def record_acceptance(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
-        """Learn nothing: replayed tokens are not predictions."""
+        """Do nothing, because replayed tokens are no predictions."""
