@@ -25,10 +25,10 @@ constexpr int kBlock = 64;     // cells whose scores are computed together
 constexpr int kMostLanes = 80;  // most rows computed together
 constexpr int kMostHead = 256;  // most elements of a head
 constexpr size_t kMostShared = 16 << 20;  // most bytes of scores that threads share
-constexpr int kKeyStride = kMostHead + 16;  // floats: known when compiling, and not a power of two
+constexpr int kKeyStride = kMostHead + 16;  // distance of keys (floats): a constant, and not a power of two, which would use few sets of the cache
 constexpr int kAhead = 64;
-constexpr float kLowest = -2e4f;  // lower scores belong to masked cells
-constexpr float kNoBase = -3e4f;  // less than any score's exponent of two
+constexpr float kLowest = -2e4f;  // scores below this belong to masked cells
+constexpr float kNoBase = -3e4f;  // base_ before the first score: less than the exponent of any
 
 // Returns the integer n for which e^x is 2^n times a number between 0.7 and 1.5
 inline Integers exponent(Floats x) { return nearest(x * 1.44269504f); }
@@ -82,7 +82,7 @@ void product_lanes(int n_i, int n_k, const float *a, size_t ak, const float *b, 
     for (int i = 0; i < n_i; i += kI) product_tile<kN, kI, kAI>(n_k, a + i * kAI, ak, b, c + i * lanes, lanes, add);
 }
 
-// The same for the lanes from `low` to `high`; n_i is a multiple of 16
+// The same for only the lanes from `low` to `high`; n_i is a multiple of 16
 template <int kAI>
 void product(int n_i, int n_k, const float *a, size_t ak, const float *b, float *c, size_t lanes, int low, int high,
              bool add) {
@@ -102,7 +102,7 @@ void product(int n_i, int n_k, const float *a, size_t ak, const float *b, float 
 void to_floats(ggml_type type, const char *from, float *to, int n) {
     if (type == GGML_TYPE_F16) {
         for (int i = 0; i < n; i += kLanes) store(to + i, from_halves(from + 2 * i));
-    } else if (type == GGML_TYPE_Q8_0) {  // blocks of 32: a half that scales 32 bytes
+    } else if (type == GGML_TYPE_Q8_0) {  // blocks of 32: a scale (f16) and 32 bytes
         for (int i = 0; i < n; i += 32, from += 34) {
             uint16_t scale;
             memcpy(&scale, from, 2);
@@ -152,7 +152,7 @@ struct Operation {
                v->ne[3] == q->ne[3] && q->ne[2] / k->ne[2] <= kMostLanes && (!mask || mask->ne[2] == 1);
     }
 
-    size_t scratch_size() const {  // floats
+    size_t scratch_size() const {  // in floats
         return (size_t)(key_size + kBlock + value_size + 2) * lanes + kBlock * (kKeyStride + value_size);
     }
     size_t shared_size() const { return (size_t)(n_cells + kBlock) * lanes; }  // floats: the scores of one unit
@@ -202,7 +202,7 @@ public:
 
     // computes one part of the values from the scores of all blocks
     void compute_part(int part, const float *shared) {
-        const int pieces = o_.value_size / 32;  // quantized elements are stored by 32
+        const int pieces = o_.value_size / 32;  // quantized elements are in blocks of 32
         const int from = pieces * part / o_.n_parts * 32;
         const int to = part + 1 == o_.n_parts ? o_.value_size : pieces * (part + 1) / o_.n_parts * 32;
         clear(to - from);
@@ -261,7 +261,7 @@ private:
         }
     }
 
-    // returns whether any token of the unit sees a block's cells; further work is for the lanes of those tokens
+    // returns whether any token of the unit sees cells of a block, and limits further work to the lanes of such tokens
     Seen look(int cell) {
         low_ = 0, high_ = o_.lanes;
         if (!o_.mask) return Seen::every;
@@ -298,7 +298,7 @@ private:
         for (int i = n * o_.lanes; i < kBlock * o_.lanes; i++) scores[i] = -INFINITY;
     }
 
-    // turns scores into weights; the sums so far are scaled down if a larger score was found
+    // turns scores into softmax weights; scales the sums so far down if there is a larger score
     void weigh(float *scores, int n_values) {
         for (int l = low_; l < high_; l += kLanes) {
             Floats most = all(kLowest);
@@ -356,7 +356,7 @@ private:
 class Attention : public ggml::cpu::tensor_traits {
     bool work_size(int n_threads, const ggml_tensor *op, size_t &size) override {
         if (!Operation::accepts(op)) return false;
-        // a graph may be computed with fewer threads than planned, and divide its work differently
+        // the graph may be computed with fewer threads than planned, which divides the work differently
         size = 0;
         for (int n = 1; n <= n_threads; n++) size = std::max(size, Operation(op, n).work_size(n));
         return true;

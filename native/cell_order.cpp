@@ -24,7 +24,7 @@ struct Numbers {  // write order of one layer's cells; its memory grows as cells
 };
 std::map<const char *, Numbers> g_numbers;  // address of a layer's keys → their numbers
 std::mutex g_lock;
-std::atomic<int64_t> g_n_made = 0;  // count of Numbers ever made
+std::atomic<int64_t> g_n_made = 0;  // how many Numbers were ever made
 
 bool is_keys(const ggml_tensor *cache) { return !strncmp(cache->name, "cache_k", 7); }
 
@@ -47,7 +47,7 @@ class Writes : public ggml::cpu::tensor_traits {
             const int64_t cell = cells->type == GGML_TYPE_I64 ? ((int64_t *)cells->data)[i] : ((int32_t *)cells->data)[i];
             numbers.of_cell.get()[cell] = ++numbers.n_written;
         }
-        return false;  // ggml itself writes these cells
+        return false;  // leave this write to ggml
     }
 };
 Writes g_writes;
@@ -67,7 +67,7 @@ struct Order {
         std::vector<uint16_t> hidden(n, 0xffff);
         for (int t = 0; t < n_tokens; t++) {
             const uint16_t *row = (const uint16_t *)((const char *)op->src[3]->data + t * op->src[3]->nb[1]);
-            for (int c = 0; c < n; c++) hidden[c] &= row[c];  // stays -inf (0xfc00) only if every row is
+            for (int c = 0; c < n; c++) hidden[c] &= row[c];  // -inf (0xfc00, masked) only if the cell is masked for every row
         }
         cells.clear();
         for (int c = 0; c < n; c++)
@@ -75,7 +75,7 @@ struct Order {
         sort(numbers.of_cell.get());
     }
 
-    void sort(const int64_t *number) {  // merges sorted runs: there are few runs of thousands of cells
+    void sort(const int64_t *number) {  // by merging sorted runs, of which thousands of cells have only a few
         const auto is_before = [=](int a, int b) { return number[a] < number[b]; };
         std::vector<int> ends;
         for (size_t i = 1; i <= cells.size(); i++)
@@ -113,7 +113,7 @@ extern "C" void edgeinfer_cells_written(const ggml_tensor *tensor, int64_t first
     for (int64_t cell = first; cell < first + n; cell++) numbers.of_cell.get()[cell] = ++numbers.n_written;
 }
 
-// Forgets the caches at addresses from `low` to `high`, whose memory is returned.
+// Forgets the order in caches at addresses from `low` to `high`, whose memory will be freed.
 extern "C" void edgeinfer_cells_freed(const char *low, const char *high) {
     std::lock_guard lock(g_lock);
     g_numbers.erase(g_numbers.lower_bound(low), g_numbers.lower_bound(high));

@@ -160,7 +160,7 @@ void compute_soft_max(const ggml_compute_params *params, const ggml_tensor *op) 
     for (int64_t row = share.first; row < share.end; row++) {
         int64_t head = 0;
         const char *added = nullptr;
-        if (mask || sinks) {  // a router's gate has neither, and its rows are short
+        if (mask || sinks) {  // the softmax of a router has neither, and short rows
             const int64_t i1 = row % op->ne[1], i3 = row / op->ne[1] / op->ne[2];
             head = row / op->ne[1] % op->ne[2];
             if (mask) added = (const char *)mask->data + i1 * mask->nb[1] + head % mask->ne[2] * mask->nb[2] + i3 % mask->ne[3] * mask->nb[3];
@@ -231,7 +231,7 @@ void compute_ssm_scan(const ggml_compute_params *params, const ggml_tensor *op) 
     const ggml_tensor *s = op->src[0], *x = op->src[1], *dt = op->src[2], *a = op->src[3], *b = op->src[4], *c = op->src[5];
     const int64_t size = s->ne[0], dim = s->ne[1], n_heads = x->ne[1], group = n_heads / b->ne[1], n_tokens = x->ne[2];
     const int snapshots = op->op_params[0];
-    float *states = (float *)op->data + ggml_nelements(x);  // the states follow the results
+    float *states = (float *)op->data + ggml_nelements(x);  // in op->data, the new states are after the results
     const Share heads(params, n_heads);
     const auto at = [](const ggml_tensor *t, int64_t i2, int64_t i3) { return (const float *)((const char *)t->data + i2 * t->nb[2] + i3 * t->nb[3]); };
     for (int64_t seq = 0; seq < x->ne[3]; seq++) {
@@ -259,9 +259,9 @@ void compute_ssm_scan(const ggml_compute_params *params, const ggml_tensor *op) 
 
 // ---- MUL_MAT and MUL_MAT_ID that matmul.cpp declines: few rows, odd widths, several matrices. Weights become floats.
 
-constexpr int kTall = 4, kWide = kRegisters == 32 ? 4 : 3;  // rows of weights and columns at a time: sums stay in registers
-constexpr int kRows = 8;    // rows that a column is multiplied with while it is in the nearest cache
-constexpr int kNear = 512;  // elements of kTall rows and kWide columns that stay there until the next pass
+constexpr int kTall = 4, kWide = kRegisters == 32 ? 4 : 3;  // rows and columns computed together, so that the sums fit into registers
+constexpr int kRows = 8;    // rows that a column is multiplied with while it is in the L1 cache
+constexpr int kNear = 512;  // elements of these rows and columns that stay there until the next pass
 
 INLINE Floats load_weights(const float *p, int n) { return load_some(p, n); }
 INLINE Floats load_weights(const uint16_t *p, int n) {
@@ -289,7 +289,7 @@ template <int kR, int kC, class W> void dots(const W *w, size_t stride, const fl
     }
 }
 
-size_t dots_size(const ggml_tensor *op) { return ((size_t)op->src[0]->ne[0] * kRows + kSums) * sizeof(float); }  // of a thread
+size_t dots_size(const ggml_tensor *op) { return ((size_t)op->src[0]->ne[0] * kRows + kSums) * sizeof(float); }  // bytes per thread
 // Multiplies n rows of weights with columns that lie `pitch` bytes apart
 template <class W> void products(const W *w, size_t stride, int n, const char *x, size_t x_pitch, char *to, size_t pitch, int64_t columns, int k) {
     for (int64_t column = 0, wide; column < columns; column += wide) {
@@ -320,7 +320,7 @@ void compute_dots(const ggml_compute_params *params, const ggml_tensor *op) {
         const char *weights = (const char *)w->data + first * w->nb[1], *from = (const char *)x->data + column * x->nb[1];
         char *to = (char *)op->data + first * sizeof(float) + column * op->nb[1];
         const int64_t major = group / op->ne[ids ? 1 : 2], minor = group % op->ne[ids ? 1 : 2];
-        if (ids) {  // MUL_MAT_ID: a slot of a token
+        if (ids) {  // MUL_MAT_ID: columns are slots (an expert of a token)
             weights += load<int32_t>((const char *)ids->data + minor * ids->nb[0] + major * ids->nb[1]) * w->nb[2];
             from += minor % x->ne[1] * x->nb[1] + major * x->nb[2], to += minor * op->nb[1] + major * op->nb[2];
         } else {

@@ -34,7 +34,7 @@ std::terminate_handler terminate_before = nullptr;
 
 void note(const char *message) { std::snprintf(reason, sizeof reason, "%s", message); }
 
-void note_exception() {  // only inside a catch handler
+void note_exception() {  // stores the message; call it only inside a catch handler
     try {
         throw;
     } catch (const std::exception &error) {
@@ -53,14 +53,14 @@ void on_terminate() {
     if (escape) {
         if (std::current_exception()) {
             note_exception();
-            abi::__cxa_end_catch();  // the runtime began to catch it before it came here
+            abi::__cxa_end_catch();  // ends the catch that the runtime began before std::terminate
         }
         std::longjmp(*escape, 1);
     }
     if (terminate_before) terminate_before();
 }
 
-template <class Call> bool guarded(const Call &call) {  // whether it has returned
+template <class Call> bool guarded(const Call &call) {  // returns whether the call returned normally
     std::jmp_buf here, *const before = escape;
     volatile bool is_done = false;
     reason[0] = 0;

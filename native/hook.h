@@ -7,7 +7,7 @@
 #include "ggml-backend.h"
 #include "ggml.h"
 
-#ifndef INLINE  // the build with sanitizers compiles in seconds without
+#ifndef INLINE  // the build with sanitizers defines it as empty, to compile in seconds
 #define INLINE inline __attribute__((always_inline))
 #endif
 
@@ -59,13 +59,13 @@ public:
     explicit Additions(const ggml_tensor *op) : op(op), plan((const AdapterPlan *)op->extra) {}
     size_t size() const;
     void project(float *work, int ith, int nth);  // computes this thread's share of A x; a barrier follows
-    void prefetch(int first, int n) const;        // prefetches B of these weight rows, and as much of the next product's A
+    void prefetch(int first, int n) const;        // prefetches B of these weight rows, and a part of the next product's A
     void add(int first, int n) const;             // `first` is a multiple of kLanes
 };
 // Called with each product before a graph is computed. The plan is kept in op->extra, which ggml's CPU backend leaves alone.
 void plan_adapters(const ggml_tensor *op, bool is_accepted);
 
-// Weights of a model that is larger than memory (streaming.cpp); null where all of them fit.
+// Weights of a model that is larger than memory (streaming.cpp); null if all weights fit.
 struct Stream;
 extern Stream *g_stream;
 void stream_note(const ggml_tensor *op, bool is_accepted);  // called for each product, in the order of the next graph

@@ -6,13 +6,13 @@
 namespace {
 
 constexpr int kTile = 4, kRegisters = 16;
-constexpr int kSpansAhead = 0;  // a gain only for Q6_K, which is as fast with rows side by side by now
+constexpr int kSpansAhead = 0;  // 0: spans as lanes are not faster here
 #if defined(__AVXVNNI__)
 constexpr bool kSignedBytes = false, kSaturates = false, kGathers = false, kDotsOfRows = false;
 constexpr int kFew = 8, kColumns = 4;
 #else
 constexpr bool kSignedBytes = true, kSaturates = true, kGathers = true, kDotsOfRows = true;
-constexpr int kFew = 1, kColumns = 1;  // two columns take no longer with a slab, and four less (Zen 3)
+constexpr int kFew = 1, kColumns = 1;  // from two columns on, a slab is as fast or faster (Zen 3)
 #endif
 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
@@ -36,7 +36,7 @@ INLINE Floats halves(Dwords x) {
 INLINE Dwords look_up(Table table, Dwords x) {
     return (Dwords)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256((__m128i)table), (__m256i)x);
 }
-INLINE Dwords fifth_bits_of(Dwords high, int i) {  // a multiplication of dwords takes four times as long on some processors
+INLINE Dwords fifth_bits_of(Dwords high, int i) {  // without a multiplication of dwords, which is four times slower on some processors
     const int at = i / 2 * 0x01010101;
     const __m128i byte = _mm_set_epi32(at + 0x0c0c0c0c, at + 0x08080808, at + 0x04040404, at);
     const __m256i bits = i % 2 ? (__m256i)high : (__m256i)((high & 0x0f0f0f0f) << 4);
@@ -54,7 +54,7 @@ INLINE int to_bytes(Integers x, int8_t *to) {
 INLINE Dwords of_rows(const uint8_t *p, size_t stride) {  // 16 bytes each of rows 0 and 4
     return (Dwords)_mm256_set_m128i(_mm_loadu_si128((const __m128i *)(p + 4 * stride)), _mm_loadu_si128((const __m128i *)p));
 }
-INLINE Dwords floats_of_four_halves(const uint8_t *p, size_t stride) {  // of row 0 and 4
+INLINE Dwords floats_of_four_halves(const uint8_t *p, size_t stride) {  // of rows 0 and 4
     const __m128 low = _mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)p));
     return (Dwords)_mm256_cvtph_ps(_mm_castps_si128(_mm_loadh_pi(low, (const __m64 *)(p + 4 * stride))));
 }
@@ -70,7 +70,7 @@ template <bool kIsSigned> INLINE __m256i products(Dwords weights, __m256i x) {
     const __m256i w = (__m256i)weights;
     return kIsSigned ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)) : _mm256_maddubs_epi16(w, x);
 }
-INLINE __m256i widened(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }  // in pairs, to 32 bits
+INLINE __m256i widened(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }  // sums of pairs, as 32 bits
 // the dots of one column and kN vectors of the rows 0 and 4, 1 and 5, 2 and 6, 3 and 7; sums stay 16 bits for as long as they fit
 template <int kN, int kMost> INLINE Integers dots_of_rows(const Dwords *w, const int8_t *x) {
     constexpr bool kIsSigned = kMost < 0;

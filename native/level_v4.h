@@ -3,27 +3,27 @@
 
 namespace {
 
-// Columns (rows of a batch) of the kernel that unpacks weights in registers: in all, and at a time; of the other one, at a time.
+// Columns (rows of a batch): most for which weights are unpacked in registers; computed together there; and with a slab.
 constexpr int kFew = 6, kColumns = 8, kTile = 6;
 constexpr bool kSignedBytes = false;  // whether add_dots() takes 8-bit weights as int8, not uint8
 constexpr bool kSaturates = false;    // whether add_dots() needs the largest weight, as its sums saturate
-constexpr bool kGathers = false;      // whether each row's half is read separately from what follows it
+constexpr bool kGathers = false;      // whether a block's scale (f16) is read separately from its weights
 constexpr bool kDotsOfRows = false;   // whether one column is multiplied with weights in Order::kRows
-constexpr int kSpansAhead = 10240;    // bytes from reads to prefetches where spans of weights are the lanes; 0: they never are
+constexpr int kSpansAhead = 10240;    // with spans of weights as lanes, bytes between reads and prefetches; 0: spans are never lanes
 constexpr int kRegisters = 32;
 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 INLINE Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }  // returns b if either is NaN
 INLINE Floats smaller(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE Integers nearest(Floats x) { return (Integers)_mm512_cvtps_epi32((__m512)x); }
-INLINE bool exceed(Floats x, float most) { return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(most), _CMP_GT_OQ); }  // whether one does
+INLINE bool exceed(Floats x, float most) { return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(most), _CMP_GT_OQ); }  // whether any lane does
 INLINE float from_half(uint16_t x) { return _cvtsh_ss(x); }
 INLINE Floats from_halves(const void *p) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE Floats from_bf16(const void *p) {
     return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
 }
 INLINE Floats from_bytes(const void *p) { return floats((Integers)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
-INLINE Floats halves(Dwords x) { return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)x)); }  // the low ones
+INLINE Floats halves(Dwords x) { return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)x)); }  // the lower half of each dword, as float
 INLINE Dwords look_up(Table table, Dwords x) {
     return (Dwords)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)x);
 }
@@ -68,7 +68,7 @@ template <int kN, int kMost, Order kOrder, int kR, int kC, class X>
 INLINE void add_dots(const Dwords *const (&w)[kR], const X &x, Integers (&dots)[kR][kC]) {
     UNROLL for (int j = 0; j < kN; j++) {
         UNROLL for (int c = 0; c < kC; c++) {
-            if constexpr (kR == 1 && kOrder != Order::kSpans) {  // gcc 12 broadcasts by an instruction of its own: a fifth of all
+            if constexpr (kR == 1 && kOrder != Order::kSpans) {  // asm, because gcc 12 would use a separate broadcast instruction, a fifth of all
                 asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(dots[0][c]) : "v"(w[0][j]), "m"(*x.at(c, j)));
                 continue;
             }

@@ -22,7 +22,7 @@ namespace {
 constexpr int kRows = 2 * kLanes;  // rows of a slab
 constexpr int kSpan = 256;         // weights whose products are summed before they are added to a row's sum
 constexpr bool kTakesSpans = kSpansAhead > 0;
-constexpr int kClaim = 4;          // units that a thread takes together, while it has many
+constexpr int kClaim = 4;          // units of work that a thread takes at once as long as it has many
 
 // Transposes of_rows() of rows 0, 1, 2 and 3 to one dword of each row
 INLINE void transpose(const Dwords (&z)[4], Dwords *out) {
@@ -100,7 +100,7 @@ template <int sub, bool min, int most> struct Shape {
     static constexpr int kMostBySpan = kTakesSpans ? 1 : 0;
     using Kernels = Shape<sub, min, kSaturates ? most : 0>;
 };
-struct FloatShape {  // weights that are converted to floats and multiplied as such
+struct FloatShape {  // formats whose weights are converted to floats
     static constexpr int kSub = 8, kVectors = 8, kActs = 8, kZero = 0, kMost = 0, kChunk = 128;
     static constexpr bool kFloat = true, kPairs = false, kMin = false, kTakesRows = false;
     static constexpr int kMostBySpan = 0;
@@ -184,7 +184,7 @@ struct IQ4_NL : Shape<32, false, kMostByte> {
 };
 struct MXFP4 : Shape<32, false, 24> {
     static constexpr int kGroup = 64, kBytes = 34, kZero = 12;
-    static constexpr int kMostBySpan = 0;  // transposing takes longer than reading memory
+    static constexpr int kMostBySpan = 0;  // 0: transposing would take longer than reading memory
     static INLINE Floats scale(Dwords e) {  // 2^(e - 128); also below the least normal number
         const Dwords denormal = 0x00200000 << e, normal = (e - 1) << 23;
         return (Floats)(e < 2 ? denormal : normal);
@@ -446,7 +446,7 @@ template <class T, Order kOrder, int kR, int kC, class X>
 INLINE void multiply(const Dwords *const (&w)[kR], const Floats (&d)[kR], const Floats (&m)[kR], const X &x, Floats (&sums)[kR][kC]) {
     constexpr int kN = T::kVectors;
     if constexpr (T::kFloat) {
-        Floats some[kR][kC]{};  // a long sum of floats rounds less by parts
+        Floats some[kR][kC]{};  // several sums, because they round less than a long one
         UNROLL for (int j = 0; j < kN; j++) {
             UNROLL for (int c = 0; c < kC; c++) {
                 const Dwords v = x.dword(c, j);
@@ -496,7 +496,7 @@ template <class T, int kC> struct Position {
 template <class T, int kC> struct SpanPosition {
     const int32_t *x;
     const float *scales;
-    const void *seconds;  // starts or sums
+    const void *seconds;  // where the integer sums begin, or scale * sum of bytes (Extra)
     int pitch;
     INLINE Dwords dword(int c, int j) const { return load<Dwords>(x + (j * kC + c) * pitch); }
     INLINE Integers start(int c) const { return load<Integers>((const int32_t *)seconds + c * pitch); }
@@ -686,7 +686,7 @@ template <class T> struct Operation {
     static constexpr int kSubs = T::kActs / T::kSub, kChunk = T::kChunk;
     const ggml_tensor *op, *w, *x, *ids;
     int k, rows, n, experts;
-    int most_by_span = 0, pitch = 0;  // both in columns
+    int most_by_span = 0, pitch = 0;  // both numbers of columns
     Operation(const ggml_tensor *op) : op(op), w(op->src[0]), x(op->src[1]), ids(op->op == GGML_OP_MUL_MAT_ID ? op->src[2] : nullptr) {
         k = w->ne[0], rows = w->ne[1], experts = ids ? w->ne[2] : 1;
         n = ids ? ids->ne[0] * ids->ne[1] : x->ne[1];
@@ -694,7 +694,7 @@ template <class T> struct Operation {
         const int most = k <= 5120 ? T::kMostBySpan : 1;  // as long as their activations, which each span loads, stay in L1
         if (n > (ids ? 64 : most)) return;  // with many columns, few experts get so few, and each column would take more memory
         most_by_span = most, pitch = k / kSpan + kLanes;
-        if (pitch % 64 == 0) pitch += 16;  // multiples of 256 bytes share few sets of L1
+        if (pitch % 64 == 0) pitch += 16;  // addresses at multiples of 256 bytes would share few sets of the L1 cache
     }
     size_t column_bytes() const { return pitch ? kSpan * pitch : k / T::kActs * 32; }
     size_t column_extras() const { return T::kFloat ? 0 : (pitch ? kSpan * pitch : k) / T::kSub; }
@@ -735,7 +735,7 @@ template <class T> struct Operation {
             quantize(p, std::max(begin - at, 0), end - at);
             at += p.layout.n * (k / T::kActs), units += p.units();
         }
-        const bool is_in_order = ids && g_stream;  // experts arrive in order: all threads take from the first one's units
+        const bool is_in_order = ids && g_stream;  // streamed experts arrive in order, so all threads work on the first one
         auto bound = [&](int thread) -> int32_t { return is_in_order && thread ? units : (int64_t)units * thread / params->nth; };
         units_of(params->ith).store({bound(params->ith), bound(params->ith + 1)}, std::memory_order_relaxed);
         g_barrier(params->threadpool);
@@ -751,7 +751,7 @@ template <class T> struct Operation {
         int expert = 0, reached = -1, before = 0;  // before: units of the experts before this one
         bool is_start = true;
         Product p = product(0);
-        for (int unit = next_unit(), after; unit >= 0; unit = after) {  // taken one early: the next one's weights are prefetched
+        for (int unit = next_unit(), after; unit >= 0; unit = after) {  // the next unit is taken early, to prefetch its weights
             after = next_unit();
             if (unit < before) before = 0, p = product(expert = 0);
             while (unit >= before + p.units()) before += p.units(), p = product(++expert);
@@ -800,7 +800,7 @@ template <class T> struct Operation {
         }
     }
 
-    // Goes block by block through all spans, so that threads do not write to the same cache lines
+    // By blocks over all spans, so that threads do not write to the same cache lines
     template <int kC> void quantize_spans(const Product &p, int begin, int end) const {
         const int spans = k / kSpan;
         int32_t *x = (int32_t *)p.bytes, *scales = (int32_t *)p.extras, *seconds = scales + kSpan / T::kSub * kC * pitch;
@@ -896,7 +896,7 @@ public:
         bool is_known = false;
         with_format(w->type, [&](auto format) { is_known = w->ne[0] % decltype(format)::kGroup == 0; });
         if (!is_known || w->ne[1] < 16 || w->ne[3] != 1 || w->nb[0] != ggml_type_size(w->type)) return false;
-        return !w->buffer || ggml_backend_buffer_is_host(w->buffer);  // false for another device's or repacked weights
+        return !w->buffer || ggml_backend_buffer_is_host(w->buffer);  // false for weights that are on a device or repacked
     }
     static bool accepts(const ggml_tensor *op) {
         const ggml_tensor *w = op->src[0], *x = op->src[1];

@@ -37,8 +37,8 @@ namespace {
 
 constexpr int kReaders = 8;
 constexpr size_t kOnce = 2 << 20;     // bytes per read
-constexpr size_t kLeast = 2 << 20;    // least bytes of a streamed weight
-constexpr size_t kAhead = 128 << 10;  // readahead(2) drops what exceeds two limits of the device, silently
+constexpr size_t kLeast = 2 << 20;    // smallest weight (bytes) that is streamed
+constexpr size_t kAhead = 128 << 10;  // bytes per readahead(2), which silently drops what exceeds limits of the device
 constexpr int kPopulateRead = 22;     // MADV_POPULATE_READ, since Linux 5.14
 constexpr double kHalf = 64;          // half-life of an expert's use, in tokens
 constexpr int kLeastSlots = 4, kManyFaults = 64, kLostShare = 16;
@@ -49,8 +49,8 @@ int64_t round_down(int64_t n) { return n / kPage * kPage; }
 int64_t round_up(int64_t n) { return round_down(n + kPage - 1); }
 
 struct File {
-    int direct = -1, buffered = -1;       // the first where the file system has no O_DIRECT
-    std::atomic<bool> is_direct = false;  // until such a read is refused
+    int direct = -1, buffered = -1;       // descriptors with O_DIRECT (-1 if the file system lacks it) and without
+    std::atomic<bool> is_direct = false;  // set to false when a read with O_DIRECT is refused
     uint8_t *base;    // start of the mapping
     uint8_t *zeroed;  // by page: whether zeros replace it
     struct stat opened;
@@ -70,7 +70,7 @@ enum Kind { kFixed, kPinned, kStreamed, kExperts, kMapped };
 struct Weight;
 struct Slice : Load {  // an expert
     Weight *of;
-    double key = -INFINITY;  // log2 of its uses, halved each kHalf tokens: greater keys stay greater
+    double key = -INFINITY;  // log2 of its uses, which count half after kHalf tokens; the order of keys does not change by time
     int64_t group = -1;      // group that used the expert last
     size_t place;  // index in Stream::cached
 };
@@ -295,7 +295,7 @@ struct Stream {
         for (; head - tail < n; head++) {
             Weight &w = *streamed[head % n];
             const size_t bytes = round_up(w.offset + w.bytes) - w.low();
-            if (head == tail) write_at = in_ring = 0;  // else a weight that is larger than the rest of the ring would wait forever
+            if (head == tail) write_at = in_ring = 0;  // from the start, or a weight larger than the rest of the ring would wait forever
             const size_t skipped = write_at + bytes > ring_bytes ? ring_bytes - write_at : 0;
             if (in_ring + skipped + bytes > ring_bytes) return;
             if (skipped) write_at = 0;
@@ -416,12 +416,12 @@ struct Stream {
             madvise(f.base, f.opened.st_size, MADV_RANDOM);  // each row of the token table is about a page
         }
         if (ring_bytes && !(ring = allocate(ring_bytes))) return ENOMEM;
-        sigset_t all, before;  // signals are for the threads that expect them
+        sigset_t all, before;  // block all signals in the new threads
         sigfillset(&all), pthread_sigmask(SIG_BLOCK, &all, &before);
         int code = 0;
         try {
             for (int i = 0; i < kReaders; i++) readers.emplace_back([this] { read(); });
-        } catch (const std::system_error &error) {  // from a limit on threads: fewer threads can read, too
+        } catch (const std::system_error &error) {  // a limit on threads: fewer threads can read as well
             if (readers.empty()) code = error.code().value();
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -469,7 +469,7 @@ void on_bus_error(int number, siginfo_t *info, void *) {
                 g_is_damaged = true, f.zeroed[(page - f.base) / kPage] = true;
                 if (mmap(page, kPage, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED) return;
             }
-    sigaction(number, &g_before, nullptr);  // not ours: the signal repeats and goes to the previous handler
+    sigaction(number, &g_before, nullptr);  // not our page: the signal comes again, and goes to the previous handler
 }
 }  // namespace
 

@@ -6,7 +6,7 @@
 
 #include "hook.h"
 
-#define UNROLL _Pragma("GCC unroll 8")  // unrolls loops of up to eight rounds completely
+#define UNROLL _Pragma("GCC unroll 8")  // completely unrolls loops of up to eight rounds
 
 namespace {
 
@@ -35,7 +35,7 @@ template <class T> INLINE void store(void *p, T v) { memcpy(p, &v, sizeof v); }
 INLINE Floats floats(Integers x) { return __builtin_convertvector(x, Floats); }
 INLINE Floats floats(Dwords x) { return __builtin_convertvector((Integers)x, Floats); }
 INLINE Integers all(int32_t x) { return Integers{} + x; }
-INLINE Floats all(float x) { return x - Floats{}; }  // x + 0 is not -0 where x is, so that the compiler adds
+INLINE Floats all(float x) { return x - Floats{}; }  // minus, because x + 0 is 0 for -0 and the compiler would have to compute it
 INLINE Dwords broadcast(const int8_t *x) { return (Dwords)all(load<int32_t>(x)); }
 
 }  // namespace
