@@ -27,24 +27,8 @@ struct llama_adapter_lora {
 
 namespace {
 
-INLINE Floats load(const float *p) { return load<Floats>(p); }
-INLINE Floats load(const ggml_fp16_t *p) { return from_halves(p); }
-INLINE Floats load(const ggml_bf16_t *p) { return from_bf16(p); }
-constexpr int kSums = 16, kParts = kSums / kLanes;  // partial sums of a dot product, the same on every processor
-constexpr int kRanks = 4, kTokens = 8;              // ranks and tokens in a work unit of project()
-constexpr int kAtOnce = 4;                          // columns that add_block() computes together
-
-// Returns the sum of n floats: halves are added until one float is left
-template <int n, class V> INLINE float sum_of(V x) {
-    if constexpr (n == 1) {
-        return x[0];
-    } else {
-        typedef float Half __attribute__((vector_size(2 * n)));
-        Half halves[2];
-        memcpy(halves, &x, sizeof x);
-        return sum_of<n / 2>(halves[0] + halves[1]);
-    }
-}
+constexpr int kRanks = 4, kTokens = 8;  // ranks and tokens in a work unit of project()
+constexpr int kAtOnce = 4;              // columns that add_block() computes together
 
 // dots[r] = by * dot product of x and row r of A
 template <int kN, class T> INLINE void dots(const T *a, int k, const float *x, float by, float *to) {
@@ -54,11 +38,7 @@ template <int kN, class T> INLINE void dots(const T *a, int k, const float *x, f
             const Floats v = load(x + i + p * kLanes);
             UNROLL for (int r = 0; r < kN; r++) sums[r][p] = fma(load(a + (size_t)r * k + i + p * kLanes), v, sums[r][p]);
         }
-    UNROLL for (int r = 0; r < kN; r++) {
-        for (int n = kParts / 2; n; n /= 2)
-            for (int p = 0; p < n; p++) sums[r][p] += sums[r][p + n];
-        to[r] = sum_of<kLanes>(sums[r][0]) * by;
-    }
+    UNROLL for (int r = 0; r < kN; r++) to[r] = tree(sums[r]) * by;
 }
 
 // to[c][lane] += sum over rank of b[rank][lane] * t[c][rank], for kC columns and the first `lanes` lanes

@@ -19,7 +19,6 @@
 namespace {
 
 constexpr int kMostVectors = kRegisters == 32 ? 5 : 3;  // most vectors of rows summed in registers
-INLINE Floats load(const float *p) { return load<Floats>(p); }
 
 constexpr int kBlock = 64;     // cells whose scores are computed together
 constexpr int kMostLanes = 80;  // most rows computed together

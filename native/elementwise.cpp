@@ -10,27 +10,16 @@ namespace {
 constexpr int kPiece = 512;   // elements of a row that a thread computes per turn
 constexpr int kBlock = 1024;  // elements whose sums are floats; sums of blocks are doubles
 
-INLINE Floats load(const float *p) { return load<Floats>(p); }
-// Reads n floats, and zeros for the other lanes; n may exceed the lanes or be less than 1, and is mostly constant
-INLINE Floats load_some(const float *p, int n) {
+// Reads n floats or halves, and zeros for the other lanes; n may exceed the lanes or be less than 1, and is mostly constant
+template <class T> INLINE Floats load_some(const T *p, int n) {
     if (n >= kLanes) return load(p);
-    float some[kLanes]{};
-    if (n > 0) memcpy(some, p, n * sizeof(float));
+    T some[kLanes]{};
+    if (n > 0) memcpy(some, p, n * sizeof *p);
     return load(some);
 }
 INLINE void store_some(float *p, Floats x, int n) {
     if (n >= kLanes) return store(p, x);
     if (n > 0) memcpy(p, &x, n * sizeof(float));
-}
-typedef float Four __attribute__((vector_size(16)));
-INLINE Four four_of(const Floats (&sums)[kParts]) {
-    Four x[4];
-    memcpy(x, sums, sizeof x);
-    return (x[0] + x[2]) + (x[1] + x[3]);
-}
-INLINE float tree(const Floats (&sums)[kParts]) {
-    const Four four = four_of(sums);
-    return (four[0] + four[2]) + (four[1] + four[3]);
 }
 INLINE Four four_trees(const Four &a, const Four &b, const Four &c, const Four &d) {
     const auto halves = [](Four x, Four y) { return __builtin_shufflevector(x, y, 0, 4, 1, 5) + __builtin_shufflevector(x, y, 2, 6, 3, 7); };
@@ -173,25 +162,59 @@ void compute_soft_max(const ggml_compute_params *params, const ggml_tensor *op) 
         for (Floats &part : largest) part = all(most);
         each_vector(0, n_all, EACH_VECTOR {
             Floats v = load_some(x + i, n) * scale;
-            if (is_half) {
-                uint16_t halves[kLanes]{};
-                if (n > 0) memcpy(halves, added + 2 * i, 2 * std::min(kLanes, n));
-                v = fma(from_halves(halves), all(slope), v);
-            } else if (mask) {
-                v = fma(load_some((const float *)added + i, n), all(slope), v);
-            }
+            if (is_half) v = fma(load_some((const uint16_t *)added + i, n), all(slope), v);
+            else if (mask) v = fma(load_some((const float *)added + i, n), all(slope), v);
             store_some(y + i, v, n);
             if (n >= kLanes) largest[p] = larger(largest[p], v);
             else for (int j = i; j < i + n; j++) most = std::max(most, y[j]);
         });
         for (const Floats &part : largest)
             for (int i = 0; i < kLanes; i++) most = std::max(most, part[i]);
-        const double sum = sum_of(n_all, ADDS_VECTOR {
+        double sum = sinks ? exp_of(sinks[head] - most) : 0;
+        sum += sum_of(n_all, ADDS_VECTOR {
             const Floats power = exp_of(load_some(y + i, n) - most);
             store_some(y + i, power, n);
             return sum + (n >= kLanes ? power : load_some(y + i, n));  // zeros after the row's end
         });
-        scale_row(y, n_all, 1.0 / (sum + (sinks ? exp_of(sinks[head] - most) : 0)));
+        if (std::isnan(sum)) std::fill_n(y, n_all, NAN);  // as of a row without any position: another sign of NaN on each processor
+        else scale_row(y, n_all, 1 / sum);
+    }
+}
+
+// ---- rotary positions, pairs of neighbours: ggml's, as gcc compiles it for x86-64, up to the rest of a row, where AVX2 and AVX-512 differ
+
+// Cosine and sine of each pair at a position, and minus sine and cosine
+void turn_pairs(const ggml_tensor *op, int position, float *turns, float *across) {
+    const float *factors = op->src[2] ? (const float *)op->src[2]->data : nullptr;
+    const int n = op->op_params[1];
+    const float base = parameter(op, 5), scale = parameter(op, 6), yarn = parameter(op, 7), ratio = std::pow(base, -2.0f / n);
+    const float size = parameter(op, 8) * (yarn ? std::fma(0.1f, std::log(1 / scale), 1.0f) : 1);
+    float ramp[2], angle = position;
+    ggml_rope_yarn_corr_dims(n, op->op_params[4], base, parameter(op, 9), parameter(op, 10), ramp);
+    for (int i = 0; i < n; i += 2, angle *= ratio) {
+        const float whole = factors ? angle / factors[i / 2] : angle, scaled = scale * whole;
+        const float mix = yarn ? yarn * (1 - std::clamp((i / 2 - ramp[0]) / std::max(0.001f, ramp[1] - ramp[0]), 0.0f, 1.0f)) : 0;
+        const float turn = yarn ? std::fma(scaled, 1 - mix, whole * mix) : scaled;
+        turns[i] = across[i + 1] = std::cos(turn) * size, turns[i + 1] = std::sin(turn) * size, across[i] = -turns[i + 1];
+    }
+}
+void compute_rope(const ggml_compute_params *params, const ggml_tensor *op) {
+    const int32_t *positions = (const int32_t *)op->src[1]->data;
+    const int n = op->op_params[1], first = op->op_params[15];
+    const int64_t width = op->ne[0];
+    float *turns = (float *)params->wdata + params->ith * 2 * width, *across = turns + width;
+    Integers even{}, odd{};
+    for (int i = 0; i < kLanes; i++) even[i] = i & ~1, odd[i] = i | 1;
+    const Share share(params, ggml_nrows(op));
+    for (int64_t row = share.first, token = -1; row < share.end; row++) {
+        if (token != row / op->ne[1]) token = row / op->ne[1], turn_pairs(op, positions[token % op->ne[2]], turns, across);
+        const float *x = (const float *)row_of(op->src[0], row);
+        float *y = (float *)row_of(op, row);
+        if (n < width && x != y) memcpy(y, x, width * sizeof(float));
+        each_vector(0, n, EACH_VECTOR {
+            const Floats v = load_some(x + first + i, n), some = __builtin_shuffle(v, odd) * load_some(across + i, n);
+            store_some(y + first + i, fma(__builtin_shuffle(v, even), load_some(turns + i, n), some), n);
+        });
     }
 }
 
@@ -263,13 +286,6 @@ constexpr int kTall = 4, kWide = kRegisters == 32 ? 4 : 3;  // rows and columns 
 constexpr int kRows = 8;    // rows that a column is multiplied with while it is in the L1 cache
 constexpr int kNear = 512;  // elements of these rows and columns that stay there until the next pass
 
-INLINE Floats load_weights(const float *p, int n) { return load_some(p, n); }
-INLINE Floats load_weights(const uint16_t *p, int n) {
-    if (n >= kLanes) return from_halves(p);
-    uint16_t some[kLanes]{};
-    if (n > 0) memcpy(some, p, n * sizeof *p);
-    return from_halves(some);
-}
 template <int kR, int kC, class W> void dots(const W *w, size_t stride, const float *const *x, float *const *out, int k) {
     constexpr int kOnce = std::clamp(kRegisters / 2 / (kR * kC), 1, kParts), kPasses = kParts / kOnce;  // parts at a time
     Floats sums[kR][kC][kParts]{};
@@ -279,7 +295,7 @@ template <int kR, int kC, class W> void dots(const W *w, size_t stride, const fl
             Floats v[kC];
             UNROLL for (int c = 0; c < kC; c++) v[c] = load_some(x[c] + i, n);
             UNROLL for (int r = 0; r < kR; r++) {
-                const Floats weights = load_weights(w + r * stride + i, n);
+                const Floats weights = load_some(w + r * stride + i, n);
                 UNROLL for (int c = 0; c < kC; c++) sums[r][c][p] = fma(weights, v[c], sums[r][c][p]);
             }
         });
@@ -355,6 +371,7 @@ Compute compute_of(const ggml_tensor *op) {
         case GGML_OP_UNARY: return map_of(op) ? compute_map : nullptr;
         case GGML_OP_NORM: return compute_norm;
         case GGML_OP_SOFT_MAX: return compute_soft_max;
+        case GGML_OP_ROPE: return op->op_params[2] == GGML_ROPE_TYPE_NORMAL ? compute_rope : nullptr;
         case GGML_OP_SSM_CONV: return compute_ssm_conv;
         case GGML_OP_SSM_SCAN: return compute_ssm_scan;
         case GGML_OP_MUL_MAT: case GGML_OP_MUL_MAT_ID: return takes_dots(op) ? compute_dots : nullptr;
@@ -364,7 +381,7 @@ Compute compute_of(const ggml_tensor *op) {
 
 class Elementwise : public ggml::cpu::tensor_traits {
     bool work_size(int n_threads, const ggml_tensor *op, size_t &size) override {
-        size = compute_of(op) == compute_dots ? n_threads * dots_size(op) : 0;
+        size = compute_of(op) == compute_dots ? n_threads * dots_size(op) : op->op == GGML_OP_ROPE ? n_threads * 2 * op->ne[0] * sizeof(float) : 0;
         return true;
     }
     bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override { return compute_of(op)(params, op), true; }

@@ -8,9 +8,6 @@
 
 namespace {
 
-constexpr int kSums = 16;  // partial sums of a row, on every level
-constexpr int kParts = kSums / kLanes;
-
 INLINE Floats no_more(Floats x, float most) { return smaller(all(most), x); }
 INLINE Floats no_less(Floats x, float least) { return larger(all(least), x); }
 INLINE Floats size_of(Floats x) { return (Floats)((Integers)x & 0x7fffffff); }

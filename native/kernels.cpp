@@ -22,10 +22,11 @@ bool is_independent(const ggml_tensor *op) {
         case GGML_OP_CONCAT: case GGML_OP_RMS_NORM: case GGML_OP_GROUP_NORM: case GGML_OP_L2_NORM: case GGML_OP_SCALE:
         case GGML_OP_SET: case GGML_OP_CPY: case GGML_OP_CONT: case GGML_OP_RESHAPE: case GGML_OP_VIEW: case GGML_OP_PERMUTE:
         case GGML_OP_TRANSPOSE: case GGML_OP_GET_ROWS: case GGML_OP_SET_ROWS: case GGML_OP_DIAG: case GGML_OP_DIAG_MASK_INF:
-        case GGML_OP_ROPE: case GGML_OP_CLAMP: case GGML_OP_IM2COL: case GGML_OP_PAD: case GGML_OP_ARANGE: case GGML_OP_ARGSORT:
+        case GGML_OP_CLAMP: case GGML_OP_IM2COL: case GGML_OP_PAD: case GGML_OP_ARANGE: case GGML_OP_ARGSORT:
         case GGML_OP_TOP_K: case GGML_OP_LEAKY_RELU: case GGML_OP_TRI: case GGML_OP_FILL: case GGML_OP_WIN_PART:
         case GGML_OP_WIN_UNPART:
             return true;
+        case GGML_OP_ROPE: return op->op_params[2] != GGML_ROPE_TYPE_NORMAL;  // the rest of a row is fused in another way
         case GGML_OP_RWKV_WKV6: return op->ne[0] / op->src[1]->ne[1] % 16 == 0;
         case GGML_OP_UNARY:
             switch (ggml_get_unary_op(op)) {

@@ -47,3 +47,23 @@ INLINE Dwords broadcast(const int8_t *x) { return (Dwords)all(load<int32_t>(x));
 #else
 #include "level_neon.h"
 #endif
+
+namespace {
+
+INLINE Floats load(const float *p) { return load<Floats>(p); }
+INLINE Floats load(const ggml_fp16_t *p) { return from_halves(p); }
+INLINE Floats load(const ggml_bf16_t *p) { return from_bf16(p); }
+
+constexpr int kSums = 16, kParts = kSums / kLanes;  // partial sums of a row, on every level; they are added as a tree
+typedef float Four __attribute__((vector_size(16)));
+INLINE Four four_of(const Floats (&sums)[kParts]) {
+    Four x[4];
+    memcpy(x, sums, sizeof x);
+    return (x[0] + x[2]) + (x[1] + x[3]);
+}
+INLINE float tree(const Floats (&sums)[kParts]) {
+    const Four four = four_of(sums);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+}  // namespace

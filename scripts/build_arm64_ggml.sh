@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# build_arm64_ggml.sh PREFIX: libggml-base.so.0 for arm64 out of llama-cpp-python's source, into PREFIX, which fetch_cross.sh made.
-# It is what our kernels call and their test quantizes with, and no more of ggml. 10 s.
+# build_arm64_ggml.sh PREFIX: libggml-base.so.0 and libggml-cpu.so.0 for arm64 out of llama-cpp-python's source, into PREFIX, which
+# fetch_cross.sh made. They are what our kernels call, and what computes the other operations of a graph; no more of ggml. 25 s.
 #
-# Multiplications and additions stay apart, so that it quantizes to the same bits as x86-64's does.
+# Multiplications and additions stay apart in the first, so that it quantizes to the same bits as x86-64's does, which has no fma.
+# The second is ggml's variant for ARMv8.2 with dot products, compiled as in a release.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 prefix=$(realpath "${1:?usage: build_arm64_ggml.sh PREFIX}")
 llama=$(sed -n 's/.*"llama-cpp-python==\([^"]*\)".*/\1/p' pyproject.toml)
 out=$prefix/ggml-$llama
-[ ! -e "$out" ] || exit 0
+[ ! -e "$out/libggml-cpu.so.0" ] || exit 0
 work=$(mktemp -d "$prefix/.ggml.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 # not --no-binary :all:, which compiles CMake and ninja first
@@ -18,7 +19,19 @@ mkdir "$work"/{source,out}
 tar xf "$work"/*.tar.gz -C "$work/source" --strip-components=1
 cd "$work/source/vendor/llama.cpp/ggml"
 sed 's/@[A-Z_]*@/arm64/' src/ggml-version.h.in >include/ggml-version.h
-printf '%s\n' ggml.c ggml-quants.c ggml-alloc.c ggml-backend.cpp ggml-threading.cpp | xargs -P "${JOBS:-$(nproc)}" -I{} \
-  "$prefix/bin/aarch64-linux-gnu-gcc" -O2 -fPIC -ffp-contract=off -D_GNU_SOURCE -w -Iinclude -Isrc -c src/{} -o "$work/{}.o"
-"$prefix/bin/aarch64-linux-gnu-g++" -shared -Wl,-soname,libggml-base.so.0 -o "$work/out/libggml-base.so.0" "$work"/*.o
+compile() {  # OPTION... -- SOURCE...
+  local options=(); while [ "$1" != -- ]; do options+=("$1"); shift; done; shift
+  printf '%s\n' "$@" | xargs -P "${JOBS:-$(nproc)}" -I{} "$prefix/bin/aarch64-linux-gnu-gcc" -fPIC -D_GNU_SOURCE -w -Iinclude -Isrc \
+    -Isrc/ggml-cpu "${options[@]}" -c src/{} -o {}.o
+}
+link() {  # NAME OBJECT...
+  "$prefix/bin/aarch64-linux-gnu-g++" -shared -Wl,-soname,"$1" -o "$work/out/$1" "${@:2}" -L"$work/out"
+}
+mkdir -p ggml-cpu/arch/arm
+compile -O2 -ffp-contract=off -- ggml.c ggml-quants.c ggml-alloc.c ggml-backend.cpp ggml-threading.cpp
+link libggml-base.so.0 ./*.o
+compile -O3 -DNDEBUG -march=armv8.2-a+dotprod+fp16 -- ggml-cpu/{ggml-cpu,quants,arch/arm/quants}.c \
+  ggml-cpu/{ggml-cpu,ops,binary-ops,unary-ops,vec,traits}.cpp
+link libggml-cpu.so.0 ggml-cpu/*.o ggml-cpu/arch/arm/*.o -l:libggml-base.so.0
+rm -rf "$out"
 mv -T "$work/out" "$out"

@@ -1,7 +1,8 @@
 // fuzz_kernels CASES [grid]: operations of random types, shapes, strides, threads and values, computed by the kernels that it is
 // linked with, as ggml's CPU backend calls them. Each is compared with float64, and its bits with those of fewer rows and
 // other numbers of threads. Prints a line each: the operation, and a digest of the result, or that it was declined.
-// `grid`: then a product of each type and of 1 to 512 columns, of odd widths; and of one to three, of rows without gaps.
+// `grid`: then a product of each type and of 1 to 512 columns, of odd widths; softmax of rows that see nothing, and turned pairs; and
+// products of one to three columns, of rows without gaps.
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -430,8 +431,8 @@ void attention() {
         }
 }
 
-// an activation of random rows, alone or with a gate; a norm, a softmax, a state-space step
-void elementwise() {
+// an activation of random rows, alone or with a gate; a norm, a softmax
+void elementwise(int kind) {
     const struct { ggml_unary_op kind; double (*exact)(double); } functions[] = {
         {GGML_UNARY_OP_TANH, [](double x) { return std::tanh(x); }},
         {GGML_UNARY_OP_ELU, [](double x) { return x > 0 ? x : std::expm1(x); }},
@@ -448,7 +449,7 @@ void elementwise() {
         {GGML_GLU_OP_GEGLU, GGML_UNARY_OP_GELU}, {GGML_GLU_OP_SWIGLU, GGML_UNARY_OP_SILU},
         {GGML_GLU_OP_GEGLU_ERF, GGML_UNARY_OP_GELU_ERF}, {GGML_GLU_OP_GEGLU_QUICK, GGML_UNARY_OP_GELU_QUICK},
     };
-    const int n = between(1, 1500), rows = between(1, 9), kind = between(0, 3);
+    const int n = between(1, 1500), rows = between(1, 9);
     const bool is_split = once_in(2);
     const float size = std::exp2((float)between(-6, 5));
     Tensor x(GGML_TYPE_F32, {kind == 1 && !is_split ? 2 * n : n, rows}, kind != 1), g(GGML_TYPE_F32, {n, rows});
@@ -456,7 +457,10 @@ void elementwise() {
     for (Tensor *t : {&x, &g, &sinks})
         for (int i = 0; i < t->ne[1]; i++)
             for (int j = 0; j < t->ne[0]; j++) ((float *)t->at(i))[j] = normal() * size;
-    for (int i = 0; i < n * rows; i++) ((uint16_t *)mask.data)[i] = i % n && once_in(3) ? 0xfc00 : 0xbe00;  // -inf, -1.5
+    for (int i = 0; i < rows; i++) {
+        const bool is_hidden = once_in(4);
+        for (int j = 0; j < n; j++) ((uint16_t *)mask.at(i))[j] = is_hidden || (j && once_in(3)) ? 0xfc00 : 0xbe00;  // -inf, -1.5
+    }
     const auto &function = functions[between(0, std::size(functions) - 1)];
     const auto &gate = gates[between(0, 3)];
     const float scale = 0.5f, bias = once_in(2) ? 8 : 0, epsilon = 1e-5f;
@@ -473,7 +477,7 @@ void elementwise() {
     auto results = [&](int n_threads) {
         check(compute(&out, n_threads, n_threads), "it is computed");
         std::vector<Row> found;
-        for (int i = 0; i < rows; i++) found.push_back(read_row(out.at(i), n));
+        for (int i = 0; i < rows; i++) found.push_back(Row((float *)out.at(i), (float *)out.at(i) + n));
         return found;
     };
     const std::vector<Row> found = results(1), again = results(3);
@@ -505,7 +509,51 @@ void elementwise() {
             if (kind == 2) exact[j] /= std::sqrt(sum / n + epsilon);
             if (kind == 3) exact[j] /= sum;
             const double slack = kind < 2 ? 4e-6 * std::abs(exact[j]) + 1e-7 * std::abs(row[j]) : kind == 2 ? 4e-5 : 4e-6;
-            check(std::abs(found[i][j] - exact[j]) <= slack + 1e-37, "it is exact");
+            if (!(std::abs(exact[j]) < 3e38)) check(!(std::abs(found[i][j]) < 2.9e38), "it overflows, and a row that sees nothing is NaN");
+            else check(std::abs(found[i][j] - exact[j]) <= slack + 1e-37, "it is exact");
+        }
+    }
+}
+
+// rotary positions of pairs of neighbours, of a part of each row, with factors of frequencies and YaRN's or without
+void rope() {
+    const int width = 2 * between(1, 100), n = once_in(2) ? width : 2 * between(1, width / 2), first = 2 * between(0, (width - n) / 2);
+    const int heads = between(1, 5), tokens = between(1, 9), long_factor = between(2, 40);
+    const bool has_factors = once_in(2), is_long = once_in(2), is_odd = once_in(2);
+    g_case += "rope";
+    for (int number : {width, n, first, heads, tokens, (int)has_factors, (int)is_long}) g_case += " " + std::to_string(number);
+    Tensor x(GGML_TYPE_F32, {width, heads, tokens}, is_odd), positions(GGML_TYPE_I32, {tokens}), factors(GGML_TYPE_F32, {n / 2});
+    Tensor out(GGML_TYPE_F32, {width, heads, tokens}, is_odd);
+    for (int i = 0; i < tokens; i++) ((int32_t *)positions.data)[i] = between(0, 300);
+    for (int i = 0; i < n / 2; i++) ((float *)factors.data)[i] = 1 + std::abs(normal());
+    for (int row = 0; row < heads * tokens; row++)
+        for (int i = 0; i < width; i++) ((float *)x.at(row % heads, row / heads))[i] = normal();
+    out.op = GGML_OP_ROPE, out.src[0] = &x, out.src[1] = &positions, out.src[2] = has_factors ? &factors : nullptr;
+    const float base = 10000, scale = is_long ? 1.0f / long_factor : 1, of_params[] = {base, scale, (float)is_long, 1, 32, 1};
+    out.op_params[1] = n, out.op_params[4] = 4096, out.op_params[15] = first;
+    memcpy(out.op_params + 5, of_params, sizeof of_params);
+    auto results = [&](int n_threads) {
+        check(compute(&out, n_threads, n_threads), "it is computed");
+        std::vector<Row> found;
+        for (int row = 0; row < heads * tokens; row++) found.push_back(read_row(out.at(row % heads, row / heads), width));
+        return found;
+    };
+    const std::vector<Row> found = results(1), again = results(3);
+    report(found);
+    float ramp[2];
+    ggml_rope_yarn_corr_dims(n, 4096, base, 32, 1, ramp);
+    const double size = is_long ? 1 - 0.1 * std::log(scale) : 1;
+    for (int row = 0; row < heads * tokens; row++) {
+        check(same(found[row], again[row]), "bits do not depend on threads");
+        const float *values = (float *)x.at(row % heads, row / heads);
+        for (int i = 0; i < width; i += 2) {
+            const int pair = (i - first) / 2;
+            const bool is_turned = i >= first && i < first + n;
+            const double whole = ((int32_t *)positions.data)[row / heads] * std::pow(base, -2.0 * pair / n) / (has_factors && is_turned ? ((float *)factors.data)[pair] : 1);
+            const double mix = is_long ? 1 - std::clamp((pair - ramp[0]) / std::max(0.001f, ramp[1] - ramp[0]), 0.0f, 1.0f) : 0;
+            const double turn = scale * whole * (1 - mix) + whole * mix, real = is_turned ? std::cos(turn) * size : 1, imaginary = is_turned ? std::sin(turn) * size : 0;
+            check(std::abs(found[row][i] - (values[i] * real - values[i + 1] * imaginary)) < 1e-3, "it is exact");
+            check(std::abs(found[row][i + 1] - (values[i] * imaginary + values[i + 1] * real)) < 1e-3, "it is exact");
         }
     }
 }
@@ -568,7 +616,8 @@ int main(int n_arguments, char **arguments) {
         g_random.seed(i);
         g_case = std::to_string(i) + " ";
         if (i % 8 == 0) attention();
-        else if (i % 8 == 4) elementwise();
+        else if (i % 16 == 4) elementwise(between(0, 3));
+        else if (i % 16 == 12) rope();
         else if (i % 16 == 1) cells();
         else if (i % 16 == 9) adapters();
         else {
@@ -583,6 +632,12 @@ int main(int n_arguments, char **arguments) {
         g_random.seed(i);
         g_case = "grid ";
         product(kind, {width, 37, columns[i % 8], 0, 1, false, true, false});
+    }
+    for (int i = 0; i < (n_arguments > 2 ? 24 : 0); i++) {
+        g_random.seed(i);
+        g_case = "row of nothing or turned ";
+        if (i % 2) rope();
+        else elementwise(3);
     }
     for (int i = 0; i < (n_arguments > 2 ? 16 * 4 : 0); i++) {
         g_random.seed(i);

@@ -1,7 +1,6 @@
 """The libraries of our own C++ (native/), fuzzed: with sanitizers, as they are shipped, and those for arm64."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,7 +9,8 @@ import pytest
 
 from edgeinfer.runtime.llama import libedgeinfer
 
-from ..conftest import BUILD_CACHE, ROOT
+from ..conftest import ROOT
+from . import arm64
 from .test_attention import LEVELS, can_run
 
 _SITE = Path(llama_cpp.__file__).parents[1]
@@ -20,29 +20,23 @@ _SOURCES = [ROOT / f"native/{name}.cpp" for name in _NAMES]
 _SANITIZED = "-O0 -g1 -DINLINE=inline -fsanitize=address,undefined -fno-sanitize-recover=all"
 #: Operations of tests/runtime/fuzz_kernels.cpp: with sanitizers some ten a second.
 _SANITIZED_CASES, _CASES = 200, 600
-#: Level for arm64 → a processor that has no more. qemu computes ten cases a second.
-_ARM64 = {"dotprod": "neoverse-n1", "i8mm": "max"}
+#: qemu computes ten cases a second.
 _ARM64_CASES = 48
-_CROSS = BUILD_CACHE / "cross-arm64"
 
 pytestmark = pytest.mark.xdist_group("fuzzed kernels")
 
 
-def _compile(
-    program: Path, *options: str | Path, compiler: str | Path = "g++", ggml: Path = _GGML
-) -> None:
+def _compile(program: Path, *options: str | Path) -> None:
     headers = (f"-I{_SITE / 'include'}", f"-I{ROOT / 'native'}")
-    libraries = (f"-L{ggml}", "-l:libggml-base.so.0", "-pthread")
+    libraries = (f"-L{_GGML}", "-l:libggml-base.so.0", "-pthread")
     source = ROOT / "tests/runtime/fuzz_kernels.cpp"
-    subprocess.run([compiler, *headers, source, *options, *libraries, "-o", program], check=True)
+    subprocess.run(["g++", *headers, source, *options, *libraries, "-o", program], check=True)
 
 
-def _fuzz(
-    *command: str | Path, libraries: tuple[Path, ...] = (_GGML, libedgeinfer.folder())
-) -> list[str]:
+def _fuzz(*command: str | Path) -> list[str]:
     done = subprocess.run(
         command,
-        env={**os.environ, "LD_LIBRARY_PATH": ":".join(map(str, libraries))},
+        env={**os.environ, "LD_LIBRARY_PATH": f"{_GGML}:{libedgeinfer.folder()}"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -95,31 +89,10 @@ def test_levels_agree_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("arm64")
-@pytest.mark.parametrize(("level", "processor"), _ARM64.items())
-def test_arm64_agrees_with_avx2_bit_for_bit(level: str, processor: str, tmp_path: Path) -> None:
-    qemu = shutil.which("qemu-aarch64")
-    ggml, native = _CROSS / f"ggml-{libedgeinfer.BUILT_FOR}", _CROSS / "native"
+@pytest.mark.parametrize("level", arm64.PROCESSORS)
+def test_arm64_agrees_with_avx2_bit_for_bit(level: str, tmp_path: Path) -> None:
     if not can_run("v3"):
         pytest.skip("this processor has not the instructions of v3")
-    if not qemu or not ggml.exists():
-        pytest.skip("scripts/setup.sh test-all found no qemu-user, or no compiler for arm64")
-    compiler = _CROSS / "bin/aarch64-linux-gnu-g++"
-    subprocess.run(
-        [ROOT / "native/build.sh", "aarch64", native],
-        env={**os.environ, "CXX": str(compiler)},
-        check=True,
-    )
-    _compile(
-        tmp_path / level,
-        *("-O2", "-ffp-contract=off"),  # the same random numbers
-        *(native / f"libedgeinfer-{name}.so.1" for name in (f"kernels-{level}", "cells")),
-        "-Wl,--allow-shlib-undefined",  # the libggml-base of scripts/build_arm64_ggml.sh is not whole
-        compiler=compiler,
-        ggml=ggml,
-    )
-    root = _CROSS / "usr/aarch64-linux-gnu"
-    digests = _fuzz(
-        *(qemu, "-cpu", processor, "-L", root, tmp_path / level, str(_ARM64_CASES), "grid"),
-        libraries=(ggml, native),
-    )
+    arm64.compile_program("fuzz_kernels.cpp", level, tmp_path / level)
+    digests = arm64.run_program(tmp_path / level, level, str(_ARM64_CASES), "grid")
     _agree(_fuzz_shipped("v3", tmp_path, _ARM64_CASES), digests)

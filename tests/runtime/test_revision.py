@@ -14,7 +14,7 @@ from .conftest import answer, load
 #: Revision, and level of the kernels → digest of what both real models compute. After a change of bits,
 #: raise `KERNEL_REVISION` and write down the digest that the failure shows.
 _DIGESTS = dict.fromkeys(
-    [(2, "v3"), (2, "v3-vnni"), (2, "v4")],
+    [(3, "v3"), (3, "v3-vnni"), (3, "v4")],
     "ffe6b0165d0056fa5349234695c5584db6674e1c55bc61865d16adb32b04ec22",
 )
 _PROMPT = "The sea is wide, and ships cross it: " * 12

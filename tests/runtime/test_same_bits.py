@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import shutil
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.scheduler.batch_invariance import why_irreproducible
 
 from ..conftest import ROOT
+from . import arm64
 from .conftest import answer, load
 from .test_attention import LEVELS, can_run, run
 
@@ -63,6 +66,21 @@ def _variant(level: str) -> str:
     return _VARIANTS[level] if _VARIANTS[level] in variants else variants[0]
 
 
+@pytest.fixture(scope="module")
+def recorded(
+    models: dict[str, Path], smollm2: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Path]]:
+    """Every operation of the families' graphs and of a real model's, as AVX2 computes it."""
+    if not can_run("v3"):
+        pytest.skip("this processor has not the instructions of v3")
+    folder = tmp_path_factory.mktemp("recorded")
+    made = [folder / "families", folder / "smollm2"]
+    for path, options in zip(made, (models.values(), (smollm2, "--steps", "8,1")), strict=True):
+        run(PROGRAM, _variant("v3"), "v3", *options, "--record", path)
+    yield made
+    shutil.rmtree(folder)  # half a gigabyte
+
+
 def _graphs(level: str, models: dict[str, Path], kernels: str | None = None) -> Graphs:
     results = json.loads(run(PROGRAM, _variant(level), kernels or level, *models.values()))
     return {name: results[str(path)] for name, path in models.items()}
@@ -96,6 +114,20 @@ def test_no_tensor_of_a_family_depends_on_the_level(
             pairs = zip(computed["tensors"], other["tensors"], strict=True)
             differing = [tensor for tensor, same in pairs if tensor != same]
             assert not differing, f"{family}: {len(differing)} differ, the first is {differing[0]}"
+
+
+@pytest.mark.needs("arm64")
+@pytest.mark.model
+@pytest.mark.xdist_group("fuzzed kernels")  # which compile the same libraries
+@pytest.mark.parametrize("level", arm64.PROCESSORS)
+def test_no_operation_of_a_graph_differs_on_arm64(
+    level: str, recorded: list[Path], tmp_path: Path
+) -> None:
+    arm64.compile_program("replay_graph.cpp", level, tmp_path / level)
+    for path in recorded:
+        *differing, n_compared = arm64.run_program(tmp_path / level, level, path)
+        assert not differing, differing[:4]
+        assert int(n_compared) > 1000
 
 
 def test_no_family_has_an_operation_that_depends_on_the_processor(graphs: Graphs) -> None:
