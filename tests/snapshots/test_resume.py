@@ -86,9 +86,13 @@ def test_restored_processes_draw_different_randomness(warm):
 
 
 ENVIRONMENT = """
-request.env = ("HOME=/nowhere", "TZ=Asia/Tokyo", "LANG=C.UTF-8", "ONLY=this")
-request.cwd, request.umask, request.affinity = "/usr", 0o027, ("0",)
-request.limits = {"RLIMIT_NOFILE": "200"}
+send = checks.messages.send
+def send_with_environment(link, request):
+    request.env = ("HOME=/nowhere", "TZ=Asia/Tokyo", "LANG=C.UTF-8", "ONLY=this")
+    request.cwd, request.umask, request.affinity = "/usr", 0o027, ("0",)
+    request.limits = {"RLIMIT_NOFILE": "200"}
+    send(link, request)
+checks.messages.send = send_with_environment
 """
 
 
