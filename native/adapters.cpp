@@ -28,7 +28,7 @@ struct llama_adapter_lora {
 namespace {
 
 constexpr int kRanks = 4, kTokens = 8;  // ranks and tokens in a work unit of project()
-constexpr int kAtOnce = 4;              // columns that add_block() computes together
+constexpr int kAtOnce = 4;              // columns (rows of the batch) that add_block() computes together
 
 // dots[r] = by * dot product of x and row r of A
 template <int kN, class T> INLINE void dots(const T *a, int k, const float *x, float by, float *to) {
@@ -117,7 +117,7 @@ struct AdapterPlan {
     };
     std::vector<Run> runs;
     size_t n_floats = 0;
-    const AdapterPlan *next = nullptr;  // plan of the next product with a plan
+    const AdapterPlan *next = nullptr;  // plan of the next product that has one
 };
 
 namespace {
@@ -125,11 +125,11 @@ namespace {
 // The adapters of one llama_decode. After the last layer's attention, llama.cpp keeps only the rows with outputs.
 struct Step {
     int n_tokens, n_outputs;
-    bool is_whole = false, has_missed = false;  // whether a product had all tokens; or was declined, or had other rows
+    bool is_whole = false, has_missed = false;  // a product of all tokens was seen; a product could not add its adapters
     std::vector<Group> groups;
     std::deque<AdapterPlan> plans;
 };
-thread_local Step *t_step;  // the step that this thread plans: ggml plans on the thread that decodes
+thread_local Step *t_step;  // the step whose graph this thread plans; ggml does that on the thread that calls llama_decode
 
 bool takes(const ggml_tensor *weight, const ggml_tensor *a, const ggml_tensor *b) {
     const auto is_float = [](const ggml_tensor *t) { return with_type(t->type, nullptr, [](auto) {}); };
@@ -241,7 +241,7 @@ extern "C" Adapter *edgeinfer_adapter_open(const llama_adapter_lora *from, const
 }
 extern "C" void edgeinfer_adapter_close(Adapter *adapter) { delete adapter; }
 
-// Called before and after a llama_decode, in its thread. Rows with the same adapter are fastest next to each other.
+// Begins a step, on the thread that will call llama_decode. `rows` should be sorted by adapter: each is then read once.
 extern "C" Step *edgeinfer_adapters_begin(const Rows *rows, int n_rows, int n_tokens, int n_outputs) {
     t_step = new Step{n_tokens, n_outputs};
     auto &groups = t_step->groups;
@@ -252,7 +252,7 @@ extern "C" Step *edgeinfer_adapters_begin(const Rows *rows, int n_rows, int n_to
     }
     return t_step;
 }
-// Returns whether every adapter was added; if not, the results of the step are invalid.
+// Ends the step after llama_decode. Returns whether every adapter was added; otherwise the logits are invalid.
 extern "C" bool edgeinfer_adapters_end(Step *step) {
     t_step = nullptr;
     const bool is_complete = !step->has_missed;

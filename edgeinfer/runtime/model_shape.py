@@ -14,7 +14,7 @@ import msgspec
 
 #: Bytes per element of the KV cache.
 _KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-#: How many times the mean bytes per weight a layer's finest tensor has at most.
+#: Bytes per weight of a layer's finest tensor are assumed to be at most this many times the mean.
 _FINER = 1.5
 #: Matches llama.cpp's names of expert weights.
 _EXPERT_WEIGHT = re.compile(r"_(ch)?exps\.weight$")

@@ -150,7 +150,7 @@ def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, i
         n_evicted += 1
     names_left = {block.path.name.removesuffix(SUFFIX) for block in blocks if block.path.exists()}
     for owner in (root / "owners").glob("*"):
-        is_old = time.time() - owner.stat().st_mtime > _STALE_S  # a new one may name unwritten blocks
+        is_old = time.time() - owner.stat().st_mtime > _STALE_S  # a new one may name future blocks
         if is_old and not owned_names(owner) & names_left:
             owner.unlink(missing_ok=True)
     return n_evicted, used
