@@ -137,8 +137,8 @@ async def _serve(
         model_admin=ModelAdmin() if _speaks_ollama(options, host) else None,
     )
     load_key(host.config.receipts.key)  # fail now if the key is invalid
-    if config.log_payloads:
-        endpoint.payload_log = PayloadLog(Path(config.log_payloads), endpoint)
+    if folder := pick(options.log_payloads, config.log_payloads):
+        endpoint.payload_log = PayloadLog(Path(folder), endpoint)
     if config.web:
         name_of_socket = listeners[0].getsockname()
         port = name_of_socket[1] if listeners[0].family != socket.AF_UNIX else 0

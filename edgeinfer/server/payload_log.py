@@ -1,8 +1,7 @@
 """The payload log: a CloudEvent for each generation request with its answer, one JSON line each.
 
-It is off unless `log-payloads` under [serve] names a folder. A thread encodes and writes the lines.
-The file is opened for each line, because CRIU restores an open file only if its size is that of the
-snapshot.
+It is off unless `--log-payloads FOLDER` is given. A thread encodes and writes the lines. The file is
+opened for each line, because CRIU restores an open file only if its size is that of the snapshot.
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ def make_folder(folder: Path) -> Path:
             raise PermissionError(errno.EPERM, "it belongs to another user, or others may write to it")
     except FileExistsError as error:
         message = f"payloads cannot be logged: {folder} is a file, not a folder"
-        raise ServeError(message, hint="correct `log-payloads` under [serve]") from error
+        raise ServeError(message, hint="name a folder: --log-payloads FOLDER") from error
     except OSError as error:
         message = f"payloads cannot be logged to {folder}: {error.strerror}"
         hint = f"name a folder of your own, or `chmod 700 {folder}`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Literal
 
 from edgeinfer.cli.options import (
@@ -53,6 +54,8 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     help = "log lines on stderr (default: text on a terminal)"
     where.add_argument("--log", choices=("json", "text", "off"), help=help)
     add_traces(where)
+    help = "write every request with its answer to files in FOLDER"
+    add_option(where, "--log-payloads FOLDER", help, type=os.path.abspath)
 
 
 port_number = number_between(int, 0, 65_535)

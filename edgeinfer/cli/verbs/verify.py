@@ -140,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("receipt", nargs="?", metavar="FILE", help=help)
     add_option(parser, "--model MODEL", "model to check with (default: the receipt's)")
     add_option(parser, "--content FILE", "content of a private receipt")
-    add_option(parser, "--log FOLDER", "check the answers of a payload log (key `serve.log-payloads`)")
+    add_option(parser, "--log FOLDER", "check the answers of a payload log (`serve --log-payloads`)")
     add_option(parser, "--sample PERCENT", "share of the receipts to check", type=_share, default=1.0)
     add_load_options(parser)
     add_attached_options(parser.add_argument_group(LAUNCH))
@@ -190,7 +190,7 @@ def _replies(options: argparse.Namespace) -> Iterator[tuple[str, list[Any] | Rec
         yield from read_replies(sys.stdin.buffer, "stdin")
         return
     if options.log and not Path(options.log).is_dir():
-        hint = "`edgeinfer serve` writes one if `log-payloads` under [serve] names a folder"
+        hint = "`edgeinfer serve --log-payloads FOLDER` writes one"
         raise UsageError(f"{options.log} is not a folder with a payload log", hint=hint)
     paths = [Path(options.receipt)] if options.receipt else sorted(Path(options.log).glob("*.jsonl"))
     for path in paths:
