@@ -29,7 +29,7 @@ INLINE void transpose(const Dwords (&z)[4], Dwords *out) {
     const Dwords a = low32(z[0], z[1]), b = high32(z[0], z[1]), c = low32(z[2], z[3]), d = high32(z[2], z[3]);
     out[0] = low64(a, c), out[1] = high64(a, c), out[2] = low64(b, d), out[3] = high64(b, d);
 }
-// Reads the dwords kBegin to n of each row; the last ones are read together with some before them
+// Reads the dwords kBegin to n - 1 of each row, 4 or 8 at a time; the last 4 overlap, so as not to read beyond n
 template <int n, int kBegin = 0> INLINE void dwords(const uint8_t *p, size_t stride, Dwords *out) {
     constexpr int kEights = kLanes < 16 ? kBegin : kBegin + (n - kBegin) / 8 * 8;  // AVX2 does not gain
 #if defined(__AVX512VNNI__)
@@ -496,7 +496,7 @@ template <class T, int kC> struct Position {
 template <class T, int kC> struct SpanPosition {
     const int32_t *x;
     const float *scales;
-    const void *seconds;  // where the integer sums begin, or scale * sum of bytes (Extra)
+    const void *seconds;  // second field of each Extra: start of the integer sum, or scale * sum for formats with minima
     int pitch;
     INLINE Dwords dword(int c, int j) const { return load<Dwords>(x + (j * kC + c) * pitch); }
     INLINE Integers start(int c) const { return load<Integers>((const int32_t *)seconds + c * pitch); }

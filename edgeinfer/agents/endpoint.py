@@ -88,8 +88,9 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         """Raise ServeError unless this user or root listens at `port`."""
         uids = tcp.listener_uids(port)
         if not uids or uids - {os.getuid(), 0}:
+            listener = "another user's program" if uids else "no program"
             raise ServeError(
-                f"{self.url} is not your endpoint: another user's program listens there",
+                f"{self.url} is not your endpoint: {listener} listens there",
                 hint="`edgeinfer serve --port N` uses another port",
             )
 

@@ -41,7 +41,9 @@ T = TypeVar("T")
 
 
 class Repl:
-    """The plain chat on two text streams. Without a terminal it never asks the user."""
+    """The plain chat on two text streams. Without a terminal it refuses tool calls that need
+    approval.
+    """
 
     def __init__(self, setup: ChatSetup, source: TextIO, out: TextIO) -> None:
         self.setup = setup

@@ -61,7 +61,7 @@ class Pattern(msgspec.Struct, frozen=True):
     is_bare: bool = False
 
     def allows(self, server: str, tool: str, arguments: dict[str, Any]) -> bool:
-        """Return whether the pattern matches the call exactly as it is spelled."""
+        """Return whether the pattern matches the call as written, not another spelling of a path."""
         return (
             self._names(server, tool)
             and not (self.is_bare and arguments)

@@ -59,7 +59,7 @@ class ReplicatedEngine(ForwardingEngine):
         self._movers = ThreadPoolExecutor(4, "replicas")
         self._is_closed = False
         self.crashed_total = 0
-        # the supervisor sets these three functions
+        # ReplicaSupervisor sets these three functions
 
         #: Adds the configured number of replicas and the reason for their state.
         self.describe: Callable[[tuple[ReplicaInfo, ...]], ReplicasInfo]

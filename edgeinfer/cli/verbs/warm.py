@@ -70,7 +70,8 @@ def run(options: argparse.Namespace, host: Host) -> WarmResult:
     files = host.files(ref, draft=load_options.draft)
     for path in load_options.adapter_paths(files):
         if not os.path.isfile(path):
-            raise UsageError(f"{path} is not a file", hint="`edgeinfer pull ADAPTER --base MODEL`")
+            hint = "pull it: `edgeinfer pull ADAPTER --base MODEL`"
+            raise UsageError(f"the adapter {path} is not a file", hint=hint)
     inputs = SnapshotInputs(
         model=ref.name,
         files=files,

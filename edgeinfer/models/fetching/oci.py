@@ -138,7 +138,7 @@ class Registry:
         """Return the manifest of a tag or a digest. Raises ValueError if it is not JSON."""
         manifest = json.loads(self.manifest_content(reference))
         if not isinstance(manifest, dict):
-            raise ValueError("it is not a JSON object")
+            raise ValueError("the manifest is not a JSON object")
         return manifest
 
     def manifest_content(self, reference: str = "") -> bytes:

@@ -131,7 +131,7 @@ class PrefixCache:
 
     @property
     def can_store(self) -> bool:
-        """Return whether blocks that are saved now will be usable."""
+        """Return whether blocks are stored: a saved state restored exactly, the folder is writable."""
         return self.verdict.outcome == "exact" and self.folder.can_write
 
     def can_evict(self, cached_seq: CachedSequence) -> bool:

@@ -44,7 +44,7 @@ MARGIN_BYTES = 512 << 20
 _PRUNE_TO = 0.9
 #: Blocks are listed again after 1/32 of the limit was written.
 _RECOUNT_SHARE = 32
-#: Age (s) from which unfinished files, and owners' lists of deleted blocks, are deleted.
+#: Age (s) from which unfinished files, and conversations' lists whose blocks are all gone, are deleted.
 _STALE_S = 3600.0
 
 

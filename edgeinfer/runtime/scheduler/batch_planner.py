@@ -164,7 +164,7 @@ class BatchPlanner:
         """Return the most tokens of a step that stays bit-identical to unbatched ones."""
         invariance = self.batch_invariance
         is_beyond = invariance.max_cells is not None and self.kv.used_cells > invariance.max_cells
-        # cells of rejected drafts go to other sequences, whose cells are then not in order
+        # a sequence in the cells of a rejected draft sums in another order, and rounds otherwise
         is_mixed = not (is_unbatched or invariance.sums_in_order)
         # llama.cpp's products with the small matrices of a LoRA depend on the batch
         return 0 if is_beyond or is_mixed or self._context_adapters else invariance.max_tokens

@@ -114,7 +114,7 @@ class Builder:
         if order.recv(64) != b"dumped":
             raise _disk_full(self._folder) or DumpError(
                 "CRIU could not dump the process: " + _tail(self._folder / format.DUMP_LOG, "Error"),
-                hint="run `edgeinfer doctor`; launches stay cold until then",
+                hint="run `edgeinfer doctor`; without a snapshot each launch loads the model",
             )
         os.waitpid(init, 0)
         return parked
