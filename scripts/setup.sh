@@ -32,9 +32,10 @@ die() { printf 'error: %s\n\nhint: %s\n' "$1" "$2" >&2; exit 1; }
 
 # --- before anything takes long -------------------------------------------------------------------------------------------
 check_machine() {
-  local missing=() tool
+  local missing=() tool packages="build-essential cmake"
   for tool in gcc g++ cmake make; do command -v $tool >/dev/null || missing+=($tool); done
-  [ ${#missing[@]} = 0 ] || die "${missing[*]} missing: llama.cpp cannot be compiled" "apt-get install build-essential cmake"
+  [ -x .venv/bin/python ] || (find_python) >/dev/null 2>&1 || packages+=" python3 python3-venv"
+  [ ${#missing[@]} = 0 ] || die "${missing[*]} missing: llama.cpp cannot be compiled" "apt-get install $packages"
   mkdir -p "$cache" 2>/dev/null && [ -w "$cache" ] || die "$cache cannot be written" "EDGEINFER_BUILD_CACHE=FOLDER sets another build cache"
   [ -x .venv/bin/edgeinfer ] || has_room . 1500 # measured: 0.9 GB in .venv, 0.4 GB while llama.cpp compiles
   ls "$cache"/wheels/*/*.whl >/dev/null 2>&1 || has_room "$cache" 1000
@@ -64,6 +65,7 @@ make_venv() {
 pip() {  # runs quietly; on failure prints the last error line
   local output; output=$(.venv/bin/pip "$@" 2>&1) && return
   [ -z "${installer:-}" ] || wait "$installer" || exit 1 # it has said why
+  ! grep -q 'Retrying (' <<<"$output" || die "pip cannot reach the package index" "is the network there? HTTPS_PROXY names a proxy, PIP_INDEX_URL a mirror; then run it again"
   die "pip: $(grep -v '^WARNING' <<<"$output" | grep -iE 'error|no space|denied' | tail -1 || tail -1 <<<"$output")" \
     "is the network there? HTTPS_PROXY names a proxy, PIP_INDEX_URL a mirror; then run it again"
 }
@@ -122,7 +124,7 @@ build_llama() {  # one|all: compiles `wheel`
 }
 
 compile_wheel() {  # FOLDER SOURCE: sets `log`
-  local out=$1 started=$SECONDS step='' last='' compiler map=-ffile-prefix-map=$2=.
+  local out=$1 started=$SECONDS shown=$SECONDS step='' last='' compiler map=-ffile-prefix-map=$2=.
   mkdir -p "$out.tmp" "$cache/logs"
   log=$cache/logs/$(basename "$out").log
   CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(nproc)} CMAKE_ARGS=$flags CFLAGS=$map CXXFLAGS=$map \
@@ -133,7 +135,7 @@ compile_wheel() {  # FOLDER SOURCE: sets `log`
     step=$(grep -oE '^ *\[[0-9]+/[0-9]+\]' "$log" 2>/dev/null | tail -1 | tr -d ' ' || true)
     [ "$step" = "$last" ] && continue
     if [ -t 2 ]; then printf '\rsetup: compiling %s, %d s ' "$step" $((SECONDS - started)) >&2
-    elif [ $(( (SECONDS - started) % 30 )) -lt 2 ]; then say "compiling $step, $((SECONDS - started)) s"; fi
+    elif [ $((SECONDS - shown)) -ge 30 ]; then say "compiling $step, $((SECONDS - started)) s"; shown=$SECONDS; fi
     last=$step
   done
   [ -t 2 ] && printf '\n' >&2

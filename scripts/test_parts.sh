@@ -8,7 +8,7 @@
 #             arm64, docker-registry, Mesa's software GPU; for root podman and Debian 13's systemd
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cache=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/edgeinfer-build}
+cache=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/edgeinfer-build}
 
 say() { printf '%s\n' "setup: $*" >&2; }
 is_root() { [ "$(id -u)" = 0 ]; }

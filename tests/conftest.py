@@ -52,7 +52,7 @@ NEEDS = {
     "levels": "our C++ for other processors than this one",
     "ray": "a Ray cluster",
     "registry": "docker-registry",
-    "root": "root, for what ran as an ordinary user",
+    "root": "a second run, as root",
     "sanitizers": "our C++ compiled with sanitizers",
     "systemd": "a systemd as process 1",
     "time": "5 to 60 seconds each",
@@ -286,17 +286,24 @@ def _skips_not_allowed(config: pytest.Config) -> list[str]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if WORKER:
+        _running().close()
         session.config.workeroutput["left_out"] = dict(_left_out)  # type: ignore[attr-defined]
     if session.exitstatus == pytest.ExitCode.OK and _skips_not_allowed(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> Generator[None, object, object]:
+    """After pytest's summary, list the tests that were left out, and what would run them."""
+    result = yield
     for skipped in _skips_not_allowed(config):
         terminalreporter.write_line(f"SKIPPED, NOT ALLOWED {skipped}", red=True)
     for name, count in sorted(_left_out.items()):
         needed = f"{NEEDS[name]}: make test-all" if name else "nothing beyond `make run`: make test"
         terminalreporter.write_line(f"not run: {count} tests that need {needed}")
+    return result
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ TYPED = [
 def needs(shell):
     return pytest.mark.skipif(
         shutil.which(shell) is None,
-        reason=f"{shell} is not installed: scripts/setup.sh test-all does it",
+        reason=f"{shell} is not installed: apt-get install {shell}",
     )
 
 

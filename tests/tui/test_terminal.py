@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.model,
     pytest.mark.criu,
     pytest.mark.skipif(
-        shutil.which("tmux") is None, reason="tmux is not installed: scripts/setup.sh test does it"
+        shutil.which("tmux") is None, reason="tmux is not installed: apt-get install tmux"
     ),
 ]
 

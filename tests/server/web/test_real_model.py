@@ -50,7 +50,7 @@ def chat(*lines):
 def typing(home, tmp_path):
     """Return `typing()`, which continues the last conversation by `edgeinfer chat` in a terminal."""
     if shutil.which("tmux") is None:
-        pytest.skip("tmux is not installed: scripts/setup.sh test does it")
+        pytest.skip("tmux is not installed: apt-get install tmux")
     environment = shell_environment(tmp_path) | {"EDGEINFER_HOME": os.environ["EDGEINFER_HOME"]}
     with contextlib.closing(Terminal(tmp_path, environment)) as terminal:
 
