@@ -272,7 +272,8 @@ _failed: dict[str, str] = {}
 
 
 def _is_short_of_memory(error: EngineError) -> bool:
-    return bool(re.search(r"alloc|memory", error.message, re.IGNORECASE))
+    # not "illegal memory access", after which the device cannot be used
+    return bool(re.search(r"alloc|out ?of ?\w*memory", error.message, re.IGNORECASE))
 
 
 def _leaves_device_usable(error: EngineError) -> bool:

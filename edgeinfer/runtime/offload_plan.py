@@ -95,7 +95,8 @@ def _candidates(shape: Shape, n_all: int, layers: int | str) -> list[tuple[int, 
     most = n_all - 1 if shape.expert_bytes else 0
     whole = (n_all, 0, "all of it fits")
     bare = [(n_all, n, "all but these experts fits") for n in range(1, most + 1)]
-    return [whole, *bare] + [(n, most, "as many as fit") for n in range(n_all - 1, n_all // 2, -1)]
+    fewer = range(n_all - 1, (n_all - 1) // 2, -1)
+    return [whole, *bare] + [(n, most, "as many as fit") for n in fewer]
 
 
 def _max_cells(plan: Plan, distribute: Callable[[int], tuple[Offload, bool]]) -> int:

@@ -25,8 +25,7 @@ TYPED = [
 
 def needs(shell):
     return pytest.mark.skipif(
-        shutil.which(shell) is None,
-        reason=f"{shell} is not installed: apt-get install {shell}",
+        shutil.which(shell) is None, reason=f"{shell} is not installed: apt-get install {shell}"
     )
 
 

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace, _host: Host) -> BackendResult:
     from edgeinfer.shipping import backend_install  # 200 ms and more: httpx2, llama.cpp
     from edgeinfer.shipping.update import channel
 
-    message = "libraries for GPUs (Vulkan's comes with edgeinfer):"
+    message = "libraries for GPUs (Vulkan's is in the one-file program; a checkout has `make gpu`):"
     if options.action == "remove":
         backend_install.remove(options.name)
         message = f"{options.name} is removed; processes that use it keep it"

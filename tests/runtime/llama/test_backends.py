@@ -10,8 +10,9 @@ import pytest
 
 from edgeinfer.cli.verbs import show
 from edgeinfer.config.config_file import GpuConfig
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import EngineError, UsageError
 from edgeinfer.platform import disk, paths
+from edgeinfer.runtime import gpu_offload
 from edgeinfer.runtime.llama import backend_loading, backends
 from edgeinfer.runtime.llama.backends import Build, Device, LibraryFacts, MissingBackend, OffloadRequest
 from edgeinfer.runtime.offload_plan import Offload, make_offload
@@ -266,3 +267,18 @@ def test_show_says_why_no_layer_is_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(show, "survey", lambda: (missing,))
     offload = show._planned_devices(DENSE, plan_of(DENSE), "all", GpuConfig())
     assert str(offload) == "none: vulkan: no Vulkan driver has a device here"
+
+
+@pytest.mark.parametrize(
+    ("message", "is_short"),
+    [
+        ("unable to allocate Vulkan0 buffer", True),
+        ("vk::Device::allocateMemory: ErrorOutOfDeviceMemory", True),
+        ("cudaMalloc failed: out of memory", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("vk::Queue::submit: ErrorDeviceLost", False),
+        ("llama.cpp could not load /home/me/memory/x.gguf", False),
+    ],
+)
+def test_only_a_device_that_is_full_is_used_again(message: str, is_short: bool) -> None:
+    assert gpu_offload._is_short_of_memory(EngineError(message)) == is_short
