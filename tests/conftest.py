@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import tomllib
 from collections import Counter
@@ -116,7 +117,7 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
     global _in_a_test
     _in_a_test = True
     if WORKER:
-        with one_process_at_a_time("turnstile"):
+        with _turnstile():
             fcntl.flock(_running(), fcntl.LOCK_SH)
     try:
         return (yield)
@@ -173,9 +174,27 @@ def pytest_configure(config: pytest.Config) -> None:
 @contextlib.contextmanager
 def one_process_at_a_time(resource: str) -> Iterator[None]:
     """Hold a lock on `resource`, which the pytest processes of one machine make once for all."""
-    with (BUILD_CACHE / f"{resource}.lock").open("w") as file:
+    with _locked(BUILD_CACHE / f"{resource}.lock"):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _run_folder() -> Path:
+    """Return a folder of this run, which the processes that `-n` started share."""
+    folder = Path(tempfile.gettempdir(), f"edgeinfer-tests-{os.environ['PYTEST_XDIST_TESTRUNUID']}")
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _turnstile() -> contextlib.AbstractContextManager[None]:
+    return _locked(_run_folder() / "turnstile.lock")
 
 
 def _together(item: pytest.Item) -> str:
@@ -197,7 +216,7 @@ def _room(item: pytest.Item) -> str:
 @functools.cache
 def _running() -> BinaryIO:
     """Return the file on which each process that `-n` started holds a shared lock while it runs a test."""
-    return (BUILD_CACHE / "running.lock").open("w")
+    return (_run_folder() / "running.lock").open("w")
 
 
 @contextlib.contextmanager
@@ -208,7 +227,7 @@ def without_other_tests() -> Iterator[None]:
     """
     if WORKER:
         fcntl.flock(_running(), fcntl.LOCK_UN)  # another process may wait for this one
-        with one_process_at_a_time("turnstile"):
+        with _turnstile():
             fcntl.flock(_running(), fcntl.LOCK_EX)
     try:
         yield
@@ -259,6 +278,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: _LONGEST.get(_room(item), len(_LONGEST)))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_together(item)))
+        if _room(item) == "snapshots" and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1200))  # some wait for tests of other processes to end
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -290,6 +311,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.workeroutput["left_out"] = dict(_left_out)  # type: ignore[attr-defined]
     if session.exitstatus == pytest.ExitCode.OK and _skips_not_allowed(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if WORKER:
+        return
+    if session.config.getoption(
+        "--allowed-skips"
+    ):  # .ci/run repeats failed tests only after a whole run
+        ended = ROOT / ".pytest_cache/ended"
+        ended.parent.mkdir(exist_ok=True)
+        ended.write_text(f"{int(session.exitstatus)} {len(_skips_not_allowed(session.config))}\n")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -158,7 +158,8 @@ class ReceiptCheck:
         except (msgspec.ValidationError, RecursionError) as error:
             raise ReceiptError(f"this is not a receipt: content.request: {error}") from error
         if request_fields(request) != content.request:
-            raise ReceiptError("this is not a receipt: content.request has unknown fields")
+            problem = "content.request lacks a field or has an unknown one"
+            raise ReceiptError(f"this is not a receipt: {problem}")
         if request.n_pictures:
             raise ReceiptError("the receipt has pictures, which cannot be checked")
         return msgspec.structs.replace(

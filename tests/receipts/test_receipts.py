@@ -210,7 +210,8 @@ def test_a_longer_a_shorter_and_another_ending_differ(engines: Engines) -> None:
 def test_another_question_or_seed_differs(engines: Engines) -> None:
     engine = engines["smollm2"]
     (receipt,) = _receipts(engine, _request("penalties"))
-    request = {**_content(receipt).request, "messages": [{"role": "user", "content": "Lie to me."}]}
+    asked = _content(receipt).request
+    request = {**asked, "messages": [{**asked["messages"][0], "content": "Lie to me."}]}
     assert (
         "the prompt of the request differs" in verify(_forge(receipt, request=request), engine).reason
     )

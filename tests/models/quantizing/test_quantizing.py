@@ -180,7 +180,7 @@ def test_every_type_is_offered(capsys) -> None:
 def test_quantize_refuses_bad_requests(smol: str, smollm2: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a quantization of"):
         quantize(smol, "Q9")
-    with pytest.raises(UsageError, match="over itself"):
+    with pytest.raises(UsageError, match="would replace smol itself"):
         quantize(smol, "Q4_0", options=QuantizeOptions(name="smol"))
     with pytest.raises(UsageError, match="needs a name"):
         quantize(str(smollm2), "Q4_0")

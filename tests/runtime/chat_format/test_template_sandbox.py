@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
-from edgeinfer.runtime.chat_format import templates
+from edgeinfer.platform import process
 from edgeinfer.runtime.chat_format.templates import ChatTemplate, load_untrusted
 from edgeinfer.runtime.requests import Message, limit_preparation
 
@@ -140,7 +140,7 @@ def test_known_template_starts_no_child(monkeypatch, tmp_path):
     monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
     source = "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"
     first = load_untrusted(source, "<s>", "</s>")
-    monkeypatch.setattr(templates, "child_command", lambda *args: ["/nonexistent"])
+    monkeypatch.setattr(process, "child_command", lambda *args: ["/nonexistent"])
     template = load_untrusted(source, "<s>", "</s>")
     assert template.traits == first.traits == ChatTemplate.load(source, "<s>", "</s>").traits
     assert load_untrusted(source, "<x>", "</s>").traits == first.traits  # no child: in this process
