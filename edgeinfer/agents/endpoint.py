@@ -126,7 +126,7 @@ def start(
 ) -> tuple[RemoteEndpoint, int]:
     """Start `command`, an `edgeinfer serve`; return its endpoint and PID. Raises ServeError."""
     log = paths.state_dir() / _LOG_NAME
-    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    paths.make_folder(log.parent)
     log.unlink(missing_ok=True)
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
         start_process = start_child if dies_with_parent else subprocess.Popen

@@ -325,7 +325,7 @@ def change(keys: tuple[str, ...], new_value: Callable[[Any], Any], path: Path | 
 
     file = (path or config_path()).resolve()
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        paths.make_folder(file.parent)
         with locked(file.with_name(f".{file.name}.lock")):
             before = file.read_bytes() if file.exists() else b""
             _parse(before, file)

@@ -44,7 +44,7 @@ def locked_work_folder(ref: Reference, kept: str = "", suffix: str = "") -> Iter
     work = paths.models_dir() / PARTIAL / (ref.folder + suffix)
     try:
         with disk.disk_full_errors(paths.models_dir(), kept), model_lock(ref):
-            work.mkdir(mode=0o700, parents=True, exist_ok=True)
+            paths.make_folder(work)
             try:
                 yield work
             finally:
@@ -60,7 +60,7 @@ def locked_work_folder(ref: Reference, kept: str = "", suffix: str = "") -> Iter
 def model_lock(ref: Reference) -> Iterator[None]:
     """Lock a model. Raises ModelBusyError at once if another process has locked it."""
     path = _lock_path(ref.folder)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    paths.make_folder(path.parent)
 
     def busy() -> None:
         holder = path.read_text("ascii", "replace").strip()
@@ -187,7 +187,7 @@ def publish(
 ) -> PulledModel:
     """Move verified files into the store as the model `ref`; return its record."""
     folder = names.pulled_folder(ref)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    paths.make_folder(folder)
     (folder / RECORD).unlink(missing_ok=True)
     files = tuple(_place(file, folder) for file in fetched)
     encoder = None if projector is None else _place(projector, folder)

@@ -261,7 +261,7 @@ class CacheTable(Generic[T]):
 
         try:
             return msgspec.json.decode(read_regular(paths.cache_dir() / self._name), type=self._kind)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, msgspec.MsgspecError, RecursionError):
             return {}
 
     def put(self, key: str, value: T) -> None:
@@ -273,5 +273,5 @@ class CacheTable(Generic[T]):
         table[key] = value
         raw = msgspec.json.encode(dict(list(table.items())[-MOST_ENTRIES:]))
         with contextlib.suppress(OSError, DiskFullError):
-            paths.cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+            paths.make_folder(paths.cache_dir())
             write_durably(paths.cache_dir() / self._name, raw)

@@ -135,12 +135,22 @@ def shipped_file(name: str) -> Path:
     return _path(__file__).parents[1] / "data" / name
 
 
+def make_folder(path: Path) -> None:
+    """Create `path` and its missing parents with mode 0700. Raises OSError.
+
+    `mkdir(parents=True)` gives this mode only to the last: with umask 002 others could change the rest.
+    """
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
 def private_dir(path: Path) -> Path:
     """Create `path` if missing, for this user only (0700), and return it.
 
     Raises SnapshotUnsafeError if it exists with another owner or a wider mode, or is a symlink.
     """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(path)
     info = os.lstat(path)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         problem = f"{path} must be a directory owned by this user with mode 0700, not a symlink"

@@ -291,8 +291,9 @@ def find_devices(request: OffloadRequest) -> Iterator[tuple[Device, ...]]:
             reasons.append(f"{file.name} failed before in this process: {_failed[file.name]}")
             continue
         libllama.guard_calls()
-        # a library that was added may crash or hang as it is loaded: it does in another process first
-        tried = backends.ask(file.name) if file.added else None
+        # a library or its driver may crash or hang as it is loaded: it does in another process first,
+        # which takes 0.14 s with a software GPU
+        tried = backends.ask(file.name)
         answer = tried if isinstance(tried, MissingBackend) else backend_loading.load(file.name, tried)
         if isinstance(answer, LoadedBackend):
             if chosen := request.choose(answer.devices):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from edgeinfer.errors import ServeError
-from edgeinfer.platform import disk
+from edgeinfer.platform import disk, paths
 
 if TYPE_CHECKING:
     from edgeinfer.receipts.receipt import Receipt, Refusal
@@ -182,7 +182,7 @@ def make_folder(folder: Path) -> Path:
     """Create the folder (mode 0700). Raises ServeError if other users own it or may write to it."""
     folder = folder.expanduser().resolve()
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        paths.make_folder(folder)
         if folder.stat().st_uid != os.geteuid() or folder.stat().st_mode & 0o022:
             raise PermissionError(errno.EPERM, "it belongs to another user, or others may write to it")
     except FileExistsError as error:

@@ -11,7 +11,7 @@ import msgspec
 
 from edgeinfer.errors import ShippingError, SnapshotUnsafeError, UsageError
 from edgeinfer.models.progress import Job
-from edgeinfer.platform import disk
+from edgeinfer.platform import disk, paths
 from edgeinfer.runtime.llama import backend_loading, backends
 from edgeinfer.shipping import update
 from edgeinfer.snapshot_format.format import refuse_unsafe_ancestors
@@ -30,7 +30,7 @@ def install(name: str, channel: update.Channel, job: Job) -> str:
     build, library = backend_loading.this_build(), backends.added_dir() / backends.file_name(name)
     hint = f"remove or rename what has the name of a file in {library.parent}"
     with update.locked() as folder, disk.path_errors(library, hint, ShippingError):
-        library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        paths.make_folder(library.parent)
         try:
             refuse_unsafe_ancestors(str(library))
         except SnapshotUnsafeError as error:

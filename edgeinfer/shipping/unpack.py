@@ -92,7 +92,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 def locked(waiting: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold the lock of the application folder; `waiting` is called once if it is locked."""
     root = app_root()
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    paths.make_folder(root)
     with disk.locked(root / ".lock", waiting):
         yield
 

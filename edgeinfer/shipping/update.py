@@ -94,7 +94,7 @@ def refuse_unless_ours(program: Path, app: str) -> None:
 def locked() -> Iterator[Path]:
     """Hold the lock of updates and backend installations; yield its folder. Raises ShippingError."""
     folder = paths.data_dir() / "update"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    paths.make_folder(folder)
 
     def busy() -> None:
         raise ShippingError("another update or backend installation is running", hint="wait for it")

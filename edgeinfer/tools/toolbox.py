@@ -220,7 +220,7 @@ class Toolbox:
 
     def _write_records(self) -> None:
         with contextlib.suppress(OSError):
-            paths.data_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+            paths.make_folder(paths.data_dir())
             write_durably(records_path(), msgspec.json.encode(self._records), 0o600)
 
     def close(self) -> None:

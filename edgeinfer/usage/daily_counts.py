@@ -112,7 +112,7 @@ class DriftRecorder:
     def _write(self, day: date, counts: Sequence[tuple[str, Bin, int]]) -> None:
         """Add counts to a day, or drop them. A damaged file is renamed to drift.damaged."""
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            paths.make_folder(self._path.parent)
             self._path.touch(mode=0o600)
             with contextlib.closing(sqlite3.connect(self._path, timeout=_LOCKED_S)) as db, db:
                 # without fsync a write takes 1 ms instead of 20 ms, but a power failure may lose counts

@@ -1,6 +1,7 @@
 """Directories follow the platform's convention, and only this user can access private ones."""
 
 import os
+import stat
 from pathlib import Path
 
 import platformdirs
@@ -54,3 +55,14 @@ def test_private_dir_refuses_what_others_may_enter(tmp_path, make):
     make(path)
     with pytest.raises(SnapshotUnsafeError):
         paths.private_dir(path)
+
+
+def test_a_new_folder_and_its_new_parents_are_for_this_user_only(tmp_path):
+    mask = os.umask(0o002)
+    try:
+        paths.make_folder(tmp_path / "a/b/c")
+        paths.make_folder(tmp_path / "a/b")
+    finally:
+        os.umask(mask)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "a/b", "a/b/c")]
+    assert modes == [0o700] * 3

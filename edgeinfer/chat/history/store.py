@@ -112,7 +112,7 @@ class ConversationStore:
             path_errors(file, "check the directory, or set XDG_DATA_HOME", StoreError),
             contextlib.suppress(FileExistsError),
         ):
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            paths.make_folder(file.parent)
             # create only a new file: closing a descriptor of an existing one would end this process's
             # SQLite locks on it, and another process that closes the store would delete the log that is
             # in use

@@ -17,7 +17,13 @@ from edgeinfer.errors import ChecksumError, DownloadError
 from edgeinfer.models.fetching import http_client
 from edgeinfer.models.fetching.http_client import RetryableError
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job
-from edgeinfer.platform.disk import disk_full_errors, require_free_space, size_or_zero, write_durably
+from edgeinfer.platform.disk import (
+    disk_full_errors,
+    read_regular,
+    require_free_space,
+    size_or_zero,
+    write_durably,
+)
 from edgeinfer.units import format_bytes
 
 PART = ".part"
@@ -107,11 +113,8 @@ def _state_path(partial_file: Path) -> Path:
 def _resumable_state(remote: Remote, partial_file: Path) -> _PartialState:
     """Return the record of the partial file, which is removed if it belongs to another file."""
     try:
-        state = msgspec.json.decode(_state_path(partial_file).read_bytes(), type=_PartialState)
-    except (
-        FileNotFoundError,
-        msgspec.MsgspecError,
-    ):  # there is no record, or an older version wrote it
+        state = msgspec.json.decode(read_regular(_state_path(partial_file)), type=_PartialState)
+    except (OSError, msgspec.MsgspecError):  # there is no record, or an older version wrote it
         state = _PartialState(origin="", sha256="")
     same = (state.origin, state.sha256) == (remote.origin, remote.sha256)
     if not same or not (remote.sha256 or state.validator):

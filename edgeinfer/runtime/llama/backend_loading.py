@@ -149,7 +149,7 @@ def _devices(backend: str, handle: int) -> tuple[Device, ...]:
                 backend=backend,
                 id=(props.id or b"").decode(),
                 total_bytes=props.total,
-                free_bytes=props.free,
+                free_bytes=min(props.free, props.total),  # some drivers subtract below 0
                 pointer=pointer,
             )
         )

@@ -145,7 +145,7 @@ def read(name: str, path: Path, *, added: bool) -> BackendFile:
         problem = f"{path.name} is not the file that {description.name} describes"
     except SnapshotUnsafeError as error:
         return msgspec.structs.replace(file, problem=error.message, fix=error.hint or "")
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         problem = f"{description.name} does not say which llama.cpp it was built for: {error}"
     return msgspec.structs.replace(file, problem=problem)
 

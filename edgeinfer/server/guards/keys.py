@@ -75,7 +75,7 @@ def stored_keys() -> tuple[Keys, bool]:
         return Keys(read_keys(path)), False
     except FileNotFoundError:
         pass
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    paths.make_folder(path.parent)
     key = f"ei-{secrets.token_urlsafe(32)}"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

@@ -44,7 +44,7 @@ def read_secret() -> bytes:
     """Return this user's signing secret (32 bytes), created on first use. Raises ServeError."""
     path = paths.data_dir() / "web-secret"
     with path_errors(path, "check the data folder", ServeError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        paths.make_folder(path.parent)
         if not path.exists():  # `new_file` is atomic: if two processes get here, both read one secret
             with new_file(path, 0o600, replaces=False) as file:
                 file.write(secrets.token_bytes(32))

@@ -150,7 +150,7 @@ def _store_adapter(file: SnapshotFile, fetched: dict[SnapshotFile, Path]) -> Non
 @contextmanager
 def _scratch() -> Iterator[Path]:
     partial = paths.models_dir() / store.PARTIAL
-    partial.mkdir(mode=0o700, parents=True, exist_ok=True)
+    paths.make_folder(partial)
     work = Path(tempfile.mkdtemp(prefix="snapshot-", dir=partial))
     try:
         with disk_full_errors(work):

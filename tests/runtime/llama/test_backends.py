@@ -269,6 +269,19 @@ def test_show_says_why_no_layer_is_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert str(offload) == "none: vulkan: no Vulkan driver has a device here"
 
 
+@pytest.mark.parametrize("is_added", [True, False])
+def test_library_that_crashes_in_another_process_is_not_opened(
+    monkeypatch: pytest.MonkeyPatch, is_added: bool
+) -> None:
+    file = backends.BackendFile(name="vulkan", path="/nowhere", added=is_added)
+    crashed = MissingBackend(name="vulkan", reason="the process that loaded it crashed", fix="")
+    monkeypatch.setattr(backends, "available", lambda: [file])
+    monkeypatch.setattr(backends, "ask", lambda name: crashed)
+    monkeypatch.setattr(backend_loading, "load", lambda *_: pytest.fail("it was opened"))
+    with pytest.raises(gpu_offload.OffloadRefused, match="crashed"):
+        list(gpu_offload.find_devices(OffloadRequest()))
+
+
 @pytest.mark.parametrize(
     ("message", "is_short"),
     [
