@@ -9,6 +9,7 @@ from bisect import bisect, bisect_left
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
+from operator import itemgetter
 
 import msgspec
 
@@ -74,8 +75,11 @@ def make_offload(
         reason = "as asked" if layers in ("none", 0) else "there is no device"
         return Offload(n_layers=0, n_all=n_all, reason=reason)
     for n_layers, n_without_experts, reason in _candidates(shape, n_all, layers):
-        distribute = partial(_distribute, shape, plan, memories, n_layers, n_without_experts)
-        n_cells = _max_cells(plan, distribute)
+        choices = [
+            partial(_distribute, shape, plan, devices, n_layers, n_without_experts)
+            for devices in _device_choices(memories)
+        ]
+        n_cells, distribute = max(((_max_cells(plan, c), c) for c in choices), key=itemgetter(0))
         if not n_cells and layers == "auto":
             continue  # for a requested number, loading will show whether it fits
         n_cells = n_cells or plan.least_cells
@@ -97,6 +101,15 @@ def _candidates(shape: Shape, n_all: int, layers: int | str) -> list[tuple[int, 
     bare = [(n_all, n, "all but these experts fits") for n in range(1, most + 1)]
     fewer = range(n_all - 1, (n_all - 1) // 2, -1)
     return [whole, *bare] + [(n, most, "as many as fit") for n in fewer]
+
+
+def _device_choices(memories: tuple[DeviceMemory, ...]) -> list[tuple[DeviceMemory, ...]]:
+    """Return all devices, then those left without the smallest, and so on.
+
+    Layers are not divided: a small device may not hold the part of a model that is its share.
+    """
+    limits = sorted(memory.free_bytes for memory in memories)
+    return [tuple(m for m in memories if m.free_bytes >= limit) for limit in limits]
 
 
 def _max_cells(plan: Plan, distribute: Callable[[int], tuple[Offload, bool]]) -> int:

@@ -1,5 +1,7 @@
 """Every automatic choice, on machines that are only described."""
 
+import random
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -170,6 +172,15 @@ def test_more_room_never_holds_less() -> None:
     assert {0, 33} < set(counts)
     assert min(filter(None, counts)) >= 17, "less than half was never measured to gain"
     assert "--gpu-layers N" in spread(DENSE, 2.0).reason
+
+
+def test_another_device_never_makes_the_plan_worse() -> None:
+    dice = random.Random(7)
+    for _ in range(300):
+        shape = dice.choice([DENSE, EXPERTS])
+        first, second = dice.uniform(1, 30), dice.uniform(0.2, 6)
+        one, two = spread(shape, first), spread(shape, first, second)
+        assert (two.n_layers, -two.n_without_experts) >= (one.n_layers, -one.n_without_experts)
 
 
 def test_layers_are_split_by_the_room_of_each_device() -> None:
