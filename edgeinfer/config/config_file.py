@@ -94,7 +94,8 @@ class ReceiptsConfig(_Section, frozen=True, kw_only=True):
 
 class GpuConfig(_Section, frozen=True, kw_only=True):
     devices: Annotated[
-        tuple[str, ...], key_doc('Devices to use, e.g. `["Vulkan0"]`; empty: all hardware devices.')
+        tuple[str, ...],
+        key_doc('Devices to use, e.g. `["Vulkan0"]`; empty: discrete GPUs, else integrated ones.'),
     ] = ()
 
 

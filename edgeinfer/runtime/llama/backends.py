@@ -232,7 +232,7 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Which layers to place on which devices.
 
     `layers` is the value of `--gpu-layers`. `devices` are llama.cpp's names of the devices to use, from
-    `[gpu]` of config.toml; () means all except software devices.
+    `[gpu]` of config.toml; () means the discrete GPUs, else integrated ones.
     """
 
     layers: int | str = "auto"
