@@ -296,7 +296,8 @@ def call(function: Any, *args: Any) -> Any:
         )
     if not has_returned:
         raise DecodeError(f"llama.cpp's {function.__name__} failed: {_thrown()}")
-    return result.value
+    is_pointer = hasattr(function.restype, "contents")  # as an unguarded call, return a typed one
+    return ctypes.cast(result.value, function.restype) if is_pointer else result.value
 
 
 def _word(value: Any) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from made_models import make_adapter
+from other_processes import run_python
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
 from edgeinfer.platform.disk import sha256_of
@@ -258,3 +259,22 @@ def test_an_adapter_that_changes_during_its_load_is_refused(
     with pytest.raises(ModelLoadError, match="was changed"):
         bare.use_adapters([red])
     assert bare.info.lora == ()
+
+
+_GUARDED = """
+import sys
+from edgeinfer.runtime.llama import libllama
+libllama.guard_calls()
+from edgeinfer.runtime.engine import load_engine
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+model, adapter = sys.argv[1:]
+files = ModelFiles(name="smol", paths=(model,))
+engine = load_engine(files, LoadOptions(n_ctx=256, lora=adapter))
+print("loaded")
+engine.close()
+"""
+
+
+def test_adapter_is_loaded_where_calls_survive_a_lost_device(smollm2: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "red.gguf", 0)
+    assert run_python(_GUARDED, smollm2, adapter) == "loaded\n"

@@ -13,7 +13,7 @@ from edgeinfer.config.config_file import GpuConfig
 from edgeinfer.errors import EngineError, UsageError
 from edgeinfer.platform import disk, paths
 from edgeinfer.runtime import gpu_offload
-from edgeinfer.runtime.llama import backend_loading, backends
+from edgeinfer.runtime.llama import backend_loading, backends, libllama
 from edgeinfer.runtime.llama.backends import Build, Device, LibraryFacts, MissingBackend, OffloadRequest
 from edgeinfer.runtime.offload_plan import Offload, make_offload
 
@@ -275,6 +275,7 @@ def test_library_that_crashes_in_another_process_is_not_opened(
 ) -> None:
     file = backends.BackendFile(name="vulkan", path="/nowhere", added=is_added)
     crashed = MissingBackend(name="vulkan", reason="the process that loaded it crashed", fix="")
+    monkeypatch.setattr(libllama, "guard_calls", lambda: None)  # it cannot be undone
     monkeypatch.setattr(backends, "available", lambda: [file])
     monkeypatch.setattr(backends, "ask", lambda name: crashed)
     monkeypatch.setattr(backend_loading, "load", lambda *_: pytest.fail("it was opened"))
