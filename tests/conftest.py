@@ -313,9 +313,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if WORKER:
         return
-    if session.config.getoption(
-        "--allowed-skips"
-    ):  # .ci/run repeats failed tests only after a whole run
+    # .ci/run repeats failed tests only after a whole run
+    if session.config.getoption("--allowed-skips"):
         ended = ROOT / ".pytest_cache/ended"
         ended.parent.mkdir(exist_ok=True)
         ended.write_text(f"{int(session.exitstatus)} {len(_skips_not_allowed(session.config))}\n")

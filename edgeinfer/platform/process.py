@@ -137,10 +137,8 @@ def die_with_parent_hook(number: int = _SIGKILL) -> Callable[[], None] | None:
         return None
     import ctypes
 
-    prctl, parent = (
-        ctypes.CDLL(None).prctl,
-        os.getpid(),
-    )  # looked up before the fork, after which little is safe
+    # looked up before the fork, after which little is safe
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def prepare() -> None:
         prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
