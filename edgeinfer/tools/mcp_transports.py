@@ -258,15 +258,15 @@ class HttpTransport:
         self._is_closed = False
         self._posts: set[asyncio.Task[Any]] = set()
         self._notifying = asyncio.Lock()
-        self._loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner()
+        self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        try:
+        with self._runner:
             self._loop.run_forever()
-        finally:
-            self._loop.close()
+            self._loop.run_until_complete(self._close())
 
     def last_output(self) -> str:
         """Return "": over HTTP there is no other output than answers."""
@@ -390,10 +390,8 @@ class HttpTransport:
         if self._is_closed:
             return
         self._is_closed = True
-        with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(2 * _CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_S)
+        self._thread.join(3 * _CLOSE_S)
 
     async def _close(self) -> None:
         import httpx2

@@ -1,5 +1,6 @@
 """Servers that read nothing, answer nothing or send endlessly: every wait for them has a time limit."""
 
+import gc
 import itertools
 import json
 import threading
@@ -13,6 +14,7 @@ from edgeinfer.errors import ToolServerError
 from edgeinfer.tools import mcp_client
 from edgeinfer.tools.mcp_client import McpClient
 from edgeinfer.tools.mcp_servers import ServerSpec
+from edgeinfer.tools.mcp_transports import HttpTransport
 from edgeinfer.tools.tool_use import Stop, StoppedError
 from edgeinfer.tools.toolbox import Toolbox
 
@@ -127,6 +129,24 @@ def test_a_close_ends_a_call(open_hostile):
     time.sleep(0.3)
     assert took_s(client.close) < BOUND_S
     assert has_ended.wait(BOUND_S)
+
+
+def test_close_while_a_message_is_being_handled_leaves_nothing_unawaited():
+    is_handling, may_go_on = threading.Event(), threading.Event()
+
+    def received(message):
+        is_handling.set()
+        may_go_on.wait(BOUND_S)
+
+    with HttpToolServer(None) as server:
+        transport = HttpTransport(server.url, {}, received)
+        transport.send({"jsonrpc": "2.0", "id": 1, "method": "ping"})
+        assert is_handling.wait(BOUND_S)
+        transport.close()  # does not wait for `received`, which blocks the transport's thread
+        may_go_on.set()
+        transport._thread.join(BOUND_S)
+        assert not transport._thread.is_alive()
+    gc.collect()  # pytest reports a coroutine that was never awaited
 
 
 def test_a_server_that_read_nothing_is_started_anew(tmp_path):
