@@ -43,10 +43,6 @@ class LaunchedApp:
         self.started_s = time.monotonic()
         self.report = b""
 
-    @property
-    def role(self) -> str:
-        return self.request.role
-
 
 class Apps:
     """Starts apps, polls them, and drops those that have ended.
@@ -140,7 +136,7 @@ class Apps:
 
     def close_sent_descriptors(self, app: LaunchedApp) -> None:
         """Close a worker's sockets, which it has received; a verb's are kept for its next app."""
-        if app.role == "worker":
+        if app.request.role == "worker":
             for fd in app.fds[3:]:
                 os.close(fd)
             del app.fds[3:]
@@ -156,7 +152,7 @@ class Apps:
         self.running.append(app)
         self._poll.register(app.supervisor.status_fd, select.POLLIN)
         self._poll.register(app.link.fileno(), select.POLLIN)
-        is_verb = app.role == "verb"
+        is_verb = app.request.role == "verb"
         process_env.describe(request)
         request.exec_ns = request.main_ns = request.spawn_ns = spawn_ns
         if is_verb:  # the verb's launch began with this process, a worker's just now

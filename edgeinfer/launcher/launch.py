@@ -9,11 +9,13 @@ import _signal  # type: ignore[import-not-found]  # importing `signal` takes 3 m
 import gc
 import os
 import select
+import sys
 import time
 
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.launcher import builds, exit, messages, process_env, supervise
+from edgeinfer.launcher import builds, messages, process_env, supervise
 from edgeinfer.launcher.apps import Apps, LaunchedApp, hint_for
+from edgeinfer.launcher.terminal import Terminal
 from edgeinfer.platform import process
 
 TYPE_CHECKING = False
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 _BACK_OFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 #: After an app has run this long (s), its crash counts as the first again.
 _HEALTHY_S = 60.0
+#: Signals by which a user ends a process. An app that such a signal ended is not restarted.
+_ASKED_TO_END = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT)
+#: Exit code after an unexpected exception (`cli.main`): `serve` starts its app again.
+_UNEXPECTED = 70
 
 
 class Launcher:
@@ -35,7 +41,7 @@ class Launcher:
         self._asked_to_end = False
         self._is_suspending = False
         self._crashes = 0
-        self._terminal = exit.Terminal()
+        self._terminal = Terminal()
         self._poll = select.poll()
         self._apps = Apps(argv, self._poll, exec_ns, main_ns)
         self._builds = builds.Builds(self._poll)
@@ -51,7 +57,7 @@ class Launcher:
         try:
             self._main = self._apps.start_verb()
         except EdgeInferError as error:
-            exit.fail(error)
+            _fail(error)
         gc.enable()
         while True:
             self._turn()
@@ -79,13 +85,13 @@ class Launcher:
 
     def _forward(self, number: int, _frame: object) -> None:
         """Forward a signal to the app. After Ctrl-Z, this process stops only when the app has."""
-        self._asked_to_end |= number in exit.ASKED_TO_END
+        self._asked_to_end |= number in _ASKED_TO_END
         self._is_suspending |= number == _signal.SIGTSTP
         for app in self._apps.running:
-            if app.role == "verb" or number == _signal.SIGCONT:
+            if app.request.role == "verb" or number == _signal.SIGCONT:
                 process.quietly(os.kill, app.supervisor.pid, number)
-        if self._main is None and number in exit.ASKED_TO_END:
-            exit.end_by_signal(number)
+        if self._main is None and number in _ASKED_TO_END:
+            _end_by_signal(number)
 
     def _read_supervisor(self, app: LaunchedApp) -> None:
         data = os.read(app.supervisor.status_fd, 4096)
@@ -119,11 +125,11 @@ class Launcher:
         """Start the app cold, with the same request, after CRIU could not restore it."""
         self._apps.drop(app)
         if app.request.how == "cold":
-            self._finish(app, f"exit {exit.UNEXPECTED}", reason)
+            self._finish(app, f"exit {_UNEXPECTED}", reason)
             return
-        if self._apps.choice.resume == "always" and app.role == "verb":
+        if self._apps.choice.resume == "always" and app.request.role == "verb":
             hint = "build it again: `edgeinfer warm`"
-            exit.fail(EdgeInferError(f"the snapshot could not be resumed: {reason}", hint=hint))
+            _fail(EdgeInferError(f"the snapshot could not be resumed: {reason}", hint=hint))
         error = EdgeInferError(f"CRIU could not restore the snapshot: {reason[:300]}")
         cold_app = self._apps.start_cold(
             app.request, app.fds, error, hint_for(error, self._apps.choice)
@@ -143,7 +149,7 @@ class Launcher:
             return
         message, fds = received
         if isinstance(message, messages.Exit) and app is self._main:
-            if not (self._serves and message.code == exit.UNEXPECTED and not self._asked_to_end):
+            if not (self._serves and message.code == _UNEXPECTED and not self._asked_to_end):
                 self._leave(message.code)
         elif isinstance(message, messages.StartWorker):
             self._apps.start_worker(app, message)
@@ -162,7 +168,7 @@ class Launcher:
         """Start the app of `serve` again after a crash; or exit like it ("exit N", "signal N")."""
         event, _, text = ending.partition(" ")
         number = int(text)
-        crashed = event == "signal" or number == exit.UNEXPECTED
+        crashed = event == "signal" or number == _UNEXPECTED
         if crashed:
             self._terminal.restore()
         if crashed and self._serves and not self._asked_to_end:
@@ -171,20 +177,20 @@ class Launcher:
         if event == "exit":
             self._leave(number)
             return
-        if number not in (*exit.ASKED_TO_END, _signal.SIGPIPE):
+        if number not in (*_ASKED_TO_END, _signal.SIGPIPE):
             explanation = f" ({reason})" if reason else ""
-            exit.say(f"\nedgeinfer: the app was killed by signal {number}{explanation}")
+            _say(f"\nedgeinfer: the app was killed by signal {number}{explanation}")
             self._leave(128 + number)
             return
         self._terminal.dismiss_guard()
-        exit.end_by_signal(number)
+        _end_by_signal(number)
 
     def _restart(self, app: LaunchedApp, ending: str) -> None:
         alive_s = time.monotonic() - app.started_s
         self._crashes = 1 if alive_s > _HEALTHY_S else self._crashes + 1
         wait_s = _BACK_OFF_S[min(self._crashes, len(_BACK_OFF_S)) - 1]
         message = f"edgeinfer: the app ended ({ending}) after {alive_s:.1f} s"
-        exit.say(f"{message}; starting it again in {wait_s:g} s")
+        _say(f"{message}; starting it again in {wait_s:g} s")
         self._main = None
         if wait_s:
             time.sleep(wait_s)
@@ -196,3 +202,23 @@ class Launcher:
         if code == 0:
             self._builds.start_wanted()
         os._exit(code)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def _fail(error: EdgeInferError) -> NoReturn:
+    """Print an error that occurred before any app was started, and exit with its code."""
+    from edgeinfer import error_text  # imported here: it takes 1 ms
+
+    _say(error_text.describe_error(error))
+    os._exit(error_text.exit_code(error))
+
+
+def _end_by_signal(number: int) -> NoReturn:
+    """End this process by the signal that ended its app, so that the parent process sees it."""
+    _signal.signal(number, _signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)
