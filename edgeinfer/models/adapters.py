@@ -87,14 +87,12 @@ def pull_adapter(
     plan = plan_pull(text, load_catalog(), options.name)
     planned = plan.ref.name
     source = plan.candidates[0][0]
-    if isinstance(
-        source, sources.HubQuant
-    ):  # the source was parsed as a model's; an adapter has no quantization
+    if isinstance(source, sources.HubQuant):  # parsed as a model's: an adapter has no quantization
         planned = source.repo.replace("/", ".").lower()
     ref = Reference(names.model_name(options.name or planned))
     job = Job(progress, None, options.retry_policy)
-    paths.private_dir(paths.adapters_dir())
     with locked_work_folder(ref, FETCHED_IS_KEPT, ".adapter") as work:
+        paths.private_dir(paths.adapters_dir())
         fetched, _ = fetch_first_working(plan, work, job, options)
         target = work / "adapter.gguf.part"
         first = fetched[0].path

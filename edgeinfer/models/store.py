@@ -52,7 +52,7 @@ def locked_work_folder(ref: Reference, kept: str = "", suffix: str = "") -> Iter
                     work.rmdir()
     except OSError as error:
         location = f"{error.filename}: " if error.filename else ""
-        hint = "check the permissions of the data directory"
+        hint = "let this user write there, or `export EDGEINFER_HOME=FOLDER`, then run it again"
         raise CatalogError(f"{location}{error.strerror or error}", hint=hint) from error
 
 

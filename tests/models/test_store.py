@@ -81,8 +81,9 @@ def test_size_that_is_not_the_catalogues(local: Path, user_models) -> None:
 def test_folder_that_cannot_be_written(local: Path) -> None:
     paths.data_dir().parent.mkdir(parents=True, exist_ok=True)
     paths.data_dir().write_text("a file where the folder should be")
-    with pytest.raises(CatalogError, match=r"File exists|Not a directory"):
+    with pytest.raises(CatalogError, match=r"File exists|Not a directory") as caught:
         pull(str(local))
+    assert "`export EDGEINFER_HOME=FOLDER`" in (caught.value.hint or "")
 
 
 def test_split_local_files_and_a_part_under_another_parts_name(tmp_path: Path) -> None:

