@@ -92,7 +92,7 @@ def models() -> str:
     from edgeinfer.models.catalog import load_catalog, shipped_path
 
     rows = []
-    for model in load_catalog(user=shipped_path().with_name("none.toml")).models.values():
+    for model in load_catalog(user=shipped_path().with_name("none.toml")).values():
         first = next(part for parts in model.parsed_sources() for part in parts)
         n_more = len(model.sources) - 1
         source = f"`{first}`" + (f" and {n_more} more" if n_more else "")

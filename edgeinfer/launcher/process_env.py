@@ -60,9 +60,8 @@ def _bind(host: str, port: str) -> list[_socket.socket]:
     """Listen on every address of `host`; return [] if one of them cannot be bound."""
     listening: list[_socket.socket] = []
     try:
-        node = (
-            host.encode() if host.isascii() else host
-        )  # for a str, Python would import the IDNA codec (6 ms)
+        # for a str, Python would import the IDNA codec (6 ms)
+        node = host.encode() if host.isascii() else host
         for family, kind, protocol, _, address in _socket.getaddrinfo(
             node, int(port), 0, _socket.SOCK_STREAM, 0, _socket.AI_PASSIVE
         ):

@@ -68,10 +68,8 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
     models = {format.model_prefix_of(name) for name in format.generations()}
     if warm := _warm(line.first_word, models):
         model = warm
-    elif (
-        format.model_prefix(model) not in models
-    ):  # no snapshot fits: name the typed model in the error
-        model = line.named_model or model
+    elif format.model_prefix(model) not in models:
+        model = line.named_model or model  # no snapshot fits: the error names the typed model
     resume = line.value("--resume") or "auto"
     return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
 

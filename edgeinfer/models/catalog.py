@@ -175,13 +175,8 @@ class Model(_Table, frozen=True, kw_only=True):
         return int(float(f"{parameter_count(self.parameters) * bits / 8:.2g}"))
 
 
-class Catalog(msgspec.Struct, frozen=True):
-    """All entries by name, shipped ones first."""
-
-    models: dict[str, Model]
-
-    def get(self, name: str) -> Model | None:
-        return self.models.get(name)
+#: All entries by name, shipped ones first.
+Catalog = dict[str, Model]
 
 
 def similar_names_hint(name: str, candidates: Any) -> str | None:
@@ -215,7 +210,7 @@ def load_catalog(user: Path | None = None) -> Catalog:
         tables[name] = shipped | table
         origin[name] = user
     where = {name: f'{path}: model "{name}"' for name, path in origin.items()}
-    return Catalog({name: _model(name, table, where[name]) for name, table in tables.items()})
+    return {name: _model(name, table, where[name]) for name, table in tables.items()}
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

@@ -241,7 +241,7 @@ def first_run_choices() -> list[FirstRunChoice]:
     """
     estimator = Estimator()
     fitting: list[tuple[Model, float]] = []
-    for model in map(estimator.catalog.models.__getitem__, (*_FIRST_RUN_MODELS, DEFAULT_MODEL)):
+    for model in map(estimator.catalog.__getitem__, (*_FIRST_RUN_MODELS, DEFAULT_MODEL)):
         figures = estimator.fit_of(model)
         is_comfortable = figures.group == "comfortable" and not figures.shortage
         if is_comfortable or model.name == DEFAULT_MODEL:

@@ -61,7 +61,7 @@ def every_model(catalog: Catalog) -> Iterator[Listed]:
         if external.name not in sources:
             yield _of_external(external), external.paths
     names = {model.name for model in pulled}
-    for entry in catalog.models.values():
+    for entry in catalog.values():
         if entry.name not in names:
             yield _of_catalogue(entry), ()
 

@@ -73,7 +73,7 @@ def plan_pull(text: str, catalog: Catalog, name: str | None = None) -> PullPlan:
     ref = names.parse_reference(text)
     entry = catalog.get(ref.name)
     if entry is None:
-        hint = names.path_hint(text) or similar_names_hint(ref.name, catalog.models)
+        hint = names.path_hint(text) or similar_names_hint(ref.name, catalog)
         raise UnknownModelError(f"no model is called {text!r}", hint=hint)
     return _of_entry(entry, ref, given_ref)
 
@@ -125,7 +125,7 @@ def _named_after(stem: str, catalog: Catalog) -> Reference:
     plain = re.sub(r"[^a-z0-9._-]+", "-", re.sub(r"-\d{5}-of-\d{5}$", "", stem).lower())
     name = re.sub(r"[-._]{2,}", "-", plain).strip("-._")[:96].strip("-._")
     problem = "" if name else f"no name can be made from {stem!r}"
-    if name in catalog.models:
+    if name in catalog:
         problem = f"the catalogue has a model called {name!r}"
     if problem:
         raise UsageError(problem, hint="give it a name: `--name NAME`")

@@ -100,7 +100,7 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
         if self.entry is not None or sources.looks_like_source(self.text):
             way = f"pull it first: `edgeinfer pull {self.text}`{_offer()}"
             return ModelNotPulledError(f"{self.text} is not on this machine yet", hint=way)
-        names_here = [*load_catalog().models, *(model.name for model in list_pulled())]
+        names_here = [*load_catalog(), *(model.name for model in list_pulled())]
         hint = names.path_hint(self.text) or similar_names_hint(
             self.text.partition(":")[0].lower(), names_here
         )

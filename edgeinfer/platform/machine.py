@@ -192,9 +192,8 @@ def _cpu_quota(root: Path) -> float | None:
     for folder in _groups(root, "cpu"):
         older = [_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
         fields = _text(folder / "cpu.max").split() or older
-        if len(fields) == 2 and all(
-            word.isdecimal() for word in fields
-        ):  # without a limit, it is "max" or -1
+        # without a limit, the quota is "max" or -1
+        if len(fields) == 2 and all(word.isdecimal() for word in fields):
             quotas.append(int(fields[0]) / max(1, int(fields[1])))
     return min(quotas, default=None)
 

@@ -51,6 +51,6 @@ def where_to_get(missing: str) -> str:
     """Return a hint that says how to get the model `missing`."""
     from edgeinfer.models.catalog import load_catalog  # this import takes 8 ms, and only errors need it
 
-    if "/" in missing or missing.partition(":")[0] in load_catalog().models:
+    if "/" in missing or missing.partition(":")[0] in load_catalog():
         return f"`edgeinfer pull {missing}`, or GET /v1/models"
     return "GET /v1/models lists the models; `[serve.aliases]` in the configuration adds names"

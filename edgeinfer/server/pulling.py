@@ -78,5 +78,5 @@ def _refuse_sizes(name: str) -> None:
     # this import takes 8 ms, and only errors need it
     from edgeinfer.models.catalog import load_catalog, similar_names_hint
 
-    hint = similar_names_hint(f"{base}-{tag}", load_catalog().models)
+    hint = similar_names_hint(f"{base}-{tag}", load_catalog())
     raise UnknownModelError(f"there is no model {name!r}", hint=hint)

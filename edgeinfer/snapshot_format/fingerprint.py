@@ -43,9 +43,8 @@ def machine_keys() -> dict[str, str]:
         "python": sys.version.split()[0],
         "program": program,
         "environment": environment,
-        "page size": str(
-            os.sysconf("SC_PAGE_SIZE")
-        ),  # kernels differ too then; this is the clearer reason
+        # if the page size differs, so does the kernel; this is the clearer reason
+        "page size": str(os.sysconf("SC_PAGE_SIZE")),
         "kernel": system.release,
         "architecture": system.machine,
         "cpu": _cpu(),
@@ -82,17 +81,12 @@ def _cpu() -> str:
 
 def package_stamps() -> dict[str, str]:
     """Return the stamps of edgeinfer's sources and of site-packages: updates change them."""
-    files = [
-        p
-        for p in sys.path
-        if os.path.basename(p) in ("site-packages", "dist-packages") and os.path.isdir(p)
-    ]
+    packages = ("site-packages", "dist-packages")
+    files = [path for path in sys.path if os.path.basename(path) in packages]
     for folder, _, names in os.walk(PACKAGE):
-        ours = [
-            f"{folder}/{name}" for name in names if name.endswith((".py", ".tcss", ".toml", ".sql"))
-        ]
-        files += [path for path in ours if os.path.exists(path)]
-    return {path: stamp(path) for path in sorted(files)}
+        ours = [name for name in names if name.endswith((".py", ".tcss", ".toml", ".sql"))]
+        files += [f"{folder}/{name}" for name in ours]
+    return {path: stamp(path) for path in sorted(files) if os.path.exists(path)}
 
 
 def refuse_stale(manifest: Manifest, folder: str) -> None:

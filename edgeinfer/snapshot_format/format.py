@@ -178,10 +178,8 @@ def safe_name(model: str) -> str:
     elif "/" in model or model.endswith(".gguf"):
         path = os.path.abspath(os.path.expanduser(model))
         model = f"{os.path.basename(path)}+{short_hash(path)}"
-    return (
-        "".join(c if c.isascii() and (c.isalnum() or c in "._+-") else "+" for c in model).lstrip(".")
-        or "model"
-    )
+    safe = "".join(c if c.isascii() and (c.isalnum() or c in "._+-") else "+" for c in model)
+    return safe.lstrip(".") or "model"
 
 
 def snapshot_name(model: str, requested: dict[str, str], user_name: str = "") -> str:

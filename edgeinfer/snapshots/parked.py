@@ -205,9 +205,8 @@ def main() -> None:
         problem = error if isinstance(error, EdgeInferError) else DumpError(f"parking failed: {error}")
         messages.send(link, messages.Failed(error=to_fields(problem)))
         os._exit(1)
-    loaded.droppable = (
-        app_process.read_droppable_ranges()
-    )  # read now: a restored process has lost these flags
+    # read now, because a restored process has lost these flags
+    loaded.droppable = app_process.read_droppable_ranges()
     resumed_ns = _sleep(link, parked, loaded)
     link = socket.socket(fileno=LINK_FD)
     app_process.run_app(link, messages.receive(link), loaded, resumed_ns)

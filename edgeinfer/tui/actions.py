@@ -187,7 +187,7 @@ def _catalogue() -> Sequence[tuple[str, str]]:
     )  # imported here: it takes 10 ms, only for `/model `
 
     try:
-        return [(m.name, f"{m.parameters} · {m.licence}") for m in load_catalog().models.values()]
+        return [(m.name, f"{m.parameters} · {m.licence}") for m in load_catalog().values()]
     except EdgeInferError:
         return []
 

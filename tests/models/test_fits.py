@@ -133,7 +133,7 @@ def test_list_estimates_the_size_of_every_model(capsys) -> None:
     assert main(["list"]) == 0
     rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
     assert all("?" not in [cell.strip() for cell in row[:4]] for row in rows)
-    assert all(model.licence for model in load_catalog().models.values())
+    assert all(model.licence for model in load_catalog().values())
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_first_run_offers_models_that_suit_the_machine(
 
 def test_offered_models_are_chat_models_of_the_catalogue() -> None:
     catalog = load_catalog()
-    assert {catalog.models[name].purpose for name in fits._FIRST_RUN_MODELS} == {"chat"}
+    assert {catalog[name].purpose for name in fits._FIRST_RUN_MODELS} == {"chat"}
 
 
 def test_models_that_fit_the_card_are_faster_and_offered_first(machine, list_fits, capsys) -> None:

@@ -22,9 +22,9 @@ def user_file(text: str) -> Path:
 
 def test_shipped_catalogue_is_whole() -> None:
     catalog = load_catalog()
-    assert len(catalog.models) >= 17
+    assert len(catalog) >= 17
     marked = set(re.findall(r'# Not verified: .*\n\[models\."?([^"\]]+)', shipped_path().read_text()))
-    for model in catalog.models.values():
+    for model in catalog.values():
         assert model.title
         assert model.family
         assert model.parameters
@@ -32,12 +32,12 @@ def test_shipped_catalogue_is_whole() -> None:
         assert not unknown or model.name in marked, "what could not be verified is marked in the file"
         assert model.final_quantization
         assert model.parsed_sources()
-    purposes = {model.purpose for model in catalog.models.values()}
+    purposes = {model.purpose for model in catalog.values()}
     assert purposes == {"chat", "base", "code", "embedding", "reranker", "reasoning"}
 
 
 def test_models_of_up_to_500m_parameters_have_penalties_on_repeats() -> None:
-    for model in load_catalog().models.values():
+    for model in load_catalog().values():
         small = model.parameters.endswith("M") and float(model.parameters[:-1]) <= 500
         sampling = model.default_sampling
         assert (sampling.dry_multiplier > 0) is small
@@ -48,7 +48,7 @@ def test_models_of_up_to_500m_parameters_have_penalties_on_repeats() -> None:
 
 def test_users_own_sampling_wins_over_that_of_the_size() -> None:
     user_file(f'{MINIMAL}parameters = "135M"\n{SAMPLING.removeprefix(MINIMAL)}repeat-penalty = 1.0\n')
-    sampling = load_catalog().models["mine"].default_sampling
+    sampling = load_catalog()["mine"].default_sampling
     assert (sampling.repeat_penalty, sampling.dry_multiplier) == (1.0, 0.8)
 
 
@@ -58,12 +58,12 @@ def test_shipped_file_is_the_top_level_one() -> None:
 
 def test_file_with_samplers_that_are_gone_is_read_without_them() -> None:
     user_file(f"{SAMPLING}typical-p = 0.9\nmirostat = 2\nmirostat-tau = 5.0\nmin-p = 0.1\n")
-    assert load_catalog().models["mine"].sampling.chosen_options() == {"min_p": 0.1}
+    assert load_catalog()["mine"].sampling.chosen_options() == {"min_p": 0.1}
 
 
 def test_user_adds_a_model() -> None:
     user_file(MINIMAL)
-    (parts,) = load_catalog().models["mine"].parsed_sources()
+    (parts,) = load_catalog()["mine"].parsed_sources()
     assert parts == (sources.HubQuant("me/mine-GGUF", "Q8_0"),)
 
 
@@ -76,7 +76,7 @@ def test_user_adds_a_model() -> None:
 )
 def test_user_overrides_one_key_and_new_sources_drop_the_old_digest(entry, prompt, size_bytes) -> None:
     user_file(f"[models.smollm2-135m-instruct]\n{entry}\n")
-    model = load_catalog().models["smollm2-135m-instruct"]
+    model = load_catalog()["smollm2-135m-instruct"]
     assert (model.system_prompt, model.size_bytes) == (prompt, size_bytes)
     assert bool(model.sha256) == bool(size_bytes)
 

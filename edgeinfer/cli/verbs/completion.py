@@ -118,5 +118,5 @@ def _models(*, only_here: bool) -> list[str]:
     from edgeinfer.models.store import list_pulled
 
     pulled = {model.name for model in list_pulled()}
-    catalogued = () if only_here else load_catalog().models
+    catalogued = () if only_here else load_catalog()
     return sorted({*catalogued, *pulled, *(model.name for model in stores.usable())})

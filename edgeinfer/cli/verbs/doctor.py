@@ -242,7 +242,7 @@ def _catalogue() -> Finding:
     from edgeinfer.models.store import list_pulled
 
     config: Config = load_config()
-    n_known, pulled = len(load_catalog().models), len(list_pulled())
+    n_known, pulled = len(load_catalog()), len(list_pulled())
     n_usable = len(stores.usable())
     external_note = f", {n_usable} of other programs here" if n_usable else ""
     text = f"{n_known} models known, {pulled} pulled{external_note}; default {config.default_model}"

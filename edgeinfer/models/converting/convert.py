@@ -231,13 +231,7 @@ class Conversion:
     def _encode(self, rows: Array, stored: str, kind: gguf.GGMLQuantizationType) -> Array:
         if stored == kind.name:
             return np.ascontiguousarray(rows)
-        plain = to_float32(rows, stored)
-        if kind.name == "F32":
-            return np.ascontiguousarray(plain)
-        if kind.name == "F16":
-            return plain.astype(np.float16)
-        block: Array = gguf.quants.quantize(plain, kind)
-        return block
+        return np.ascontiguousarray(gguf.quants.quantize(to_float32(rows, stored), kind))
 
 
 def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -53,10 +53,6 @@ class ExternalModel(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(file.path for file in self.files)
 
 
-#: Progress callback: bytes read so far, and in all.
-OnRead = Callable[[int, int], None]
-
-
 class _Seen(msgspec.Struct, frozen=True):
     size_bytes: int
     mtime_ns: int
@@ -68,14 +64,17 @@ class _Seen(msgspec.Struct, frozen=True):
 _VERIFIED = CacheTable("verified.json", dict[str, _Seen])
 
 
-def verify(file: ExternalFile, progress: OnRead) -> None:
-    """Hash a file once and compare it with the digest in its name. Raises ChecksumError, OSError."""
+def verify(file: ExternalFile, progress: Callable[[float], None]) -> None:
+    """Hash a file once and compare it with the digest in its name. Raises ChecksumError, OSError.
+
+    `progress` gets the fraction that was read, 0 to 1.
+    """
     if not file.sha256:
         return
     now = _look(file)
     if _VERIFIED.read().get(file.path) == now:
         return
-    digest = sha256_of(Path(file.path), lambda done: progress(done, now.size_bytes))
+    digest = sha256_of(Path(file.path), lambda done: progress(done / now.size_bytes))
     if digest != file.sha256:
         raise ChecksumError(f"{file.path} has SHA-256 {digest}, not {file.sha256} as its name says")
     if _look(file) == now:

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,6 @@ from edgeinfer.runtime.requests import Sampling
 FRESH_S = 2.0
 #: Progress callback: stage, and fraction from 0 to 1 or None.
 Progress = Callable[[str, float | None], None]
-
 
 _OLLAMA, _LM_STUDIO = OllamaStore(), LmStudioFolder()
 _HUGGING_FACE = HuggingFaceCache()
@@ -128,16 +128,18 @@ def settings(model: ExternalModel, header: gguf.GgufHeader) -> OllamaSettings:
 
 
 def verified_files(model: ExternalModel, progress: Progress | None = None) -> ModelFiles:
-    """Check headers and digests; return the files. Raises ModelNotPulledError, InvalidGgufError,
-    ChecksumError.
+    """Check headers and digests; return the files.
+
+    Raises ModelNotPulledError, InvalidGgufError, ChecksumError.
     """
     files = describe_files(model)
-    report, hint = progress or (lambda stage, fraction: None), f"fetch it again with {model.store}"
+    report = progress or (lambda stage, fraction: None)
+    hint = f"fetch it again with {model.store}"
     encoder = [file for file in model.projectors if file.path == files.projector]
     for file in (*model.files, *encoder):
         stage = f"checking {os.path.basename(file.path)[:20]}… of {model.store}, once"
         try:
-            verify(file, lambda done, whole, stage=stage: report(stage, done / whole))  # type: ignore[misc]
+            verify(file, partial(report, stage))
         except ChecksumError as error:
             raise ChecksumError(error.message, hint=hint) from error
         except OSError as error:

@@ -82,7 +82,7 @@ def list_offers() -> list[wire.Offer]:
     estimator = Estimator()
     return [
         wire.Offer(name=model.name, title=model.title, about=_about(model, estimator.fit_of(model)))
-        for model in estimator.catalog.models.values()
+        for model in estimator.catalog.values()
         if model.name not in pulled_names and model.purpose not in ("embedding", "reranker")
     ]
 

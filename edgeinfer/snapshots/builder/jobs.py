@@ -152,6 +152,10 @@ def run_builder(folder: Path, request: BuildRequest, progress: Progress) -> Deta
     mine, builder_link = socket.socketpair()
     command = process.child_command(_BUILDER, str(builder_link.fileno()), str(folder))
     log = folder / "builder.log"
+
+    def on_stage(stage: messages.Stage) -> None:
+        progress(stage.name, float(stage.fraction) if stage.fraction else None)
+
     with mine, open(os.open(log, os.O_RDWR | os.O_CREAT, 0o600), "wb") as errors_to:
         builder = process.start_child(
             command,
@@ -162,33 +166,23 @@ def run_builder(folder: Path, request: BuildRequest, progress: Progress) -> Deta
         )
         builder_link.close()
         try:
-            return _listen(mine, request, progress, builder, log)
+            messages.send(mine, messages.Payload(content=msgspec.json.encode(request)))
+            content = wait_for_payload(mine, on_stage)
+            if content is None:
+                raise _death_of_builder(builder, log)
+            return msgspec.json.decode(content, type=Details)
         finally:
             builder.kill()
             builder.wait()
             log.unlink(missing_ok=True)
 
 
-def _listen(
-    link: socket.socket,
-    request: BuildRequest,
-    progress: Progress,
-    builder: subprocess.Popen[bytes],
-    log: Path,
-) -> Details:
-    messages.send(link, messages.Payload(content=msgspec.json.encode(request)))
-
-    def on_stage(stage: messages.Stage) -> None:
-        progress(stage.name, float(stage.fraction) if stage.fraction else None)
-
-    content = wait_for_payload(link, on_stage)
-    if content is not None:
-        return msgspec.json.decode(content, type=Details)
+def _death_of_builder(builder: subprocess.Popen[bytes], log: Path) -> EdgeInferError:
     if builder.wait() == -signal.SIGKILL:
-        raise registry.killed_error("the process that builds the snapshot")
+        return registry.killed_error("the process that builds the snapshot")
     last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
     problem = f"the process that builds the snapshot died{': ' + last[0] if last else ''}"
-    raise SnapshotError(problem, hint="run `edgeinfer doctor`, then `edgeinfer warm MODEL` again")
+    return SnapshotError(problem, hint="run `edgeinfer doctor`, then `edgeinfer warm MODEL` again")
 
 
 def take(
