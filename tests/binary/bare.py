@@ -14,63 +14,35 @@ import ctypes
 import os
 import sys
 
-libc = ctypes.CDLL(None, use_errno=True)
-NEWNS = 0x00020000
-NEWUSER = 0x10000000
+from edgeinfer.platform import linux
+
 NEWNET = 0x40000000
-RDONLY = 1
 REMOUNT = 32
-BIND = 4096
-REC = 16384
-PRIVATE = 1 << 18
-NOSUID_NODEV_NOEXEC = 2 | 4 | 8
-PIVOT_ROOT = 41 if os.uname().machine == "aarch64" else 155
-
-
-def call(name, *args):
-    if getattr(libc, name)(*args) < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{name}{args}: {os.strerror(code)}")
-
-
-def mount(source, target, kind=None, flags=0, data=None):
-    encoded = [os.fsencode(argument) if argument else None for argument in (source, target, kind)]
-    call("mount", *encoded, ctypes.c_ulong(flags), os.fsencode(data) if data else None)
-
-
-def write(path, text):
-    with open(path, "w") as file:
-        file.write(text)
+PRIVATE = 1 << 18 | 1 << 14  # with all mounts below
 
 
 def enter(options):
     """Make the root the only one; returns the uid to become, None where the caller has it already."""
     outside, outside_group = os.geteuid(), os.getegid()  # both are nobody's once the namespace is new
-    call("unshare", NEWNS | (NEWUSER if outside else 0) | (NEWNET if options.no_network else 0))
-    uid = options.uid
+    flags = linux.CLONE_NEWNS | (NEWNET if options.no_network else 0)
+    flags |= linux.CLONE_NEWUSER if outside else 0
+    if ctypes.CDLL(None, use_errno=True).unshare(flags):
+        raise OSError(ctypes.get_errno(), "unshare")
+    uid = outside or options.uid
     if outside:
-        uid = outside
-        write("/proc/self/setgroups", "deny")
-        write("/proc/self/uid_map", f"{uid} {uid} 1")
-        write("/proc/self/gid_map", f"{outside_group} {outside_group} 1")
-    mount("none", "/", None, REC | PRIVATE)
-    mount(options.root, options.root, None, BIND | REC)
+        linux.map_this_user(outside, outside_group)
+    linux.mount("none", "/", "", PRIVATE)
+    linux.bind(options.root, options.root, read_only=False)
     for folder in ("proc", "dev"):
         os.makedirs(f"{options.root}/{folder}", exist_ok=True)
-        mount(f"/{folder}", f"{options.root}/{folder}", None, BIND | REC)
+        linux.bind(f"/{folder}", f"{options.root}/{folder}", read_only=False)
     for path in options.read_only:
-        mount(options.root + path, options.root + path, None, BIND)
-        # those stay in a user namespace
-        locked = os.statvfs(options.root + path).f_flag & NOSUID_NODEV_NOEXEC
-        mount("none", options.root + path, None, BIND | REMOUNT | RDONLY | locked)
+        linux.bind(options.root + path, options.root + path, read_only=True)
     if options.tmpfs:
         path, _, size = options.tmpfs.partition("=")
         data = f"size={size},mode=0700,uid={uid},gid={outside_group or uid}"
-        mount("tmpfs", options.root + path, "tmpfs", 0, data)
-    os.chdir(options.root)
-    call("syscall", PIVOT_ROOT, b".", b".")
-    call("umount2", b".", 2)  # MNT_DETACH: the old root lies under the new one
-    os.chdir("/")
+        linux.mount("tmpfs", options.root + path, "tmpfs", 0, data)
+    linux.pivot_root(options.root)
     return None if outside else uid
 
 
@@ -92,7 +64,7 @@ def run_and_grow(options, uid):
         os.path.join(d, f) for d, _, files in os.walk(path) for f in files if f != ".lock"
     )
     print(f"first run: {code}, left: {remaining}", file=sys.stderr, flush=True)
-    mount("tmpfs", path, "tmpfs", REMOUNT, f"size={size}")
+    linux.mount("tmpfs", path, "tmpfs", REMOUNT, f"size={size}")
 
 
 def main():

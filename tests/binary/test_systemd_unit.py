@@ -77,9 +77,9 @@ class Systemd:
 
     def wait_until(self, unit: str, state: str) -> None:
         def has_state() -> bool:
-            state = self.run("systemctl", "--user", "is-active", unit).stdout.strip()
-            assert state != "failed" or state == state, self.log()
-            return state == state
+            now = self.run("systemctl", "--user", "is-active", unit).stdout.strip()
+            assert now != "failed" or now == state, self.log()
+            return now == state
 
         wait_until(has_state, f"{unit} to be {state}")
 

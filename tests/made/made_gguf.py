@@ -2,6 +2,14 @@
 
 import hashlib
 import struct
+from collections.abc import Mapping, Sequence
+
+
+class U16(int):
+    """A number of 16 bits, as llama.cpp writes the numbers of a split model."""
+
+
+Value = bool | int | str | Sequence[str] | Sequence[float]
 
 
 def text(value: str) -> bytes:
@@ -9,47 +17,86 @@ def text(value: str) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def entry(key: str, kind: int, value: bytes) -> bytes:
+def raw_entry(key: str, kind: int, value: bytes) -> bytes:
     return text(key) + struct.pack("<I", kind) + value
 
 
-def tensor_info(name: str, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
+def entry(key: str, value: Value) -> bytes:
+    """A key and its value, of the type that Python's type suggests."""
+    match value:
+        case bool():
+            return raw_entry(key, 7, bytes([value]))
+        case U16():
+            return raw_entry(key, 2, struct.pack("<H", value))
+        case int():
+            return raw_entry(key, 4, struct.pack("<I", value))
+        case str():
+            return raw_entry(key, 8, text(value))
+        case [str(), *_]:
+            return raw_entry(key, 9, struct.pack("<IQ", 8, len(value)) + b"".join(map(text, value)))
+    return raw_entry(key, 9, struct.pack(f"<IQ{len(value)}f", 6, len(value), *value))
+
+
+def tensor_info(
+    name: str, shape: tuple[int, ...], kind: int, offset: int, n_dims: int | None = None
+) -> bytes:
     dims = b"".join(struct.pack("<Q", n) for n in shape)
-    return text(name) + struct.pack("<I", len(shape)) + dims + struct.pack("<IQ", kind, offset)
+    count = struct.pack("<I", len(shape) if n_dims is None else n_dims)
+    return text(name) + count + dims + struct.pack("<IQ", kind, offset)
+
+
+def gguf_file(
+    entries: list[bytes],
+    tensors: list[bytes],
+    data: bytes,
+    *,
+    n_tensors: int | None = None,
+    n_entries: int | None = None,
+    magic: bytes = b"GGUF",
+    version: int = 3,
+) -> bytes:
+    """The parts of a file, joined; the counts that it claims may be wrong."""
+    n_tensors = len(tensors) if n_tensors is None else n_tensors
+    n_entries = len(entries) if n_entries is None else n_entries
+    head = magic + struct.pack("<IQQ", version, n_tensors, n_entries) + b"".join([*entries, *tensors])
+    return head + b"\0" * (-len(head) % 32) + data
+
+
+def tokens(n: int) -> list[str]:
+    return [f"t{i}" for i in range(n)]
+
+
+MODEL_KEYS: dict[str, Value] = {
+    "general.architecture": "llama",
+    "general.name": "Tiny",
+    "llama.block_count": 2,
+    "llama.context_length": 512,
+    "llama.embedding_length": 64,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "tokenizer.ggml.tokens": tokens(80),
+    "tokenizer.ggml.scores": range(80),
+}
+
+
+def split_keys(index: int, count: int) -> dict[str, Value]:
+    """Keys of the part `index` (from 0) of a split model."""
+    return {"split.no": U16(index), "split.count": U16(count)}
 
 
 def gguf_bytes(
-    entries: list[bytes] | None = None,
-    tensors: list[tuple[str, int]] | None = None,
+    keys: Mapping[str, Value] = {},
+    tensors: Sequence[tuple[str, int]] = (("token_embd.weight", 64), ("output_norm.weight", 8)),
     *,
-    version: int = 3,
     seed: int = 0,
 ) -> bytes:
-    """A small valid GGUF. `tensors` are (name, number of 32-bit floats, a multiple of 8)."""
-    entries = entries if entries is not None else model_entries()
-    tensors = tensors if tensors is not None else [("token_embd.weight", 64), ("output_norm.weight", 8)]
-    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(entries)) + b"".join(entries)
-    offset = 0
+    """A small valid GGUF with MODEL_KEYS and `keys`.
+
+    `tensors` are (name, number of 32-bit floats, a multiple of 8).
+    """
+    infos, offset = [], 0
     for name, n in tensors:
-        head += tensor_info(name, (n,), 0, offset)
+        infos.append(tensor_info(name, (n,), 0, offset))
         offset += 4 * n
-    head += b"\0" * (-len(head) % 32)
-    return head + hashlib.shake_128(str(seed).encode()).digest(offset)
-
-
-def model_entries(n_vocab: int = 80) -> list[bytes]:
-    return [
-        entry("general.architecture", 8, text("llama")),
-        entry("general.name", 8, text("Tiny")),
-        entry("llama.block_count", 4, struct.pack("<I", 2)),
-        entry("llama.context_length", 4, struct.pack("<I", 512)),
-        entry("llama.embedding_length", 4, struct.pack("<I", 64)),
-        entry("llama.attention.head_count", 4, struct.pack("<I", 4)),
-        entry("llama.attention.head_count_kv", 4, struct.pack("<I", 2)),
-        entry(
-            "tokenizer.ggml.tokens",
-            9,
-            struct.pack("<IQ", 8, n_vocab) + b"".join(text(f"t{i}") for i in range(n_vocab)),
-        ),
-        entry("tokenizer.ggml.scores", 9, struct.pack("<IQ", 6, 80) + struct.pack("<80f", *range(80))),
-    ]
+    entries = [entry(key, value) for key, value in (MODEL_KEYS | keys).items()]
+    return gguf_file(entries, infos, hashlib.shake_128(str(seed).encode()).digest(offset))

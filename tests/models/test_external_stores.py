@@ -6,13 +6,12 @@ Each store is made here in its program's layout, and damaged in the ways that oc
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from found_stores import STORES, AnyStore, HubCache, OllamaStore, StudioFolder, picture, sha
-from made_gguf import entry, gguf_bytes, model_entries, text
+from made_gguf import gguf_bytes, split_keys
 from made_models import make_llama
 from made_projectors import make_projector
 
@@ -126,8 +125,7 @@ def the_file_is_empty(external: AnyStore) -> None:
 
 
 def a_hostile_header(external: AnyStore) -> None:
-    layers = entry("llama.block_count", 4, struct.pack("<I", 1 << 30))
-    external.replace(gguf_bytes([e for e in model_entries() if b"block_count" not in e] + [layers]))
+    external.replace(gguf_bytes({"llama.block_count": 1 << 30}))
 
 
 def a_pipe_in_its_place(external: AnyStore) -> None:
@@ -147,8 +145,7 @@ def a_link_to_itself(external: AnyStore) -> None:
 
 
 def a_part_of_a_split_model_alone(external: AnyStore) -> None:
-    count = entry("split.count", 2, struct.pack("<H", 3)), entry("split.no", 2, struct.pack("<H", 1))
-    content = gguf_bytes([*model_entries(), *count])
+    content = gguf_bytes(split_keys(1, 3))
     if isinstance(external, OllamaStore):
         external.replace(content)
         return
@@ -327,8 +324,8 @@ def test_ollama_settings_are_used_or_reported(home: Path, capsys) -> None:
 
 
 def test_ggufs_own_template_is_used_before_ollamas(home: Path) -> None:
-    jinja = entry("tokenizer.chat_template", 8, text("{{ messages[0].content }}"))
-    OllamaStore(home, gguf_bytes([*model_entries(), jinja]), template="[INST] {{ .Prompt }} [/INST]")
+    content = gguf_bytes({"tokenizer.chat_template": "{{ messages[0].content }}"})
+    OllamaStore(home, content, template="[INST] {{ .Prompt }} [/INST]")
     assert resolve("ollama/tiny:1b").files().chat_template is None
 
 
@@ -405,12 +402,7 @@ def test_ollamas_projector_is_found(home: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [HubCache, StudioFolder])
 def test_split_model_is_one_model(kind, home: Path) -> None:
-    count = entry("split.count", 2, struct.pack("<H", 2))
-    parts = [
-        gguf_bytes([*model_entries(), count, entry("split.no", 2, struct.pack("<H", n))])
-        for n in (0, 1)
-    ]
-    external = kind(home, *parts)
+    external = kind(home, *(gguf_bytes(split_keys(n, 2)) for n in (0, 1)))
     assert len(resolve(external.name).files().paths) == 2
     external.link.unlink()
     with pytest.raises(ModelNotPulledError, match=r"its part .* is missing"):

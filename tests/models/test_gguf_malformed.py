@@ -5,9 +5,10 @@ import random
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from made_gguf import entry, gguf_bytes
+from made_gguf import entry, gguf_bytes, gguf_file, raw_entry, tensor_info
 from made_gguf import text as name
 from other_processes import run_python
 
@@ -19,32 +20,11 @@ U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 HUGE = (2**63, 2**64 - 1, 2**62, 2**40, 2**33)
 
 
-def string_entry(key: str, value: str) -> bytes:
-    return entry(key, 8, name(value))
+BASE = [entry("general.architecture", "llama"), entry("llama.block_count", 2)]
 
 
-def uint_entry(key: str, value: int) -> bytes:
-    return entry(key, 4, U32.pack(value))
-
-
-BASE = [string_entry("general.architecture", "llama"), uint_entry("llama.block_count", 2)]
-
-
-def file_of(
-    entries: list[bytes],
-    tensors: list[bytes],
-    *,
-    n_tensors: int | None = None,
-    n_entries: int | None = None,
-    magic: bytes = b"GGUF",
-    version: int = 3,
-    data: int = 4096,
-) -> bytes:
-    head = magic + U32.pack(version)
-    head += U64.pack(len(tensors) if n_tensors is None else n_tensors)
-    head += U64.pack(len(entries) if n_entries is None else n_entries)
-    head += b"".join(entries) + b"".join(tensors)
-    return head + b"\0" * (-len(head) % 32) + b"\0" * data
+def file_of(entries: list[bytes], tensors: list[bytes], *, data: int = 4096, **claims: Any) -> bytes:
+    return gguf_file(entries, tensors, bytes(data), **claims)
 
 
 def tensor(
@@ -54,14 +34,7 @@ def tensor(
     offset: int = 0,
     n_dims: int | None = None,
 ) -> bytes:
-    dims = b"".join(U64.pack(n) for n in shape)
-    return (
-        name(label)
-        + U32.pack(len(shape) if n_dims is None else n_dims)
-        + dims
-        + U32.pack(kind)
-        + U64.pack(offset)
-    )
+    return tensor_info(label, shape, kind, offset, n_dims)
 
 
 Case = tuple[str, bytes]
@@ -69,7 +42,7 @@ Case = tuple[str, bytes]
 
 def truncations(rng: random.Random) -> Iterator[Case]:
     whole = file_of(
-        [*BASE, string_entry("k", "v" * 40)], [tensor("a"), tensor("b", (64,), 0, 128)], data=128 + 256
+        [*BASE, entry("k", "v" * 40)], [tensor("a"), tensor("b", (64,), 0, 128)], data=128 + 256
     )
     for length in sorted(rng.sample(range(1, len(whole)), 60)):
         yield f"cut at {length} of {len(whole)}", whole[:length]
@@ -87,7 +60,7 @@ def preambles(rng: random.Random) -> Iterator[Case]:
 
 
 def with_key(kind: int, value: bytes) -> bytes:
-    return file_of([*BASE, entry("k", kind, value)], [tensor()])
+    return file_of([*BASE, raw_entry("k", kind, value)], [tensor()])
 
 
 def array(kind: int, count: int, content: bytes = b"") -> bytes:
@@ -111,14 +84,14 @@ def metadata(rng: random.Random) -> Iterator[Case]:
         yield f"epsilon {epsilon}", file_of([*BASE, key + struct.pack("<f", epsilon)], [tensor()])
     for count in (2, 100):
         tokens = b"".join(name(f"t{i}") for i in range(count - 1)) + name("t0")
-        key = entry("tokenizer.ggml.tokens", 9, b"") + U32.pack(8) + U64.pack(count)
+        key = raw_entry("tokenizer.ggml.tokens", 9, b"") + U32.pack(8) + U64.pack(count)
         yield f"two equal tokens of {count}", file_of([*BASE, key + tokens], [tensor()])
     yield "empty key", file_of([*BASE, name("") + U32.pack(4) + U32.pack(1)], [tensor()])
     yield "same key twice", file_of([*BASE, *BASE], [tensor()])
     for alignment in (0, 1, 2, 4, 8, 16, 3, 31, 33, 2**31, 2**32 - 1, 2**21):
-        entries = [*BASE, uint_entry("general.alignment", alignment)]
+        entries = [*BASE, entry("general.alignment", alignment)]
         yield f"alignment {alignment}", file_of(entries, [tensor()])
-    entries = [*BASE, string_entry("general.alignment", "32")]
+    entries = [*BASE, entry("general.alignment", "32")]
     yield "alignment that is a word", file_of(entries, [tensor()])
 
 
@@ -142,13 +115,13 @@ def tensors(rng: random.Random) -> Iterator[Case]:
         yield f"tensor name of {length}", file_of(BASE, [U64.pack(length) + b"n" * 64 + tensor()])
     yield "two tensors of one name", file_of(BASE, [tensor("a"), tensor("a", offset=128)])
     yield "no tensors", file_of(BASE, [])
-    yield "no architecture", file_of([uint_entry("x", 1)], [tensor()])
-    yield "architecture that is a number", file_of([uint_entry("general.architecture", 1)], [tensor()])
+    yield "no architecture", file_of([entry("x", 1)], [tensor()])
+    yield "architecture that is a number", file_of([entry("general.architecture", 1)], [tensor()])
     for layers in (0, 513, 1_000_000, 2**32 - 1):
-        entries = [BASE[0], uint_entry("llama.block_count", layers)]
+        entries = [BASE[0], entry("llama.block_count", layers)]
         yield f"{layers} layers", file_of(entries, [tensor()])
-    yield "layers in words", file_of([BASE[0], string_entry("llama.block_count", "two")], [tensor()])
-    entries = [*BASE, uint_entry("split.no", 5), uint_entry("split.count", 3)]
+    yield "layers in words", file_of([BASE[0], entry("llama.block_count", "two")], [tensor()])
+    entries = [*BASE, entry("split.no", 5), entry("split.count", 3)]
     yield "part 5 of 3", file_of(entries, [tensor()])
 
 
@@ -165,7 +138,7 @@ def test_file_they_are_made_from_is_valid(tmp_path: Path) -> None:
 
 def test_empty_tokens_may_be_equal(tmp_path: Path) -> None:
     path = tmp_path / "good.gguf"
-    key = entry("tokenizer.ggml.tokens", 9, b"") + U32.pack(8) + U64.pack(3)
+    key = raw_entry("tokenizer.ggml.tokens", 9, b"") + U32.pack(8) + U64.pack(3)
     path.write_bytes(file_of([*BASE, key + name("") * 3], [tensor()]))
     assert read_model_header(path).n_vocab == 3
 

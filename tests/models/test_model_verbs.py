@@ -3,11 +3,10 @@
 import hashlib
 import io
 import os
-import struct
 from pathlib import Path
 
 import pytest
-from made_gguf import entry, gguf_bytes, model_entries, text
+from made_gguf import Value, gguf_bytes, tokens
 from msgspec.structs import replace
 
 from edgeinfer.cli.main import main
@@ -81,10 +80,9 @@ def test_missing_draft_model_is_named_and_one_that_is_here_counted(local: Path, 
 def test_wrong_draft_model_ends_a_verb_before_it_starts(local: Path, capsys, monkeypatch, verb) -> None:
     monkeypatch.setattr("sys.stdin", None)
     other = local.with_name("other.gguf")
-    other.write_bytes(gguf_bytes(model_entries(n_vocab=2000)))
+    other.write_bytes(gguf_bytes({"tokenizer.ggml.tokens": tokens(2000)}))
     recurrent = local.with_name("recurrent.gguf")
-    state_size = entry("llama.ssm.state_size", 4, struct.pack("<I", 16))
-    recurrent.write_bytes(gguf_bytes([*model_entries(), state_size]))
+    recurrent.write_bytes(gguf_bytes({"llama.ssm.state_size": 16}))
     run(capsys, "pull", str(local), "--name", "mine")
     prompt = ["hi"] if verb[0] == "run" else []
     for draft, problem, hint in (
@@ -194,13 +192,16 @@ def test_digest_that_was_typed_is_compared(server, local: Path, as_json) -> None
 
 
 def test_purpose_follows_from_header(tmp_path: Path, capsys, as_json) -> None:
-    with_template = [*model_entries(), entry("tokenizer.chat_template", 8, text("{{ messages }}"))]
-    encoder = [*model_entries(), entry("llama.attention.causal", 7, b"\0")]
-    for name, entries in (("b", model_entries()), ("c", with_template), ("e", encoder)):
-        (tmp_path / f"{name}.gguf").write_bytes(gguf_bytes(entries))
+    keys: dict[str, dict[str, Value]] = {
+        'run b "The sea is"': {},
+        'run c "What is photosynthesis?"': {"tokenizer.chat_template": "{{ messages }}"},
+        "serve e": {"llama.attention.causal": False},
+    }
+    for command, header_keys in keys.items():
+        name = command.split()[1]
+        (tmp_path / f"{name}.gguf").write_bytes(gguf_bytes(header_keys))
         _, out, _ = run(capsys, "pull", str(tmp_path / f"{name}.gguf"), "--name", name, "--quiet")
-        tries = {"b": 'run b "The sea is"', "c": 'run c "What is photosynthesis?"', "e": "serve e"}
-        assert out.splitlines()[-1] == f"try it: edgeinfer {tries[name]}"
+        assert out.splitlines()[-1] == f"try it: edgeinfer {command}"
     listed = as_json("list", "--pulled")["models"]
     assert [row["purpose"] for row in listed] == ["base", "chat", "embedding"]
     assert listed[0]["parameters"] == "72"

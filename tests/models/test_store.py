@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from made_gguf import entry, gguf_bytes, model_entries
+from made_gguf import gguf_bytes, split_keys
 
 from edgeinfer.errors import (
     CatalogError,
@@ -87,21 +87,17 @@ def test_folder_that_cannot_be_written(local: Path) -> None:
 
 
 def test_split_local_files_and_a_part_under_another_parts_name(tmp_path: Path) -> None:
-    def part(index: int) -> bytes:
-        keys = {"split.no": index, "split.count": 2}
-        split = [entry(key, 2, value.to_bytes(2, "little")) for key, value in keys.items()]
-        return gguf_bytes([*model_entries(), *split], seed=index)
-
+    parts = [gguf_bytes(split_keys(i, 2), seed=i) for i in (0, 1)]
     for i in (0, 1):
-        (tmp_path / f"x-0000{i + 1}-of-00002.gguf").write_bytes(part(i))
+        (tmp_path / f"x-0000{i + 1}-of-00002.gguf").write_bytes(parts[i])
     record = pull(str(tmp_path / "x-00002-of-00002.gguf"))
     assert record.name == "x"
     assert [path.name for path in record.paths] == ["x-00001-of-00002.gguf", "x-00002-of-00002.gguf"]
-    (tmp_path / "x-00002-of-00002.gguf").write_bytes(part(0))
+    (tmp_path / "x-00002-of-00002.gguf").write_bytes(parts[0])
     with pytest.raises(InvalidGgufError, match="part 1 of 2 by its header, but 2 of 2 by its name"):
         pull(str(tmp_path / "x-00001-of-00002.gguf"), options=PullOptions(again=True))
     alone = tmp_path / "alone.gguf"
-    alone.write_bytes(part(0))
+    alone.write_bytes(parts[0])
     with pytest.raises(InvalidGgufError, match="1 of 1 by its name"):
         pull(str(alone))
 

@@ -57,9 +57,6 @@ print(os.getpriority(os.PRIO_PROCESS, 0), session.partition("nice")[2].strip())
 """
 
 
-@pytest.mark.skipif(
-    not SESSION.exists(), reason="this kernel shares the processor only among processes"
-)
 def test_every_exit_of_a_process_has_a_description() -> None:
     descriptions = [describe_exit(code) for code in range(-64, 4)]
     assert {"SIGSEGV", "signal 40", "signal 32", "status 3"} <= set(descriptions)
@@ -76,6 +73,9 @@ def test_child_is_asked_and_its_failure_is_described(monkeypatch) -> None:
     assert ask_child(stuck, patience_s=0.2) == (b"", "took more than 0 s")
 
 
+@pytest.mark.skipif(
+    not SESSION.exists(), reason="this kernel shares the processor only among processes"
+)
 def test_background_process_steps_back_with_its_own_session_only():
     # the file is empty without autogroups
     niceness = SESSION.read_text().partition("nice")[2].split()

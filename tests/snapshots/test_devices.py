@@ -64,11 +64,11 @@ def place(endpoint: Endpoint) -> str:
 def on_device(endpoint: Endpoint) -> str:
     """Wait until layers are on a device; return where they are."""
 
-    def mapped_files() -> str:
+    def place_of_layers() -> str:
         assert endpoint.process.poll() is None, endpoint.log.read_text()
         return place(endpoint).replace("none", "")
 
-    return wait_until(mapped_files, "a device", PATIENCE_S)
+    return wait_until(place_of_layers, "a device", PATIENCE_S)
 
 
 def mapped_files(endpoint: Endpoint) -> str:

@@ -1,14 +1,13 @@
 """Pulls from S3, Google's buckets and container registries, which run as real servers."""
 
 import hashlib
-import struct
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 from fake_hub import Fault
 from made_checkpoints import make_checkpoint
-from made_gguf import entry, gguf_bytes, model_entries
+from made_gguf import gguf_bytes, split_keys
 from made_projectors import make_projector
 from stores_here import docker_registry, moto, push, registry_program
 
@@ -180,15 +179,7 @@ def test_projector_of_an_artifact_is_pulled_too(registry, body, options, tmp_pat
 
 
 def test_artifact_of_several_files_and_one_without(registry, options) -> None:
-    two = entry("split.count", 2, struct.pack("<H", 2))
-    parts = [
-        gguf_bytes(
-            [*model_entries(), entry("split.no", 2, struct.pack("<H", i)), two],
-            tensors=[(f"blk.{i}.weight", 20_000)],
-            seed=i,
-        )
-        for i in range(2)
-    ]
+    parts = [gguf_bytes(split_keys(i, 2), [(f"blk.{i}.weight", 20_000)], seed=i) for i in range(2)]
     push(registry, "ai/tiny", "latest", [(DOCKER, shard) for shard in parts])
     record = pull(f"oci://{registry}/ai/tiny", options=options)
     assert [path.read_bytes() for path in record.paths] == parts

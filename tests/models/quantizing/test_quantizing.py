@@ -148,7 +148,7 @@ def importance(model: Path, target: Path, *, wrong: bool = False) -> str:
         for name, n in rows.items()
         for pair in ((f"{name}.in_sum2", n), (f"{name}.counts", 24 if wrong else 8))
     ]
-    content = bytearray(gguf_bytes(entries=[], tensors=tensors))
+    content = bytearray(gguf_bytes(tensors=tensors))
     data = sum(4 * n for _, n in tensors)
     content[-data:] = struct.pack("<f", 1.0) * (data // 4)
     target.write_bytes(content)
