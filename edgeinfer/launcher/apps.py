@@ -15,7 +15,7 @@ from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStale
 from edgeinfer.launcher import messages, process_env, selection, supervise
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import process
-from edgeinfer.snapshot_format import format
+from edgeinfer.snapshot_format import storage
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Apps:
         self,
         choice: selection.LaunchChoice,
         folder: str,
-        manifest: format.Manifest,
+        manifest: storage.Manifest,
         request: LaunchRequest,
         fds: list[int],
     ) -> LaunchedApp:
@@ -116,7 +116,7 @@ class Apps:
         request.reason, request.hint = "", choice.warm_hint
         app = self._launch(lambda fd: supervise.resume(manifest, folder, fd), request, fds)
         # the file's mtime records the last use: the least recently used snapshots are removed first
-        process.quietly(os.utime, f"{folder}/{format.LOCK}")
+        process.quietly(os.utime, f"{folder}/{storage.LOCK}")
         return app
 
     def start_cold(

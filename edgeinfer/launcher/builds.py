@@ -9,7 +9,7 @@ import time
 
 from edgeinfer.launcher import messages, supervise
 from edgeinfer.platform import paths, process
-from edgeinfer.snapshot_format import format
+from edgeinfer.snapshot_format import storage
 
 #: Module that builds a snapshot in the background.
 JOBS = "edgeinfer.snapshots.builder.jobs"
@@ -125,7 +125,7 @@ def log(text: str) -> None:
     path = _log_file()
     folder = os.path.dirname(path)
     os.makedirs(folder, 0o700, exist_ok=True)
-    format.refuse_unsafe(folder, directory=True)
+    storage.refuse_unsafe(folder, directory=True)
     if os.path.exists(path) and os.path.getsize(path) > _LOG_BYTES:
         os.replace(path, path.removesuffix(".log") + ".old.log")
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -13,7 +13,7 @@ from edgeinfer.config.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, first_di
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError
 from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.platform import paths
-from edgeinfer.snapshot_format import fingerprint, format
+from edgeinfer.snapshot_format import fingerprint, storage
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class LaunchChoice:
         typed = [f"{flag} {value}" for flag, value in values if value is not None]
         return f"`{' '.join(['edgeinfer warm', self.model, *typed])}` builds it now"
 
-    def find(self) -> tuple[str, format.Manifest]:
+    def find(self) -> tuple[str, storage.Manifest]:
         """Return the snapshot's folder and manifest. Raises like `find` and `find_named`."""
         if self.snapshot:
             return find_named(self.snapshot, self.model, self.options)
@@ -65,10 +65,10 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
                 options[option.field] = str(value)
     bundled = os.environ.get(paths.BUNDLED_MODEL)
     model = str(config.get("default-model") or bundled or paths.DEFAULT_MODEL)
-    models = {format.model_prefix_of(name) for name in format.generations()}
+    models = {storage.model_prefix_of(name) for name in storage.generations()}
     if warm := _warm(line.first_word, models):
         model = warm
-    elif format.model_prefix(model) not in models:
+    elif storage.model_prefix(model) not in models:
         model = line.named_model or model  # no snapshot fits: the error names the typed model
     resume = line.value("--resume") or "auto"
     return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
@@ -76,7 +76,7 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
 
 def _warm(word: str, models: set[str]) -> str:
     spellings = (word, f"hf:{word}") if "/" in word else (word,)
-    return next((name for name in spellings if name and format.model_prefix(name) in models), "")
+    return next((name for name in spellings if name and storage.model_prefix(name) in models), "")
 
 
 def read_config() -> dict[str, Any]:
@@ -93,32 +93,32 @@ def read_config() -> dict[str, Any]:
         return {}
 
 
-def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
+def find(model: str, options: dict[str, str]) -> tuple[str, storage.Manifest]:
     """Find this program's snapshot for a model: with exactly these options, or the newest that fits.
 
     Returns its folder and manifest. Snapshots that a user named are not considered. Raises
     SnapshotMissingError if there is none, otherwise the error for which the best one is refused.
     """
     root, has_others = paths.snapshots_path(), False
-    all_of = format.generations(root, fingerprint.program_tag())
-    names = [name for name in all_of if format.model_prefix_of(name) == format.model_prefix(model)]
+    all_of = storage.generations(root, fingerprint.program_tag())
+    names = [name for name in all_of if storage.model_prefix_of(name) == storage.model_prefix(model)]
     if names:
         _refuse_unsafe(root)
-    candidates: list[tuple[bool, str, str, format.Manifest]] = []
+    candidates: list[tuple[bool, str, str, storage.Manifest]] = []
     refused: EdgeInferError | None = None
     for name in names:
         folder = all_of[name][0]
         try:
-            manifest = format.read_manifest(folder)
+            manifest = storage.read_manifest(folder)
         except EdgeInferError as error:
             refused = error
             continue
-        if format.has_user_name(manifest.name, manifest.model, manifest.requested):
+        if storage.has_user_name(manifest.name, manifest.model, manifest.requested):
             continue
         has_others = True
         if not first_mismatch(options, manifest.requested, manifest.actual):
             exact = manifest.requested == options
-            candidates.append((exact, format.generation_of(folder), folder, manifest))
+            candidates.append((exact, storage.generation_of(folder), folder, manifest))
     for _, _, folder, manifest in sorted(candidates, key=lambda item: item[:2], reverse=True):
         try:
             fingerprint.refuse_stale(manifest, folder)
@@ -129,22 +129,22 @@ def find(model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
     raise refused or _missing(model, options, has_others)
 
 
-def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, format.Manifest]:
+def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, storage.Manifest]:
     """Find a snapshot by its full name, or by the name that a user gave it, first for this model.
 
     Raises SnapshotMissingError if it is missing or has other options, otherwise the error that refuses
     it.
     """
     root = paths.snapshots_path()
-    all_of = format.generations(root, fingerprint.program_tag())
-    matching = format.matching_names(all_of, snapshot, model)
+    all_of = storage.generations(root, fingerprint.program_tag())
+    matching = storage.matching_names(all_of, snapshot, model)
     if len(matching) != 1:
         many = "several snapshots are" if matching else "there is no snapshot"
         hint = f"there are: {', '.join(matching or sorted(all_of)) or 'none'}"
         raise SnapshotMissingError(f"{many} called {snapshot}", hint=hint)
     name = matching[0]
     _refuse_unsafe(root)
-    manifest = format.read_manifest(all_of[name][0])
+    manifest = storage.read_manifest(all_of[name][0])
     field = first_difference(options, manifest.requested, manifest.actual)
     if field:
         had = manifest.requested.get(field) or manifest.actual.get(field, "none")
@@ -157,8 +157,8 @@ def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str,
 
 
 def _refuse_unsafe(root: str) -> None:
-    format.refuse_unsafe(root, directory=True)
-    format.refuse_unsafe_ancestors(root)
+    storage.refuse_unsafe(root, directory=True)
+    storage.refuse_unsafe_ancestors(root)
 
 
 def _missing(model: str, options: dict[str, str], has_others: bool) -> EdgeInferError:

@@ -16,7 +16,7 @@ import sys
 
 from edgeinfer.platform import linux, process
 from edgeinfer.snapshot_format import criu
-from edgeinfer.snapshot_format.format import IMAGES, Manifest
+from edgeinfer.snapshot_format.storage import IMAGES, Manifest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

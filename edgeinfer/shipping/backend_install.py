@@ -14,7 +14,7 @@ from edgeinfer.models.progress import Job
 from edgeinfer.platform import disk, paths
 from edgeinfer.runtime.llama import backend_loading, backends
 from edgeinfer.shipping import update
-from edgeinfer.snapshot_format.format import refuse_unsafe_ancestors
+from edgeinfer.snapshot_format.storage import refuse_unsafe_ancestors
 
 
 def install(name: str, channel: update.Channel, job: Job) -> str:

@@ -17,7 +17,7 @@ import sys
 
 from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
 from edgeinfer.platform import linux, paths
-from edgeinfer.snapshot_format.format import Manifest, refuse_unsafe
+from edgeinfer.snapshot_format.storage import Manifest, refuse_unsafe
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import sys
 import edgeinfer
 from edgeinfer.errors import SnapshotCorruptError, SnapshotStaleError
 from edgeinfer.platform import paths
-from edgeinfer.snapshot_format.format import IMAGES, MEMORY, Manifest, refuse_unsafe, short_hash
+from edgeinfer.snapshot_format.storage import IMAGES, MEMORY, Manifest, refuse_unsafe, short_hash
 
 #: Folder of the package edgeinfer.
 PACKAGE = os.path.dirname(os.path.abspath(edgeinfer.__file__))

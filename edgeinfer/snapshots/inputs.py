@@ -11,7 +11,7 @@ import msgspec
 from edgeinfer.config.load_options import NO_ADAPTERS, snapshot_options
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
-from edgeinfer.snapshot_format import fingerprint, format
+from edgeinfer.snapshot_format import fingerprint, storage
 
 #: Options with the value "auto", for which a load chooses a value by the free memory.
 _CHOICES = ("kv_type", "flash_attention")
@@ -36,7 +36,7 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        return format.snapshot_name(self.model, snapshot_options(self.options), self.given_name)
+        return storage.snapshot_name(self.model, snapshot_options(self.options), self.given_name)
 
     @property
     def depends_on(self) -> str:
@@ -68,7 +68,7 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
 
     def resumed_from(self, snapshot: str) -> ProcessDescription:
         """Return a copy for a process that was resumed from this snapshot ("" for none)."""
-        given = format.user_name_of(snapshot, self.model, snapshot_options(self.options))
+        given = storage.user_name_of(snapshot, self.model, snapshot_options(self.options))
         return msgspec.structs.replace(self, snapshot=snapshot, given_name=given)
 
     def with_adapters(self, adapters: tuple[Adapter, ...]) -> ProcessDescription:

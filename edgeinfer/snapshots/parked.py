@@ -31,7 +31,7 @@ from edgeinfer.launcher.argv import LAUNCH_VERBS
 from edgeinfer.platform import process
 from edgeinfer.runtime.llama.mappings import areas, mapped_weights
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.snapshot_format.format import LINK_FD, WAKE_FD
+from edgeinfer.snapshot_format.storage import LINK_FD, WAKE_FD
 from edgeinfer.snapshots.inputs import SnapshotInputs, actual_options, describe, unmapped_files
 from edgeinfer.snapshots.restore import app_process
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel, actual

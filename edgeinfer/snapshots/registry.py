@@ -1,6 +1,6 @@
 """The snapshots on disk: find, list and remove them, and record failed builds.
 
-`snapshot_format.format` describes the folders. SNAPSHOTS/.NAME-PROGRAM.failed is a `Failure` in JSON.
+`snapshot_format.storage` describes the folders. SNAPSHOTS/.NAME-PROGRAM.failed is a `Failure` in JSON.
 It stays until a build of NAME succeeds or one of its inputs changes.
 """
 
@@ -27,7 +27,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes, read_regular, write_durably
-from edgeinfer.snapshot_format import fingerprint, format
+from edgeinfer.snapshot_format import fingerprint, storage
 
 
 def build_lock(root: Path, name: str) -> Path:
@@ -82,8 +82,8 @@ class ListedSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_details(folder: Path) -> Details:
     """Read snapshot.json. Raises SnapshotMissingError, SnapshotUnsafeError, SnapshotCorruptError."""
-    path = folder / format.DETAILS
-    format.refuse_unsafe(str(path), directory=False)
+    path = folder / storage.DETAILS
+    storage.refuse_unsafe(str(path), directory=False)
     try:
         return msgspec.json.decode(path.read_bytes(), type=Details)
     except msgspec.MsgspecError as error:
@@ -92,16 +92,16 @@ def read_details(folder: Path) -> Details:
 
 def is_own(folder: Path) -> bool:
     """Return whether this installation of edgeinfer built the snapshot."""
-    return format.program_of(folder.name) == fingerprint.program_tag()
+    return storage.program_of(folder.name) == fingerprint.program_tag()
 
 
 def is_named(folder: Path) -> bool:
     """Return whether a user chose the snapshot's name (`warm --name`)."""
     try:
-        manifest = format.read_manifest(str(folder))
+        manifest = storage.read_manifest(str(folder))
     except EdgeInferError:
         return False
-    return format.has_user_name(manifest.name, manifest.model, manifest.requested)
+    return storage.has_user_name(manifest.name, manifest.model, manifest.requested)
 
 
 def is_orphan(folder: Path) -> bool:
@@ -114,7 +114,7 @@ def is_orphan(folder: Path) -> bool:
 
 def _program_paths_of(folder: Path) -> list[str]:
     """Return the paths of the program and venv that built the snapshot. Raises SnapshotError."""
-    keys = format.read_manifest(str(folder)).keys
+    keys = storage.read_manifest(str(folder)).keys
     return [path for path in (keys.get("program"), keys.get("environment")) if path]
 
 
@@ -125,7 +125,7 @@ def state_of(folder: Path) -> tuple[bool, str]:
             return False, "the program that built it was removed"
         if not is_own(folder):
             return False, f"belongs to another program: {_program_paths_of(folder)[0]}"
-        manifest = format.read_manifest(str(folder))
+        manifest = storage.read_manifest(str(folder))
         fingerprint.refuse_stale(manifest, str(folder))
     except EdgeInferError as error:
         return False, error.message
@@ -140,7 +140,7 @@ def disk_bytes(folder: Path) -> int:
 def last_used_s(folder: Path) -> float:
     """Return when the snapshot was last resumed, or else built (Unix time)."""
     try:
-        return os.lstat(folder / format.LOCK).st_mtime
+        return os.lstat(folder / storage.LOCK).st_mtime
     except OSError:
         return 0.0
 
@@ -148,9 +148,9 @@ def last_used_s(folder: Path) -> float:
 def list_snapshots() -> list[ListedSnapshot]:
     """List all programs' snapshots by name, of several builds only the newest."""
     newest: dict[tuple[str, str], str] = {}
-    for name, folders in format.generations(str(paths.snapshots_dir())).items():
+    for name, folders in storage.generations(str(paths.snapshots_dir())).items():
         for generation in folders:
-            newest.setdefault((name, format.program_of(generation)), generation)
+            newest.setdefault((name, storage.program_of(generation)), generation)
     snapshots = []
     for folder in map(Path, newest.values()):
         with contextlib.suppress(EdgeInferError):
@@ -166,16 +166,16 @@ def list_snapshots() -> list[ListedSnapshot]:
 
 def list_own() -> list[Path]:
     """List the folders of this program's snapshots by name, also of unusable ones."""
-    by_name = format.generations(str(paths.snapshots_dir()), fingerprint.program_tag())
+    by_name = storage.generations(str(paths.snapshots_dir()), fingerprint.program_tag())
     return [Path(folders[0]) for _, folders in sorted(by_name.items())]
 
 
 def find(name: str) -> Path:
     """Find a snapshot by its full name, user's name, or only model. Raises SnapshotMissingError."""
     root = str(paths.snapshots_dir())
-    all_of = format.generations(root) | format.generations(root, fingerprint.program_tag())
-    of_model = [key for key in all_of if format.model_prefix_of(key) == format.model_prefix(name)]
-    matching = format.matching_names(all_of, name) or of_model
+    all_of = storage.generations(root) | storage.generations(root, fingerprint.program_tag())
+    of_model = [key for key in all_of if storage.model_prefix_of(key) == storage.model_prefix(name)]
+    matching = storage.matching_names(all_of, name) or of_model
     if len(matching) == 1:
         return Path(all_of[matching[0]][0])
     if matching:
@@ -192,18 +192,18 @@ DISK_MARGIN_BYTES = 4 * _GIB
 
 def remove_snapshot(folder: Path) -> None:
     """Delete a snapshot, its manifest first. Processes resumed from it continue."""
-    (folder / format.MANIFEST).unlink(missing_ok=True)
+    (folder / storage.MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_snapshots_of(model: str) -> list[str]:
     """Remove all snapshots of a model that was removed itself; return their names."""
     for failure in list_failures():
-        if format.model_prefix_of(failure.name) == format.model_prefix(model):
+        if storage.model_prefix_of(failure.name) == storage.model_prefix(model):
             forget_failure(failure.name)
     removed = []
-    for name, folders in format.generations().items():
-        if format.model_prefix_of(name) == format.model_prefix(model):
+    for name, folders in storage.generations().items():
+        if storage.model_prefix_of(name) == storage.model_prefix(model):
             for folder in folders:
                 remove_snapshot(Path(folder))
             removed.append(name)
@@ -212,7 +212,7 @@ def remove_snapshots_of(model: str) -> list[str]:
 
 def drop_older(root: Path, name: str) -> None:
     """Remove all builds of this program's snapshot `name` except the newest."""
-    for folder in format.generations(str(root), fingerprint.program_tag()).get(name, [])[1:]:
+    for folder in storage.generations(str(root), fingerprint.program_tag()).get(name, [])[1:]:
         remove_snapshot(Path(folder))
 
 
@@ -221,8 +221,8 @@ def by_last_use(root: Path, keep: str = "") -> list[Path]:
 
     Orphans come first, then those that no user named, the longest unused first.
     """
-    current = format.generations(str(root), fingerprint.program_tag()).get(keep, [])
-    everything = chain(*format.generations(str(root)).values())
+    current = storage.generations(str(root), fingerprint.program_tag()).get(keep, [])
+    everything = chain(*storage.generations(str(root)).values())
     folders = [Path(folder) for folder in everything if folder not in current]
     return sorted(folders, key=lambda f: (not is_orphan(f), is_named(f), last_used_s(f)))
 
@@ -236,7 +236,7 @@ def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: i
         if is_on_disk and total <= config.max_total_gib * _GIB:
             break
         total -= sizes.get(folder, 0)
-        removed.append(format.name_of(folder.name))
+        removed.append(storage.name_of(folder.name))
         remove_snapshot(folder)
     return removed
 
@@ -246,7 +246,7 @@ def remove_stale(root: Path) -> list[str]:
     removed = []
     for folder in by_last_use(root):
         if is_orphan(folder) or (is_own(folder) and not state_of(folder)[0]):
-            removed.append(format.name_of(folder.name))
+            removed.append(storage.name_of(folder.name))
             remove_snapshot(folder)
     return removed
 

@@ -30,7 +30,7 @@ from edgeinfer.models.gguf import read_header
 from edgeinfer.models.listing import every_model
 from edgeinfer.models.reference import find, resolve
 from edgeinfer.platform import disk
-from edgeinfer.snapshot_format.format import model_prefix, safe_name
+from edgeinfer.snapshot_format.storage import model_prefix, safe_name
 
 TINY = gguf_bytes()
 

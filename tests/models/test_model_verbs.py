@@ -17,7 +17,7 @@ from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import list_pulled, model_lock
 from edgeinfer.platform import paths
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
-from edgeinfer.snapshot_format.format import MANIFEST
+from edgeinfer.snapshot_format.storage import MANIFEST
 
 
 @pytest.fixture

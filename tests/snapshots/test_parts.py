@@ -36,7 +36,7 @@ from edgeinfer.platform.disk import free_bytes, locked
 from edgeinfer.platform.page_cache import is_cold
 from edgeinfer.runtime.llama.mappings import Area
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.snapshot_format import criu, fingerprint, format
+from edgeinfer.snapshot_format import criu, fingerprint, storage
 from edgeinfer.snapshots import registry
 from edgeinfer.snapshots.builder import jobs
 from edgeinfer.snapshots.inputs import SnapshotInputs, describe
@@ -58,23 +58,23 @@ def root(tmp_path, monkeypatch):
 
 def folder_of(name, generation, program=""):
     """Return the name of a snapshot's folder; `program` is another installation's tag."""
-    return format.folder_name(name, generation, program or fingerprint.program_tag())
+    return storage.folder_name(name, generation, program or fingerprint.program_tag())
 
 
 def publish(root, name, generation=1, *, model="m", requested=None, actual=None, size=4096, program=""):
     """Write a snapshot that a launch accepts; `program` is the path of another installation."""
-    folder = root / folder_of(name, generation, program and format.short_hash(program))
-    (folder / format.IMAGES).mkdir(parents=True, mode=0o700)
+    folder = root / folder_of(name, generation, program and storage.short_hash(program))
+    (folder / storage.IMAGES).mkdir(parents=True, mode=0o700)
     folder.chmod(0o700)
-    document = format.Manifest(
+    document = storage.Manifest(
         name=name, model=model, criu="/criu", tier="root", pid=1, link_inode=1, wake_inode=2
     )
     document.requested, document.actual = requested or {}, actual or {}
     document.keys = fingerprint.machine_keys() | ({"program": program} if program else {})
     document.files = {sys.executable: fingerprint.stamp(sys.executable)}
-    document.images = {format.MEMORY: size}
-    manifest = format.manifest_text(document).encode()
-    contents = {format.MEMORY: bytes(size), format.MANIFEST: manifest, format.LOCK: b""}
+    document.images = {storage.MEMORY: size}
+    manifest = storage.manifest_text(document).encode()
+    contents = {storage.MEMORY: bytes(size), storage.MANIFEST: manifest, storage.LOCK: b""}
     for file, content in contents.items():
         (folder / file).write_bytes(content)
         (folder / file).chmod(0o600)
@@ -138,7 +138,7 @@ def test_a_cold_start_names_the_model_that_was_typed(root, typed, said):
     ],
 )
 def test_a_model_is_known_however_it_is_spelled(root, made_of, typed):
-    publish(root, format.snapshot_name(made_of, {}), model=made_of)
+    publish(root, storage.snapshot_name(made_of, {}), model=made_of)
     assert selection.launch_choice(["run", typed, "hello"]).find()[1].model == made_of
 
 
@@ -245,9 +245,9 @@ def test_an_exact_match_is_preferred_then_the_newest(root):
 def test_refused_snapshot_is_replaced_by_the_next_that_fits_or_reported(root):
     fitting = publish(root, "m", 1)
     spoiled = publish(root, "m,ctx512", 2, requested={"n_ctx": "512"})
-    (spoiled / format.MEMORY).write_bytes(b"")
+    (spoiled / storage.MEMORY).write_bytes(b"")
     assert selection.find("m", {})[1].name == "m"
-    (fitting / format.MEMORY).write_bytes(b"")
+    (fitting / storage.MEMORY).write_bytes(b"")
     with pytest.raises(SnapshotCorruptError, match=r"memory\.img"):
         selection.find("m", {})
 
@@ -280,7 +280,7 @@ def test_adapters_of_the_catalogue_are_no_choice_once_they_are_loaded(tmp_path):
 # --- stamps
 
 
-def is_stale_by(key: str, manifest: format.Manifest, folder) -> None:
+def is_stale_by(key: str, manifest: storage.Manifest, folder) -> None:
     with pytest.raises(SnapshotStaleError) as raised:
         fingerprint.refuse_stale(manifest, str(folder))
     assert raised.value.key == key
@@ -289,12 +289,12 @@ def is_stale_by(key: str, manifest: format.Manifest, folder) -> None:
 def test_every_key_of_the_machine_and_every_part_of_a_stamp_is_compared_and_named(root):
     folder = publish(root, "m")
     for key in fingerprint.machine_keys():
-        manifest = format.read_manifest(str(folder))
+        manifest = storage.read_manifest(str(folder))
         fingerprint.refuse_stale(manifest, str(folder))
         manifest.keys[key] = "another"
         is_stale_by(key, manifest, folder)
     for number in range(3):
-        manifest = format.read_manifest(str(folder))
+        manifest = storage.read_manifest(str(folder))
         parts = manifest.files[sys.executable].split()
         parts[number] = "1"
         manifest.files[sys.executable] = " ".join(parts)
@@ -431,7 +431,7 @@ def test_criu_that_hangs_in_a_restore_is_ended(tmp_path):
     program = tmp_path / "criu"
     program.write_text(HANGS)
     program.chmod(0o755)
-    manifest = format.Manifest(
+    manifest = storage.Manifest(
         name="m",
         model="m",
         criu=str(program),
@@ -468,7 +468,7 @@ def test_criu_work_folder_of_another_user_is_skipped(root, monkeypatch):
 
 
 def use(folder, at_s):
-    os.utime(folder / format.LOCK, (at_s, at_s))
+    os.utime(folder / storage.LOCK, (at_s, at_s))
 
 
 def test_least_recently_used_snapshots_are_pruned_first(root):
@@ -476,10 +476,10 @@ def test_least_recently_used_snapshots_are_pruned_first(root):
     for n, name in enumerate(("a", "b", "c")):
         use(publish(root, name, n + 1, size=4 * mib), 1000 + n)
     config = SnapshotsConfig(max_total_gib=9 * mib / (1 << 30))
-    for path in root.rglob(format.MEMORY):
+    for path in root.rglob(storage.MEMORY):
         path.write_bytes(os.urandom(4 * mib))
     assert registry.make_room(root, config, keep="a") == ["b"]
-    assert sorted(format.generations(str(root))) == ["a", "c"]
+    assert sorted(storage.generations(str(root))) == ["a", "c"]
 
 
 def test_build_leaves_free_disk_space(root):
@@ -492,7 +492,7 @@ def test_named_snapshot_is_pruned_last(root):
     use(publish(root, "m,mine", 1), 1000)
     use(publish(root, "m", 2), 2000)
     use(publish(root, "m,ctx512", 3, requested={"n_ctx": "512"}), 3000)
-    names = [format.name_of(folder.name) for folder in registry.by_last_use(root)]
+    names = [storage.name_of(folder.name) for folder in registry.by_last_use(root)]
     assert names == ["m", "m,ctx512", "m,mine"]
 
 
@@ -500,10 +500,10 @@ def test_older_generations_and_stale_snapshots_are_pruned(root):
     publish(root, "a", 1)
     publish(root, "a", 2)
     registry.drop_older(root, "a")
-    assert [os.path.basename(f) for f in format.generations(str(root))["a"]] == [folder_of("a", 2)]
-    (root / folder_of("a", 2) / format.MEMORY).write_bytes(b"")
+    assert [os.path.basename(f) for f in storage.generations(str(root))["a"]] == [folder_of("a", 2)]
+    (root / folder_of("a", 2) / storage.MEMORY).write_bytes(b"")
     assert registry.remove_stale(root) == ["a"]
-    assert format.generations(str(root)) == {}
+    assert storage.generations(str(root)) == {}
 
 
 def test_orphaned_snapshots_are_pruned_first(root, tmp_path):

@@ -104,7 +104,7 @@ def _values(action: argparse.Action | None, *, only_here: bool = False) -> Itera
     elif metavar.startswith("MODEL"):
         yield from ((name, "") for name in _models(only_here=only_here))
     elif metavar.startswith("SNAPSHOT"):
-        from edgeinfer.snapshot_format.format import generations
+        from edgeinfer.snapshot_format.storage import generations
 
         yield from ((name, "") for name in sorted(generations()))
     elif metavar.startswith("ADAPTER"):

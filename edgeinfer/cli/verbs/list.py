@@ -21,7 +21,7 @@ from edgeinfer.models.fits import Estimator, Fit
 from edgeinfer.models.listing import ModelSummary, UnusableModel, every_model
 from edgeinfer.models.store import unfinished_pulls
 from edgeinfer.platform.paths import DEFAULT_MODEL
-from edgeinfer.snapshot_format.format import generations, model_prefix, model_prefix_of
+from edgeinfer.snapshot_format.storage import generations, model_prefix, model_prefix_of
 from edgeinfer.units import format_bytes
 
 #: Titles of the groups of `--fits`.

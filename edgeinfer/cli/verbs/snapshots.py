@@ -25,7 +25,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.host import Host
 from edgeinfer.platform import paths
-from edgeinfer.snapshot_format import criu, fingerprint, format
+from edgeinfer.snapshot_format import criu, fingerprint, storage
 from edgeinfer.snapshots import registry, running
 from edgeinfer.snapshots.builder import builder, jobs
 from edgeinfer.snapshots.builder.jobs import take as build
@@ -266,7 +266,7 @@ def _differences(folder: Path) -> list[str]:
 
 def _rm(options: argparse.Namespace, _host: Host) -> SnapshotsRemovedResult:
     matches = [registry.find(name) for name in options.name]
-    confirm(f"Remove {', '.join(format.name_of(f.name) for f in matches)}?", yes=options.yes)
+    confirm(f"Remove {', '.join(storage.name_of(f.name) for f in matches)}?", yes=options.yes)
     return _remove(matches)
 
 
@@ -274,7 +274,7 @@ def _remove(folders: list[Path]) -> SnapshotsRemovedResult:
     freed = sum(registry.disk_bytes(folder) for folder in folders)
     for folder in folders:
         registry.remove_snapshot(folder)
-    removed = tuple(format.name_of(folder.name) for folder in folders)
+    removed = tuple(storage.name_of(folder.name) for folder in folders)
     return SnapshotsRemovedResult(removed=removed, freed_bytes=freed)
 
 
@@ -308,13 +308,13 @@ class SnapshotsTakeResult(TimedResult, frozen=True, kw_only=True):
         if not self.was_built:
             outcome = f"is what process {self.pid} has loaded, nothing has changed since it was built"
         lines = [f"{d.name} {outcome}; {size}, {self.wall_s:.1f} s"]
-        if format.has_user_name(d.name, d.model, d.requested):
+        if storage.has_user_name(d.name, d.model, d.requested):
             lines.append(f"to start from it: edgeinfer serve --snapshot {d.name}")
         return "\n".join(lines)
 
 
 def _take(options: argparse.Namespace, host: Host) -> SnapshotsTakeResult:
-    format.refuse_bad_name(options.name)
+    storage.refuse_bad_name(options.name)
     pid = _resolve_pid(options.which)
     which = options.which if options.which and _has_loaded(pid, options.which) else None
     loaded = _loaded_model(pid, options.model or which)

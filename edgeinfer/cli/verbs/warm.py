@@ -19,7 +19,7 @@ from edgeinfer.host import Host
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.safe_text import without_controls
-from edgeinfer.snapshot_format import format
+from edgeinfer.snapshot_format import storage
 from edgeinfer.snapshots.builder import jobs
 from edgeinfer.snapshots.inputs import SnapshotInputs
 from edgeinfer.snapshots.registry import Details
@@ -40,7 +40,7 @@ class WarmResult(TimedResult, frozen=True, kw_only=True):
         waited = f"; waited {self.waited_s:.1f} s for another build of it" if self.waited_s else ""
         if self.tool_tokens:
             prefilled += f"; {self.tool_tokens} tokens with tools prefilled on disk"
-        is_named = format.has_user_name(d.name, d.model, d.requested)
+        is_named = storage.has_user_name(d.name, d.model, d.requested)
         start = f"\nto start from it: edgeinfer chat --snapshot {d.name}" if is_named else ""
         return (
             f"{d.name} is warm: {format_bytes(d.disk_bytes)} on disk, "
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, host: Host) -> WarmResult:
     """Build a snapshot. Raises what `jobs.build` raises, UsageError for a bad prompt or adapter."""
-    format.refuse_bad_name(options.name)
+    storage.refuse_bad_name(options.name)
     ref = host.resolve(options.model or host.config.default_model)
     config = host.config.snapshots
     load_options = typed_options.load_options(options, host.config.load)
@@ -107,4 +107,4 @@ def _prefill_tools(model: str, inputs: SnapshotInputs, host: Host) -> int:
 def _own_name(system: str, options: LoadOptions) -> str:
     """Return the name of a snapshot with a system prompt: not the name of the one without it."""
     text = f"{system}{snapshot_options(options)}"
-    return f"system-{format.short_hash(text)}" if system else ""
+    return f"system-{storage.short_hash(text)}" if system else ""

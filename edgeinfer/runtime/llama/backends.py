@@ -21,7 +21,7 @@ from edgeinfer.errors import SnapshotUnsafeError, UsageError
 from edgeinfer.platform import disk, machine, paths
 from edgeinfer.platform.process import ask_child
 from edgeinfer.runtime.offload_plan import DeviceMemory
-from edgeinfer.snapshot_format.format import refuse_unsafe_ancestors
+from edgeinfer.snapshot_format.storage import refuse_unsafe_ancestors
 from edgeinfer.units import format_bytes
 
 #: All backends, preferred ones first. Vulkan offers the same devices as CUDA.

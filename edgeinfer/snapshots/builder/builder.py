@@ -38,7 +38,7 @@ from edgeinfer.errors import (
 from edgeinfer.launcher import messages
 from edgeinfer.platform import linux, process
 from edgeinfer.platform.disk import free_bytes, sha256_of, sync, write_durably
-from edgeinfer.snapshot_format import criu, fingerprint, format
+from edgeinfer.snapshot_format import criu, fingerprint, storage
 from edgeinfer.snapshots import registry
 from edgeinfer.snapshots.builder.bake import BakeResult, bake
 from edgeinfer.snapshots.inputs import SnapshotInputs
@@ -69,7 +69,7 @@ class Builder:
         self._order = order
         self._folder = folder
         self._request = request
-        self._images = folder / format.IMAGES
+        self._images = folder / storage.IMAGES
         self._stages = Stages(order)
         self._wake_read, self._wake_write = os.pipe()
 
@@ -82,7 +82,7 @@ class Builder:
         self._images.mkdir(mode=0o700)
         parked = self._park_and_dump()
         self._stages.begin("bake")
-        baked = bake(self._images, self._folder / format.MEMORY, parked.pid, self._stages.report)
+        baked = bake(self._images, self._folder / storage.MEMORY, parked.pid, self._stages.report)
         self._stages.begin("verify")
         manifest = self._manifest(parked)
         if checks.ask_resumed_process(manifest, str(self._folder), "canary") != parked.canary:
@@ -113,7 +113,7 @@ class Builder:
         order.sendall(b"%d\n" % parked.pid)
         if order.recv(64) != b"dumped":
             raise _disk_full(self._folder) or DumpError(
-                "CRIU could not dump the process: " + _tail(self._folder / format.DUMP_LOG, "Error"),
+                "CRIU could not dump the process: " + _tail(self._folder / storage.DUMP_LOG, "Error"),
                 hint="run `edgeinfer doctor`; without a snapshot each launch loads the model",
             )
         os.waitpid(init, 0)
@@ -130,7 +130,7 @@ class Builder:
             order.sendall(_DIED)
             if int(order.recv(64) or b"0") == signal.SIGKILL:
                 raise registry.killed_error("the process that loaded the model")
-            hint = _tail(self._folder / format.PARK_LOG)
+            hint = _tail(self._folder / storage.PARK_LOG)
             raise DumpError("the process died while it loaded the model", hint=hint)
         return msgspec.json.decode(content, type=ParkedProcess)
 
@@ -142,7 +142,7 @@ class Builder:
             process.die_with_parent()
             linux.become_init(flags, user, group)
             if flags:
-                Path("/proc/sys/kernel/ns_last_pid").write_text(str(format.PARKED_PID - 1))
+                Path("/proc/sys/kernel/ns_last_pid").write_text(str(storage.PARKED_PID - 1))
             parked = os.fork()
             if parked == 0:
                 self._exec_parked(link.fileno())
@@ -164,12 +164,13 @@ class Builder:
             os.chdir("/")
             os.umask(0o077)
             null = os.open("/dev/null", os.O_RDONLY)
-            log = os.open(self._folder / format.PARK_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            log = os.open(self._folder / storage.PARK_LOG, append, 0o600)
             fds = (null, log, log, link, self._wake_read)
             high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds]
-            for fd, target in zip(high, (0, 1, 2, format.LINK_FD, format.WAKE_FD), strict=True):
+            for fd, target in zip(high, (0, 1, 2, storage.LINK_FD, storage.WAKE_FD), strict=True):
                 os.dup2(fd, target)
-            process.close_all_but(format.LINK_FD, format.WAKE_FD)
+            process.close_all_but(storage.LINK_FD, storage.WAKE_FD)
             command = process.child_command("edgeinfer.snapshots.parked")
             os.execve(command[0], command, parked_environment())
         finally:
@@ -180,7 +181,7 @@ class Builder:
         if child == 0:
             try:
                 signal.alarm(_DUMP_TIMEOUT_S)
-                request, log = self._request, str(self._folder / format.DUMP_LOG)
+                request, log = self._request, str(self._folder / storage.DUMP_LOG)
                 criu.exec_dump(request.criu, request.tier, pid, str(self._images), log)
             finally:
                 os._exit(127)
@@ -191,9 +192,9 @@ class Builder:
 
     # --- trying and publishing
 
-    def _manifest(self, parked: ParkedProcess) -> format.Manifest:
+    def _manifest(self, parked: ParkedProcess) -> storage.Manifest:
         request, inputs = self._request, self._request.inputs
-        manifest = format.Manifest(
+        manifest = storage.Manifest(
             name=inputs.name,
             model=inputs.model,
             criu=request.criu,
@@ -210,10 +211,10 @@ class Builder:
         stamps = {path: fingerprint.stamp(path) for path in (*foreign, request.criu)}
         self._refuse_changed(stamps)
         manifest.files = stamps | fingerprint.package_stamps()
-        manifest.images = {format.MEMORY: os.path.getsize(self._folder / format.MEMORY)}
+        manifest.images = {storage.MEMORY: os.path.getsize(self._folder / storage.MEMORY)}
         for path in sorted(self._images.iterdir()):
             path.chmod(0o600)
-            manifest.images[f"{format.IMAGES}/{path.name}"] = path.stat().st_size
+            manifest.images[f"{storage.IMAGES}/{path.name}"] = path.stat().st_size
         return manifest
 
     def _refuse_changed(self, stamps: dict[str, str]) -> None:
@@ -223,8 +224,8 @@ class Builder:
                 hint = "run the command again once the file is complete"
                 raise SnapshotStaleError(problem, key=path, hint=hint)
 
-    def _details(self, manifest: format.Manifest, parked: ParkedProcess, baked: BakeResult) -> Details:
-        images_bytes = sum(manifest.images.values()) - manifest.images[format.MEMORY]
+    def _details(self, manifest: storage.Manifest, parked: ParkedProcess, baked: BakeResult) -> Details:
+        images_bytes = sum(manifest.images.values()) - manifest.images[storage.MEMORY]
         return Details(
             name=manifest.name,
             model=manifest.model,
@@ -249,23 +250,23 @@ class Builder:
             canary=hashlib.sha256(parked.canary).hexdigest(),
         )
 
-    def _source_digests(self, manifest: format.Manifest) -> dict[str, str]:
+    def _source_digests(self, manifest: storage.Manifest) -> dict[str, str]:
         """Return the SHA-256 of each file that the process has mapped or read, by path."""
         files = self._request.inputs.files
         pulled = {os.path.realpath(files.paths[0]): files.sha256} if len(files.paths) == 1 else {}
         paths = filter(os.path.isfile, manifest.files)
         return {path: pulled.get(path) or sha256_of(Path(path)) for path in paths}
 
-    def _publish(self, manifest: format.Manifest, details: Details) -> None:
+    def _publish(self, manifest: storage.Manifest, details: Details) -> None:
         """Flush all to the disk, then rename the manifest into place: the snapshot is complete."""
-        for name in (format.PARK_LOG, format.DUMP_LOG):
+        for name in (storage.PARK_LOG, storage.DUMP_LOG):
             (self._folder / name).unlink(missing_ok=True)
         for name in manifest.images:
             sync(self._folder / name)
         sync(self._images)
-        write_durably(self._folder / format.DETAILS, msgspec.json.encode(details), 0o600)
-        text = format.manifest_text(manifest).encode("utf-8", "surrogateescape")
-        write_durably(self._folder / format.MANIFEST, text, 0o600)
+        write_durably(self._folder / storage.DETAILS, msgspec.json.encode(details), 0o600)
+        text = storage.manifest_text(manifest).encode("utf-8", "surrogateescape")
+        write_durably(self._folder / storage.MANIFEST, text, 0o600)
 
 
 def parked_environment() -> dict[str, str]:
@@ -338,7 +339,7 @@ def wrong_files(folder: Path) -> list[str]:
     They are read from the disk, not from the page cache. Raises SnapshotStaleError,
     SnapshotUnsafeError, and SnapshotCorruptError for a damaged manifest.
     """
-    manifest = format.read_manifest(str(folder))
+    manifest = storage.read_manifest(str(folder))
     fingerprint.refuse_stale(manifest, str(folder))
     details = registry.read_details(folder)
     expected = {name: details.digests.get(name, "") for name in manifest.images} | details.sources
@@ -353,14 +354,14 @@ def _digest_on_disk(path: Path) -> str:
 
 def computes_canary(folder: Path) -> bool:
     """Resume the snapshot; return whether it computes its build's canary. Raises RestoreError."""
-    manifest = format.read_manifest(str(folder))
+    manifest = storage.read_manifest(str(folder))
     content = checks.ask_resumed_process(manifest, str(folder), "canary", criu.CHECK_LIMIT_S)
     return hashlib.sha256(content).hexdigest() == registry.read_details(folder).canary
 
 
 def repeated_randomness(folder: Path) -> list[str]:
     """Resume the snapshot twice; return the random sources that repeat. Raises RestoreError."""
-    manifest = format.read_manifest(str(folder))
+    manifest = storage.read_manifest(str(folder))
     drawn = []
     for _ in range(2):
         facts = checks.ask_resumed_process(manifest, str(folder), "facts", criu.CHECK_LIMIT_S)

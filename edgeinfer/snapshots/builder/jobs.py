@@ -37,7 +37,7 @@ from edgeinfer.launcher import builds, messages, selection
 from edgeinfer.platform import paths, process
 from edgeinfer.platform.disk import free_bytes, is_locked, locked
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshot_format import criu, fingerprint, format
+from edgeinfer.snapshot_format import criu, fingerprint, storage
 from edgeinfer.snapshots import registry
 from edgeinfer.snapshots.builder.builder import BuildRequest, wait_for_payload
 from edgeinfer.snapshots.inputs import ProcessDescription, SnapshotInputs, stamps_of
@@ -64,7 +64,7 @@ def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: Progress) -
     """
     probed, name = criu.available(), inputs.name
     root = paths.private_dir(paths.snapshots_dir())
-    format.refuse_unsafe_ancestors(str(root))
+    storage.refuse_unsafe_ancestors(str(root))
     lock = registry.build_lock(root, name)
 
     def on_busy() -> None:
@@ -94,10 +94,10 @@ def _build_in_new_folder(
         version=probed.version,
         tier=probed.tier or "",
     )
-    folder = root / format.folder_name(inputs.name, time.time_ns(), fingerprint.program_tag())
+    folder = root / storage.folder_name(inputs.name, time.time_ns(), fingerprint.program_tag())
     folder.mkdir(mode=0o700)
     try:
-        with locked(folder / format.LOCK):
+        with locked(folder / storage.LOCK):
             return run_builder(folder, request, progress)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -141,9 +141,9 @@ def _end_background(lock: Path) -> bool:
 def remove_unfinished(root: Path) -> None:
     """Remove the folders of killed builds: without a manifest, and not locked."""
     for folder in root.iterdir():
-        if format.SEPARATOR not in folder.name or (folder / format.MANIFEST).exists():
+        if storage.SEPARATOR not in folder.name or (folder / storage.MANIFEST).exists():
             continue
-        if not is_locked(folder / format.LOCK):
+        if not is_locked(folder / storage.LOCK):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -218,7 +218,7 @@ def _refuse_changed(description: ProcessDescription) -> None:
 def _find_same(inputs: SnapshotInputs) -> Details | None:
     """Return the details of a valid snapshot with the same name and inputs, otherwise None."""
     root = str(paths.snapshots_dir())
-    folders = format.generations(root, fingerprint.program_tag()).get(inputs.name)
+    folders = storage.generations(root, fingerprint.program_tag()).get(inputs.name)
     if not folders:
         return None
     try:

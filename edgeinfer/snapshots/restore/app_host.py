@@ -33,7 +33,7 @@ from edgeinfer.platform import paths, process_metadata
 from edgeinfer.platform.disk import is_locked
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions
-from edgeinfer.snapshot_format import format
+from edgeinfer.snapshot_format import storage
 from edgeinfer.snapshots.inputs import ProcessDescription, SnapshotInputs, describe, stamps_of
 from edgeinfer.snapshots.restore.loaded_model import LoadedModel
 
@@ -123,7 +123,7 @@ class AppHost(Host):
             engine = remote = self.worker(text, options, progress)
             how = {name: getattr(remote.start, name) for name in ("how", "reason", "snapshot")}
             self.start = msgspec.structs.replace(self.start, **how)
-            self._say_cold_start(format.snapshot_name(text, snapshot_options(options)))
+            self._say_cold_start(storage.snapshot_name(text, snapshot_options(options)))
         self._reached("ready")
         return engine
 
@@ -139,7 +139,7 @@ class AppHost(Host):
             system=files.system_prompt,
             stamps=stamps_of(files, options),
         )
-        if self._hint and format.model_prefix(self._request.expected_model) != format.model_prefix(
+        if self._hint and storage.model_prefix(self._request.expected_model) != storage.model_prefix(
             name
         ):
             reason = f"the launcher expected {self._request.expected_model}"
@@ -257,8 +257,8 @@ class AppHost(Host):
         """Return whether options that are not configured are used for the first time, and log that."""
         requested = snapshot_options(options)
         usual = snapshot_options(typed_options.load_options(argparse.Namespace(), self.config.load))
-        name = format.snapshot_name(model, requested)
-        if requested == usual or name in format.generations():
+        name = storage.snapshot_name(model, requested)
+        if requested == usual or name in storage.generations():
             return False
         note = f"{name}: not built before these options are used again"
         if builds.was_logged(note):

@@ -16,7 +16,7 @@ from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import PulledModel
 from edgeinfer.platform.disk import CHUNK_BYTES, sha256_of
 from edgeinfer.runtime.options import Adapter, parse_adapters
-from edgeinfer.snapshot_format import fingerprint, format
+from edgeinfer.snapshot_format import fingerprint, storage
 from edgeinfer.snapshots import registry
 from edgeinfer.snapshots.transfer import signing
 from edgeinfer.snapshots.transfer.image import (
@@ -46,7 +46,7 @@ def export(
     """
     key = signing.own_key(make=True)
     assert key is not None
-    manifest = format.read_manifest(str(folder))
+    manifest = storage.read_manifest(str(folder))
     fingerprint.refuse_stale(manifest, str(folder))
     described, paths = describe(manifest, registry.read_details(folder).system)
     config, image = sign(described, key)
@@ -68,7 +68,7 @@ def export(
     )
 
 
-def describe(manifest: format.Manifest, system: str) -> tuple[SnapshotDescription, dict[str, Path]]:
+def describe(manifest: storage.Manifest, system: str) -> tuple[SnapshotDescription, dict[str, Path]]:
     """Return a snapshot's description and its files' paths by digest. Raises SnapshotError."""
     pulled = _find_pulled(manifest.model)
     paths = list(pulled.paths)
@@ -122,7 +122,7 @@ def _refuse_nameless(adapter: Adapter) -> None:
         raise SnapshotError(problem, hint=hint) from error
 
 
-def _refuse_others(manifest: format.Manifest, paths: list[Path]) -> None:
+def _refuse_others(manifest: storage.Manifest, paths: list[Path]) -> None:
     described = {name for path in paths for name in (str(path), os.path.realpath(path))}
     ggufs = [path for path in manifest.files if path.endswith(".gguf")]
     if undescribed := [os.path.basename(path) for path in ggufs if path not in described]:

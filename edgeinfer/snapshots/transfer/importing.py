@@ -26,7 +26,7 @@ from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import disk_full_errors, sha256_of, sync
 from edgeinfer.runtime.options import Adapter, LoadOptions
-from edgeinfer.snapshot_format import format
+from edgeinfer.snapshot_format import storage
 from edgeinfer.snapshots.builder import jobs
 from edgeinfer.snapshots.inputs import SnapshotInputs, adapters_text
 from edgeinfer.snapshots.registry import Details
@@ -53,7 +53,7 @@ def import_snapshot(image: ImageStore, host: Host, progress: jobs.Progress) -> t
     _refuse_other_options(description)
     _store_files(image, description, progress)
     model, requested = description.model, description.requested
-    given_name = format.user_name_of(description.name, model, requested)
+    given_name = storage.user_name_of(description.name, model, requested)
     if description.adapters:  # on this machine, the adapters have other paths
         requested |= {LORA.field: adapters_text([_local(file) for file in description.adapters])}
     known = {option.field: option for option in LOAD_OPTIONS}

@@ -14,7 +14,7 @@ from edgeinfer.errors import SnapshotError, SnapshotUnsafeError, SnapshotUntrust
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import write_durably
 from edgeinfer.platform.ed25519 import SigningKey, fingerprint, new_key_text, parse_key
-from edgeinfer.snapshot_format.format import refuse_unsafe
+from edgeinfer.snapshot_format.storage import refuse_unsafe
 
 PRIVATE_KEY = "snapshot-key.pem"
 SIGNERS = "snapshot-signers"

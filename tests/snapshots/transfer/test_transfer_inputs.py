@@ -12,7 +12,7 @@ from edgeinfer.errors import SnapshotError
 from edgeinfer.models import adapters, pull
 from edgeinfer.models.catalog import user_path
 from edgeinfer.platform import paths
-from edgeinfer.snapshot_format import format
+from edgeinfer.snapshot_format import storage
 from edgeinfer.snapshots.transfer import exporting, image
 
 from ..conftest import Endpoint
@@ -147,8 +147,8 @@ def test_altered_adapters_are_refused_by_name_and_nothing_is_published(export_fo
 # --- what does not travel
 
 
-def manifest_with(lora: str = "", *files: str) -> format.Manifest:
-    manifest = format.Manifest(
+def manifest_with(lora: str = "", *files: str) -> storage.Manifest:
+    manifest = storage.Manifest(
         name=MODEL, model=MODEL, criu="", tier="root", pid=1, link_inode=1, wake_inode=1
     )
     manifest.requested = {"lora": lora} if lora else {}

@@ -1,4 +1,4 @@
-"""A snapshot on disk: names, files and format version. Standard library only.
+"""How snapshots are stored: names, files, manifest and its version. Standard library only.
 
     SNAPSHOTS/                          0700, this user's
       NAME@GENERATION-PROGRAM/          0700. GENERATION is the time of the build (hexadecimal), PROGRAM

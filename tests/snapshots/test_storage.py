@@ -16,7 +16,7 @@ from edgeinfer.errors import (
     SnapshotUnsafeError,
 )
 from edgeinfer.launcher import messages
-from edgeinfer.snapshot_format import format
+from edgeinfer.snapshot_format import storage
 
 text_values = st.text(
     st.characters(exclude_characters="\0\r\x85\u2028\u2029", exclude_categories=("Cs", "Zl", "Zp")),
@@ -24,8 +24,8 @@ text_values = st.text(
 )
 
 
-def manifest(**tables) -> format.Manifest:
-    document = format.Manifest(
+def manifest(**tables) -> storage.Manifest:
+    document = storage.Manifest(
         name="m", model="m", criu="/criu", tier="root", pid=30000, link_inode=1, wake_inode=2
     )
     for name, value in tables.items():
@@ -43,57 +43,57 @@ def test_a_manifest_is_read_as_it_was_written(keys, paths):
     document = manifest(
         keys=keys, files=files, images={"memory.img": 5}, requested=options, actual=options
     )
-    assert vars(format.parse_manifest(format.manifest_text(document), "here")) == vars(document)
+    assert vars(storage.parse_manifest(storage.manifest_text(document), "here")) == vars(document)
 
 
 def test_every_truncation_of_a_manifest_is_refused():
-    text = format.manifest_text(manifest(images={"memory.img": 5}))
+    text = storage.manifest_text(manifest(images={"memory.img": 5}))
     for length in range(len(text)):
         with pytest.raises((SnapshotCorruptError, SnapshotStaleError)):
-            format.parse_manifest(text[:length], "here")
+            storage.parse_manifest(text[:length], "here")
 
 
 def test_another_version_is_stale_and_names_the_schema():
-    text = format.manifest_text(manifest()).replace(
-        f"{format.MAGIC}\t{format.VERSION}", f"{format.MAGIC}\t999"
+    text = storage.manifest_text(manifest()).replace(
+        f"{storage.MAGIC}\t{storage.VERSION}", f"{storage.MAGIC}\t999"
     )
     with pytest.raises(SnapshotStaleError) as raised:
-        format.parse_manifest(text, "here")
+        storage.parse_manifest(text, "here")
     assert raised.value.key == "schema"
 
 
 @pytest.mark.parametrize("model", ["a/b/../c", "../../etc", ".hidden", "x:y@z,w", "/tmp/m.gguf", "é"])
 def test_a_safe_name_is_one_component_without_separators(model):
-    name = format.safe_name(model)
+    name = storage.safe_name(model)
     assert name == os.path.basename(name)
     assert not set("/@,:") & set(name)
     assert not name.startswith(".")
 
 
 def test_two_files_of_the_same_name_have_different_snapshots():
-    assert format.safe_name("/a/m.gguf") != format.safe_name("/b/m.gguf")
+    assert storage.safe_name("/a/m.gguf") != storage.safe_name("/b/m.gguf")
 
 
 def test_names_carry_the_options_or_what_was_given():
-    assert format.snapshot_name("m", {"n_ctx": "8192", "kv_type": "q8_0"}) == "m,kv_typeq8_0,ctx8192"
-    assert format.snapshot_name("m", {"n_ctx": "8192"}, "work") == "m,work"
+    assert storage.snapshot_name("m", {"n_ctx": "8192", "kv_type": "q8_0"}) == "m,kv_typeq8_0,ctx8192"
+    assert storage.snapshot_name("m", {"n_ctx": "8192"}, "work") == "m,work"
     adapters = {"lora": "/a/red.gguf:0.5,/b/v1.2-blue.gguf"}
-    assert format.snapshot_name("m", adapters).startswith("m,lora+red+v1.2-blue+")
-    assert format.model_prefix_of("m,work") == "m"
+    assert storage.snapshot_name("m", adapters).startswith("m,lora+red+v1.2-blue+")
+    assert storage.model_prefix_of("m,work") == "m"
 
 
 def test_generations_are_newest_first_and_only_published_ones(tmp_path):
     for generation, published in ((1, True), (2, True), (3, False)):
-        folder = tmp_path / format.folder_name("m", generation, "p" if generation == 1 else "q")
+        folder = tmp_path / storage.folder_name("m", generation, "p" if generation == 1 else "q")
         folder.mkdir()
         if published:
-            (folder / format.MANIFEST).touch()
-    folders = format.generations(str(tmp_path))
+            (folder / storage.MANIFEST).touch()
+    folders = storage.generations(str(tmp_path))
     assert [os.path.basename(folder) for folder in folders["m"]] == [
-        format.folder_name("m", n, program) for n, program in ((2, "q"), (1, "p"))
+        storage.folder_name("m", n, program) for n, program in ((2, "q"), (1, "p"))
     ]
-    of_one = format.generations(str(tmp_path), "p")["m"]
-    assert [format.generation_of(folder) for folder in of_one] == [f"{1:016x}"]
+    of_one = storage.generations(str(tmp_path), "p")["m"]
+    assert [storage.generation_of(folder) for folder in of_one] == [f"{1:016x}"]
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o750])
@@ -102,25 +102,25 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path, mode):
     folder.mkdir()
     folder.chmod(mode)
     with pytest.raises(SnapshotUnsafeError):
-        format.refuse_unsafe(str(folder), directory=True)
+        storage.refuse_unsafe(str(folder), directory=True)
 
 
 def test_a_missing_file_is_missing_and_a_folder_is_no_file(tmp_path):
     with pytest.raises(SnapshotMissingError):
-        format.refuse_unsafe(str(tmp_path / "no"), directory=False)
+        storage.refuse_unsafe(str(tmp_path / "no"), directory=False)
     with pytest.raises(SnapshotUnsafeError):
-        format.refuse_unsafe(str(tmp_path), directory=False)
+        storage.refuse_unsafe(str(tmp_path), directory=False)
 
 
 def test_an_ancestor_that_others_can_write_is_refused(tmp_path):
     above = tmp_path / "above"
     (above / "snapshots").mkdir(parents=True)
-    format.refuse_unsafe_ancestors(str(above / "snapshots"))
+    storage.refuse_unsafe_ancestors(str(above / "snapshots"))
     above.chmod(0o777)
     with pytest.raises(SnapshotUnsafeError):
-        format.refuse_unsafe_ancestors(str(above / "snapshots"))
+        storage.refuse_unsafe_ancestors(str(above / "snapshots"))
     above.chmod(0o1777)
-    format.refuse_unsafe_ancestors(str(above / "snapshots"))
+    storage.refuse_unsafe_ancestors(str(above / "snapshots"))
 
 
 # --- messages
