@@ -13,6 +13,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +57,11 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.sources = folder / "sources"
-        shutil.copytree(
-            REPOSITORY / "edgeinfer", self.sources / "edgeinfer"
-        )  # including compiled modules
-        self.prefix = (
-            Path(sys.prefix)
-            if _is_world_accessible(Path(sys.prefix))
-            else _world_accessible_copy(folder, self.sources)
-        )
+        # including compiled modules
+        shutil.copytree(REPOSITORY / "edgeinfer", self.sources / "edgeinfer")
+        self.prefix = Path(sys.prefix)
+        if not _is_world_accessible(self.prefix):
+            self.prefix = _world_accessible_copy(folder, self.sources)
         self.python = self.prefix / "bin/python"
         self.criu = probe().criu.replace(sys.prefix, str(self.prefix))
         self.script = folder / "bin/edgeinfer"
@@ -170,13 +169,8 @@ class Person:
 
     def ask(self, *arguments: str, **settings) -> Outcome:
         """Run a short greedy request with the small model."""
-        command = (
-            "run",
-            MODEL,
-            "Name three colours.",
-            *"--max-tokens 6 --temperature 0 --json".split(),
-        )
-        return self.run(*command, *arguments, **settings)
+        options = "--max-tokens 6 --temperature 0 --json".split()
+        return self.run("run", MODEL, "Name three colours.", *options, *arguments, **settings)
 
 
 class Outcome:
@@ -335,7 +329,8 @@ def abroad(place, smollm2, tmp_path_factory) -> Person:
     return person
 
 
-def small_disk(person, size: str):
+@contextmanager
+def small_disk(person, size: str) -> Iterator[None]:
     """Mount a file system of this size as the folder of snapshots; only root can."""
     if os.getuid() != 0:
         pytest.skip("mounting needs root")
@@ -348,4 +343,7 @@ def small_disk(person, size: str):
     )
     if mounted.returncode:
         pytest.skip("a tmpfs cannot be mounted here")
-    return folder
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)

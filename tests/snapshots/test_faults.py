@@ -94,24 +94,18 @@ sys.exit(main())
 
 @pytest.mark.parametrize("size", ["24m", "120m"])
 def test_a_full_disk_while_dumping_or_baking_leaves_nothing(user, size):
-    folder = small_disk(user, size)
-    try:
+    with small_disk(user, size):
         outcome = user.run("warm", MODEL, "--quiet", program=WITHOUT_ASKING_FOR_ROOM)
         assert outcome.code != 0
         assert "is full" in outcome.err or "No space" in outcome.err
         assert folders(user) == set()
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
 def test_too_little_room_is_said_before_anything_is_done(user):
-    folder = small_disk(user, "120m")  # smaller than the space that must stay free
-    try:
+    with small_disk(user, "120m"):  # smaller than the space that must stay free
         outcome = user.run("warm", MODEL, "--quiet")
         assert outcome.code == 6
         assert "stay free" in outcome.err
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,8 @@ def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
         )
         assert first["written_bytes"] == first["layers_bytes"] == warm.model.stat().st_size
         assert second["written_bytes"] == 0
-        abroad.run(
-            "pull", f"{name}:a", "--name", "pulled", "--quiet"
-        ).check()  # pull the model without the snapshot
+        # the model without the snapshot
+        abroad.run("pull", f"{name}:a", "--name", "pulled", "--quiet").check()
         (pulled,) = (abroad.home / "ei/data/models/pulled").glob("*.gguf")
         assert pulled.read_bytes() == warm.model.read_bytes()
         missing = abroad.run("snapshots", "import", f"{name}:c", "--json").error
@@ -95,44 +94,34 @@ def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
 
 
 def sign_again(
-    export_folder: Path,
     folder: Path,
     key: SigningKey,
-    change: Callable[[image.SnapshotDescription], image.SnapshotDescription],
+    change: Callable[[image.SnapshotDescription], image.SnapshotDescription] = lambda described: described,
 ) -> None:
-    """Copy an export; change its description and sign it with `key`."""
-    config, manifest = image.sign(change(description_of(export_folder)), key)
-    shutil.copytree(export_folder, folder, copy_function=os.link)
-    layout = Layout(folder)
-    layout.put_blob(image.sha256(config), len(config), iter([config]))
-    layout.put_manifest(manifest)
+    """Change the description in a copy of an export, and sign it with `key`."""
+    config, manifest = image.sign(change(description_of(folder)), key)
+    Layout(folder).put_blob(image.sha256(config), len(config), iter([config]))
+    Layout(folder).put_manifest(manifest)
 
 
-def copy_export(export_folder: Path, folder: Path) -> image.ImageManifest:
-    shutil.copytree(export_folder, folder, copy_function=os.link)
+def manifest_of(folder: Path) -> image.ImageManifest:
     return msgspec.json.decode(Layout(folder).manifest_content(), type=image.ImageManifest)
-
-
-def rewritten(folder: Path, manifest: image.ImageManifest) -> None:
-    """Replace the manifest in a copy of an export."""
-    Layout(folder).put_manifest(msgspec.json.encode(manifest))
-
-
-def replace_blob(folder: Path, digest: str, change: Callable[[bytes], bytes]) -> None:
-    """Change a blob's content, but not its name."""
-    path = Layout(folder).blob(digest)
-    content = path.read_bytes()
-    path.unlink()
-    path.write_bytes(change(content))
 
 
 def description_of(folder: Path) -> image.SnapshotDescription:
     return image.read_signed(Layout(folder))[0]
 
 
-def last_file(folder: Path) -> image.Descriptor:
-    """Return the last layer: an adapter's, or the model's."""
-    return image.layers(description_of(folder))[-1]
+def last_blob(folder: Path) -> Path:
+    """Return the path of the last layer: an adapter, or the model."""
+    return Layout(folder).blob(image.layers(description_of(folder))[-1].digest)
+
+
+def change_content(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """Replace a file, which has a second link in the export."""
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(change(content))
 
 
 def flip_byte(content: bytes) -> bytes:
@@ -140,49 +129,44 @@ def flip_byte(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-def flip_file(export_folder, folder, _key):
-    copy_export(export_folder, folder)
-    replace_blob(folder, last_file(folder).digest, flip_byte)
+def flip_file(folder, _key):
+    change_content(last_blob(folder), flip_byte)
 
 
-def flip_config(export_folder, folder, _key):
-    replace_blob(folder, copy_export(export_folder, folder).config.digest, flip_byte)
+def flip_config(folder, _key):
+    change_content(Layout(folder).blob(manifest_of(folder).config.digest), flip_byte)
 
 
-def change_config(export_folder, folder, _key):
-    manifest = copy_export(export_folder, folder)
-    content = Layout(folder).read_blob(manifest.config.digest, manifest.config.size)
+def change_config(folder, _key):
+    manifest = manifest_of(folder)
+    content = Layout(folder).blob(manifest.config.digest).read_bytes()
     content = content.replace(b'"model":"small"', b'"model":"smart"')
     manifest.config = image.Descriptor("", image.sha256(content), len(content))
-    Layout(folder).put_blob(manifest.config.digest, manifest.config.size, iter([content]))
-    rewritten(folder, manifest)
+    Layout(folder).put_blob(manifest.config.digest, len(content), iter([content]))
+    Layout(folder).put_manifest(msgspec.json.encode(manifest))
 
 
-def drop(export_folder, folder, _key):
-    copy_export(export_folder, folder)
-    Layout(folder).blob(last_file(folder).digest).unlink()
+def drop(folder, _key):
+    last_blob(folder).unlink()
 
 
-def cut(export_folder, folder, _key):
-    copy_export(export_folder, folder)
-    replace_blob(folder, last_file(folder).digest, lambda content: content[:-4096])
+def cut(folder, _key):
+    change_content(last_blob(folder), lambda content: content[:-4096])
 
 
-def link(export_folder, folder, _key):
-    copy_export(export_folder, folder)
-    path = Layout(folder).blob(last_file(folder).digest)
-    path.rename(folder / "aside")
-    path.symlink_to(folder / "aside")
+def link(folder, _key):
+    path = last_blob(folder).rename(folder / "aside")
+    last_blob(folder).symlink_to(path)
 
 
-def unsign(export_folder, folder, _key):
-    manifest = copy_export(export_folder, folder)
+def unsign(folder, _key):
+    manifest = manifest_of(folder)
     manifest.annotations = {}
-    rewritten(folder, manifest)
+    Layout(folder).put_manifest(msgspec.json.encode(manifest))
 
 
-def other_signer(export_folder, folder, _key):
-    sign_again(export_folder, folder, SigningKey(os.urandom(32)), lambda d: d)
+def other_signer(folder, _key):
+    sign_again(folder, SigningKey(os.urandom(32)))
 
 
 TAMPERINGS = {
@@ -212,7 +196,8 @@ def all_refused(tamperings: dict, export_folder: Path, signer: str) -> None:
     signing.trust(key.fingerprint)
     for number, (name, (tamper, code, message)) in enumerate(tamperings.items()):
         folder = export_folder.with_name(f"{export_folder.name}-{number}")
-        tamper(export_folder, folder, key)
+        shutil.copytree(export_folder, folder, copy_function=os.link)
+        tamper(folder, key)
         error = import_refusal(folder)
         assert (error.code, message in error.message) == (code, True), (name, error)
         shutil.rmtree(folder)

@@ -74,9 +74,8 @@ def test_adapters_are_exported_with_the_model(exporter, export_folder, signer, a
             {"prompt": "Once", "max_tokens": 4, "temperature": 0, "lora": lora} for lora in ([], None)
         ]
         plain, tuned = (endpoint.post(body)["choices"][0]["text"] for body in asked)
-        assert (
-            plain != tuned
-        )  # adapters are applied per request: the process has opened this machine's files
+        # adapters are applied per request: the process has opened this machine's files
+        assert plain != tuned
     assert abroad.ask().start["how"] == "cold"  # a launch without --lora gets no adapter
 
     make_adapter(place_of(abroad, "red"), 7)
@@ -92,34 +91,28 @@ def test_adapters_are_exported_with_the_model(exporter, export_folder, signer, a
 def last_adapter(**changes):
     """Return a tampering that signs a description with a changed last adapter."""
 
-    def tamper(export_folder, folder, key):
-        def change(d):
-            *files, last = d.files
-            return msgspec.structs.replace(d, files=(*files, msgspec.structs.replace(last, **changes)))
+    def change(d):
+        *files, last = d.files
+        return msgspec.structs.replace(d, files=(*files, msgspec.structs.replace(last, **changes)))
 
-        sign_again(export_folder, folder, key, change)
-
-    return tamper
+    return lambda folder, key: sign_again(folder, key, change)
 
 
-def other_adapter_here(export_folder, folder, key):
-    sign_again(export_folder, folder, key, lambda d: d)
+def other_adapter_here(folder, key):
+    sign_again(folder, key)
     make_adapter(adapters.adapter_path("red"), 5, strength=0.5)
 
 
-def wished_otherwise(export_folder, folder, key):
+def wished_otherwise(folder, key):
     """Give the model adapters in the local models.toml; the snapshot has none."""
-    table = (
-        f'[models.{MODEL}]\ntitle = "Small"\nsources = ["file:/x.gguf"]\nlora = [{{ name = "red" }}]\n'
-    )
+    lora = 'lora = [{ name = "red" }]'
     user_path().parent.mkdir(parents=True, exist_ok=True)
-    user_path().write_text(table)
-    sign_again(
-        export_folder,
-        folder,
-        key,
-        lambda d: msgspec.structs.replace(d, requested={}, files=tuple(d.model_files)),
-    )
+    user_path().write_text(f'[models.{MODEL}]\ntitle = "S"\nsources = ["file:/x.gguf"]\n{lora}\n')
+
+    def without_adapters(d):
+        return msgspec.structs.replace(d, requested={}, files=tuple(d.model_files))
+
+    sign_again(folder, key, without_adapters)
 
 
 TAMPERINGS = {
