@@ -56,12 +56,10 @@ def start_cli() -> Iterator[Start]:
     """Start the command line as a process; it is killed at the end of the test."""
     running: list[subprocess.Popen[bytes]] = []
 
-    def start(*argv: str, before: str = "", prefix: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
-        program = (
-            f"import sys\n{before}\nfrom edgeinfer.cli.main import main\nsys.exit(main(sys.argv[1:]))"
-        )
+    def start(*argv: str, before: str = "") -> subprocess.Popen[bytes]:
+        program = f"import sys\n{before}\nfrom edgeinfer.cli.main import main\nsys.exit(main())"
         process = subprocess.Popen(
-            [*prefix, sys.executable, "-c", program, *argv],
+            [sys.executable, "-c", program, *argv],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

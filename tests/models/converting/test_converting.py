@@ -84,12 +84,8 @@ def test_token_ids_are_those_of_tokenizers(name, tmp_path) -> None:
         vocab = Vocab(model)
         texts = nasty_strings()
         token_ids = [digest(vocab.tokenize(text, parse_special=True)) for text in texts]
-    wrong = [
-        text
-        for text, ids, recorded_ids in zip(texts, token_ids, recorded["ids"], strict=True)
-        if ids != recorded_ids
-    ]
-    assert wrong == []
+    pairs = zip(texts, token_ids, recorded["ids"], strict=True)
+    assert [text for text, ids, recorded_ids in pairs if ids != recorded_ids] == []
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
@@ -117,9 +113,8 @@ def test_repository_is_pulled_and_stored_in_the_type_that_is_named(
     record = pull(f"{REPO}:Q8_0", options=options)
     assert (record.name, record.quantization) == ("someone.tiny-3.2-1b-q8_0", "Q8_0")
     assert resolve(f"{REPO}:Q8_0").files().paths == tuple(map(str, record.paths))
-    assert (
-        pull(REPO, options=options).requantized_from == "BF16"
-    )  # the default, Q4_K_M, needs llama.cpp's quantizer
+    # the default, Q4_K_M, needs llama.cpp's quantizer
+    assert pull(REPO, options=options).requantized_from == "BF16"
     asked = len(server.seen)
     assert pull(f"{REPO}:Q8_0", options=options) == record
     assert len(server.seen) == asked

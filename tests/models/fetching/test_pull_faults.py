@@ -32,7 +32,7 @@ from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
 
 from ...conftest import flip_bit
-from ..conftest import HASTY, part
+from ..conftest import part
 
 SIZE = 300_000
 
@@ -155,9 +155,7 @@ def test_server_that_only_drops_ends_in_an_error_with_the_longest_partial_kept(
     assert server.gets("/tiny.gguf")[-1].headers["range"] == "bytes=200000-"
 
 
-def test_longer_length_than_the_body_ends_when_the_server_says_there_is_no_more(
-    server, url, body, options
-):
+def test_length_beyond_the_body_ends_once_the_server_says_so(server, url, body, options) -> None:
     server.always = Fault(extra_length=10)
     pull(url, options=options)
     assert is_right(body)
@@ -178,19 +176,17 @@ def test_pin_refuses_other_bytes(server, url, body, options) -> None:
     assert is_right(body)
 
 
-def test_catalogue_digest_refuses_other_bytes(server, url, body) -> None:
-    user = paths.config_dir() / "models.toml"
-    user.parent.mkdir(parents=True)
-    # a file: source, because the catalogue refuses http: and this server has no certificate
-    local = user.parent / "tiny.gguf"
+def test_catalogue_digest_refuses_other_bytes(body, user_models, tmp_path) -> None:
+    # a file: source, because the catalogue refuses http: and the server has no certificate
+    local = tmp_path / "tiny.gguf"
     local.write_bytes(body)
     flip_bit(local, len(body) - 5)
-    user.write_text(f'[models.tiny]\ntitle = "T"\nsources = ["file:{local}"]\nsha256 = "{sha(body)}"\n')
+    user_models(f'[models.tiny]\ntitle = "T"\nsources = ["file:{local}"]\nsha256 = "{sha(body)}"\n')
     with pytest.raises(ChecksumError, match="the catalogue"):
-        pull("tiny", options=PullOptions(retry_policy=HASTY))
+        pull("tiny")
     assert nothing_published()
     local.write_bytes(body)
-    pull("tiny", options=PullOptions(retry_policy=HASTY))
+    pull("tiny")
     assert is_right(body)
 
 

@@ -63,9 +63,6 @@ def test_kill_9_at_random_points_of_the_download(server, url, body, start_cli) -
 #: Kills the process at its n-th call of a function that changes the disk.
 _KILL_AT = """
 import os, signal, pathlib
-from edgeinfer.platform import disk
-from edgeinfer.models import store, pull as pull_module
-from edgeinfer.models.fetching import download
 left = {n}
 def counted(function):
     def wrapper(*args, **kwargs):
@@ -93,9 +90,8 @@ def test_kill_9_at_every_step_of_the_publication(server, url, body, start_cli, a
         else:
             shutil.rmtree(paths.models_dir(), ignore_errors=True)
         extra = ("--again",) if again else ()
-        process = start_cli(
-            "pull", url, "--name", "tiny", "--quiet", *extra, before=_KILL_AT.format(n=n)
-        )
+        before = _KILL_AT.format(n=n)
+        process = start_cli("pull", url, "--name", "tiny", "--quiet", *extra, before=before)
         _, err = process.communicate()
         nothing_wrong_is_published(body)
         if process.returncode == 0:
@@ -147,13 +143,10 @@ def wheel(folder: Path, name: str, files: dict[str, bytes]) -> None:
     info = f"{module}-1.0.dist-info"
     metadata = {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n".encode(),
-        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\n"
-        b"Root-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     listed = "".join(f"{path},,\n" for path in [*files, *metadata, f"{info}/RECORD"])
-    with zipfile.ZipFile(
-        folder / f"{module}-1.0-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED
-    ) as archive:
+    with zipfile.ZipFile(folder / f"{module}-1.0-py3-none-any.whl", "w") as archive:
         for path, content in {**files, **metadata, f"{info}/RECORD": listed.encode()}.items():
             archive.writestr(path, content)
 
