@@ -197,7 +197,6 @@ def _damage_error(path: Path, reason: str) -> ChecksumError:
 
 
 # --- executables that name their own folder
-# --------------------------------------------------------------------------
 
 
 def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:

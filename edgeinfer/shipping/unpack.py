@@ -183,7 +183,6 @@ def flush(folder: Path) -> None:
 
 
 # --- unused versions
-# --------------------------------------------------------------------------------
 
 
 def versions() -> list[Path]:
@@ -252,7 +251,6 @@ def _remove_leftovers() -> None:
 
 
 # --- the main of the first start
-# --------------------------------------------------------------------------------
 
 
 def main() -> int:

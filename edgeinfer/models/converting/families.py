@@ -282,11 +282,10 @@ FAMILIES = (
 
 def find_family(architectures: list[str]) -> Family:
     """Return the family of a checkpoint. Raises ConversionError with the supported names."""
-    for word in architectures[:1]:
-        for family in FAMILIES:
-            if word in family.checkpoints:
-                return family
     named = architectures[0] if architectures else "none"
+    for family in FAMILIES:
+        if named in family.checkpoints:
+            return family
     supported = ", ".join(dict.fromkeys(word for family in FAMILIES for word in family.checkpoints))
     raise ConversionError(
         f"config.json names the architecture {named}, which is not supported; supported: {supported}",

@@ -276,14 +276,14 @@ def parked_environment() -> dict[str, str]:
     later, but a mapping of `memory.img` would show their old content. numpy has one thread, because a
     restore must create every thread again.
     """
-    published = {
+    sources = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
+    return sources | {
         "PATH": "/usr/bin:/bin",
         "LANG": "C.UTF-8",
         "MALLOC_ARENA_MAX": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    return published | {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
 
 
 def _tail(log: Path, only: str = "") -> str:

@@ -131,20 +131,18 @@ class AppHost(Host):
         self, ref: ModelRef, options: LoadOptions, progress: LoadProgress | None
     ) -> Engine:
         files = self.files(ref, progress, draft=options.draft)
-        name = ref.name
         inputs = SnapshotInputs(
-            model=name,
+            model=ref.name,
             files=files,
             options=options,
             system=files.system_prompt,
             stamps=stamps_of(files, options),
         )
-        if self._hint and storage.model_prefix(self._request.expected_model) != storage.model_prefix(
-            name
-        ):
-            reason = f"the launcher expected {self._request.expected_model}"
+        expected = self._request.expected_model
+        if self._hint and storage.model_prefix(expected) != storage.model_prefix(ref.name):
+            reason = f"the launcher expected {expected}"
             try:
-                selection.find(name, snapshot_options(options))
+                selection.find(ref.name, snapshot_options(options))
             except EdgeInferError as error:
                 reason = error.message
             self.start = msgspec.structs.replace(self.start, reason=reason)
@@ -345,21 +343,13 @@ def follow_build(
 
     Raises the error that it printed, DumpError without one, InterruptedByUser after a cancellation.
     """
-    finished = threading.Event()
-    if cancel is not None:
-        threading.Thread(target=_stop_when, args=(cancel, finished, stop), daemon=True).start()
-    outcome = read_build(output, progress)
-    finished.set()
+    from edgeinfer.models.progress import Job  # only the model picker needs it
+
+    with Job(cancel=cancel).call_on_cancel(stop):
+        outcome = read_build(output, progress)
     if cancel is not None and cancel.is_set():
         raise InterruptedByUser("stopped; the unfinished snapshot was deleted")
     if outcome.result is None:
         reason = outcome.error.get("message", "")
         hint = {"hint": f"run `edgeinfer warm {model}`"}
         raise from_fields(hint | outcome.error | {"message": f"{model} was not warmed: {reason}"})
-
-
-def _stop_when(cancel: threading.Event, finished: threading.Event, stop: Callable[[], None]) -> None:
-    while not finished.wait(0.05):
-        if cancel.is_set():
-            stop()
-            return
