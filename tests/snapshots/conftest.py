@@ -23,6 +23,7 @@ import pytest
 from other_processes import descendants, engines_below, free_port, has_ended, wait_until
 
 from edgeinfer.snapshot_format.criu import probe
+from edgeinfer.snapshot_format.storage import Manifest
 
 from ..conftest import one_process_at_a_time, without_other_tests
 
@@ -30,6 +31,14 @@ REPOSITORY = Path(__file__).parents[2]
 USER = "edgeinfer-test"
 MODEL = "small"
 NO_AUTO_WARM = "[snapshots]\nauto-warm = false\n"
+
+
+def manifest(**fields: object) -> Manifest:
+    made = Manifest(
+        name="m", model="m", criu="/criu", tier="root", pid=30000, link_inode=1, wake_inode=2
+    )
+    vars(made).update(fields)
+    return made
 
 
 def _is_world_accessible(path: Path) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from fake_engine import FakeEngine
 from made_models import make_llama
-from other_processes import run_python
+from other_processes import run, run_python
 
 from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import build_parser
@@ -44,6 +44,7 @@ from edgeinfer.snapshots.restore import app_process, loaded_model
 from edgeinfer.snapshots.restore.app_host import AppHost
 
 from ..conftest import ROOT
+from .conftest import manifest
 
 
 @pytest.fixture
@@ -66,15 +67,17 @@ def publish(root, name, generation=1, *, model="m", requested=None, actual=None,
     folder = root / folder_of(name, generation, program and storage.short_hash(program))
     (folder / storage.IMAGES).mkdir(parents=True, mode=0o700)
     folder.chmod(0o700)
-    document = storage.Manifest(
-        name=name, model=model, criu="/criu", tier="root", pid=1, link_inode=1, wake_inode=2
+    document = manifest(
+        name=name,
+        model=model,
+        requested=requested or {},
+        actual=actual or {},
+        keys=fingerprint.machine_keys() | ({"program": program} if program else {}),
+        files={sys.executable: fingerprint.stamp(sys.executable)},
+        images={storage.MEMORY: size},
     )
-    document.requested, document.actual = requested or {}, actual or {}
-    document.keys = fingerprint.machine_keys() | ({"program": program} if program else {})
-    document.files = {sys.executable: fingerprint.stamp(sys.executable)}
-    document.images = {storage.MEMORY: size}
-    manifest = storage.manifest_text(document).encode()
-    contents = {storage.MEMORY: bytes(size), storage.MANIFEST: manifest, storage.LOCK: b""}
+    text = storage.manifest_text(document).encode()
+    contents = {storage.MEMORY: bytes(size), storage.MANIFEST: text, storage.LOCK: b""}
     for file, content in contents.items():
         (folder / file).write_bytes(content)
         (folder / file).chmod(0o600)
@@ -212,9 +215,8 @@ def test_running_build_is_listed(root):
     assert jobs.being_built() == []
     with locked(registry.build_lock(root, "small,ctx512")):
         assert jobs.being_built() == ["small,ctx512"]
-        said = SnapshotsResult(
-            snapshots=(), disk_bytes=0, limit_bytes=0, building=tuple(jobs.being_built())
-        )
+        building = tuple(jobs.being_built())
+        said = SnapshotsResult(snapshots=(), disk_bytes=0, limit_bytes=0, building=building)
         assert said.human() == "small,ctx512 is being built"
 
 
@@ -280,25 +282,25 @@ def test_adapters_of_the_catalogue_are_no_choice_once_they_are_loaded(tmp_path):
 # --- stamps
 
 
-def is_stale_by(key: str, manifest: storage.Manifest, folder) -> None:
+def is_stale_by(key: str, changed: storage.Manifest, folder) -> None:
     with pytest.raises(SnapshotStaleError) as raised:
-        fingerprint.refuse_stale(manifest, str(folder))
+        fingerprint.refuse_stale(changed, str(folder))
     assert raised.value.key == key
 
 
 def test_every_key_of_the_machine_and_every_part_of_a_stamp_is_compared_and_named(root):
     folder = publish(root, "m")
+    fingerprint.refuse_stale(storage.read_manifest(str(folder)), str(folder))
     for key in fingerprint.machine_keys():
-        manifest = storage.read_manifest(str(folder))
-        fingerprint.refuse_stale(manifest, str(folder))
-        manifest.keys[key] = "another"
-        is_stale_by(key, manifest, folder)
+        changed = storage.read_manifest(str(folder))
+        changed.keys[key] = "another"
+        is_stale_by(key, changed, folder)
     for number in range(3):
-        manifest = storage.read_manifest(str(folder))
-        parts = manifest.files[sys.executable].split()
+        changed = storage.read_manifest(str(folder))
+        parts = changed.files[sys.executable].split()
         parts[number] = "1"
-        manifest.files[sys.executable] = " ".join(parts)
-        is_stale_by(sys.executable, manifest, folder)
+        changed.files[sys.executable] = " ".join(parts)
+        is_stale_by(sys.executable, changed, folder)
 
 
 # --- random seeds
@@ -397,23 +399,15 @@ def test_endpoint_on_a_terminal_says_what_to_do_with_it(capsys, monkeypatch):
 @pytest.mark.criu
 def test_under_a_seccomp_filter_launches_are_cold_and_say_why(tmp_path):
     def run_filtered(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [
-            sys.executable,
-            ROOT / "tests/made/filtered.py",
-            sys.executable,
-            "-m",
-            "edgeinfer",
-            *arguments,
-        ]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        command = (ROOT / "tests/made/filtered.py", sys.executable, "-m", "edgeinfer", *arguments)
+        return run(sys.executable, *command, check=False)
 
     model = make_llama(tmp_path / "tiny.gguf", 512)
     assert run_filtered("pull", str(model), "--name", "tiny", "--in-place").returncode == 0
     completed = run_filtered("run", "tiny", "Hi", "--max-tokens", "2")
-    assert (completed.returncode, completed.stderr) == (
-        0,
-        f"edgeinfer: cold start: tiny has no snapshot yet ({criu.FILTERED})\n",
-    )
+    assert completed.returncode == 0
+    said = f"edgeinfer: cold start: tiny has no snapshot yet ({criu.FILTERED})\n"
+    assert completed.stderr == said
     assert f"launches are cold: {criu.FILTERED}" in run_filtered("doctor").stdout
     refused = run_filtered("warm", "tiny")
     assert (refused.returncode, criu.FILTERED in refused.stderr) == (7, True)
@@ -431,18 +425,10 @@ def test_criu_that_hangs_in_a_restore_is_ended(tmp_path):
     program = tmp_path / "criu"
     program.write_text(HANGS)
     program.chmod(0o755)
-    manifest = storage.Manifest(
-        name="m",
-        model="m",
-        criu=str(program),
-        tier=criu.CAPABILITIES,
-        pid=1,
-        link_inode=1,
-        wake_inode=1,
-    )
+    parked = manifest(criu=str(program), tier=criu.CAPABILITIES)
     app_end, worker_end = socket.socketpair()
     with app_end, worker_end:
-        child = supervise.resume(manifest, str(tmp_path), worker_end.fileno())
+        child = supervise.resume(parked, str(tmp_path), worker_end.fileno())
         with open(child.status_fd, encoding="utf-8") as reports:
             assert reports.read().startswith(f"failed criu did not end within {criu.RESTORE_LIMIT_S} s")
     os.waitpid(child.pid, 0)
@@ -521,12 +507,7 @@ def test_orphaned_snapshots_are_pruned_first(root, tmp_path):
 
 def test_own_files_are_those_of_the_whole_package():
     stamped = {os.path.relpath(path, fingerprint.PACKAGE) for path in fingerprint.package_stamps()}
-    assert stamped >= {
-        "cli/main.py",
-        "launcher/launch.py",
-        "runtime/engine.py",
-        "snapshot_format/criu.py",
-    }
+    assert stamped >= {"cli/main.py", "launcher/launch.py", "snapshot_format/criu.py"}
 
 
 # --- what a launch imports
@@ -544,10 +525,7 @@ CHEAP = """
 
 
 def test_launch_imports_only_cheap_modules():
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", LAUNCH], capture_output=True, text=True, check=True
-    )
-    assert set(json.loads(done.stdout)) <= set(CHEAP)
+    assert set(json.loads(run(sys.executable, "-I", "-c", LAUNCH).stdout)) <= set(CHEAP)
 
 
 SPIN_COUNTS = """
@@ -604,9 +582,7 @@ def test_abort_in_ggml_runs_no_debugger(tmp_path):
         (tmp_path / name).write_text(f"#!/bin/sh\ntouch {tmp_path}/attached\n")
         (tmp_path / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"}
-    done = subprocess.run(
-        [sys.executable, "-c", ABORT], env=environment, capture_output=True, text=True, check=False
-    )
+    done = run(sys.executable, "-c", ABORT, env=environment, check=False)
     assert done.returncode == -6
     assert "here.c:7: it broke" in done.stderr
     assert not (tmp_path / "attached").exists()

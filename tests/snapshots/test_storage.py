@@ -18,19 +18,12 @@ from edgeinfer.errors import (
 from edgeinfer.launcher import messages
 from edgeinfer.snapshot_format import storage
 
+from .conftest import manifest
+
 text_values = st.text(
     st.characters(exclude_characters="\0\r\x85\u2028\u2029", exclude_categories=("Cs", "Zl", "Zp")),
     max_size=30,
 )
-
-
-def manifest(**tables) -> storage.Manifest:
-    document = storage.Manifest(
-        name="m", model="m", criu="/criu", tier="root", pid=30000, link_inode=1, wake_inode=2
-    )
-    for name, value in tables.items():
-        setattr(document, name, value)
-    return document
 
 
 @given(
@@ -54,9 +47,8 @@ def test_every_truncation_of_a_manifest_is_refused():
 
 
 def test_another_version_is_stale_and_names_the_schema():
-    text = storage.manifest_text(manifest()).replace(
-        f"{storage.MAGIC}\t{storage.VERSION}", f"{storage.MAGIC}\t999"
-    )
+    text = storage.manifest_text(manifest())
+    text = text.replace(f"{storage.MAGIC}\t{storage.VERSION}", f"{storage.MAGIC}\t999")
     with pytest.raises(SnapshotStaleError) as raised:
         storage.parse_manifest(text, "here")
     assert raised.value.key == "schema"

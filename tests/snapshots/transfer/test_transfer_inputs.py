@@ -12,10 +12,9 @@ from edgeinfer.errors import SnapshotError
 from edgeinfer.models import adapters, pull
 from edgeinfer.models.catalog import user_path
 from edgeinfer.platform import paths
-from edgeinfer.snapshot_format import storage
 from edgeinfer.snapshots.transfer import exporting, image
 
-from ..conftest import Endpoint
+from ..conftest import Endpoint, manifest
 from .test_transfer import all_refused, description_of, flip_file, sign_again
 
 MODEL = "small"
@@ -140,26 +139,18 @@ def test_altered_adapters_are_refused_by_name_and_nothing_is_published(export_fo
 # --- what does not travel
 
 
-def manifest_with(lora: str = "", *files: str) -> storage.Manifest:
-    manifest = storage.Manifest(
-        name=MODEL, model=MODEL, criu="", tier="root", pid=1, link_inode=1, wake_inode=1
-    )
-    manifest.requested = {"lora": lora} if lora else {}
-    manifest.files = dict.fromkeys(files, "")
-    return manifest
-
-
 def test_unnamed_inputs_are_not_exported(smollm2, tmp_path):
     pull.pull(str(smollm2), options=pull.PullOptions(name=MODEL, in_place=True))
     shouting = make_adapter(tmp_path / "RED.gguf", 1)
-    for manifest, message in (
-        (manifest_with(lora=shouting), "the adapter RED.gguf has no name"),
-        (manifest_with("", shouting), "RED.gguf, which your models.toml names"),
+    for fields, message in (
+        ({"requested": {"lora": shouting}}, "the adapter RED.gguf has no name"),
+        ({"files": {shouting: ""}}, "RED.gguf, which your models.toml names"),
     ):
         with pytest.raises(SnapshotError, match=message):
-            exporting.describe(manifest, "")
+            exporting.describe(manifest(model=MODEL, **fields), "")
     (tmp_path / "RED.gguf").rename(tmp_path / "red.gguf")
     lora = str(LORA.parse(f"{tmp_path}/red.gguf:0.5"))
-    described, paths_by_digest = exporting.describe(manifest_with(lora=lora), "")
+    with_adapter = manifest(model=MODEL, requested={"lora": lora})
+    described, paths_by_digest = exporting.describe(with_adapter, "")
     assert [(adapter.name, adapter.scale) for adapter in described.adapters] == [("red", 0.5)]
     assert len(paths_by_digest) == 2
