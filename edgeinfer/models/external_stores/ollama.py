@@ -54,8 +54,7 @@ class OllamaStore(ExternalStore):
             for namespace in reader.folders(registry):
                 for model in reader.folders(namespace):
                     for tag in reader.entries(model):
-                        if not tag.name.startswith("."):
-                            yield self._model(root, Path(tag.path))
+                        yield self._model(root, tag)
 
     def _model(self, root: Path, manifest: Path) -> ExternalModel:
         name = _name(manifest)

@@ -122,38 +122,33 @@ class ExternalStore(ABC):
         return ExternalModel(name=name, store=self.name, problem=error.message, fix=fix)
 
 
-def entries(folder: Path) -> list[os.DirEntry[str]]:
-    """List a folder's entries by name; [] if it is missing. Raises UnusableError."""
+def entries(folder: Path) -> list[Path]:
+    """List what is in a folder, by name, without hidden entries; [] if it is missing.
+
+    Raises UnusableError.
+    """
     try:
         with os.scandir(folder) as scan:
-            return sorted(islice(scan, MAX_ENTRIES), key=lambda entry: entry.name)
+            names = sorted(entry.name for entry in islice(scan, MAX_ENTRIES))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise UnusableError(f"{folder} cannot be listed: {_reason(error)}") from error
+    return [folder / name for name in names if not name.startswith(".")]
 
 
 def folders(folder: Path) -> list[Path]:
     """List the folders in a folder, without hidden ones. Raises UnusableError."""
-    return [Path(e.path) for e in entries(folder) if not e.name.startswith(".") and _is_folder(e)]
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
+    return [path for path in entries(folder) if os.path.isdir(path)]
 
 
 def ggufs(folder: Path, depth: int) -> Iterator[Path]:
     """Yield the paths of `.gguf` files up to `depth` folders deep, not through linked folders."""
-    for entry in entries(folder):
-        if entry.name.startswith("."):
-            continue
-        if entry.name.lower().endswith(".gguf"):
-            yield Path(entry.path)
-        elif depth and entry.is_dir(follow_symlinks=False):
-            yield from ggufs(Path(entry.path), depth - 1)
+    for path in entries(folder):
+        if path.name.lower().endswith(".gguf"):
+            yield path
+        elif depth and os.path.isdir(path) and not path.is_symlink():
+            yield from ggufs(path, depth - 1)
 
 
 def resolve_inside(path: Path, store: Path) -> tuple[str, os.stat_result]:
