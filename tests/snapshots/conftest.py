@@ -31,6 +31,14 @@ REPOSITORY = Path(__file__).parents[2]
 USER = "edgeinfer-test"
 MODEL = "small"
 NO_AUTO_WARM = "[snapshots]\nauto-warm = false\n"
+ASK_RESUMED = """
+import sys
+from edgeinfer.launcher import selection
+from edgeinfer.snapshots.restore import checks
+{before}
+folder, manifest = selection.find(sys.argv[1], {{}})
+print(checks.ask_resumed_process(manifest, folder, sys.argv[2]).hex())
+"""
 
 
 def manifest(**fields: object) -> Manifest:
@@ -175,6 +183,11 @@ class Person:
                 lambda: log.exists() and message in log.read_text(), f"{message!r} in {log}", 120
             )
         return log.read_text()
+
+    def ask_resumed(self, role: str, model: str = MODEL, before: str = "") -> bytes:
+        """Return a resumed process's answer to "canary" or "facts"; `before` is code that runs first."""
+        program = ASK_RESUMED.format(before=before)
+        return bytes.fromhex(self.run(model, role, program=program).check().out)
 
     def ask(self, *arguments: str, **settings) -> Outcome:
         """Run a short greedy request with the small model."""

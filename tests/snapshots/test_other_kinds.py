@@ -15,29 +15,19 @@ from edgeinfer.runtime.llama.libedgeinfer import library
 
 pytestmark = pytest.mark.criu
 
-MODEL = "small"
-ASK = """
-import json, sys
-from edgeinfer.launcher import selection
-from edgeinfer.snapshots.restore import checks
-folder, manifest = selection.find(sys.argv[1], {})
-sys.stdout.write(checks.ask_resumed_process(manifest, folder, "canary").hex())
-"""
-
 
 @pytest.mark.parametrize(("kind", "pooling"), [("encoder", MEAN), ("ranker", RANK)])
 def test_encoders_and_rerankers_are_warmed_with_a_canary_of_their_kind(user, place, kind, pooling):
     model = make_bert(place.folder / f"{kind}.gguf", pooling, head=pooling == RANK)
     user.run("pull", str(model), "--name", kind, "--in-place", "--quiet").check()
     user.run("warm", kind, "--quiet").check()
-    once, again = (user.run(kind, program=ASK).check().out for _ in range(2))
-    assert once == again != ""
-    canary = msgspec.msgpack.decode(bytes.fromhex(once))
-    assert (
-        {type(number) for number in canary} == {float}
-        if kind == "ranker"
-        else {*map(len, canary)} == {N_EMBD}
-    )
+    once, again = (user.ask_resumed("canary", kind) for _ in range(2))
+    assert once == again != b""
+    canary = msgspec.msgpack.decode(once)
+    if kind == "ranker":
+        assert {type(number) for number in canary} == {float}
+    else:
+        assert {*map(len, canary)} == {N_EMBD}
 
 
 def test_states_and_experts_are_resumed_too(user, place):
@@ -58,17 +48,13 @@ def test_a_projector_is_parked_and_reads_pictures_after_the_resume(user, abroad,
     if not library("mtmd").exists():
         pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
     model = rename_tokens(place.folder / "sees.gguf", smollm2, IDEFICS3_TOKENS)
-    options = {"patch": 32, "longest": 512}
-    projector = make_projector(place.folder / "mmproj-sees.gguf", "idefics3", 576, **options)
+    path = place.folder / "mmproj-sees.gguf"
+    projector = make_projector(path, "idefics3", 576, patch=32, longest=512)
     picture = place.folder / "picture.png"
     Image.linear_gradient("L").convert("RGB").save(picture)
     user.run("pull", str(model), "--name", "sees", "--in-place", "--quiet").check()
-    question = (
-        "What is it?",
-        "--image",
-        str(picture),
-        *"--max-tokens 8 --temperature 0 --json".split(),
-    )
+    options = "--max-tokens 8 --temperature 0 --json".split()
+    question = ("What is it?", "--image", str(picture), *options)
     cold = user.run("run", "sees", *question, "--resume=never").check()
     user.run("warm", "sees", "--quiet").check()
     resumed = user.run("run", "sees", *question).check()

@@ -10,20 +10,11 @@ import subprocess
 import pytest
 from other_processes import command_name, descendants, has_ended, private_bytes, wait_until
 
-from .conftest import NO_AUTO_WARM
+from .conftest import MODEL, NO_AUTO_WARM
 
 pytestmark = pytest.mark.criu
 
-MODEL = "small"
 SECRET = "planted-4f1d9a7c"
-FACTS = """
-import sys, os
-from edgeinfer.launcher import selection
-from edgeinfer.snapshots.restore import checks
-folder, manifest = selection.find("small", {})
-sys.stdout.write(checks.ask_resumed_process(manifest, folder, "facts").decode())
-"""
-
 
 SLOW_EXIT = """
 #include <unistd.h>
@@ -39,7 +30,7 @@ sys.exit(main())
 
 
 def facts(person) -> dict:
-    return json.loads(person.run(program=FACTS).check().out)
+    return json.loads(person.ask_resumed("facts"))
 
 
 def test_a_warm_model_is_resumed_and_answers_as_a_cold_one_does(warm):
@@ -97,8 +88,7 @@ checks.messages.send = send_with_environment
 
 
 def test_launch_request_sets_the_process_environment(warm):
-    program = FACTS.replace("sys.stdout", f"{ENVIRONMENT}sys.stdout")
-    result = json.loads(warm.run(program=program).check().out)
+    result = json.loads(warm.ask_resumed("facts", before=ENVIRONMENT))
     environment = {"HOME": "/nowhere", "TZ": "Asia/Tokyo", "LANG": "C.UTF-8", "ONLY": "this"}
     assert result["environment"] == environment
     assert (result["cwd"], result["umask"], result["timezone"]) == ("/usr", 0o027, "JST")

@@ -19,8 +19,7 @@ from edgeinfer.snapshots.transfer import image, importing, signing
 from edgeinfer.snapshots.transfer.layout import Layout
 
 from ...conftest import BUILD_CACHE
-
-MODEL = "small"
+from ..conftest import MODEL
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,9 @@ from edgeinfer.models.catalog import user_path
 from edgeinfer.platform import paths
 from edgeinfer.snapshots.transfer import exporting, image
 
-from ..conftest import Endpoint, manifest
+from ..conftest import MODEL, Endpoint, manifest
 from .test_transfer import all_refused, description_of, flip_file, sign_again
 
-MODEL = "small"
 #: Options with which the exported snapshot was built.
 OPTIONS = ("--lora", "red:0.5", "--lora", "blue")
 
