@@ -66,8 +66,8 @@ def first_run_offer(setup: ChatSetup, rows: Sequence[ModelChoice]) -> list[First
 
 def describe_offer(choice: FirstRunChoice) -> str:
     """Return `comfortable · 812.0 MB · Apache-2.0 · about 24 tokens/s`."""
-    size = format_bytes(choice.size_bytes)
-    return f"{choice.role} · {size} · {choice.licence} · about {choice.tokens_per_s:.0f} tokens/s"
+    size, licence = format_bytes(choice.model.stored_bytes), choice.model.licence
+    return f"{choice.role} · {size} · {licence} · about {choice.tokens_per_s:.0f} tokens/s"
 
 
 def pull_first(

@@ -348,11 +348,11 @@ class Repl:
         report = ProgressLines(self._out).report
         if offered:
             for number, choice in enumerate(offered, 1):
-                self.show_text(f"{number}. {choice.name}: {model_choices.describe_offer(choice)}")
+                self.show_text(f"{number}. {choice.model.name}: {model_choices.describe_offer(choice)}")
             reply = self._answer_to(f"No model is here yet. Which one, 1 to {len(offered)}, or n?")
             if not reply.isdecimal() or not 1 <= int(reply) <= len(offered):
                 raise error
-            name, note = model_choices.pull_first(offered[int(reply) - 1].name, report)
+            name, note = model_choices.pull_first(offered[int(reply) - 1].model.name, report)
             if note:
                 self.show_text(note)
             return name

@@ -83,15 +83,12 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     shortage: str = ""
 
 
-class FirstRunChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that a first run offers: its size when stored, licence and estimated speed."""
+class FirstRunChoice(msgspec.Struct, frozen=True):
+    """A model that a first run offers, and its estimated speed."""
 
     role: Role
-    name: str
-    title: str
     why: str
-    size_bytes: int
-    licence: str
+    model: Model
     tokens_per_s: float
 
 
@@ -249,22 +246,10 @@ def first_run_choices() -> list[FirstRunChoice]:
     *larger, tiny = fitting
     quick = [offer for offer in larger[1:] if offer[1] >= _QUICK_TOKENS_PER_S]
     return [
-        *(_choice("comfortable", "answers faster than you can read", *offer) for offer in quick[:1]),
-        *(_choice("better", "better answers, longer to download", *offer) for offer in larger[:1]),
-        _choice("tiny", "small and quick to download, simple answers", *tiny),
+        *(FirstRunChoice("comfortable", "answers faster than you can read", *q) for q in quick[:1]),
+        *(FirstRunChoice("better", "better answers, longer to download", *b) for b in larger[:1]),
+        FirstRunChoice("tiny", "small and quick to download, simple answers", *tiny),
     ]
-
-
-def _choice(role: Role, why: str, model: Model, tokens_per_s: float) -> FirstRunChoice:
-    return FirstRunChoice(
-        role=role,
-        name=model.name,
-        title=model.title,
-        why=why,
-        size_bytes=model.stored_bytes,
-        licence=model.licence,
-        tokens_per_s=tokens_per_s,
-    )
 
 
 def header_shape(headers: Sequence[GgufHeader]) -> Shape:

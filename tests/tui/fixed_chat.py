@@ -12,6 +12,7 @@ from edgeinfer.chat.model_choices import ModelChoice
 from edgeinfer.chat.startup import ChatSetup
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import Host, Start
+from edgeinfer.models.catalog import Model
 from edgeinfer.models.fits import FirstRunChoice, fit
 from edgeinfer.platform.machine import Memory, MemoryRate
 from edgeinfer.runtime.events import Finished, Timings, Usage
@@ -59,15 +60,9 @@ SHELF = [
 
 
 def make_offer(role, name, reason, size, rate):
-    return FirstRunChoice(
-        role=role,
-        name=name,
-        title=name,
-        why=reason,
-        size_bytes=size,
-        licence="Apache-2.0",
-        tokens_per_s=rate,
-    )
+    sources = ("file:/x.gguf",)
+    model = Model(name=name, title=name, sources=sources, size_bytes=size, licence="Apache-2.0")
+    return FirstRunChoice(role, reason, model, rate)
 
 
 #: Models that a first run offers.

@@ -85,13 +85,13 @@ class ModelScreen(ListScreen[str | None]):
 
     def _show(self, rows: list[ModelChoice], choices: list[FirstRunChoice]) -> None:
         self._all = rows
-        self.offered = {choice.name: choice for choice in choices}
+        self.offered = {choice.model.name: choice for choice in choices}
         chosen = self.selection.name if self.selection else self.requested
         if self.first and offline(self.setup.host.config):
             self.query_one(".first", Static).update(_OFFLINE)
         elif choices:
             self.query_one(".first", Static).update(_OFFERED)
-            chosen = choices[0].name
+            chosen = choices[0].model.name
         elif self.first and not self.rows:
             chosen = self._found_elsewhere(rows) or chosen
         self._list(chosen)
