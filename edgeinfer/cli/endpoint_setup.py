@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -47,8 +48,6 @@ from edgeinfer.workers.replicas import Replica
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from edgeinfer.models.external_stores.reader import ExternalModel
-    from edgeinfer.models.external_stores.stores import StoreCache
     from edgeinfer.models.progress import OnProgress
     from edgeinfer.models.reference import ModelRef
 
@@ -57,6 +56,8 @@ T = TypeVar("T")
 _OWN_DESCRIPTORS = 128
 
 _PURGE_EVERY_S = 24 * 3600
+#: Longest time (s) for which the list of other programs' models is cached: clients ask often.
+FRESH_S = 2.0
 
 
 def serve(options: argparse.Namespace, host: Host) -> ServeOutcome:
@@ -263,16 +264,24 @@ def _sizes(first: EngineInfo | None) -> dict[str, Any]:
 
 def pulled_models() -> Callable[[], Sequence[AvailableModel]]:
     """Return a function that lists all local models, those of external stores last."""
-    watched: list[StoreCache] = []
 
-    def list_models() -> Sequence[AvailableModel]:
+    @lru_cache(maxsize=1)
+    def external_models(_period: int) -> list[AvailableModel]:
         # imported here: the catalogue is first needed when a second model is requested
         from edgeinfer.models.external_stores import stores
 
-        watched[:] = watched or [stores.StoreCache()]
-        return [*_stored_models(), *_external_models(watched[0].usable())]
+        return [
+            AvailableModel(
+                name=m.name,
+                size_bytes=m.size_bytes,
+                sha256=stores.digest(m),
+                created=int(m.modified_s),
+                can_see=bool(m.projectors),
+            )
+            for m in stores.usable()
+        ]
 
-    return list_models
+    return lambda: [*_stored_models(), *external_models(int(time.monotonic() / FRESH_S))]
 
 
 def _stored_models() -> list[AvailableModel]:
@@ -291,21 +300,6 @@ def _stored_models() -> list[AvailableModel]:
             can_see=m.projector is not None,
         )
         for m in list_pulled()
-    ]
-
-
-def _external_models(external: Sequence[ExternalModel]) -> list[AvailableModel]:
-    from edgeinfer.models.external_stores.stores import digest
-
-    return [
-        AvailableModel(
-            name=m.name,
-            size_bytes=m.size_bytes,
-            sha256=digest(m),
-            created=int(m.modified_s),
-            can_see=bool(m.projectors),
-        )
-        for m in external
     ]
 
 

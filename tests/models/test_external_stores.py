@@ -15,7 +15,7 @@ from made_gguf import gguf_bytes, split_keys
 from made_models import make_llama
 from made_projectors import make_projector
 
-from edgeinfer.cli.endpoint_setup import pulled_models
+from edgeinfer.cli import endpoint_setup
 from edgeinfer.cli.main import main
 from edgeinfer.errors import (
     CatalogError,
@@ -77,7 +77,7 @@ def test_model_of_another_program_is_listed_shown_and_used_in_place(
     assert (files.name, files.paths) == (external.name, (str(external.file),))
     assert files.sha256 in ("", external.file.name.removeprefix("sha256-"))
     assert find(external.name) is not None
-    assert [model.name for model in pulled_models()()] == [external.name]
+    assert [model.name for model in endpoint_setup.pulled_models()()] == [external.name]
     assert main(["pull", external.name]) == 0
     assert "was already here" in capsys.readouterr().out
     assert main(["rm", external.name, "--yes"]) != 0
@@ -278,7 +278,7 @@ def test_ollamas_names_are_as_they_are_typed_there(home: Path) -> None:
     assert model_prefix("Ollama/Big:latest") == model_prefix("ollama/big")
 
 
-def test_store_cache_searches_again_once_stale(external, monkeypatch) -> None:
+def test_stores_are_searched_again_once_the_list_is_stale(external, monkeypatch) -> None:
     searches: list[str] = []
     plain = stores.search
 
@@ -287,14 +287,13 @@ def test_store_cache_searches_again_once_stale(external, monkeypatch) -> None:
         return plain(prefix)
 
     monkeypatch.setattr(stores, "search", count)
-    monkeypatch.setattr(stores, "FRESH_S", 3600.0)
-    cache = stores.StoreCache()
-    names = [[model.name for model in cache.usable()] for _ in range(3)]
-    assert names == [[external.name]] * 3
+    monkeypatch.setattr(endpoint_setup, "FRESH_S", 1e9)
+    list_models = endpoint_setup.pulled_models()
+    assert [[model.name for model in list_models()] for _ in range(3)] == [[external.name]] * 3
     assert len(searches) == 1
-    monkeypatch.setattr(stores, "FRESH_S", 0.0)
+    monkeypatch.setattr(endpoint_setup, "FRESH_S", 1e-9)
     external.file.unlink()
-    assert stores.StoreCache().usable() == []
+    assert list_models() == []
 
 
 def test_bare_ollama_name_is_suggested_in_full(home: Path) -> None:

@@ -7,8 +7,6 @@ and the whole file is compared once with the digest in its name.
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,8 +22,6 @@ from edgeinfer.models.external_stores.repositories import HuggingFaceCache, LmSt
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.requests import Sampling
 
-#: How long (s) the list of usable models is cached.
-FRESH_S = 2.0
 #: Progress callback: stage, and fraction from 0 to 1 or None.
 Progress = Callable[[str, float | None], None]
 
@@ -92,23 +88,6 @@ def similar_names(text: str) -> list[str]:
 
 def usable() -> list[ExternalModel]:
     return [model for model in search() if not model.problem]
-
-
-class StoreCache:
-    """Caches the list of usable models for `FRESH_S`, because clients ask often. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._models: list[ExternalModel] = []
-        self._stale_at = 0.0
-
-    def usable(self) -> list[ExternalModel]:
-        """Return the usable models."""
-        with self._lock:
-            if time.monotonic() >= self._stale_at:
-                self._models = usable()
-                self._stale_at = time.monotonic() + FRESH_S
-            return self._models
 
 
 def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufHeader]:
