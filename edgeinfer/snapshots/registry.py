@@ -216,28 +216,31 @@ def drop_older(root: Path, name: str) -> None:
         remove_snapshot(Path(folder))
 
 
-def by_last_use(root: Path, keep: str = "") -> list[Path]:
-    """List all snapshots in the order in which they are removed, except `keep` of this program.
+def by_last_use(root: Path) -> list[Path]:
+    """List all snapshots in the order in which they are removed.
 
     Orphans come first, then those that no user named, the longest unused first.
     """
-    current = storage.generations(str(root), fingerprint.program_tag()).get(keep, [])
-    everything = chain(*storage.generations(str(root)).values())
-    folders = [Path(folder) for folder in everything if folder not in current]
+    folders = map(Path, chain(*storage.generations(str(root)).values()))
     return sorted(folders, key=lambda f: (not is_orphan(f), is_named(f), last_used_s(f)))
 
 
 def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: int = 0) -> list[str]:
-    """Remove snapshots except `keep` until `need_bytes` more fit limit and disk; return their names."""
+    """Remove snapshots until `need_bytes` more fit limit and disk; return their names.
+
+    This program's snapshot `keep` stays.
+    """
+    kept = storage.generations(str(root), fingerprint.program_tag()).get(keep, [])
     sizes = {folder: disk_bytes(folder) for folder in by_last_use(root)}
     total, removed = sum(sizes.values()) + need_bytes, []
-    for folder in by_last_use(root, keep):
+    for folder, size in sizes.items():
         is_on_disk = free_bytes(root) - need_bytes >= DISK_MARGIN_BYTES
         if is_on_disk and total <= config.max_total_gib * _GIB:
             break
-        total -= sizes.get(folder, 0)
-        removed.append(storage.name_of(folder.name))
-        remove_snapshot(folder)
+        if str(folder) not in kept:
+            total -= size
+            removed.append(storage.name_of(folder.name))
+            remove_snapshot(folder)
     return removed
 
 

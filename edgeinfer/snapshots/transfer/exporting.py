@@ -12,7 +12,7 @@ import msgspec
 from edgeinfer.config.load_options import DRAFT, LORA, NO_ADAPTERS
 from edgeinfer.errors import SnapshotError, UsageError
 from edgeinfer.models import names
-from edgeinfer.models.reference import resolve
+from edgeinfer.models.reference import ModelRef, resolve
 from edgeinfer.models.store import PulledModel
 from edgeinfer.platform.disk import CHUNK_BYTES, sha256_of
 from edgeinfer.runtime.options import Adapter, parse_adapters
@@ -70,22 +70,21 @@ def export(
 
 def describe(manifest: storage.Manifest, system: str) -> tuple[SnapshotDescription, dict[str, Path]]:
     """Return a snapshot's description and its files' paths by digest. Raises SnapshotError."""
-    pulled = _find_pulled(manifest.model)
+    ref, pulled = _find_pulled(manifest.model)
+    loaded = ref.files(draft=manifest.requested.get(DRAFT.field, ""))
     paths = list(pulled.paths)
     files = [
         _file("model", names.sanitize_file_name(path.name), path, sha256=file.sha256)
         for path, file in zip(paths, pulled.files, strict=True)
     ]
-    projector = resolve(manifest.model).files().projector
-    if projector in manifest.files:
-        paths.append(Path(projector))
-        files.append(_file("projector", "mmproj.gguf", Path(projector)))
+    if loaded.projector in manifest.files:
+        paths.append(Path(loaded.projector))
+        files.append(_file("projector", "mmproj.gguf", Path(loaded.projector)))
     for adapter in parse_adapters(manifest.requested.get(LORA.field, NO_ADAPTERS)):
         paths.append(Path(adapter.path))
         _refuse_nameless(adapter)
         files.append(_file("adapter", adapter.name, Path(adapter.path), scale=adapter.scale))
-    draft = resolve(manifest.model).files(draft=manifest.requested.get(DRAFT.field, "")).draft_paths
-    _refuse_others(manifest, [*paths, *map(Path, draft)])
+    _refuse_others(manifest, [*paths, *map(Path, loaded.draft_paths)], loaded.lora)
     description = SnapshotDescription(
         name=manifest.name,
         model=manifest.model,
@@ -101,15 +100,16 @@ def _file(kind: Kind, name: str, path: Path, *, sha256: str = "", scale: float =
     return SnapshotFile(kind=kind, name=name, size=size, sha256=digest, scale=scale)
 
 
-def _find_pulled(model: str) -> PulledModel:
-    pulled = None if "/" in model else resolve(model).pulled
-    if pulled is None or pulled.name != model:
+def _find_pulled(model: str) -> tuple[ModelRef, PulledModel]:
+    ref = None if "/" in model else resolve(model)
+    pulled = ref.pulled if ref is not None else None
+    if ref is None or pulled is None or pulled.name != model:
         hint = f"`edgeinfer pull {model} --name NAME`, then `edgeinfer warm NAME`"
         if pulled is not None:
             hint = f"use its name, {pulled.name}: `edgeinfer warm {pulled.name}`"
         problem = f"{model} is not a model name that another machine would know"
         raise SnapshotError(problem, hint=hint)
-    return pulled
+    return ref, pulled
 
 
 def _refuse_nameless(adapter: Adapter) -> None:
@@ -122,13 +122,11 @@ def _refuse_nameless(adapter: Adapter) -> None:
         raise SnapshotError(problem, hint=hint) from error
 
 
-def _refuse_others(manifest: storage.Manifest, paths: list[Path]) -> None:
+def _refuse_others(manifest: storage.Manifest, paths: list[Path], lora: str) -> None:
     described = {name for path in paths for name in (str(path), os.path.realpath(path))}
     ggufs = [path for path in manifest.files if path.endswith(".gguf")]
     if undescribed := [os.path.basename(path) for path in ggufs if path not in described]:
-        named = f"{LORA.flag} {resolve(manifest.model).files().lora}"
-        problem = (
-            f"{manifest.name} was made with {', '.join(undescribed)}, which your models.toml names"
-        )
-        hint = f"build one with that option: `edgeinfer warm {manifest.model} {named}`"
+        made_with = f"{manifest.name} was made with {', '.join(undescribed)}"
+        problem = f"{made_with}, which your models.toml names"
+        hint = f"build one with that option: `edgeinfer warm {manifest.model} {LORA.flag} {lora}`"
         raise SnapshotError(f"{problem}: another machine has a different models.toml", hint=hint)
