@@ -10,7 +10,6 @@ import re
 import signal
 import sys
 import threading
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -151,7 +150,7 @@ def test_first_run_offers_models_and_saves_the_choice(tmp_path, monkeypatch, lin
 
 
 def test_model_of_another_program_is_offered_if_none_is_pulled(tmp_path):
-    OllamaStore(Path.home(), gguf_bytes())
+    OllamaStore(gguf_bytes())
     host = FixedHost(errors=[ModelNotPulledError("m is not here")])
     out, _ = talk(tmp_path, "n", host=host)
     assert "Ollama has it, and it can be used in place: /model ollama/tiny:1b" in out

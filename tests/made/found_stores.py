@@ -1,4 +1,4 @@
-"""Stores of other programs, made by hand in their own layouts, and pictures of what is in them."""
+"""Stores of other programs in the home folder, in their own layouts, and pictures of their content."""
 
 import json
 import os
@@ -21,21 +21,19 @@ class OllamaStore:
     name = "ollama/tiny:1b"
     program = "Ollama"
 
-    def __init__(self, home: Path, content: bytes, **layers: str | dict[str, object]) -> None:
-        self.root = home / ".ollama/models"
-        self.file = self.blob(content)
-        self.link = self.file
+    def __init__(self, content: bytes, **layers: str | dict[str, object]) -> None:
+        self.root = Path.home() / ".ollama/models"
+        self.file = self.link = self.blob(content)
         self.layers = [("model", content)]
         for kind, layer in layers.items():
             text = layer if isinstance(layer, str) else json.dumps(layer)
             self.layers.append((kind, text.encode()))
-        for _, layer_bytes in self.layers:
-            self.blob(layer_bytes)
+            self.blob(text.encode())
         self.manifest = self.root / "manifests/registry.ollama.ai/library/tiny/1b"
         self.write_manifest()
 
-    def blob(self, content: bytes, digest: str = "") -> Path:
-        path = self.root / f"blobs/sha256-{digest or sha(content)}"
+    def blob(self, content: bytes) -> Path:
+        path = self.root / f"blobs/sha256-{sha(content)}"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         return path
@@ -66,15 +64,15 @@ class HubCache:
     program = "Hugging Face"
     revision = "a" * 40
 
-    def __init__(self, home: Path, content: bytes, *more: bytes) -> None:
-        self.root = home / ".cache/huggingface/hub"
+    def __init__(self, content: bytes, *more: bytes) -> None:
+        self.root = Path.home() / ".cache/huggingface/hub"
         self.repo = self.root / "models--someone--Tiny-GGUF"
         self.snapshot = self.repo / "snapshots" / self.revision
         (self.repo / "refs").mkdir(parents=True)
         (self.repo / "refs/main").write_text(self.revision)
         for name, part_of_file in parts(content, *more):
             self.add(name, part_of_file)
-        self.link = next(iter(sorted(self.snapshot.iterdir())))
+        self.link = min(self.snapshot.iterdir())
         self.file = self.link.resolve()
 
     def add(self, name: str, content: bytes, revision: str = "") -> Path:
@@ -99,13 +97,13 @@ class StudioFolder:
     name = "lmstudio/someone/Tiny-GGUF:F32"
     program = "LM Studio"
 
-    def __init__(self, home: Path, content: bytes, *more: bytes) -> None:
-        self.root = home / ".lmstudio/models"
+    def __init__(self, content: bytes, *more: bytes) -> None:
+        self.root = Path.home() / ".lmstudio/models"
         self.repo = self.root / "someone/Tiny-GGUF"
         self.repo.mkdir(parents=True)
         for name, part_of_file in parts(content, *more):
             (self.repo / name).write_bytes(part_of_file)
-        self.file = self.link = next(iter(sorted(self.repo.iterdir())))
+        self.file = self.link = min(self.repo.iterdir())
 
     def replace(self, content: bytes) -> None:
         self.file.write_bytes(content)

@@ -35,11 +35,6 @@ from edgeinfer.snapshot_format.storage import model_prefix, safe_name
 TINY = gguf_bytes()
 
 
-@pytest.fixture
-def home() -> Path:
-    return Path.home()
-
-
 @pytest.fixture(autouse=True)
 def _no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
@@ -51,9 +46,9 @@ def kind(request) -> type[AnyStore]:
 
 
 @pytest.fixture
-def external(kind, home: Path) -> AnyStore:
+def external(kind) -> AnyStore:
     """A store of each program with one model."""
-    return kind(home, TINY)
+    return kind(TINY)
 
 
 @pytest.fixture
@@ -86,8 +81,8 @@ def test_model_of_another_program_is_listed_shown_and_used_in_place(
     assert picture(external.root) == before
 
 
-def test_digest_is_checked_once_and_again_when_the_file_changed(home: Path, monkeypatch) -> None:
-    external = OllamaStore(home, TINY)
+def test_digest_is_checked_once_and_again_when_the_file_changed(monkeypatch) -> None:
+    external = OllamaStore(TINY)
     read = []
 
     def count(path: Path, progress: Callable[[int], None]) -> str:
@@ -219,8 +214,8 @@ def test_unreadable_folder_is_reported(external, list_models) -> None:
     ],
     ids=["garbage", "other-types", "deep", "no-model", "huge"],
 )
-def test_malformed_manifest_is_reported(home: Path, content: str, said: str, list_models) -> None:
-    external = OllamaStore(home, TINY)
+def test_malformed_manifest_is_reported(content: str, said: str, list_models) -> None:
+    external = OllamaStore(TINY)
     external.manifest.write_text(content)
     before = picture(external.root)
     assert said in list_models()["unusable"][0]["problem"]
@@ -233,15 +228,15 @@ def test_malformed_manifest_is_reported(home: Path, content: str, said: str, lis
     "digest",
     ["sha256:../../../../etc/passwd", "sha256:" + "A" * 64, "md5:00", "", "sha256:" + "0" * 63],
 )
-def test_digest_that_is_a_path_is_no_digest(home: Path, digest: str) -> None:
-    external = OllamaStore(home, TINY)
+def test_digest_that_is_a_path_is_no_digest(digest: str) -> None:
+    external = OllamaStore(TINY)
     external.write_manifest(digest=digest)
     with pytest.raises(ModelNotPulledError, match="not a SHA-256"):
         resolve(external.name).files()
 
 
-def test_external_file_of_another_digest_is_refused(home: Path) -> None:
-    for external in (OllamaStore(home, TINY), HubCache(home, TINY)):
+def test_external_file_of_another_digest_is_refused() -> None:
+    for external in (OllamaStore(TINY), HubCache(TINY)):
         external.file.write_bytes(gguf_bytes(seed=9))
         before = picture(external.root)
         with pytest.raises(ChecksumError, match="as its name says"):
@@ -249,7 +244,7 @@ def test_external_file_of_another_digest_is_refused(home: Path) -> None:
         assert picture(external.root) == before
 
 
-def test_absent_stores_are_empty(home: Path, tmp_path: Path, monkeypatch, list_models) -> None:
+def test_absent_stores_are_empty(tmp_path: Path, monkeypatch, list_models) -> None:
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "nowhere"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
     (tmp_path / "file").write_text("no folder")
@@ -262,8 +257,8 @@ def test_absent_stores_are_empty(home: Path, tmp_path: Path, monkeypatch, list_m
 # --- names and layouts
 
 
-def test_ollamas_names_are_as_they_are_typed_there(home: Path) -> None:
-    external = OllamaStore(home, TINY)
+def test_ollamas_names_are_as_they_are_typed_there() -> None:
+    external = OllamaStore(TINY)
     for path in (
         "registry.ollama.ai/library/big/latest",
         "registry.ollama.ai/someone/tiny/q8_0",
@@ -296,8 +291,8 @@ def test_stores_are_searched_again_once_the_list_is_stale(external, monkeypatch)
     assert list_models() == []
 
 
-def test_bare_ollama_name_is_suggested_in_full(home: Path) -> None:
-    OllamaStore(home, TINY)
+def test_bare_ollama_name_is_suggested_in_full() -> None:
+    OllamaStore(TINY)
     with pytest.raises(UsageError) as caught:
         resolve("tiny:1b").files()
     assert caught.value.hint == "did you mean ollama/tiny:1b?"
@@ -305,11 +300,11 @@ def test_bare_ollama_name_is_suggested_in_full(home: Path) -> None:
         resolve("tiny").files()
 
 
-def test_ollama_settings_are_used_or_reported(home: Path, capsys) -> None:
+def test_ollama_settings_are_used_or_reported(capsys) -> None:
     params = {"stop": ["<|end|>"], "temperature": 0.5, "num_ctx": 4096, "top_k": -3, "seed": 1}
     template = "{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>{{ end }}"
     layers = {"system": "Be brief.", "license": "MIT", "messages": "Hi"}
-    OllamaStore(home, TINY, template=template, params=params, **layers)
+    OllamaStore(TINY, template=template, params=params, **layers)
     files = resolve("ollama/tiny:1b").files()
     assert files.system_prompt == "Be brief."
     assert files.stop == ("<|end|>",)
@@ -322,14 +317,14 @@ def test_ollama_settings_are_used_or_reported(home: Path, capsys) -> None:
     assert "not used: messages" in out
 
 
-def test_ggufs_own_template_is_used_before_ollamas(home: Path) -> None:
+def test_ggufs_own_template_is_used_before_ollamas() -> None:
     content = gguf_bytes({"tokenizer.chat_template": "{{ messages[0].content }}"})
-    OllamaStore(home, content, template="[INST] {{ .Prompt }} [/INST]")
+    OllamaStore(content, template="[INST] {{ .Prompt }} [/INST]")
     assert resolve("ollama/tiny:1b").files().chat_template is None
 
 
-def test_adapter_of_ollamas_is_named_with_the_way_to_use_it(home: Path) -> None:
-    OllamaStore(home, TINY, adapter="lora")
+def test_adapter_of_ollamas_is_named_with_the_way_to_use_it() -> None:
+    OllamaStore(TINY, adapter="lora")
     with pytest.raises(ModelNotPulledError) as caught:
         resolve("ollama/tiny:1b").files()
     assert "--lora" in (caught.value.hint or "")
@@ -338,10 +333,8 @@ def test_adapter_of_ollamas_is_named_with_the_way_to_use_it(home: Path) -> None:
 @pytest.mark.parametrize(
     "variable", ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"]
 )
-def test_hubs_cache_is_where_its_variables_say(
-    home: Path, tmp_path: Path, variable: str, monkeypatch
-) -> None:
-    external = HubCache(home, TINY)
+def test_hubs_cache_is_where_its_variables_say(tmp_path: Path, variable: str, monkeypatch) -> None:
+    external = HubCache(TINY)
     below = {"HF_HOME": "hub", "XDG_CACHE_HOME": "huggingface/hub"}.get(variable, "")
     (tmp_path / "moved" / below).parent.mkdir(parents=True, exist_ok=True)
     shutil.move(external.root, tmp_path / "moved" / below)
@@ -350,8 +343,8 @@ def test_hubs_cache_is_where_its_variables_say(
     assert [model.name for model in stores.usable()] == [external.name]
 
 
-def test_files_of_one_quantization_and_other_revisions_have_names_of_their_own(home: Path) -> None:
-    external = HubCache(home, TINY)
+def test_files_of_one_quantization_and_other_revisions_have_names_of_their_own() -> None:
+    external = HubCache(TINY)
     external.add("Q8/tiny-Q8_0.gguf", gguf_bytes(seed=1))
     external.add("other-Q8_0.gguf", gguf_bytes(seed=2))
     external.add("mmproj-tiny-F16.gguf", gguf_bytes(seed=3))
@@ -366,12 +359,12 @@ def test_files_of_one_quantization_and_other_revisions_have_names_of_their_own(h
     assert resolve("someone/Tiny-GGUF:F32").files().name == external.name
 
 
-def test_a_stores_projector_is_found_and_verified(home: Path, tmp_path: Path) -> None:
+def test_a_stores_projector_is_found_and_verified(tmp_path: Path) -> None:
     model = make_llama(tmp_path / "model.gguf")
     width = read_header(model).n_embd
     projector = make_projector(tmp_path / "mmproj-tiny-F16.gguf", "gemma3", width).read_bytes()
     other = make_projector(tmp_path / "mmproj-other.gguf", "gemma3", width + 8).read_bytes()
-    hub, studio = HubCache(home, model.read_bytes()), StudioFolder(home, model.read_bytes())
+    hub, studio = HubCache(model.read_bytes()), StudioFolder(model.read_bytes())
     link = hub.add("mmproj-tiny-F16.gguf", projector)
     hub.add("mmproj-other.gguf", other)
     (studio.repo / "mmproj-tiny-F16.gguf").write_bytes(projector)
@@ -384,52 +377,48 @@ def test_a_stores_projector_is_found_and_verified(home: Path, tmp_path: Path) ->
         resolve(hub.name).files()
 
 
-def test_ollamas_projector_is_found(home: Path, tmp_path: Path) -> None:
+def test_ollamas_projector_is_found(tmp_path: Path) -> None:
     model = make_llama(tmp_path / "model.gguf")
     projector = make_projector(tmp_path / "mmproj.gguf", "gemma3", read_header(model).n_embd)
-    external = OllamaStore(home, model.read_bytes())
+    external = OllamaStore(model.read_bytes())
     external.layers.append(("projector", projector.read_bytes()))
     blob = external.blob(projector.read_bytes())
     external.write_manifest()
     assert resolve(external.name).files().projector == str(blob)
-    assert next(
-        listed_model
-        for listed_model, _ in every_model(load_catalog())
-        if listed_model.name == external.name
-    ).can_see
+    listed = {model.name: model for model, _ in every_model(load_catalog())}
+    assert listed[external.name].can_see
 
 
 @pytest.mark.parametrize("kind", [HubCache, StudioFolder])
-def test_split_model_is_one_model(kind, home: Path) -> None:
-    external = kind(home, *(gguf_bytes(split_keys(n, 2)) for n in (0, 1)))
+def test_split_model_is_one_model(kind) -> None:
+    external = kind(*(gguf_bytes(split_keys(n, 2)) for n in (0, 1)))
     assert len(resolve(external.name).files().paths) == 2
     external.link.unlink()
     with pytest.raises(ModelNotPulledError, match=r"its part .* is missing"):
         resolve(external.name).files()
 
 
-def test_lm_studio_says_where_its_models_are(home: Path, tmp_path: Path) -> None:
-    external = StudioFolder(home, TINY)
+def test_lm_studio_says_where_its_models_are(tmp_path: Path) -> None:
+    external = StudioFolder(TINY)
     shutil.move(external.root, tmp_path / "models")
     assert stores.search() == []
-    (home / ".lmstudio/settings.json").write_text(
-        json.dumps({"downloadsFolder": str(tmp_path / "models")})
-    )
+    settings = Path.home() / ".lmstudio/settings.json"
+    settings.write_text(json.dumps({"downloadsFolder": str(tmp_path / "models")}))
     assert resolve(external.name).files().paths[0].startswith(str(tmp_path))
     for wrong in ("[]", "{", *(json.dumps({"downloadsFolder": folder}) for folder in ("/\0", 3))):
-        (home / ".lmstudio/settings.json").write_text(wrong)
+        settings.write_text(wrong)
         assert stores.search() == []
 
 
-def test_control_characters_are_not_printed(home: Path, capsys) -> None:
-    external = StudioFolder(home, TINY)
+def test_control_characters_are_not_printed(capsys) -> None:
+    external = StudioFolder(TINY)
     external.file.rename(external.repo / "tiny\x1b[2J.gguf")
     assert main(["list", "--pulled"]) == 0
     assert "\x1b[2J" not in capsys.readouterr().out
 
 
-def test_ollama_model_is_pulled_under_a_name(home: Path, capsys) -> None:
-    external = OllamaStore(home, TINY)
+def test_ollama_model_is_pulled_under_a_name(capsys) -> None:
+    external = OllamaStore(TINY)
     before = picture(external.root)
     assert main(["pull", external.name, "--name", "mine"]) == 0
     assert picture(external.root) == before
@@ -447,8 +436,8 @@ def test_external_models_are_offered_if_none_is_pulled(external, capsys) -> None
     assert f"from {external.program}: `edgeinfer chat {external.name}`" in capsys.readouterr().err
 
 
-def test_every_cell_layout_generates(kind, home: Path, smollm2: Path, as_json) -> None:
-    external = kind(home, smollm2.read_bytes())
+def test_every_cell_layout_generates(kind, smollm2: Path, as_json) -> None:
+    external = kind(smollm2.read_bytes())
     before = picture(external.root)
     name = next(iter(stores.usable())).name
     assert as_json("run", name, "Hello", "--max-tokens", "4")["usage"]["completion_tokens"] > 0

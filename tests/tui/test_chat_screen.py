@@ -3,7 +3,6 @@
 import contextlib
 import json
 import threading
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -401,7 +400,7 @@ async def test_waiting_question_of_another_conversation_is_not_answered(drive, f
 
 
 async def test_first_screen_offers_models_of_other_programs(drive):
-    store = OllamaStore(Path.home(), gguf_bytes())
+    store = OllamaStore(gguf_bytes())
     host = FixedHost(errors=[ModelNotPulledError(f"{MODEL} is not on this machine yet")])
     async with drive(host=host, ready=False) as d:
         screen = await d.until(lambda: isinstance(d.app.screen, ModelScreen) and d.app.screen)

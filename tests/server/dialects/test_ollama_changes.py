@@ -2,7 +2,6 @@
 
 import json
 import threading
-from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine
@@ -142,7 +141,7 @@ def test_models_change_only_where_the_endpoint_was_started_for_it(serve, method,
 
 
 def test_model_of_ollamas_store_is_used_under_ollamas_name(live_server, gguf, until):
-    store = OllamaStore(Path.home(), gguf.read_bytes())
+    store = OllamaStore(gguf.read_bytes())
     until(lambda: "tiny:1b" in _names(live_server), "the cached list to expire")
     assert "insert" in _post(live_server, "/api/show", model="tiny:1b").json()["capabilities"]
     ask = {
