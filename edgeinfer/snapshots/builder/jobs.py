@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -32,7 +31,7 @@ from edgeinfer.errors import (
     SnapshotError,
     SnapshotStaleError,
 )
-from edgeinfer.host import Host
+from edgeinfer.host import Host, LoadProgress
 from edgeinfer.launcher import builds, messages, selection
 from edgeinfer.platform import paths, process
 from edgeinfer.platform.disk import free_bytes, is_locked, locked
@@ -46,8 +45,6 @@ from edgeinfer.units import format_bytes
 
 #: Stage name while another process builds the same snapshot.
 WAITING = "waiting for another build of this snapshot"
-#: Progress callback: stage, and fraction from 0 to 1, or None if unknown.
-Progress = Callable[[str, float | None], None]
 #: Lock of builds at low priority, so that only one of them runs at a time.
 BACKGROUND_LOCK = ".auto-warm.lock"
 #: Estimated disk space (bytes) of a snapshot: Python's heap, touched KV cache, compute buffers.
@@ -55,7 +52,7 @@ _NEED_BYTES = 400 << 20
 _BUILDER = "edgeinfer.snapshots.builder.builder"
 
 
-def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: Progress) -> Details:
+def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: LoadProgress) -> Details:
     """Build a snapshot; remove the older one of that name. Processes resumed from it continue.
 
     A background build of the same snapshot is ended: at idle priority it could take minutes. Raises
@@ -83,7 +80,7 @@ def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: Progress) -
 
 
 def _build_in_new_folder(
-    root: Path, inputs: SnapshotInputs, probed: criu.Probe, progress: Progress
+    root: Path, inputs: SnapshotInputs, probed: criu.Probe, progress: LoadProgress
 ) -> Details:
     """Run a builder in a new folder. If it fails, delete the folder and record the failure."""
     stamps = inputs.stamps or stamps_of(inputs.files, inputs.options)
@@ -147,7 +144,7 @@ def remove_unfinished(root: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_builder(folder: Path, request: BuildRequest, progress: Progress) -> Details:
+def run_builder(folder: Path, request: BuildRequest, progress: LoadProgress) -> Details:
     """Run a builder in a locked folder. Raises its error, or SnapshotError if it ends without one."""
     mine, builder_link = socket.socketpair()
     command = process.child_command(_BUILDER, str(builder_link.fileno()), str(folder))
@@ -186,7 +183,7 @@ def _death_of_builder(builder: subprocess.Popen[bytes], log: Path) -> EdgeInferE
 
 
 def take(
-    description: ProcessDescription, given_name: str, config: SnapshotsConfig, progress: Progress
+    description: ProcessDescription, given_name: str, config: SnapshotsConfig, progress: LoadProgress
 ) -> tuple[Details, bool]:
     """Build a snapshot of what `description` says a running process has loaded.
 
