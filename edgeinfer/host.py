@@ -36,7 +36,7 @@ _MOMENT_S = 0.5
 LoadProgress = Callable[[str, float | None], None]
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessStart(msgspec.Struct, frozen=True, kw_only=True):
     """How this process started: resumed from a snapshot, or cold (`reason` says why).
 
     `stages_ms` has the time (ms) from exec at which each stage began: `launcher`, `restore`, `running`
@@ -77,15 +77,15 @@ def _slow_stages_on_stderr() -> LoadProgress:
     return progress
 
 
-class Host:
-    """Host of a process without launcher: loads models in this process. `AppHost` uses the launcher."""
+class EngineHost:
+    """A verb's engines without a launcher: loaded in this process. `AppHost` uses the launcher."""
 
     _is_worker = False
 
     def __init__(
-        self, start: Start | None = None, config: Config | None = None, exec_ns: int = 0
+        self, start: ProcessStart | None = None, config: Config | None = None, exec_ns: int = 0
     ) -> None:
-        self.start = start or Start(reason="started without the launcher")
+        self.start = start or ProcessStart(reason="started without the launcher")
         self._config = config
         self._cache_report = process_metadata.ProcessRecord(process_metadata.CACHE_REPORT)
         self._replicas = process_metadata.ProcessRecord(process_metadata.REPLICAS)
@@ -215,7 +215,7 @@ class Host:
         """Load `model` in a worker process; without a launcher, here. Raises what `engine` raises."""
         return self.engine(model, options, progress)
 
-    def worker_start(self, engine: Engine) -> Start | None:
+    def worker_start(self, engine: Engine) -> ProcessStart | None:
         """Return how the worker of `engine` started; None if `engine` is in this process."""
         return None
 

@@ -14,7 +14,7 @@ from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Attachment, Conversation
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import ChatConfig
-from edgeinfer.host import Host, LoadProgress, Start
+from edgeinfer.host import EngineHost, LoadProgress, ProcessStart
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.units import format_ms
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class ChatSetup:
     """Options and configuration of one chat, for the Textual app or the plain chat."""
 
-    host: Host
+    host: EngineHost
     model: str
     options: LoadOptions
     config: ChatConfig
@@ -54,7 +54,7 @@ class ChatSetup:
         return Engines(self.host, self.options)
 
 
-def describe_start(start: Start) -> str:
+def describe_start(start: ProcessStart) -> str:
     """Return `resumed in 84 ms`, or `cold start in 7.1 s: no snapshot yet`; no time while unknown."""
     text = "resumed" if start.how == "resumed" else "cold start"
     if text == "resumed" or "ready" in start.stages_ms:
@@ -65,7 +65,7 @@ def describe_start(start: Start) -> str:
 class Engines:
     """Loads the first model here, others into workers; closes the previous engine. It blocks."""
 
-    def __init__(self, host: Host, options: LoadOptions) -> None:
+    def __init__(self, host: EngineHost, options: LoadOptions) -> None:
         self.host = host
         self.options = options
         self.engine: Engine | None = None
@@ -77,8 +77,8 @@ class Engines:
     def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
         """Return an engine of `model`, loading it if necessary, and close the previous one.
 
-        `n_ctx` None stands for that of `options`. Raises what `Host.engine` raises; then the previous
-        engine stays open.
+        `n_ctx` None stands for that of `options`. Raises what `EngineHost.engine` raises; then the
+        previous engine stays open.
         """
         options = self.options if n_ctx is None else msgspec.structs.replace(self.options, n_ctx=n_ctx)
         with self._loading:

@@ -22,7 +22,7 @@ from edgeinfer import typed_options
 from edgeinfer.agents.prompt_normalization import PromptNormalizer
 from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.errors import ServeError, UsageError
-from edgeinfer.host import Host, LoadProgress
+from edgeinfer.host import EngineHost, LoadProgress
 from edgeinfer.platform import paths
 from edgeinfer.platform.machine import read_processors
 from edgeinfer.receipts.receipt import load_key
@@ -60,11 +60,11 @@ _PURGE_EVERY_S = 24 * 3600
 FRESH_S = 2.0
 
 
-def serve(options: argparse.Namespace, host: Host) -> ServeOutcome:
+def serve(options: argparse.Namespace, host: EngineHost) -> ServeOutcome:
     """Serve until a signal, or until `--idle-exit` is over.
 
     Raises ServeError if the address cannot be bound or the API key file is readable by others, and what
-    `Host.resolve` and `Host.files` raise.
+    `EngineHost.resolve` and `EngineHost.files` raise.
     """
     name, ref = _default_model(options, host)
     address = pick(options.host, host.config.serve.host), pick(options.port, host.config.serve.port)
@@ -76,7 +76,7 @@ def serve(options: argparse.Namespace, host: Host) -> ServeOutcome:
     return asyncio.run(_serve(options, host, loader, listeners, gate))
 
 
-def _default_model(options: argparse.Namespace, host: Host) -> tuple[str, ModelRef | None]:
+def _default_model(options: argparse.Namespace, host: EngineHost) -> tuple[str, ModelRef | None]:
     """Return the default model's name and reference (None if this process was resumed with it)."""
     model: str = options.model or host.config.default_model
     if model == host.loaded_model:
@@ -88,7 +88,7 @@ def _default_model(options: argparse.Namespace, host: Host) -> tuple[str, ModelR
 
 async def _serve(
     options: argparse.Namespace,
-    host: Host,
+    host: EngineHost,
     loader: ModelLoader,
     listeners: list[socket.socket],
     gate: Gate,
@@ -155,7 +155,7 @@ async def _serve(
 
 
 def offline_endpoint(
-    options: argparse.Namespace, host: Host, names: Sequence[str] = ()
+    options: argparse.Namespace, host: EngineHost, names: Sequence[str] = ()
 ) -> tuple[Endpoint, ASGIApp]:
     """Build an endpoint without sockets or limits, for `batch` and `eval`; return it and its ASGI app.
 
@@ -188,7 +188,7 @@ class ModelLoader:
         self,
         options: argparse.Namespace,
         name: str,
-        host: Host,
+        host: EngineHost,
         ref: ModelRef | None,
         *,
         is_counted: bool = True,
@@ -202,7 +202,7 @@ class ModelLoader:
         self._loads_here = True
 
     def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
-        """Load a model. Runs in a thread. Raises what `Host.engine` and `Host.worker` raise."""
+        """Load a model. Runs in a thread. Raises what the host's `engine` and `worker` raise."""
         if name == self.name and self._loads_here:
             self._loads_here = False
             engine = self.host.engine(self._ref or self._typed, self._options, progress)
@@ -310,7 +310,7 @@ def _unix(stamp: str) -> int:
         return 0
 
 
-def _speaks_ollama(options: argparse.Namespace, host: Host) -> bool:
+def _speaks_ollama(options: argparse.Namespace, host: EngineHost) -> bool:
     return bool(pick(options.ollama, host.config.serve.ollama))
 
 
@@ -333,7 +333,9 @@ def _bind_ollama(
         ) from error
 
 
-def make_gate(options: argparse.Namespace, host: Host, listeners: Sequence[socket.socket]) -> Gate:
+def make_gate(
+    options: argparse.Namespace, host: EngineHost, listeners: Sequence[socket.socket]
+) -> Gate:
     """Build the gate, which checks each request's address, Host, Origin and API key.
 
     An address beyond loopback needs an API key, which is created at the first use. Raises ServeError.

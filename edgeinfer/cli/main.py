@@ -35,7 +35,7 @@ from edgeinfer.errors import (
     SnapshotsUnavailableError,
     UsageError,
 )
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.launcher.argv import with_verb
 from edgeinfer.safe_text import without_controls
 
@@ -56,11 +56,11 @@ _CONVERSATIONS = ("sessions", "session", "conversations", "history", "chats")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
+def main(argv: Sequence[str] | None = None, host: EngineHost | None = None) -> int:
     """Run a command line; return its exit status. `--help` and `--version` raise SystemExit."""
     typed = with_verb(list(sys.argv[1:] if argv is None else argv))
     as_json = wants_json(typed)
-    host = host or Host()
+    host = host or EngineHost()
     try:
         if typed[0] == "help":
             typed = [*typed[1:], "--help"]
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None, host: Host | None = None) -> int:
         return error_text.exit_code(failure)
 
 
-def _refuse_unknown_verb(typed: Sequence[str], host: Host) -> None:
+def _refuse_unknown_verb(typed: Sequence[str], host: EngineHost) -> None:
     """Raise UsageError if the first word is not a verb, with what was probably meant."""
     word = typed[0]
     if word.startswith("-") or word in VERBS:
@@ -120,14 +120,14 @@ def _refuse_unknown_verb(typed: Sequence[str], host: Host) -> None:
     raise UsageError(f"{word!r} is not a verb", hint=f"did you mean `{suggestion}`?")
 
 
-def _is_model(word: str, host: Host) -> bool:
+def _is_model(word: str, host: EngineHost) -> bool:
     try:
         return host.find_model(word) is not None
     except CatalogError:  # a model with an unreadable record
         return True
 
 
-def _run(options: argparse.Namespace, host: Host) -> Result:
+def _run(options: argparse.Namespace, host: EngineHost) -> Result:
     if options.verb in LINUX_ONLY and sys.platform != "linux":
         problem = f"`{options.verb}` needs Linux; without it every launch is a cold start"
         raise SnapshotsUnavailableError(problem, hint="")

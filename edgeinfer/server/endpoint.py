@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 from edgeinfer.agents.prompt_normalization import PromptNormalizer
 from edgeinfer.errors import EdgeInferError, QueueFullError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server import problems, tracing
@@ -50,7 +50,7 @@ class Endpoint:
     models: ModelPool
     limits: Limits
     log: Log
-    host: Host
+    host: EngineHost
     _: KW_ONLY
     normalizer: PromptNormalizer = field(default_factory=PromptNormalizer)
     #: Stored responses of /v1/responses; None if switched off.

@@ -415,7 +415,7 @@ class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a load.
 
     `how`: "resumed" (from a snapshot), "cold", or "held" (the process already had the engine).
-    `stages_ms`: time (ms) at which each stage of the process's start began (`host.Start`).
+    `stages_ms`: time (ms) at which each stage of the process's start began (`host.ProcessStart`).
     """
 
     engine: Engine

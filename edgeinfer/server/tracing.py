@@ -46,8 +46,8 @@ def generation_spans(began_s: float, timings: Timings) -> list[Span]:
 def start_spans(stages_ms: Mapping[str, float], start: str) -> list[Span]:
     """Return a span for each stage of a process's start. Call it when the process is ready.
 
-    `stages_ms`: time (ms) from exec at which each stage began, as in `host.Start`. `start` is "resumed"
-    or "cold".
+    `stages_ms`: time (ms) from exec at which each stage began, as in `host.ProcessStart`. `start` is
+    "resumed" or "cold".
     """
     ended_s, last_ms = time.perf_counter(), max(stages_ms.values(), default=0.0)
     names = {"restore": "resume" if start == "resumed" else "spawn"}

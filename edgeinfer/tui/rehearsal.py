@@ -18,7 +18,7 @@ from textual.pilot import Pilot
 from edgeinfer.chat.history.store import memory_store
 from edgeinfer.chat.startup import ChatSetup
 from edgeinfer.config.config_file import ChatConfig, Config
-from edgeinfer.host import Host, LoadProgress, Start
+from edgeinfer.host import EngineHost, LoadProgress, ProcessStart
 from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import CacheReport, Finished, TextDelta, Timings, Usage
 from edgeinfer.runtime.interface import Engine
@@ -64,11 +64,11 @@ class _ScriptedEngine:
         """Do nothing: the engine holds no resources."""
 
 
-class _RehearsalHost(Host):
+class _RehearsalHost(EngineHost):
     """A host whose engine is scripted; it reads no configuration."""
 
     def __init__(self) -> None:
-        super().__init__(Start(how="resumed"), Config())
+        super().__init__(ProcessStart(how="resumed"), Config())
 
     def engine(
         self, model: object, options: LoadOptions, progress: LoadProgress | None = None
@@ -76,7 +76,7 @@ class _RehearsalHost(Host):
         return cast(Engine, _ScriptedEngine())
 
     def note_prompt(self, last: CacheReport) -> None:
-        """Do nothing: `Host` would open a file, and a snapshot must not contain open descriptors."""
+        """Do nothing: the host would open a file, and a snapshot must not have open descriptors."""
 
 
 def rehearse() -> None:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from edgeinfer.errors import EdgeInferError, EngineClosedError, EngineError, from_fields, to_fields
-from edgeinfer.host import LoadProgress, Start
+from edgeinfer.host import LoadProgress, ProcessStart
 from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import Event, Finished
 from edgeinfer.runtime.interface import Engine
@@ -65,7 +65,7 @@ class Loading(Frame, frozen=True):
 
 class Ready(Frame, frozen=True):
     info: EngineInfo
-    start: Start
+    start: ProcessStart
 
 
 class Accepted(Frame, frozen=True):
@@ -316,7 +316,9 @@ CALLS = """
 """.split()
 
 
-def serve_engine(sock: socket.socket, start: Start, load: Callable[[LoadProgress], Engine]) -> None:
+def serve_engine(
+    sock: socket.socket, start: ProcessStart, load: Callable[[LoadProgress], Engine]
+) -> None:
     """Load an engine and serve it until the client closes the socket; send an error if that fails."""
     wire = FrameSocket(sock)
     with contextlib.suppress(OSError):  # the client has ended: so does this process

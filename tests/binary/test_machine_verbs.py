@@ -13,7 +13,7 @@ import manual
 from edgeinfer.cli.parser import VERBS
 from edgeinfer.cli.verbs import doctor, version
 from edgeinfer.errors import EdgeInferError, ShippingError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.shipping import shipped
 
 
@@ -23,13 +23,13 @@ def options(**values):
 
 def test_licences_outside_the_shipped_file_are_refused_with_a_hint():
     with pytest.raises(ShippingError, match="only the one-file program"):
-        version.run(options(licenses=True), Host())
+        version.run(options(licenses=True), EngineHost())
 
 
 def test_self_check_is_for_the_shipped_file():
     assert shipped.app_dir() is None
     with pytest.raises(EdgeInferError, match="one-file program, and this is a Python package"):
-        doctor.run(options(verify=True), Host())
+        doctor.run(options(verify=True), EngineHost())
 
 
 def test_certificates_of_this_system_unless_the_environment_names_some(monkeypatch):

@@ -19,7 +19,7 @@ from edgeinfer.cli.result import Result, TimedResult
 from edgeinfer.cli.verbs import launch
 from edgeinfer.config.config_file import Config
 from edgeinfer.errors import kebab
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.launcher.argv import LAUNCH_VERBS, SWITCHES, with_verb
 from edgeinfer.snapshots.running import RunningLaunch
 
@@ -37,7 +37,7 @@ def test_verb_is_a_function_of_options_and_host_that_returns_a_result(verb):
         for parameter in inspect.signature(function).parameters.values()
         if parameter.default is parameter.empty
     ]
-    assert needed == [argparse.Namespace, Host]
+    assert needed == [argparse.Namespace, EngineHost]
     assert issubclass(hints["return"], Result)
 
 

@@ -17,7 +17,7 @@ from edgeinfer.cli.parser import build_parser
 from edgeinfer.cli.verbs import eval as eval_verb
 from edgeinfer.cli.verbs.eval_report import EvalResult, paired_difference, share
 from edgeinfer.errors import DecodeError, ModelBusyError, UsageError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.platform import paths
 from edgeinfer.runtime.llama import libedgeinfer
 from edgeinfer.runtime.requests import GenerateRequest
@@ -64,7 +64,7 @@ def score(tmp_path):
     return run
 
 
-def _run(*typed: str, host: Host) -> EvalResult:
+def _run(*typed: str, host: EngineHost) -> EvalResult:
     return eval_verb.run(build_parser("eval").parse_args(["eval", *typed, "--quiet"]), host)
 
 
@@ -325,7 +325,7 @@ def test_choice_is_that_of_raw_logits_by_one_prefill(tiny, tmp_path):
     path = tmp_path / "choices.jsonl"
     path.write_text("".join(json.dumps(item) + "\n" for item in items))
     other = make_llama(tmp_path / "other.gguf", n_ctx=512)
-    result = _run(str(path), str(tiny), str(other), "--kv-type", "f16", host=Host())
+    result = _run(str(path), str(tiny), str(other), "--kv-type", "f16", host=EngineHost())
     assert _passes(result) == [True] * 4
     assert result.candidates == ["tiny.gguf", "other.gguf"]
     lines = (paths.data_dir() / "evaluations/choices.answers.jsonl").read_text().splitlines()
@@ -339,7 +339,7 @@ def test_choice_is_that_of_raw_logits_by_one_prefill(tiny, tmp_path):
 def test_answers_are_no_part_of_drift_and_use(tiny, tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps(_item(1, exact="?")))
-    result = _run(str(path), str(tiny), str(tiny), host=Host())
+    result = _run(str(path), str(tiny), str(tiny), host=EngineHost())
     assert not any(verdict.error for verdict in result.items[0].verdicts)
     assert not drift_path().exists()
 
@@ -367,7 +367,7 @@ def test_choices_get_the_verdicts_of_lm_evaluation_harness(basics, smollm2, tmp_
     items, recorded = basics
     items = [item for item in items if "choices" in item]
     (tmp_path / "choices.jsonl").write_text("\n".join(map(json.dumps, items)))
-    result = _run(str(tmp_path / "choices.jsonl"), str(smollm2), "--ctx", "1024", host=Host())
+    result = _run(str(tmp_path / "choices.jsonl"), str(smollm2), "--ctx", "1024", host=EngineHost())
     assert result.scores[0].low > 1 / 4
     for item in result.items:
         verdict, recorded_verdict = item.verdicts[0], recorded[item.id]

@@ -38,7 +38,7 @@ def test_blocks_of_a_model_are_deleted_and_others_stay(gguf: Path, capsys, monke
     keep(model_key("", [str(gguf)]))
     keep("another")
     monkeypatch.setattr(
-        "edgeinfer.host.Host.files", lambda self, name: ModelFiles(name=name, paths=(str(gguf),))
+        "edgeinfer.host.EngineHost.files", lambda self, name: ModelFiles(name=name, paths=(str(gguf),))
     )
     assert main(["forget", str(gguf)]) == 0
     assert "freed" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.errors import QueueFullError, UnknownModelError, UsageError
-from edgeinfer.host import Host, Start
+from edgeinfer.host import EngineHost, ProcessStart
 from edgeinfer.media.pictures import PICTURE_MARK
 from edgeinfer.models.reference import ModelRef
 from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, ToolCallDelta, Usage
@@ -34,9 +34,9 @@ def script_engine(*script, **info):
     return FakeEngine([script], info=EngineInfo(model="m", n_ctx=4096, **info))
 
 
-class ScriptedHost(Host):
+class ScriptedHost(EngineHost):
     def __init__(self, engine, config=None):
-        super().__init__(Start(how="resumed", stages_ms={"restore": 80.0}), config)
+        super().__init__(ProcessStart(how="resumed", stages_ms={"restore": 80.0}), config)
         self.scripted, self.opened = engine, []
 
     def find_model(self, text):
@@ -155,14 +155,16 @@ def test_time_between_a_failed_load_and_the_next_is_not_of_the_start(monkeypatch
     """The 30 s between the loads do not count, 0.5 s before and 1 s of loading do (fake clock)."""
     clock = [500_000_000]
     monkeypatch.setattr("edgeinfer.host.time.monotonic_ns", lambda: clock[0])
-    monkeypatch.setattr(Host, "attach_devices", lambda *_: None)
-    host = Host(Start(reason="no snapshot yet"), Config(), exec_ns=1)
+    monkeypatch.setattr(EngineHost, "attach_devices", lambda *_: None)
+    host = EngineHost(ProcessStart(reason="no snapshot yet"), Config(), exec_ns=1)
     with pytest.raises(UnknownModelError):
         host.engine("nosuch", LoadOptions())
     clock[0] += 30_000_000_000
-    monkeypatch.setattr(Host, "files", lambda *_, **__: None)
+    monkeypatch.setattr(EngineHost, "files", lambda *_, **__: None)
     monkeypatch.setattr(
-        Host, "_load", lambda self, *_: (clock.__setitem__(0, clock[0] + 10**9), self._reached("ready"))
+        EngineHost,
+        "_load",
+        lambda self, *_: (clock.__setitem__(0, clock[0] + 10**9), self._reached("ready")),
     )
     host.engine("tiny", LoadOptions())
     assert describe_start(host.start) == "cold start in 1.5 s: no snapshot yet"
@@ -230,7 +232,7 @@ def test_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypatc
     monkeypatch.setattr("edgeinfer.runtime.engine.load_engine", load)
     for more in (["--timings"], ["--json"]):
         clock[0] = 500_000_000
-        host = Host(Start(how="cold", reason="no snapshot yet"), exec_ns=1)
+        host = EngineHost(ProcessStart(how="cold", reason="no snapshot yet"), exec_ns=1)
         monkeypatch.setattr(host, "files", lambda model, *_, **__: ModelFiles(name=model, paths=()))
         monkeypatch.setattr(host, "open_prefix_cache", lambda _engine: None)
         monkeypatch.setattr(host, "record_drift", lambda *_: None)
@@ -436,9 +438,9 @@ def test_input_without_an_end_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("typed", [["nosuch"], ["qwen3-4b"], ["./gone.gguf"], ["nosuch", "--plain"]])
 def test_chat_refuses_a_missing_model_as_run_does_before_it_shows_anything(typed, capsys):
-    code = main(["run", typed[0], "hi"], Host())
+    code = main(["run", typed[0], "hi"], EngineHost())
     problem = capsys.readouterr().err.splitlines()[0]
-    assert main(["chat", *typed], Host()) == code != 0
+    assert main(["chat", *typed], EngineHost()) == code != 0
     output = capsys.readouterr()
     assert (output.out, output.err.splitlines()[0]) == ("", problem)
     assert "hint: " in output.err

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from edgeinfer.errors import EngineError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import Event, Finished, TextDelta, ToolCallDelta
@@ -169,7 +169,7 @@ async def serve(engine: Engine) -> None:
         list_pulled=lambda: [AvailableModel(name="reader", size_bytes=1)],
     )
     models = ModelPool(callbacks, default="reader", keep_alive_s=-1)
-    endpoint = Endpoint(models, Limits(), Log("json"), Host())
+    endpoint = Endpoint(models, Limits(), Log("json"), EngineHost())
     await EndpointServer(endpoint, Gate(keys=Keys([])), listeners, RunOptions()).run()
 
 

@@ -13,7 +13,7 @@ from edgeinfer.cli.verbs import doctor
 from edgeinfer.config.config_file import Config, LoadConfig, load_config
 from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption, first_mismatch, snapshot_options
 from edgeinfer.errors import ConfigError, UsageError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.launcher import selection
 from edgeinfer.platform.machine import Memory
 from edgeinfer.runtime.llama.model import check_options
@@ -70,7 +70,7 @@ NUMBERS = [option for option in TYPED if option.high]
 @pytest.mark.parametrize("option", NUMBERS, ids=lambda option: option.flag)
 def test_one_range_on_every_way_in(option: LoadOption, tmp_path, capsys) -> None:
     beyond = option.high + 1
-    assert main(["run", "m", "hello", option.flag, str(beyond)], Host(config=Config())) == 2
+    assert main(["run", "m", "hello", option.flag, str(beyond)], EngineHost(config=Config())) == 2
     assert f"between {option.low} and {option.high}" in capsys.readouterr().err
     path = tmp_path / "config.toml"
     path.write_text(f"[load]\n{option.key} = {beyond}\n")

@@ -12,7 +12,7 @@ from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import Config
 from edgeinfer.config.sampling_options import SAMPLING_OPTIONS, TYPED, SamplingOption
 from edgeinfer.errors import InvalidRequestError, UsageError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.models.catalog import SamplingDefaults
 from edgeinfer.runtime.requests import Sampling, check_sampling
 from edgeinfer.server.openai.wire import ChatRequest
@@ -52,7 +52,7 @@ def test_command_line_chat_catalogue_and_endpoint_take_the_same_range(
     for value in (*beyond(option), math.nan):
         if option.flag:
             argv = ["run", "m", "hello", f"{option.flag}={value}"]
-            assert main(argv, Host(config=Config())) == 2
+            assert main(argv, EngineHost(config=Config())) == 2
             assert option.describe_range() in capsys.readouterr().err
             with pytest.raises(UsageError, match=option.describe_range()):
                 presets.value(option.field, str(value))

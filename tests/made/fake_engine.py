@@ -22,7 +22,7 @@ import msgspec
 
 from edgeinfer.config.config_file import Config
 from edgeinfer.errors import EngineClosedError, EngineError, InvalidRequestError, QueueFullError
-from edgeinfer.host import Host, LoadProgress
+from edgeinfer.host import EngineHost, LoadProgress
 from edgeinfer.models.reference import ModelRef
 from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import (
@@ -267,7 +267,7 @@ class StuckEngine(FakeEngine):
             assert self.opened.wait(30)
 
 
-class FakeHost(Host):
+class FakeHost(EngineHost):
     """Gives out the scripted engine that `load` returns for a model's name."""
 
     def __init__(self, load: Callable[[str], FakeEngine]) -> None:

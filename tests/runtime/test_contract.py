@@ -11,7 +11,7 @@ import pytest
 from fake_engine import Delay, FakeEngine
 
 from edgeinfer.errors import EngineClosedError, InvalidRequestError, UsageError
-from edgeinfer.host import Start
+from edgeinfer.host import ProcessStart
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, Tool
@@ -29,7 +29,7 @@ def _open(kind: str, smollm2: Path) -> Engine:
     if kind == "fake":
         return fake
     live_server, worker_end = socket.socketpair()
-    serving = (worker_end, Start(), lambda progress: fake)
+    serving = (worker_end, ProcessStart(), lambda progress: fake)
     threading.Thread(target=serve_engine, args=serving, daemon=True).start()
     return RemoteEngine(live_server)
 

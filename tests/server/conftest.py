@@ -24,7 +24,7 @@ from made_models import FIM, make_llama
 from other_processes import wait_until
 
 from edgeinfer.cli.endpoint_setup import ModelAdmin
-from edgeinfer.host import Host, LoadProgress
+from edgeinfer.host import EngineHost, LoadProgress
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.server import lifecycle
 from edgeinfer.server.endpoint import Endpoint
@@ -139,7 +139,9 @@ def serving(
             aliases=aliases,
         )
         responses = ResponseStore(limits) if store_responses else None
-        endpoint = Endpoint(models, limits, Log("json", log), Host(), responses=responses, **parts)
+        endpoint = Endpoint(
+            models, limits, Log("json", log), EngineHost(), responses=responses, **parts
+        )
         if log_payloads:
             endpoint.payload_log = PayloadLog(Path(log_payloads), endpoint)
         server = EndpointServer(endpoint, gate or Gate(keys=Keys(keys)), [listener], options)

@@ -18,7 +18,7 @@ from edgeinfer.errors import (
     from_fields,
     to_fields,
 )
-from edgeinfer.host import Start
+from edgeinfer.host import ProcessStart
 from edgeinfer.launcher.launch import Launcher
 from edgeinfer.launcher.selection import LaunchChoice
 from edgeinfer.runtime.options import LoadOptions
@@ -69,7 +69,7 @@ def test_from_a_worker_to_its_engine_s_stand_in():
     def load(_progress):
         raise raised_here()
 
-    worker = threading.Thread(target=serve_engine, args=(worker_end, Start(), load))
+    worker = threading.Thread(target=serve_engine, args=(worker_end, ProcessStart(), load))
     worker.start()
     with pytest.raises(OutOfMemoryError) as raised:
         RemoteEngine(live_server)
@@ -91,7 +91,7 @@ def test_from_the_launcher_to_an_app_that_asks_for_a_worker(monkeypatch):
     )
     answering.start()
     with app_end, launcher_end, pytest.raises(OutOfMemoryError) as raised:
-        AppHost(Start(), app_end, None).worker("m", LoadOptions())
+        AppHost(ProcessStart(), app_end, None).worker("m", LoadOptions())
     answering.join(10)
     assert survives(raised.value)
 

@@ -28,7 +28,7 @@ from edgeinfer.errors import (
     SnapshotStaleError,
     SnapshotUnsafeError,
 )
-from edgeinfer.host import Host, Start
+from edgeinfer.host import EngineHost, ProcessStart
 from edgeinfer.launcher import builds, selection, supervise
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import paths
@@ -381,7 +381,7 @@ def test_pointer_authentication_needs_a_newer_criu(tmp_path, line, version):
 def test_cold_start_is_said_once_and_never_where_a_chat_draws(root, capsys, role, argv, building, hint):
     app_end, launcher_end = socket.socketpair()
     request = LaunchRequest(role=role, argv=(argv,), hint="warm it")
-    host = AppHost(Start(how="cold", reason="no snapshot"), app_end, None, request=request)
+    host = AppHost(ProcessStart(how="cold", reason="no snapshot"), app_end, None, request=request)
     with launcher_end, app_end, locked(registry.build_lock(root, building)):
         host._say_cold_start("m")
     line = f"edgeinfer: cold start: no snapshot ({hint})\n" if hint else ""
@@ -389,10 +389,10 @@ def test_cold_start_is_said_once_and_never_where_a_chat_draws(root, capsys, role
 
 
 def test_endpoint_on_a_terminal_says_what_to_do_with_it(capsys, monkeypatch):
-    Host().listens_at("http://127.0.0.1:8080")
+    EngineHost().listens_at("http://127.0.0.1:8080")
     assert capsys.readouterr().err == "", "a log gets no such line"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    Host().listens_at("http://127.0.0.1:8080")
+    EngineHost().listens_at("http://127.0.0.1:8080")
     assert "API: http://127.0.0.1:8080/v1 · Ctrl+C stops it" in capsys.readouterr().err
 
 

@@ -246,13 +246,13 @@ def test_take_is_refused_where_little_of_the_disk_would_stay_free(somebody):
 OTHER_CHOICES = """
 import json, msgspec
 from edgeinfer.config.config_file import SnapshotsConfig
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.builder import jobs
 from edgeinfer.snapshots.inputs import SnapshotInputs
 actual = LoadOptions(n_ctx=768, n_parallel=3, kv_type="q8_0", flash_attention="on")
 inputs = SnapshotInputs(
-    model="small", files=Host().files("small"), options=LoadOptions(), actual=actual, given_name="less"
+    model="small", files=EngineHost().files("small"), options=LoadOptions(), actual=actual, given_name="less"
 )
 details = jobs.build(inputs, SnapshotsConfig(), lambda stage, fraction: None)
 print(json.dumps([details.requested, details.actual]))

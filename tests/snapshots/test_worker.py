@@ -9,7 +9,7 @@ import pytest
 from fake_engine import FakeEngine, StepGate
 
 from edgeinfer.errors import EngineClosedError, EngineError
-from edgeinfer.host import Start
+from edgeinfer.host import ProcessStart
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta
 from edgeinfer.runtime.options import Adapter
 from edgeinfer.runtime.requests import Choice, GenerateRequest, Message
@@ -25,7 +25,7 @@ def remote(engine, progress=None):
         return engine
 
     worker = threading.Thread(
-        target=serve_engine, args=(worker_end, Start(how="resumed", snapshot="fake"), load)
+        target=serve_engine, args=(worker_end, ProcessStart(how="resumed", snapshot="fake"), load)
     )
     worker.start()
     remote_engine = RemoteEngine(live_server, progress)

@@ -11,7 +11,7 @@ from tools_here import command
 
 from edgeinfer.cli.main import main
 from edgeinfer.config.config_file import ToolsConfig, ToolServerConfig, config_path
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.tools.tool_use import shown_name
 from edgeinfer.tools.toolbox import Toolbox, records_path
 
@@ -33,7 +33,7 @@ def test_servers_and_tools_are_listed(configure, capsys):
         f"[tools.servers.plain]\ncommand = {json.dumps(command('plain'))}\n"
         f"[tools.servers.old]\ncommand = {json.dumps(command('old'))}\n"
     )
-    assert main(["tools", "--check"], Host()) == 0
+    assert main(["tools", "--check"], EngineHost()) == 0
     out = capsys.readouterr().out
     rows = [line.split()[:2] for line in out.splitlines() if line.startswith("  ")]
     assert rows == [
@@ -57,7 +57,7 @@ def test_servers_and_tools_are_listed(configure, capsys):
 )
 def test_mistakes_in_the_configuration_are_named(configure, capsys, text, said):
     configure(text)
-    assert main(["tools"], Host()) == 2
+    assert main(["tools"], EngineHost()) == 2
     assert said in capsys.readouterr().err
 
 
@@ -86,7 +86,7 @@ def test_bad_servers_are_named_and_the_others_stay(configure, tmp_path, capsys):
         f'[tools.servers.gone]\ncommand = ["/no/such/program"]\n'
         f"[tools.servers.listing]\ncommand = {json.dumps(command('listing', str(tmp_path / 'tools.json')))}\n"
     )
-    assert main(["tools", "--check"], Host()) == 0
+    assert main(["tools", "--check"], EngineHost()) == 0
     out = capsys.readouterr().out
     for said in (
         "config.toml: tool server empty: give either `command` or `url`: left out",
@@ -153,8 +153,8 @@ from edgeinfer.platform import linux, confinement
 user, group = os.getuid(), os.getgid()
 {WITHOUT[reason]}
 from edgeinfer.cli.main import main
-from edgeinfer.host import Host
-status = main(["tools", "--check"], Host())
+from edgeinfer.host import EngineHost
+status = main(["tools", "--check"], EngineHost())
 sys.stdout.flush()
 os._exit(status)
 """

@@ -11,7 +11,7 @@ from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.model_choices import ModelChoice
 from edgeinfer.chat.startup import ChatSetup
 from edgeinfer.config.config_file import ChatConfig, Config
-from edgeinfer.host import Host, Start
+from edgeinfer.host import EngineHost, ProcessStart
 from edgeinfer.models.catalog import Model
 from edgeinfer.models.fits import FirstRunChoice, fit
 from edgeinfer.platform.machine import Memory, MemoryRate
@@ -73,11 +73,13 @@ OFFERED = [
 EMPTY_SHELF = [msgspec.structs.replace(row, pulled=False, warm=False) for row in SHELF]
 
 
-class FixedHost(Host):
+class FixedHost(EngineHost):
     """A host that was resumed in 84 ms. It returns the given engine, or raises `errors` first."""
 
     def __init__(self, engine=None, start=None, errors=(), config=None):
-        super().__init__(start or Start(how="resumed", stages_ms={"ready": 84.0}), config or Config())
+        super().__init__(
+            start or ProcessStart(how="resumed", stages_ms={"ready": 84.0}), config or Config()
+        )
         self.fake = engine or FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=2048))
         self.errors = list(errors)
         self.opened = []

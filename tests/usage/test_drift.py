@@ -15,7 +15,7 @@ import pytest
 
 from edgeinfer.cli.main import main
 from edgeinfer.config.config_file import Config, DriftConfig
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import Message, Tool, ToolChoice
@@ -134,7 +134,7 @@ def test_no_text_is_kept(recording_engine):
 @pytest.mark.model
 @pytest.mark.parametrize("record", [True, False])
 def test_answers_are_counted_unless_that_is_switched_off(smollm2, record):
-    host = Host(config=Config(drift=DriftConfig(record=record)))
+    host = EngineHost(config=Config(drift=DriftConfig(record=record)))
     with closing(load(smollm2, n_ctx=256, n_parallel=1)) as engine:
         host.record_drift(engine, ModelFiles(name="small", paths=(str(smollm2),)), LoadOptions())
         answers(engine, [ask(max_tokens=0), ask(max_tokens=2)])
@@ -242,7 +242,7 @@ def test_sums_by_day_are_shown_by_ps_and_no_part_of_drift(recording_engine, as_j
     busy_ms = sum(end.timings.total_ms - end.timings.queue_ms for end in ends)
     assert day["busy_ms"] == pytest.approx(busy_ms, abs=1)
     assert not {"requests", "busy_ms"} & read_week(drift_path(), date.today())["small"].keys()
-    assert main(["ps", "--usage"], Host(config=Config(drift=DriftConfig(record=False)))) == 0
+    assert main(["ps", "--usage"], EngineHost(config=Config(drift=DriftConfig(record=False)))) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^\d{4}-\d\d-\d\d +small +2 ", shown, re.MULTILINE)
     assert "usage is not recorded" in shown

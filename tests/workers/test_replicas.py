@@ -11,7 +11,7 @@ from fake_engine import DEFAULT_INFO, FakeEngine, StepGate
 from other_processes import wait_until
 
 from edgeinfer.errors import EngineClosedError, ModelLoadError
-from edgeinfer.host import Start
+from edgeinfer.host import ProcessStart
 from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import Finished, Progress, TextDelta, Timings, Usage
 from edgeinfer.runtime.options import Adapter, ReplicasInfo
@@ -82,7 +82,7 @@ class Shop:
         self.sockets.append(worker_end)
         worker = threading.Thread(
             target=serve_engine,
-            args=(worker_end, Start(how="resumed"), lambda progress: engine),
+            args=(worker_end, ProcessStart(how="resumed"), lambda progress: engine),
             daemon=True,
         )
         worker.start()
@@ -186,7 +186,9 @@ def test_worker_whose_decode_loop_has_failed_ends() -> None:
             return "the decode loop failed: MemoryError: no more"
 
     live_server, worker_end = socket.socketpair()
-    thread = threading.Thread(target=serve_engine, args=(worker_end, Start(), lambda progress: Dead()))
+    thread = threading.Thread(
+        target=serve_engine, args=(worker_end, ProcessStart(), lambda progress: Dead())
+    )
     thread.start()
     engine = RemoteEngine(live_server)
     assert engine.health() == ""

@@ -9,7 +9,7 @@ import msgspec
 from edgeinfer.cli.options import add_quiet
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import stoppable
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.runtime.llama import backends
 from edgeinfer.runtime.llama.backends import LoadedBackend, MissingBackend
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_quiet(parser)
 
 
-def run(options: argparse.Namespace, _host: Host) -> BackendResult:
+def run(options: argparse.Namespace, _host: EngineHost) -> BackendResult:
     """List, install or remove. Raises what `shipping.backend_install` raises."""
     from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, progress_on
     from edgeinfer.shipping import backend_install  # 200 ms and more: httpx2, llama.cpp

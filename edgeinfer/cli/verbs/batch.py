@@ -34,7 +34,7 @@ from edgeinfer.errors import (
     ModelBusyError,
     UsageError,
 )
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.platform.disk import path_errors, try_lock
 from edgeinfer.server import batches
 from edgeinfer.server.batches import BatchLine
@@ -95,7 +95,7 @@ class _Done(msgspec.Struct, frozen=True):
     custom_id: str
 
 
-def run(options: argparse.Namespace, host: Host) -> BatchResult:
+def run(options: argparse.Namespace, host: EngineHost) -> BatchResult:
     """Answer the requests that have no answer in OUT.
 
     Raises UsageError, which names an invalid line, before anything is computed; ModelBusyError if
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace, host: Host) -> BatchResult:
 
 def answer(
     options: argparse.Namespace,
-    host: Host,
+    host: EngineHost,
     lines: list[BatchLine],
     path: Path,
     models: Sequence[str] = (),
@@ -191,7 +191,11 @@ class _Tally:
 
 
 async def _run(
-    options: argparse.Namespace, host: Host, models: Sequence[str], todo: list[BatchLine], output: int
+    options: argparse.Namespace,
+    host: EngineHost,
+    models: Sequence[str],
+    todo: list[BatchLine],
+    output: int,
 ) -> _Tally:
     from edgeinfer.cli.endpoint_setup import offline_endpoint  # imported here: it takes 240 ms
 

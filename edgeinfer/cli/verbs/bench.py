@@ -37,7 +37,7 @@ from edgeinfer.cli.verbs.launch import free_port, own_command
 from edgeinfer.config.config_file import save
 from edgeinfer.config.load_options import LOAD_OPTIONS
 from edgeinfer.errors import ServeError, UsageError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.platform import paths
 from edgeinfer.platform.energy import EnergyMeter
 from edgeinfer.platform.machine import describe_machine
@@ -133,8 +133,8 @@ def _target(text: str) -> Target:
     raise argparse.ArgumentTypeError(f"{text!r} is not http://HOST:PORT or http://HOST:PORT#MODEL")
 
 
-def run(options: argparse.Namespace, host: Host) -> BenchResult:
-    """Measure models and servers in turn. Raises UsageError, ServeError, what `Host.files` raises."""
+def run(options: argparse.Namespace, host: EngineHost) -> BenchResult:
+    """Measure models and servers in turn. Raises UsageError, ServeError, what `host.files` raises."""
     plan = msgspec.convert(vars(options), Plan)
     if not plan.pp and not plan.tg:
         raise UsageError("-p 0 with -n 0 leaves nothing to measure", hint="leave out one of them")

@@ -20,7 +20,7 @@ from edgeinfer.cli.options import (
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 
 if TYPE_CHECKING:
     from edgeinfer.chat.startup import ChatSetup
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_launch_options(parser)
 
 
-def run(options: argparse.Namespace, host: Host) -> ChatResult:
+def run(options: argparse.Namespace, host: EngineHost) -> ChatResult:
     """Chat on this terminal; with `--plain` or on a dumb terminal, line by line.
 
     Raises CatalogError or UsageError for a missing model, before anything is shown; EdgeInferError if
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, host: Host) -> ChatResult:
     return _on_screen(setup)
 
 
-def _refuse_missing(model: str, host: Host) -> None:
+def _refuse_missing(model: str, host: EngineHost) -> None:
     """Raise the error if `model` cannot be loaded, unless it is loaded already."""
     if model == host.loaded_model:
         return
@@ -108,7 +108,7 @@ def _plain(setup: ChatSetup) -> ChatResult:
     return ChatResult(model=repl.session.conversation.model, conversation=repl.session.conversation.id)
 
 
-def _setup(options: argparse.Namespace, host: Host) -> ChatSetup:
+def _setup(options: argparse.Namespace, host: EngineHost) -> ChatSetup:
     from edgeinfer.chat.startup import ChatSetup  # imported here: numpy takes 100 ms
 
     sampling = typed_options.typed_sampling(options)

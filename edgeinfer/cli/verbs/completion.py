@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edgeinfer.cli.parser import VERBS, build_parser, verbs_of
 from edgeinfer.cli.result import Result
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.launcher.argv import options_and_words
 from edgeinfer.platform import paths
 
@@ -45,7 +45,7 @@ def _shell(text: str) -> str:
     return text
 
 
-def run(options: argparse.Namespace, _host: Host) -> CompletionResult:
+def run(options: argparse.Namespace, _host: EngineHost) -> CompletionResult:
     """Return a shell's script, or the completions of the last word of `typed`."""
     shell: str = options.shell
     if shell in SHELLS:

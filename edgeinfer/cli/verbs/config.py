@@ -8,7 +8,7 @@ import msgspec
 
 from edgeinfer.cli.result import Result
 from edgeinfer.config.config_file import Config, config_path
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 
 
 class ConfigResult(Result, frozen=True, kw_only=True):
@@ -26,7 +26,7 @@ class ConfigResult(Result, frozen=True, kw_only=True):
         return f"# {origin}\n{tomlkit.dumps(values)}".rstrip()
 
 
-def run(_options: argparse.Namespace, host: Host) -> ConfigResult:
+def run(_options: argparse.Namespace, host: EngineHost) -> ConfigResult:
     """Show the configuration. Raises ConfigError if the file has a mistake."""
     path = config_path()
     return ConfigResult(path=str(path), exists=path.is_file(), config=_without_secrets(host.config))

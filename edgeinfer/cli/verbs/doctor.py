@@ -24,7 +24,7 @@ from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.config.config_file import Config, config_path, load_config, offline
 from edgeinfer.errors import EdgeInferError, ModelNotPulledError, ShippingError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes
 from edgeinfer.runtime.llama.backends import LoadedBackend, MissingBackend, describe
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--verify", "instead compare every byte of the unpacked program with the build")
 
 
-def run(options: argparse.Namespace, _host: Host) -> Result:
+def run(options: argparse.Namespace, _host: EngineHost) -> Result:
     """Run every check, without changing anything. Raises ShippingError for `--verify` of a package."""
     if options.verify:
         return _verify()

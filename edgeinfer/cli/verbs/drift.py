@@ -10,7 +10,7 @@ from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
 from edgeinfer.errors import UsageError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 
 if TYPE_CHECKING:
     from edgeinfer.usage.drift import Change
@@ -62,7 +62,7 @@ def _day(text: str) -> date:
         raise argparse.ArgumentTypeError(f"{text!r} is not a date; use YYYY-MM-DD") from None
 
 
-def run(options: argparse.Namespace, host: Host) -> DriftResult:
+def run(options: argparse.Namespace, host: EngineHost) -> DriftResult:
     """Compare two weeks; exit status 1 if something changed. Raises UsageError, StoreError."""
     # imported here: numpy takes 80 ms
     from edgeinfer.usage.daily_counts import drift_path

@@ -31,7 +31,7 @@ from edgeinfer.cli.verbs import batch
 from edgeinfer.cli.verbs.eval_report import EvalResult, ItemResult, Verdict
 from edgeinfer.config.load_options import LORA, NO_ADAPTERS, adapters_of
 from edgeinfer.errors import InvalidRequestError, UsageError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import path_errors, write_durably
 from edgeinfer.platform.machine import read_gpus
@@ -195,8 +195,8 @@ def _append_choice(text: str, choice: str) -> str:
     return text + choice if is_spaced else f"{text} {choice}"
 
 
-def run(options: argparse.Namespace, host: Host) -> EvalResult:
-    """Evaluate; write the report. Raises UsageError, what `batch.answer` and `Host.files` raise."""
+def run(options: argparse.Namespace, host: EngineHost) -> EvalResult:
+    """Evaluate; write the report. Raises UsageError, what `batch.answer` and `host.files` raise."""
     name, items = read_set(options.set)
     if not options.judge and any(item.judge for item in items):
         raise UsageError("some items need a judge", hint="name the judge model: `--judge MODEL`")
@@ -242,7 +242,7 @@ def run(options: argparse.Namespace, host: Host) -> EvalResult:
     return result
 
 
-def _candidates(options: argparse.Namespace, host: Host) -> list[_Candidate]:
+def _candidates(options: argparse.Namespace, host: EngineHost) -> list[_Candidate]:
     """Return each combination of model, system prompt and adapter. Raises UsageError."""
     if options.adapter and len(options.models) > 1:
         raise UsageError("--adapter allows only one model", hint="run the command once for each model")
@@ -254,7 +254,7 @@ def _candidates(options: argparse.Namespace, host: Host) -> list[_Candidate]:
 
 
 def _candidate(
-    typed: str, system: str, adapter: str | None, options: argparse.Namespace, host: Host
+    typed: str, system: str, adapter: str | None, options: argparse.Namespace, host: EngineHost
 ) -> _Candidate:
     files = host.files(typed)
     loading = typed_options.load_options(options, host.config.load)
@@ -278,7 +278,7 @@ def _candidate(
     )
 
 
-def _engine_stamp(host: Host) -> list[Any]:
+def _engine_stamp(host: EngineHost) -> list[Any]:
     """Return what else can change answers: the processor, GPUs, and the versions of libraries."""
     llama = importlib.util.find_spec("llama_cpp")
     folders = [libedgeinfer.folder(), backends.shipped_dir(), backends.added_dir()]

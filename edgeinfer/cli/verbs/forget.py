@@ -9,7 +9,7 @@ from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import confirm
 from edgeinfer.errors import UsageError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.platform import paths
 from edgeinfer.units import format_bytes
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--conversation ID...", help)
 
 
-def run(options: argparse.Namespace, host: Host) -> ForgetResult:
+def run(options: argparse.Namespace, host: EngineHost) -> ForgetResult:
     """Delete cached prefixes. Raises UsageError without names, InterruptedByUser after a no."""
     # imported here: numpy takes 80 ms
     from edgeinfer.runtime.prefix_cache import block_folder, block_names

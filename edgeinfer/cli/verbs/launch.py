@@ -24,7 +24,7 @@ from edgeinfer.cli.terminal import table
 from edgeinfer.config.config_file import Config
 from edgeinfer.config.load_options import N_CTX
 from edgeinfer.errors import ServeError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.server.guards import keys
 from edgeinfer.shipping.shipped import program_file
 from edgeinfer.snapshots.running import RunningLaunch, processes
@@ -75,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=help)
 
 
-def run(options: argparse.Namespace, host: Host) -> Result:
-    """Run an agent, or list all. Raises UsageError, ServeError, and what `Host.files` raises."""
+def run(options: argparse.Namespace, host: EngineHost) -> Result:
+    """Run an agent, or list all. Raises UsageError, ServeError, and what `EngineHost.files` raises."""
     if not options.agent:
         return AgentsResult(agents=tuple(map(_describe_agent, AGENTS.values())))
     agent = AGENTS[options.agent]
@@ -110,7 +110,7 @@ def _describe_agent(agent: Agent) -> KnownAgent:
 
 
 def _find_endpoint(
-    agent: Agent, options: argparse.Namespace, host: Host
+    agent: Agent, options: argparse.Namespace, host: EngineHost
 ) -> tuple[RemoteEndpoint, str, int]:
     """Find or start an endpoint whose context is large enough; return it, the model and the context."""
     key = keys.own_key()
@@ -141,8 +141,8 @@ def _say_started(pid: int) -> None:
     )
 
 
-def own_endpoint(options: argparse.Namespace, host: Host) -> RemoteEndpoint:
-    """Find this user's endpoint or start one. Raises ServeError, and what `Host.files` raises."""
+def own_endpoint(options: argparse.Namespace, host: EngineHost) -> RemoteEndpoint:
+    """Find this user's endpoint or start one. Raises ServeError, and what `EngineHost.files` raises."""
     key = keys.own_key()
     remote = endpoint.find(urls(host.config), key)
     if remote is None:

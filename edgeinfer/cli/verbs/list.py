@@ -13,7 +13,7 @@ from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
 from edgeinfer.errors import ConfigError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.models import fits
 from edgeinfer.models.adapters import PulledAdapter, list_adapters
 from edgeinfer.models.catalog import load_catalog
@@ -134,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--fits", "group models by whether they fit into memory, and by speed")
 
 
-def run(options: argparse.Namespace, host: Host) -> ListResult:
+def run(options: argparse.Namespace, host: EngineHost) -> ListResult:
     """List models. Raises ConfigError if models.toml is invalid; warns about an invalid config.toml."""
     try:
         host.config  # noqa: B018  it is read here

@@ -10,7 +10,7 @@ from edgeinfer.cli.options import add_everywhere
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.snapshots.running import RunningLaunch, processes
 from edgeinfer.units import format_bytes, format_duration
 
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(view, "--usage", f"answers, tokens and times by day and model, for {_USAGE_DAYS} days")
 
 
-def run(options: argparse.Namespace, host: Host) -> Result:
+def run(options: argparse.Namespace, host: EngineHost) -> Result:
     """List running processes, or the usage by day. Raises StoreError."""
     if options.usage:
         from edgeinfer.usage.daily_counts import (

@@ -12,7 +12,7 @@ from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result, TimedResult
 from edgeinfer.cli.terminal import stoppable
 from edgeinfer.errors import ChecksumError, UsageError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.models import gguf, names
 from edgeinfer.models import pull as catalog_pull
 from edgeinfer.models.adapters import PulledAdapter, is_adapter, pull_adapter
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_quiet(parser)
 
 
-def run(options: argparse.Namespace, host: Host) -> Result:
+def run(options: argparse.Namespace, host: EngineHost) -> Result:
     """Download, verify and store a model. Raises what `models.pull.pull` raises.
 
     After Ctrl-C, the next pull continues. A model that another program has stored is verified and used

@@ -13,7 +13,7 @@ from edgeinfer.cli.result import Result, TimedResult
 from edgeinfer.cli.terminal import stoppable, table
 from edgeinfer.cli.verbs import eval
 from edgeinfer.cli.verbs.eval_report import EvalResult
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.models.gguf import FILE_TYPES, parse_file_type
 from edgeinfer.models.progress import progress_on
 from edgeinfer.models.quantizing import QuantizeOptions, quantize
@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_quiet(parser)
 
 
-def run(options: argparse.Namespace, host: Host) -> Result:
+def run(options: argparse.Namespace, host: EngineHost) -> Result:
     """Quantize a model. Raises what `quantizing.quantize` raises, and InterruptedByUser."""
     quantize_options = QuantizeOptions(name=options.name, imatrix=options.imatrix)
     if options.compare:
@@ -156,7 +156,7 @@ _ROUNDS = 3
 
 
 def _compare(
-    options: argparse.Namespace, quantize_options: QuantizeOptions, host: Host
+    options: argparse.Namespace, quantize_options: QuantizeOptions, host: EngineHost
 ) -> QuantizeCompareResult:
     from edgeinfer.cli.parser import build_parser
 
@@ -179,8 +179,8 @@ def _compare(
     return QuantizeCompareResult(models=models, evaluation=evaluation)
 
 
-def _speed(model: str, host: Host) -> tuple[float, float]:
-    """Measure prefill and decode (tokens/s) of a model. Raises what `Host.engine` raises."""
+def _speed(model: str, host: EngineHost) -> tuple[float, float]:
+    """Measure prefill and decode (tokens/s) of a model. Raises what `EngineHost.engine` raises."""
     engine = host.engine(model, LoadOptions(n_ctx=2 * _PROMPT_TOKENS, n_parallel=1, is_counted=False))
     try:
         text = paths.shipped_file("perplexity.txt").read_text("utf-8")

@@ -8,7 +8,7 @@ from edgeinfer.cli.options import add_yes
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import confirm
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.models.removal import RemovedModel, remove_model
 from edgeinfer.snapshots.registry import remove_snapshots_of
 from edgeinfer.units import format_bytes
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--forget", "forget the pinned SHA-256: the next pull accepts another file")
 
 
-def run(options: argparse.Namespace, _host: Host) -> RmResult:
+def run(options: argparse.Namespace, _host: EngineHost) -> RmResult:
     """Remove models. Raises UnknownModelError, ModelNotPulledError, ModelBusyError, InterruptedByUser.
 
     If one of several cannot be removed, the ones before it are already removed.

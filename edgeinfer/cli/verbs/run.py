@@ -31,7 +31,7 @@ from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.config.load_options import NO_DRAFT
 from edgeinfer.errors import UnknownModelError, UsageError
-from edgeinfer.host import Host, Start
+from edgeinfer.host import EngineHost, ProcessStart
 from edgeinfer.media import document_files
 from edgeinfer.media.pictures import join_parts
 from edgeinfer.platform.disk import path_errors, write_durably
@@ -74,7 +74,7 @@ class RunResult(Result, frozen=True, kw_only=True):
     finish_reason: str
     usage: Usage
     timings: Timings
-    start: Start
+    start: ProcessStart
     startup: Startup
     calls: tuple[ToolUse, ...] = ()
 
@@ -110,8 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_traces(launch)
 
 
-def run(options: argparse.Namespace, host: Host) -> RunResult:
-    """Answer one prompt. Raises UsageError, and what `Host.engine` and `Engine.submit` raise."""
+def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
+    """Answer one prompt. Raises UsageError, and what `EngineHost.engine` and `Engine.submit` raise."""
     if options.receipt:
         _check_receipt_path(Path(options.receipt), is_private=options.private)
     model, ref, prompt = _split_positionals(options.model_or_prompt, options.prompt, host)
@@ -241,7 +241,7 @@ def _write_trace(path: str, start: list[Span], result: RunResult) -> None:
 
 
 def _with_tools(
-    engine: Engine, request: GenerateRequest, model: str, host: Host, stream_to: TextIO | None
+    engine: Engine, request: GenerateRequest, model: str, host: EngineHost, stream_to: TextIO | None
 ) -> tuple[RunResult, GenerateRequest, Finished]:
     """Answer, run tool calls and continue until an answer has none; report the calls on stderr."""
     from edgeinfer.tools.loop import ChatTools, NoFrontEnd
@@ -279,7 +279,7 @@ def _turns(system: str, content: str, pictures: tuple[bytes, ...]) -> tuple[Mess
 
 
 def _split_positionals(
-    first: str | None, second: str | None, host: Host
+    first: str | None, second: str | None, host: EngineHost
 ) -> tuple[str, ModelRef | None, str]:
     """Return model, its reference (None if not resolved) and prompt ("" if it is piped).
 
@@ -296,7 +296,7 @@ def _split_positionals(
     return host.config.default_model, None, first
 
 
-def _refuse_misspelt_model(word: str, host: Host) -> None:
+def _refuse_misspelt_model(word: str, host: EngineHost) -> None:
     """Raise UnknownModelError if a one-word prompt is almost a model's name.
 
     A word of letters only is refused if a name begins with it ("gemma"), but not "hi".
@@ -336,7 +336,7 @@ def _cancelled_by_ctrl_c(generation: Cancellable) -> Iterator[Cancellable]:
 
 
 def _consume(
-    generation: Generation, model: str, start: Start, stream_to: TextIO | None
+    generation: Generation, model: str, start: ProcessStart, stream_to: TextIO | None
 ) -> tuple[RunResult, Finished]:
     answer = CollectedAnswer()
     watch, repeats = RepetitionWatch(), False

@@ -15,7 +15,7 @@ from edgeinfer.cli.options import (
 )
 from edgeinfer.cli.parser import ENDPOINT, add_option
 from edgeinfer.cli.result import Result
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 
 #: Most replicas in one endpoint.
 _MOST_REPLICAS = 64
@@ -65,7 +65,7 @@ port_number = number_between(int, 0, 65_535)
 positive_s = number_between(float, 0.001, 31_536_000)
 
 
-def run(options: argparse.Namespace, host: Host) -> ServeResult:
+def run(options: argparse.Namespace, host: EngineHost) -> ServeResult:
     """Serve until a signal, or `--idle-exit` is over. Raises what `endpoint_setup.serve` raises."""
     from edgeinfer.cli.endpoint_setup import serve  # imported here: it takes 240 ms
 

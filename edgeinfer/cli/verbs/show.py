@@ -16,7 +16,7 @@ from edgeinfer.config.config_file import GpuConfig
 from edgeinfer.config.load_options import GPU_LAYERS, KV_TYPE
 from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.models import gguf
 from edgeinfer.models.catalog import Model, SamplingDefaults, parameter_count
 from edgeinfer.models.external_stores import stores
@@ -231,7 +231,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_load_option(parser, GPU_LAYERS)
 
 
-def run(options: argparse.Namespace, host: Host) -> ShowResult:
+def run(options: argparse.Namespace, host: EngineHost) -> ShowResult:
     """Describe a model. Raises UnknownModelError, InvalidGgufError, CatalogError."""
     ref = host.resolve(options.model or host.config.default_model)
     if ref.external is not None:
@@ -242,7 +242,9 @@ def run(options: argparse.Namespace, host: Host) -> ShowResult:
     return _describe(name, ref, ref.entry, ref.parts, options, host)
 
 
-def _show_external(external: ExternalModel, options: argparse.Namespace, host: Host) -> ShowResult:
+def _show_external(
+    external: ExternalModel, options: argparse.Namespace, host: EngineHost
+) -> ShowResult:
     settings = stores.settings(external, stores.headers(external)[0])
     entry = Model(
         title="",
@@ -271,7 +273,7 @@ def _describe(
     entry: Model | None,
     parts: list[Path],
     options: argparse.Namespace,
-    host: Host,
+    host: EngineHost,
 ) -> ShowResult:
     headers = [gguf.read_model_header(path) for path in parts]
     first = headers[0] if headers else None
@@ -357,7 +359,7 @@ def _header(headers: list[gguf.GgufHeader]) -> HeaderShown:
 
 
 def _memory(
-    headers: list[gguf.GgufHeader], options: argparse.Namespace, host: Host, draft: Sequence[str]
+    headers: list[gguf.GgufHeader], options: argparse.Namespace, host: EngineHost, draft: Sequence[str]
 ) -> MemoryShown:
     machine = read_machine()
     load_options = typed_options.load_options(options, host.config.load)

@@ -23,7 +23,7 @@ from edgeinfer.errors import (
     SnapshotStaleError,
     UsageError,
 )
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.platform import paths
 from edgeinfer.snapshot_format import criu, fingerprint, storage
 from edgeinfer.snapshots import registry, running
@@ -181,7 +181,7 @@ def _add_take(parser: argparse.ArgumentParser) -> None:
     add_quiet(parser)
 
 
-def run(options: argparse.Namespace, host: Host) -> Result:
+def run(options: argparse.Namespace, host: EngineHost) -> Result:
     """Run an action on snapshots. Raises SnapshotError and subclasses, UsageError."""
     action = options.action or "list"
     if action not in _ACTIONS:
@@ -191,7 +191,7 @@ def run(options: argparse.Namespace, host: Host) -> Result:
     return _ACTIONS[action](options, host)
 
 
-def _list(_options: argparse.Namespace, host: Host) -> SnapshotsResult:
+def _list(_options: argparse.Namespace, host: EngineHost) -> SnapshotsResult:
     listed = registry.list_snapshots()
     return SnapshotsResult(
         snapshots=tuple(listed),
@@ -202,13 +202,13 @@ def _list(_options: argparse.Namespace, host: Host) -> SnapshotsResult:
     )
 
 
-def _show(options: argparse.Namespace, _host: Host) -> SnapshotResult:
+def _show(options: argparse.Namespace, _host: EngineHost) -> SnapshotResult:
     folder = registry.find(options.name)
     state, size = registry.state_of(folder)[1], registry.disk_bytes(folder)
     return SnapshotResult(snapshot=registry.read_details(folder), state=state, disk_bytes=size)
 
 
-def _verify(options: argparse.Namespace, _host: Host) -> SnapshotsVerifyResult:
+def _verify(options: argparse.Namespace, _host: EngineHost) -> SnapshotsVerifyResult:
     if bool(options.name) == options.all:
         raise UsageError("name snapshots, or give --all", hint="edgeinfer snapshots verify --all")
     chosen = registry.list_own() if options.all else [registry.find(name) for name in options.name]
@@ -264,7 +264,7 @@ def _differences(folder: Path) -> list[str]:
     return []
 
 
-def _rm(options: argparse.Namespace, _host: Host) -> SnapshotsRemovedResult:
+def _rm(options: argparse.Namespace, _host: EngineHost) -> SnapshotsRemovedResult:
     matches = [registry.find(name) for name in options.name]
     confirm(f"Remove {', '.join(storage.name_of(f.name) for f in matches)}?", yes=options.yes)
     return _remove(matches)
@@ -278,7 +278,7 @@ def _remove(folders: list[Path]) -> SnapshotsRemovedResult:
     return SnapshotsRemovedResult(removed=removed, freed_bytes=freed)
 
 
-def _prune(options: argparse.Namespace, host: Host) -> SnapshotsRemovedResult:
+def _prune(options: argparse.Namespace, host: EngineHost) -> SnapshotsRemovedResult:
     root = paths.snapshots_dir()
     if not root.is_dir():
         raise SnapshotMissingError("there are no snapshots", hint="")
@@ -313,7 +313,7 @@ class SnapshotsTakeResult(TimedResult, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-def _take(options: argparse.Namespace, host: Host) -> SnapshotsTakeResult:
+def _take(options: argparse.Namespace, host: EngineHost) -> SnapshotsTakeResult:
     storage.refuse_bad_name(options.name)
     pid = _resolve_pid(options.which)
     which = options.which if options.which and _has_loaded(pid, options.which) else None
@@ -386,7 +386,7 @@ def _loaded_model(pid: int, model: str | None) -> ProcessDescription:
     return candidates[-1]
 
 
-_ACTIONS: dict[str, Callable[[argparse.Namespace, Host], Result]] = {
+_ACTIONS: dict[str, Callable[[argparse.Namespace, EngineHost], Result]] = {
     "list": _list,
     "show": _show,
     "take": _take,

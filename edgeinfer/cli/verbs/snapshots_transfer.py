@@ -14,7 +14,7 @@ import msgspec
 from edgeinfer.cli.result import Result, TimedResult
 from edgeinfer.cli.terminal import StageProgress, stoppable
 from edgeinfer.errors import UsageError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.models import sources
 from edgeinfer.snapshots import registry
 from edgeinfer.snapshots.registry import Details
@@ -71,7 +71,7 @@ class SnapshotsTrustResult(Result, frozen=True, kw_only=True):
         return "\n".join([own_key, *(f"{signer} since {day}" for signer, day in self.trusted.items())])
 
 
-def export(options: argparse.Namespace, _host: Host) -> SnapshotsExportResult:
+def export(options: argparse.Namespace, _host: EngineHost) -> SnapshotsExportResult:
     """Export a snapshot. Raises what `exporting.export` raises, UsageError for a bad destination."""
     folder = registry.find(options.name)
     progress = StageProgress(sys.stderr, quiet=options.quiet)
@@ -101,7 +101,7 @@ def _refuse_filled(folder: Path) -> None:
         raise UsageError(f"{folder} is not empty", hint="name a new folder, or oci://REGISTRY/NAME:TAG")
 
 
-def import_(options: argparse.Namespace, host: Host) -> SnapshotsImportResult:
+def import_(options: argparse.Namespace, host: EngineHost) -> SnapshotsImportResult:
     """Import a snapshot. Raises what `import_snapshot` raises, UsageError for a bad source."""
     progress = StageProgress(sys.stderr, quiet=options.quiet)
     with (
@@ -113,14 +113,14 @@ def import_(options: argparse.Namespace, host: Host) -> SnapshotsImportResult:
     return SnapshotsImportResult(snapshot=details, signer=signer)
 
 
-def trust(options: argparse.Namespace, _host: Host) -> SnapshotsTrustResult:
+def trust(options: argparse.Namespace, _host: EngineHost) -> SnapshotsTrustResult:
     """Trust a key, if one is given; list trusted keys. Raises UsageError for a bad fingerprint."""
     if options.fingerprint:
         signing.trust(options.fingerprint)
     return _trusted_keys()
 
 
-def distrust(options: argparse.Namespace, _host: Host) -> SnapshotsTrustResult:
+def distrust(options: argparse.Namespace, _host: EngineHost) -> SnapshotsTrustResult:
     """Stop trusting a key; list trusted keys. Raises UsageError for an unknown fingerprint."""
     signing.distrust(options.fingerprint)
     return _trusted_keys()
@@ -131,7 +131,7 @@ def _trusted_keys() -> SnapshotsTrustResult:
     return SnapshotsTrustResult(own=key.fingerprint if key else "", trusted=signing.trusted_keys())
 
 
-ACTIONS: dict[str, Callable[[argparse.Namespace, Host], Result]] = {
+ACTIONS: dict[str, Callable[[argparse.Namespace, EngineHost], Result]] = {
     "export": export,
     "import": import_,
     "trust": trust,

@@ -12,7 +12,7 @@ from edgeinfer.cli.options import add_everywhere
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import UsageError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.snapshots.running import RunningLaunch, processes
 
 #: Seconds for a process to finish its requests before it is killed.
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_everywhere(parser)
 
 
-def run(options: argparse.Namespace, _host: Host) -> StopResult:
+def run(options: argparse.Namespace, _host: EngineHost) -> StopResult:
     """Stop processes. Raises UsageError if none is named, or a name matches no running process."""
     running = processes(everywhere=options.everywhere)
     if not options.which and not options.all:

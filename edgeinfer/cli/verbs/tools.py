@@ -9,7 +9,7 @@ import msgspec
 
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 
 
 class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--check", "start every server and ask it for its tools")
 
 
-def run(options: argparse.Namespace, host: Host) -> ToolsResult:
+def run(options: argparse.Namespace, host: EngineHost) -> ToolsResult:
     """List tools. Raises ConfigError, and UsageError if none are configured."""
     from edgeinfer.tools.loop import ChatTools
 

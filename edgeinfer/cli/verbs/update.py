@@ -11,7 +11,7 @@ from edgeinfer.cli.options import add_quiet
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import stoppable
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 
 
 class UpdateResult(Result, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_quiet(parser)
 
 
-def run(options: argparse.Namespace, _host: Host) -> UpdateResult:
+def run(options: argparse.Namespace, _host: EngineHost) -> UpdateResult:
     """Update the program file. Raises what `shipping.update` raises; then nothing has changed."""
     from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, progress_on
     from edgeinfer.shipping import update

@@ -18,7 +18,7 @@ from edgeinfer.cli.options import add_attached_options, add_load_options
 from edgeinfer.cli.parser import LAUNCH, add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import EdgeInferError, ReceiptError, UsageError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.platform.disk import path_errors
 from edgeinfer.receipts import receipt as receipts
 from edgeinfer.receipts.receipt import Receipt
@@ -154,7 +154,7 @@ def _share(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a share, such as 1%")
 
 
-def run(options: argparse.Namespace, host: Host) -> VerifyResult:
+def run(options: argparse.Namespace, host: EngineHost) -> VerifyResult:
     """Check receipts; exit status 0 if all answers verify. Raises UsageError, ReceiptError."""
     if (options.receipt is None) == (options.log is None):
         raise UsageError("give a receipt, or a payload log with --log", hint="edgeinfer verify --help")
@@ -206,7 +206,7 @@ def _read(document: Any, content: str | None) -> Receipt:
         return with_content(receipt, receipts.parse(Path(content).read_bytes()))
 
 
-def _load(receipt: Receipt, options: argparse.Namespace, host: Host) -> Engine:
+def _load(receipt: Receipt, options: argparse.Namespace, host: EngineHost) -> Engine:
     name = options.model or receipt.model
     if not options.model and name.startswith(("/", ".", "~")):  # a receipt opens no files
         raise ReceiptError(f"the receipt's model is a file, {name!r}", hint="name a model: `--model`")
@@ -217,7 +217,7 @@ def _load(receipt: Receipt, options: argparse.Namespace, host: Host) -> Engine:
 
 
 def _check_all(
-    sample: list[Entry], options: argparse.Namespace, host: Host
+    sample: list[Entry], options: argparse.Namespace, host: EngineHost
 ) -> Iterator[tuple[Entry, Verification | EdgeInferError]]:
     """Check a sample, model by model; yield an error for a receipt that cannot be checked."""
     pairs = list[tuple[Entry, Receipt]]()

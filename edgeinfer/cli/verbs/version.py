@@ -13,7 +13,7 @@ from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
 from edgeinfer.errors import ShippingError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.shipping import shipped
 
 
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--licenses", "list the components of this program by licence instead")
 
 
-def run(options: argparse.Namespace, _host: Host) -> Result:
+def run(options: argparse.Namespace, _host: EngineHost) -> Result:
     """Show versions. Raises ShippingError for `--licenses` if this is not the one-file program."""
     if options.licenses:
         return _licenses()

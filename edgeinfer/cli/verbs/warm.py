@@ -15,7 +15,7 @@ from edgeinfer.cli.result import TimedResult
 from edgeinfer.cli.terminal import StageProgress, stoppable
 from edgeinfer.config.load_options import snapshot_options
 from edgeinfer.errors import UsageError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.safe_text import without_controls
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_load_options(parser)
 
 
-def run(options: argparse.Namespace, host: Host) -> WarmResult:
+def run(options: argparse.Namespace, host: EngineHost) -> WarmResult:
     """Build a snapshot. Raises what `jobs.build` raises, UsageError for a bad prompt or adapter."""
     storage.refuse_bad_name(options.name)
     ref = host.resolve(options.model or host.config.default_model)
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, host: Host) -> WarmResult:
     return WarmResult(snapshot=details, tool_tokens=tool_tokens, waited_s=waited_s)
 
 
-def _prefill_tools(model: str, inputs: SnapshotInputs, host: Host) -> int:
+def _prefill_tools(model: str, inputs: SnapshotInputs, host: EngineHost) -> int:
     """Prefill system prompt and tools, to cache them on disk; return the number of tokens."""
     from edgeinfer.tools.loop import ChatTools
     from edgeinfer.tools.prompt_prefix import prefill_request, with_tools

@@ -11,7 +11,7 @@ from edgeinfer.cli.options import add_model
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.verbs.launch import own_endpoint
 from edgeinfer.errors import ServeError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.server.web.access import PATH, make_code
 
 
@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, "model of a new conversation, if an endpoint must be started")
 
 
-def run(options: argparse.Namespace, host: Host) -> WebResult:
-    """Open the page in a browser, except with `--json`. Raises ServeError, what `Host.files` raises."""
+def run(options: argparse.Namespace, host: EngineHost) -> WebResult:
+    """Open the page in a browser, except with `--json`. Raises ServeError, what `host.files` raises."""
     # a running endpoint would not report a missing model
     if options.model and not host.find_model(options.model):
         raise host.resolve(options.model).absence()

@@ -31,7 +31,7 @@ from edgeinfer.errors import (
     SnapshotError,
     SnapshotStaleError,
 )
-from edgeinfer.host import Host, LoadProgress
+from edgeinfer.host import EngineHost, LoadProgress
 from edgeinfer.launcher import builds, messages, selection
 from edgeinfer.platform import paths, process
 from edgeinfer.platform.disk import free_bytes, is_locked, locked
@@ -250,7 +250,7 @@ def reason_not_to_build(config: Config, inputs: SnapshotInputs) -> str:
 
 def build_if_useful(model: str, options: LoadOptions) -> str:
     """Build the snapshot unless it would be useless; return the line for the log."""
-    host = Host()
+    host = EngineHost()
     try:
         ref = host.resolve(model)
         name = ref.name

@@ -26,7 +26,7 @@ from edgeinfer.errors import (
     from_fields,
     to_fields,
 )
-from edgeinfer.host import Host, LoadProgress, Start, TakenSnapshot
+from edgeinfer.host import EngineHost, LoadProgress, ProcessStart, TakenSnapshot
 from edgeinfer.launcher import builds, messages, selection
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import paths, process_metadata
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 _REST_S, _LOOK_S = 15.0, 3.0
 
 
-class AppHost(Host):
+class AppHost(EngineHost):
     """The host of an app. A process resumed with one model loads other models in worker processes."""
 
     def __init__(
         self,
-        start: Start,
+        start: ProcessStart,
         link: socket.socket,
         loaded: LoadedModel | None,
         listeners: tuple[socket.socket, ...] = (),
@@ -214,7 +214,7 @@ class AppHost(Host):
             raise from_fields(answer.error)
         return RemoteEngine(socket.socket(fileno=fds[0]), progress)
 
-    def worker_start(self, engine: Engine) -> Start | None:
+    def worker_start(self, engine: Engine) -> ProcessStart | None:
         from edgeinfer.workers.remote_engine import RemoteEngine  # slow import in a cold process: 5 ms
 
         return engine.start if isinstance(engine, RemoteEngine) else None

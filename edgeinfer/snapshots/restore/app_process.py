@@ -29,7 +29,7 @@ from typing import NoReturn
 
 import msgspec
 
-from edgeinfer.host import Start
+from edgeinfer.host import ProcessStart
 from edgeinfer.launcher import messages
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.launcher.process_env import LIMITS
@@ -112,7 +112,7 @@ def _stop(_number: int, _frame: object) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _describe_start(request: LaunchRequest, resumed_ns: int) -> Start:
+def _describe_start(request: LaunchRequest, resumed_ns: int) -> ProcessStart:
     """Return how this app was started, with the times (ms) since the launcher's exec."""
     stages = {
         "launcher": request.main_ns,
@@ -120,7 +120,7 @@ def _describe_start(request: LaunchRequest, resumed_ns: int) -> Start:
         "running": resumed_ns,
         "request": time.monotonic_ns(),
     }
-    return Start(
+    return ProcessStart(
         how="resumed" if request.how == "resumed" else "cold",
         reason=request.reason,
         snapshot=request.snapshot,
@@ -132,7 +132,7 @@ def _run_role(
     link: socket.socket,
     request: LaunchRequest,
     loaded: LoadedModel | None,
-    start: Start,
+    start: ProcessStart,
     sockets: list[socket.socket],
 ) -> int:
     if request.role == "verb":

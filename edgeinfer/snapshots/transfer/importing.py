@@ -17,7 +17,7 @@ import msgspec
 
 from edgeinfer.config.load_options import LOAD_OPTIONS, LORA
 from edgeinfer.errors import SnapshotStaleError
-from edgeinfer.host import Host, LoadProgress
+from edgeinfer.host import EngineHost, LoadProgress
 from edgeinfer.models import adapters, pull, store
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.names import Reference, parse_reference
@@ -42,7 +42,7 @@ from edgeinfer.snapshots.transfer.image import (
 _MISFIT = "the snapshot does not fit this machine"
 
 
-def import_snapshot(image: ImageStore, host: Host, progress: LoadProgress) -> tuple[Details, str]:
+def import_snapshot(image: ImageStore, host: EngineHost, progress: LoadProgress) -> tuple[Details, str]:
     """Build the snapshot that an image describes; return its details and the signer's fingerprint.
 
     Raises SnapshotCorruptError, SnapshotUntrustedError, DiskFullError, SnapshotStaleError if this

@@ -15,7 +15,7 @@ from fake_engine import FakeEngine, FakeHost
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.cli.verbs import batch
 from edgeinfer.errors import DecodeError, DiskFullError, ModelBusyError, UsageError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.server import batches
 
 
@@ -275,5 +275,5 @@ def test_the_input_is_refused_as_output(tmp_path):
     (tmp_path / "link.jsonl").hardlink_to(requests)
     for output in (requests, tmp_path / "link.jsonl"):
         with pytest.raises(UsageError, match="is both input and output"):
-            batch.run(argparse.Namespace(input=str(requests), output=str(output)), Host())
+            batch.run(argparse.Namespace(input=str(requests), output=str(output)), EngineHost())
     assert requests.read_text() == '{"custom_id": "1"}\n'

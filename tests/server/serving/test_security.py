@@ -14,7 +14,7 @@ from edgeinfer.cli.endpoint_setup import limits, make_gate
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import Config, ServeConfig
 from edgeinfer.errors import EdgeInferError, ServeError, UsageError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.server import lifecycle
 from edgeinfer.server.app import OPERATIONS
 from edgeinfer.server.guards import keys
@@ -239,14 +239,14 @@ def test_no_key_reaches_the_log(keyed_server):
 def test_a_key_is_made_once_with_0600_for_a_bind_beyond_loopback(capsys):
     (listener,) = lifecycle.bind("0.0.0.0", 0)
     with listener:
-        gate = make_gate(_options(), Host(config=Config()), [listener])
+        gate = make_gate(_options(), EngineHost(config=Config()), [listener])
         path = keys.key_path()
         key = path.read_text().strip()
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert len(key) > 40
         assert gate.keys.name(key)
         assert key not in "".join(capsys.readouterr())
-        again = make_gate(_options(), Host(config=Config()), [listener])
+        again = make_gate(_options(), EngineHost(config=Config()), [listener])
         assert again.keys.name(key)
         assert path.read_text().strip() == key
         gate.check_host({"host": "192.168.1.7:8080"})
@@ -257,11 +257,11 @@ def test_a_key_is_made_once_with_0600_for_a_bind_beyond_loopback(capsys):
 def test_loopback_needs_no_key():
     (listener,) = lifecycle.bind("127.0.0.1", 0)
     with listener:
-        gate = make_gate(_options(), Host(config=Config()), [listener])
+        gate = make_gate(_options(), EngineHost(config=Config()), [listener])
         assert not gate.keys
         assert (gate.owner, gate.any_user) == (os.getuid(), False)
         any_user = Config(serve=ServeConfig(any_user=True))
-        assert make_gate(_options(), Host(config=any_user), [listener]).any_user
+        assert make_gate(_options(), EngineHost(config=any_user), [listener]).any_user
     assert not keys.key_path().exists()
 
 
@@ -302,11 +302,11 @@ def test_typed_hosts_and_origins_are_accepted_and_star_is_not():
     typed = _options("--allow-host", "Box.lan", "--allow-host=other.lan", "--allow-origin", PAGE)
     (listener,) = lifecycle.bind("127.0.0.1", 0)
     with listener:
-        gate = make_gate(typed, Host(config=Config()), [listener])
+        gate = make_gate(typed, EngineHost(config=Config()), [listener])
         assert {"box.lan", "other.lan", *LOOPBACK_HOSTS} <= gate.hosts
         assert gate.origins == {PAGE}
         with pytest.raises(ServeError):
-            make_gate(_options("--allow-origin", "*"), Host(config=Config()), [listener])
+            make_gate(_options("--allow-origin", "*"), EngineHost(config=Config()), [listener])
 
 
 def test_host_suffix_accepts_only_subdomains():

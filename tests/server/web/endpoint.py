@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from edgeinfer.cli.endpoint_setup import ModelAdmin
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.server import lifecycle
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards.keys import Keys
@@ -32,7 +32,7 @@ async def main(port_file: str, port: str, text: str) -> None:
         list_pulled=lambda: [AvailableModel(name="fake")],
     )
     models = ModelPool(callbacks, default="fake", keep_alive_s=300)
-    endpoint = Endpoint(models, Limits(), Log("off"), Host())
+    endpoint = Endpoint(models, Limits(), Log("off"), EngineHost())
     port = listener.getsockname()[1]
     endpoint.web = Web(Access(port, Keys([])), endpoint, ModelAdmin())
     server = EndpointServer(endpoint, Gate(keys=Keys([])), [listener], RunOptions())

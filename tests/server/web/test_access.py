@@ -14,7 +14,7 @@ from fake_engine import FakeEngine
 from edgeinfer.agents.endpoint import RemoteEndpoint
 from edgeinfer.cli.verbs import web
 from edgeinfer.errors import ServeError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.platform import paths
 from edgeinfer.platform.paths import private_dir
 from edgeinfer.server.app import OPERATIONS, match_route
@@ -149,7 +149,7 @@ def test_a_browser_is_announced_and_gets_no_secret_in_its_arguments(serve, anoth
     monkeypatch.setattr(
         web, "own_endpoint", lambda *_: RemoteEndpoint(url=live_server.url, model="fake")
     )
-    result = web.run(SimpleNamespace(model=None, json=False), Host())
+    result = web.run(SimpleNamespace(model=None, json=False), EngineHost())
     assert (opened, result.opened) == ([live_server.url], True)
     with another_user(), httpx2.Client(base_url=live_server.url) as other:
         assert other.post("/web/session", json={}).status_code == 401
@@ -160,11 +160,11 @@ def test_a_browser_is_announced_and_gets_no_secret_in_its_arguments(serve, anoth
 def test_web_reports_that_it_started_an_endpoint(serve, monkeypatch, capfd):
     live_server = RemoteEndpoint(url=with_page(serve()).url, model="fake")
     monkeypatch.setattr("edgeinfer.agents.endpoint.start", lambda *_: (live_server, 4242))
-    monkeypatch.setattr(Host, "resolve", lambda *_: SimpleNamespace(text="fake"))
-    monkeypatch.setattr(Host, "files", lambda *_, **__: None)
+    monkeypatch.setattr(EngineHost, "resolve", lambda *_: SimpleNamespace(text="fake"))
+    monkeypatch.setattr(EngineHost, "files", lambda *_, **__: None)
     for endpoint in (None, live_server):
         monkeypatch.setattr("edgeinfer.agents.endpoint.find", lambda *_, endpoint=endpoint: endpoint)
-        web.run(SimpleNamespace(model=None, json=True), Host())
+        web.run(SimpleNamespace(model=None, json=True), EngineHost())
         said = capfd.readouterr().err
         assert ("an endpoint was started for it" in said) == (endpoint is None)
         assert ("`edgeinfer stop 4242`" in said) == (endpoint is None)

@@ -12,7 +12,7 @@ import pytest
 from stores_here import docker_registry, registry_program
 
 from edgeinfer.errors import EdgeInferError, SnapshotCorruptError, SnapshotUntrustedError, UsageError
-from edgeinfer.host import Host
+from edgeinfer.host import EngineHost
 from edgeinfer.platform import paths
 from edgeinfer.platform.ed25519 import SigningKey, fingerprint, is_signed_by
 from edgeinfer.snapshots.transfer import image, importing, signing
@@ -95,7 +95,9 @@ def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
 def sign_again(
     folder: Path,
     key: SigningKey,
-    change: Callable[[image.SnapshotDescription], image.SnapshotDescription] = lambda described: described,
+    change: Callable[[image.SnapshotDescription], image.SnapshotDescription] = lambda described: (
+        described
+    ),
 ) -> None:
     """Change the description in a copy of an export, and sign it with `key`."""
     config, manifest = image.sign(change(description_of(folder)), key)
@@ -183,7 +185,7 @@ TAMPERINGS = {
 def import_refusal(folder: Path) -> EdgeInferError:
     """Return the error of importing a folder; assert that nothing is published."""
     with pytest.raises(EdgeInferError) as error:
-        importing.import_snapshot(Layout(folder), Host(), lambda _stage, _fraction: None)
+        importing.import_snapshot(Layout(folder), EngineHost(), lambda _stage, _fraction: None)
     assert not list(paths.snapshots_dir().glob("*@*"))
     return error.value
 
