@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import tomlkit
 from fake_hub import FaultServer
 
+from edgeinfer.models.catalog import user_path
 from edgeinfer.models.progress import RetryPolicy
 from edgeinfer.models.pull import PullOptions
 from edgeinfer.platform import paths
@@ -75,14 +77,9 @@ def start_cli() -> Iterator[Start]:
         process.communicate()
 
 
-@pytest.fixture
-def user_models() -> Callable[[str], None]:
-    """Write the user's models.toml."""
-
-    def write(content: str) -> None:
-        from edgeinfer.models.catalog import user_path
-
-        user_path().parent.mkdir(parents=True, exist_ok=True)
-        user_path().write_text(content)
-
-    return write
+def write_models_toml(name: str, *sources: str | list[str], **keys: object) -> None:
+    """Write the user's models.toml with one model; an underscore in a key stands for a hyphen."""
+    entry = {"title": "T", "sources": list(sources)}
+    entry |= {key.replace("_", "-"): value for key, value in keys.items()}
+    user_path().parent.mkdir(parents=True, exist_ok=True)
+    user_path().write_text(tomlkit.dumps({"models": {name: entry}}))

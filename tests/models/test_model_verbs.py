@@ -19,9 +19,7 @@ from edgeinfer.platform import paths
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.snapshot_format.storage import MANIFEST
 
-
-#: An entry of models.toml that names a draft model.
-DRAFTED = '[models.mine]\ntitle = "Mine"\nsources = ["file:/x.gguf"]\ndraft = "small"\n'
+from .conftest import write_models_toml
 
 
 @pytest.fixture
@@ -57,10 +55,8 @@ def test_pull_list_show_rm(local: Path, capsys, as_json) -> None:
     assert as_json("list", "--pulled")["models"] == []
 
 
-def test_missing_draft_model_is_named_and_one_that_is_here_counted(
-    local: Path, user_models, as_json
-) -> None:
-    user_models(DRAFTED)
+def test_missing_draft_model_is_named_and_one_that_is_here_counted(local: Path, as_json) -> None:
+    write_models_toml("mine", "file:/x.gguf", draft="small")
     pulled = as_json("pull", str(local), "--name", "mine")
     missing = "small is not on this machine: `edgeinfer pull small`"
     assert pulled["no_draft"] == missing
@@ -125,8 +121,8 @@ def test_cached_prefixes_go_with_their_model(local: Path, as_json) -> None:
     assert [folder.exists() for folder in folders] == [False, True]
 
 
-def test_changed_draft_model_is_left_out_and_named(local: Path, user_models, as_json) -> None:
-    user_models(DRAFTED)
+def test_changed_draft_model_is_left_out_and_named(local: Path, as_json) -> None:
+    write_models_toml("mine", "file:/x.gguf", draft="small")
     for name in ("mine", "small"):
         as_json("pull", str(local), "--name", name)
     (changed,) = resolve("small").parts

@@ -15,6 +15,8 @@ from edgeinfer.models.quantizing import QuantizeOptions, quantize
 from edgeinfer.models.reference import resolve
 from edgeinfer.models.removal import remove_model
 
+from .conftest import write_models_toml
+
 
 def model_header(n_embd: int) -> GgufHeader:
     return GgufHeader(
@@ -112,15 +114,14 @@ def test_copied_and_quantized_models_keep_a_projector_of_their_own(tmp_path, mon
         assert stored_model.size_bytes > len(content)
 
 
-def test_the_catalogues_projector_is_pulled_with_the_model(tmp_path, user_models):
+def test_the_catalogues_projector_is_pulled_with_the_model(tmp_path):
     model = make_llama(tmp_path / "model.gguf")
     width = read_header(model).n_embd
     make_projector(tmp_path / "mmproj-beside.gguf", "gemma3", width)
     named = make_projector(tmp_path / "elsewhere.gguf", "gemma3", width, image=128)
-    sources = f'title = "S"\nsources = ["file:{model}"]\n'
-    user_models(f'[models.sees]\n{sources}projector = "file:{named}"\n')
+    write_models_toml("sees", f"file:{model}", projector=f"file:{named}")
     record = pull("sees")
     assert resolve("sees").files().projector == str(record.folder / named.name)
     assert (record.folder / named.name).read_bytes() == named.read_bytes()
-    user_models(f'[models.sees]\n{sources}projector = "{named}"\n')
+    write_models_toml("sees", f"file:{model}", projector=str(named))
     assert resolve("sees").files().projector == str(named)

@@ -23,6 +23,8 @@ from edgeinfer.models.removal import remove_model
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
 
+from .conftest import write_models_toml
+
 
 @pytest.fixture
 def local(tmp_path: Path) -> Path:
@@ -71,8 +73,8 @@ def test_import_refuses_bad_files(tmp_path: Path, local: Path) -> None:
     assert store.list_pulled() == []
 
 
-def test_size_that_is_not_the_catalogues(local: Path, user_models) -> None:
-    user_models(f'[models.mine]\ntitle = "M"\nsources = ["file:{local}"]\nsize-bytes = 5\n')
+def test_size_that_is_not_the_catalogues(local: Path) -> None:
+    write_models_toml("mine", f"file:{local}", size_bytes=5)
     with pytest.raises(ChecksumError, match="not 5"):
         pull("mine")
     assert store.list_pulled() == []
@@ -131,20 +133,18 @@ def test_unknown_references_are_no_model() -> None:
             resolve(bad).files()
 
 
-def test_catalogue_says_how_to_talk_to_it(local: Path, user_models) -> None:
-    user_models(
-        f'[models.mine]\ntitle = "M"\nsources = ["file:{local}"]\nchat-template = "{{{{ x }}}}"\nstop '
-        f'= ["END"]\n'
-        'system-prompt = "Be brief."\nsampling = { temperature = 0.1, top-k = 3 }\n'
-    )
+def test_catalogue_says_how_to_talk_to_it(local: Path) -> None:
+    sampling = {"temperature": 0.1, "top-k": 3}
+    prompts = {"chat_template": "{{ x }}", "system_prompt": "Be brief."}
+    write_models_toml("mine", f"file:{local}", stop=["END"], sampling=sampling, **prompts)
     pull("mine")
     files = resolve("mine").files()
     assert (files.chat_template, files.stop, files.system_prompt) == ("{{ x }}", ("END",), "Be brief.")
     assert (files.sampling.temperature, files.sampling.top_k, files.sampling.top_p) == (0.1, 3, 0.95)
 
 
-def test_name_with_the_quantization_it_has_means_the_same(local: Path, user_models) -> None:
-    user_models(f'[models.mine]\ntitle = "M"\nsources = ["file:{local}"]\n')
+def test_name_with_the_quantization_it_has_means_the_same(local: Path) -> None:
+    write_models_toml("mine", f"file:{local}")
     pull("mine")
     assert resolve("mine:f32").files().name == "mine"
     with pytest.raises(ModelNotPulledError):

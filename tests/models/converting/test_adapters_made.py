@@ -19,7 +19,7 @@ from edgeinfer.models.removal import remove_model
 from edgeinfer.platform import paths
 from edgeinfer.runtime.options import Adapter, LoadOptions
 
-from ..conftest import HASTY
+from ..conftest import HASTY, write_models_toml
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 BASES = {"llama3": (*ATTENTION, "gate_proj", "up_proj", "down_proj"), "qwen3": ATTENTION}
@@ -136,12 +136,10 @@ def test_adapter_of_another_model_says_where_it_does_not_fit(tmp_path) -> None:
     assert "--base MODEL" in (refused.value.hint or "")
 
 
-def test_adapters_of_models_toml_can_be_left_out(user_models, tmp_path) -> None:
+def test_adapters_of_models_toml_can_be_left_out(tmp_path) -> None:
     pulled_base("qwen3", tmp_path)
-    user_models(
-        '[models.base]\ntitle = "Base"\nsources = ["file:/x.gguf"]\n'
-        'lora = [{ name = "red", scale = 0.5 }, { path = "~/blue.gguf" }]\n'
-    )
+    lora = [{"name": "red", "scale": 0.5}, {"path": "~/blue.gguf"}]
+    write_models_toml("base", "file:/x.gguf", lora=lora)
     files = resolve("base").files()
     blue = os.path.expanduser("~/blue.gguf")
     assert LoadOptions().adapters(files) == (
@@ -152,7 +150,7 @@ def test_adapters_of_models_toml_can_be_left_out(user_models, tmp_path) -> None:
     assert [adapter.name for adapter in LoadOptions(lora="/a/green.gguf").adapters(files)] == ["green"]
 
 
-def test_adapter_in_models_toml_has_one_place(user_models) -> None:
-    user_models('[models.x]\ntitle = "X"\nsources = ["a/b"]\nlora = [{ scale = 2.0 }]\n')
+def test_adapter_in_models_toml_has_one_place() -> None:
+    write_models_toml("x", "a/b", lora=[{"scale": 2.0}])
     with pytest.raises(ConfigError, match="a path or a name"):
         load_catalog()

