@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import struct
+from functools import partial
 
 import gguf as gguf_package
 import numpy as np
@@ -145,9 +146,13 @@ SHARD = "model-00001-of-00002.safetensors"
 DEEP = b'{"a":' + b"[" * 100_000
 
 
-def with_header(header: bytes, length: int = 0, data: bytes = b"") -> bytes:
-    """Return a safetensors file with this header; `length` is the stated length, if not the real one."""
-    return struct.pack("<Q", length or len(header)) + header + data
+def with_shard(folder, header: bytes, length: int = 0) -> None:
+    """Write a shard with this header; `length` is the stated length, if not the real one."""
+    (folder / SHARD).write_bytes(struct.pack("<Q", length or len(header)) + header + bytes(64))
+
+
+def with_a_shard_cut_off(folder) -> None:
+    os.truncate(folder / SHARD, (folder / SHARD).stat().st_size - 100)
 
 
 def config_with(folder, **changes) -> None:
@@ -177,11 +182,9 @@ def with_other_splits(folder) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def with_tensor_of(folder, **entry) -> None:
-    """Change the header's entry of a tensor; the data stays."""
-    whole = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-    header = json.dumps({"a": whole, "b": whole | entry}).encode()
-    (folder / SHARD).write_bytes(with_header(header, data=bytes(64)))
+def with_tensors_that_overlap(folder) -> None:
+    first = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    with_shard(folder, json.dumps({"a": first, "b": first | {"data_offsets": [4, 12]}}).encode())
 
 
 def with_torn_merges(folder) -> None:
@@ -198,40 +201,33 @@ def with_a_pipe_for_config(folder) -> None:
 REFUSED = {
     "config.json cannot be read": lambda folder: (folder / "config.json").write_bytes(DEEP),
     "tokenizer.json cannot be read": lambda folder: (folder / "tokenizer.json").write_bytes(DEEP),
-    "not a valid safetensors file: its header": lambda folder: (folder / SHARD).write_bytes(
-        with_header(DEEP)
-    ),
-    "a and b overlap": lambda folder: with_tensor_of(folder, data_offsets=[4, 12]),
-    "cannot be converted: .*: ValueError": with_torn_merges,
-    "float too large": lambda folder: config_with(folder, rope_parameters={"rope_theta": 1e308}),
-    "a head_dim of -1": lambda folder: config_with(folder, head_dim=-1),
-    ", 0 key-value heads and": lambda folder: config_with(folder, num_key_value_heads=0),
-    f"vocab_size must be between 1 and .*, not {1 << 40}": lambda folder: config_with(
-        folder, vocab_size=1 << 40
-    ),
-    "says 129 tokens, but the embedding has 128 rows": lambda folder: config_with(
-        folder, vocab_size=129
-    ),
-    "has no config.json: not a checkpoint": with_a_pipe_for_config,
+    "not a valid safetensors file: its header": partial(with_shard, header=DEEP),
+    "the header is": partial(with_shard, header=b"{}", length=1 << 40),
+    "a and b overlap": with_tensors_that_overlap,
+    "bytes past the end of the file": with_a_shard_cut_off,
     "1 of 2 shards are missing: model-00001": lambda folder: (folder / SHARD).unlink(),
-    "bytes past the end of the file": lambda folder: os.truncate(
-        folder / SHARD, (folder / SHARD).stat().st_size - 100
-    ),
-    "the header is": lambda folder: (folder / SHARD).write_bytes(with_header(b"{}", 1 << 40)),
+    "cannot be converted: .*: ValueError": with_torn_merges,
+    "has no config.json: not a checkpoint": with_a_pipe_for_config,
     "novelty.weight, which llama.cpp's llama lacks": with_a_tensor_too_many,
     "can run any program": with_pickles,
     "does not support the pre-tokenizer of tokenizer.json: 'x\\+'": with_other_splits,
-    "architecture NovelForCausalLM, which is not supported; supported: LlamaForCausalLM": lambda folder: (
-        config_with(folder, architectures=["NovelForCausalLM"])
-    ),
-    "quantized with gptq": lambda folder: config_with(
-        folder, quantization_config={"quant_method": "gptq", "bits": 4}
-    ),
-    "with the activation 'relu'": lambda folder: config_with(folder, hidden_act="relu"),
-    "rope scaling 'novel'": lambda folder: config_with(folder, rope_parameters={"rope_type": "novel"}),
-    "num_hidden_layers must be between": lambda folder: config_with(folder, num_hidden_layers=None),
-    "says 64 tokens, but the embedding": lambda folder: config_with(folder, vocab_size=64),
 }
+CONFIGS = {
+    "float too large": {"rope_parameters": {"rope_theta": 1e308}},
+    "a head_dim of -1": {"head_dim": -1},
+    ", 0 key-value heads and": {"num_key_value_heads": 0},
+    f"vocab_size must be between 1 and .*, not {1 << 40}": {"vocab_size": 1 << 40},
+    "says 129 tokens, but the embedding has 128 rows": {"vocab_size": 129},
+    "says 64 tokens, but the embedding": {"vocab_size": 64},
+    "architecture NovelForCausalLM, which is not supported; supported: LlamaForCausalLM": {
+        "architectures": ["NovelForCausalLM"]
+    },
+    "quantized with gptq": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "with the activation 'relu'": {"hidden_act": "relu"},
+    "rope scaling 'novel'": {"rope_parameters": {"rope_type": "novel"}},
+    "num_hidden_layers must be between": {"num_hidden_layers": None},
+}
+REFUSED |= {message: partial(config_with, **changes) for message, changes in CONFIGS.items()}
 
 
 @pytest.mark.parametrize("message", REFUSED)
