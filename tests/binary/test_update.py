@@ -333,11 +333,8 @@ def test_true_files_with_an_endpoint_running(machine, binary, smollm2, server, t
         base = f"http://127.0.0.1:{wait_for_port(serving)}"
         assert machine.json("update", "--check")["version"] == "999.0.0"
         assert machine.json("update")["changed"]
-        question = {
-            "model": MODEL,
-            "messages": [{"role": "user", "content": "Say hi."}],
-            "max_tokens": 4,
-        }
+        messages = [{"role": "user", "content": "Say hi."}]
+        question = {"model": MODEL, "messages": messages, "max_tokens": 4}
         reply = httpx2.post(f"{base}/v1/chat/completions", json=question, timeout=60).json()
         assert reply["usage"]["completion_tokens"] == 4
     finally:
@@ -361,18 +358,15 @@ def test_renewal_changes_the_time_alone(tmp_path):
     before = Release(version="1.1.0", issued_s=1, expires_s=2, files={"x86_64": file})
     raw = msgspec.json.encode(before)
     (tmp_path / "release.json").write_bytes(raw)
-    (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  edgeinfer-here\n{sha(raw)}  release.json\n")
+    sums = tmp_path / "SHA256SUMS"
+    sums.write_text(f"{file.sha256}  edgeinfer-here\n{sha(raw)}  release.json\n")
     publish.renew(tmp_path, days=3)
     raw = (tmp_path / "release.json").read_bytes()
     renewed = msgspec.json.decode(raw, type=Release)
     assert renewed.expires_s - renewed.issued_s == 3 * 86400
     assert msgspec.structs.replace(renewed, issued_s=1, expires_s=2) == before
-    assert (
-        (tmp_path / "SHA256SUMS")
-        .read_text()
-        .endswith(f"{'0' * 64}  edgeinfer-here\n{sha(raw)}  release.json\n")
-    )
-    (tmp_path / "SHA256SUMS").write_text("")
+    assert sums.read_text().endswith(f"{file.sha256}  edgeinfer-here\n{sha(raw)}  release.json\n")
+    sums.write_text("")
     with pytest.raises(SystemExit, match="not of this"):
         publish.renew(tmp_path, days=3)
 

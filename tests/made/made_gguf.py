@@ -38,7 +38,12 @@ def entry(key: str, value: Value) -> bytes:
 
 
 def tensor_info(
-    name: str, shape: tuple[int, ...], kind: int, offset: int, n_dims: int | None = None
+    name: str = "a",
+    shape: tuple[int, ...] = (32,),
+    kind: int = 0,
+    offset: int = 0,
+    *,
+    n_dims: int | None = None,
 ) -> bytes:
     dims = b"".join(struct.pack("<Q", n) for n in shape)
     count = struct.pack("<I", len(shape) if n_dims is None else n_dims)
@@ -48,7 +53,7 @@ def tensor_info(
 def gguf_file(
     entries: list[bytes],
     tensors: list[bytes],
-    data: bytes,
+    data: bytes = bytes(4096),
     *,
     n_tensors: int | None = None,
     n_entries: int | None = None,

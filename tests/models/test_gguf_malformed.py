@@ -5,10 +5,10 @@ import random
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from made_gguf import entry, gguf_bytes, gguf_file, raw_entry, tensor_info
+from made_gguf import entry, gguf_bytes, gguf_file, raw_entry
+from made_gguf import tensor_info as tensor
 from made_gguf import text as name
 from other_processes import run_python
 
@@ -19,30 +19,13 @@ SEED = 538_630
 U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 HUGE = (2**63, 2**64 - 1, 2**62, 2**40, 2**33)
 
-
 BASE = [entry("general.architecture", "llama"), entry("llama.block_count", 2)]
-
-
-def file_of(entries: list[bytes], tensors: list[bytes], *, data: int = 4096, **claims: Any) -> bytes:
-    return gguf_file(entries, tensors, bytes(data), **claims)
-
-
-def tensor(
-    label: str = "a",
-    shape: tuple[int, ...] = (32,),
-    kind: int = 0,
-    offset: int = 0,
-    n_dims: int | None = None,
-) -> bytes:
-    return tensor_info(label, shape, kind, offset, n_dims)
-
-
 Case = tuple[str, bytes]
 
 
 def truncations(rng: random.Random) -> Iterator[Case]:
-    whole = file_of(
-        [*BASE, entry("k", "v" * 40)], [tensor("a"), tensor("b", (64,), 0, 128)], data=128 + 256
+    whole = gguf_file(
+        [*BASE, entry("k", "v" * 40)], [tensor("a"), tensor("b", (64,), 0, 128)], bytes(128 + 256)
     )
     for length in sorted(rng.sample(range(1, len(whole)), 60)):
         yield f"cut at {length} of {len(whole)}", whole[:length]
@@ -50,17 +33,17 @@ def truncations(rng: random.Random) -> Iterator[Case]:
 
 def preambles(rng: random.Random) -> Iterator[Case]:
     for magic in (*b"GGML gguf FUGG <htm GGJT GGLA".split(), b"GGU\0", b"\x7fELF", b"PK\3\4", bytes(4)):
-        yield f"magic {magic!r}", file_of(BASE, [tensor()], magic=magic)
+        yield f"magic {magic!r}", gguf_file(BASE, [tensor()], magic=magic)
     versions = (0, 1, 4, 5, 255, 0x03000000, 0x02000000, 2**31, 2**32 - 1)
     for version in (*versions, *rng.sample(range(4, 2**32), 10)):
-        yield f"version {version}", file_of(BASE, [tensor()], version=version)
+        yield f"version {version}", gguf_file(BASE, [tensor()], version=version)
     for count in (*HUGE, *rng.sample(range(500, 2**40), 10)):
-        yield f"{count} tensors", file_of(BASE, [tensor()], n_tensors=count)
-        yield f"{count} entries", file_of(BASE, [tensor()], n_entries=count)
+        yield f"{count} tensors", gguf_file(BASE, [tensor()], n_tensors=count)
+        yield f"{count} entries", gguf_file(BASE, [tensor()], n_entries=count)
 
 
 def with_key(kind: int, value: bytes) -> bytes:
-    return file_of([*BASE, raw_entry("k", kind, value)], [tensor()])
+    return gguf_file([*BASE, raw_entry("k", kind, value)], [tensor()])
 
 
 def array(kind: int, count: int, content: bytes = b"") -> bytes:
@@ -69,7 +52,7 @@ def array(kind: int, count: int, content: bytes = b"") -> bytes:
 
 def metadata(rng: random.Random) -> Iterator[Case]:
     for length in (*HUGE, *rng.sample(range(10_000, 2**50), 8)):
-        yield f"key of {length}", file_of([U64.pack(length) + b"k" * 20, *BASE], [tensor()])
+        yield f"key of {length}", gguf_file([U64.pack(length) + b"k" * 20, *BASE], [tensor()])
         yield f"value of {length}", with_key(8, U64.pack(length) + b"v")
         yield f"array of {length} strings", array(8, length)
         yield f"array of {length} floats", array(6, length)
@@ -81,48 +64,51 @@ def metadata(rng: random.Random) -> Iterator[Case]:
     yield "array of arrays", array(9, 1, b"\0" * 64)
     for epsilon in (float("nan"), float("inf"), -1e-5):
         key = name("llama.attention.layer_norm_rms_epsilon") + U32.pack(6)
-        yield f"epsilon {epsilon}", file_of([*BASE, key + struct.pack("<f", epsilon)], [tensor()])
+        yield f"epsilon {epsilon}", gguf_file([*BASE, key + struct.pack("<f", epsilon)], [tensor()])
     for count in (2, 100):
         tokens = b"".join(name(f"t{i}") for i in range(count - 1)) + name("t0")
         key = raw_entry("tokenizer.ggml.tokens", 9, b"") + U32.pack(8) + U64.pack(count)
-        yield f"two equal tokens of {count}", file_of([*BASE, key + tokens], [tensor()])
-    yield "empty key", file_of([*BASE, name("") + U32.pack(4) + U32.pack(1)], [tensor()])
-    yield "same key twice", file_of([*BASE, *BASE], [tensor()])
+        yield f"two equal tokens of {count}", gguf_file([*BASE, key + tokens], [tensor()])
+    yield "empty key", gguf_file([*BASE, name("") + U32.pack(4) + U32.pack(1)], [tensor()])
+    yield "same key twice", gguf_file([*BASE, *BASE], [tensor()])
     for alignment in (0, 1, 2, 4, 8, 16, 3, 31, 33, 2**31, 2**32 - 1, 2**21):
         entries = [*BASE, entry("general.alignment", alignment)]
-        yield f"alignment {alignment}", file_of(entries, [tensor()])
+        yield f"alignment {alignment}", gguf_file(entries, [tensor()])
     entries = [*BASE, entry("general.alignment", "32")]
-    yield "alignment that is a word", file_of(entries, [tensor()])
+    yield "alignment that is a word", gguf_file(entries, [tensor()])
 
 
 def tensors(rng: random.Random) -> Iterator[Case]:
     for n_dims in (5, 6, 255, 2**31, 2**32 - 1):
-        yield f"{n_dims} dimensions", file_of(BASE, [tensor(n_dims=n_dims)])
+        yield f"{n_dims} dimensions", gguf_file(BASE, [tensor(n_dims=n_dims)])
     for n in (*HUGE, 2**31, *rng.sample(range(2**20, 2**60), 10)):
-        yield f"{n} elements", file_of(BASE, [tensor(shape=(n // 32 * 32,))])
-        yield f"{n} × {n} elements", file_of(BASE, [tensor(shape=(n // 32 * 32, n))])
-    yield "dimensions that multiply to 0 in 64 bits", file_of(BASE, [tensor(shape=(2**32, 2**32))])
-    yield "dimensions that wrap to little in 64 bits", file_of(BASE, [tensor(shape=(2**33, 2**31 + 1))])
+        yield f"{n} elements", gguf_file(BASE, [tensor(shape=(n // 32 * 32,))])
+        yield f"{n} × {n} elements", gguf_file(BASE, [tensor(shape=(n // 32 * 32, n))])
+    yield "dimensions that multiply to 0 in 64 bits", gguf_file(BASE, [tensor(shape=(2**32, 2**32))])
+    yield (
+        "dimensions that wrap to little in 64 bits",
+        gguf_file(BASE, [tensor(shape=(2**33, 2**31 + 1))]),
+    )
     for kind in (4, 5, 31, 32, 33, 36, 37, 38, 43, 99, 2**31, 2**32 - 1):
-        yield f"tensor type {kind}", file_of(BASE, [tensor(kind=kind)])
+        yield f"tensor type {kind}", gguf_file(BASE, [tensor(kind=kind)])
     for kind, row in ((2, 31), (8, 33), (10, 255), (12, 32), (14, 128), (40, 32), (41, 64)):
-        yield f"a row of {row} in type {kind}", file_of(BASE, [tensor(shape=(row,), kind=kind)])
+        yield f"a row of {row} in type {kind}", gguf_file(BASE, [tensor(shape=(row,), kind=kind)])
     for offset in (1, 32, 128, 4096, *HUGE):
-        yield f"first tensor at {offset}", file_of(BASE, [tensor(offset=offset)])
+        yield f"first tensor at {offset}", gguf_file(BASE, [tensor(offset=offset)])
     for offset in (0, 64, 127, 160, 2**40):
-        yield f"second tensor at {offset}", file_of(BASE, [tensor("a"), tensor("b", offset=offset)])
+        yield f"second tensor at {offset}", gguf_file(BASE, [tensor("a"), tensor("b", offset=offset)])
     for length in (64, 65, 1000, *HUGE):
-        yield f"tensor name of {length}", file_of(BASE, [U64.pack(length) + b"n" * 64 + tensor()])
-    yield "two tensors of one name", file_of(BASE, [tensor("a"), tensor("a", offset=128)])
-    yield "no tensors", file_of(BASE, [])
-    yield "no architecture", file_of([entry("x", 1)], [tensor()])
-    yield "architecture that is a number", file_of([entry("general.architecture", 1)], [tensor()])
+        yield f"tensor name of {length}", gguf_file(BASE, [U64.pack(length) + b"n" * 64 + tensor()])
+    yield "two tensors of one name", gguf_file(BASE, [tensor("a"), tensor("a", offset=128)])
+    yield "no tensors", gguf_file(BASE, [])
+    yield "no architecture", gguf_file([entry("x", 1)], [tensor()])
+    yield "architecture that is a number", gguf_file([entry("general.architecture", 1)], [tensor()])
     for layers in (0, 513, 1_000_000, 2**32 - 1):
         entries = [BASE[0], entry("llama.block_count", layers)]
-        yield f"{layers} layers", file_of(entries, [tensor()])
-    yield "layers in words", file_of([BASE[0], entry("llama.block_count", "two")], [tensor()])
+        yield f"{layers} layers", gguf_file(entries, [tensor()])
+    yield "layers in words", gguf_file([BASE[0], entry("llama.block_count", "two")], [tensor()])
     entries = [*BASE, entry("split.no", 5), entry("split.count", 3)]
-    yield "part 5 of 3", file_of(entries, [tensor()])
+    yield "part 5 of 3", gguf_file(entries, [tensor()])
 
 
 def all_cases() -> list[Case]:
@@ -132,14 +118,14 @@ def all_cases() -> list[Case]:
 
 def test_file_they_are_made_from_is_valid(tmp_path: Path) -> None:
     path = tmp_path / "good.gguf"
-    path.write_bytes(file_of(BASE, [tensor("a"), tensor("b", offset=128)]))
+    path.write_bytes(gguf_file(BASE, [tensor("a"), tensor("b", offset=128)]))
     assert read_model_header(path).n_params == 64
 
 
 def test_empty_tokens_may_be_equal(tmp_path: Path) -> None:
     path = tmp_path / "good.gguf"
     key = raw_entry("tokenizer.ggml.tokens", 9, b"") + U32.pack(8) + U64.pack(3)
-    path.write_bytes(file_of([*BASE, key + name("") * 3], [tensor()]))
+    path.write_bytes(gguf_file([*BASE, key + name("") * 3], [tensor()]))
     assert read_model_header(path).n_vocab == 3
 
 
