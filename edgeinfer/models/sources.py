@@ -9,6 +9,8 @@
     s3://BUCKET/FOLDER/         a checkpoint's safetensors and configuration
     oci://REGISTRY/NAME:TAG     a model in a container registry such as Ollama's or Docker's
     wheel:NAME==VERSION/PATH    a file inside a wheel of pip's package index
+
+`str()` of a source is this text again, without the signature of an expiring address.
 """
 
 from __future__ import annotations
