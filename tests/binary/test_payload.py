@@ -26,6 +26,10 @@ from edgeinfer.shipping import bundle, payload, unpack
 from ..conftest import BUILD_CACHE
 
 PROGRAM, PLACED = "bin/program", "bin/placed"
+FIELDS = b"".join(
+    key.ljust(payload.FIELD_BYTES, b"\0") for key in (payload.APP_FIELD, payload.MODEL_FIELD)
+)
+COOKIE = payload.COOKIE.pack(payload.COOKIE_MAGIC, payload.COOKIE.size, 0, 0, 311, b"libpython")
 
 
 def write_tree(folder):
@@ -57,10 +61,8 @@ def elf(length):
 def ship(tree, folder, *, version="1.0", relocate=(), boot=b"\x7fELF", name="edgeinfer"):
     """A shipped file whose bootloader is `boot` and its fields, and whose archive is a cookie alone."""
     packed = pack.pack(tree, version, relocate, folder / "cache")
-    fields = [key.ljust(payload.FIELD_BYTES, b"\0") for key in (payload.APP_FIELD, payload.MODEL_FIELD)]
-    (folder / "boot").write_bytes(boot + b"".join(fields))
-    cookie = payload.COOKIE.pack(payload.COOKIE_MAGIC, payload.COOKIE.size, 0, 0, 311, b"libpython")
-    (folder / "archive").write_bytes(cookie)
+    (folder / "boot").write_bytes(boot + FIELDS)
+    (folder / "archive").write_bytes(COOKIE)
     assemble.assemble(folder / "boot", packed.name, packed.data, folder / "archive", folder / name)
     return folder / name
 
@@ -99,12 +101,9 @@ def test_file_of_another_processor_is_finished_here(tmp_path, monkeypatch, numbe
     monkeypatch.setenv("EDGEINFER_BUILD_CACHE", str(tmp_path / "cache"))
     work = tmp_path / "work"
     write_tree(work / "tree")
-    fields = (key.ljust(payload.FIELD_BYTES, b"\0") for key in (payload.APP_FIELD, payload.MODEL_FIELD))
-    head = struct.pack("<4s14xH", b"\x7fELF", number)
-    (work / "run").write_bytes(head + b"".join(fields))
+    (work / "run").write_bytes(struct.pack("<4s14xH", b"\x7fELF", number) + FIELDS)
     (work / "pyinstaller").mkdir()
-    cookie = payload.COOKIE.pack(payload.COOKIE_MAGIC, payload.COOKIE.size, 0, 0, 311, b"libpython")
-    (work / "pyinstaller/first.pkg").write_bytes(cookie)
+    (work / "pyinstaller/first.pkg").write_bytes(COOKIE)
     finish.finish(work, tmp_path / "edgeinfer")
     shipped = payload.open_shipped(tmp_path / "edgeinfer")
     with (tmp_path / "edgeinfer").open("rb") as file:
