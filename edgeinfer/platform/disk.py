@@ -18,6 +18,8 @@ from edgeinfer.platform import paths
 from edgeinfer.units import format_bytes
 
 CHUNK_BYTES = 4 << 20
+#: Largest file (bytes) that `read_regular` reads.
+_SMALL_BYTES = 16 << 20
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 #: ioctl (linux/fs.h) that lets a file share disk blocks of another one.
 _FICLONERANGE = 0x4020940D
@@ -73,12 +75,12 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
     return descriptor
 
 
-def read_regular(path: str | Path, most_bytes: int = 16 << 20) -> bytes:
+def read_regular(path: str | Path) -> bytes:
     """Read a small file. Raises OSError, also if it is longer, a pipe, a device or a folder."""
     with open(open_regular(path), "rb") as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise OSError(errno.EINVAL, f"longer than {most_bytes:,} bytes", str(path))
+        content = file.read(_SMALL_BYTES + 1)
+    if len(content) > _SMALL_BYTES:
+        raise OSError(errno.EINVAL, f"longer than {_SMALL_BYTES:,} bytes", str(path))
     return content
 
 

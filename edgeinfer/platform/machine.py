@@ -96,10 +96,10 @@ def read_memory(root: Path = _ROOT) -> Memory:
     return Memory(total_bytes=total, available_bytes=available, reason=reason)
 
 
-def read_gpus(root: Path = _ROOT) -> tuple[str, ...]:
+def read_gpus() -> tuple[str, ...]:
     """Return the vendors of GPUs on the PCI bus, of "AMD", "Intel" and "NVIDIA"."""
     vendors = set()
-    for folder in (root / "sys/bus/pci/devices").glob("*"):
+    for folder in Path("/sys/bus/pci/devices").glob("*"):
         if _text(folder / "class").startswith("0x03"):
             vendors.add(_GPU_VENDORS.get(_text(folder / "vendor"), ""))
     return tuple(sorted(vendors - {""}))

@@ -34,9 +34,9 @@ _XDG = {
 }
 
 
-def ollama_port(environment: Mapping[str, str] = os.environ) -> int:
+def ollama_port() -> int:
     """Return the port of `serve --ollama`; an invalid value of the variable is ignored."""
-    named = environment.get(_OLLAMA_VARIABLE, "")
+    named = os.environ.get(_OLLAMA_VARIABLE, "")
     return int(named) if named.isdecimal() and 0 < int(named) <= 65_535 else _OLLAMA_PORT
 
 
