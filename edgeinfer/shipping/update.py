@@ -29,7 +29,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,13 +52,69 @@ from edgeinfer.platform.ed25519 import is_signed_by
 from edgeinfer.runtime.llama.backends import LibraryFacts
 from edgeinfer.shipping import payload, shipped, unpack
 
+MANIFEST = "release.json"
+SIGNATURE = ".sig"
 PREVIOUS = "previous"
 SEEN = "seen"
 _TRIAL_S = 900
 #: How far (s) this machine's clock may be behind the publisher's.
 _CLOCK_S = 24 * 3600
-#: Limit (s) for the manifest, and for its signature.
-_MANIFEST_S = 60.0
+#: Limits for the manifest, and for its signature: size (bytes), and time (s).
+_MANIFEST_BYTES, _MANIFEST_S = 64 << 10, 60.0
+
+
+class ReleasedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A shipped file that the manifest lists."""
+
+    name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,80}\Z")]
+    size_bytes: Annotated[int, Meta(ge=1, le=64 << 30)]
+    sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+
+
+class ReleasedBackend(ReleasedFile, frozen=True, kw_only=True):
+    """A library of a GPU backend, next to the manifest."""
+
+    facts: LibraryFacts
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag="edgeinfer-release/1", tag_field="schema"):
+    """A version, its files by machine (`uname -m`), and the manifest's issue and expiry times.
+
+    `issued_s` and `expires_s` are Unix time. A manifest older than a known one is refused.
+    """
+
+    version: Annotated[str, Meta(pattern=r"\A\d{1,6}\.\d{1,6}\.\d{1,6}\Z")]
+    issued_s: Annotated[int, Meta(ge=1)]
+    expires_s: int
+    files: dict[str, ReleasedFile]
+    backends: tuple[ReleasedBackend, ...] = ()
+
+
+class Channel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """URL of the releases, and the public keys (64 hexadecimal digits) that may sign them."""
+
+    url: str = ""
+    keys: tuple[str, ...] = ()
+
+
+def channel() -> Channel:
+    return msgspec.toml.decode(paths.shipped_file("release.toml").read_bytes(), type=Channel)
+
+
+def parse_release(raw: bytes, signature: bytes, keys: tuple[str, ...]) -> Release:
+    """Parse a manifest after checking its signature. Raises ReleaseUntrustedError, ShippingError."""
+    if not any(is_signed_by(bytes.fromhex(key), signature, raw) for key in keys):
+        raise ReleaseUntrustedError("the release's manifest is not signed by a key of this program")
+    try:
+        return msgspec.json.decode(raw, type=Release)
+    except msgspec.MsgspecError as error:
+        problem = f"this program cannot read the release's manifest: {error}"
+        raise ShippingError(problem, hint="install it by hand") from error
+
+
+def number(version: str) -> tuple[int, ...]:
+    """Return a version as numbers that can be compared."""
+    return tuple(map(int, version.split(".")))
 
 
 def own_program(*, replaces: bool = True) -> Path:
@@ -164,7 +219,7 @@ def _get(channel: Channel, name: str) -> bytes:
                 raise http_client.status_error(url, "server", response.status_code)
             for chunk in response.iter_raw():
                 raw += chunk
-                if len(raw) > MOST_BYTES:
+                if len(raw) > _MANIFEST_BYTES:
                     raise ReleaseUntrustedError(f"{url} is too large for a manifest")
             if time.monotonic() > end_s:
                 raise httpx2.ReadTimeout("")
@@ -205,8 +260,8 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
 
 def list_files(folder: Path, *patterns: str) -> list[Path]:
     """List what is not a folder in `folder`, and whose name has one of these patterns."""
-    paths = (path for path in folder.glob("*") if any(fnmatch(path.name, name) for name in patterns))
-    return [path for path in paths if path.is_symlink() or not path.is_dir()]
+    named = (path for path in folder.glob("*") if any(fnmatch(path.name, name) for name in patterns))
+    return [path for path in named if path.is_symlink() or not path.is_dir()]
 
 
 def place_verified(
@@ -336,64 +391,3 @@ def _place(file: Path, target: Path) -> None:
 
 def _mode(file: Path) -> int:
     return file.stat().st_mode & 0o777
-
-
-MANIFEST = "release.json"
-SIGNATURE = ".sig"
-#: Largest manifest (bytes).
-MOST_BYTES = 64 << 10
-
-
-class ReleasedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A shipped file that the manifest lists."""
-
-    name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,80}\Z")]
-    size_bytes: Annotated[int, Meta(ge=1, le=64 << 30)]
-    sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-
-
-class ReleasedBackend(ReleasedFile, frozen=True, kw_only=True):
-    """A library of a GPU backend, next to the manifest."""
-
-    facts: LibraryFacts
-
-
-class Release(msgspec.Struct, frozen=True, kw_only=True, tag="edgeinfer-release/1", tag_field="schema"):
-    """A version, its files by machine (`uname -m`), and the manifest's issue and expiry times.
-
-    `issued_s` and `expires_s` are Unix time. A manifest older than a known one is refused.
-    """
-
-    version: Annotated[str, Meta(pattern=r"\A\d{1,6}\.\d{1,6}\.\d{1,6}\Z")]
-    issued_s: Annotated[int, Meta(ge=1)]
-    expires_s: int
-    files: dict[str, ReleasedFile]
-    backends: tuple[ReleasedBackend, ...] = ()
-
-
-class Channel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """URL of the releases, and the public keys (64 hexadecimal digits) that may sign them."""
-
-    url: str = ""
-    keys: tuple[str, ...] = ()
-
-
-def channel() -> Channel:
-    raw = files("edgeinfer").joinpath("data/release.toml").read_bytes()
-    return msgspec.toml.decode(raw, type=Channel)
-
-
-def parse_release(raw: bytes, signature: bytes, keys: tuple[str, ...]) -> Release:
-    """Parse a manifest after checking its signature. Raises ReleaseUntrustedError, ShippingError."""
-    if not any(is_signed_by(bytes.fromhex(key), signature, raw) for key in keys):
-        raise ReleaseUntrustedError("the release's manifest is not signed by a key of this program")
-    try:
-        return msgspec.json.decode(raw, type=Release)
-    except msgspec.MsgspecError as error:
-        problem = f"this program cannot read the release's manifest: {error}"
-        raise ShippingError(problem, hint="install it by hand") from error
-
-
-def number(version: str) -> tuple[int, ...]:
-    """Return a version as numbers that can be compared."""
-    return tuple(map(int, version.split(".")))
