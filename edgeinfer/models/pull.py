@@ -163,25 +163,16 @@ def _verify(
     for index, file in enumerate(list(fetched)):
         if file.path.is_dir():
             continue
-        # a size or digest in the catalogue is that of a model with a single file
-        whole = plan if n_files == 1 and not file.is_projector else None
-        size = file.size_bytes
-        job.begin("verifying", file.file_name, total=size, index=index, n_files=n_files)
-        if whole and whole.size_bytes and size != whole.size_bytes:
-            problem = f"{file.file_name} of {source} has {size} bytes, not {whole.size_bytes}"
-            raise ChecksumError(f"{problem}; {_set_aside(file, work)}")
-        file.found_sha256 = sha256_of(file.path, job.report)
+        job.begin("verifying", file.file_name, total=file.size_bytes, index=index, n_files=n_files)
         pin = store.pinned_digest(plan.ref, source, file.file_name) if file.pinned else ""
-        promises = (
-            (whole.sha256 if whole else "", "--sha256" if wanted_sha256 else "the catalogue"),
-            (file.sha256, "its source"),
-            (pin, "its first pull"),
-        )
-        for expected, origin in promises:
-            if expected and file.found_sha256 != expected:
-                problem = f"{file.file_name} of {source} has SHA-256 {file.found_sha256}"
-                outcome = _set_aside(file, work)
-                raise ChecksumError(f"{problem}, not {expected} as {origin} says; {outcome}")
+        promises = {"its source": file.sha256, "its first pull": pin}
+        size_bytes = 0
+        # a size or digest in the catalogue is that of a model with a single file
+        if n_files == 1 and not file.is_projector:
+            size_bytes = plan.size_bytes
+            promises = {"--sha256" if wanted_sha256 else "the catalogue": plan.sha256} | promises
+        if problem := _difference(file, size_bytes, promises, job):
+            raise ChecksumError(f"{file.file_name} of {source} {problem}; {_set_aside(file, work)}")
         try:
             if file.is_projector:
                 projectors.check_fits(file.path, gguf.read_header(fetched[0].path))
@@ -195,6 +186,17 @@ def _verify(
                 continue
             outcome = _set_aside(file, work)
             raise InvalidGgufError(f"{source}: {error.message}; {outcome}", hint=error.hint) from error
+
+
+def _difference(file: FetchedFile, size_bytes: int, promises: dict[str, str], job: Job) -> str:
+    """Hash a file; return how it differs from its size and promised SHA-256s (by origin), or ""."""
+    if size_bytes and file.size_bytes != size_bytes:
+        return f"has {file.size_bytes} bytes, not {size_bytes}"
+    file.found_sha256 = sha256_of(file.path, job.report)
+    for origin, sha256 in promises.items():
+        if sha256 and sha256 != file.found_sha256:
+            return f"has SHA-256 {file.found_sha256}, not {sha256} as {origin} says"
+    return ""
 
 
 def _set_aside(file: FetchedFile, work: Path) -> str:

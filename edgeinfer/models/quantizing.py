@@ -30,6 +30,19 @@ from edgeinfer.platform.disk import free_bytes
 from edgeinfer.platform.process import child_command, describe_exit, start_child
 
 
+class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `quantize`: `name` of the result, path of an importance matrix, scoring.
+
+    With `keep`, a stored result is only scored. `score_tokens` limits the scored text; 0 is all.
+    """
+
+    name: str | None = None
+    keep: bool = False
+    imatrix: str = ""
+    perplexity: bool = True
+    score_tokens: int = 0
+
+
 class QuantizeResult(msgspec.Struct, frozen=True, kw_only=True):
     """A quantized model, compared with its source. None means that it was not measured.
 
@@ -213,19 +226,6 @@ def _span(name: str, sums: TensorInfo, counts: TensorInfo | None, path: Path) ->
 
 #: Types to which llama.cpp quantizes only with an importance matrix.
 NEEDS_IMATRIX = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K_S"})
-
-
-class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of `quantize`: `name` of the result, path of an importance matrix, scoring.
-
-    With `keep`, a stored result is only scored. `score_tokens` limits the scored text; 0 is all.
-    """
-
-    name: str | None = None
-    keep: bool = False
-    imatrix: str = ""
-    perplexity: bool = True
-    score_tokens: int = 0
 
 
 def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: QuantizeOptions) -> None:
