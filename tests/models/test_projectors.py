@@ -4,12 +4,13 @@ import gguf
 import numpy as np
 import pytest
 from made_families import finish
+from made_gguf import gguf_bytes
 from made_models import make_llama
 from made_projectors import make_projector
 
 from edgeinfer.errors import InvalidGgufError
 from edgeinfer.models import projectors
-from edgeinfer.models.gguf import GgufHeader, read_header
+from edgeinfer.models.gguf import GgufHeader, parse, read_header
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.quantizing import QuantizeOptions, quantize
 from edgeinfer.models.reference import resolve
@@ -19,15 +20,7 @@ from .conftest import write_models_toml
 
 
 def model_header(n_embd: int) -> GgufHeader:
-    return GgufHeader(
-        path="m.gguf",
-        version=3,
-        file_bytes=0,
-        alignment=32,
-        data_offset=0,
-        metadata={"general.architecture": "llama", "llama.embedding_length": n_embd},
-        tensors=(),
-    )
+    return parse(gguf_bytes({"llama.embedding_length": n_embd}))
 
 
 def write(path, architecture="clip", **sizes):
