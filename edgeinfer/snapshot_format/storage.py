@@ -146,15 +146,19 @@ def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
 def refuse_unsafe_ancestors(path: str) -> None:
     """Raise SnapshotUnsafeError if another user could replace a folder above `path`.
 
-    Where root has no number, in a process that was restored without root, the owner of "/" is root.
+    A folder may be a symbolic link; then the folders above its target count, too. Where root has no
+    number, in a process that was restored without root, the owner of "/" is root.
     """
     trusted = {0, os.getuid(), os.stat("/").st_uid}
-    while path != "/":
+    while path.strip("/"):
         path = os.path.dirname(path)
-        info = os.stat(path)
+        info, link = os.stat(path), os.lstat(path)
         others_write = info.st_mode & 0o022 and not info.st_mode & 0o1000
-        if info.st_uid not in trusted or others_write:
+        if not {info.st_uid, link.st_uid} <= trusted or others_write:
             raise SnapshotUnsafeError(f"other users can change {path}", hint=f"chmod go-w {path}")
+        if info.st_ino != link.st_ino or info.st_dev != link.st_dev:
+            # ends with "/": the target itself is checked, too
+            refuse_unsafe_ancestors(os.path.join(os.path.dirname(path), os.readlink(path), ""))
 
 
 def read_manifest(folder: str) -> Manifest:

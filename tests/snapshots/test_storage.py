@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -113,6 +114,27 @@ def test_an_ancestor_that_others_can_write_is_refused(tmp_path):
         storage.refuse_unsafe_ancestors(str(above / "snapshots"))
     above.chmod(0o1777)
     storage.refuse_unsafe_ancestors(str(above / "snapshots"))
+
+
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_folder_of_each_link_on_the_way_is_checked(tmp_path, is_relative):
+    folders = [tmp_path / f"folder{i}/inner" for i in range(4)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    for i, folder in enumerate(folders[:-1]):
+        target = Path("../..", f"folder{i + 1}/inner/next") if is_relative else folders[i + 1] / "next"
+        (folder / "next").symlink_to(target)
+    (folders[-1] / "next/snapshots").mkdir(parents=True)
+    (tmp_path / "root").symlink_to("/")
+    path = str(folders[0] / "next/snapshots")
+    storage.refuse_unsafe_ancestors(path)
+    storage.refuse_unsafe_ancestors(f"{tmp_path}/root{path}")
+    for folder in [folders[-1] / "next", *(f for inner in folders for f in (inner, inner.parent))]:
+        folder.chmod(0o777)
+        for start in (path, f"{tmp_path}/root{path}"):
+            with pytest.raises(SnapshotUnsafeError, match="other users can change"):
+                storage.refuse_unsafe_ancestors(start)
+        folder.chmod(0o755)
 
 
 # --- messages
