@@ -33,7 +33,16 @@ def client(origin: str, timeout: float | httpx2.Timeout) -> Iterator[httpx2.Clie
 
     def refuse_redirect(response: httpx2.Response) -> None:
         if response.has_redirect_location:
-            refuse_downgrade(origin, response.url, response.url.join(response.headers["Location"]))
+            location = response.headers["Location"]
+            try:
+                target = response.url.join(location)
+                target.host.encode("idna")  # as the resolver does
+                if (target.port or 0) > 65_535:
+                    raise ValueError("the port is too large")
+            except (httpx2.InvalidURL, ValueError) as error:
+                problem = f"the server redirects to {location[:80]!r}, which is not an address"
+                raise DownloadError(f"{origin}: {problem}", hint=OTHER_SOURCE) from error
+            refuse_downgrade(origin, response.url, target)
 
     hooks = {"response": [refuse_redirect]}
     with httpx2.Client(timeout=timeout, follow_redirects=True, event_hooks=hooks) as client:

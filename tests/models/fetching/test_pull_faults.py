@@ -92,6 +92,16 @@ def redirect(location: str) -> Fault:
     return Fault(status=302, headers={"Location": location})
 
 
+NO_ADDRESSES = (
+    "https://[::1/x",
+    "http://127.0.0.1:port/",
+    "http://127.0.0.1:99999999/x",
+    "https://[v1.x]/",
+    f"https://{'a' * 64}.example/",
+    "https://../",
+)
+
+
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
@@ -102,6 +112,7 @@ def redirect(location: str) -> Fault:
         (redirect("file:///etc/hostname"), DownloadError, "a file: addr"),
         (redirect("ftp://127.0.0.1/x"), DownloadError, "an? ftp: addr"),
         (redirect("/tiny.gguf"), DownloadError, "too many redirects"),
+        *((redirect(text), DownloadError, "is not an address") for text in NO_ADDRESSES),
     ],
 )
 def test_pull_publishes_nothing_wrong(server, url, options, fault, error, message) -> None:
