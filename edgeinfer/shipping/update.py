@@ -275,6 +275,10 @@ def place_verified(
     remote = download.Remote(
         url=source, file_name=file.name, origin=source, size_bytes=file.size_bytes, sha256=file.sha256
     )
+    n_needed = file.size_bytes  # of the copy; `fetch` checks for the download
+    if os.stat(folder).st_dev == os.stat(target.parent).st_dev:
+        n_needed += file.size_bytes - disk.size_or_zero(folder / (file.name + download.PART))
+    disk.require_free_space(target.parent, n_needed, f"{file.name}, fetched and then copied,")
     job.begin("downloading", file.name, total=file.size_bytes)
     partial = download.fetch(remote, folder, job)
     with open(disk.open_regular(partial), "rb") as fetched, disk.durable_file(target, mode) as out:

@@ -420,6 +420,28 @@ def test_full_disk_is_said_and_what_was_fetched_is_kept(releases):
     assert releases.server.gets("/libggml-cuda-x86_64.so")[-1].headers["range"] == "bytes=150000-"
 
 
+@pytest.mark.parametrize(("share", "code"), [(0.5, "disk-full"), (1.5, "disk-full"), (2.5, "")])
+def test_space_for_the_download_and_its_copy_is_checked_first(releases, monkeypatch, share, code):
+    monkeypatch.setattr(disk, "free_bytes", lambda _path: int(share * len(releases.body)))
+    if not code:
+        releases.install()
+        assert releases.is_installed()
+        return
+    assert releases.refusal() == code
+    assert not releases.server.gets("/libggml-cuda-x86_64.so")
+
+
+def test_download_that_is_complete_needs_space_for_its_copy_only(releases, monkeypatch):
+    releases.server.files["/libggml-cuda-x86_64.so"] = releases.body[:-1] + b"?"
+    assert releases.refusal() == "checksum"
+    releases.server.files["/libggml-cuda-x86_64.so"] = releases.body
+    partial = releases.library.parent / "libggml-cuda-x86_64.so.part"
+    partial.write_bytes(releases.body)
+    monkeypatch.setattr(disk, "free_bytes", lambda _path: len(releases.body))
+    releases.install()
+    assert releases.is_installed()
+
+
 def test_folder_that_this_user_may_not_write_is_named(releases):
     with tempfile.TemporaryDirectory() as folder:  # a folder that another user may reach
         os.chmod(folder, 0o555)

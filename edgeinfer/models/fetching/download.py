@@ -129,8 +129,8 @@ def _receive(
     if remote.size_bytes and total is not None and total != remote.size_bytes:
         problem = f"{remote.origin} has {total} bytes, not the expected {remote.size_bytes}"
         raise ChecksumError(f"{problem}; nothing was fetched")
-    if total is not None:
-        require_free_space(partial_file.parent, total - size_or_zero(partial_file), remote.file_name)
+    n_missing = (total or remote.size_bytes) - size_or_zero(partial_file)
+    require_free_space(partial_file.parent, n_missing, remote.file_name)
     validator = http_client.validator(response)
     if offset and not remote.sha256 and validator != state.validator:
         partial_file.unlink()
