@@ -14,20 +14,10 @@
 #include <stdexcept>
 
 namespace {
-struct Batch {  // llama_batch
-    int32_t n_tokens;
-    int32_t *token;
-    float *embd;
-    int32_t *pos;
-    int32_t *n_seq_id;
-    int32_t **seq_id;
-    int8_t *logits;
-};
-struct Params {  // llama_model_params or llama_context_params; both are shorter, and passed in memory
-    uint64_t words[32];
-};
 using Word = uint64_t;
-constexpr int32_t kThrown = -100;
+struct Params {  // llama_batch or the parameters of a model or context: shorter, and passed in memory
+    Word words[32];
+};
 thread_local std::jmp_buf *escape = nullptr;  // return point of the guarded call in progress
 thread_local char reason[512];
 std::terminate_handler terminate_before = nullptr;
@@ -86,30 +76,17 @@ extern "C" void edgeinfer_guard(void *(*set_abort_callback)(void (*)(const char 
 // Returns the message thrown by this thread's last guarded call; "" if it returned normally.
 extern "C" const char *edgeinfer_reason() { return reason; }
 
-// The guarded call includes waiting for the device, where most errors show.
-extern "C" int32_t edgeinfer_decode(int32_t (*decode)(void *, Batch), void (*synchronize)(void *),
-                                    void *context, Batch batch) {
-    int32_t code = kThrown;
-    const bool has_returned = guarded([&] {
-        code = decode(context, batch);
-        synchronize(context);
-    });
-    return has_returned ? code : kThrown;
-}
-
-// Calls a function of up to six integers and pointers; returns whether it returned normally.
-extern "C" bool edgeinfer_call(Word (*function)(Word, Word, Word, Word, Word, Word), const Word *words, Word *result) {
-    return guarded([&] { *result = function(words[0], words[1], words[2], words[3], words[4], words[5]); });
-}
-
-// The same for a function of one or two words followed by a structure of `size` bytes.
-extern "C" bool edgeinfer_call_with(void *function, int n_words, const Word *words, const void *params,
-                                    size_t size, Word *result) {
+// Calls a function of up to six integers and pointers, or of one or two and a structure of `size` bytes;
+// returns whether it returned normally. `n_words` counts those before a structure, 0 for none.
+extern "C" bool edgeinfer_guarded_call(void *function, const Word *w, int n_words, const void *params,
+                                       size_t size, Word *result) {
     Params copy{};
-    if (n_words < 1 || n_words > 2 || size > sizeof copy) return false;
-    std::memcpy(&copy, params, size);
+    if (n_words > 2 || size > sizeof copy) return false;
+    if (n_words) std::memcpy(&copy, params, size);
+    using Six = Word (*)(Word, Word, Word, Word, Word, Word);
     return guarded([&] {
-        if (n_words == 1) *result = reinterpret_cast<Word (*)(Word, Params)>(function)(words[0], copy);
-        else *result = reinterpret_cast<Word (*)(Word, Word, Params)>(function)(words[0], words[1], copy);
+        if (n_words == 0) *result = reinterpret_cast<Six>(function)(w[0], w[1], w[2], w[3], w[4], w[5]);
+        if (n_words == 1) *result = reinterpret_cast<Word (*)(Word, Params)>(function)(w[0], copy);
+        if (n_words == 2) *result = reinterpret_cast<Word (*)(Word, Word, Params)>(function)(w[0], w[1], copy);
     });
 }

@@ -26,7 +26,7 @@ _FUNCTIONS = {
     "kernels": "kernels version dependent_operation cells_written cells_freed "
     "adapter_open adapter_close adapters_begin adapters_end "
     "stream_start stream_end stream_aim stream_statistics stream_stop",
-    "guard": "guard decode reason call call_with",
+    "guard": "guard reason guarded_call",
     "cells": "cells cells_get cells_set",
 }
 #: GGML_BACKEND_DEVICE_TYPE_CPU.

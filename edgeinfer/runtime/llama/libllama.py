@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -249,24 +249,27 @@ def guard_calls() -> None:
     pointer, words = ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64)
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "edgeinfer_guard": (None, [pointer]),
-        "edgeinfer_decode": (ctypes.c_int32, [pointer, pointer, *L.llama_decode.argtypes]),
         "edgeinfer_reason": (ctypes.c_char_p, []),
-        "edgeinfer_call": (ctypes.c_bool, [pointer, words, words]),
-        "edgeinfer_call_with": (
+        "edgeinfer_guarded_call": (
             ctypes.c_bool,
-            [pointer, ctypes.c_int, words, pointer, ctypes.c_size_t, words],
+            [pointer, words, ctypes.c_int, pointer, ctypes.c_size_t, words],
         ),
     }
     declare_functions(guard, signatures)
     guard.edgeinfer_guard(ctypes.cast(base_library().ggml_set_abort_callback, pointer))
-    functions = (ctypes.cast(f, pointer) for f in (L.llama_decode, L.llama_synchronize))
-    _state["decode"] = partial(guard.edgeinfer_decode, *functions)
     _state["guard"] = guard
 
 
 def decode(context: Any, batch: Any) -> int:
     """Run llama_decode and return its code: 0 success, 1 no free KV cells, 2 aborted, below 0 fatal."""
-    return int(_state.get("decode", L.llama_decode)(context, batch))
+    if "guard" not in _state:
+        return int(L.llama_decode(context, batch))
+    try:
+        code = call(L.llama_decode, context, batch)
+        call(L.llama_synchronize, context)  # most errors of a device show while it is awaited
+    except DecodeError:
+        return _THROWN
+    return ctypes.c_int32(code).value
 
 
 def decode_error(code: int, work: str) -> DecodeError:
@@ -276,7 +279,7 @@ def decode_error(code: int, work: str) -> DecodeError:
 
 
 def call(function: Any, *args: Any) -> Any:
-    """Call a C function that returns a pointer, a size or nothing.
+    """Call a C function that returns a pointer, a number or nothing.
 
     Its arguments are integers, pointers, and perhaps a struct at the end. After `guard_calls`, raises
     DecodeError if a device fails during the call.
@@ -284,17 +287,11 @@ def call(function: Any, *args: Any) -> Any:
     guard = _state.get("guard")
     if guard is None:
         return function(*args)
-    params = args[-1] if isinstance(args[-1], ctypes.Structure) else None
-    plain = args if params is None else args[:-1]
+    *plain, params = args if isinstance(args[-1], ctypes.Structure) else (*args, None)
     words, result = (ctypes.c_uint64 * _WORDS)(*map(_word, plain)), ctypes.c_uint64()
     address = ctypes.cast(function, ctypes.c_void_p)
-    if params is None:
-        has_returned = guard.edgeinfer_call(address, words, result)
-    else:
-        has_returned = guard.edgeinfer_call_with(
-            address, len(plain), words, ctypes.byref(params), ctypes.sizeof(params), result
-        )
-    if not has_returned:
+    struct = (len(plain), ctypes.byref(params), ctypes.sizeof(params)) if params else (0, None, 0)
+    if not guard.edgeinfer_guarded_call(address, words, *struct, result):
         raise DecodeError(f"llama.cpp's {function.__name__} failed: {_thrown()}")
     is_pointer = hasattr(function.restype, "contents")  # as an unguarded call, return a typed one
     return ctypes.cast(result.value, function.restype) if is_pointer else result.value
