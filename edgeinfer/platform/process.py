@@ -10,13 +10,16 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import subprocess
+    import threading
     from collections.abc import Callable, Mapping
-    from typing import Any
+    from typing import Any, BinaryIO
 
 #: In the shipped file, `edgeinfer --edgeinfer-module MODULE ARG...` runs MODULE as `__main__`.
 MODULE_SWITCH = "--edgeinfer-module"
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
+#: Interval (s) at which the end of a child is noticed.
+_CHILD_POLL_S = 0.01
 #: Niceness of a background process, and of its session, which then gets a tenth of a busy CPU.
 _LOWEST, _SESSION = 19, 10
 #: Setting a session's niceness is tried five times, because the kernel allows ten changes per second.
@@ -31,28 +34,47 @@ def child_command(module: str, *args: str) -> list[str]:
 
 
 def ask_child(
-    module: str, *args: str, content: bytes = b"", patience_s: float = 30.0
+    module: str,
+    *args: str,
+    content: bytes = b"",
+    patience_s: float = 30.0,
+    stop: threading.Event | None = None,
 ) -> tuple[bytes, str]:
     """Run our `module`, which a file or a driver may crash; return its output, and how it ended.
 
-    After `patience_s` it is killed. Raises OSError if no process can be started.
+    It is killed after `patience_s`, or when `stop` is set. Raises OSError if no process can be started.
     """
     import contextlib
     import subprocess
+    import threading
 
-    pipe = subprocess.PIPE
-    child = subprocess.Popen(child_command(module, *args), stdin=pipe, stdout=pipe, stderr=pipe)
-    try:
-        out, complaints = child.communicate(content, patience_s)
-    except subprocess.TimeoutExpired:
-        return b"", f"took more than {patience_s:.0f} s"
-    finally:
-        child.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.communicate(timeout=1.0)  # a call of a driver may never return: it stays behind
-    last = complaints.decode("utf-8", "replace").strip().rpartition("\n")[2]
-    ending = f"ended with {describe_exit(child.returncode)}"
-    return out, f"{ending}: {last}" if last else ending
+    stop = stop or threading.Event()
+    # files, because what a driver starts may keep a pipe open for ever
+    with _memory_file(content) as stdin, _memory_file() as out, _memory_file() as err:
+        child = start_child(child_command(module, *args), stdin=stdin, stdout=out, stderr=err)
+        end_s = time.monotonic() + patience_s
+        try:
+            while child.poll() is None and time.monotonic() < end_s and not stop.wait(_CHILD_POLL_S):
+                pass
+            code = child.poll()
+        finally:
+            child.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(1.0)  # a call of a driver may never return: it stays behind
+        if code is None:
+            return b"", "was stopped" if stop.is_set() else f"took more than {patience_s:.0f} s"
+        # pread, because the offset is shared with processes that may go on writing
+        output, errors = (os.pread(f.fileno(), os.fstat(f.fileno()).st_size, 0) for f in (out, err))
+    last = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
+    ending = f"ended with {describe_exit(code)}"
+    return output, f"{ending}: {last}" if last else ending
+
+
+def _memory_file(content: bytes = b"") -> BinaryIO:
+    file = open(os.memfd_create("edgeinfer"), "w+b", buffering=0)
+    file.write(content)
+    file.seek(0)
+    return file
 
 
 def describe_exit(code: int) -> str:

@@ -1,11 +1,15 @@
 """docs/development/processes.md names every program that this project starts as a process of its own."""
 
+import os
 import re
+import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
-from other_processes import run_python
+from other_processes import command_name, descendants, has_ended, run_python, wait_until
 
 from edgeinfer.platform import process
 from edgeinfer.platform.process import MODULE_SWITCH, ask_child, child_command, describe_exit
@@ -71,6 +75,36 @@ def test_child_is_asked_and_its_failure_is_described(monkeypatch) -> None:
     assert ask_child("import os; os.kill(os.getpid(), 40)") == (b"", "ended with signal 40")
     stuck = "print(1, flush=True); import time; time.sleep(600)"
     assert ask_child(stuck, patience_s=0.2) == (b"", "took more than 0 s")
+    stop = threading.Event()
+    stop.set()
+    assert ask_child(stuck, patience_s=3600.0, stop=stop) == (b"", "was stopped")
+
+
+def test_child_that_leaves_a_process_behind_is_not_awaited_longer(monkeypatch) -> None:
+    monkeypatch.setattr(process, "child_command", lambda code: [sys.executable, "-c", code])
+    leave = "import subprocess; print(subprocess.Popen(['sleep', '3600']).pid)"
+    out, ending = ask_child(leave, patience_s=3600.0)
+    assert ending == "ended with status 0"
+    os.kill(int(out), signal.SIGKILL)
+
+
+ASKING = """
+from edgeinfer.platform import process
+process.child_command = lambda _: ["sleep", "3600"]
+process.ask_child("")
+"""
+
+
+def test_child_that_is_asked_dies_with_its_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", ASKING]) as parent:
+        (child,) = wait_until(lambda: descendants(parent.pid), "the child")
+        wait_until(lambda: command_name(child) == "sleep", "the child to run")
+        parent.kill()
+    try:
+        wait_until(lambda: has_ended(child), "the child to end", 30.0)
+    finally:
+        if not has_ended(child):
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.skipif(

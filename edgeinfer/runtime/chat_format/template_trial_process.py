@@ -12,14 +12,12 @@ import time
 import msgspec
 
 from edgeinfer.errors import ModelLoadError
-from edgeinfer.platform.process import die_with_parent
 from edgeinfer.runtime.chat_format.message_shapes import TemplateTraits
 from edgeinfer.runtime.chat_format.templates import ChatTemplate, TemplateTrial
 
 
 def main() -> int:
     """Probe the template; return 0 if a result was written."""
-    die_with_parent()
     trial = msgspec.json.decode(sys.stdin.buffer.read(), type=TemplateTrial)
     resource.setrlimit(resource.RLIMIT_AS, (trial.memory_bytes, trial.memory_bytes))
     cpu_s = int(time.process_time()) + trial.cpu_s  # not counting the imports, which may take seconds

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -13,3 +14,10 @@ def report(code: int = 0, /, **fields: Any) -> int:
     sys.stdout.buffer.write(msgspec.json.encode(fields) + b"\n")
     sys.stdout.buffer.flush()
     return code
+
+
+def take_stdout() -> BinaryIO:
+    """Return standard output for results; what libraries print goes to standard error from now on."""
+    stdout = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    return stdout

@@ -17,7 +17,6 @@ import msgspec
 from edgeinfer.errors import DecodeError, EngineError
 from edgeinfer.media.pictures import Picture
 from edgeinfer.platform.machine import read_memory
-from edgeinfer.platform.process import die_with_parent
 from edgeinfer.runtime.llama.mtmd import Projector
 from edgeinfer.runtime.llama.weights import open_model
 
@@ -32,7 +31,6 @@ _SIZES = ((2000, 2000), (4000, 20), (20, 4000), (1, 1))
 
 def main(argv: list[str]) -> int:
     """Test the projector; return 0 if a result was written."""
-    die_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
     most_bytes = read_memory().available_bytes + sum(map(os.path.getsize, argv)) + _MAPPED_BYTES
