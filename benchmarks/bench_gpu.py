@@ -32,8 +32,9 @@ from common import CACHE, ROOT, SHAPES, add_out, random_model, spread, write_fig
 sys.path.insert(0, str(ROOT / "tests/made"))
 from made_models import make_llama
 
+from edgeinfer.runtime.layer_plan import Device
 from edgeinfer.runtime.llama import backends
-from edgeinfer.runtime.llama.backends import Device, LoadedBackend, device_line, survey
+from edgeinfer.runtime.llama.backends import LoadedBackend, device_line
 
 PORT = 18420
 #: How long (s) to wait for a device: a software device compiles its kernels at the first step.
@@ -69,7 +70,7 @@ class GpuBench(Bench):
         elif backends.added_dir().is_dir():
             (data / "backends").symlink_to(backends.added_dir())
         os.environ.update(self.environment)
-        answers = survey()
+        answers = [backends.ask(file.name) for file in backends.available()]
         devices = [d for answer in answers if isinstance(answer, LoadedBackend) for d in answer.devices]
         kinds = ("software",) if self.options.software else ("gpu", "integrated")
         absent = [f"{a.name}: {a.reason}" for a in answers if not isinstance(a, LoadedBackend)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -23,15 +24,15 @@ from edgeinfer.platform.machine import (
     Machine,
     Memory,
     MemoryRate,
-    has_gpu,
     memory_threads,
     read_memory,
     read_memory_rate,
     read_rate,
 )
 from edgeinfer.platform.paths import DEFAULT_MODEL
-from edgeinfer.runtime.llama.backends import Device, LoadedBackend, OffloadRequest, survey
-from edgeinfer.runtime.memory_plan import Plan, disk_pace, make_exact_plan, plan_streaming
+from edgeinfer.runtime.layer_plan import Device, usable_bytes
+from edgeinfer.runtime.llama.backends import OffloadRefused, OffloadRequest, find_devices
+from edgeinfer.runtime.memory_plan import MemoryPlan, disk_pace, make_exact_plan, plan_streaming
 from edgeinfer.runtime.model_shape import Shape, draft_problem, make_shape
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.units import format_bytes, format_duration
@@ -49,8 +50,6 @@ _SHARE = 0.7
 _THREAD_BYTES_PER_S = 8e9
 #: Assumed memory bandwidth (bytes/s) of a discrete GPU; drivers do not report it.
 _CARD_BYTES_PER_S = 150e9
-#: A model may use this share of a GPU's memory.
-_CARD_SHARE = 0.9
 _ACTIVE = re.compile(r"-a(\d+(?:\.\d+)?)b\b")
 #: Chat models that a first run may offer, the best first.
 _FIRST_RUN_MODELS = """
@@ -124,7 +123,7 @@ class Estimator:
             active_share(model, name, parameters),
             self.rate,
             memory=self.memory,
-            card_bytes=sum(card.total_bytes for card in self.cards),
+            card_bytes=sum(usable_bytes(card.total_bytes) for card in self.cards),
             draft_bytes=self.pulled_bytes.get(model.draft, 0) if model else 0,
         )
 
@@ -145,14 +144,14 @@ def fit(
     """Estimate a model with a file of `size_bytes` and a draft model of `draft_bytes`.
 
     A token reads `active_share` of the weights (1.0 unless it is a mixture of experts). `card_bytes` is
-    the memory of discrete GPUs; they are used only if the whole model fits there. The draft model
-    counts only if there is memory for both.
+    the memory of discrete GPUs that a plan may use; they count only if the whole model fits there. The
+    draft model counts only if there is memory for both.
     """
     room = int(memory.total_bytes * _MEMORY_SHARE) or memory.available_bytes
     needed = needed_bytes(size_bytes + draft_bytes)
     if needed > min(room, memory.available_bytes):
         needed = needed_bytes(size_bytes)
-    is_on_card = needed <= _CARD_SHARE * card_bytes
+    is_on_card = needed <= card_bytes
     reachable = min(_SHARE * rate.bytes_per_s, _THREAD_BYTES_PER_S * rate.threads)
     if is_on_card:
         reachable = max(reachable, _SHARE * _CARD_BYTES_PER_S)
@@ -201,11 +200,10 @@ def cards() -> tuple[Device, ...]:
     """Return the discrete GPUs that a launch would use. Takes 0.2 s."""
     config = load_config()
     request = OffloadRequest(layers=config.load.gpu_layers, devices=config.gpu.devices)
-    if not (has_gpu() and request.opens_backends()):
-        return ()
-    answers = (answer for answer in survey() if isinstance(answer, LoadedBackend))
-    devices = next((chosen for answer in answers if (chosen := request.choose(answer.devices))), ())
-    return tuple(device for device in devices if device.kind == "gpu")
+    with suppress(OffloadRefused):
+        if request.opens_backends():
+            return tuple(device for device in next(find_devices(request)) if device.kind == "gpu")
+    return ()
 
 
 @cache
@@ -268,7 +266,7 @@ def header_plan(
     options: LoadOptions,
     machine: Machine,
     draft: Sequence[GgufHeader] = (),
-) -> tuple[Shape, Plan]:
+) -> tuple[Shape, MemoryPlan]:
     """Return the shape and the memory plan with which an engine would load these files and `draft`."""
     sizes = {tensor.name: tensor.size_bytes for header in headers for tensor in header.tensors}
     draft_shape = header_shape(draft) if draft else None

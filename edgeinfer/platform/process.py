@@ -71,7 +71,7 @@ def ask_child(
 
 
 def _memory_file(content: bytes = b"") -> BinaryIO:
-    file = open(os.memfd_create("edgeinfer"), "w+b", buffering=0)
+    file = open(os.memfd_create("edgeinfer"), "w+b", buffering=0)  # noqa: SIM115
     file.write(content)
     file.seek(0)
     return file

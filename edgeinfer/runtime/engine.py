@@ -14,7 +14,7 @@ from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat, TemplateFacts, load_chat_format
 from edgeinfer.runtime.embeddings import Embedder
 from edgeinfer.runtime.event_stream import EventStream
-from edgeinfer.runtime.gpu_offload import GpuOffload
+from edgeinfer.runtime.gpu_offload import GpuOffloader
 from edgeinfer.runtime.llama import libllama, streaming
 from edgeinfer.runtime.llama.backends import OffloadRequest
 from edgeinfer.runtime.llama.lora import LoraAdapters
@@ -102,7 +102,7 @@ class LlamaEngine:
             draft_model=self._draft,
         )
         self._prefix_cache_switch = PrefixCacheSwitch(files, options, self._context, self._core)
-        self._gpu = GpuOffload(
+        self._gpu = GpuOffloader(
             files,
             options,
             loaded,

@@ -15,22 +15,24 @@ import logging
 import os
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from msgspec import structs
 
 from edgeinfer.errors import DecodeError, EngineClosedError, EngineError
 from edgeinfer.media.pictures import Picture
 from edgeinfer.platform import process_metadata
-from edgeinfer.runtime.llama import backend_loading, backends, libllama
-from edgeinfer.runtime.llama.backends import Device, LoadedBackend, MissingBackend, OffloadRequest
+from edgeinfer.runtime.layer_plan import Device, LayerPlan, make_layer_plan
+from edgeinfer.runtime.llama import backend_loading, libllama
+from edgeinfer.runtime.llama.backends import OffloadRefused, OffloadRequest, find_devices
 from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.lora import LoraAdapters
 from edgeinfer.runtime.llama.model import LlamaModel, with_another_context
 from edgeinfer.runtime.llama.mtmd import Projector
 from edgeinfer.runtime.llama.weights import Placement, free_model, open_model
-from edgeinfer.runtime.offload_plan import Offload, make_offload
 from edgeinfer.runtime.options import Chosen, LayersInfo, LoadOptions, ModelFiles
 from edgeinfer.runtime.scheduler.engine_core import EngineCore
 from edgeinfer.runtime.scheduler.prefix_cache_switch import PrefixCacheSwitch
@@ -48,7 +50,7 @@ _SWITCH_S = 0.5
 
 
 @dataclass(eq=False)
-class GpuOffload:
+class GpuOffloader:
     """Moves the layers of one engine to devices, and back if a device fails.
 
     `cpu` is the model as first loaded, `loaded` the one in use, whose `context` decodes. `call` runs
@@ -69,15 +71,12 @@ class GpuOffload:
     def __post_init__(self) -> None:
         self._device_context: DeviceContext | None = None
         self._thread: threading.Thread | None = None
-        self._is_closing = False
+        self._closing = threading.Event()
         self._note = process_metadata.ProcessRecord(process_metadata.LAYERS)
         self.loaded = self.cpu
 
     def begin(self, request: OffloadRequest) -> None:
-        """Attach the devices of `request` in the background; a failure is logged once.
-
-        Without a GPU no backend is opened, unless layers are requested.
-        """
+        """Attach the devices of `request` in the background, if it opens backends."""
         if self._thread is None and request.opens_backends():
             self._thread = threading.Thread(
                 target=self._main, args=(request,), name="edgeinfer-attach", daemon=True
@@ -93,47 +92,46 @@ class GpuOffload:
 
     def close(self) -> None:
         """Stop attaching, and free the device context. Only after the decode thread has ended."""
-        self._is_closing = True
+        self._closing.set()
         self.wait()
         if self._device_context is not None:
             self._device_context.loaded.free()
             self._device_context = None
 
     def _main(self, request: OffloadRequest) -> None:
-        try:
-            self._attach(request)
-        except (OffloadRefused, EngineError) as error:
-            self.cpu.choices["gpu_layers"] = Chosen("none", str(error))
-            is_failure = request.is_explicit or not isinstance(error, OffloadRefused)
-            if is_failure and not self._is_closing:
-                _log.warning("no layers on a GPU: %s", error)
-
-    def _attach(self, request: OffloadRequest) -> None:
         """Use the first backend that works; each may fail or refuse for its own reason."""
-        failures: list[Exception] = []
-        for devices in find_devices(request):
-            try:
-                self._use(devices, request)
-                return
-            except (OffloadRefused, EngineError) as error:
-                if self._is_closing or self._device_context is not None:
-                    raise
-                if isinstance(error, EngineError) and not _is_short_of_memory(error):
-                    _failed[devices[0].backend] = error.message
-                failures.append(error)
-        reason = "; ".join(dict.fromkeys(map(str, failures)))
-        is_refused = all(isinstance(error, OffloadRefused) for error in failures)
-        raise (OffloadRefused if is_refused else DecodeError)(reason)
+        errors: list[Exception] = []
+        load = partial(backend_loading.load_tried, stop=self._closing)
+        try:
+            for devices in find_devices(request, load):
+                try:
+                    self._use(devices, request)
+                    return
+                except (OffloadRefused, EngineError) as error:
+                    if self._closing.is_set() or self._device_context is not None:
+                        raise
+                    if isinstance(error, EngineError) and not _is_short_of_memory(error):
+                        backend_loading.failed[devices[0].backend] = error.message
+                    errors.append(error)
+        except (OffloadRefused, EngineError) as error:
+            errors = [error]
+        reason = "; ".join(dict.fromkeys(map(str, errors)))
+        self.cpu.choices["gpu_layers"] = Chosen("none", reason)
+        is_failure = request.is_explicit or any(isinstance(error, EngineError) for error in errors)
+        if is_failure and not self._closing.is_set():
+            _log.warning("no layers on a GPU: %s", reason)
 
     def _use(self, devices: tuple[Device, ...], request: OffloadRequest) -> None:
-        offload = self._plan(devices, request, 1.0)
-        if not offload.n_layers:
-            raise OffloadRefused(offload.reason)
+        plan_layers = partial(make_layer_plan, self.cpu.shape, self.cpu.plan, layers=request.layers)
+        layer_plan = plan_layers(devices)
+        if not layer_plan.n_layers:
+            raise OffloadRefused(layer_plan.reason)
         try:
-            device_context = self._load(devices, offload)
+            device_context = self._load(devices, layer_plan)
         except EngineError as error:
-            smaller = self._plan(devices, request, _SMALLER)
-            if not _is_short_of_memory(error) or not 0 < smaller.total_bytes < offload.total_bytes:
+            less = [structs.replace(d, free_bytes=int(_SMALLER * d.free_bytes)) for d in devices]
+            smaller = plan_layers(less)
+            if not _is_short_of_memory(error) or not 0 < smaller.total_bytes < layer_plan.total_bytes:
                 raise
             device_context = self._load(devices, smaller)
         try:
@@ -141,7 +139,7 @@ class GpuOffload:
             # otherwise the first request would wait for the compilation
             device_context.warm_up(_SOFTWARE_TOKENS if is_software else self.cpu.n_batch)
             while not self.call(lambda: self._switch(device_context)):
-                time.sleep(_SWITCH_S)
+                self._closing.wait(_SWITCH_S)
         except BaseException as error:
             # freeing memory on a lost device could wait forever, so it is not freed
             is_lost = isinstance(error, DecodeError) and not _leaves_device_usable(error)
@@ -149,33 +147,26 @@ class GpuOffload:
                 device_context.loaded.free()
             raise
         if self.vision is not None:
-            self._move_encoder(self.vision, device_context, request)
+            self._move_encoder(self.vision, device_context)
 
-    def _plan(self, devices: Sequence[Device], request: OffloadRequest, share: float) -> Offload:
-        """Plan with this share of each device's free memory."""
-        memories = tuple(request.usable_memory(device, share) for device in devices)
-        return make_offload(self.cpu.shape, self.cpu.plan, memories, request.layers)
-
-    def _move_encoder(self, vision: Vision, on: DeviceContext, request: OffloadRequest) -> None:
+    def _move_encoder(self, vision: Vision, on: DeviceContext) -> None:
         """Encode pictures on the first device with layers, if the projector fits next to them."""
-        if self._is_closing or self._device_context is not on:
+        if self._closing.is_set() or self._device_context is not on:
             return
-        answer, path = backend_loading.load(on.backend), self.files.projector
-        devices = answer.devices if isinstance(answer, LoadedBackend) else ()
-        device = next((device for device in devices if device.name == on.offload.devices[0]), None)
+        path = self.files.projector
         try:
             needed = os.path.getsize(path) + _ENCODER_BYTES
-            free = request.usable_memory(device).free_bytes if device else 0
-            if device is None or free < needed:
-                layers: Chosen = on.loaded.choices["gpu_layers"]
+            free = backend_loading.read_device(on.device.backend, on.device.pointer).free_bytes
+            if free < needed:
+                layers = on.loaded.choices["gpu_layers"]
                 room = f"{format_bytes(free)} of {format_bytes(needed)}"
                 note = f"the CPU encodes pictures: {room} are free"
                 on.loaded.choices["gpu_layers"] = Chosen(layers.value, f"{layers.reason}; {note}")
                 return
-            projector = Projector(path, self.cpu.model, self.cpu.n_threads, device.pointer)
+            projector = Projector(path, self.cpu.model, self.cpu.n_threads, on.device.pointer)
             projector.encode(Picture(64, 64, bytes(3 * 64 * 64)))  # compiles the kernels
         except (EngineError, OSError) as error:
-            _log.warning("%s cannot encode pictures, the CPU does: %s", on.offload.devices[0], error)
+            _log.warning("%s cannot encode pictures, the CPU does: %s", on.device.name, error)
             return
 
         def use() -> None:
@@ -187,37 +178,27 @@ class GpuOffload:
         except EngineClosedError:
             use()  # no step follows, and closing frees it
 
-    def _load(self, devices: Sequence[Device], offload: Offload) -> DeviceContext:
+    def _load(self, devices: Sequence[Device], layer_plan: LayerPlan) -> DeviceContext:
         """Load the model again with layers on devices. Raises ModelLoadError, OutOfMemoryError."""
-        cpu = self.cpu
-        pointers = {device.name: device.pointer for device in devices}
-        placement = Placement([pointers[name] for name in offload.devices], offload)
+        used = [device for device in devices if device.name in layer_plan.devices]
+        placement = Placement([device.pointer for device in used], layer_plan)
         model = open_model(self.files.paths, placement=placement)
         try:
-            loaded = with_another_context(cpu, model, self.options, offload.n_cells)
+            adapters = self.lora.load_for(model)  # freed with the model
+            loaded = with_another_context(self.cpu, model, self.options, layer_plan.n_cells)
         except BaseException:
             free_model(model)
             raise
-        cards = {device.name: device.description for device in devices}
-        chosen = {
-            "gpu_layers": Chosen(str(offload), offload.reason),
-            "gpus": Chosen(", ".join(cards[name] for name in offload.devices), "where the layers are"),
-        }
-        loaded = replace(loaded, choices=loaded.choices | chosen)
+        gpus = ", ".join(device.description for device in used)
+        loaded.choices["gpu_layers"] = Chosen(str(layer_plan), layer_plan.reason)
+        loaded.choices["gpus"] = Chosen(gpus, "where the layers are")
         context = loaded.llama_context()
-        try:
-            context.adapters = self.lora.load_for(model)
-        except BaseException:
-            loaded.free()
-            raise
-        return DeviceContext(loaded, context, offload, placement, devices[0].backend)
+        context.adapters = adapters
+        return DeviceContext(loaded, context, layer_plan, placement, used[0])
 
     def _switch(self, device_context: DeviceContext) -> bool:
-        """Decode with `device_context` from now on; return False if a request is too long for it.
-
-        Only between steps.
-        """
-        if self._is_closing:
+        """Decode with `device_context` from now on; return False if a request is too long for it."""
+        if self._closing.is_set():
             raise EngineClosedError("the engine is closed")
         loaded, context = device_context.loaded, device_context.context
         if not self.core.evict_to_fit(loaded.n_ctx, loaded.n_cells):
@@ -245,8 +226,8 @@ class GpuOffload:
             return False
         if self.vision is not None:
             self.vision.leave_device()
-        names = " and ".join(device_context.offload.devices)
-        _failed[device_context.backend] = error.message
+        names = " and ".join(device_context.layer_plan.devices)
+        backend_loading.failed[device_context.device.backend] = error.message
         self.cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {error.message}")
         _log.warning("%s failed, the CPU continues: %s", names, error.message)
         self.prefix_cache_switch.detach()
@@ -266,11 +247,6 @@ class GpuOffload:
         self._note.write(LayersInfo(model=self.files.name, layers=layers))
 
 
-#: Backends with a device that failed in this process → the failure. A lost device stays lost, and its
-#: interrupted backend cannot be used again.
-_failed: dict[str, str] = {}
-
-
 def _is_short_of_memory(error: EngineError) -> bool:
     # not "illegal memory access", after which the device cannot be used
     return bool(re.search(r"alloc|out ?of ?\w*memory", error.message, re.IGNORECASE))
@@ -280,47 +256,19 @@ def _leaves_device_usable(error: EngineError) -> bool:
     return _is_short_of_memory(error) or "no kernel image" in error.message
 
 
-def find_devices(request: OffloadRequest) -> Iterator[tuple[Device, ...]]:
-    """Load backends, and yield the devices of each. Afterwards this process cannot be dumped.
-
-    Raises OffloadRefused at the end if there was none.
-    """
-    files, reasons = backends.available(), []
-    for file in files:
-        if file.name in _failed:
-            reasons.append(f"{file.name} failed before in this process: {_failed[file.name]}")
-            continue
-        libllama.guard_calls()
-        # a library or its driver may crash or hang as it is loaded: it does in another process first,
-        # which takes 0.14 s with a software GPU
-        tried = backends.ask(file.name)
-        answer = tried if isinstance(tried, MissingBackend) else backend_loading.load(file.name, tried)
-        if isinstance(answer, LoadedBackend):
-            if chosen := request.choose(answer.devices):
-                yield chosen
-            else:
-                reasons.append(f"{file.name} has no device that was requested")
-        else:
-            reasons.append(f"{answer.name}: {answer.reason}")
-            if file.added and not answer.absent:
-                _log.warning("an added library is not used: %s: %s", answer.name, answer.reason)
-    if len(reasons) == len(files):
-        raise OffloadRefused("; ".join(reasons) or "no GPU library was found: see `edgeinfer doctor`")
-
-
 #: Tokens for warming up a software device, which takes a minute for a whole batch of a 135M model.
 _SOFTWARE_TOKENS = 64
 
 
 @dataclass(slots=True)
 class DeviceContext:
-    """A model's second load, with layers on devices. llama.cpp may read `placement` until freed."""
+    """A model's second load, with layers on `device` and others. llama.cpp may read `placement`."""
 
     loaded: LlamaModel
     context: LlamaContext
-    offload: Offload
+    layer_plan: LayerPlan
     placement: Placement
-    backend: str
+    device: Device
 
     def warm_up(self, n_tokens: int) -> None:
         """Compile the kernels for a prompt of `n_tokens` and for one token. Raises DecodeError.
@@ -334,7 +282,3 @@ class DeviceContext:
             if code := batch.decode(self.context):
                 raise libllama.decode_error(code, f"{n} tokens")
             self.context.remove(0)
-
-
-class OffloadRefused(Exception):
-    """No layers can be placed on devices; the message says why."""

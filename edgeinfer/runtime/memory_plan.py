@@ -2,7 +2,7 @@
 
 A plan is computed without llama.cpp, so that `edgeinfer show` gets the same one from the header of a
 file as the loader from the model. Each automatic choice has a reason. Memory is in bytes, context in
-tokens. `offload_plan` divides a planned model among devices.
+tokens. `layer_plan` divides a planned model among devices.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class StreamingPlan:
         return self.streamed_bytes + int(shape.used_expert_bytes * self.miss_share(shape))
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of a context; each automatic choice with its reason.
 
     `n_cells` is the KV cache that all sequences share, `least_kv_bytes` its smallest useful size: all
@@ -228,7 +228,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return not self.refusal and not self.from_disk
 
 
-def make_plan(shape: Shape, options: LoadOptions, machine: Machine, draft: Shape | None = None) -> Plan:
+def make_plan(
+    shape: Shape, options: LoadOptions, machine: Machine, draft: Shape | None = None
+) -> MemoryPlan:
     """Plan the context for `options`, with room for a draft model of shape `draft`.
 
     A draft model that the options do not name is left out if the model fits, or streams, only without
@@ -243,7 +245,7 @@ def make_plan(shape: Shape, options: LoadOptions, machine: Machine, draft: Shape
     return plan if plan.streaming is not None and not without_draft.fits else without_draft
 
 
-def _plan_with_draft(shape: Shape, options: LoadOptions, machine: Machine, draft: Shape) -> Plan:
+def _plan_with_draft(shape: Shape, options: LoadOptions, machine: Machine, draft: Shape) -> MemoryPlan:
     n_seq = (options.n_parallel or _SPARE_SEQUENCES) + DRAFT_SPARE_SEQUENCES
     limits = {"n_batch": DRAFT_BATCH, "n_seq_max": n_seq, "n_outputs": n_seq}
     compute_bytes = _compute_bytes(draft, options, "f16", **limits)
@@ -258,7 +260,7 @@ def _plan_with_draft(shape: Shape, options: LoadOptions, machine: Machine, draft
     return msgspec.structs.replace(plan, buffers=buffers, has_draft=True)
 
 
-def _make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> Plan:
+def _make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> MemoryPlan:
     n_threads = choose_threads(options.n_threads, machine)
     free, from_disk = _free_bytes(shape, options, machine)
     kv_type = choose_kv_type(options, shape, free)
@@ -287,7 +289,7 @@ def _make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> Plan:
     if from_disk and not refusal:
         context_bytes = buffers.kv_bytes // _KV_SHARE + buffers.compute_bytes
         streaming = plan_streaming(shape, machine.memory.available_bytes, context_bytes)
-    return Plan(
+    return MemoryPlan(
         n_threads=n_threads,
         n_parallel=n_parallel,
         n_ctx=n_ctx,
@@ -311,7 +313,7 @@ def make_exact_plan(
     machine: Machine,
     tensor_sizes: Callable[[], Mapping[str, int]],
     draft: Shape | None = None,
-) -> tuple[Shape, Plan]:
+) -> tuple[Shape, MemoryPlan]:
     """Return shape and plan. Only if the weights do not fit, the sizes of all tensors are read."""
     plan = make_plan(shape, options, machine, draft)
     if plan.from_disk:
@@ -378,8 +380,10 @@ def disk_pace(shape: Shape, streaming: StreamingPlan | None, disk_bytes_per_s: f
     return (disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S) / max(1, n_bytes)
 
 
-def disk_warning(shape: Shape, machine: Machine, plan: Plan, disk_bytes_per_s: float = 0.0) -> str:
-    """Describe how fast a model with `Plan.from_disk` will be. A rate of 0.0 assumes a usual disk."""
+def disk_warning(
+    shape: Shape, machine: Machine, plan: MemoryPlan, disk_bytes_per_s: float = 0.0
+) -> str:
+    """Describe how fast a model with `plan.from_disk` will be. A rate of 0.0 assumes a usual disk."""
     rate = disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S
     per_s = disk_pace(shape, plan.streaming, rate)
     pace = f"{per_s:.1f} tokens/s" if per_s >= 1 else f"a token in {1 / per_s:.1f} s"

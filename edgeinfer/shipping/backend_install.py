@@ -21,9 +21,8 @@ def install(name: str, channel: update.Channel, job: Job) -> str:
     """Install the library of the backend `name`; return what was done, in words.
 
     Raises ShippingError without a driver, a safe folder, or a library for this llama.cpp, and
-    DownloadError, ChecksumError, ReleaseUntrustedError, DiskFullError. An installed library is then
-    unchanged, but if its JSON file cannot be written, the new library is in place and not opened until
-    the next try.
+    DownloadError, ChecksumError, ReleaseUntrustedError, DiskFullError. Then an installed library is as
+    before, or, if its JSON file cannot be written, not opened until the next try.
     """
     if driver := backends.driver_problem():
         raise ShippingError(f"nothing was installed: {driver.reason}", hint=driver.fix or None)

@@ -38,13 +38,12 @@ import numpy.typing as npt
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import TextDelta
-from edgeinfer.runtime.gpu_offload import find_devices
+from edgeinfer.runtime.layer_plan import make_layer_plan
 from edgeinfer.runtime.llama import backend_loading, libllama
-from edgeinfer.runtime.llama.backends import OffloadRequest
+from edgeinfer.runtime.llama.backends import OffloadRequest, find_devices
 from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.model import load_model, open_context
 from edgeinfer.runtime.llama.weights import Placement, free_model, open_model
-from edgeinfer.runtime.offload_plan import make_offload
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache import block_saver
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
@@ -159,7 +158,7 @@ def logits(path: str, kv_type: str = "f16") -> None:
     options = LoadOptions(n_ctx=1024, n_parallel=1, kv_type=kv_type, flash_attention="on")
     cpu = load_model(ModelFiles(name="model", paths=(path,)), options)
     tokens = list(random_tokens(3, 17 if IS_SMALL else 129, cpu.vocab.n_vocab))
-    devices = next(find_devices(make_request("all")))
+    devices = next(find_devices(make_request("all"), backend_loading.load_tried))
 
     def compute(model: Any) -> npt.NDArray[np.float64]:
         limits = {"n_cells": 1024, "n_batch": 512, "n_seq_max": 2, "n_threads": cpu.n_threads}
@@ -171,10 +170,9 @@ def logits(path: str, kv_type: str = "f16") -> None:
 
     expected = compute(cpu.model)
     for layers in ("all", (cpu.shape.n_layer + 1) // 2):
-        memories = tuple(map(make_request(layers).usable_memory, devices))
-        offload = make_offload(cpu.shape, cpu.plan, memories, layers)
-        pointers = {device.name: device.pointer for device in devices}
-        placement = Placement([pointers[name] for name in offload.devices], offload)
+        layer_plan = make_layer_plan(cpu.shape, cpu.plan, devices, layers)
+        used = [device.pointer for device in devices if device.name in layer_plan.devices]
+        placement = Placement(used, layer_plan)
         model = open_model((path,), placement=placement)
         computed = compute(model)
         free_model(model)
@@ -183,7 +181,7 @@ def logits(path: str, kv_type: str = "f16") -> None:
         report(
             "logits",
             kv=kv_type,
-            layers=str(offload),
+            layers=str(layer_plan),
             largest_difference=float(np.abs(expected - computed).max()),
             kl_mean=float(divergence.mean()),
             kl_largest=float(divergence.max()),
@@ -198,14 +196,14 @@ def plan(path: str) -> None:
             with libllama.listening() as lines:
                 attached = attach(engine, "all")
             context = engine._gpu._device_context
-            offload = context.offload if context else None
+            layer_plan = context.layer_plan if context else None
             sizes = {}
             pattern = r"(\S+) (model|KV|RS|compute|output) buffer size *= *([\d.]+) MiB"
             for match in filter(None, (re.search(pattern, line) for line in lines)):
                 key = f"{match[1]} {match[2]}"
                 sizes[key] = round(sizes.get(key, 0.0) + float(match[3]), 1)
-            kinds = ("weights", "kv", "compute") if offload else ()
-            planned = {kind: round(getattr(offload, f"{kind}_bytes") / 2**20, 1) for kind in kinds}
+            kinds = ("weights", "kv", "compute") if layer_plan else ()
+            planned = {kind: round(getattr(layer_plan, f"{kind}_bytes") / 2**20, 1) for kind in kinds}
             report(
                 "plan", n_ctx=n_ctx, kv=kv_type, **attached, planned_mib=planned, allocated_mib=sizes
             )

@@ -45,7 +45,7 @@ from pathlib import Path
 from edgeinfer.cli.main import main
 from edgeinfer.cli.verbs import backend, doctor
 from edgeinfer.models.store import read_record
-from edgeinfer.platform import disk
+from edgeinfer.platform import disk, machine
 from edgeinfer.runtime.llama import backends
 from edgeinfer.shipping import backend_install, update
 backends.has_release_key = lambda: "NO_KEY" not in os.environ
@@ -55,6 +55,9 @@ update.channel = lambda: channel
 crash_at = os.environ.get("CRASH_AT")
 replace, last = os.replace, {"library": "libggml-cuda.so", "description": "libggml-cuda.json"}.get(crash_at)
 os.replace = lambda source, target, **at: Path(target).name == last and os._exit(9) or replace(source, target, **at)
+if "CARD" in os.environ:
+    machine.read_gpus = lambda: (os.environ["CARD"],)
+    backends.shipped_dir = lambda: Path("/nowhere")
 if "AS_ANOTHER" in os.environ:
     ctypes.CDLL("libcuda.so.1")  # from a folder that is only this user's
     ctypes.CDLL(None).setfsuid(65_534)
@@ -70,8 +73,9 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "none/libcuda.so.1").write_text(
         "not a library, in the place of this machine's driver\n" * 9
     )
-    answers = {str(n): f"*version = {n};" for n in (12040, 13000, 13010)}
+    answers = {str(n): f"*version = {n};" for n in (0, 12040, 13000, 13010)}
     failures = {
+        "stub": "return 34;",
         "crash": "*(volatile int *)0 = 1;",
         "unnamed": "raise(40);",
         "hang": "for (;;) pause();",
@@ -179,7 +183,13 @@ def test_install_list_and_remove(releases):
 
 
 @pytest.mark.parametrize(
-    ("driver", "reason"), [("none", "there is no NVIDIA driver"), (12040, "supports CUDA up to 12.4")]
+    ("driver", "reason"),
+    [
+        ("none", "there is no NVIDIA driver"),
+        (12040, "supports CUDA up to 12.4"),
+        (0, "is not a working NVIDIA driver: it has no version (error 0)"),
+        ("stub", "is not a working NVIDIA driver: it has no version (error 34)"),
+    ],
 )
 def test_driver_that_cannot_run_it_is_asked_before_the_network(releases, driver, reason):
     error = releases.run("install", "cuda", code=1, driver=driver)
@@ -420,26 +430,21 @@ def test_full_disk_is_said_and_what_was_fetched_is_kept(releases):
     assert releases.server.gets("/libggml-cuda-x86_64.so")[-1].headers["range"] == "bytes=150000-"
 
 
-@pytest.mark.parametrize(("share", "code"), [(0.5, "disk-full"), (1.5, "disk-full"), (2.5, "")])
-def test_space_for_the_download_and_its_copy_is_checked_first(releases, monkeypatch, share, code):
-    monkeypatch.setattr(disk, "free_bytes", lambda _path: int(share * len(releases.body)))
-    if not code:
-        releases.install()
-        assert releases.is_installed()
-        return
-    assert releases.refusal() == code
-    assert not releases.server.gets("/libggml-cuda-x86_64.so")
-
-
-def test_download_that_is_complete_needs_space_for_its_copy_only(releases, monkeypatch):
-    releases.server.files["/libggml-cuda-x86_64.so"] = releases.body[:-1] + b"?"
-    assert releases.refusal() == "checksum"
-    releases.server.files["/libggml-cuda-x86_64.so"] = releases.body
+def test_space_for_the_download_and_its_copy_is_checked_first(releases, monkeypatch):
+    free_bytes = 0
+    monkeypatch.setattr(disk, "free_bytes", lambda _path: free_bytes)
     partial = releases.library.parent / "libggml-cuda-x86_64.so.part"
-    partial.write_bytes(releases.body)
-    monkeypatch.setattr(disk, "free_bytes", lambda _path: len(releases.body))
-    releases.install()
-    assert releases.is_installed()
+    for share, have in ((0.5, 0.0), (1.5, 0.0), (1.3, 0.5), (1.6, 0.5), (2.1, 0.0)):
+        free_bytes = int(share * len(releases.body))
+        releases.library.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(bytes(int(have * len(releases.body))))
+        if share + have < 2:
+            assert releases.refusal() == "disk-full"
+            assert not releases.server.gets("/libggml-cuda-x86_64.so")
+        else:
+            releases.install()
+            assert releases.is_installed()
+            releases.library.unlink()
 
 
 def test_folder_that_this_user_may_not_write_is_named(releases):
@@ -458,6 +463,8 @@ def test_doctor_names_the_command_where_the_driver_can_run_it(releases):
         (13000, True, {}),
         (13000, False, {"NO_KEY": "1"}),
         ("crash", False, {}),
+        ("crash", False, {"CARD": "NVIDIA"}),
+        (13000, True, {"CARD": "NVIDIA"}),
     ]
     for driver, is_named, more in drivers:
         out = releases.start("doctor", "--json", driver=driver, **more).communicate()[0]
@@ -465,6 +472,8 @@ def test_doctor_names_the_command_where_the_driver_can_run_it(releases):
         assert any(check["fix"] == "edgeinfer backend install cuda" for check in checks) is is_named
         crash = "NVIDIA's driver: the process that loaded it ended with SIGSEGV"
         assert any(check["found"] == crash for check in checks) is (driver == "crash")
+        bare_card = "NVIDIA found, but no library for it"
+        assert any(check["found"] == bare_card for check in checks) is ("CARD" in more)
     assert releases.server.seen == []
 
 

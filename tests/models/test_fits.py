@@ -8,16 +8,10 @@ from edgeinfer.cli.main import main
 from edgeinfer.models import fits
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.platform.machine import Memory, MemoryRate, read_memory_rate
-from edgeinfer.runtime.llama.backends import BackendFile, Device, Kind, LoadedBackend
+from edgeinfer.runtime.layer_plan import Device
 
 GB = 10**9
-
-
-def make_cards(kinds: tuple[Kind, ...], n_bytes: int) -> tuple[Device, ...]:
-    return tuple(
-        Device(name=f"Vulkan{i}", description="RTX", kind=kind, backend="vulkan", total_bytes=n_bytes)
-        for i, kind in enumerate(kinds)
-    )
+CARD = Device(name="Vulkan0", description="RTX", kind="gpu", backend="vulkan")
 
 
 @pytest.fixture
@@ -31,9 +25,8 @@ def machine(monkeypatch):
         rate = MemoryRate(bytes_per_s, threads, busy)
         monkeypatch.setattr(fits, "read_memory", lambda: memory)
         monkeypatch.setattr(fits, "memory_rate", lambda: rate)
-        monkeypatch.setattr(
-            fits, "cards", lambda: make_cards(("gpu",), card_bytes) if card_bytes else ()
-        )
+        card = msgspec.structs.replace(CARD, total_bytes=card_bytes)
+        monkeypatch.setattr(fits, "cards", lambda: (card,) if card_bytes else ())
 
     return make
 
@@ -179,16 +172,3 @@ def test_models_that_fit_the_card_are_faster_and_offered_first(machine, list_fit
     assert too_large
     assert [on_card[name] for name in too_large] == [without[name] for name in too_large]
     assert "phi-4" in {choice.model.name for choice in fits.first_run_choices()}
-
-
-@pytest.mark.parametrize(
-    ("kinds", "expected"),
-    [(("gpu",), 8), (("gpu", "integrated"), 8), (("integrated",), 0), (("software",), 0)],
-)
-def test_card_is_a_discrete_gpu_that_a_launch_would_use(monkeypatch, kinds, expected) -> None:
-    file = BackendFile(name="vulkan", path="", added=False)
-    devices = make_cards(kinds, 8 * GB)
-    monkeypatch.setattr(fits, "has_gpu", lambda: True)
-    monkeypatch.setattr("edgeinfer.platform.machine.has_gpu", lambda: True)
-    monkeypatch.setattr(fits, "survey", lambda: (LoadedBackend(file=file, devices=devices),))
-    assert sum(card.total_bytes for card in fits.cards.__wrapped__()) == expected * GB

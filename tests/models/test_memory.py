@@ -11,7 +11,7 @@ from edgeinfer.cli.main import main
 from edgeinfer.models.fits import header_plan, header_shape
 from edgeinfer.models.gguf import GgufHeader, TensorInfo, read_model_header
 from edgeinfer.platform.machine import Machine, Memory
-from edgeinfer.runtime.memory_plan import Plan
+from edgeinfer.runtime.memory_plan import MemoryPlan
 from edgeinfer.runtime.model_shape import Shape, make_buffers
 from edgeinfer.runtime.options import LoadOptions
 
@@ -214,7 +214,7 @@ def test_absurd_headers_do_not_break_it() -> None:
         assert plan_of(header, 1 << 33).buffers.kv_bytes == 0
 
 
-def plan_of(header: GgufHeader, available_bytes: int, **options: object) -> Plan:
+def plan_of(header: GgufHeader, available_bytes: int, **options: object) -> MemoryPlan:
     memory = Memory(total_bytes=1 << 34, available_bytes=available_bytes, reason="made up")
     machine = Machine(physical_cores=4, logical_cpus=8, quota=None, memory=memory)
     return header_plan([header], LoadOptions(**options), machine)[1]  # type: ignore[arg-type]

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgeinfer.errors import OutOfMemoryError
+from edgeinfer.runtime.layer_plan import Device, LayerPlan, make_layer_plan
 from edgeinfer.runtime.memory_plan import (
-    Plan,
+    MemoryPlan,
     StreamingPlan,
     choose_cells,
     choose_context,
@@ -22,7 +23,6 @@ from edgeinfer.runtime.memory_plan import (
     plan_streaming,
 )
 from edgeinfer.runtime.model_shape import Shape, make_shape, with_tensors
-from edgeinfer.runtime.offload_plan import DeviceMemory, Offload, make_offload
 from edgeinfer.runtime.options import LoadOptions
 
 from .conftest import machine
@@ -122,18 +122,19 @@ TINY = msgspec.structs.replace(
 LARGE_OUTPUT = msgspec.structs.replace(DENSE, embedding_bytes=int(2.3 * GIB))
 
 
-def plan_of(shape: Shape) -> Plan:
+def plan_of(shape: Shape) -> MemoryPlan:
     return make_plan(shape, LoadOptions(n_ctx=4096, n_parallel=4), machine(64 * GIB))
 
 
-def devices_with(*free_gib: float) -> tuple[DeviceMemory, ...]:
+def devices_with(*free_gib: float) -> tuple[Device, ...]:
     return tuple(
-        DeviceMemory(name=f"Vulkan{i}", free_bytes=int(g * GIB)) for i, g in enumerate(free_gib)
+        Device(name=f"Vulkan{i}", description="", kind="gpu", backend="", free_bytes=int(g * GIB))
+        for i, g in enumerate(free_gib)
     )
 
 
-def spread(shape: Shape, *free_gib: float, n_layers: int | str = "auto") -> Offload:
-    return make_offload(shape, plan_of(shape), devices_with(*free_gib), n_layers)
+def spread(shape: Shape, *free_gib: float, n_layers: int | str = "auto") -> LayerPlan:
+    return make_layer_plan(shape, plan_of(shape), devices_with(*free_gib), n_layers)
 
 
 @pytest.mark.parametrize(
@@ -156,13 +157,13 @@ def spread(shape: Shape, *free_gib: float, n_layers: int | str = "auto") -> Offl
     ],
 )
 def test_auto_leaves_experts_first_then_layers_then_all(shape, free_gib, n_layers, n_without) -> None:
-    offload = spread(shape, *free_gib)
-    assert offload.n_layers == n_layers
-    assert offload.n_without_experts in (n_without if isinstance(n_without, range) else (n_without,))
-    assert offload.reason
-    held = offload.weights_bytes + offload.kv_bytes + offload.compute_bytes
+    layer_plan = spread(shape, *free_gib)
+    assert layer_plan.n_layers == n_layers
+    assert layer_plan.n_without_experts in (n_without if isinstance(n_without, range) else (n_without,))
+    assert layer_plan.reason
+    held = layer_plan.weights_bytes + layer_plan.kv_bytes + layer_plan.compute_bytes
     assert held <= sum(
-        room.free_bytes for room in devices_with(*free_gib) if room.name in offload.devices
+        device.free_bytes for device in devices_with(*free_gib) if device.name in layer_plan.devices
     )
 
 
@@ -193,16 +194,16 @@ def test_layers_are_split_by_the_room_of_each_device() -> None:
 @pytest.mark.parametrize("shape", [DENSE, EXPERTS, LARGE_OUTPUT])
 @pytest.mark.parametrize("free_gib", [(4, 2.5), (2.5, 4), (3, 3), (5, 1, 4), (8, 7)])
 def test_no_device_is_given_more_than_it_has(shape, free_gib) -> None:
-    offload = spread(shape, *free_gib)
+    layer_plan = spread(shape, *free_gib)
     layer = (shape.weights_bytes - shape.embedding_bytes - shape.expert_bytes) // shape.n_layer
-    layer += offload.kv_bytes // (offload.n_layers - 1)
+    layer += layer_plan.kv_bytes // (layer_plan.n_layers - 1)
     experts = shape.expert_bytes // shape.n_layer
-    first = offload.n_all - offload.n_layers
-    held = [layer + experts * (i >= offload.n_without_experts) for i in range(first, shape.n_layer)]
+    first = layer_plan.n_all - layer_plan.n_layers
+    held = [layer + experts * (i >= layer_plan.n_without_experts) for i in range(first, shape.n_layer)]
     held.append(shape.embedding_bytes)
-    for name, n in zip(offload.devices, offload.split, strict=True):
+    for name, n in zip(layer_plan.devices, layer_plan.split, strict=True):
         free = free_gib[int(name.removeprefix("Vulkan"))] * GIB
-        assert sum(held[:n]) + offload.compute_bytes / len(offload.devices) <= free
+        assert sum(held[:n]) + layer_plan.compute_bytes / len(layer_plan.devices) <= free
         held = held[n:]
 
 
@@ -225,7 +226,7 @@ def test_a_person_reads_it() -> None:
 SPARSE = msgspec.structs.replace(EXPERTS, weights_bytes_per_token=3 * GIB)
 
 
-def streaming_on(shape: Shape, available_bytes: int, **options: int) -> Plan:
+def streaming_on(shape: Shape, available_bytes: int, **options: int) -> MemoryPlan:
     chosen = {"n_parallel": 1, "n_ctx": 1024, **options}
     return make_plan(shape, LoadOptions(**chosen), machine(available_bytes))  # type: ignore[arg-type]
 
@@ -369,11 +370,11 @@ def test_automatic_context_is_as_long_as_the_card_allows_with_all_layers(shape: 
     plan = make_plan(shape, LoadOptions(), machine(26 * GIB))
     lengths = []
     for card_gib in (8, 10, 12, 16, 24):
-        offload = make_offload(shape, plan, devices_with(card_gib - 0.6), "auto")
-        assert offload.n_layers == offload.n_all == shape.n_layer + 1, card_gib
-        lengths.append(offload.n_cells)
-        shorter = f"with a context of {offload.n_cells:,} tokens; --ctx {plan.n_ctx.value} keeps"
-        assert (shorter in offload.reason) == (offload.n_cells < plan.n_cells.value)
+        layer_plan = make_layer_plan(shape, plan, devices_with(card_gib - 0.6), "auto")
+        assert layer_plan.n_layers == layer_plan.n_all == shape.n_layer + 1, card_gib
+        lengths.append(layer_plan.n_cells)
+        shorter = f"with a context of {layer_plan.n_cells:,} tokens; --ctx {plan.n_ctx.value} keeps"
+        assert (shorter in layer_plan.reason) == (layer_plan.n_cells < plan.n_cells.value)
     assert lengths == sorted(lengths)
     assert 8192 <= lengths[0] < lengths[-1] == plan.n_cells.value
 
@@ -381,24 +382,24 @@ def test_automatic_context_is_as_long_as_the_card_allows_with_all_layers(shape: 
 @pytest.mark.parametrize("shape", [LLAMA_8B, QWEN_8B])
 def test_requested_context_is_never_shortened_for_a_card(shape: Shape) -> None:
     plan = make_plan(shape, LoadOptions(n_ctx=32_768), machine(26 * GIB))
-    offload = make_offload(shape, plan, devices_with(7.4), "auto")
-    assert offload.n_cells in (0, plan.n_cells.value)
-    assert offload.n_layers < offload.n_all
+    layer_plan = make_layer_plan(shape, plan, devices_with(7.4), "auto")
+    assert layer_plan.n_cells in (0, plan.n_cells.value)
+    assert layer_plan.n_layers < layer_plan.n_all
 
 
 def test_card_too_small_for_all_layers_gets_as_many_as_fit_with_a_useful_context() -> None:
     plan = make_plan(QWEN_8B, LoadOptions(), machine(26 * GIB))
-    offload = make_offload(QWEN_8B, plan, devices_with(5.4), "auto")
-    assert offload.n_all // 2 < offload.n_layers < offload.n_all
-    assert offload.n_cells >= 8192
-    more = make_offload(QWEN_8B, plan, devices_with(5.4), offload.n_layers + 1)
+    layer_plan = make_layer_plan(QWEN_8B, plan, devices_with(5.4), "auto")
+    assert layer_plan.n_all // 2 < layer_plan.n_layers < layer_plan.n_all
+    assert layer_plan.n_cells >= 8192
+    more = make_layer_plan(QWEN_8B, plan, devices_with(5.4), layer_plan.n_layers + 1)
     assert more.total_bytes > 5.4 * GIB - (256 << 20) - (100 << 20)
 
 
 def test_copies_of_a_quantized_cache_are_planned() -> None:
     """CUDA's attention keeps f16 copies of one layer's K and V."""
     sizes = [
-        make_offload(
+        make_layer_plan(
             QWEN_8B,
             make_plan(
                 QWEN_8B, LoadOptions(n_ctx=40_960, kv_type=kind, n_parallel=1), machine(64 * GIB)

@@ -11,14 +11,14 @@ from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import stoppable
 from edgeinfer.host import EngineHost
 from edgeinfer.runtime.llama import backends
-from edgeinfer.runtime.llama.backends import LoadedBackend, MissingBackend
+from edgeinfer.runtime.llama.backends import BackendOutcome, MissingBackend
 
 
 class BackendResult(Result, frozen=True, kw_only=True):
     """Each library, preferred ones first, after what `message` says was done."""
 
     message: str
-    libraries: tuple[LoadedBackend | MissingBackend, ...]
+    libraries: tuple[BackendOutcome, ...]
 
     def human(self) -> str:
         lines = [self.message]
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace, _host: EngineHost) -> BackendResult:
     return BackendResult(message=message, libraries=tuple(map(_ask, backends.NAMES)))
 
 
-def _ask(name: str) -> LoadedBackend | MissingBackend:
+def _ask(name: str) -> BackendOutcome:
     """Ask a library for its devices; if CUDA's is missing, ask NVIDIA's driver whether it could run."""
     if backends.find(name) is not None:
         return backends.ask(name)

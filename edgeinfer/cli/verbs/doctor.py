@@ -150,7 +150,7 @@ def _gpu() -> list[Finding]:
     from edgeinfer.platform.machine import read_gpus
     from edgeinfer.runtime.llama import backends
 
-    cards, answers = read_gpus(), backends.survey()
+    cards, answers = read_gpus(), [backends.ask(file.name) for file in backends.available()]
     is_used = any(d.kind != "software" for a in answers for d in getattr(a, "devices", ()))
     checks = [_backend(answer, cards, is_used=is_used) for answer in answers]
     if backends.find("cuda") is None:
@@ -162,7 +162,7 @@ def _gpu() -> list[Finding]:
             checks.append(Finding("warn", f"NVIDIA's driver: {driver.reason}", driver.fix))
     if not answers and cards:
         text = f"{' and '.join(cards)} found, but no library for it"
-        return [Finding("warn", text, checks[0].fix if checks else backends.adding("vulkan"))]
+        checks.insert(0, Finding("warn", text, backends.adding("vulkan")))
     return checks or [Finding("ok", "no GPU found, and no GPU library installed")]
 
 
@@ -175,11 +175,10 @@ def _backend(
         description = f"{describe(answer)}; {bus}"
         missed = (bool(cards) and not is_used) or not answer.absent
         return Finding("warn", description, answer.fix) if missed else Finding("ok", description)
-    description = describe(answer)
+    fix = answer.warning
     if all(device.kind == "software" for device in answer.devices):
         fix = "a software device is slower than the CPU: --gpu-layers none"
-        return Finding("warn", description, fix)
-    return Finding("warn" if answer.warning else "ok", description, answer.warning)
+    return Finding("warn" if fix else "ok", describe(answer), fix)
 
 
 def _snapshots() -> Finding:

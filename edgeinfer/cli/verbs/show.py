@@ -25,10 +25,10 @@ from edgeinfer.models.fits import Estimator, header_plan
 from edgeinfer.models.reference import ModelRef
 from edgeinfer.models.store import PulledModel
 from edgeinfer.platform.machine import Memory, read_machine, read_rate
-from edgeinfer.runtime.llama.backends import LoadedBackend, MissingBackend, OffloadRequest, survey
-from edgeinfer.runtime.memory_plan import Plan, disk_warning
+from edgeinfer.runtime.layer_plan import LayerPlan, make_layer_plan
+from edgeinfer.runtime.llama.backends import OffloadRefused, OffloadRequest, find_devices
+from edgeinfer.runtime.memory_plan import MemoryPlan, disk_warning
 from edgeinfer.runtime.model_shape import Buffers, Shape
-from edgeinfer.runtime.offload_plan import Offload, make_offload
 from edgeinfer.runtime.requests import Sampling, default_sampling
 from edgeinfer.units import format_bytes, format_parameters
 
@@ -47,27 +47,24 @@ class HeaderShown(msgspec.Struct, frozen=True, kw_only=True):
     tensor_types: dict[str, int]
 
 
-def _planned_devices(shape: Shape, plan: Plan, layers: int | str, config: GpuConfig) -> Offload | None:
+def _plan_layers(
+    shape: Shape, plan: MemoryPlan, layers: int | str, config: GpuConfig
+) -> LayerPlan | None:
     """Plan which layers GPUs get; None without GPUs, or if they are switched off."""
     request = OffloadRequest(layers=layers, devices=config.devices)
     if not request.opens_backends():
         return None
-    answers = survey()
-    loaded = (answer for answer in answers if isinstance(answer, LoadedBackend))
-    devices = next((chosen for answer in loaded if (chosen := request.choose(answer.devices))), ())
-    if devices:
-        return make_offload(shape, plan, tuple(map(request.usable_memory, devices)), layers)
-    reasons = [f"{a.name}: {a.reason}" for a in answers if isinstance(a, MissingBackend)]
-    if not reasons:
-        return None
-    return Offload(n_layers=0, n_all=shape.n_layer + 1, reason="; ".join(reasons))
+    try:
+        return make_layer_plan(shape, plan, next(find_devices(request)), layers)
+    except OffloadRefused as refused:
+        return LayerPlan(n_layers=0, n_all=shape.n_layer + 1, reason=str(refused))
 
 
 #: Attention head sizes for which llama.cpp's CUDA backend has a kernel.
 _CUDA_HEADS = frozenset((40, 64, 72, 80, 96, 112, 128, 256, 512))
 
 
-def attention_note(shape: Shape, devices: Offload | None) -> str:
+def attention_note(shape: Shape, devices: LayerPlan | None) -> str:
     """Explain why CUDA is slow with this model's attention, or return ""."""
     lengths = sorted(set(shape.head_lengths) - _CUDA_HEADS)
     if devices is None or not lengths or not any(name.startswith("CUDA") for name in devices.devices):
@@ -92,7 +89,7 @@ class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
     from_disk: bool = False
     warning: str = ""
     attention: str = ""
-    devices: Offload | None = None
+    devices: LayerPlan | None = None
 
 
 class ShowResult(Result, frozen=True, kw_only=True):
@@ -212,7 +209,7 @@ def _memory_rows(memory: MemoryShown | None) -> Rows:
     return rows + _device_rows(memory.devices)
 
 
-def _device_rows(devices: Offload | None) -> Rows:
+def _device_rows(devices: LayerPlan | None) -> Rows:
     if devices is None:
         return []
     if not devices.n_layers:
@@ -365,7 +362,7 @@ def _memory(
     load_options = typed_options.load_options(options, host.config.load)
     draft_headers = [gguf.read_model_header(Path(path)) for path in draft]
     shape, plan = header_plan(headers, load_options, machine, draft_headers)
-    devices = _planned_devices(shape, plan, load_options.gpu_layers, host.config.gpu)
+    devices = _plan_layers(shape, plan, load_options.gpu_layers, host.config.gpu)
     warning = ""
     if plan.from_disk and not plan.refusal:
         warning = disk_warning(shape, machine, plan, read_rate(headers[-1].path))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging
 import os
 import platform
 import re
@@ -17,21 +18,20 @@ from contextlib import suppress
 from glob import glob
 from pathlib import Path
 
-import msgspec
-
 from edgeinfer.errors import DecodeError
 from edgeinfer.platform.disk import sha256_of
+from edgeinfer.runtime.layer_plan import Device, Kind
 from edgeinfer.runtime.llama import backends, libllama
 from edgeinfer.runtime.llama.backends import (
     DRIVER,
     BackendFile,
+    BackendOutcome,
     Build,
-    Device,
-    Kind,
     LoadedBackend,
     MissingBackend,
 )
 
+_log = logging.getLogger("edgeinfer.gpu")
 #: ggml_backend_dev_type.
 _KINDS: dict[int, Kind] = {1: "gpu", 2: "integrated"}
 #: Prefixes of descriptions of software devices: Mesa's and Google's.
@@ -47,8 +47,13 @@ _MISSING = {
     ),
 }
 
+#: Backends with a device that failed in this process → the failure. A lost device stays lost, and its
+#: interrupted backend cannot be used again.
+failed: dict[str, str] = {}
+
 _lock = threading.Lock()
-_loaded: dict[str, tuple[int, LoadedBackend]] = {}
+#: Loaded backends with devices → ggml's handle.
+_handles: dict[str, int] = {}
 
 
 class _Props(ctypes.Structure):
@@ -81,15 +86,34 @@ def load_driver() -> MissingBackend:
     version = ctypes.c_int()
     reason, fix = _MISSING[DRIVER]
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(DRIVER).cuDriverGetVersion(ctypes.byref(version))
+        code = ctypes.CDLL(DRIVER).cuDriverGetVersion(ctypes.byref(version))
         number = f"{version.value // 1000}.{version.value % 1000 // 10}"
         needed = "the library needs CUDA 13.0, which drivers from release 580 on support"
-        old = f"the NVIDIA driver is too old: it supports CUDA up to {number}; {needed}"
-        reason = "" if version.value >= 13_000 else old
+        reason = f"the NVIDIA driver is too old: it supports CUDA up to {number}; {needed}"
+        if code or version.value <= 0:
+            reason = f"{DRIVER} is not a working NVIDIA driver: it has no version (error {code})"
+        elif version.value >= 13_000:
+            reason = ""
     return MissingBackend(name=DRIVER, reason=reason, fix=fix, absent=True)
 
 
-def load(name: str, tried: LoadedBackend | None = None) -> LoadedBackend | MissingBackend:
+def load_tried(file: BackendFile, stop: threading.Event | None = None) -> BackendOutcome:
+    """Load a backend's library as `load` does, unless it crashes or hangs another process first.
+
+    Raises EngineClosedError once `stop` is set.
+    """
+    if reason := failed.get(file.name):
+        return MissingBackend(name=file.name, reason=f"failed before in this process: {reason}")
+    libllama.guard_calls()
+    answer = backends.ask(file.name, stop)
+    if isinstance(answer, LoadedBackend):
+        answer = load(file.name, answer)
+    if isinstance(answer, MissingBackend) and file.added and not answer.absent:
+        _log.warning("an added library is not used: %s: %s", answer.name, answer.reason)
+    return answer
+
+
+def load(name: str, tried: LoadedBackend | None = None) -> BackendOutcome:
     """Load a backend's library into this process, and return it with its devices, or why it failed.
 
     The first call takes 50 to 200 ms. Later calls only update the free memory. The SHA-256 of a file
@@ -101,59 +125,52 @@ def load(name: str, tried: LoadedBackend | None = None) -> LoadedBackend | Missi
         file = backends.find(name, build)
         if file is None:
             return backends.not_installed(name)
-        if misfit := backends.misfit(file, build):
-            return MissingBackend(name=name, reason=misfit, fix=file.fix)
         try:
-            is_checked = not file.added or (tried and file == tried.file) or name in _loaded
-            described = file.facts.sha256 if file.facts and not is_checked else ""
-            path = Path(file.path)
-            if described and described != sha256_of(path):
-                reason = f"its SHA-256 is not the one that {backends.facts_path(path).name} has"
-                return MissingBackend(name=name, reason=reason, fix=file.fix)
-            return _load(file)
+            problem = backends.misfit(file, build)
+            is_checked = not file.added or (tried and file == tried.file) or name in _handles
+            recorded = "" if problem or is_checked or not file.facts else file.facts.sha256
+            if recorded and recorded != sha256_of(Path(file.path)):
+                problem = f"its SHA-256 is not the one that libggml-{name}.json has"
+            return MissingBackend(name=name, reason=problem, fix=file.fix) if problem else _load(file)
         except (DecodeError, OSError) as error:
             return MissingBackend(name=name, reason=str(error))
 
 
-def _load(file: BackendFile) -> LoadedBackend | MissingBackend:
-    if file.name in _loaded:
-        handle, loaded = _loaded[file.name]
-        return msgspec.structs.replace(loaded, devices=_devices(file.name, handle))
+def _load(file: BackendFile) -> BackendOutcome:
     beside = os.path.join(os.path.dirname(file.path), _VULKAN_LOADER)
     if file.name == "vulkan" and os.path.isfile(beside):
         ctypes.CDLL(beside)  # so that the linker resolves the backend's dependency to this file
     warning = find_cublas(file.path) if file.name == "cuda" else ""
-    handle, lines = libllama.load_backend(file.path)
-    devices = _devices(file.name, handle) if handle else ()
-    if not devices:
-        return _explain(file.name, " ".join(lines), is_loaded=bool(handle))
-    loaded = LoadedBackend(file=file, devices=devices, warning=warning)
-    _loaded[file.name] = handle, loaded
-    return loaded
-
-
-def _devices(backend: str, handle: int) -> tuple[Device, ...]:
+    lines: list[str] = []
+    handle = _handles.get(file.name, 0)
+    if not handle:
+        handle, lines = libllama.load_backend(file.path)
     base = libllama.base_library()
-    devices = []
-    for index in range(base.ggml_backend_reg_dev_count(handle)):
-        pointer = base.ggml_backend_reg_dev_get(handle, index)
-        props = _Props()
-        libllama.call(base.ggml_backend_dev_get_props, pointer, ctypes.addressof(props))
-        description = props.description.decode("utf-8", "replace")
-        is_software = description.startswith(_SOFTWARE)
-        devices.append(
-            Device(
-                name=props.name.decode(),
-                description=description,
-                kind="software" if is_software else _KINDS.get(props.type, "accelerator"),
-                backend=backend,
-                id=(props.id or b"").decode(),
-                total_bytes=props.total,
-                free_bytes=min(props.free, props.total),  # some drivers subtract below 0
-                pointer=pointer,
-            )
-        )
-    return tuple(devices)
+    n_devices = base.ggml_backend_reg_dev_count(handle) if handle else 0
+    if not n_devices:
+        return _explain(file.name, " ".join(lines), is_loaded=bool(handle))
+    _handles[file.name] = handle
+    pointers = (base.ggml_backend_reg_dev_get(handle, i) for i in range(n_devices))
+    devices = tuple(read_device(file.name, pointer) for pointer in pointers)
+    return LoadedBackend(file=file, devices=devices, warning=warning)
+
+
+def read_device(backend: str, pointer: int) -> Device:
+    """Describe a device of a loaded backend, with its free memory now. Raises DecodeError."""
+    props = _Props()
+    libllama.call(libllama.base_library().ggml_backend_dev_get_props, pointer, ctypes.addressof(props))
+    description = props.description.decode("utf-8", "replace")
+    is_software = description.startswith(_SOFTWARE)
+    return Device(
+        name=props.name.decode(),
+        description=description,
+        kind="software" if is_software else _KINDS.get(props.type, "accelerator"),
+        backend=backend,
+        id=(props.id or b"").decode(),
+        total_bytes=props.total,
+        free_bytes=min(props.free, props.total),  # some drivers subtract below 0
+        pointer=pointer,
+    )
 
 
 def _explain(name: str, log: str, *, is_loaded: bool) -> MissingBackend:
@@ -179,18 +196,15 @@ def _explain(name: str, log: str, *, is_loaded: bool) -> MissingBackend:
 
 
 def _no_vulkan_device() -> MissingBackend:
-    closed = [
-        node for node in sorted(glob("/dev/dri/renderD*")) if not os.access(node, os.R_OK | os.W_OK)
-    ]
+    nodes = sorted(glob("/dev/dri/renderD*"))
+    closed = [node for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
     if closed:
         reason = f"this user may not open {closed[0]}"
         fix = "sudo usermod -aG render,video $USER, and log in again"
     else:
         reason = "no Vulkan driver has a device here"
-        fix = (
-            "for AMD and Intel: apt-get install mesa-vulkan-drivers; for NVIDIA: its own driver, "
-            "which in a container needs apt-get install libgl1 libegl1"
-        )
+        fix = "for AMD and Intel: apt-get install mesa-vulkan-drivers; for NVIDIA: its own driver, "
+        fix += "which in a container needs apt-get install libgl1 libegl1"
     return MissingBackend(name="vulkan", reason=reason, fix=fix, absent=True)
 
 
@@ -198,16 +212,9 @@ def _no_vulkan_device() -> MissingBackend:
 VARIABLE = "EDGEINFER_CUBLAS"
 LIBRARY = "libcublas.so.13"
 #: The one-file program cannot use installed wheels.
-_CUBLAS_FIX = "install NVIDIA's package" + (
-    "" if hasattr(sys, "_MEIPASS") else " or the wheel nvidia-cublas"
-)
-_SYSTEM = (
-    "/usr/local/cuda/lib64",
-    "/usr/local/cuda-13/lib64",
-    "/opt/cuda/lib64",
-    f"/usr/lib/{platform.machine()}-linux-gnu",
-    "/usr/lib64",
-)
+_WHEEL = "" if hasattr(sys, "_MEIPASS") else " or the wheel nvidia-cublas"
+_CUBLAS_FIX = f"install NVIDIA's package{_WHEEL}"
+_SYSTEM = "/usr/local/cuda/lib64 /usr/local/cuda-13/lib64 /opt/cuda/lib64 /usr/lib64".split()
 
 
 def find_cublas(backend: str) -> str:
@@ -215,7 +222,8 @@ def find_cublas(backend: str) -> str:
     folders = [os.path.dirname(backend), *os.environ.get("LD_LIBRARY_PATH", "").split(":")]
     wheels = importlib.util.find_spec("nvidia")  # the package that contains all of NVIDIA's wheels
     folders += [f"{place}/cu13/lib" for place in (wheels and wheels.submodule_search_locations) or ()]
-    paths = [f"{folder}/{LIBRARY}" for folder in (*folders, *_SYSTEM) if folder]
+    folders += [*_SYSTEM, f"/usr/lib/{platform.machine()}-linux-gnu"]
+    paths = [f"{folder}/{LIBRARY}" for folder in folders if folder]
     library = next(filter(os.path.isfile, (os.environ.get(VARIABLE, ""), *paths)), "")
     if library:
         os.environ[VARIABLE] = library

@@ -10,17 +10,17 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files as resource_files
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-from edgeinfer.errors import SnapshotUnsafeError, UsageError
+from edgeinfer.errors import EngineClosedError, SnapshotUnsafeError, UsageError
 from edgeinfer.platform import disk, machine, paths
 from edgeinfer.platform.process import ask_child
-from edgeinfer.runtime.offload_plan import DeviceMemory
+from edgeinfer.runtime.layer_plan import Device
 from edgeinfer.snapshot_format.storage import refuse_unsafe_ancestors
 from edgeinfer.units import format_bytes
 
@@ -162,29 +162,7 @@ def misfit(file: BackendFile, build: Build) -> str:
 def refuse_exposed(folder: Path) -> None:
     """Raise SnapshotUnsafeError if another user could change a library in `folder`. Raises OSError."""
     for path in (folder, *filter(os.path.exists, folder.glob("lib*.so*"))):
-        for place in (str(path), os.path.realpath(path)):
-            refuse_unsafe_ancestors(f"{place}/")  # of itself, too
-
-
-#: A "gpu" has memory of its own, an "integrated" GPU shares the machine's, "software" runs on the CPU.
-Kind = Literal["gpu", "integrated", "software", "accelerator"]
-
-
-class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """A device of a loaded backend, with its memory (bytes) when it was asked.
-
-    `name` is llama.cpp's ("Vulkan0"), `pointer` its ggml_backend_dev_t, valid only in this process.
-    `id` is the PCI address, "" for none. Some drivers report all memory as free.
-    """
-
-    name: str
-    description: str
-    kind: Kind
-    backend: str
-    id: str = ""
-    total_bytes: int = 0
-    free_bytes: int = 0
-    pointer: int = 0
+        refuse_unsafe_ancestors(f"{path}/")  # with "/", of the path itself, too
 
 
 class LoadedBackend(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
@@ -210,6 +188,10 @@ class MissingBackend(msgspec.Struct, frozen=True, kw_only=True, tag="not-loaded"
     absent: bool = False
 
 
+#: The outcome of opening a backend.
+BackendOutcome = LoadedBackend | MissingBackend
+
+
 def not_installed(name: str) -> MissingBackend:
     reason = "its library is not installed"
     return MissingBackend(name=name, reason=reason, fix=adding(name), absent=True)
@@ -221,7 +203,7 @@ def device_line(device: Device) -> str:
     return f"{device.name}: {device.description}{kind}, {memory}"
 
 
-def describe(answer: LoadedBackend | MissingBackend) -> str:
+def describe(answer: BackendOutcome) -> str:
     """Return a line that names a backend's devices, or says why it has none."""
     if isinstance(answer, MissingBackend):
         return f"{answer.name}: {answer.reason}"
@@ -260,9 +242,31 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
                 return chosen
         return tuple(devices) if self.is_explicit else ()
 
-    def usable_memory(self, device: Device, share: float = 1.0) -> DeviceMemory:
-        """Return how much of a device's memory may be used: a share of what is free."""
-        return DeviceMemory(name=device.name, free_bytes=int(share * device.free_bytes))
+
+class OffloadRefused(Exception):
+    """No layers can be placed on devices; the message says why."""
+
+
+def find_devices(
+    request: OffloadRequest,
+    open_backend: Callable[[BackendFile], BackendOutcome] = lambda file: ask(file.name),
+) -> Iterator[tuple[Device, ...]]:
+    """Yield the devices that `request` chooses of each backend, preferred backends first.
+
+    By default a separate process opens the backends; then the devices' pointers are not valid here.
+    Raises OffloadRefused at the end if there was none.
+    """
+    files, reasons = available(), []
+    for file in files:
+        answer = open_backend(file)
+        if isinstance(answer, MissingBackend):
+            reasons.append(describe(answer))
+        elif devices := request.choose(answer.devices):
+            yield devices
+        else:
+            reasons.append(f"{file.name} has no device that was requested")
+    if len(reasons) == len(files):
+        raise OffloadRefused("; ".join(reasons) or "no GPU library was found: see `edgeinfer doctor`")
 
 
 _HELPER = "edgeinfer.runtime.llama.helpers.backend_probe"
@@ -272,17 +276,17 @@ DRIVER = "libcuda.so.1"
 _PATIENCE_S = 30.0
 
 
-def survey() -> tuple[LoadedBackend | MissingBackend, ...]:
-    """Ask each backend for its devices, in separate processes. Takes 0.2 s or more."""
-    return tuple(ask(file.name) for file in available())
+def ask(name: str, stop: threading.Event | None = None) -> BackendOutcome:
+    """Ask a backend for its devices in a separate process, which a bad library may crash.
 
-
-def ask(name: str) -> LoadedBackend | MissingBackend:
-    """Ask a backend for its devices in a separate process, which a bad library may crash."""
+    It takes 0.14 s or more. Raises EngineClosedError once `stop` is set.
+    """
     try:
-        out, ending = ask_child(_HELPER, name, patience_s=_PATIENCE_S)
-        return msgspec.json.decode(out.splitlines()[-1], type=LoadedBackend | MissingBackend)
-    except (IndexError, msgspec.MsgspecError):
+        out, ending = ask_child(_HELPER, name, patience_s=_PATIENCE_S, stop=stop)
+        if stop is not None and stop.is_set():
+            raise EngineClosedError("the engine is closed")
+        return msgspec.json.decode(out, type=LoadedBackend | MissingBackend)
+    except msgspec.MsgspecError:
         return MissingBackend(name=name, reason=f"the process that loaded it {ending}")
     except OSError as error:
         return MissingBackend(name=name, reason=f"no process could be started to load it: {error}")

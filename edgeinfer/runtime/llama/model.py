@@ -19,7 +19,7 @@ from edgeinfer.runtime.llama.cells import NO_CELLS, Buffer, CellMemory, cell_mem
 from edgeinfer.runtime.llama.context import LlamaContext
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.llama.weights import Progress, free_model, open_model, tensor_sizes
-from edgeinfer.runtime.memory_plan import Plan, StreamingPlan, disk_warning, make_exact_plan
+from edgeinfer.runtime.memory_plan import MemoryPlan, StreamingPlan, disk_warning, make_exact_plan
 from edgeinfer.runtime.model_shape import Shape, make_shape
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 
@@ -47,7 +47,7 @@ class LlamaModel:
     kv_bytes: int
     compute_bytes: int
     load_ms: float
-    plan: Plan
+    plan: MemoryPlan
     cells: CellMemory = NO_CELLS
     choices: dict[str, Chosen] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -232,7 +232,7 @@ def model_shape(model: Any, meta: dict[str, str]) -> Shape:
 
 
 def _with_context(
-    model: Any, meta: dict[str, str], shape: Shape, options: LoadOptions, plan: Plan
+    model: Any, meta: dict[str, str], shape: Shape, options: LoadOptions, plan: MemoryPlan
 ) -> LlamaModel:
     llama = libllama.lib()
     options = msgspec.structs.replace(options, kv_type=plan.kv_type.value)
@@ -289,7 +289,7 @@ def with_another_context(
     )
 
 
-def _planned_params(options: LoadOptions, plan: Plan) -> Any:
+def _planned_params(options: LoadOptions, plan: MemoryPlan) -> Any:
     params = context_params(
         options, plan.n_cells.value, plan.n_batch, plan.n_seq_max, plan.n_threads.value
     )
@@ -297,7 +297,7 @@ def _planned_params(options: LoadOptions, plan: Plan) -> Any:
     return params
 
 
-def _choices(plan: Plan, options: LoadOptions, lines: list[str]) -> dict[str, Chosen]:
+def _choices(plan: MemoryPlan, options: LoadOptions, lines: list[str]) -> dict[str, Chosen]:
     return {
         "n_threads": plan.n_threads,
         "n_parallel": plan.n_parallel,

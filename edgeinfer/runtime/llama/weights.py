@@ -10,9 +10,9 @@ from typing import Any
 
 from edgeinfer.errors import DecodeError, ModelLoadError
 from edgeinfer.platform.machine import read_memory
+from edgeinfer.runtime.layer_plan import LayerPlan
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import find_entry, replace_entry, table
-from edgeinfer.runtime.offload_plan import Offload
 
 Progress = Callable[[str, float | None], None]
 
@@ -53,12 +53,12 @@ class Placement:
     it would open every device it knows. The object must live until the model is loaded.
     """
 
-    def __init__(self, pointers: Sequence[int], offload: Offload | None = None) -> None:
+    def __init__(self, pointers: Sequence[int], layer_plan: LayerPlan | None = None) -> None:
         self._devices = (ctypes.c_void_p * (len(pointers) + 1))(*pointers, None)
-        self._n_layers = offload.n_layers if offload and pointers else 0
+        self._n_layers = layer_plan.n_layers if layer_plan and pointers else 0
         n_shares = max(len(pointers), int(libllama.lib().llama_max_devices()))
-        self._shares = (ctypes.c_float * n_shares)(*(offload.split if offload else ()))
-        self._overrides = _overrides(offload.n_without_experts if offload and pointers else 0)
+        self._shares = (ctypes.c_float * n_shares)(*(layer_plan.split if layer_plan else ()))
+        self._overrides = _overrides(layer_plan.n_without_experts if layer_plan and pointers else 0)
 
     def write(self, params: Any) -> None:
         """Set the device fields of `params` (llama_model_params)."""

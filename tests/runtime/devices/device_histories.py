@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from cache_histories import CountingMemory, Histories
 
-from edgeinfer.runtime.gpu_offload import find_devices
 from edgeinfer.runtime.kv_cache import CachedSequence, KvCache
-from edgeinfer.runtime.llama.backends import OffloadRequest
+from edgeinfer.runtime.layer_plan import make_layer_plan
+from edgeinfer.runtime.llama.backend_loading import load_tried
+from edgeinfer.runtime.llama.backends import OffloadRequest, find_devices
 from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.model import load_model, open_context
 from edgeinfer.runtime.llama.weights import Placement, open_model
-from edgeinfer.runtime.offload_plan import make_offload
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
 N_CELLS, N_BATCH = 768, 128
@@ -82,18 +82,15 @@ def open_both(path: str) -> tuple[tuple[LlamaContext, ...], str, int]:
     """A context on the CPU, and one with half of the layers on the first device."""
     cpu = load_model(ModelFiles(name="m", paths=(path,)), OPTIONS)
     request = OffloadRequest(layers=(cpu.shape.n_layer + 2) // 2)
-    devices = next(find_devices(request))
-    offload = make_offload(
-        cpu.shape, cpu.plan, tuple(map(request.usable_memory, devices)), request.layers
-    )
-    pointers = {device.name: device.pointer for device in devices}
-    placement = Placement([pointers[name] for name in offload.devices], offload)
+    (device,) = next(find_devices(request, load_tried))
+    layer_plan = make_layer_plan(cpu.shape, cpu.plan, [device], request.layers)
+    placement = Placement([device.pointer], layer_plan)
     limits: dict[str, Any] = {"n_cells": N_CELLS, "n_batch": N_BATCH, "n_seq_max": N_SEQUENCES}
     contexts = tuple(
         open_context(model, OPTIONS, n_threads=1, n_outputs=N_SEQUENCES, **limits)
         for model in (cpu.model, open_model((path,), placement=placement))
     )
-    return contexts, str(offload), cpu.vocab.n_vocab
+    return contexts, str(layer_plan), cpu.vocab.n_vocab
 
 
 def main() -> None:

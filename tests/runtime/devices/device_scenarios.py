@@ -11,12 +11,14 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from msgspec import structs
 from PIL import Image
 
 from edgeinfer.errors import ContextLengthError, DecodeError
@@ -26,9 +28,10 @@ from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.gpu_offload import DeviceContext
-from edgeinfer.runtime.llama.backends import Device, OffloadRequest
+from edgeinfer.runtime.layer_plan import Device, LayerPlan, make_layer_plan
+from edgeinfer.runtime.llama import backends
+from edgeinfer.runtime.llama.backends import OffloadRequest
 from edgeinfer.runtime.llama.state import make_states
-from edgeinfer.runtime.offload_plan import DeviceMemory, make_offload
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache import block_saver
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
@@ -37,7 +40,7 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling
 from edgeinfer.runtime.vision import Span
 
 PROMPT = "The three primary colours are"
-_REAL_ROOM = OffloadRequest.usable_memory
+_CHOOSE = OffloadRequest.choose
 _PATIENCE_S = 240.0
 said: list[str] = []
 
@@ -99,15 +102,20 @@ def with_layers(layers: int | str, **wanted: object) -> dict[str, object]:
         }
 
 
+def limit_free_bytes(n_bytes: int) -> None:
+    """Let each device report `n_bytes` of free memory from now on."""
+    OffloadRequest.choose = lambda self, devices: tuple(  # type: ignore[method-assign]
+        structs.replace(device, free_bytes=n_bytes) for device in _CHOOSE(self, devices)
+    )
+
+
 def with_room(n_bytes: int) -> dict[str, object]:
     """`with_layers` on a device of which other programs leave `n_bytes` free."""
-    OffloadRequest.usable_memory = lambda _, device, share=1.0: DeviceMemory(  # type: ignore[assignment, method-assign]
-        name=device.name, free_bytes=int(share * n_bytes)
-    )
+    limit_free_bytes(n_bytes)
     try:
         return with_layers("auto", devices=("Vulkan0",))
     finally:
-        OffloadRequest.usable_memory = _REAL_ROOM  # type: ignore[method-assign]
+        OffloadRequest.choose = _CHOOSE  # type: ignore[method-assign]
 
 
 def while_answering(layers: int) -> dict[str, object]:
@@ -225,23 +233,25 @@ def freed_lost() -> dict[str, object]:
         return {"texts": [*texts, text(ask(other))], "before": before}
 
 
-def least_room(opened: LlamaEngine) -> int:
-    """Return the least bytes of a card for which the plan puts all layers there."""
-    loaded = opened._loaded
-    return next(
-        n
-        for n in range(256 << 20, 1 << 30, 4096)
-        if make_offload(
-            loaded.shape, loaded.plan, (DeviceMemory(name="d", free_bytes=n),), "auto"
-        ).n_layers
-        > loaded.shape.n_layer
-    )
+def least_room(opened: LlamaEngine, suits: Callable[[LayerPlan], bool]) -> int:
+    """Return the least bytes of a card for which the plan `suits`."""
+    loaded, card = opened._loaded, Device(name="d", description="", kind="gpu", backend="vulkan")
+
+    def plan(n_bytes: int) -> LayerPlan:
+        devices = [structs.replace(card, free_bytes=n_bytes)]
+        return make_layer_plan(loaded.shape, loaded.plan, devices, "auto")
+
+    return next(n for n in range(256 << 20, 1 << 30, 4096) if suits(plan(n)))
+
+
+def has_all_layers(plan: LayerPlan) -> bool:
+    return plan.n_layers == plan.n_all
 
 
 def full() -> dict[str, object]:
     """A card on which another program takes memory between the plan and the load."""
     with engine() as opened:
-        room = least_room(opened)
+        room = least_room(opened, has_all_layers)
     gpu_offload._SMALLER = 1 - 2 * 4096 / room
     fail("memory -2")
     return with_room(room)
@@ -249,18 +259,19 @@ def full() -> dict[str, object]:
 
 def next_backend() -> dict[str, object]:
     """A first backend without code for the card, and a second one with it."""
-    real_devices, real_warm_up = gpu_offload.find_devices, DeviceContext.warm_up
+    real_warm_up = DeviceContext.warm_up
 
-    def find_devices(request: OffloadRequest) -> Iterator[tuple[Device, ...]]:
-        (devices,) = real_devices(request)
+    def find_devices(*arguments: Any) -> Iterator[tuple[Device, ...]]:
+        (devices,) = backends.find_devices(*arguments)
         yield from ((device,) for device in devices)
 
     def warm_up(self: DeviceContext, n_tokens: int) -> None:
-        if self.offload.devices == ("Vulkan0",):
+        if self.layer_plan.devices == ("Vulkan0",):
             raise DecodeError("CUDA error: no kernel image is available for execution on the device")
         real_warm_up(self, n_tokens)
 
-    gpu_offload.find_devices, DeviceContext.warm_up = find_devices, warm_up  # type: ignore[method-assign]
+    vars(gpu_offload)["find_devices"] = find_devices
+    DeviceContext.warm_up = warm_up  # type: ignore[method-assign]
     return with_layers("all")
 
 
@@ -269,13 +280,7 @@ def shorter() -> dict[str, object]:
     memory_plan._MIN_DEVICE_CELLS = 256
     with engine(n_ctx=0) as opened:
         loaded = opened._loaded
-        memories = (DeviceMemory(name="Vulkan0", free_bytes=n) for n in range(256 << 20, 1 << 30, 4096))
-        room = next(
-            room
-            for room in memories
-            if make_offload(loaded.shape, loaded.plan, (room,), "auto").n_cells == 256
-        )
-        OffloadRequest.usable_memory = lambda *_: room  # type: ignore[assignment, method-assign]
+        limit_free_bytes(least_room(opened, lambda plan: plan.n_cells == 256))
         n_ctx = [opened.info.n_ctx]
         texts = [text(ask(opened, 64, PROMPT * 12))]
         stream = iter(ask(opened, 64, PROMPT * 12))
@@ -307,7 +312,7 @@ def shorter() -> dict[str, object]:
 def experts() -> dict[str, object]:
     """The least room that holds all layers, but not all of their experts."""
     with engine() as opened:
-        room = least_room(opened)
+        room = least_room(opened, has_all_layers)
     return with_room(room)
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -139,25 +140,41 @@ def test_library_with_another_digest_than_its_description_is_never_opened() -> N
 
 
 @pytest.mark.needs("vulkan")
-def test_a_driver_that_crashes_ends_the_process_that_asks_alone() -> None:
-    from edgeinfer.runtime.llama.backends import ask
-
-    library(
-        backends.added_dir(), "cuda", "libc.so.6", "void ggml_backend_init(void) { *(int *)0 = 1; }"
-    )
-    assert ask("cuda").reason == "the process that loaded it ended with SIGSEGV"
+def test_driver_that_prints_and_leaves_a_process_does_not_spoil_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "_PATIENCE_S", 3600.0)
+    monkeypatch.setenv("DAEMON", str(tmp_path / "pid"))
+    code = """
+        #include <stdio.h>
+        #include <stdlib.h>
+        #include <unistd.h>
+        void *ggml_backend_init(void) {
+            FILE *file = fopen(getenv("DAEMON"), "w");
+            int pid = fork();
+            while (!pid) pause();
+            fprintf(file, "%d", pid);
+            fclose(file);
+            write(1, "{}", 2);
+            return 0;
+        }
+    """
+    library(backends.added_dir(), "cuda", "libc.so.6", code)
+    try:
+        assert backends.ask("cuda").reason == "its driver could not start"
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
 #: Prints why a launch uses no device.
 FIND_DEVICES = """
-from edgeinfer.runtime import gpu_offload
-from edgeinfer.runtime.llama import backends, libllama
+from edgeinfer.runtime.llama import backend_loading, backends, libllama
 libllama.lib()
 backends.shipped_dir = lambda: backends.Path("/nowhere")
 backends._PATIENCE_S = 5.0
 try:
-    print(*gpu_offload.find_devices(backends.OffloadRequest(layers="all")))
-except gpu_offload.OffloadRefused as error:
+    print(*backends.find_devices(backends.OffloadRequest(layers="all"), backend_loading.load_tried))
+except backends.OffloadRefused as error:
     print(error)
 """
 
@@ -165,22 +182,21 @@ except gpu_offload.OffloadRefused as error:
 #: Prints whether the launch itself reads the added library for its digest: as it was tried, and changed after.
 HASHES = """
 import os
-from edgeinfer.runtime import gpu_offload
 from edgeinfer.runtime.llama import backend_loading, backends, libllama
 libllama.lib()
 backends.shipped_dir = lambda: backends.Path("/nowhere")
 backends._PATIENCE_S = 120.0
 hashed, sha256_of, ask = [], backend_loading.sha256_of, backends.ask
 backend_loading.sha256_of = lambda path: hashed.append(path) or sha256_of(path)
-def ask_and_change(name):
-    answer = ask(name)
+def ask_and_change(name, stop):
+    answer = ask(name, stop)
     os.utime(answer.file.path, (0, 0))
     return answer
 for backends.ask in (ask_and_change, ask):
-    found = list(gpu_offload.find_devices(backends.OffloadRequest(layers="all")))
+    found = list(backends.find_devices(backends.OffloadRequest(layers="all"), backend_loading.load_tried))
     print(len(found), len(hashed))
     hashed.clear()
-    backend_loading._loaded.clear()
+    backend_loading._handles.clear()
 """
 
 

@@ -1,5 +1,6 @@
 """What happens to the encoder of pictures if the device is lost, or the engine closed, while it is opened."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,13 +10,12 @@ import pytest
 from edgeinfer.errors import EngineClosedError
 from edgeinfer.media.pictures import Picture
 from edgeinfer.runtime import gpu_offload
-from edgeinfer.runtime.gpu_offload import GpuOffload
+from edgeinfer.runtime.gpu_offload import GpuOffloader
+from edgeinfer.runtime.layer_plan import Device
 from edgeinfer.runtime.llama import backend_loading
-from edgeinfer.runtime.llama.backends import BackendFile, Device, LoadedBackend, OffloadRequest
 from edgeinfer.runtime.vision import Source, Span, Vision
 
 DEVICE = Device(name="CUDA0", description="a card", kind="gpu", backend="cuda", free_bytes=1 << 40)
-ANSWER = LoadedBackend(file=BackendFile(name="cuda", path="", added=True), devices=(DEVICE,))
 
 
 class Moves:
@@ -24,16 +24,16 @@ class Moves:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, projector: str) -> None:
         self.opened = 0
         self.on_encode = lambda: None
-        monkeypatch.setattr(backend_loading, "load", lambda _name: ANSWER)
+        monkeypatch.setattr(backend_loading, "read_device", lambda *_: DEVICE)
         monkeypatch.setattr(gpu_offload, "Projector", self.open)
-        offload: Any = GpuOffload.__new__(GpuOffload)
-        self.offload = offload
-        offload.files = SimpleNamespace(projector=projector)
-        offload.cpu = SimpleNamespace(model=None, n_threads=1)
-        offload.call = lambda work: work()
-        offload._is_closing = False
-        self.on = SimpleNamespace(backend="cuda", offload=SimpleNamespace(devices=("CUDA0",)))
-        offload._device_context = self.on
+        offloader: Any = GpuOffloader.__new__(GpuOffloader)
+        self.offloader = offloader
+        offloader.files = SimpleNamespace(projector=projector)
+        offloader.cpu = SimpleNamespace(model=None, n_threads=1)
+        offloader.call = lambda work: work()
+        offloader._closing = threading.Event()
+        self.on = SimpleNamespace(device=DEVICE)
+        offloader._device_context = self.on
         self.vision = SimpleNamespace(on_device=None)
 
     def open(self, *_: object) -> SimpleNamespace:
@@ -41,10 +41,10 @@ class Moves:
         return SimpleNamespace(encode=lambda _picture: self.on_encode())
 
     def lose(self) -> None:
-        self.offload._device_context = None
+        self.offloader._device_context = None
 
     def move(self) -> bool:
-        self.offload._move_encoder(self.vision, self.on, OffloadRequest())
+        self.offloader._move_encoder(self.vision, self.on)
         return self.vision.on_device is not None
 
 
@@ -58,9 +58,9 @@ def test_pictures_move(moves: Moves) -> None:
 
 
 def test_nothing_is_opened_on_a_lost_device_or_while_closing(moves: Moves) -> None:
-    moves.offload._is_closing = True
+    moves.offloader._closing.set()
     assert not moves.move()
-    moves.offload._is_closing = False
+    moves.offloader._closing.clear()
     moves.lose()
     assert not moves.move()
     assert moves.opened == 0
@@ -76,7 +76,7 @@ def test_an_engine_that_is_closed_meanwhile_can_free_the_projector(moves: Moves)
     def refuse(_work: object) -> None:
         raise EngineClosedError("the engine is closed")
 
-    moves.offload.call = refuse
+    moves.offloader.call = refuse
     assert moves.move()
 
 

@@ -3,19 +3,29 @@
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from other_processes import command_name, descendants, wait_until
 
 from edgeinfer.cli.verbs import show
 from edgeinfer.config.config_file import GpuConfig
 from edgeinfer.errors import EngineError, UsageError
-from edgeinfer.platform import disk, paths
+from edgeinfer.models import fits
+from edgeinfer.platform import disk, machine, paths, process
 from edgeinfer.runtime import gpu_offload
+from edgeinfer.runtime.layer_plan import Device, LayerPlan
 from edgeinfer.runtime.llama import backend_loading, backends, libllama
-from edgeinfer.runtime.llama.backends import Build, Device, LibraryFacts, MissingBackend, OffloadRequest
-from edgeinfer.runtime.offload_plan import Offload, make_offload
+from edgeinfer.runtime.llama.backends import (
+    Build,
+    LibraryFacts,
+    LoadedBackend,
+    MissingBackend,
+    OffloadRefused,
+    OffloadRequest,
+)
 
 from ..test_memory_plan import DENSE, plan_of
 
@@ -236,14 +246,6 @@ def test_software_devices_are_used_only_for_requested_layers() -> None:
     assert OffloadRequest(layers=1).choose((MESA,)) == (MESA,)
 
 
-def test_no_layer_of_a_laptop_with_a_card_goes_to_the_integrated_device() -> None:
-    request = OffloadRequest()
-    memories = tuple(map(request.usable_memory, request.choose((RTX, IRIS))))
-    offload = make_offload(DENSE, plan_of(DENSE), memories, "auto")
-    assert offload.n_layers > 0
-    assert offload.devices == ("Vulkan0",)
-
-
 @pytest.mark.parametrize(
     ("lengths", "devices", "is_slow"),
     [
@@ -257,30 +259,91 @@ def test_heads_that_cuda_has_no_attention_for_are_named(
     lengths: tuple[int, ...], devices: tuple[str, ...], is_slow: bool
 ) -> None:
     shape = msgspec.structs.replace(DENSE, head_lengths=lengths)
-    offload = Offload(n_layers=len(devices), n_all=33, reason="", devices=devices)
-    assert (f"heads of {lengths[0]}" in show.attention_note(shape, offload)) == is_slow
+    layer_plan = LayerPlan(n_layers=len(devices), n_all=33, reason="", devices=devices)
+    assert (f"heads of {lengths[0]}" in show.attention_note(shape, layer_plan)) == is_slow
     assert show.attention_note(shape, None) == ""
 
 
-def test_show_says_why_no_layer_is_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = MissingBackend(name="vulkan", reason="no Vulkan driver has a device here")
-    monkeypatch.setattr(show, "survey", lambda: (missing,))
-    offload = show._planned_devices(DENSE, plan_of(DENSE), "all", GpuConfig())
-    assert str(offload) == "none: vulkan: no Vulkan driver has a device here"
+ASK = backends.ask
+FILES = tuple(backends.BackendFile(name=n, path="/nowhere", added=n == "cuda") for n in backends.NAMES)
+Outcomes = dict[str, backends.BackendOutcome]
 
 
-@pytest.mark.parametrize("is_added", [True, False])
-def test_library_that_crashes_in_another_process_is_not_opened(
-    monkeypatch: pytest.MonkeyPatch, is_added: bool
-) -> None:
-    file = backends.BackendFile(name="vulkan", path="/nowhere", added=is_added)
-    crashed = MissingBackend(name="vulkan", reason="the process that loaded it crashed", fix="")
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> Outcomes:
+    """Install both backends, which do what this says, on a machine that may have a GPU."""
+    crashed = (MissingBackend(name=name, reason="its process crashed") for name in backends.NAMES)
+    outcomes: Outcomes = dict(zip(backends.NAMES, crashed, strict=True))
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
     monkeypatch.setattr(libllama, "guard_calls", lambda: None)  # it cannot be undone
-    monkeypatch.setattr(backends, "available", lambda: [file])
-    monkeypatch.setattr(backends, "ask", lambda name: crashed)
+    monkeypatch.setattr(backends, "available", lambda: FILES)
+    monkeypatch.setattr(backends, "ask", lambda name, _stop=None: outcomes[name])
+    monkeypatch.setattr(backend_loading, "load", lambda name, _tried: outcomes[name])
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("cuda", "vulkan", "expected"),
+    [
+        ((RTX,), (RTX_2,), (RTX,)),
+        ((), (RTX_2,), (RTX_2,)),
+        ((MESA,), (IRIS, RTX_2), (RTX_2,)),
+        ((MESA,), (IRIS,), (IRIS,)),
+        ((MESA,), (), ()),
+    ],
+)
+def test_show_fits_and_a_launch_use_the_first_backend_with_chosen_devices(
+    outcomes: Outcomes, cuda: Any, vulkan: Any, expected: tuple[Device, ...]
+) -> None:
+    for file, devices in zip(FILES, (cuda, vulkan), strict=True):
+        if devices:
+            outcomes[file.name] = LoadedBackend(file=file, devices=devices)
+    layer_plan = show._plan_layers(DENSE, plan_of(DENSE), "auto", GpuConfig())
+    assert layer_plan is not None
+    assert layer_plan.devices == tuple(device.name for device in expected)
+    assert fits.cards.__wrapped__() == tuple(device for device in expected if device.kind == "gpu")
+    launched = backends.find_devices(OffloadRequest(), backend_loading.load_tried)
+    if expected:
+        assert next(launched) == expected
+        return
+    with pytest.raises(OffloadRefused, match="vulkan: its process crashed") as refused:
+        next(launched)
+    assert str(layer_plan) == f"none: {refused.value}"
+
+
+def test_library_that_crashes_in_another_process_is_not_opened(
+    outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(backend_loading, "load", lambda *_: pytest.fail("it was opened"))
-    with pytest.raises(gpu_offload.OffloadRefused, match="crashed"):
-        list(gpu_offload.find_devices(OffloadRequest()))
+    with pytest.raises(OffloadRefused, match="crashed"):
+        list(backends.find_devices(OffloadRequest(), backend_loading.load_tried))
+
+
+@pytest.mark.parametrize(("layers", "has_gpu"), [("none", True), (0, True), ("auto", False)])
+def test_nothing_is_started_without_a_gpu_or_for_no_layers(
+    outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch, layers: int | str, has_gpu: bool
+) -> None:
+    monkeypatch.setattr(machine, "has_gpu", lambda: has_gpu)
+    outcomes.clear()  # asking fails
+    offloader = gpu_offload.GpuOffloader(*[None] * 10)  # type: ignore[arg-type]
+    offloader.begin(OffloadRequest(layers=layers))
+    assert offloader._thread is None
+    assert show._plan_layers(DENSE, plan_of(DENSE), layers, GpuConfig()) is None
+
+
+def test_engine_that_closes_does_not_wait_for_a_library_that_hangs(
+    outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backends, "ask", ASK)
+    monkeypatch.setattr(backends, "_PATIENCE_S", 3600.0)
+    monkeypatch.setattr(process, "child_command", lambda *_: ["sleep", "3600"])
+    offloader = gpu_offload.GpuOffloader(*[None] * 10)  # type: ignore[arg-type]
+    offloader.cpu = SimpleNamespace(choices={})  # type: ignore[assignment]
+    offloader.begin(OffloadRequest(layers="all"))
+    wait_until(lambda: "sleep" in map(command_name, descendants(os.getpid())), "the process to hang")
+    offloader.close()
+    assert offloader.wait(0.0)
+    assert caplog.text == "", "the end is not a failure"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from edgeinfer.runtime.events import Logprob
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama import model as loading
 from edgeinfer.runtime.llama.weights import open_model
-from edgeinfer.runtime.memory_plan import Plan, make_plan
+from edgeinfer.runtime.memory_plan import MemoryPlan, make_plan
 from edgeinfer.runtime.model_shape import Shape, make_shape
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 
@@ -45,7 +45,7 @@ EIGHT = llama_shape(32, 4096, 4_920_000_000, 131_072)
 FOUR = llama_shape(36, 2560, 2_500_000_000, 40_960)
 
 
-def plan_for(shape: Shape, memory_gib: float, **options: object) -> Plan:
+def plan_for(shape: Shape, memory_gib: float, **options: object) -> MemoryPlan:
     return make_plan(shape, LoadOptions(**options), machine(int(memory_gib * GIB)))  # type: ignore[arg-type]
 
 

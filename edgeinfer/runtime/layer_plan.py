@@ -6,14 +6,15 @@ Pure arithmetic, in bytes, over passed facts, like `memory_plan`.
 from __future__ import annotations
 
 from bisect import bisect, bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from operator import itemgetter
+from typing import Literal
 
 import msgspec
 
-from edgeinfer.runtime.memory_plan import Plan
+from edgeinfer.runtime.memory_plan import MemoryPlan
 from edgeinfer.runtime.model_shape import CELL_STEP, Shape, make_buffers
 from edgeinfer.units import format_bytes
 
@@ -22,15 +23,29 @@ from edgeinfer.units import format_bytes
 _MARGIN_BYTES, _MARGIN_SHARE = 256 << 20, 16
 
 
-class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """A device's name in llama.cpp, and its usable memory."""
+#: A "gpu" has memory of its own, an "integrated" GPU shares the machine's, "software" runs on the CPU.
+Kind = Literal["gpu", "integrated", "software", "accelerator"]
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """A device of a loaded backend, with its memory (bytes) when it was asked.
+
+    `name` is llama.cpp's ("Vulkan0"), `pointer` its ggml_backend_dev_t, valid only in the process that
+    loaded it. `id` is the PCI address, "" for none. Some drivers report all memory as free.
+    """
 
     name: str
-    free_bytes: int
+    description: str
+    kind: Kind
+    backend: str
+    id: str = ""
+    total_bytes: int = 0
+    free_bytes: int = 0
+    pointer: int = 0
 
 
-class Offload(msgspec.Struct, frozen=True, kw_only=True):
-    """The distribution of a model: `n_layers` of `n_all` layers are on `devices`, including the output.
+class LayerPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Which layers go to devices: `n_layers` of `n_all`, the last ones, including the output.
 
     The experts of the model's first `n_without_experts` layers stay on the CPU. `reason` explains the
     choice. `split` has the layers of each device; bytes are those of all devices together. The devices'
@@ -59,10 +74,15 @@ class Offload(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.n_layers} of {self.n_all} on {' and '.join(self.devices)}{experts}"
 
 
-def make_offload(
-    shape: Shape, plan: Plan, memories: tuple[DeviceMemory, ...], layers: int | str
-) -> Offload:
-    """Place a model of `shape`, to be loaded by `plan`, on devices.
+def usable_bytes(n_bytes: int) -> int:
+    """Return how much of a device's memory a plan uses."""
+    return max(0, n_bytes - max(_MARGIN_BYTES, n_bytes // _MARGIN_SHARE))
+
+
+def make_layer_plan(
+    shape: Shape, plan: MemoryPlan, devices: Sequence[Device], layers: int | str
+) -> LayerPlan:
+    """Choose the layers of a model of `shape`, to be loaded by `plan`, that go to `devices`.
 
     `layers` is "none", "all", a number of layers, or "auto": all layers, if necessary without their
     experts; otherwise as many as fit; otherwise none, if less than half of them fit. Layers fit if each
@@ -71,13 +91,13 @@ def make_offload(
     devices' order and with the KV cache of each, and leaves the token table on the CPU.
     """
     n_all = shape.n_layer + 1
-    if layers == "none" or not memories or layers == 0:
+    if layers in ("none", 0) or not devices:
         reason = "as asked" if layers in ("none", 0) else "there is no device"
-        return Offload(n_layers=0, n_all=n_all, reason=reason)
+        return LayerPlan(n_layers=0, n_all=n_all, reason=reason)
     for n_layers, n_without_experts, reason in _candidates(shape, n_all, layers):
         choices = [
-            partial(_distribute, shape, plan, devices, n_layers, n_without_experts)
-            for devices in _device_choices(memories)
+            partial(_distribute, shape, plan, chosen, n_layers, n_without_experts)
+            for chosen in _device_choices(devices)
         ]
         n_cells, distribute = max(((_max_cells(plan, c), c) for c in choices), key=itemgetter(0))
         if not n_cells and layers == "auto":
@@ -85,11 +105,10 @@ def make_offload(
         n_cells = n_cells or plan.least_cells
         if n_cells < plan.n_cells.value:
             reason += f" with a context of {n_cells:,} tokens; --ctx {plan.n_ctx.value} keeps that one"
-        offload, _ = distribute(n_cells)
-        return msgspec.structs.replace(offload, reason=reason)
-    free = ", ".join(f"{format_bytes(memory.free_bytes)} of {memory.name}" for memory in memories)
+        return msgspec.structs.replace(distribute(n_cells)[0], reason=reason)
+    free = ", ".join(f"{format_bytes(device.free_bytes)} of {device.name}" for device in devices)
     reason = f"{free} that are free, with a margin, do not hold half of the layers"
-    return Offload(n_layers=0, n_all=n_all, reason=f"{reason}; --gpu-layers N puts N there")
+    return LayerPlan(n_layers=0, n_all=n_all, reason=f"{reason}; --gpu-layers N puts N there")
 
 
 def _candidates(shape: Shape, n_all: int, layers: int | str) -> list[tuple[int, int, str]]:
@@ -103,62 +122,49 @@ def _candidates(shape: Shape, n_all: int, layers: int | str) -> list[tuple[int, 
     return [whole, *bare] + [(n, most, "as many as fit") for n in fewer]
 
 
-def _device_choices(memories: tuple[DeviceMemory, ...]) -> list[tuple[DeviceMemory, ...]]:
+def _device_choices(devices: Sequence[Device]) -> list[list[Device]]:
     """Return all devices, then those left without the smallest, and so on.
 
     Layers are not divided: a small device may not hold the part of a model that is its share.
     """
-    limits = sorted(memory.free_bytes for memory in memories)
-    return [tuple(m for m in memories if m.free_bytes >= limit) for limit in limits]
+    limits = sorted(device.free_bytes for device in devices)
+    return [[device for device in devices if device.free_bytes >= limit] for limit in limits]
 
 
-def _max_cells(plan: Plan, distribute: Callable[[int], tuple[Offload, bool]]) -> int:
+def _max_cells(plan: MemoryPlan, distribute: Callable[[int], tuple[LayerPlan, bool]]) -> int:
     """Return the most cells, at least `plan.least_cells`, whose distribution fits; 0 if none does."""
 
-    def fits(n_cells: int) -> bool:
-        return distribute(n_cells)[1]
-
-    if fits(plan.n_cells.value):
-        return int(plan.n_cells.value)
-    steps = range(plan.least_cells // CELL_STEP, plan.n_cells.value // CELL_STEP)
-    n_fitting = bisect_left(steps, True, key=lambda step: not fits(step * CELL_STEP))
-    return steps[n_fitting - 1] * CELL_STEP if n_fitting else 0
+    most = int(plan.n_cells.value)
+    steps = range(plan.least_cells // CELL_STEP, most // CELL_STEP)
+    lengths = [*(step * CELL_STEP for step in steps), most]
+    n_fitting = bisect_left(lengths, True, key=lambda n_cells: not distribute(n_cells)[1])
+    return lengths[n_fitting - 1] if n_fitting else 0
 
 
 def _distribute(
     shape: Shape,
-    plan: Plan,
-    memories: tuple[DeviceMemory, ...],
+    plan: MemoryPlan,
+    devices: Sequence[Device],
     n_layers: int,
     n_without_experts: int,
     n_cells: int,
-) -> tuple[Offload, bool]:
-    """Return an offload, and whether each device holds its share.
+) -> tuple[LayerPlan, bool]:
+    """Return a plan without its reason, and whether each device holds its share.
 
     For a quantized KV cache, CUDA's attention copies one layer's K and V to f16.
     """
-    buffers = make_buffers(
-        shape,
-        n_cells,
-        plan.kv_type.value,
-        n_seq_max=plan.n_seq_max,
-        n_ubatch=plan.n_batch,
-        n_outputs=plan.n_outputs,
-    )
+    limits = {"n_seq_max": plan.n_seq_max, "n_ubatch": plan.n_batch, "n_outputs": plan.n_outputs}
+    buffers = make_buffers(shape, n_cells, plan.kv_type.value, **limits)
     copies = 0 if plan.kv_type.value == "f16" else 4 * n_cells * max(shape.kv_rows, default=0)
     compute_bytes = buffers.compute_bytes + copies
     layer_kv_bytes = buffers.kv_bytes // max(1, shape.n_layer)
-    margins = [max(_MARGIN_BYTES, memory.free_bytes // _MARGIN_SHARE) for memory in memories]
-    usable = [
-        max(0, memory.free_bytes - margin - compute_bytes)
-        for memory, margin in zip(memories, margins, strict=True)
-    ]
-    weights = usable if any(usable) else [memory.free_bytes for memory in memories]
+    usable = [max(0, usable_bytes(device.free_bytes) - compute_bytes) for device in devices]
+    weights = usable if any(usable) else [device.free_bytes for device in devices]
     layer_bytes = _layer_bytes(shape, layer_kv_bytes, n_layers, n_without_experts)
     shares = _split(weights, layer_bytes)
-    used = [(memory.name, len(share)) for memory, share in zip(memories, shares, strict=True) if share]
+    used = [(device.name, len(share)) for device, share in zip(devices, shares, strict=True) if share]
     kv_bytes = (n_layers - 1) * layer_kv_bytes
-    offload = Offload(
+    layer_plan = LayerPlan(
         n_layers=n_layers,
         n_all=shape.n_layer + 1,
         reason="",
@@ -170,7 +176,7 @@ def _distribute(
         kv_bytes=kv_bytes,
         compute_bytes=len(used) * compute_bytes,
     )
-    return offload, all(sum(share) <= limit for share, limit in zip(shares, usable, strict=True))
+    return layer_plan, all(sum(share) <= limit for share, limit in zip(shares, usable, strict=True))
 
 
 def _layer_bytes(shape: Shape, kv_bytes: int, n_layers: int, n_without_experts: int) -> list[int]:
