@@ -182,7 +182,7 @@ class GpuOffloader:
         """Load the model again with layers on devices. Raises ModelLoadError, OutOfMemoryError."""
         used = [device for device in devices if device.name in layer_plan.devices]
         placement = Placement([device.pointer for device in used], layer_plan)
-        model = open_model(self.files.paths, placement=placement)
+        model = open_model(self.files.paths, lambda *_: not self._closing.is_set(), placement)
         try:
             adapters = self.lora.load_for(model)  # freed with the model
             loaded = with_another_context(self.cpu, model, self.options, layer_plan.n_cells)

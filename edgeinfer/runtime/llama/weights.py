@@ -14,8 +14,8 @@ from edgeinfer.runtime.layer_plan import LayerPlan
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import find_entry, replace_entry, table
 
-Progress = Callable[[str, float | None], None]
-
+#: Called with a stage and its share that is done; returns False to stop loading.
+Progress = Callable[[str, float | None], object]
 
 #: GGML_BACKEND_DEVICE_TYPE_CPU.
 _CPU = 0
@@ -131,7 +131,7 @@ def _progress_hook(progress: Progress | None) -> Any:
         percent = int(fraction * 100)
         if progress and percent != shown:
             shown = percent
-            progress("loading weights", fraction)
+            return progress("loading weights", fraction) is not False
         return True
 
     return libllama.lib().llama_progress_callback(report)

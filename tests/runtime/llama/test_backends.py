@@ -12,7 +12,7 @@ from other_processes import command_name, descendants, wait_until
 
 from edgeinfer.cli.verbs import show
 from edgeinfer.config.config_file import GpuConfig
-from edgeinfer.errors import EngineError, UsageError
+from edgeinfer.errors import EngineError, ModelLoadError, UsageError
 from edgeinfer.models import fits
 from edgeinfer.platform import disk, machine, paths, process
 from edgeinfer.runtime import gpu_offload
@@ -26,7 +26,9 @@ from edgeinfer.runtime.llama.backends import (
     OffloadRefused,
     OffloadRequest,
 )
+from edgeinfer.runtime.llama.weights import open_model
 
+from ...made.made_models import make_llama
 from ..test_memory_plan import DENSE, plan_of
 
 BUILD = Build(binding="0.3.36", ggml="0.25.3", commit="abc1234", machine="linux-x86_64")
@@ -344,6 +346,12 @@ def test_engine_that_closes_does_not_wait_for_a_library_that_hangs(
     offloader.close()
     assert offloader.wait(0.0)
     assert caplog.text == "", "the end is not a failure"
+
+
+def test_load_is_stopped_by_its_progress(tmp_path: Path) -> None:
+    path = make_llama(tmp_path / "tiny.gguf", 512)
+    with pytest.raises(ModelLoadError):
+        open_model((str(path),), lambda *_: False)
 
 
 @pytest.mark.parametrize(
