@@ -5,22 +5,20 @@ To add an agent, write a function that returns its `AgentSetup`, decorated with 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import msgspec
 
 from edgeinfer.errors import UsageError
-from edgeinfer.platform.process import start_child
+from edgeinfer.platform.process import SignalHandlers, start_child
 
 #: Name of this endpoint, for agents that name their providers.
 PROVIDER = "edgeinfer"
@@ -258,7 +256,7 @@ def agent_of(user_agent: str) -> str:
 
 
 #: Signals that are forwarded to the agent. Ctrl-C and Ctrl-Z reach it through the terminal anyway.
-_SENT_ON = (signal.SIGTERM, signal.SIGHUP)
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 
 
 def find_program(agent: Agent) -> str:
@@ -288,17 +286,7 @@ def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
         raise UsageError(f"{command[0]} cannot be run: {error.strerror}", hint="") from error
 
 
-@contextlib.contextmanager
-def _leaving_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _leaving_signals_to(process: subprocess.Popen[bytes]) -> SignalHandlers:
     """Leave Ctrl-C to the agent; forward SIGTERM and SIGHUP, which only this process receives."""
-
-    def send_on(number: int, _frame: FrameType | None) -> None:
-        process.send_signal(number)
-
-    before = {number: signal.signal(number, send_on) for number in _SENT_ON}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    forwarding = dict.fromkeys(_FORWARDED, lambda number, _frame: process.send_signal(number))
+    return SignalHandlers({**forwarding, signal.SIGINT: signal.SIG_IGN})

@@ -9,8 +9,7 @@ import contextlib
 import select
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, TextIO, TypeVar
@@ -27,6 +26,7 @@ from edgeinfer.config.config_file import save
 from edgeinfer.error_text import hint
 from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, UsageError
 from edgeinfer.models.progress import ProgressLines
+from edgeinfer.platform.process import SignalHandlers
 from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Progress, TextDelta
 from edgeinfer.safe_text import without_controls
@@ -35,7 +35,7 @@ from edgeinfer.tools.tool_use import ToolUse
 from edgeinfer.units import format_bytes
 
 if TYPE_CHECKING:
-    from edgeinfer.tools.loop import Card, ChatTools
+    from edgeinfer.tools.loop import Card
 
 T = TypeVar("T")
 
@@ -227,7 +227,7 @@ class Repl:
         """Write the answer while it streams; Ctrl-C stops it and keeps the partial text."""
         self._write("Answer: ")
         thinking = False
-        with _ctrl_c_stops(answer):
+        with _ctrl_c_calls(answer.stop):
             try:
                 for event in answer.generation:
                     answer.add(event)
@@ -255,7 +255,7 @@ class Repl:
         """Run the tool calls of an answer, and let the model continue with the results."""
         tools, run = self.session.tools, self.session.start_calls(turn, self)
         assert tools is not None
-        with _ctrl_c_stops(tools):
+        with _ctrl_c_calls(tools.stop):
             calls = run()
         for notice in tools.notices():
             self.show_text(f"Note: {notice}")
@@ -421,13 +421,5 @@ def _first_line(text: str) -> str:
     return f"{line[:120]}…" if len(line) > 120 or line != text.strip() else line
 
 
-@contextlib.contextmanager
-def _ctrl_c_stops(running: AnswerWriter | ChatTools) -> Iterator[None]:
-    """Let Ctrl-C stop an answer or tool calls, if this is the main thread, which gets signals."""
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, lambda *_: running.stop()) if is_main else None
-    try:
-        yield
-    finally:
-        if is_main:
-            signal.signal(signal.SIGINT, before)
+def _ctrl_c_calls(stop: Callable[[], object]) -> SignalHandlers:
+    return SignalHandlers({signal.SIGINT: lambda *_: stop()})

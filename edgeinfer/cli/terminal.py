@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from edgeinfer.errors import InterruptedByUser, UsageError
+from edgeinfer.platform.process import SignalHandlers
 from edgeinfer.safe_text import without_controls
 
 _REDRAWN_EVERY_S = 0.5
@@ -37,15 +38,11 @@ def confirm(question: str, *, yes: bool, needs_yes: bool = False) -> None:
 @contextmanager
 def stoppable(message: str, hint: str | None = None) -> Iterator[None]:
     """Raise InterruptedByUser with this message for Ctrl-C or SIGTERM in the block."""
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None
     try:
-        yield
+        with SignalHandlers({signal.SIGTERM: signal.default_int_handler}):
+            yield
     except KeyboardInterrupt as error:
         raise InterruptedByUser(message, hint=hint) from error
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
 
 
 def table(

@@ -9,6 +9,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     import subprocess
     import threading
     from collections.abc import Callable, Mapping
@@ -170,6 +171,28 @@ def die_with_parent_hook(number: int = _SIGKILL) -> Callable[[], None] | None:
     return prepare
 
 
+class SignalHandlers:
+    """Handles signals in a `with` block. Only in the main thread; in others it does nothing."""
+
+    def __init__(self, handlers: Mapping[signal.Signals, Any]) -> None:
+        self._handlers = handlers
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> None:
+        import signal
+        import threading
+
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._handlers.items():
+                self._before[number] = signal.signal(number, handler)
+
+    def __exit__(self, *_: object) -> None:
+        import signal
+
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
 def start_child(command: list[str], number: int = _SIGKILL, **settings: Any) -> subprocess.Popen[bytes]:
     """Start a child that the kernel ends when this thread ends. Raises like `subprocess.Popen`.
 
@@ -178,18 +201,13 @@ def start_child(command: list[str], number: int = _SIGKILL, **settings: Any) -> 
     """
     import signal
     import subprocess
-    import threading
 
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = [signal.SIGINT, signal.SIGTERM] if is_main else []
-    handled = [number for number in numbers if callable(signal.getsignal(number))]
+    handled = [n for n in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(n))]
     arrived: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: arrived.append(n)) for number in handled}
     try:
-        return subprocess.Popen(command, preexec_fn=die_with_parent_hook(number), **settings)
+        with SignalHandlers(dict.fromkeys(handled, lambda n, _: arrived.append(n))):
+            return subprocess.Popen(command, preexec_fn=die_with_parent_hook(number), **settings)
     finally:
-        for handled_number, handler in before.items():
-            signal.signal(handled_number, handler)
         for arrived_number in arrived:
             signal.raise_signal(arrived_number)
 

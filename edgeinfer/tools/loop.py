@@ -162,9 +162,6 @@ class ChatTools:
             mode = "none"
         return {"tools": self.request_tools(), "tool_choice": ToolChoice(mode=mode)}
 
-    def _short(self, text: str) -> str:
-        return safe_text(text, _MOST_RESULT_BYTES)
-
     def tools_by_server(self) -> dict[str, list[tuple[ToolInfo, Level]]]:
         """Return the tools of each server, with whether a call without arguments is allowed."""
         offered: dict[str, list[tuple[ToolInfo, Level]]] = {}
@@ -212,9 +209,6 @@ class ChatTools:
         if running is not None:
             running.set()
         return running is not None
-
-    def cancel(self) -> None:
-        self.stop()
 
     def close(self) -> None:
         """Stop calls, and end every server."""
@@ -369,7 +363,7 @@ class ChatTools:
         except EdgeInferError as error:
             return use.end("failed", safe_text(error.message, 2000))
         took_ms = (time.monotonic() - start_s) * 1000
-        text = self._short(result.text)
+        text = safe_text(result.text, _MOST_RESULT_BYTES)
         return use.end("failed" if result.is_error else "done", text or "(empty)", took_ms)
 
 

@@ -11,9 +11,9 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, TextIO
 
 import msgspec
 
@@ -35,10 +35,11 @@ from edgeinfer.host import EngineHost, ProcessStart
 from edgeinfer.media import document_files
 from edgeinfer.media.pictures import join_parts
 from edgeinfer.platform.disk import path_errors, write_durably
+from edgeinfer.platform.process import SignalHandlers
 from edgeinfer.receipts.receipt import Receipt, Refusal, load_key, make_receipt, with_record
 from edgeinfer.runtime.event_stream import CollectedAnswer, RepetitionWatch
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
-from edgeinfer.runtime.interface import Engine, Generation
+from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message, with_answer_limit
 from edgeinfer.safe_text import without_controls
@@ -48,9 +49,6 @@ from edgeinfer.units import format_ms
 
 if TYPE_CHECKING:
     from edgeinfer.models.reference import ModelRef
-    from edgeinfer.tools.loop import ChatTools
-
-Cancellable = TypeVar("Cancellable", bound="Generation | ChatTools")
 
 
 class Startup(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,8 +148,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
     if options.tools:
         result, request, finished = _with_tools(engine, request, model, host, stream_to)
     else:
-        with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
-            result, finished = _consume(generation, model, host.start, stream_to)
+        result, finished = _generate(engine, request, model, host.start, stream_to)
     if result.finish_reason == "length" and options.max_tokens is None:
         sys.stderr.write(
             f"edgeinfer: {_describe_limit(result.usage, request.max_tokens, engine.info)}\n"
@@ -251,12 +248,11 @@ def _with_tools(
         front.say(tools.prepare())
         while True:
             request = msgspec.structs.replace(request, **tools.fields(rounds))
-            with _cancelled_by_ctrl_c(engine.submit(request)) as generation:
-                result, finished = _consume(generation, model, host.start, stream_to)
+            result, finished = _generate(engine, request, model, host.start, stream_to)
             if result.finish_reason != "tool_calls" or request.tool_choice.mode == "none":
                 break
             run_calls = tools.start(result.calls, front, past=rounds)
-            with _cancelled_by_ctrl_c(tools):
+            with _stopped_by_ctrl_c(tools.stop):
                 uses = run_calls()
             rounds.append(uses)
             front.say(tools.notices())
@@ -319,41 +315,41 @@ def _with_stdin(prompt: str) -> str:
 
 
 @contextlib.contextmanager
-def _cancelled_by_ctrl_c(generation: Cancellable) -> Iterator[Cancellable]:
-    """Cancel a generation or tool calls at the first Ctrl-C or SIGTERM; the second ends the process."""
+def _stopped_by_ctrl_c(stop: Callable[[], object]) -> Iterator[None]:
+    """Call `stop` at the first Ctrl-C or SIGTERM, and at the end; the second ends the process."""
 
-    def stop(number: int, _frame: object) -> None:
-        generation.cancel()
+    def handle(number: int, _frame: object) -> None:
+        stop()
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield generation
-    finally:
-        generation.cancel()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with SignalHandlers({signal.SIGINT: handle, signal.SIGTERM: handle}):
+        try:
+            yield
+        finally:
+            stop()
 
 
-def _consume(
-    generation: Generation, model: str, start: ProcessStart, stream_to: TextIO | None
+def _generate(
+    engine: Engine, request: GenerateRequest, model: str, start: ProcessStart, stream_to: TextIO | None
 ) -> tuple[RunResult, Finished]:
-    answer = CollectedAnswer()
+    """Generate an answer and write it while it streams. Raises what `Engine.submit` raises."""
+    generation, answer = engine.submit(request), CollectedAnswer()
     watch, repeats = RepetitionWatch(), False
     is_terminal = stream_to is not None and stream_to.isatty()
-    for event in generation:
-        if isinstance(event, TextDelta | ReasoningDelta):
-            if repeats:
-                continue  # the engine decoded it before it was cancelled
-            n_kept = watch.add(event.text)
-            if n_kept is not None:
-                repeats = True
-                generation.cancel()
-                event = msgspec.structs.replace(event, text=event.text[:n_kept])
-        answer.add(event)
-        if stream_to is not None and isinstance(event, TextDelta):
-            stream_to.write(without_controls(event.text) if is_terminal else event.text)
-            stream_to.flush()
+    with _stopped_by_ctrl_c(generation.cancel):
+        for event in generation:
+            if isinstance(event, TextDelta | ReasoningDelta):
+                if repeats:
+                    continue  # the engine decoded it before it was cancelled
+                n_kept = watch.add(event.text)
+                if n_kept is not None:
+                    repeats = True
+                    generation.cancel()
+                    event = msgspec.structs.replace(event, text=event.text[:n_kept])
+            answer.add(event)
+            if stream_to is not None and isinstance(event, TextDelta):
+                stream_to.write(without_controls(event.text) if is_terminal else event.text)
+                stream_to.flush()
     if stream_to is not None and (answer.text or not answer.calls):
         stream_to.write("\n")
         stream_to.flush()
