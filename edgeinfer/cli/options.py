@@ -106,6 +106,11 @@ def number_between(kind: type[int] | type[float], low: float, high: float) -> Ca
 count = number_between(int, 1, 1_000_000)
 
 
+def add_think(parser: argparse.ArgumentParser) -> None:
+    help = "reasoning before the answer, if the model supports it"
+    parser.add_argument("--think", choices=("on", "off"), help=help)
+
+
 def add_traces(parser: argparse._ActionsContainer) -> None:
     help = "append spans (load, resume, tokenize, queue, prefill, decode) as OTLP JSON"
     add_option(parser, "--traces FILE", help, type=os.path.abspath)

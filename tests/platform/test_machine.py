@@ -7,7 +7,7 @@ import pytest
 
 from edgeinfer.cli.main import main
 from edgeinfer.cli.verbs import doctor as doctor_module
-from edgeinfer.cli.verbs.doctor import Check, DoctorResult
+from edgeinfer.cli.verbs.doctor import DoctorResult, Finding
 from edgeinfer.errors import EngineError
 from edgeinfer.platform import machine, paths
 from edgeinfer.platform.machine import Machine, Memory
@@ -62,7 +62,7 @@ def test_doctor_reports_a_library_that_does_not_load(monkeypatch):
         raise EngineError("no CPU backend")
 
     assert doctor_module._run_check("llama.cpp", fail) == [
-        Check("fail", "no CPU backend", "run `edgeinfer doctor`", name="llama.cpp")
+        Finding("fail", "no CPU backend", "run `edgeinfer doctor`", name="llama.cpp")
     ]
 
 
@@ -74,7 +74,8 @@ def test_doctor_warns_of_a_backend_without_a_device_unless_another_has_it(is_use
 
 def test_doctor_reads_without_colour():
     shown = DoctorResult(
-        version="1", checks=(Check("ok", "fine", name="a"), Check("fail", "no", "do this", name="bb"))
+        version="1",
+        checks=(Finding("ok", "fine", name="a"), Finding("fail", "no", "do this", name="bb")),
     ).human()
     assert shown == "edgeinfer 1\n  ok    a   fine\n  FAIL  bb  no\n            → do this"
 

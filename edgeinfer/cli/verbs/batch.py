@@ -124,9 +124,7 @@ def answer(
     with _open_output(path) as output:
         finished = read_output(output)
         todo = [line for line in lines if line.custom_id not in finished]
-        if not todo:
-            return _Tally(0).result(len(lines), str(path))
-        tally = asyncio.run(_run(options, host, models, todo, output))
+        tally = asyncio.run(_run(options, host, models, todo, output)) if todo else _Tally(0)
         return tally.result(len(lines), str(path))
 
 

@@ -23,8 +23,8 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.host import EngineHost
 
 if TYPE_CHECKING:
+    from edgeinfer.chat.session import ChatSession
     from edgeinfer.chat.startup import ChatSetup
-    from edgeinfer.tui.app import ChatApp
 
 
 class ChatResult(Result, frozen=True, kw_only=True):
@@ -55,13 +55,12 @@ def run(options: argparse.Namespace, host: EngineHost) -> ChatResult:
     """
     if options.model:
         _refuse_missing(options.model, host)
+    is_plain = options.plain or os.environ.get("TERM") == "dumb"
     setup = _setup(options, host)
-    piped = _piped_attachment(plain=options.plain)
-    if piped is not None:
+    if not is_plain and (piped := _piped_attachment()) is not None:
         setup.attachments.append(piped)
-    if options.plain or os.environ.get("TERM") == "dumb":
-        return _plain(setup)
-    return _on_screen(setup)
+    conversation = (_plain(setup) if is_plain else _on_screen(setup)).conversation
+    return ChatResult(model=conversation.model, conversation=conversation.id)
 
 
 def _refuse_missing(model: str, host: EngineHost) -> None:
@@ -73,7 +72,7 @@ def _refuse_missing(model: str, host: EngineHost) -> None:
         host.files(ref)
 
 
-def _on_screen(setup: ChatSetup) -> ChatResult:
+def _on_screen(setup: ChatSetup) -> ChatSession:
     from edgeinfer.tui.app import ChatApp  # imported here: Textual takes 0.3 s
 
     driver = None
@@ -85,27 +84,22 @@ def _on_screen(setup: ChatSetup) -> ChatResult:
             return _plain(setup)
     app = ChatApp(setup, driver)
     app.run(mouse=setup.config.mouse)
-    return _chat_result(app)
+    if app.crash is None:
+        return app.chat.session
+    if os.environ.get("EDGEINFER_DEBUG") == "1":
+        raise app.crash
+    raise EdgeInferError(
+        f"the chat crashed: {type(app.crash).__name__}: {app.crash}",
+        hint="`edgeinfer chat --continue` restores it; EDGEINFER_DEBUG=1 shows the traceback",
+    )
 
 
-def _chat_result(app: ChatApp) -> ChatResult:
-    if app.crash is not None:
-        if os.environ.get("EDGEINFER_DEBUG") == "1":
-            raise app.crash
-        raise EdgeInferError(
-            f"the chat crashed: {type(app.crash).__name__}: {app.crash}",
-            hint="`edgeinfer chat --continue` restores it; EDGEINFER_DEBUG=1 shows the traceback",
-        )
-    conversation = app.chat.session.conversation
-    return ChatResult(model=conversation.model, conversation=conversation.id)
-
-
-def _plain(setup: ChatSetup) -> ChatResult:
+def _plain(setup: ChatSetup) -> ChatSession:
     from edgeinfer.chat.repl import Repl
 
     repl = Repl(setup, sys.stdin, sys.stdout)
     repl.run()
-    return ChatResult(model=repl.session.conversation.model, conversation=repl.session.conversation.id)
+    return repl.session
 
 
 def _setup(options: argparse.Namespace, host: EngineHost) -> ChatSetup:
@@ -128,11 +122,9 @@ def _setup(options: argparse.Namespace, host: EngineHost) -> ChatSetup:
     )
 
 
-def _piped_attachment(*, plain: bool) -> Attachment | None:
-    """Return piped stdin as an attachment; None if it is typed input of the plain chat."""
-    if sys.stdin is None or sys.stdin.isatty():
-        return None
-    if (plain or os.environ.get("TERM") == "dumb") or not any(os.isatty(fd) for fd in (1, 2)):
+def _piped_attachment() -> Attachment | None:
+    """Return piped stdin as an attachment; None without a pipe, or without a terminal for the chat."""
+    if sys.stdin is None or sys.stdin.isatty() or not any(os.isatty(fd) for fd in (1, 2)):
         return None
     data = sys.stdin.buffer.read(MAX_BYTES + 1)
     return from_bytes("stdin", data) if data.strip() else None

@@ -43,7 +43,7 @@ _MARKS = {"ok": "ok  ", "todo": "todo", "warn": "warn", "fail": "FAIL"}
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What a check has found; `fix` is a command or advice.
+    """What the check `name` has found; `fix` is a command or advice.
 
     The status "todo" is a next step on a new machine; "warn" means slower or less, "fail" no answers.
     """
@@ -51,19 +51,14 @@ class Finding(msgspec.Struct, frozen=True):
     status: Status
     found: str
     fix: str = ""
-
-
-class Check(Finding, frozen=True, kw_only=True):
-    """A finding, with the name of its check."""
-
-    name: str
+    name: str = ""
 
 
 class DoctorResult(Result, frozen=True, kw_only=True):
     """All findings; the exit status is 1 if one is a "fail"."""
 
     version: str
-    checks: tuple[Check, ...]
+    checks: tuple[Finding, ...]
 
     @property
     def exit_code(self) -> int:
@@ -91,7 +86,7 @@ def run(options: argparse.Namespace, _host: EngineHost) -> Result:
     return DoctorResult(version=__version__, checks=tuple(itertools.chain(*results)))
 
 
-def _run_check(name: str, check: Callable[[], Finding | list[Finding]]) -> list[Check]:
+def _run_check(name: str, check: Callable[[], Finding | list[Finding]]) -> list[Finding]:
     try:
         findings = check()
     except EdgeInferError as error:
@@ -99,7 +94,7 @@ def _run_check(name: str, check: Callable[[], Finding | list[Finding]]) -> list[
     except Exception as error:  # noqa: BLE001  # one broken check must not end the others
         findings = Finding("fail", f"could not be checked: {error!r}")
     findings = findings if isinstance(findings, list) else [findings]
-    return [Check(**msgspec.structs.asdict(finding), name=name) for finding in findings]
+    return [msgspec.structs.replace(finding, name=name) for finding in findings]
 
 
 def _python() -> Finding:

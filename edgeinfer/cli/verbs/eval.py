@@ -25,7 +25,14 @@ import msgspec
 from msgspec import Meta
 
 from edgeinfer import __version__, typed_options
-from edgeinfer.cli.options import SYSTEM, add_attached_options, add_load_options, add_quiet, count
+from edgeinfer.cli.options import (
+    SYSTEM,
+    add_attached_options,
+    add_load_options,
+    add_quiet,
+    add_think,
+    count,
+)
 from edgeinfer.cli.parser import LAUNCH, add_option
 from edgeinfer.cli.verbs import batch
 from edgeinfer.cli.verbs.eval_report import EvalResult, ItemResult, Verdict
@@ -71,9 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--adapter ADAPTER|FILE[:SCALE]...", "adapter or `none`; each is a candidate")
     add_option(parser, "--judge MODEL", "model that judges items with `judge`")
     add_option(parser, "--max-tokens N", "at most N tokens per answer (512)", type=count, default=512)
-    parser.add_argument(
-        "--think", choices=("on", "off"), help="reasoning before the answer, if the model supports it"
-    )
+    add_think(parser)
     add_quiet(parser)
     add_load_options(parser)
     add_attached_options(parser.add_argument_group(LAUNCH))

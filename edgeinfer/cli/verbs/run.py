@@ -24,6 +24,7 @@ from edgeinfer.cli.options import (
     add_launch_options,
     add_load_options,
     add_sampling_options,
+    add_think,
     add_traces,
     count,
 )
@@ -94,9 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_mutually_exclusive_group()
     add_option(shape, "--schema FILE|JSON", "answer in JSON that follows this schema")
     add_option(shape, "--grammar FILE|GBNF", "answer that follows this GBNF grammar")
-    parser.add_argument(
-        "--think", choices=("on", "off"), help="reasoning before the answer, if the model supports it"
-    )
+    add_think(parser)
     add_option(parser, "--tools", "let the model call the allowed tools")
     sampling = add_sampling_options(parser)
     add_option(sampling, "--stop TEXT...", "stop before this text")

@@ -91,9 +91,7 @@ class Question(TurnEntry):
             for i, row in enumerate(rows)
         ]
         if self.alternative[1] > 1 and drawn:
-            drawn[0] = drawn[0].label_right(
-                f"‹ {self.alternative[0]}/{self.alternative[1]} ›", "page", width
-            )
+            drawn[0] = drawn[0].label_right(self._alternative_label, "page", width)
         cut = [] if self.turn.cut_summary is None else _cut_mark(self.turn.cut_summary, width)
         return cut + drawn
 

@@ -195,15 +195,11 @@ def _walk(
             case "image":
                 text.append(f"[image: {clean(node.content) or 'no description'}]")
                 spans.append(Span(start, start + len(text[-1]), "em"))
-            case "link":
+            case "link" | "em" | "strong" | "s":
                 n_before = len(spans)
                 _walk(node.children, text, spans, breaks)
-                href = clean(str(node.attrs.get("href", "")))
-                spans.insert(n_before, Span(start, sum(map(len, text)), f"link:{href}"))
-            case "em" | "strong" | "s":
-                n_before = len(spans)
-                _walk(node.children, text, spans, breaks)
-                spans.insert(n_before, Span(start, sum(map(len, text)), _INLINE[node.type]))
+                link = f"link:{clean(str(node.attrs.get('href', '')))}"
+                spans.insert(n_before, Span(start, sum(map(len, text)), _INLINE.get(node.type, link)))
             case _:
                 text.append(clean(node.content or "").replace("\n", " "))
 
