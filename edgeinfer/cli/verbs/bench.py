@@ -23,13 +23,7 @@ import msgspec
 from edgeinfer import __version__, typed_options
 from edgeinfer.agents import endpoint
 from edgeinfer.bench import MOST_STREAMS, MeasuredServer, Plan, Row, Sample, Target, measure, rows
-from edgeinfer.cli.options import (
-    add_attached_options,
-    add_load_options,
-    add_quiet,
-    count,
-    number_between,
-)
+from edgeinfer.cli import options as shared
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import StageProgress, stoppable, table
@@ -101,18 +95,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for field, flags, kind, text in (
         ("pp", ("-p", "--n-prompt"), _number, "tokens of a prompt; 0: skip this test (default: 512)"),
         ("tg", ("-n", "--n-gen"), _number, "tokens of an answer; 0: skip this test (default: 128)"),
-        ("rounds", ("-r", "--repetitions"), count, "rounds (default: 5)"),
+        ("rounds", ("-r", "--repetitions"), shared.count, "rounds (default: 5)"),
         ("depths", ("-d", "--n-depth"), _numbers, "tokens cached before each test (default: 0)"),
         ("streams", ("--streams",), _numbers, "concurrent answers (default: 1)"),
     ):
         metavar = "N,…" if kind is _numbers else "N"
         add(*flags, dest=field, type=kind, default=getattr(Plan(), field), metavar=metavar, help=text)
-    add_quiet(parser)
-    add_load_options(parser)
-    add_attached_options(parser)
+    shared.add_quiet(parser)
+    shared.add_load_options(parser)
+    shared.add_attached_options(parser)
 
 
-_number = number_between(int, 0, 1_000_000)
+_number = shared.number_between(int, 0, 1_000_000)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

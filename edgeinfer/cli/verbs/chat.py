@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING
 from edgeinfer import typed_options
 from edgeinfer.chat.attachments import MAX_BYTES, from_bytes
 from edgeinfer.chat.history.values import Attachment, Conversation
-from edgeinfer.cli.options import (
-    SYSTEM,
-    add_launch_options,
-    add_load_options,
-    add_model,
-    add_sampling_options,
-)
+from edgeinfer.cli import options as shared
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import EdgeInferError
@@ -35,16 +29,16 @@ class ChatResult(Result, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
+    shared.add_model(parser)
     summary = "continue the last conversation that is not open elsewhere"
     add_option(parser, "--continue", summary, dest="continue_last")
     add_option(parser, "--plain", "print plain lines, for screen readers and dumb terminals")
-    add_option(parser, "--system TEXT|@FILE", SYSTEM)
+    add_option(parser, "--system TEXT|@FILE", shared.SYSTEM)
     add_option(parser, "--tools", "let the model call the configured tools")
     add_option(parser, "--max-tokens N", "at most N tokens per answer", type=int)
-    add_sampling_options(parser)
-    add_load_options(parser)
-    add_launch_options(parser)
+    shared.add_sampling_options(parser)
+    shared.add_load_options(parser)
+    shared.add_launch_options(parser)
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> ChatResult:

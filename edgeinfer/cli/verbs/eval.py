@@ -25,14 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from edgeinfer import __version__, typed_options
-from edgeinfer.cli.options import (
-    SYSTEM,
-    add_attached_options,
-    add_load_options,
-    add_quiet,
-    add_think,
-    count,
-)
+from edgeinfer.cli import options as shared
 from edgeinfer.cli.parser import LAUNCH, add_option
 from edgeinfer.cli.verbs import batch
 from edgeinfer.cli.verbs.eval_report import EvalResult, ItemResult, Verdict
@@ -74,14 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "models", nargs="+", metavar="MODEL", help="models or GGUF files; the first is the baseline"
     )
-    add_option(parser, "--system TEXT|@FILE...", f"{SYSTEM}; each is a candidate")
+    add_option(parser, "--system TEXT|@FILE...", f"{shared.SYSTEM}; each is a candidate")
     add_option(parser, "--adapter ADAPTER|FILE[:SCALE]...", "adapter or `none`; each is a candidate")
     add_option(parser, "--judge MODEL", "model that judges items with `judge`")
-    add_option(parser, "--max-tokens N", "at most N tokens per answer (512)", type=count, default=512)
-    add_think(parser)
-    add_quiet(parser)
-    add_load_options(parser)
-    add_attached_options(parser.add_argument_group(LAUNCH))
+    help = "at most N tokens per answer (512)"
+    add_option(parser, "--max-tokens N", help, type=shared.count, default=512)
+    shared.add_think(parser)
+    shared.add_quiet(parser)
+    shared.add_load_options(parser)
+    shared.add_attached_options(parser.add_argument_group(LAUNCH))
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,15 +19,7 @@ import msgspec
 
 from edgeinfer import typed_options
 from edgeinfer.chat.attachments import read, with_attachments
-from edgeinfer.cli.options import (
-    SYSTEM,
-    add_launch_options,
-    add_load_options,
-    add_sampling_options,
-    add_think,
-    add_traces,
-    count,
-)
+from edgeinfer.cli import options as shared
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.config.load_options import NO_DRAFT
@@ -87,24 +79,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_or_prompt", nargs="?", metavar="MODEL", help=help)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; stdin is appended")
     prompt_form = parser.add_mutually_exclusive_group()
-    add_option(prompt_form, "--system TEXT|@FILE", SYSTEM)
+    add_option(prompt_form, "--system TEXT|@FILE", shared.SYSTEM)
     add_option(prompt_form, "--raw", "send the prompt unchanged, without a chat template")
-    add_option(parser, "--max-tokens N", "at most N tokens (default: 1,500)", type=count)
+    add_option(parser, "--max-tokens N", "at most N tokens (default: 1,500)", type=shared.count)
     add_option(parser, "--file FILE...", "attach a text, document, picture or folder")
     add_option(parser, "--image FILE...", "attach a picture, or the pages of a PDF as pictures")
     shape = parser.add_mutually_exclusive_group()
     add_option(shape, "--schema FILE|JSON", "answer in JSON that follows this schema")
     add_option(shape, "--grammar FILE|GBNF", "answer that follows this GBNF grammar")
-    add_think(parser)
+    shared.add_think(parser)
     add_option(parser, "--tools", "let the model call the allowed tools")
-    sampling = add_sampling_options(parser)
+    sampling = shared.add_sampling_options(parser)
     add_option(sampling, "--stop TEXT...", "stop before this text")
-    add_load_options(parser)
-    launch = add_launch_options(parser)
+    shared.add_load_options(parser)
+    launch = shared.add_launch_options(parser)
     add_option(launch, "--timings", "print timings on stderr")
     add_option(launch, "--receipt FILE", "write the answer's receipt, for `edgeinfer verify FILE`")
     add_option(launch, "--private", "leave prompt and answer out of the receipt: FILE.content has them")
-    add_traces(launch)
+    shared.add_traces(launch)
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> RunResult:

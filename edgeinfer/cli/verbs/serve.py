@@ -6,13 +6,7 @@ import argparse
 import os
 from typing import Literal
 
-from edgeinfer.cli.options import (
-    add_launch_options,
-    add_load_options,
-    add_model,
-    add_traces,
-    number_between,
-)
+from edgeinfer.cli import options as shared
 from edgeinfer.cli.parser import ENDPOINT, add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.host import EngineHost
@@ -29,10 +23,10 @@ class ServeResult(Result, frozen=True, kw_only=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, "model for requests that name none (default: the configured one)")
+    shared.add_model(parser, "model for requests that name none (default: the configured one)")
     add_endpoint_options(parser)
-    add_load_options(parser)
-    add_launch_options(parser)
+    shared.add_load_options(parser)
+    shared.add_launch_options(parser)
 
 
 def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
@@ -49,20 +43,20 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     add_option(where, "--tls-cert FILE", "certificate chain in PEM, with --tls-key")
     add_option(where, "--tls-key FILE", "private key in PEM")
     add_option(where, "--idle-exit S", "exit after S seconds without a request", type=positive_s)
-    replicas = number_between(int, 1, _MOST_REPLICAS)
+    replicas = shared.number_between(int, 1, _MOST_REPLICAS)
     add_option(where, "--replicas N", "replicas of the model, each in its own process", type=replicas)
     help = "log lines on stderr (default: text on a terminal)"
     where.add_argument("--log", choices=("json", "text", "off"), help=help)
-    add_traces(where)
+    shared.add_traces(where)
     help = "write every request with its answer to files in FOLDER"
     add_option(where, "--log-payloads FOLDER", help, type=os.path.abspath)
 
 
-port_number = number_between(int, 0, 65_535)
+port_number = shared.number_between(int, 0, 65_535)
 
 
 #: Parses seconds: more than 0, at most a year.
-positive_s = number_between(float, 0.001, 31_536_000)
+positive_s = shared.number_between(float, 0.001, 31_536_000)
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> ServeResult:
