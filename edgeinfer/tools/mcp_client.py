@@ -22,6 +22,7 @@ import msgspec
 import edgeinfer
 from edgeinfer.errors import EdgeInferError, ToolServerError
 from edgeinfer.media import document_files
+from edgeinfer.tools.approval import argument_text
 from edgeinfer.tools.mcp_servers import ServerSpec, plan_start, plan_start_apart
 from edgeinfer.tools.mcp_transports import (
     MAX_ANSWER_S,
@@ -257,7 +258,7 @@ class McpClient:
         if isinstance(failure, dict):
             text = str(failure.get("message") or "the server reports an error without a message")
             data = failure.get("data")
-            raise self._error(text if data is None else f"{text}: {_json(data)}")
+            raise self._error(text if data is None else f"{text}: {argument_text(data)}")
         result = answer.get("result")
         if not isinstance(result, dict):
             raise self._error(f"{method}: the response has no result")
@@ -382,7 +383,3 @@ def _resource_text(item: dict[str, Any]) -> str:
     except (ValueError, EdgeInferError) as error:
         return f"[{uri}: {error}]"
     return f"[{uri}, {item.get('mimeType', 'of no type')}: not text]"
-
-
-def _json(value: Any) -> str:
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -182,9 +182,7 @@ class AppFrontEnd:
 
 
 def _catalogue() -> Sequence[tuple[str, str]]:
-    from edgeinfer.models.catalog import (
-        load_catalog,
-    )  # imported here: it takes 10 ms, only for `/model `
+    from edgeinfer.models.catalog import load_catalog  # imported here: it takes 10 ms
 
     try:
         return [(m.name, f"{m.parameters} · {m.licence}") for m in load_catalog().values()]

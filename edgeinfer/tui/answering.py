@@ -25,7 +25,7 @@ from edgeinfer.tui.drawing.entry import AnswerEntry, Remark, call_name
 from edgeinfer.tui.view import ChatView, Streaming
 
 if TYPE_CHECKING:
-    from edgeinfer.tools.loop import Card, ChatTools
+    from edgeinfer.tools.loop import Card
 
 T = TypeVar("T")
 
@@ -171,17 +171,14 @@ class Answering:
         except StoreError as failure:
             self._view.show_error(failure)
             goes_on = False
-        self._show_changes(tools)
+        if notices := tools.notices():
+            self._view.transcript.notify("\n".join(notices), severity="warning", timeout=10)
         if goes_on:
             self._begin(self._session.begin_answer)
             return
         if turn.conversation_id == self._session.conversation.id:
             self._view.show_session()
         self._view.transcript.post_message(self.Ended(msgspec.structs.replace(turn, calls=calls)))
-
-    def _show_changes(self, tools: ChatTools) -> None:
-        if said := tools.notices():
-            self._view.transcript.notify("\n".join(said), severity="warning", timeout=10)
 
     def decide(self, card: Card) -> Decision:
         """Ask the user to allow a tool call, and wait. Runs in the thread of the call."""

@@ -80,10 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, host: EngineHost) -> Result:
     """List running processes, or the usage by day. Raises StoreError."""
     if options.usage:
-        from edgeinfer.usage.daily_counts import (
-            drift_path,
-            read_usage,
-        )  # imported here: numpy takes 80 ms
+        # imported here: numpy takes 80 ms
+        from edgeinfer.usage.daily_counts import drift_path, read_usage
 
         today = date.today()
         days = read_usage(drift_path(), today - timedelta(_USAGE_DAYS - 1), today)
