@@ -227,13 +227,6 @@ class TestSettings:
             config_file.save(("chat", "theme"), 3, file)
         assert not file.exists()
 
-    def test_broken_file_is_left_alone(self, tmp_path):
-        file = tmp_path / "config.toml"
-        file.write_text("[chat\n")
-        with pytest.raises(ConfigError):
-            config_file.save(("chat", "theme"), "nord", file)
-        assert file.read_text() == "[chat\n"
-
 
 def test_code_blocks_at_any_depth():
     blocks = code_blocks(

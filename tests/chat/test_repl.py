@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import io
-import json
 import os
 import pty
 import re
@@ -14,20 +13,20 @@ import threading
 import msgspec
 import pytest
 from chats_here import consume
-from fake_engine import DEFAULT_INFO, Delay, FakeEngine
+from fake_engine import DEFAULT_INFO, Delay, FakeEngine, SmallEngine
 from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, end, make_setup, words
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
-from tools_here import tools_config
+from tools_here import calling, tools_config
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.repl import Repl
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import Config, load_config
-from edgeinfer.errors import ContextLengthError, DecodeError, ModelNotPulledError, OutOfMemoryError
+from edgeinfer.errors import DecodeError, ModelNotPulledError, OutOfMemoryError
 from edgeinfer.models.progress import PullProgress
-from edgeinfer.runtime.events import ReasoningDelta, ToolCallDelta
+from edgeinfer.runtime.events import ReasoningDelta
 
 
 class Tty(io.StringIO):
@@ -213,13 +212,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(tmp_path):
 
 
 def test_full_context_offers_ways_out(tmp_path):
-    class Small(FakeEngine):
-        def submit(self, request):
-            if sum(len(m.content) for m in request.messages) > 2200:
-                raise ContextLengthError("prompt is too long", param="messages")
-            return super().submit(request)
-
-    engine = Small([["x" * 500]])
+    engine = SmallEngine([["x" * 500]], longest=2200)
     out, repl = talk(tmp_path, *(["y" * 600] * 3), "/drop", engine=engine, host=None)
     assert "/drop stops sending the oldest turns" in out
     assert repl.session.path[-1].content == "x" * 500
@@ -282,8 +275,7 @@ def with_tools(*scripts, **fields):
 
 
 def test_card_is_answered_by_a_line_and_the_result_by_the_model(tmp_path):
-    call = ToolCallDelta(index=0, id="c1", name="plain__weather", arguments='{"city": "Rome"}')
-    host = with_tools([call, end(reason="tool_calls")], words("Take an umbrella."))
+    host = with_tools(calling(plain__weather={"city": "Rome"}), words("Take an umbrella."))
     out, repl = talk(tmp_path, "Rome?", "y", "/tools", "/quit", host=host, with_tools=True)
     assert "plain · weather wants to run\n  city: Rome\ny once" in out
     assert "Tool plain · weather done: It rains in Rome." in out
@@ -293,18 +285,16 @@ def test_card_is_answered_by_a_line_and_the_result_by_the_model(tmp_path):
 
 
 def test_a_long_card_is_answered_on_its_last_page(tmp_path):
-    arguments = json.dumps({"city": "Rome\n" * 60})
-    call = ToolCallDelta(index=0, id="c1", name="plain__weather", arguments=arguments)
+    call = calling(plain__weather={"city": "Rome\n" * 60})
     for typed, status in ((("m", "y"), "done"), (("n", "m"), "refused"), (("m", "n"), "refused")):
-        host = with_tools([call, end(reason="tool_calls")], words("Well."))
+        host = with_tools(call, words("Well."))
         out, repl = talk(tmp_path, "Rome?", *typed, "/quit", host=host, with_tools=True)
         assert "page 1 of 2" in out
         assert [t.calls[0].status for t in repl.session.path if t.calls] == [status]
 
 
 def test_script_is_asked_for_no_call(tmp_path):
-    call = ToolCallDelta(index=0, id="c1", name="plain__weather", arguments='{"city": "Rome"}')
-    host = with_tools([call, end(reason="tool_calls")], words("I cannot know."))
+    host = with_tools(calling(plain__weather={"city": "Rome"}), words("I cannot know."))
     out, _ = talk(tmp_path, "Rome?", "/quit", host=host, kind=io.StringIO, with_tools=True)
     assert "refused: the user said no: there is no user to allow it" in out
     assert "Answer: I cannot know." in out

@@ -152,6 +152,7 @@ def test_refused_request_is_kept_with_its_reason_and_asking_again_takes_its_plac
     with pytest.raises(QueueFullError):
         session.begin_answer()
     assert not session.busy
+    assert not store.is_answering(session.conversation.id)
     assert (session.head.status, session.head.error) == ("failed", "the queue is full")
     del engine.submit
     assert ask(session, "q, please").content == "Hello world"

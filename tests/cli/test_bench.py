@@ -23,13 +23,12 @@ EVERY_TEST = {"tg8", "pp64", "turn 64", "tg8 @d32", "pp64 @d32", "turn 96", "tg8
 class Other(ThreadingHTTPServer):
     """A server of another program, where a word is a token; keywords change what it supports."""
 
-    def __init__(
-        self, *, fields=True, completions=True, usage=True, cached=True, body=b"", says=b"", shorter=0
-    ):
-        self.body, self.says = body, says
-        self.shorter = shorter
-        self.fields, self.completions = fields, completions
-        self.usage, self.cached = usage, cached
+    fields = completions = usage = cached = True
+    body = says = b""
+    shorter = 0
+
+    def __init__(self, **changed):
+        vars(self).update(changed)
         self.requests = []
         super().__init__(("127.0.0.1", 0), _Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()

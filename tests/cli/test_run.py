@@ -7,7 +7,7 @@ import sys
 import msgspec
 import pytest
 from fake_engine import FakeEngine
-from tools_here import tools_config
+from tools_here import calling, tools_config
 
 from edgeinfer import typed_options
 from edgeinfer.chat.startup import describe_start
@@ -18,7 +18,7 @@ from edgeinfer.errors import QueueFullError, UnknownModelError, UsageError
 from edgeinfer.host import EngineHost, ProcessStart
 from edgeinfer.media.pictures import PICTURE_MARK
 from edgeinfer.models.reference import ModelRef
-from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, ToolCallDelta, Usage
+from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, Usage
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import Grammar, JsonSchema, Sampling
 
@@ -379,15 +379,14 @@ def test_word_that_is_no_model_before_another_is_told_to_be_quoted(capsys):
     assert "put a prompt in quotes" in capsys.readouterr().err
 
 
-def calling(*scripts, **fields):
-    call = ToolCallDelta(index=0, id="c1", name="plain__weather", arguments='{"city": "Rome"}')
-    finished = msgspec.structs.replace(END, reason="tool_calls")
-    engine = FakeEngine([[call, finished], *scripts], info=EngineInfo(model="m", n_ctx=4096))
+def weather_host(*scripts, **fields):
+    """A host whose model calls `weather`, then answers by `scripts`."""
+    engine = FakeEngine([calling(plain__weather={"city": "Rome"}), *scripts])
     return ScriptedHost(engine, Config(tools=tools_config("plain", **fields)))
 
 
 def test_tools_are_called_and_their_results_answered(capsys):
-    host = calling(["Take an umbrella.", END], allow=("plain.weather",))
+    host = weather_host(["Take an umbrella.", END], allow=("plain.weather",))
     assert main(["run", "tiny", "Rome?", "--tools"], host) == 0
     out, err = capsys.readouterr()
     assert out == "Take an umbrella.\n"
@@ -396,7 +395,7 @@ def test_tools_are_called_and_their_results_answered(capsys):
 
 
 def test_call_that_would_ask_is_refused_with_the_pattern_that_allows_it(capsys):
-    host = calling(["No idea.", END])
+    host = weather_host(["No idea.", END])
     assert main(["run", "tiny", "Rome?", "--tools", "--json"], host) == 0
     out, err = capsys.readouterr()
     assert '"plain.weather(city=Rome)"' in err
@@ -405,7 +404,7 @@ def test_call_that_would_ask_is_refused_with_the_pattern_that_allows_it(capsys):
 
 
 def test_model_that_calls_for_ever_is_ended(capsys):
-    host = calling(allow=("plain.*",))
+    host = weather_host(allow=("plain.*",))
     assert main(["run", "tiny", "Rome?", "--tools"], host) == 0
     modes = [request.tool_choice.mode for request in host.scripted.requests]
     assert modes == ["auto", "auto", "auto", "none"], "the same result came twice"

@@ -21,7 +21,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from edgeinfer.config.config_file import Config
-from edgeinfer.errors import EngineClosedError, EngineError, InvalidRequestError, QueueFullError
+from edgeinfer.errors import (
+    ContextLengthError,
+    EngineClosedError,
+    EngineError,
+    InvalidRequestError,
+    QueueFullError,
+)
 from edgeinfer.host import EngineHost, LoadProgress
 from edgeinfer.models.reference import ModelRef
 from edgeinfer.runtime.event_stream import EventStream
@@ -243,6 +249,22 @@ class FakeEngine:
             player.stream.cancel()
         for player in players:
             player.join()
+
+
+class SmallEngine(FakeEngine):
+    """Refuses prompts of more than `longest` characters, which is also its context."""
+
+    def __init__(
+        self, scripts: Iterable[Script] | Callable[[GenerateRequest], Script] = (), *, longest: int
+    ) -> None:
+        super().__init__(scripts, info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=longest))
+        self._longest = longest
+
+    def submit(self, request: GenerateRequest) -> EventStream:
+        size = sum(len(m.content) for m in request.messages)
+        if size > self._longest:
+            raise ContextLengthError(f"the prompt of {size} tokens does not fit", param="messages")
+        return super().submit(request)
 
 
 class StuckEngine(FakeEngine):

@@ -55,6 +55,12 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Mcp-Session-Id"] = self.server.sessions[-1]
         self.reply(200, json.dumps(body).encode(), headers)
 
+    def begin_reply(self, kind):
+        """Send the status 200 and the content type; the caller writes the body."""
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+
     def reply(self, status, body=b"", headers=()):
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **dict(headers)}.items():

@@ -7,10 +7,10 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from other_processes import has_ended, wait_until
 from tool_servers import HOSTILE
 from tools_here import SERVERS, tools_config
 
@@ -21,20 +21,6 @@ from edgeinfer.tools.tool_use import Stop, StoppedError, safe_text
 from edgeinfer.tools.toolbox import Toolbox
 
 pytestmark = pytest.mark.slow  # starts programs
-
-
-def until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -96,20 +82,20 @@ def test_child_gets_named_variables_only(connect, monkeypatch):
 def test_slow_call_ends_with_its_time(connect, tmp_path):
     with pytest.raises(ToolServerError, match=r"no answer within 0\.5 s"):
         connect("slow", timeout_s=0.5).call("go", {})
-    until((tmp_path / "cancelled").exists)
+    wait_until((tmp_path / "cancelled").exists, "the server to hear of it")
 
 
 def test_call_is_stopped_and_the_server_hears_of_it(connect, tmp_path):
     client, stop = connect("slow"), Stop()
 
     def stop_once_called():
-        until((tmp_path / "called").exists)
+        wait_until((tmp_path / "called").exists, "the call")
         stop.set()
 
     threading.Thread(target=stop_once_called).start()
     with pytest.raises(StoppedError):
         client.call("go", {}, stop)
-    until((tmp_path / "cancelled").exists)
+    wait_until((tmp_path / "cancelled").exists, "the server to hear of it")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +122,7 @@ def test_server_beside_a_sandbox_starts_in_an_empty_folder(tmp_path, monkeypatch
         assert not told["cwd"].startswith(str(tmp_path))
         assert str(tmp_path) not in told["env"]["PATH"].split(":")
         assert told["roots"] == [{"uri": tmp_path.as_uri(), "name": tmp_path.name}]
-    until(lambda: not Path(told["cwd"]).exists())
+    wait_until(lambda: not Path(told["cwd"]).exists(), "the folder to be removed")
     with Toolbox(tools_config("whereabouts", builtin=("read",)), tmp_path) as toolbox:
         client = toolbox.start("whereabouts")
         assert json.loads(client.call("go", {}).text)["cwd"] == str(tmp_path)
@@ -154,9 +140,9 @@ def test_hostile_text_becomes_plain_and_short(connect):
 def test_close_ends_the_child_and_its_children(connect):
     client = connect("family")
     pids = [int(word) for word in client.call("go", {}).text.split()]
-    assert all(map(is_alive, pids))
+    assert not any(map(has_ended, pids))
     client.close()
-    until(lambda: not any(map(is_alive, pids)))
+    wait_until(lambda: all(map(has_ended, pids)), "both processes to end")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PDEATHSIG is Linux's")
@@ -175,7 +161,7 @@ def test_child_dies_with_a_killed_process(tmp_path):
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    until(lambda: not is_alive(child))
+    wait_until(lambda: has_ended(child), "the child to end")
     os.kill(grandchild, 9)  # Linux signals only the child, not the grandchild
 
 

@@ -28,9 +28,7 @@ LONG = {"text": "x" * 200_000}
 
 
 def sse(handler, pieces, pause_s):
-    handler.send_response(200)
-    handler.send_header("Content-Type", "text/event-stream")
-    handler.end_headers()
+    handler.begin_reply("text/event-stream")
     handler.write_until_ended(pieces, pause_s)
 
 
@@ -41,9 +39,7 @@ def requests_of(method, n):
 
 
 def drip(handler, message):
-    handler.send_response(200)
-    handler.send_header("Content-Type", "application/json")
-    handler.end_headers()
+    handler.begin_reply("application/json")
     handler.write_until_ended(itertools.repeat(b" "))
 
 

@@ -65,9 +65,7 @@ def test_an_answer_that_is_no_message_is_quoted(over_http):
 def test_a_stream_that_stays_open_after_the_answer_delays_nothing(over_http):
     def call(handler, message):
         answer = {"jsonrpc": "2.0", "id": message["id"], "result": result_of(message)}
-        handler.send_response(200)
-        handler.send_header("Content-Type", "text/event-stream")
-        handler.end_headers()
+        handler.begin_reply("text/event-stream")
         handler.write_until_ended([b"data: " + json.dumps(answer).encode() + b"\n\n"], 0)
         handler.server.ended.wait()
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from other_processes import wait_until
 
 from edgeinfer.tools import sandbox as module
 from edgeinfer.tools.sandbox import Sandbox
@@ -64,13 +65,6 @@ def sleepers():
         if arguments[:2] == [b"sleep", MARK.encode()]:
             pids.append(int(pid))
     return pids
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_commands_and_python_work_in_the_folder(sandbox, folder):
@@ -297,7 +291,8 @@ def test_new_self_running_files_in_subfolders_are_renamed(sandbox, folder, comma
 def test_files_of_a_huge_tree_that_were_not_searched_are_not_renamed(sandbox, folder, monkeypatch):
     (folder / "sub" / "deep").mkdir(parents=True)
     (folder / "sub" / "deep" / ".envrc").write_text("mine")
-    wait_for(lambda: (folder / "sub" / "deep" / ".envrc").stat().st_ctime < time.time() - 0.1)
+    file = folder / "sub" / "deep" / ".envrc"
+    wait_until(lambda: file.stat().st_ctime < time.time() - 0.1, "the file to be old")
     monkeypatch.setattr("edgeinfer.tools.self_running.MAX_NAMES", 1)
     result = sh(sandbox, "mkdir new; echo x > new/.envrc")
     assert "new/.envrc would be executed" in result.text
@@ -311,7 +306,7 @@ def test_new_self_running_files_are_renamed_however_the_call_ends(sandbox, folde
     stop = Stop()
 
     def stop_once_it_runs() -> None:
-        wait_for((folder / "go").exists)
+        wait_until((folder / "go").exists, "the command to run")
         stop.set()
 
     if ending == "stop":
@@ -336,9 +331,9 @@ def test_new_self_running_files_are_renamed_after_edgeinfer_was_killed(sandbox, 
         f"box.call('shell', {{'command': {command!r}}})"
     )
     with subprocess.Popen([sys.executable, "-c", code]) as process:
-        wait_for((folder / "go").exists)
+        wait_until((folder / "go").exists, "the command to run")
         process.send_signal(signal.SIGKILL)
-    wait_for(lambda: not sleepers() and not (folder / ".git").exists())
+    wait_until(lambda: not sleepers() and not (folder / ".git").exists(), "the end of the command")
     time.sleep(0.2)
     assert not (folder / ".git").exists()
 
@@ -595,11 +590,11 @@ def test_a_stop_ends_a_command(sandbox):
 
     thread = threading.Thread(target=call)
     thread.start()
-    wait_for(lambda: len(sleepers()) == 2)
+    wait_until(lambda: len(sleepers()) == 2, "two processes")
     stop.set()
     thread.join(30)
     assert caught == ["StoppedError"]
-    wait_for(lambda: not sleepers())
+    wait_until(lambda: not sleepers(), "their end")
 
 
 def test_is_not_offered_over_the_home_folder(folder, monkeypatch):

@@ -1,32 +1,25 @@
 """The chat screen with a scripted engine: asking, stopping, branches, commands, files, errors."""
 
 import contextlib
-import json
 import threading
 
 import msgspec
 import pytest
-from fake_engine import DEFAULT_INFO, FakeEngine, StepGate
-from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, end, make_app, wait_until, words
+from fake_engine import DEFAULT_INFO, FakeEngine, SmallEngine, StepGate
+from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, make_app, wait_until, words
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
 from textual import events
 from textual.selection import SELECT_ALL
 from textual.widgets import Static
-from tools_here import tools_config
+from tools_here import calling, tools_config
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import ChatConfig, Config, load_config
-from edgeinfer.errors import (
-    ContextLengthError,
-    DecodeError,
-    DownloadError,
-    ModelNotPulledError,
-    OutOfMemoryError,
-)
-from edgeinfer.runtime.events import ReasoningDelta, ToolCallDelta
+from edgeinfer.errors import DecodeError, DownloadError, ModelNotPulledError, OutOfMemoryError
+from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.options import Chosen
 from edgeinfer.tui.composer import Composer
 from edgeinfer.tui.screens.dialogs import ChoiceScreen
@@ -410,16 +403,6 @@ async def test_first_screen_offers_models_of_other_programs(drive):
         await d.until(lambda: d.app.screen is d.chat and d.session.conversation.model == store.name)
 
 
-class Small(FakeEngine):
-    """Refuses prompts of more than 1,500 characters."""
-
-    def submit(self, request):
-        size = sum(len(m.content) for m in request.messages)
-        if size > 1500:
-            raise ContextLengthError(f"the prompt of {size} tokens does not fit", param="messages")
-        return super().submit(request)
-
-
 @pytest.mark.parametrize(
     ("keys", "shown", "systems"),
     [
@@ -428,8 +411,9 @@ class Small(FakeEngine):
     ],
 )
 async def test_full_context_offers_to_drop_or_summarise(drive, keys, shown, systems):
-    engine = Small(lambda r: ["they talked"] if "Summarise" in r.messages[0].content else ["x" * 400],
-                   info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=1500))  # fmt: skip
+    engine = SmallEngine(
+        lambda r: ["they talked"] if "Summarise" in r.messages[0].content else ["x" * 400], longest=1500
+    )
     async with drive(engine) as d:
         await d.ask("y" * 400)
         await d.ask("z" * 250)
@@ -728,8 +712,7 @@ async def test_paste_that_does_not_fit_offers_ways_out_at_once(drive, steps, don
 
 
 async def test_one_question_that_is_too_long_can_be_edited(drive):
-    engine = Small(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=1500))
-    async with drive(engine) as d:
+    async with drive(SmallEngine(longest=1500)) as d:
         await d.type("w" * 1600, "enter")
         await d.until(lambda: isinstance(d.app.screen, ChoiceScreen))
         await d.press("end", "enter")
@@ -760,9 +743,7 @@ async def test_narrow_status_line_keeps_context_and_rate(drive):
 
 def tools_host(*scripts, city="Rome"):
     """A host whose model calls `weather`, then answers by `scripts`."""
-    arguments = json.dumps({"city": city})
-    call = ToolCallDelta(index=0, id="c1", name="plain__weather", arguments=arguments)
-    engine = FakeEngine([[call, end(reason="tool_calls")], *scripts])
+    engine = FakeEngine([calling(plain__weather={"city": city}), *scripts])
     return FixedHost(engine, config=Config(tools=tools_config("plain")))
 
 
