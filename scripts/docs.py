@@ -202,9 +202,9 @@ def agents() -> str:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for agent in AGENTS.values():
-            setup = agent.setup(target, Path(folder))
-            told = [f"`{name}`" for name in setup.environment]
-            told += [f"`{word}`" for word in dict.fromkeys(setup.arguments) if word.startswith("-")]
+            arguments, variables = agent.setup(target, Path(folder))
+            told = [f"`{name}`" for name in variables]
+            told += [f"`{word}`" for word in dict.fromkeys(arguments) if word.startswith("-")]
             sizes = f"{agent.first_tokens:,} | {agent.needs_tokens:,}"
             rows.append(f"| `{agent.name}` | {agent.title} | {sizes} | {', '.join(told)} |")
     return (

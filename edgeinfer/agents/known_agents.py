@@ -45,13 +45,8 @@ class AgentTarget(msgspec.Struct, frozen=True, kw_only=True):
         return min(_ANSWER_TOKENS, self.n_ctx // _ANSWER_SHARE)
 
 
-class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """Environment variables, and arguments to put before the user's own."""
-
-    arguments: tuple[str, ...] = ()
-    environment: dict[str, str] = {}
-
-
+#: Arguments to put before the user's own, and environment variables.
+AgentSetup = tuple[tuple[str, ...], dict[str, str]]
 _SetupFunction = Callable[[AgentTarget, Path], AgentSetup]
 
 
@@ -101,20 +96,19 @@ def claude(target: AgentTarget, _folder: Path) -> AgentSetup:
     window = {}
     if target.n_ctx >= _CLAUDE_WINDOW:  # with less, it compacts only after a request was refused
         window["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(target.n_ctx)
-    return AgentSetup(
-        environment={
-            "ANTHROPIC_BASE_URL": target.url,
-            "ANTHROPIC_AUTH_TOKEN": target.key,
-            **dict.fromkeys(models, target.model),
-            **{f"ANTHROPIC_DEFAULT_{size}_MODEL": target.model for size in sizes},
-            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(target.answer_tokens),
-            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(target.n_ctx),
-            **window,
-            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "API_TIMEOUT_MS": "3600000",
-        }
-    )
+    variables = {
+        "ANTHROPIC_BASE_URL": target.url,
+        "ANTHROPIC_AUTH_TOKEN": target.key,
+        **dict.fromkeys(models, target.model),
+        **{f"ANTHROPIC_DEFAULT_{size}_MODEL": target.model for size in sizes},
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(target.answer_tokens),
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(target.n_ctx),
+        **window,
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "API_TIMEOUT_MS": "3600000",
+    }
+    return (), variables
 
 
 @_agent("Codex", "npm install -g @openai/codex", 6_248, "codex_")
@@ -135,7 +129,7 @@ def codex(target: AgentTarget, _folder: Path) -> AgentSetup:
         "check_for_update_on_startup": False,
     }
     typed = [word for key, value in overrides.items() for word in ("-c", f"{key}={json.dumps(value)}")]
-    return AgentSetup(arguments=tuple(typed), environment={"EDGEINFER_AGENT_KEY": target.key})
+    return tuple(typed), {"EDGEINFER_AGENT_KEY": target.key}
 
 
 @_agent("opencode", "npm install -g opencode-ai", 7_377, "opencode/")
@@ -157,7 +151,7 @@ def opencode(target: AgentTarget, _folder: Path) -> AgentSetup:
         "small_model": name,
         "autoupdate": False,
     }
-    return AgentSetup(environment={"OPENCODE_CONFIG_CONTENT": json.dumps(content)})
+    return (), {"OPENCODE_CONFIG_CONTENT": json.dumps(content)}
 
 
 @_agent("aider", "python -m pip install aider-install && aider-install", 829, "")
@@ -172,19 +166,18 @@ def aider(target: AgentTarget, folder: Path) -> AgentSetup:
     }
     metadata = folder / "models.json"
     metadata.write_text(json.dumps({name: sizes}), "utf-8")
-    return AgentSetup(
-        environment={
-            "AIDER_MODEL": name,
-            "AIDER_WEAK_MODEL": name,
-            "AIDER_OPENAI_API_BASE": f"{target.url}/v1",
-            "AIDER_OPENAI_API_KEY": target.key,
-            "AIDER_MODEL_METADATA_FILE": str(metadata),
-            "AIDER_SHOW_MODEL_WARNINGS": "false",
-            "AIDER_ANALYTICS": "false",
-            "AIDER_CHECK_UPDATE": "false",
-            "AIDER_TIMEOUT": "3600",
-        }
-    )
+    variables = {
+        "AIDER_MODEL": name,
+        "AIDER_WEAK_MODEL": name,
+        "AIDER_OPENAI_API_BASE": f"{target.url}/v1",
+        "AIDER_OPENAI_API_KEY": target.key,
+        "AIDER_MODEL_METADATA_FILE": str(metadata),
+        "AIDER_SHOW_MODEL_WARNINGS": "false",
+        "AIDER_ANALYTICS": "false",
+        "AIDER_CHECK_UPDATE": "false",
+        "AIDER_TIMEOUT": "3600",
+    }
+    return (), variables
 
 
 @_agent("pi", "npm install -g @mariozechner/pi-coding-agent", 1_326, "pi/", 22_000)
@@ -213,40 +206,37 @@ def pi(target: AgentTarget, folder: Path) -> AgentSetup:
     )
     extension.write_text(code, "utf-8")
     arguments = ("-e", str(extension), "--provider", PROVIDER, "--model", target.model)
-    return AgentSetup(arguments=arguments, environment={"PI_TELEMETRY": "0"})
+    return arguments, {"PI_TELEMETRY": "0"}
 
 
 @_agent("qwen-code", "npm install -g @qwen-code/qwen-code", 17_900, "QwenCode/")
 def qwen(target: AgentTarget, _folder: Path) -> AgentSetup:
     """Set OpenAI's environment variables, which qwen-code reads."""
-    return AgentSetup(
-        arguments=("--auth-type", "openai", "--model", target.model),
-        environment={
-            "OPENAI_BASE_URL": f"{target.url}/v1",
-            "OPENAI_API_KEY": target.key,
-            "OPENAI_MODEL": target.model,
-            "QWEN_CODE_MAX_OUTPUT_TOKENS": str(target.answer_tokens),
-        },
-    )
+    variables = {
+        "OPENAI_BASE_URL": f"{target.url}/v1",
+        "OPENAI_API_KEY": target.key,
+        "OPENAI_MODEL": target.model,
+        "QWEN_CODE_MAX_OUTPUT_TOKENS": str(target.answer_tokens),
+    }
+    return ("--auth-type", "openai", "--model", target.model), variables
 
 
 @_agent("goose", "see https://github.com/aaif-goose/goose", 4_174, "goose/")
 def goose(target: AgentTarget, _folder: Path) -> AgentSetup:
     """Set environment variables, which override goose's configuration and keyring."""
-    return AgentSetup(
-        environment={
-            "GOOSE_PROVIDER": "openai",
-            "GOOSE_MODEL": target.model,
-            "GOOSE_CONTEXT_LIMIT": str(target.n_ctx),
-            "GOOSE_MAX_TOKENS": str(target.answer_tokens),
-            "GOOSE_DISABLE_KEYRING": "1",
-            "OPENAI_HOST": target.url,
-            "OPENAI_BASE_PATH": "v1/chat/completions",
-            "OPENAI_API_KEY": target.key,
-            "OPENAI_TIMEOUT": "3600",
-            "OPENAI_CUSTOM_HEADERS": "user-agent=goose/launched",
-        }
-    )
+    variables = {
+        "GOOSE_PROVIDER": "openai",
+        "GOOSE_MODEL": target.model,
+        "GOOSE_CONTEXT_LIMIT": str(target.n_ctx),
+        "GOOSE_MAX_TOKENS": str(target.answer_tokens),
+        "GOOSE_DISABLE_KEYRING": "1",
+        "OPENAI_HOST": target.url,
+        "OPENAI_BASE_PATH": "v1/chat/completions",
+        "OPENAI_API_KEY": target.key,
+        "OPENAI_TIMEOUT": "3600",
+        "OPENAI_CUSTOM_HEADERS": "user-agent=goose/launched",
+    }
+    return (), variables
 
 
 def agent_of(user_agent: str) -> str:
@@ -272,9 +262,11 @@ def run_agent(agent: Agent, target: AgentTarget, arguments: Sequence[str]) -> in
     """Run the agent; return its exit status, or 128 plus the number of the signal that killed it."""
     program = find_program(agent)
     with tempfile.TemporaryDirectory(prefix="edgeinfer-") as folder:
-        setup = agent.setup(target, Path(folder))
-        command = [program, *setup.arguments, *arguments]
-        with _leaving_signals_to(process := _start(command, setup.environment)):
+        own_arguments, variables = agent.setup(target, Path(folder))
+        process = _start([program, *own_arguments, *arguments], variables)
+        # leave Ctrl-C to the agent; forward the signals that only this process receives
+        forwarding = dict.fromkeys(_FORWARDED, lambda number, _frame: process.send_signal(number))
+        with SignalHandlers({**forwarding, signal.SIGINT: signal.SIG_IGN}):
             status = process.wait()
     return status if status >= 0 else 128 - status
 
@@ -284,9 +276,3 @@ def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
         return start_child(command, signal.SIGTERM, env={**os.environ, **environment})
     except OSError as error:
         raise UsageError(f"{command[0]} cannot be run: {error.strerror}", hint="") from error
-
-
-def _leaving_signals_to(process: subprocess.Popen[bytes]) -> SignalHandlers:
-    """Leave Ctrl-C to the agent; forward SIGTERM and SIGHUP, which only this process receives."""
-    forwarding = dict.fromkeys(_FORWARDED, lambda number, _frame: process.send_signal(number))
-    return SignalHandlers({**forwarding, signal.SIGINT: signal.SIG_IGN})

@@ -14,7 +14,7 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.tools.loop import ChatTools
-from edgeinfer.tools.prompt_prefix import prefill_request, with_tools
+from edgeinfer.tools.prompt_prefix import prefill_request
 
 pytestmark = pytest.mark.model
 
@@ -60,7 +60,7 @@ def test_prefilled_tools_are_found_by_a_new_session_of_another_process(start, tm
     with contextlib.closing(ChatTools(tools_config("plain"), tmp_path)) as tools:
         tools.prepare()
         with start() as engine:
-            request = prefill_request(engine, with_tools(tools.request_tools(), "Be brief."))
+            request = prefill_request(engine, tools.request_tools(), "Be brief.")
             usage = next(e.usage for e in engine.submit(request) if isinstance(e, Finished))
             assert usage.prompt_tokens == len(request.prompt) > 200
         store = ConversationStore.open(tmp_path / "c.db")

@@ -91,13 +91,13 @@ def run(options: argparse.Namespace, host: EngineHost) -> WarmResult:
 def _prefill_tools(model: str, inputs: SnapshotInputs, host: EngineHost) -> int:
     """Prefill system prompt and tools, to cache them on disk; return the number of tokens."""
     from edgeinfer.tools.loop import ChatTools
-    from edgeinfer.tools.prompt_prefix import prefill_request, with_tools
+    from edgeinfer.tools.prompt_prefix import prefill_request
 
     with closing(ChatTools(host.config.tools, Path.cwd())) as tools:
         for notice in tools.prepare():
             sys.stderr.write(without_controls(f"tools: {notice}\n"))
         with closing(host.engine(model, inputs.options)) as engine:
-            request = prefill_request(engine, with_tools(tools.request_tools(), inputs.system))
+            request = prefill_request(engine, tools.request_tools(), inputs.system)
             for event in engine.submit(request):
                 if isinstance(event, Finished):
                     return event.usage.prompt_tokens

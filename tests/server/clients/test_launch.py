@@ -191,9 +191,9 @@ def test_every_agent_gets_endpoint_model_and_key(name, tmp_path):
     target = AgentTarget(
         url="http://127.0.0.1:8097", model="some-model", n_ctx=40_960, key="secret-key"
     )
-    setup = AGENTS[name].setup(target, tmp_path)
+    arguments, variables = AGENTS[name].setup(target, tmp_path)
     files = [path.read_text() for path in tmp_path.iterdir()]
-    told = "\n".join([*setup.arguments, *setup.environment.values(), *files])
+    told = "\n".join([*arguments, *variables.values(), *files])
     for setting in (target.url, target.model, target.key, str(target.n_ctx)):
         assert setting in told or (name, setting) == ("qwen", str(target.n_ctx))
 
