@@ -28,6 +28,11 @@ class SlashCommand(msgspec.Struct, frozen=True):
     kind: Kind = ""
     aliases: tuple[str, ...] = ()
 
+    @property
+    def usage(self) -> str:
+        """Command with its argument: `/open NUMBER`."""
+        return f"/{self.name} {self.argument}".rstrip()
+
 
 class TypedCommand(msgspec.Struct, frozen=True):
     """A parsed command line: a command's main name, and its argument."""
@@ -114,25 +119,14 @@ def parse(line: str) -> TypedCommand:
     if argument and not command.argument:
         raise UsageError(f"/{command.name} takes no argument", hint=f"type /{command.name}")
     if not argument and command.argument and not command.argument.startswith("["):
-        usage = f"{command.name} {command.argument}"
-        raise UsageError(f"/{command.name} needs {command.argument}", hint=f"/{usage}")
+        raise UsageError(f"/{command.name} needs {command.argument}", hint=command.usage)
     return TypedCommand(command.name, argument)
-
-
-def complete_name(line: str) -> list[SlashCommand]:
-    """Return the commands whose name begins with the typed one, then by alias, then that contain it."""
-    word = line[1:].lower()
-    first = [c for c in COMMANDS if c.name.startswith(word)]
-    second = [c for c in COMMANDS if any(a.startswith(word) for a in c.aliases)]
-    third = [c for c in COMMANDS if len(word) > 1 and word in c.name]
-    return list(dict.fromkeys([*first, *second, *third]))
 
 
 def help_text() -> str:
     """List every command with its argument and summary, one per line, aligned."""
-    usage = [f"/{c.name} {c.argument}".rstrip() for c in COMMANDS]
-    width = max(map(len, usage))
-    return "\n".join(f"{u.ljust(width)}  {c.summary}" for u, c in zip(usage, COMMANDS, strict=True))
+    width = max(len(c.usage) for c in COMMANDS)
+    return "\n".join(f"{c.usage:<{width}}  {c.summary}" for c in COMMANDS)
 
 
 _MENTION = re.compile(r'(?<!\S)@"?([^\s"]*)$')
@@ -170,14 +164,19 @@ def complete(before: str, names: Names, cwd: Path | None = None) -> list[Command
 
 
 def _name(word: str) -> list[CommandCompletion]:
-    matches = complete_name(word)
+    """Complete a command: names that begin as typed, then aliases, then names that contain the word."""
+    typed = word[1:].lower()
+    first = [c for c in COMMANDS if c.name.startswith(typed)]
+    second = [c for c in COMMANDS if any(a.startswith(typed) for a in c.aliases)]
+    third = [c for c in COMMANDS if len(typed) > 1 and typed in c.name]
+    matches = dict.fromkeys([*first, *second, *third])
     if word[1:] in BY_NAME and len(matches) == 1:
         return []
     return [
         CommandCompletion(
             text=f"/{c.name}" + (" " if c.argument else ""),
             length=len(word),
-            label=f"/{c.name} {c.argument}".rstrip(),
+            label=c.usage,
             summary=c.summary,
             whole=not c.argument or (c.argument.startswith("[") and word[1:] == c.name),
         )

@@ -106,12 +106,6 @@ def _list_suffixed(name: str, pattern: str) -> list[Path]:
     return sorted(Path(name).parent.glob(glob.escape(Path(name).name) + pattern)) if name else []
 
 
-def _copies(name: str) -> list[Path]:
-    """List the copies that were made before migrations."""
-    paths = _list_suffixed(name, ".schema-*")
-    return [path for path in paths if path.suffix.removeprefix(".schema-").isdigit()]
-
-
 def _copy(db: sqlite3.Connection, name: str, version: int) -> None:
     """Copy the file, which has schema `version`, before a migration. Raises sqlite3.Error, OSError."""
     if not Path(name).is_file():
@@ -167,7 +161,8 @@ def clean_copies(name: str, purged: Sequence[int]) -> None:
         with store_errors(str(path)), contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _COPYING_S:
                 path.unlink()
-    for path in _copies(name):
+    copies = _list_suffixed(name, ".schema-*")
+    for path in [path for path in copies if path.suffix.removeprefix(".schema-").isdigit()]:
         # another process may delete an old copy meanwhile; without mode=rw SQLite would create it
         with store_errors(str(path)), contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _KEEP_COPIES_S:

@@ -58,12 +58,11 @@ class AgentsResult(Result, frozen=True, kw_only=True):
     agents: tuple[KnownAgent, ...]
 
     def human(self) -> str:
-        return table([("AGENT", "HERE", "FIRST REQUEST", "INSTALL"), *map(_row, self.agents)])
-
-
-def _row(agent: KnownAgent) -> tuple[str, ...]:
-    status_text = "yes" if agent.path else "-"
-    return agent.name, status_text, f"{agent.first_tokens:,} tokens", agent.install
+        rows = [
+            (agent.name, "yes" if agent.path else "-", f"{agent.first_tokens:,} tokens", agent.install)
+            for agent in self.agents
+        ]
+        return table([("AGENT", "HERE", "FIRST REQUEST", "INSTALL"), *rows])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

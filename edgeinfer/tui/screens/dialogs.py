@@ -103,9 +103,8 @@ def help_content(rebound: dict[str, str], width: int) -> Content:
     """Return the help on all commands and keys. `rebound`: keys set by the user, by binding id."""
     rows = [[("Commands", "bold $primary")]]
     for command in slash.COMMANDS:
-        usage = f"/{command.name} {command.argument}".rstrip()
         also = f"also /{', /'.join(command.aliases)}" if command.aliases else ""
-        rows.append(_row(usage, command.summary, also, width))
+        rows.append(_row(command.usage, command.summary, also, width))
     mention = "attach text, a document or a picture, anywhere in a question"
     rows.append(_row("@PATH", mention, "", width))
     for where, heading in HEADINGS.items():
