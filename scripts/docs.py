@@ -133,7 +133,7 @@ def chat_commands() -> str:
     rows = []
     for c in COMMANDS:
         also = f" Also `/{'`, `/'.join(c.aliases)}`." if c.aliases else ""
-        usage = f"/{c.name} {c.argument}".rstrip().replace("|", "\\|")
+        usage = c.usage.replace("|", "\\|")
         rows.append(f"| `{usage}` | {c.summary[0].upper()}{c.summary[1:]}.{also} |")
     return "\n".join(["| command | |", "| --- | --- |", *rows]) + "\n"
 

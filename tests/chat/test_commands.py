@@ -5,7 +5,7 @@ import os
 import pytest
 
 from edgeinfer.chat import attachments, commands, formats, presets
-from edgeinfer.chat.commands import complete
+from edgeinfer.chat.commands import CommandCompletion, complete
 from edgeinfer.chat.formats import code_blocks
 from edgeinfer.chat.history.values import Attachment, Conversation, Turn
 from edgeinfer.config import config_file
@@ -66,13 +66,8 @@ class TestComplete:
 
     def test_arguments(self):
         names = {"model": lambda: [("smollm2", "135M"), ("qwen3", "8B")]}
-        (completion,) = complete("/model sm", names)
-        assert (completion.text, completion.length, completion.summary, completion.whole) == (
-            "smollm2",
-            2,
-            "135M",
-            True,
-        )
+        completion = CommandCompletion("smollm2", 2, "smollm2", "135M", whole=True)
+        assert complete("/model sm", names) == [completion]
         assert complete("/model smollm2", names) == []
         assert self.labels("/set temp") == ["temperature "]
         assert self.labels("/copy ") == ["code", "all"]

@@ -333,10 +333,8 @@ def test_answer_to_results_that_fails_is_replaced_alone(store, read_tool):
         consume(answer)
     answer.fail(DecodeError("no"))
     ask(session, "Again, please.")
-    assert [t.content for t in session.path if t.role == "user"] == [
-        "What is the word?",
-        "Again, please.",
-    ]
+    questions = [turn.content for turn in session.path if turn.role == "user"]
+    assert questions == ["What is the word?", "Again, please."]
     assert "swordfish" in engine.requests[2].messages[2].content
 
 

@@ -281,11 +281,8 @@ def store_of_schema(path, version):
         db.execute("PRAGMA journal_mode = WAL")
         migrate(db, "", migrations()[:version])
         for n, title in ((3, "zebras"), (7, "okapis")):
-            values = (n, title, n, n)
-            db.execute(
-                "INSERT INTO conversation (id, title, created_ms, updated_ms) VALUES (?, ?, ?, ?)",
-                values,
-            )
+            columns = "id, title, created_ms, updated_ms"
+            db.execute(f"INSERT INTO conversation ({columns}) VALUES (?, ?, ?, ?)", (n, title, n, n))
             db.execute(
                 "INSERT INTO turn (id, conversation_id, role, content, status, created_ms)"
                 " VALUES (?, ?, 'user', ?, 'complete', 1)",
@@ -370,10 +367,8 @@ store = ConversationStore.open(Path({str(path)!r}))
 for _ in range(5):
     print(store.create(Conversation()).id)
 """
-    openers = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
+    command = [sys.executable, "-c", code]
+    openers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     ids = [line for opener in openers for line in opener.communicate(timeout=120)[0].split()]
     assert sorted(map(int, ids)) == list(range(8, 23))
     with contextlib.closing(sqlite3.connect(tmp_path / "c.db.schema-1")) as copy:

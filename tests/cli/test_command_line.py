@@ -9,9 +9,9 @@ import re
 import shlex
 import subprocess
 import sys
-import typing
 
 import pytest
+from other_processes import run
 
 from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import EXAMPLES, VERBS, build_parser, module_of, verbs_of, wants_json
@@ -30,15 +30,10 @@ def verbs() -> dict[str, argparse.ArgumentParser]:
 
 @pytest.mark.parametrize("verb", sorted(VERBS))
 def test_verb_is_a_function_of_options_and_host_that_returns_a_result(verb):
-    function = module_of(verb).run
-    hints = typing.get_type_hints(function)
-    needed = [
-        hints[parameter.name]
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.default is parameter.empty
-    ]
+    signature = inspect.signature(module_of(verb).run, eval_str=True)
+    needed = [p.annotation for p in signature.parameters.values() if p.default is p.empty]
     assert needed == [argparse.Namespace, EngineHost]
-    assert issubclass(hints["return"], Result)
+    assert issubclass(signature.return_annotation, Result)
 
 
 def test_kinds_of_results_are_those_that_scripts_know():
@@ -51,15 +46,8 @@ def test_kinds_of_results_are_those_that_scripts_know():
     for verb in (*VERBS, "snapshots_transfer"):
         module_of(verb)
     subclasses = [*Result.__subclasses__(), *TimedResult.__subclasses__()]
-    own_classes = [
-        result_class
-        for result_class in subclasses
-        if result_class is not TimedResult and result_class.__module__.startswith("edgeinfer.")
-    ]
-    assert (
-        sorted(kebab(result_class.__name__.removesuffix("Result")) for result_class in own_classes)
-        == kinds
-    )
+    names = {c.__name__ for c in subclasses if c.__module__.startswith("edgeinfer.")} - {"TimedResult"}
+    assert sorted(kebab(name.removesuffix("Result")) for name in names) == kinds
 
 
 @pytest.mark.parametrize(
@@ -148,20 +136,10 @@ def test_prompt_may_begin_with_a_dash():
 
 
 def test_launcher_knows_every_option_without_a_value():
-    known_flags = {
-        flag
-        for verb in LAUNCH_VERBS
-        for action in verbs()[verb]._actions
-        for flag in action.option_strings
-        if action.nargs == 0
-    }
-    assert known_flags == SWITCHES
-    assert all(
-        action.nargs in (None, 0)
-        for verb in LAUNCH_VERBS
-        for action in verbs()[verb]._actions
-        if action.option_strings
-    )
+    actions = [action for verb in LAUNCH_VERBS for action in verbs()[verb]._actions]
+    options = [action for action in actions if action.option_strings]
+    assert {flag for o in options if o.nargs == 0 for flag in o.option_strings} == SWITCHES
+    assert {option.nargs for option in options} == {None, 0}
 
 
 def test_agents_arguments_are_left_as_they_are():
@@ -336,12 +314,6 @@ def test_closed_stdin_is_an_empty_one(arguments, tmp_path):
 
 
 def _run_program(*arguments, home, **streams):
-    return subprocess.run(
-        [sys.executable, "-m", "edgeinfer", *arguments],
-        env={**os.environ, "EDGEINFER_HOME": str(home)},
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=120,
-        check=False,
-        **streams,
-    )
+    streams |= {"capture_output": False, "stderr": subprocess.PIPE}
+    environment = {**os.environ, "EDGEINFER_HOME": str(home)}
+    return run(sys.executable, "-m", "edgeinfer", *arguments, check=False, env=environment, **streams)

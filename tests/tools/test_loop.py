@@ -270,10 +270,8 @@ def test_built_in_reads_do_not_ask_and_writes_show_a_diff(open_tools, tmp_path):
 
 
 def test_writing_a_self_running_file_needs_approval_with_a_warning(open_tools, tmp_path):
-    tools, front = (
-        open_tools(builtin=("write",), allow=("files.write",)),
-        Front(Decision("no"), Decision("no")),
-    )
+    tools = open_tools(builtin=("write",), allow=("files.write",))
+    front = Front(Decision("no"), Decision("no"))
     for path in (".git/hooks/pre-commit", "./sub/../.envrc", "notes.txt"):
         run(tools, ("files__write", {"path": path, "content": "x"}), front=front)
     assert [card.arguments["path"] for card in front.cards] == [".git/hooks/pre-commit", ".envrc"]

@@ -204,10 +204,8 @@ def test_a_program_of_the_folder_is_refused(folder, tmp_path, command):
 
 def test_folders_and_data_as_arguments_stay(folder):
     (folder / "a.db").touch()
-    assert apart(folder, "tool", str(folder), str(folder / "a.db"))[0][1:] == (
-        str(folder),
-        str(folder / "a.db"),
-    )
+    arguments = (str(folder), str(folder / "a.db"))
+    assert apart(folder, "tool", *arguments)[0][1:] == arguments
 
 
 @pytest.mark.parametrize("path", ["mcp.json", "sub/mcp.json", "../link.json"])

@@ -453,10 +453,8 @@ def test_the_command_is_not_an_argument_of_a_process(sandbox, folder):
 
 
 def test_a_command_may_be_long_and_its_input_is_empty(sandbox, folder):
-    assert (
-        py(sandbox, f"text = {'x' * 300_000!r}\nprint(len(text), input.__name__)").text
-        == "300000 input\n"
-    )
+    long = f"text = {'x' * 300_000!r}\nprint(len(text), input.__name__)"
+    assert py(sandbox, long).text == "300000 input\n"
     assert sh(sandbox, "cat; echo $0 $#").text == "/command 0\n"
     (folder / "local.py").write_text("value = 7")
     assert py(sandbox, "import local; print(local.value, __name__)").text == "7 __main__\n"

@@ -177,5 +177,9 @@ class Driven:
             line.text for e in transcript.entries for line in e.lines(transcript.text_width)
         )
 
+    def status_text(self):
+        self.chat.view.refresh_status()
+        return " · ".join(part.text for part in self.chat.status._parts)
+
     def turns(self):
         return [t.content for t in self.session.path]

@@ -38,24 +38,19 @@ async def test_cached_tokens_of_an_opened_conversation_are_shown(drive):
         number = d.session.conversation.id
         d.chat.run_command("/new")
         d.chat.run_command(f"/open {number}")
-        await d.until(lambda: any("tokens cached" in p.text for p in d.chat.status._parts))
+        await d.until(lambda: "tokens cached" in d.status_text())
 
 
 async def test_status_says_reading_until_the_first_token(drive):
     gate = StepGate(threading.Event())
     async with drive(FakeEngine([words("Hello"), [gate, "done"]])) as d:
         await d.ask("Hi there")
-
-        def status_text():
-            d.chat.view.refresh_status()
-            return " · ".join(p.text for p in d.chat.status._parts)
-
-        assert "first " in status_text()
+        assert "first " in d.status_text()
         await d.type("a long text", "enter")
         await d.until(lambda: d.chat.streaming and d.chat.streaming.answer.progress)
-        assert status_text() == f"{MODEL} · reading · context {d.session.engine.info.n_ctx:,}"
+        assert d.status_text() == f"{MODEL} · reading · context {d.session.engine.info.n_ctx:,}"
         gate.opened.set()
-        await d.until(lambda: d.idle() and "first " in status_text())
+        await d.until(lambda: d.idle() and "first " in d.status_text())
 
 
 async def test_question_may_be_sent_before_the_model_is_loaded(drive):
@@ -70,12 +65,7 @@ async def test_question_may_be_sent_before_the_model_is_loaded(drive):
     async with drive(host=Slow(FakeEngine()), ready=False) as d:
         await d.type("early", "enter")
         assert d.turns() == ["early"]
-        await d.until(
-            lambda: (
-                "loading weights 50%"
-                in [p.text for p in (d.chat.view.refresh_status(), d.chat.status)[1]._parts]
-            )
-        )
+        await d.until(lambda: "loading weights 50%" in d.status_text())
         gate.set()
         await d.until(lambda: d.turns() == ["early", "Hello world"])
 
@@ -646,7 +636,7 @@ async def test_answer_of_another_program_is_followed_while_it_streams(drive, pag
             answer.flush()
         await d.until(lambda: "One" in d.screen_text())
         await d.until(lambda: "Thought" in d.screen_text())
-        assert "another program is writing" in [p.text for p in d.chat.status._parts]
+        assert "another program is writing" in d.status_text()
         d.chat.run_command("/regen")
         assert "being written elsewhere" in d.screen_text()
         await d.type("and then?", "enter")
@@ -797,8 +787,7 @@ async def test_a_no_and_its_reason_go_to_the_model(drive):
 async def test_escape_stops_calls_and_the_chat_goes_on(drive):
     async with drive(host=tools_host(words("Hello.")), with_tools=True) as d:
         await card_of(d)
-        line = [segment.text for segment in d.chat.status._parts]
-        assert not any("__" in text for text in line)
+        assert "__" not in d.status_text()
         await d.press("escape")
         await d.until(d.idle)
         await d.until(lambda: "Esc stops" not in d.chat.status._hint)

@@ -167,10 +167,8 @@ class TestSessions:
     async def test_list_search_and_open(self, drive):
         async with drive(FakeEngine([["whip the whites"], ["a monoid"]])) as d:
             screen = await self.two(d)
-            assert [s.title for s in screen.summaries] == [
-                "What is a monad?",
-                "How do I cook a soufflé?",
-            ]
+            titles = [summary.title for summary in screen.summaries]
+            assert titles == ["What is a monad?", "How do I cook a soufflé?"]
             await d.press(*"whites")
             await d.until(lambda: [s.title for s in screen.summaries] == ["How do I cook a soufflé?"])
             await d.press("enter")
