@@ -19,8 +19,7 @@ ANSWER_TOKENS = 1024
 
 _SUMMARISE = (
     "Summarise the conversation below in at most 150 words. Keep names, numbers, decisions and open "
-    "questions. "
-    "Write only the summary."
+    "questions. Write only the summary."
 )
 _SUMMARY_TOKENS = 300
 

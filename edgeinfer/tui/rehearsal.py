@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 from textual import events
@@ -93,7 +92,7 @@ def rehearse() -> None:
             parsed = app_module.PARSED[theme] = LRUCache(1024)
             app = ChatApp(_setup(theme), driver_class=None)
             use_parsed(app, parsed)
-            asyncio.run(app.run_async(headless=True, size=(80, 24), auto_pilot=_pilot(app)))
+            asyncio.run(app.run_async(headless=True, size=(80, 24), auto_pilot=_play))
     finally:
         os.environ.update(removed)
 
@@ -108,15 +107,12 @@ def _setup(theme: str) -> ChatSetup:
     )
 
 
-def _pilot(app: ChatApp) -> Callable[[Pilot[Any]], Coroutine[Any, Any, None]]:
-    async def play(pilot: Pilot[Any]) -> None:
-        # without it, launches only take some milliseconds longer
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LONGEST_S):
-                await _perform(app, pilot)
-        app.leave()
-
-    return play
+async def _play(pilot: Pilot[Any]) -> None:
+    app = cast(ChatApp, pilot.app)
+    with contextlib.suppress(TimeoutError):  # launches then take some milliseconds longer
+        async with asyncio.timeout(_LONGEST_S):
+            await _perform(app, pilot)
+    app.leave()
 
 
 async def _perform(app: ChatApp, pilot: Pilot[Any]) -> None:

@@ -352,11 +352,9 @@ class ConversationStore:
         content, reasoning = self._journal(turn_id)
         # the text is indexed when its status is no longer "streaming", so that must change last
         self._set("turn", turn_id, {"status": "streaming"})
-        self.db.execute(
-            "UPDATE turn SET content = content || ?, reasoning = reasoning || ?, status = ? WHERE id = "
-            "?",
-            (content, reasoning, status, turn_id),
-        )
+        columns = "content = content || ?, reasoning = reasoning || ?, status = ?"
+        values = (content, reasoning, status, turn_id)
+        self.db.execute(f"UPDATE turn SET {columns} WHERE id = ?", values)
         self.db.execute("DELETE FROM journal WHERE turn_id = ?", (turn_id,))
 
     def _journal(self, turn_id: int) -> tuple[str, str]:

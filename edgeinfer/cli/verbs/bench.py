@@ -59,15 +59,9 @@ class BenchResult(Result, frozen=True, kw_only=True):
         enough = f"ignore differences below {spread:.0%}" if spread else "too few rounds for a spread"
         job = f"reference job {middle:.1f} ms ± {spread / 2:.0%}"
         noise = f"noise: {job}, load {self.load:.1f} at the start; {enough}"
-        right = frozenset({2, 3, 4, 5})
-        return "\n".join(
-            [
-                table([_HEAD, ("---",) * len(_HEAD), *cells], right=right, gap=" | "),
-                "",
-                f"edgeinfer {__version__}, {self.machine}",
-                *(f"- {line}" for line in (noise, f"energy: {self.energy}", *self.notes)),
-            ]
-        )
+        rows = table([_HEAD, ("---",) * len(_HEAD), *cells], right=frozenset({2, 3, 4, 5}), gap=" | ")
+        notes = (f"- {note}" for note in (noise, f"energy: {self.energy}", *self.notes))
+        return "\n".join([rows, "", f"edgeinfer {__version__}, {self.machine}", *notes])
 
 
 def _cells(row: Row) -> tuple[str, ...]:

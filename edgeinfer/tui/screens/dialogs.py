@@ -16,7 +16,7 @@ from textual.widgets.option_list import Option
 
 from edgeinfer.chat import commands as slash
 from edgeinfer.tui.bindings import HEADINGS, KEYS, format_keys
-from edgeinfer.tui.drawing.lines import Line
+from edgeinfer.tui.drawing.lines import Line, Span
 from edgeinfer.tui.textual_internals import keymap
 
 Answer = TypeVar("Answer")
@@ -117,14 +117,13 @@ def help_content(rebound: dict[str, str], width: int) -> Content:
 
 def _row(label: str, meaning: str, note: str, width: int) -> list[tuple[str, str]]:
     column = 30 if width >= 80 else 24
-    lines = Line(f"{meaning}  {note}".rstrip()).wrap(max(width - column - 2, 20))
-    parts = [(f"  {label}".ljust(column), "$accent")]
-    if len(label) + 3 > column:
-        parts = [(f"  {label}\n{' ' * column}", "$accent")]
-    plain_length = len(meaning)
-    for index, line in enumerate(lines):
-        if index:
-            parts.append((f"\n{' ' * column}", ""))
-        parts += [(line.text[: max(plain_length, 0)], ""), (line.text[max(plain_length, 0) :], "dim")]
-        plain_length -= len(line.text) + 1
+    new_line = f"\n{' ' * column}"
+    head = f"  {label}{new_line}" if len(label) + 3 > column else f"  {label}".ljust(column)
+    parts = [(head, "$accent")]
+    text = f"{meaning}  {note}".rstrip()
+    line = Line(text, (Span(len(meaning), len(text), "dim"),))
+    for index, piece in enumerate(line.wrap(max(width - column - 2, 20))):
+        start = piece.spans[0].start if piece.spans else len(piece.text)
+        parts.append(((new_line if index else "") + piece.text[:start], ""))
+        parts.append((piece.text[start:], "dim"))
     return parts
