@@ -207,17 +207,6 @@ def test_an_answer_without_receipt_says_why(commander):
         commander.run("/receipt")
 
 
-def test_older_turns_are_dropped_or_summarised(commander, front):
-    for _ in range(3):
-        ask(commander, "x" * 150)
-    commander.run("/drop")
-    assert front.asked[-1] == ("show_changed",)
-    assert commander.session.path[-2].cut_summary == ""
-    ask(commander, "y")
-    commander.run("/summarise")
-    assert front.asked[-1] == ("summarise", commander.session.path[-2])
-
-
 def test_other_commands_are_run_by_the_front_end(commander, front, tmp_path):
     (tmp_path / "a.txt").write_text("words")
     for line, asked in (

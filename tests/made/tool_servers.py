@@ -281,20 +281,16 @@ def old():
     raw(lambda number, params: text(number, "old"), version="1999-01-01")
 
 
+#: Servers that differ only in how they answer a call.
+CALLS = """
+    asking pinging rooting garbage progressing refusing parts whereabouts crashing slow lying hostile huge
+""".split()
+
 if __name__ == "__main__":
     kind = sys.argv[1]
     if kind in ("stdio", "http"):
         sdk(kind)
-    elif kind in (
-        "asking",
-        "pinging",
-        "rooting",
-        "garbage",
-        "progressing",
-        "refusing",
-        "parts",
-        "whereabouts",
-    ) or kind in ("crashing", "slow", "lying", "hostile", "huge"):
+    elif kind in CALLS:
         raw(globals()[kind])
     else:
         globals()[kind]()

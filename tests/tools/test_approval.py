@@ -117,22 +117,11 @@ def test_proposed_patterns_match_their_call_and_no_other():
         n_proposed += 1
         pattern = parse(text)
         assert pattern.allows(server, tool, {kind: value}), (text, value)
+        evil = [value.replace("://", f"://{host}") for host in ("evil.", "evil.example/?", "a:b@")]
+        moved = [f"{start}{value}" for start in ("x", "../", "x/", "/")]
         other_values = {
-            "url": [
-                value.replace("://", "://evil."),
-                value.replace("://", "://evil.example/?"),
-                value.replace("://", "://a:b@"),
-                f"ftp{value}",
-                "https://evil.example/",
-            ],
-            "path": [
-                f"x{value}",
-                f"../{value}",
-                f"{os.path.dirname(value)}/.ssh/id",
-                f"x/{value}",
-                f"{value}/../../y",
-                f"/{value}",
-            ],
+            "url": [*evil, f"ftp{value}", "https://evil.example/"],
+            "path": [*moved, f"{os.path.dirname(value)}/.ssh/id", f"{value}/../../y"],
             "command": [f"{value}{suffix}" for suffix in ("; x", "\nx", "&&x", "|x", " $(x)", " x")],
             "text": [f"{value}x", f"x{value}", value.swapcase() + "z"],
         }[kind]
@@ -167,28 +156,15 @@ def project(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        ".git/config",
-        "./.git/config",
-        "sub/../.git/config",
-        ".git//config",
-        ".git/./config",
-        "{folder}/.git/config",
-        "{folder}/sub/../.git/config",
-        "inner/config",
-        "sub/../inner/hooks/x",
-        ".GIT/config",
-        ".git",
-        "../{folder.name}/.git/config",
-        "nothing/../.git/config",
-        "private.txt",
-        "same.txt",
-        "sub/../same.txt",
-        "~/../{relative}/private.txt",
-    ],
-)
+#: Spellings of paths that the configuration denies; `inner` and `same.txt` are links.
+DENIED = """
+    .git .git/config ./.git/config sub/../.git/config .git//config .git/./config {folder}/.git/config
+    {folder}/sub/../.git/config inner/config sub/../inner/hooks/x .GIT/config nothing/../.git/config
+    ../{folder.name}/.git/config private.txt same.txt sub/../same.txt ~/../{relative}/private.txt
+""".split()
+
+
+@pytest.mark.parametrize("path", DENIED)
 @pytest.mark.parametrize("inside", ["{}", ["{}"], ["a", "{}"], {"file": "{}"}])
 def test_deny_holds_in_every_spelling(project, path, inside, monkeypatch):
     monkeypatch.setenv("HOME", str(project.parent / "home"))

@@ -11,6 +11,11 @@ from edgeinfer.tools.tool_use import Stop, StoppedError
 from edgeinfer.tools.web import Web
 
 HERE = ("127.0.0.1",)
+#: Spellings of addresses that are not public.
+PRIVATE = """
+    127.0.0.1 localhost 2130706433 0x7f.1 0 [::1] [::ffff:127.0.0.1] [64:ff9b::7f00:1] [2002:7f00:1::]
+    169.254.169.254 10.0.0.1 [fe80::1] 224.0.0.1
+""".split()
 
 
 @pytest.fixture
@@ -70,24 +75,7 @@ def test_listed_hosts_are_asked_by_their_name(pages, hosts):
         ("file:///etc/passwd", ("*",), "http or https"),
         ("gopher://127.0.0.1:{port}/", HERE, "http or https"),
         ("http://localhost:{port}/", ("localhost",), "private address"),
-        *(
-            (f"http://{host}:{{port}}/", ("*",), "private address")
-            for host in (
-                "127.0.0.1",
-                "localhost",
-                "2130706433",
-                "0x7f.1",
-                "0",
-                "[::1]",
-                "[::ffff:127.0.0.1]",
-                "[64:ff9b::7f00:1]",
-                "[2002:7f00:1::]",
-                "169.254.169.254",
-                "10.0.0.1",
-                "[fe80::1]",
-                "224.0.0.1",
-            )
-        ),
+        *((f"http://{host}:{{port}}/", ("*",), "private address") for host in PRIVATE),
         ("not an address", HERE, "error"),
     ],
 )
