@@ -54,6 +54,18 @@ def py(sandbox, code):
     return sandbox.call("python", {"code": code})
 
 
+def stop_once(condition, what):
+    """Return a `Stop` that is set once `condition()` is true."""
+    stop = Stop()
+
+    def wait_and_stop():
+        wait_until(condition, what)
+        stop.set()
+
+    threading.Thread(target=wait_and_stop).start()
+    return stop
+
+
 def sleepers():
     """Return the PIDs of processes with `MARK` in their arguments."""
     pids = []
@@ -303,14 +315,7 @@ def test_files_of_a_huge_tree_that_were_not_searched_are_not_renamed(sandbox, fo
 @pytest.mark.parametrize("ending", ["output", "stop", "closed output", "folder without permissions"])
 def test_new_self_running_files_are_renamed_however_the_call_ends(sandbox, folder, name, ending):
     make = f"mkdir {name}; echo x > {name}/config"
-    stop = Stop()
-
-    def stop_once_it_runs() -> None:
-        wait_until((folder / "go").exists, "the command to run")
-        stop.set()
-
-    if ending == "stop":
-        threading.Thread(target=stop_once_it_runs).start()
+    stop = stop_once((folder / "go").exists, "the command to run") if ending == "stop" else Stop()
     says = {
         "output": f"head -c 1048570 /dev/zero; {make}; yes",
         "stop": f"touch go; while :; do {make}; done 2>/dev/null",
@@ -577,21 +582,9 @@ def test_nothing_outlives_the_call(sandbox, folder):
 
 
 def test_a_stop_ends_a_command(sandbox):
-    stop = Stop()
-    caught = []
-
-    def call():
-        try:
-            sh(sandbox, f"setsid -f sleep {MARK}; sleep {MARK}", stop)
-        except Exception as error:
-            caught.append(type(error).__name__)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    wait_until(lambda: len(sleepers()) == 2, "two processes")
-    stop.set()
-    thread.join(30)
-    assert caught == ["StoppedError"]
+    stop = stop_once(lambda: len(sleepers()) == 2, "two processes")
+    with pytest.raises(StoppedError):
+        sh(sandbox, f"setsid -f sleep {MARK}; sleep {MARK}", stop)
     wait_until(lambda: not sleepers(), "their end")
 
 
