@@ -33,32 +33,6 @@ def end_and_wait(process, number, children):
                 os.kill(child, signal.SIGKILL)
 
 
-@pytest.fixture
-def begin(tmp_path):
-    """`begin(*words)` starts the program with these arguments, in its own home folder."""
-    started = []
-
-    def begin(*arguments, **variables):
-        command = [sys.executable, "-m", "edgeinfer", *map(str, arguments)]
-        with open(tmp_path / "said", "ab") as said:
-            started.append(
-                subprocess.Popen(
-                    command,
-                    env={**os.environ, **variables},
-                    stdin=subprocess.PIPE,
-                    stdout=said,
-                    stderr=said,
-                )
-            )
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-
-
 #: A child of each verb: a word in its command line.
 VERBS = {
     "bench": (["bench", "{model}", "-r", "1", "-p", "2048", "-n", "2048"], "serve"),
@@ -70,20 +44,27 @@ VERBS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("verb", VERBS)
-def test_no_child_outlives_its_verb(begin, smollm2, tmp_path, verb, number):
-    command, child = VERBS[verb]
-    (tmp_path / "tmp").mkdir()
-    process = begin(*(word.format(model=smollm2) for word in command), TMPDIR=str(tmp_path / "tmp"))
+def test_no_child_outlives_its_verb(smollm2, tmp_path, verb, number):
+    arguments, child = VERBS[verb]
+    command = [sys.executable, "-m", "edgeinfer", *(word.format(model=smollm2) for word in arguments)]
+    said, folder = tmp_path / "said", tmp_path / "tmp"
+    folder.mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder)}
 
     def children():
-        assert process.poll() is None, (tmp_path / "said").read_text()
+        assert process.poll() is None, said.read_text()
         pids = descendants(process.pid)
         return pids if any(child in word for pid in pids for word in words_of(pid)) else []
 
-    end_and_wait(process, number, wait_until(children, f"a child of {verb}"))
+    with said.open("wb") as out:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+    try:
+        end_and_wait(process, number, wait_until(children, f"a child of {verb}"))
+    finally:
+        process.kill()
     if number == signal.SIGTERM:
-        assert process.returncode == 130, (tmp_path / "said").read_text()
-        assert not list((tmp_path / "tmp").iterdir()), "it cleans up"
+        assert process.returncode == 130, said.read_text()
+        assert not list(folder.iterdir()), "it cleans up"
 
 
 DYING = """

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from edgeinfer.cli.main import main
 from edgeinfer.platform import paths
 from edgeinfer.runtime.options import ModelFiles
@@ -27,14 +25,9 @@ def keep(model: str) -> None:
     assert blocks.close()
 
 
-@pytest.fixture
-def gguf(tmp_path: Path) -> Path:
-    path = tmp_path / "some.gguf"
-    path.write_bytes(b"GGUF")
-    return path
-
-
-def test_blocks_of_a_model_are_deleted_and_others_stay(gguf: Path, capsys, monkeypatch) -> None:
+def test_blocks_of_a_model_are_deleted_and_others_stay(tmp_path: Path, capsys, monkeypatch) -> None:
+    gguf = tmp_path / "some.gguf"
+    gguf.write_bytes(b"GGUF")
     keep(model_key("", [str(gguf)]))
     keep("another")
     monkeypatch.setattr(

@@ -15,6 +15,7 @@ from sockets_seen import run_seen
 from edgeinfer.cli.parser import VERBS
 
 pytestmark = pytest.mark.model
+PROGRAM = Path(sys.executable).with_name("edgeinfer")
 MODEL = "small"
 LAUNCH = ("--resume", "never", "--ctx", "512")
 #: Verb → its arguments, and its exit status (None: any).
@@ -75,12 +76,8 @@ def home(smollm2, tmp_path_factory) -> Path:
     )
     for name in (MODEL, "other"):
         pull = ["pull", str(smollm2), "--name", name, "--in-place", "--quiet"]
-        subprocess.run([*_program(), *pull], env=_environment(home), cwd=home, check=True)
+        subprocess.run([PROGRAM, *pull], env=_environment(home), cwd=home, check=True)
     return home
-
-
-def _program() -> list[str]:
-    return [str(Path(sys.executable).with_name("edgeinfer"))]
 
 
 def _environment(home: Path) -> dict[str, str]:
@@ -94,13 +91,14 @@ def _environment(home: Path) -> dict[str, str]:
     }
 
 
-def _run_and_watch(home: Path, *arguments: str, stdin: int = subprocess.DEVNULL):
+def _run_and_watch(home: Path, *arguments: str):
+    command, environment = [PROGRAM, *arguments], _environment(home)
     return run_seen(
         lambda: subprocess.Popen(
-            [*_program(), *arguments],
-            env=_environment(home),
+            command,
+            env=environment,
             cwd=home,
-            stdin=stdin,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -3,14 +3,13 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
-from other_processes import has_ended, wait_until
+from other_processes import free_port, has_ended, wait_until
 from tool_servers import HOSTILE
 from tools_here import SERVERS, tools_config
 
@@ -26,23 +25,15 @@ pytestmark = pytest.mark.slow  # starts programs
 @pytest.fixture(scope="module")
 def http_url():
     """Start the SDK's server; return its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, str(SERVERS), "http", str(port)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    for line in server.stdout:
-        if b"Uvicorn running" in line:
-            break
-    draining = threading.Thread(target=server.stdout.read)
-    draining.start()
-    yield f"http://127.0.0.1:{port}/mcp"
-    server.kill()
-    server.wait()
-    draining.join()
-    server.stdout.close()
+    port = free_port()
+    command = [sys.executable, str(SERVERS), "http", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as server:
+        assert any(b"Uvicorn running" in line for line in server.stdout)
+        draining = threading.Thread(target=server.stdout.read)
+        draining.start()
+        yield f"http://127.0.0.1:{port}/mcp"
+        server.kill()
+        draining.join()
 
 
 @pytest.fixture(params=["stdio", "http"])
@@ -154,13 +145,10 @@ def test_child_dies_with_a_killed_process(tmp_path):
         "spec = ServerSpec(name='family', command=(sys.executable, sys.argv[1], 'family'))\n"
         "print(McpClient(spec, Path('.').resolve(), 60.0).call('go', {}).text, flush=True); time.sleep(600)"
     )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script, str(SERVERS)], cwd=tmp_path, stdout=subprocess.PIPE
-    )
-    child, grandchild = map(int, parent.stdout.readline().split())
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
+    command = [sys.executable, "-c", script, str(SERVERS)]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) as parent:
+        child, grandchild = map(int, parent.stdout.readline().split())
+        parent.kill()
     wait_until(lambda: has_ended(child), "the child to end")
     os.kill(grandchild, 9)  # Linux signals only the child, not the grandchild
 
@@ -172,7 +160,6 @@ def test_addresses_elsewhere_ask_the_offline_switch(tmp_path, monkeypatch):
 
 
 def test_address_without_a_server_is_reported(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/mcp"
+    url = f"http://127.0.0.1:{free_port()}/mcp"
     with pytest.raises(ToolServerError, match=r"127\.0\.0\.1"):
         McpClient(ServerSpec(name="none", url=url), tmp_path, 1.0)
