@@ -12,8 +12,8 @@ def connect(tmp_path):
     """Start a server of `tool_servers.py` and return its client."""
     clients = []
 
-    def connect(kind, *, timeout_s=60.0, **fields):
-        spec = ServerSpec(name=kind, command=command(kind), **fields)
+    def connect(kind, *arguments, timeout_s=60.0, **fields):
+        spec = ServerSpec(name=kind, command=command(kind, *arguments), **fields)
         clients.append(McpClient(spec, tmp_path, timeout_s))
         return clients[-1]
 

@@ -1,5 +1,6 @@
 """The client with the official SDK's server, over both transports, and with faulty servers."""
 
+import contextlib
 import json
 import os
 import re
@@ -42,9 +43,8 @@ def everything(request, connect, tmp_path):
         yield connect("stdio")
         return
     url = request.getfixturevalue("http_url")
-    client = McpClient(ServerSpec(name="http", url=url), tmp_path, 60.0)
-    yield client
-    client.close()
+    with contextlib.closing(McpClient(ServerSpec(name="http", url=url), tmp_path, 60.0)) as client:
+        yield client
 
 
 def test_sdk_server_offers_tools_and_answers(everything):

@@ -1,5 +1,6 @@
 """Servers that read nothing, answer nothing or send endlessly: every wait for them has a time limit."""
 
+import contextlib
 import gc
 import itertools
 import json
@@ -62,21 +63,17 @@ OVER_STDIO = ("deaf", "slow", "pinging", "rooting", "garbage")
 @pytest.fixture(params=[*OVER_STDIO, *OVER_HTTP])
 def open_hostile(request, tmp_path):
     """`open_hostile(timeout_s)` starts a session with a hostile server."""
-    opened = []
-    with HttpToolServer(OVER_HTTP.get(request.param)) as server:
+    kind = request.param
+    with HttpToolServer(OVER_HTTP.get(kind)) as server, contextlib.ExitStack() as sessions:
 
         def open_session(timeout_s):
-            if request.param in OVER_HTTP:
-                spec = ServerSpec(name=request.param, url=server.url)
-            else:
-                spec = ServerSpec(name=request.param, command=command(request.param))
-            opened.append(McpClient(spec, tmp_path, timeout_s))
-            opened[-1].tools()
-            return opened[-1]
+            way = {"url": server.url} if kind in OVER_HTTP else {"command": command(kind)}
+            client = McpClient(ServerSpec(name=kind, **way), tmp_path, timeout_s)
+            sessions.callback(client.close)
+            client.tools()
+            return client
 
         yield open_session
-        for client in opened:
-            client.close()
 
 
 def took_s(work):

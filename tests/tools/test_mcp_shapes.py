@@ -1,6 +1,7 @@
 """Unusual messages of servers: they are understood, or the error quotes them."""
 
 import base64
+import contextlib
 import json
 import threading
 
@@ -8,7 +9,6 @@ import pytest
 from http_tool_servers import HttpToolServer
 from made_documents import make_docx, make_pdf
 from tool_servers import SHAPES, result_of
-from tools_here import command
 
 from edgeinfer.errors import ToolServerError
 from edgeinfer.tools.mcp_client import CallResult, McpClient
@@ -23,25 +23,23 @@ WENT = CallResult("went")
 @pytest.fixture
 def over_http(tmp_path):
     """`over_http(call)` starts a server that answers calls with `call`; returns a session."""
-    opened = []
+    with contextlib.ExitStack() as stack:
 
-    def start(call, *sessions):
-        opened.append(HttpToolServer(call))
-        opened[-1].sessions += sessions
-        opened.append(McpClient(ServerSpec(name="http", url=opened[-1].url), tmp_path, 60.0))
-        return opened[-2:]
+        def start(call, *sessions):
+            server = stack.enter_context(HttpToolServer(call))
+            server.sessions += sessions
+            client = McpClient(ServerSpec(name="http", url=server.url), tmp_path, 60.0)
+            stack.callback(client.close)
+            return server, client
 
-    yield start
-    for client in opened:
-        client.__exit__() if isinstance(client, HttpToolServer) else client.close()
+        yield start
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_answers_over_stdio(tmp_path, shape):
-    client = McpClient(ServerSpec(name="shaped", command=command("shaped", shape)), tmp_path, 20.0)
+def test_answers_over_stdio(connect, shape):
+    client = connect("shaped", shape)
     assert [tool.name for tool in client.tools()] == ["go"]
     assert client.call("go", {}) == WENT
-    client.close()
 
 
 @pytest.mark.parametrize("kind", ["application/json", "text/event-stream", "text/plain", ""])
