@@ -115,7 +115,8 @@ class Products:
     @classmethod
     def libraries(cls) -> tuple[ctypes.CDLL, ctypes.CDLL]:
         """Return what makes a graph and what computes it."""
-        return open_ggml()
+        libllama.lib()
+        return declare(libllama.base_library(), ctypes.CDLL(libedgeinfer.cpu_library()))
 
     def _place_tensors(
         self, weights: list[Bytes], kind: int, shape: tuple[int, ...], is_repacked: bool
@@ -182,12 +183,6 @@ def use_level(level: str) -> None:
     assert libllama.build_info().kernels == kernels
 
 
-def open_ggml() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """Open libggml-base and the CPU variant's library, with what makes a graph and computes it declared."""
-    libllama.lib()
-    return declare(libllama.base_library(), ctypes.CDLL(libedgeinfer.cpu_library()))
-
-
 def declare(base: ctypes.CDLL, cpu: ctypes.CDLL) -> tuple[ctypes.CDLL, ctypes.CDLL]:
     """Declare the functions of both; every handle is a pointer."""
     pointer, integer = ctypes.c_void_p, ctypes.c_int
@@ -195,10 +190,6 @@ def declare(base: ctypes.CDLL, cpu: ctypes.CDLL) -> tuple[ctypes.CDLL, ctypes.CD
         "ggml_init": [InitParams],
         "ggml_free": [pointer],
         "ggml_new_tensor_3d": [pointer, integer, *[ctypes.c_int64] * 3],
-        "ggml_new_tensor_4d": [pointer, integer, *[ctypes.c_int64] * 4],
-        "ggml_permute": [pointer, pointer, *[integer] * 4],
-        "ggml_flash_attn_ext": [*[pointer] * 5, *[ctypes.c_float] * 3],
-        "ggml_flash_attn_ext_add_sinks": [pointer] * 2,
         "ggml_mul_mat": [pointer] * 3,
         "ggml_mul_mat_id": [pointer] * 4,
         "ggml_get_data": [pointer],
@@ -212,5 +203,4 @@ def declare(base: ctypes.CDLL, cpu: ctypes.CDLL) -> tuple[ctypes.CDLL, ctypes.CD
     cpu.ggml_graph_plan.restype = _Plan
     cpu.ggml_graph_plan.argtypes = [pointer, integer, pointer]
     cpu.ggml_graph_compute.argtypes = [pointer, pointer]
-    cpu.ggml_graph_compute_with_ctx.argtypes = [pointer, pointer, integer]
     return base, cpu

@@ -15,6 +15,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -37,6 +38,7 @@ struct Transfer {
     void (*written)(const ggml_tensor *, int64_t first, int64_t n);
 };
 extern "C" void edgeinfer_cells(Transfer *);
+extern "C" void edgeinfer_cells_written(const ggml_tensor *, int64_t first, int64_t n);
 extern "C" void edgeinfer_cells_get(void *, const ggml_tensor *, void *, size_t offset, size_t size);
 extern "C" void edgeinfer_cells_set(void *, ggml_tensor *, const void *, size_t offset, size_t size);
 
@@ -143,6 +145,23 @@ Row read_row(const char *from, int64_t n) {
         if (std::isnan(x)) x = NAN;
     return row;
 }
+void fill(const Tensor &t) {
+    for (int64_t row = 0; row < t.ne[1] * t.ne[2] * t.ne[3]; row++) {
+        Row values(t.ne[0]);
+        for (float &x : values) x = normal();
+        put_floats(t.type, t.at(row % t.ne[1], row / t.ne[1] % t.ne[2], row / t.ne[1] / t.ne[2]), values);
+    }
+}
+std::vector<Row> rows_of(Tensor &op, int n_threads) {
+    check(compute(&op, n_threads, n_threads), "it is computed");
+    std::vector<Row> rows;
+    for (int64_t row = 0; row < op.ne[1] * op.ne[2]; row++) rows.push_back(read_row(op.at(row % op.ne[1], row / op.ne[1]), op.ne[0]));
+    return rows;
+}
+void name_case(const std::string &name, std::initializer_list<int> numbers) {
+    g_case += name;
+    for (int number : numbers) g_case += " " + std::to_string(number);
+}
 bool same(const Row &a, const Row &b) { return a.size() == b.size() && !memcmp(a.data(), b.data(), a.size() * 4); }
 void report(const std::vector<Row> &rows) {
     uint64_t digest = 0xcbf29ce484222325;
@@ -190,22 +209,15 @@ Product any_product(ggml_type kind) {
 
 void product(ggml_type kind, Product shape) {
     const auto [k, rows, n, experts, used, is_wild, is_odd, is_shared] = shape;
-    g_case += std::string(ggml_type_name(kind)) + (experts ? " experts" : "") + (is_wild ? " wild" : "");
-    for (int number : {k, rows, n, experts, used}) g_case += " " + std::to_string(number);
+    name_case(std::string(ggml_type_name(kind)) + (experts ? " experts" : "") + (is_wild ? " wild" : ""), {k, rows, n, experts, used});
 
     Tensor w(kind, {k, rows, std::max(experts, 1)}, is_odd), x(GGML_TYPE_F32, {k, is_shared || !experts ? 1 : used, n}, is_odd);
     Tensor ids(GGML_TYPE_I32, {used, n}, is_odd), out(GGML_TYPE_F32, {rows, used, n}, is_odd);
     if (!experts)
         for (Tensor *t : {&x, &out}) std::swap(t->ne[1], t->ne[2]), t->nb[1] = t->nb[2];
-    for (int e = 0; e < std::max(experts, 1); e++)
-        for (int r = 0; r < rows; r++) {
-            char *row = w.at(r, e);
-            Row values(k);
-            for (float &v : values) v = normal();
-            put_floats(kind, row, values);
-            if (is_wild)  // any bits: scales that are NaN, infinite, denormal
-                for (size_t i = 0; i < ggml_row_size(kind, k); i++) row[i] = g_random();
-        }
+    fill(w);
+    for (int row = 0; is_wild && row < w.ne[1] * w.ne[2]; row++)  // any bits: scales that are NaN, infinite, denormal
+        for (size_t i = 0; i < ggml_row_size(kind, k); i++) w.at(row % rows, row / rows)[i] = g_random();
     auto column = [&](Tensor &t, int token, int slot) { return experts ? t.at(slot % t.ne[1], token) : t.at(token); };
     for (int token = 0; token < n; token++) {
         const float scales[] = {0, 1e-38f, 1e-45f, 1e30f, 3e-37f, NAN, INFINITY};
@@ -274,26 +286,12 @@ void adapters() {
     const ggml_type kinds[] = {GGML_TYPE_Q4_0, GGML_TYPE_Q6_K, GGML_TYPE_F32}, floats[] = {GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16};
     const ggml_type kind = kinds[between(0, 2)];
     const int k = 256 * between(1, 3), rows = between(16, 110), n = between(1, 30);
-    g_case += std::string("adapters ") + ggml_type_name(kind);
-    for (int number : {k, rows, n}) g_case += " " + std::to_string(number);
-    auto fill = [](Tensor &t) {
-        for (int i = 0; i < t.ne[1]; i++) {
-            Row values(t.ne[0]);
-            for (float &v : values) v = normal();
-            put_floats(t.type, t.at(i), values);
-        }
-    };
+    name_case(std::string("adapters ") + ggml_type_name(kind), {k, rows, n});
     static Tensor *weight;
     Tensor w(kind, {k, rows}), x(GGML_TYPE_F32, {k, n}, true), out(GGML_TYPE_F32, {rows, n}, true);
     weight = &w, fill(w), fill(x);
     out.op = GGML_OP_MUL_MAT, out.src[0] = &w, out.src[1] = &x;
-    auto results = [&](int n_threads) {
-        check(compute(&out, n_threads, n_threads), "it is computed");
-        std::vector<Row> found;
-        for (int i = 0; i < n; i++) found.push_back(read_row(out.at(i), rows));
-        return found;
-    };
-    const std::vector<Row> plain = results(2);
+    const std::vector<Row> plain = rows_of(out, 2);
     std::vector<std::vector<double>> wanted(n, std::vector<double>(rows));
     for (int i = 0; i < n; i++)
         for (int j = 0; j < rows; j++) wanted[i][j] = plain[i][j];
@@ -305,7 +303,7 @@ void adapters() {
     for (int adapter = 0; adapter < 2; adapter++) {
         const ggml_type a_kind = floats[between(0, 2)], b_kind = floats[between(0, 2)];
         const int rank = between(1, 20);
-        for (int number : {(int)a_kind, (int)b_kind, rank}) g_case += " " + std::to_string(number);
+        name_case("", {a_kind, b_kind, rank});
         Tensor &a = kept.emplace_back(a_kind, std::vector<int64_t>{k, rank}), &b = kept.emplace_back(b_kind, std::vector<int64_t>{rank, rows});
         fill(a), fill(b);
         const llama_adapter_lora lora{nullptr, {{"w.weight", {&a, &b}}}, {}, {}, 8};
@@ -327,7 +325,7 @@ void adapters() {
     }
     auto added = [&](const std::vector<Rows> &some, int n_threads) {
         Step *step = edgeinfer_adapters_begin(some.data(), some.size(), n, n);
-        const std::vector<Row> found = results(n_threads);
+        const std::vector<Row> found = rows_of(out, n_threads);
         check(edgeinfer_adapters_end(step), "everything is added");
         return found;
     };
@@ -345,7 +343,7 @@ void adapters() {
         check(same(alone[i], found[i]), "a row's bits do not depend on other rows' adapters");
         for (int j = 0; j < n; j++) check(j == i || same(alone[j], plain[j]), "other rows stay as they are");
     }
-    const std::vector<Row> after = results(2);
+    const std::vector<Row> after = rows_of(out, 2);
     for (int i = 0; i < n; i++) check(same(after[i], plain[i]), "nothing is added without a step");
     for (Adapter *adapter : opened) edgeinfer_adapter_close(adapter);
 }
@@ -353,23 +351,16 @@ void adapters() {
 void attention() {
     const ggml_type kinds[] = {GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_F32, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0};
     const ggml_type kind = kinds[between(0, 4)];
-    const int step = ggml_blck_size(kind) == 1 ? 16 : 32, head = step * between(1, 256 / step), head_v = step * between(1, 256 / step);
+    const int step = ggml_blck_size(kind) == 1 ? 16 : 32, most = once_in(9) ? 600 : 256;
+    const int head = step * between(1, most / step), head_v = step * between(1, most / step);
     const int heads = between(1, 3), group = once_in(4) ? between(1, 40) : between(1, 8), tokens = between(1, 24);
     const int cells = once_in(3) ? between(1, 70) : between(1, 400), streams = once_in(4) ? 2 : 1;
     const bool is_masked = !once_in(4), has_sinks = once_in(4), is_odd = once_in(2);
-    g_case += std::string("attention ") + ggml_type_name(kind);
-    for (int number : {head, head_v, heads, group, tokens, cells, streams, (int)is_masked, (int)has_sinks}) g_case += " " + std::to_string(number);
+    name_case(std::string("attention ") + ggml_type_name(kind), {head, head_v, heads, group, tokens, cells, streams, is_masked, has_sinks});
     Tensor q(GGML_TYPE_F32, {head, tokens, heads * group, streams}, is_odd), k(kind, {head, cells, heads, streams}, is_odd);
     Tensor v(kind, {head_v, cells, heads, streams}, is_odd), mask(GGML_TYPE_F16, {cells, tokens, 1, streams}, is_odd);
     Tensor sinks(GGML_TYPE_F32, {heads * group}), out(GGML_TYPE_F32, {head_v, heads * group, tokens, streams});
-    for (Tensor *t : {&q, &k, &v})
-        for (int s = 0; s < streams; s++)
-            for (int h = 0; h < t->ne[2]; h++)
-                for (int i = 0; i < t->ne[1]; i++) {
-                    Row values(t->ne[0]);
-                    for (float &x : values) x = normal();
-                    put_floats(t->type, t->at(i, h, s), values);
-                }
+    fill(q), fill(k), fill(v);
     for (int s = 0; s < streams; s++)
         for (int i = 0; i < tokens; i++)
             for (int c = 0; c < cells; c++) {
@@ -396,6 +387,7 @@ void attention() {
     };
     std::vector<Row> found, again;
     if (!results(tokens, 2, 2, found)) {
+        check(std::max(head, head_v) > 256, "heads of up to 256 elements are computed");
         printf("%s declined\n", g_case.c_str());
         return;
     }
@@ -429,6 +421,29 @@ void attention() {
             for (int d = 0; d < head_v; d++)
                 check(std::abs((total ? wanted[d] / total : 0) - found[i * heads * group + h][d]) < 1e-4, "it is exact");
         }
+    if (!is_masked || streams > 1) return;
+
+    // the same cells written in this order to other places of a cache, among cells that no row sees
+    std::vector<int> places(cells + between(0, 130));
+    std::iota(places.begin(), places.end(), 0);
+    std::shuffle(places.begin(), places.end(), g_random);
+    const int64_t wide = places.size();
+    Tensor keys(kind, {head, wide, heads}), values(kind, {head_v, wide, heads}), sees(GGML_TYPE_F16, {wide, tokens});
+    std::fill_n((uint16_t *)sees.data, wide * tokens, 0xfc00);  // -inf
+    strcpy(keys.name, "cache_k");
+    for (int c = 0; c < cells; c++) {
+        for (int h = 0; h < heads; h++) {
+            memcpy(keys.at(places[c], h), k.at(c, h), ggml_row_size(kind, head));
+            memcpy(values.at(places[c], h), v.at(c, h), ggml_row_size(kind, head_v));
+        }
+        for (int i = 0; i < tokens; i++) memcpy(sees.at(i) + 2 * places[c], mask.at(i) + 2 * c, 2);
+        edgeinfer_cells_written(&keys, places[c], 1);
+    }
+    ggml_tensor view = keys;
+    view.view_src = &keys;
+    out.src[1] = &view, out.src[2] = &values, out.src[3] = &sees;
+    check(results(tokens, 3, 2, again), "it is computed elsewhere");
+    for (size_t i = 0; i < again.size(); i++) check(same(again[i], found[i]), "a row's bits do not depend on where its cells lie");
 }
 
 // an activation of random rows, alone or with a gate; a norm, a softmax
@@ -473,7 +488,7 @@ void elementwise(int kind) {
         out.op = GGML_OP_SOFT_MAX, out.src[1] = &mask, out.src[2] = has_sinks ? &sinks : nullptr;
         memcpy(out.op_params, &scale, 4), memcpy(out.op_params + 1, &bias, 4);
     }
-    g_case += std::string(ggml_op_desc(&out)) + " " + std::to_string(n) + " " + std::to_string(rows);
+    name_case(ggml_op_desc(&out), {n, rows});
     auto results = [&](int n_threads) {
         check(compute(&out, n_threads, n_threads), "it is computed");
         std::vector<Row> found;
@@ -520,25 +535,17 @@ void rope() {
     const int width = 2 * between(1, 100), n = once_in(2) ? width : 2 * between(1, width / 2), first = 2 * between(0, (width - n) / 2);
     const int heads = between(1, 5), tokens = between(1, 9), long_factor = between(2, 40);
     const bool has_factors = once_in(2), is_long = once_in(2), is_odd = once_in(2);
-    g_case += "rope";
-    for (int number : {width, n, first, heads, tokens, (int)has_factors, (int)is_long}) g_case += " " + std::to_string(number);
+    name_case("rope", {width, n, first, heads, tokens, has_factors, is_long});
     Tensor x(GGML_TYPE_F32, {width, heads, tokens}, is_odd), positions(GGML_TYPE_I32, {tokens}), factors(GGML_TYPE_F32, {n / 2});
     Tensor out(GGML_TYPE_F32, {width, heads, tokens}, is_odd);
     for (int i = 0; i < tokens; i++) ((int32_t *)positions.data)[i] = between(0, 300);
     for (int i = 0; i < n / 2; i++) ((float *)factors.data)[i] = 1 + std::abs(normal());
-    for (int row = 0; row < heads * tokens; row++)
-        for (int i = 0; i < width; i++) ((float *)x.at(row % heads, row / heads))[i] = normal();
+    fill(x);
     out.op = GGML_OP_ROPE, out.src[0] = &x, out.src[1] = &positions, out.src[2] = has_factors ? &factors : nullptr;
     const float base = 10000, scale = is_long ? 1.0f / long_factor : 1, of_params[] = {base, scale, (float)is_long, 1, 32, 1};
     out.op_params[1] = n, out.op_params[4] = 4096, out.op_params[15] = first;
     memcpy(out.op_params + 5, of_params, sizeof of_params);
-    auto results = [&](int n_threads) {
-        check(compute(&out, n_threads, n_threads), "it is computed");
-        std::vector<Row> found;
-        for (int row = 0; row < heads * tokens; row++) found.push_back(read_row(out.at(row % heads, row / heads), width));
-        return found;
-    };
-    const std::vector<Row> found = results(1), again = results(3);
+    const std::vector<Row> found = rows_of(out, 1), again = rows_of(out, 3);
     report(found);
     float ramp[2];
     ggml_rope_yarn_corr_dims(n, 4096, base, 32, 1, ramp);
@@ -561,7 +568,7 @@ void rope() {
 // a state out of cells and into others, in pieces of a file
 void cells() {
     const size_t page = sysconf(_SC_PAGESIZE), size = page * between(1, 6) + between(0, 5000);
-    g_case += "cells " + std::to_string(size);
+    name_case("cells", {(int)size});
     Tensor from(GGML_TYPE_I8, {(int64_t)size}), to(GGML_TYPE_I8, {(int64_t)size});
     for (size_t i = 0; i < size; i++) from.bytes[i] = g_random();
     const int file = memfd_create("state", 0);

@@ -1,11 +1,9 @@
-"""The attention of our own (native/attention.cpp): the operation itself, and llama.cpp with it and without."""
+"""Which kernels of our own (native/) are used, and llama.cpp with its attention and with ours."""
 
-import json
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,11 +14,7 @@ from edgeinfer.runtime.llama import libedgeinfer, libllama
 from edgeinfer.runtime.prefix_cache import cache
 
 from ..conftest import ROOT
-from .attention_op import LEFT, OURS, Case
 
-PROGRAM = "attention_op.py"
-#: The largest difference from float64, in standard deviations; llama.cpp's own has a hundredth and more.
-TOLERANCE = 5e-5
 #: Decodes 300 tokens and then 8, and saves the logits of the 8; prints which attention that was.
 STEP = """
 import sys
@@ -80,50 +74,9 @@ def run(*args: str | Path) -> str:
     return done.stdout
 
 
-def outcomes(program: str, level: str) -> dict[str, Any]:
-    """Run a program of this folder with the kernels of a level, "none" for llama.cpp's: case → Outcome."""
-    if level != "none" and not can_run(level):
-        pytest.skip(f"this processor has not the instructions of {level}")
-    results: dict[str, Any] = json.loads(run(Path(__file__).with_name(program), level))
-    return results
-
-
-@pytest.fixture(scope="module")
-def llamas(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Every case of the module's program as llama.cpp's own kernels compute it."""
-    return outcomes(request.module.PROGRAM, "none")
-
-
-def _level_here() -> str:
+def level_here() -> str:
     """The level that `native/build.sh here` builds; "" for none."""
     return next((level for level in reversed(LEVELS) if can_run(level)), "")
-
-
-def _only_if_built(level: str) -> Any:
-    """A parameter of every level; of another than this processor's, a need."""
-    return level if level == _level_here() else pytest.param(level, marks=pytest.mark.needs("levels"))
-
-
-@pytest.fixture(scope="module", params=[_only_if_built(level) for level in LEVELS])
-def ours(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Every case of it with our kernels of one level."""
-    return outcomes(request.module.PROGRAM, request.param)
-
-
-@pytest.mark.parametrize("case", OURS, ids=str)
-def test_attention_matches_float64(case: Case, ours: dict[str, Any], llamas: dict[str, Any]) -> None:
-    result = ours[str(case)]
-    assert result["error"] < TOLERANCE
-    assert result["same"], "a row's bits depend on its company, or on the threads"
-    if case.cells > 1:
-        assert result["digest"] != llamas[str(case)]["digest"], "this is llama.cpp's own"
-
-
-@pytest.mark.parametrize("case", LEFT, ids=str)
-def test_attention_leaves_other_shapes_to_llama_cpp(
-    case: Case, ours: dict[str, Any], llamas: dict[str, Any]
-) -> None:
-    assert ours[str(case)]["digest"] == llamas[str(case)]["digest"]
 
 
 def test_logits_are_close_to_those_of_llama_cpp(smollm2: Path, tmp_path: Path) -> None:

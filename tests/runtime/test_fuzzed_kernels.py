@@ -11,7 +11,7 @@ from edgeinfer.runtime.llama import libedgeinfer
 
 from ..conftest import ROOT
 from . import arm64
-from .test_attention import LEVELS, can_run
+from .test_attention import LEVELS, can_run, level_here
 
 _SITE = Path(llama_cpp.__file__).parents[1]
 _GGML = _SITE / "llama_cpp/lib"
@@ -79,6 +79,12 @@ def _agree(first: list[str], second: list[str], *apart: str) -> None:
     ]
     assert len(both) > len(pairs) * 0.8
     assert [a for a, _ in both] == [b for _, b in both]
+
+
+def test_kernels_of_this_processor_are_exact(tmp_path: Path) -> None:
+    if not (level := level_here()):
+        pytest.skip("this processor has no kernels of ours")
+    assert len(_fuzz_shipped(level, tmp_path)) > _CASES
 
 
 @pytest.mark.needs("levels")
