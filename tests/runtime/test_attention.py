@@ -128,10 +128,10 @@ def test_native_code_for_another_llama_cpp_is_refused_in_one_line() -> None:
         "from edgeinfer.runtime.llama import libllama\nlibllama.binding_version = lambda: '9.9.9'\n"
         "from edgeinfer.runtime.llama import cells as cell_copies\n"
         "libllama.guard_calls()\n"
-        "print(repr(libllama.build_info().kernels), cell_copies.find_copies(), 'decode' in libllama._state)"
+        "print(repr(libllama.build_info().kernels), cell_copies.find_copies(), cell_copies._find(), 'decode' in libllama._state)"
     )
     done = run_python("-c", program)
-    assert done.stdout.split() == ["''", "None", "False"]
+    assert done.stdout.split() == ["''", "None", "None", "False"]
     (line,) = done.stderr.splitlines()
     assert line.startswith("llama-cpp-python is 9.9.9, and edgeinfer's native code is for ")
     assert line.endswith(f"run pip install {pin}")

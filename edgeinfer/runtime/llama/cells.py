@@ -9,8 +9,8 @@ most of it for the first write to each page. `CellCopies` maps pages of the bloc
 cells' pages instead, in a tenth of the time, and without memory until they are written to
 (docs/decisions/096-mapped-cells.md, native/cells.cpp).
 
-ggml has no options for either, so entries of a buffer's function table are replaced. `find_entry` finds
-an entry by calling a public function of ggml; if it does not, ggml's own functions stay in use.
+ggml has no options for either, so functions of its buffers are replaced. Their tables are private
+structs of ggml-backend-impl.h: with another version of llama.cpp, ggml's own functions stay in use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import ctypes
 import mmap
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,9 +33,21 @@ from edgeinfer.runtime.sequence_state import MappedFile
 Pointer = ctypes.c_void_p
 _ALLOCATE = ctypes.CFUNCTYPE(Pointer, Pointer, ctypes.c_size_t)
 _CLEAR = ctypes.CFUNCTYPE(None, Pointer, ctypes.c_uint8)
-_PROBE_BYTES = 4096
-#: Pointers in the function tables of a ggml buffer type and of a buffer.
-TYPE_ENTRIES, BUFFER_ENTRIES = 6, 12
+
+
+class _TypeFunctions(ctypes.Structure):
+    """The struct ggml_backend_buffer_type_i, with which a ggml_backend_buffer_type begins."""
+
+    _names = "get_name alloc_buffer get_alignment get_max_size get_alloc_size is_host"
+    _fields_ = tuple((name, Pointer) for name in _names.split())
+
+
+class _BufferFunctions(ctypes.Structure):
+    """The struct ggml_backend_buffer_i, with which a ggml_backend_buffer begins."""
+
+    _names = """free_buffer get_base init_tensor memset_tensor set_tensor get_tensor set_tensor_2d
+        get_tensor_2d cpy_tensor clear reset"""
+    _fields_ = tuple((name, Pointer) for name in _names.split())
 
 
 class Buffer(NamedTuple):
@@ -54,13 +66,11 @@ def sparse_buffers() -> contextlib.AbstractContextManager[list[Buffer]]:
 class _SparseBuffers:
     """Replaces ggml's allocate and clear functions. Never freed, because buffers point to it."""
 
-    def __init__(self, ggml: ctypes.CDLL, buffer_type: int, allocate: int, clear: int) -> None:
-        self._ggml = ggml
+    def __init__(self) -> None:
+        self._ggml = libllama.base_library()
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._type_entries = table(buffer_type, TYPE_ENTRIES)
-        self._allocate_entry = allocate
-        self._clear_entry = clear
-        self._allocate = _ALLOCATE(self._type_entries[allocate])
+        self._type = _TypeFunctions.from_address(self._ggml.ggml_backend_cpu_buffer_type())
+        self._allocate = _ALLOCATE(self._type.alloc_buffer)
         self._clear: Any = None
         self._is_allocating = False
         self._own_allocate = _ALLOCATE(self._on_allocate)
@@ -68,7 +78,7 @@ class _SparseBuffers:
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[list[Buffer]]:
-        with replace_entry(self._type_entries, self._allocate_entry, self._own_allocate):
+        with replace_function(self._type, "alloc_buffer", self._own_allocate):
             self._is_allocating = True
             self._cleared: list[Buffer] = []
             try:
@@ -79,14 +89,13 @@ class _SparseBuffers:
     def _on_allocate(self, buffer_type: int, size: int) -> int | None:
         buffer: int | None = self._allocate(buffer_type, size)
         if buffer and size >= mmap.PAGESIZE:
-            entries = table(buffer, BUFFER_ENTRIES)
-            self._clear = self._clear or _CLEAR(entries[self._clear_entry])
-            entries[self._clear_entry] = ctypes.cast(self._own_clear, Pointer).value
+            functions = _BufferFunctions.from_address(buffer)
+            self._clear = self._clear or _CLEAR(functions.clear)
+            functions.clear = ctypes.cast(self._own_clear, Pointer).value
         return buffer
 
     def _on_clear(self, buffer: int, value: int) -> None:
-        original = ctypes.cast(self._clear, Pointer).value
-        table(buffer, BUFFER_ENTRIES)[self._clear_entry] = original
+        _BufferFunctions.from_address(buffer).clear = ctypes.cast(self._clear, Pointer).value
         start = self._ggml.ggml_backend_buffer_get_base(buffer)
         stop = start + self._ggml.ggml_backend_buffer_get_size(buffer)
         low = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -103,66 +112,20 @@ class _SparseBuffers:
 
 @cache
 def _find() -> _SparseBuffers | None:
-    if sys.platform != "linux":
-        return None
-    ggml = libllama.base_library()
-    buffer_type = ggml.ggml_backend_cpu_buffer_type()
-    buffer = ggml.ggml_backend_buft_alloc_buffer(buffer_type, _PROBE_BYTES)
-    try:
-        clear = find_entry(
-            table(buffer, BUFFER_ENTRIES), _CLEAR, lambda: ggml.ggml_backend_buffer_clear(buffer, 0)
-        )
-        allocate = find_entry(
-            table(buffer_type, TYPE_ENTRIES),
-            _ALLOCATE,
-            lambda: ggml.ggml_backend_buffer_free(
-                ggml.ggml_backend_buft_alloc_buffer(buffer_type, _PROBE_BYTES)
-            ),
-        )
-    finally:
-        ggml.ggml_backend_buffer_free(buffer)
-    if clear is None or allocate is None:
-        return None
-    return _SparseBuffers(ggml, buffer_type, allocate, clear)
-
-
-def table(address: int, length: int) -> Any:
-    """Return a writable view of the `length` pointers at `address`."""
-    return (Pointer * length).from_address(address)
-
-
-def find_entry(entries: Any, kind: Any, call: Callable[[], object]) -> int | None:
-    """Return the index of the table entry, of ctypes prototype `kind`, that `call` runs; or None."""
-    seen: list[bool] = []
-
-    def note(*_: object) -> None:
-        seen.append(True)
-
-    probe = kind(note)
-    for number in range(len(entries)):
-        with replace_entry(entries, number, probe):
-            call()
-        if seen:
-            return number
-    return None
+    return _SparseBuffers() if sys.platform == "linux" and libllama.is_expected_version() else None
 
 
 @contextlib.contextmanager
-def replace_entry(entries: Any, number: int, function: Any) -> Iterator[None]:
-    """Replace entry `number` of a function table by the ctypes `function` during the block."""
-    before = entries[number]
-    entries[number] = ctypes.cast(function, Pointer).value
+def replace_function(functions: ctypes.Structure, name: str, function: Any) -> Iterator[None]:
+    """Replace a pointer in a struct of functions by the ctypes `function` during the block."""
+    before = getattr(functions, name)
+    setattr(functions, name, ctypes.cast(function, Pointer).value)
     try:
         yield
     finally:
-        entries[number] = before
+        setattr(functions, name, before)
 
 
-_COPY = ctypes.CFUNCTYPE(
-    None, Pointer, Pointer, Pointer, ctypes.c_size_t, ctypes.c_size_t
-)  # the prototype of get_tensor and set_tensor in ggml_backend_buffer_i
-_TENSOR_BYTES = 4096
-_I8 = 24  # GGML_TYPE_I8
 #: Most copies that are recorded while a state is saved. A layer has two per range of adjacent cells.
 _MOST_COPIES = 32768
 #: Assumed limit of a process's memory mappings if the kernel does not tell it; share of it for cells.
@@ -203,26 +166,11 @@ class _Transfer(ctypes.Structure):
     ]
 
 
-class _InitParams(ctypes.Structure):
-    """The struct ggml_init_params."""
-
-    _fields_ = [("size", ctypes.c_size_t), ("buffer", Pointer), ("no_alloc", ctypes.c_bool)]
-
-
-class _Entries(NamedTuple):
-    get: int
-    set: int
-
-
 class CellCopies:
     """Intercepts llama.cpp's copies between KV cells and states. One per process."""
 
-    def __init__(
-        self, library: ctypes.CDLL, entries: _Entries, kernels: ctypes.CDLL | None = None
-    ) -> None:
-        self._library = library
-        self._entries = entries
-        self._kernels = kernels
+    def __init__(self, library: ctypes.CDLL, kernels: ctypes.CDLL | None = None) -> None:
+        self._library, self._kernels = library, kernels
         self._written = kernels and ctypes.cast(kernels.edgeinfer_cells_written, ctypes.c_void_p)
         self._copied = (Copied * _MOST_COPIES)()
         self._n_free = 0
@@ -233,7 +181,7 @@ class CellCopies:
         """Yield a list that has, after the block, llama.cpp's copies from `buffers` to `state`."""
         noted: list[Copied] = []
         transfer = _Transfer(state=state, copied=self._copied, capacity=_MOST_COPIES)
-        with self._at_work(buffers, self._entries.get, "edgeinfer_cells_get", transfer):
+        with self._at_work(buffers, "get_tensor", "edgeinfer_cells_get", transfer):
             yield noted
         if transfer.n_copied <= _MOST_COPIES:
             noted += self._copied[: transfer.n_copied]
@@ -256,18 +204,18 @@ class CellCopies:
             file=file.descriptor if file and can_map else -1,
             written=self._written,
         )
-        with self._at_work(buffers, self._entries.set, "edgeinfer_cells_set", transfer):
+        with self._at_work(buffers, "set_tensor", "edgeinfer_cells_set", transfer):
             yield transfer
         self._n_free -= 2 * transfer.n_mapped  # a mapping inside another one makes two more
 
     @contextlib.contextmanager
     def _at_work(
-        self, buffers: Sequence[int], entry: int, name: str, transfer: _Transfer
+        self, buffers: Sequence[int], replaced: str, name: str, transfer: _Transfer
     ) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for handle in buffers:
-                entries = table(handle, BUFFER_ENTRIES)
-                stack.enter_context(replace_entry(entries, entry, self._library[name]))
+                functions = _BufferFunctions.from_address(handle)
+                stack.enter_context(replace_function(functions, replaced, self._library[name]))
             self._library.edgeinfer_cells(ctypes.byref(transfer))
             yield
 
@@ -286,10 +234,9 @@ class CellCopies:
 
 @cache
 def find_copies() -> CellCopies | None:
-    """Return the interceptor of copies, None if the library or the table entries are missing."""
+    """Return the interceptor of copies, None if the library is missing or for another llama.cpp."""
     if sys.platform != "linux":
         return None
-    entries = _find_entries(libllama.base_library())
     try:
         library = libllama.own_library("cells")
         library.edgeinfer_cells.argtypes = [Pointer]
@@ -298,7 +245,7 @@ def find_copies() -> CellCopies | None:
         kernels = libllama.own_library(f"kernels-{level}") if level else None
     except OSError:
         return None
-    return CellCopies(library, entries, kernels) if entries else None
+    return CellCopies(library, kernels)
 
 
 def _most_mappings() -> int:
@@ -306,24 +253,6 @@ def _most_mappings() -> int:
         return int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):
         return _DEFAULT_MAPPINGS
-
-
-def _find_entries(ggml: ctypes.CDLL) -> _Entries | None:
-    room = ctypes.create_string_buffer(_TENSOR_BYTES)
-    ggml.ggml_init.argtypes, ggml.ggml_init.restype = [_InitParams], Pointer
-    buffer = ggml.ggml_backend_buft_alloc_buffer(ggml.ggml_backend_cpu_buffer_type(), _TENSOR_BYTES)
-    context = ggml.ggml_init(_InitParams(_TENSOR_BYTES, ctypes.addressof(room), True))
-    try:
-        tensor = ggml.ggml_new_tensor_1d(context, _I8, 1)
-        ggml.ggml_backend_tensor_alloc(buffer, tensor, ggml.ggml_backend_buffer_get_base(buffer))
-        entries = table(buffer, BUFFER_ENTRIES)
-        one_byte = tensor, ctypes.byref(ctypes.c_uint8()), 0, 1
-        get = find_entry(entries, _COPY, lambda: ggml.ggml_backend_tensor_get(*one_byte))
-        put = find_entry(entries, _COPY, lambda: ggml.ggml_backend_tensor_set(*one_byte))
-    finally:
-        ggml.ggml_free(context)
-        ggml.ggml_backend_buffer_free(buffer)
-    return None if get is None or put is None else _Entries(get, put)
 
 
 #: Bytes that are given back at once. A gigabyte takes 0.1 to 0.25 s, for which a request would wait.

@@ -230,6 +230,11 @@ def load_backend(path: str) -> tuple[int, list[str]]:
         return _state["ggml"].ggml_backend_load(os.fsencode(path)) or 0, lines
 
 
+def is_expected_version() -> bool:
+    """Return whether llama.cpp has the private structs that edgeinfer knows."""
+    return binding_version() == libedgeinfer.BUILT_FOR
+
+
 def own_library(name: str) -> ctypes.CDLL:
     """Open one of edgeinfer's C++ libraries (native/). Raises OSError."""
     return libedgeinfer.open_library(name, binding_version())
@@ -327,21 +332,13 @@ def base_library() -> ctypes.CDLL:
         "ggml_version": (ctypes.c_char_p, []),
         "ggml_commit": (ctypes.c_char_p, []),
         "ggml_backend_cpu_buffer_type": (pointer, []),
-        "ggml_backend_buft_alloc_buffer": (pointer, [pointer, size]),
-        "ggml_backend_buffer_clear": (None, [pointer, ctypes.c_uint8]),
-        "ggml_backend_buffer_free": (None, [pointer]),
         "ggml_backend_buffer_get_base": (pointer, [pointer]),
         "ggml_backend_buffer_get_size": (size, [pointer]),
-        "ggml_new_tensor_1d": (pointer, [pointer, ctypes.c_int, ctypes.c_int64]),
-        "ggml_free": (None, [pointer]),
-        "ggml_backend_tensor_alloc": (ctypes.c_int, [pointer, pointer, pointer]),
         "gguf_init_from_file": (pointer, [ctypes.c_char_p, GgufParams]),
         "gguf_free": (None, [pointer]),
         "gguf_get_n_tensors": (ctypes.c_int64, [pointer]),
         "gguf_get_tensor_name": (ctypes.c_char_p, [pointer, ctypes.c_int64]),
         "gguf_get_tensor_size": (size, [pointer, ctypes.c_int64]),
-        "ggml_backend_tensor_get": (None, [pointer, pointer, size, size]),
-        "ggml_backend_tensor_set": (None, [pointer, pointer, size, size]),
     }
     return declare_functions(base, signatures)
 

@@ -12,18 +12,24 @@ from edgeinfer.errors import DecodeError, ModelLoadError
 from edgeinfer.platform.machine import read_memory
 from edgeinfer.runtime.layer_plan import LayerPlan
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.llama.cells import find_entry, replace_entry, table
+from edgeinfer.runtime.llama.cells import replace_function
 
 #: Called with a stage and its share that is done; returns False to stop loading.
 Progress = Callable[[str, float | None], object]
 
 #: GGML_BACKEND_DEVICE_TYPE_CPU.
 _CPU = 0
-#: Number of pointers in ggml_backend_reg; prototype of its function get_proc_address.
-_REGISTRY_ENTRIES = 5
+#: Prototype of the function get_proc_address of a registry.
 _GET_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
 #: Matches llama.cpp's names of expert tensors.
 _EXPERTS = r"ffn_(up|down|gate|gate_up)_(ch|)exps"
+
+
+class _Registry(ctypes.Structure):
+    """The beginning of the struct ggml_backend_reg."""
+
+    _names = "get_name get_device_count get_device get_proc_address"
+    _fields_ = (("version", ctypes.c_int), *((name, ctypes.c_void_p) for name in _names.split()))
 
 
 class _Override(ctypes.Structure):
@@ -107,19 +113,20 @@ def open_model(
 @contextlib.contextmanager
 def _without_prefetch() -> Iterator[None]:
     """Keep llama.cpp from reading the mapped files at once, by pretending that the machine has NUMA."""
-    base = libllama.base_library()
-    registry = base.ggml_backend_dev_backend_reg(libllama.ggml_library().ggml_backend_dev_by_type(_CPU))
-    entries, get = table(registry, _REGISTRY_ENTRIES), base.ggml_backend_reg_get_proc_address
-    number = find_entry(entries, _GET_FUNCTION, lambda: get(registry, b""))
-    original = _GET_FUNCTION(entries[number or 0])
+    if not libllama.is_expected_version():
+        yield
+        return
+    device = libllama.ggml_library().ggml_backend_dev_by_type(_CPU)
+    registry = _Registry.from_address(libllama.base_library().ggml_backend_dev_backend_reg(device))
+    original = _GET_FUNCTION(registry.get_proc_address)
     yes = ctypes.CFUNCTYPE(ctypes.c_bool)(lambda: True)
 
-    def get_function(registry: int, name: bytes) -> Any:
+    def get_function(address: int, name: bytes) -> Any:
         is_asked = name == b"ggml_backend_cpu_is_numa"
-        return ctypes.cast(yes, ctypes.c_void_p).value if is_asked else original(registry, name)
+        return ctypes.cast(yes, ctypes.c_void_p).value if is_asked else original(address, name)
 
     own = _GET_FUNCTION(get_function)
-    with replace_entry(entries, number, own) if number is not None else contextlib.nullcontext():
+    with replace_function(registry, "get_proc_address", own):
         yield
 
 
