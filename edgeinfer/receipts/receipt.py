@@ -22,7 +22,7 @@ from msgspec import Meta
 from edgeinfer import __version__
 from edgeinfer.errors import ConfigError, ReceiptError
 from edgeinfer.platform.ed25519 import SigningKey, fingerprint, is_signed_by, parse_key
-from edgeinfer.runtime.events import Finished, FinishReason
+from edgeinfer.runtime.events import Finished, FinishReason, TokenRecord
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest, Sampling, random_bytes
 from edgeinfer.runtime.revision import KERNEL_REVISION
@@ -108,10 +108,6 @@ class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
         """Return the correct value of `sha256`."""
         return _sha256(msgspec.structs.replace(self, sha256="", signature=None, content=None))
 
-    def without_content(self) -> Receipt:
-        """Return the private form, without content."""
-        return msgspec.structs.replace(self, content=None)
-
     def alteration(self) -> str:
         """Describe a change made after the receipt was made; return "" if there is none."""
         content, signature = self.content, self.signature
@@ -155,9 +151,10 @@ def make_receipt(
 ) -> Receipt | Refusal:
     """Make the receipt of an answer to a request `with_record`, or return why there is none."""
     record = finished.record
-    reason = _why_refused(request, finished, info)
-    if reason or record is None:
-        return Refusal(refused=reason or "the engine recorded no tokens")
+    if record is None:
+        return Refusal(refused="the engine recorded no tokens")
+    if reason := _why_refused(request, record, info):
+        return Refusal(refused=reason)
     logprobs = (None if value is None else round(value, 3) + 0.0 for value in record.logprobs)
     content = Content(
         salt=secrets.token_hex(32),
@@ -200,10 +197,9 @@ def sign(receipt: Receipt, key: SigningKey) -> Receipt:
     return msgspec.structs.replace(receipt, signature=signature)
 
 
-def _why_refused(request: GenerateRequest, finished: Finished, info: EngineInfo) -> str:
-    record = finished.record
-    if record is None or record.irreproducible:
-        return record.irreproducible if record else "the engine recorded no tokens"
+def _why_refused(request: GenerateRequest, record: TokenRecord, info: EngineInfo) -> str:
+    if record.irreproducible:
+        return record.irreproducible
     if request.n_pictures:
         return "the request has pictures, which a receipt cannot contain"
     if not info.sha256:

@@ -30,6 +30,16 @@ class Quote(msgspec.Struct, kw_only=True):
     calls: dict[int, list[Any]] = {}
     has_calls: bool = True
 
+    def add(self, field: str, text: Any, number: int, *, may_repeat: bool) -> None:
+        """Add a part of a field, or of call `number`. `may_repeat`: it may begin with the text so far."""
+        if field in ("name", "arguments"):
+            call, i = self.calls.setdefault(number, ["", ""]), int(field == "arguments")
+            call[i] = text if isinstance(text, dict) else f"{call[i]}{text}"
+        else:
+            before: str = getattr(self, field)
+            is_repeated = may_repeat and text.startswith(before)
+            setattr(self, field, text if is_repeated else before + text)
+
     def difference(self, answer: CollectedAnswer, *, prompt: str = "", is_cut: bool = False) -> str:
         """Say which part differs from `answer`, the text of the receipt's tokens; "" if none does.
 
@@ -177,22 +187,12 @@ def _entries(documents: list[dict[str, Any]], source: str) -> tuple[list[Entry],
 
 def quote_answers(documents: list[dict[str, Any]]) -> dict[int, list[Quote]]:
     """Return each copy of every answer of a reply, by the answer's index."""
-    fragments: dict[tuple[int, str, str, int], list[Any]] = {}
+    copies: dict[int, dict[str, Quote]] = {}
     for document in documents:
         for index, copy, field, text, number in _fragments(document):
-            is_call = field in ("name", "arguments")
-            texts = fragments.setdefault((index, copy, field, number if is_call else -1), [])
-            if copy and not is_call and text.startswith("".join(texts)):
-                texts.clear()  # an item after a call repeats the text before it
-            texts.append(text)
-    copies: dict[int, dict[str, Quote]] = {}
-    for (index, copy, field, number), texts in fragments.items():
-        quote = copies.setdefault(index, {}).setdefault(copy, Quote(has_calls=copy != "part"))
-        value = texts[-1] if isinstance(texts[-1], dict) else "".join(map(str, texts))
-        if number >= 0:
-            quote.calls.setdefault(number, ["", ""])[field == "arguments"] = value
-        else:
-            setattr(quote, field, value)
+            quote = copies.setdefault(index, {}).setdefault(copy, Quote(has_calls=copy != "part"))
+            # an item after a call repeats the text before it
+            quote.add(field, text, number, may_repeat=bool(copy))
     return {index: list(quotes.values()) for index, quotes in copies.items()}
 
 

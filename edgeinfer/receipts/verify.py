@@ -217,7 +217,7 @@ class ReceiptCheck:
         is_whole = reason in ("stop", "tool_calls")  # one more token shows whether the answer continues
         generated = self._generate(request, answer, len(answer) + is_whole)
         finished, record = generated.finish, _record(generated)
-        if difference := self._prompt_difference(record, content):
+        if difference := _prompt_difference(record, content):
             return difference
         position = _first_difference(record.answer, answer)
         if position is not None:
@@ -257,12 +257,6 @@ class ReceiptCheck:
             raise ReceiptError("the check was cancelled", hint="run it again")
         return answer
 
-    def _prompt_difference(self, record: TokenRecord, content: Content) -> str:
-        position = _first_difference(record.prompt, content.prompt)
-        if position is None:
-            return ""
-        return f"the prompt of the request differs from token {position} on"
-
     def _token_difference(self, record: TokenRecord, answer: tuple[int, ...], position: int) -> str:
         expected, chosen = answer[position : position + 1], record.answer[position : position + 1]
         self._findings["position"] = position
@@ -281,7 +275,7 @@ class ReceiptCheck:
     def _compare_logprobs(self, content: Content, request: GenerateRequest) -> str:
         """Describe how far the log-probabilities exceed the tolerance, "" if they do not."""
         first = self._generate(request, content.answer[:1], 1)  # only to render the prompt
-        if difference := self._prompt_difference(_record(first), content):
+        if difference := _prompt_difference(_record(first), content):
             return difference
         if len(content.logprobs) != len(content.answer):
             return _TOO_FEW_LOGPROBS
@@ -317,6 +311,11 @@ def _record(answer: CollectedAnswer) -> TokenRecord:
         problem = f"this engine cannot check receipts: {record.irreproducible}"
         raise ReceiptError(problem, hint="check it on the CPU, or on another machine")
     return record
+
+
+def _prompt_difference(record: TokenRecord, content: Content) -> str:
+    position = _first_difference(record.prompt, content.prompt)
+    return "" if position is None else f"the prompt of the request differs from token {position} on"
 
 
 def _first_difference(tokens: tuple[int, ...], expected: tuple[int, ...]) -> int | None:

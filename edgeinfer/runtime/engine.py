@@ -183,14 +183,11 @@ class LlamaEngine:
             raise InvalidRequestError("a token is not in the vocabulary", param="tokens") from error
 
     def tokenize_chat(self, request: GenerateRequest) -> list[int]:
-        text = self._render(request)
-        check_length(len(text), self._input_processor.n_ctx, "messages", self._loaded.n_ctx_train)
-        return self._input_processor.tokenize_chat(request, text, [])
-
-    def _render(self, request: GenerateRequest) -> str:
         self._check_open()
         with limit_preparation():
-            return self._chat_format.render(request)
+            text = self._chat_format.render(request)
+        check_length(len(text), self._input_processor.n_ctx, "messages", self._loaded.n_ctx_train)
+        return self._input_processor.tokenize_chat(request, text, [])
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         self._check_open()

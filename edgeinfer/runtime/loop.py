@@ -65,7 +65,7 @@ class DecodeLoop:
 
     def wake(self) -> None:
         """Wake the loop, so that it notices cancelled requests."""
-        self._core.executor.abort_cancelled()
+        self._core.executor.cancellation.abort_if_all_cancelled()
         with self._changed:
             self._changed.notify_all()
 

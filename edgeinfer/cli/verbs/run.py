@@ -199,7 +199,8 @@ def _write_receipt(receipt: Receipt | Refusal, path: Path, *, is_private: bool) 
     if isinstance(receipt, Refusal):
         sys.stderr.write(f"edgeinfer: no receipt: {receipt.refused}\n")
         return
-    line = msgspec.json.encode(receipt.without_content() if is_private else receipt) + b"\n"
+    private = msgspec.structs.replace(receipt, content=None)
+    line = msgspec.json.encode(private if is_private else receipt) + b"\n"
     secret = path.with_name(f"{path.name}.content")
     with path_errors(path, "name another file for --receipt"):
         if _is_stream(path):

@@ -83,13 +83,9 @@ class Vocab:
     def _read_piece(self, token: int, special: bool) -> bytes:
         if not 0 <= token < self.n_vocab:
             raise IndexError(token)
-        size = _PIECE_BYTES
-        while True:
-            buffer = ctypes.create_string_buffer(size)
-            n = L.llama_token_to_piece(self.pointer, token, buffer, size, 0, special)
-            if n >= 0:
-                return buffer.raw[:n]
-            size = -n
+        args = (self.pointer, token)
+        piece: bytes = _fill(ctypes.c_char, _PIECE_BYTES, L.llama_token_to_piece, args, (0, special))
+        return piece
 
     def marked_pieces(self) -> Iterator[bytes]:
         """Yield each token's bytes for llguidance: of a control token 0xFF and its name."""
@@ -139,28 +135,30 @@ class Vocab:
         and EOS are added if the model wants them.
         """
         data = normalize_text(text, self._normalizer).encode("utf-8", "replace")
-        size = len(data) // 2 + 16
-        while True:
-            tokens = (L.llama_token * size)()
-            n = L.llama_tokenize(
-                self.pointer, data, len(data), tokens, size, add_special, parse_special
-            )
-            if n >= 0:
-                return list(tokens[:n])
-            size = -n
+        args, flags = (self.pointer, data, len(data)), (add_special, parse_special)
+        tokens: list[int] = _fill(
+            L.llama_token, len(data) // 2 + 16, L.llama_tokenize, args, flags
+        )
+        return tokens
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         """Return the text of `tokens` as bytes, with control tokens. Raises IndexError."""
         if any(not 0 <= token < self.n_vocab for token in tokens):
             raise IndexError("a token is not in the vocabulary")
-        array = (L.llama_token * len(tokens))(*tokens)
+        args = (self.pointer, (L.llama_token * len(tokens))(*tokens), len(tokens))
         size = 8 * len(tokens) + 64
-        while True:
-            buffer = ctypes.create_string_buffer(size)
-            n = L.llama_detokenize(self.pointer, array, len(tokens), buffer, size, False, True)
-            if n >= 0:
-                return buffer.raw[:n]
-            size = -n
+        text: bytes = _fill(ctypes.c_char, size, L.llama_detokenize, args, (False, True))
+        return text
+
+
+def _fill(kind: Any, size: int, function: Any, args: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
+    """Return what `function` writes to an array of `size` elements, or of as many as it asks for."""
+    while True:
+        array = (kind * size)()
+        n = function(*args, array, size, *flags)
+        if n >= 0:
+            return array[:n]
+        size = -n
 
 
 def _read_normalizer(model: Any) -> str:

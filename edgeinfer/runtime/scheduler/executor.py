@@ -45,7 +45,6 @@ class Executor:
     counters: Counters
     cancellation: StepCancellation = field(init=False)
     _abort: AbortFlag | None = field(init=False)
-    _step_sequences: list[Sequence] = field(init=False, default_factory=list)
     _low_priority_thread: ThreadPoolExecutor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -101,20 +100,12 @@ class Executor:
         if self._abort is None or not all(entry.is_prefill for entry in entries):
             return self.batch.decode(self.context)
         self._abort.clear()
-        self._step_sequences = [entry.seq for entry in entries]
-        self.cancellation.begin(
-            is_prefill_only=all(seq.is_prefill_only for seq in self._step_sequences),
-            expected_s=self.batch.n_tokens * self.chunk_sizer.s_per_token,
-        )
+        expected_s = self.batch.n_tokens * self.chunk_sizer.s_per_token
+        self.cancellation.begin([entry.seq for entry in entries], expected_s)
         code = self.batch.decode(self.context)
         self.cancellation.end(lost=code == _ABORTED)
-        self._step_sequences = []
         self._abort.clear()
         return code
-
-    def abort_cancelled(self) -> None:
-        """Abort the running step if all its requests have been cancelled. Any thread."""
-        self.cancellation.abort_if_all_cancelled([seq.cancelled for seq in self._step_sequences])
 
     def _record_time(self, entries: list[BatchEntry], seconds: float) -> None:
         decoding = [entry for entry in entries if not entry.is_prefill]
@@ -191,31 +182,33 @@ class StepCancellation:
     def __init__(self, request_abort: Callable[[], None]) -> None:
         self._request_abort = request_abort
         self._lock = threading.Lock()
-        self._began: float | None = None
-        self._is_prefill_only = False
-        self._expected_s = 0.0
+        self._sequences: list[Sequence] = []  # of the running step
+        self._began = self._expected_s = 0.0
         self._allowed_loss_s = _MAX_LOST_S
 
-    def begin(self, *, is_prefill_only: bool, expected_s: float) -> None:
-        """Record the start of a step. `is_prefill_only`: all its requests have `max_tokens` 0."""
+    def begin(self, sequences: list[Sequence], expected_s: float) -> None:
+        """Record the start of a step with chunks of the prompts of `sequences`."""
         with self._lock:
-            self._began, self._is_prefill_only = time.monotonic(), is_prefill_only
+            self._sequences, self._began = sequences, time.monotonic()
             self._expected_s = expected_s
+
+    @property
+    def _is_prefill_only(self) -> bool:
+        return all(seq.is_prefill_only for seq in self._sequences)
 
     def end(self, *, lost: bool) -> None:
         """Record the end of the step; `lost` if it was aborted."""
         with self._lock:
-            if self._began is None:
-                return
-            took_s, self._began = time.monotonic() - self._began, None
             if not self._is_prefill_only:
+                took_s = time.monotonic() - self._began
                 change_s = -took_s if lost else took_s * _LOST_SHARE
                 self._allowed_loss_s = min(_MAX_LOST_S, self._allowed_loss_s + change_s)
+            self._sequences = []
 
     def abort_for_incoming_request(self, n_tokens: int) -> None:
         """Abort the running prefill step if a new prompt of `n_tokens` is short, and little is lost."""
         with self._lock:
-            if self._began is None:
+            if not self._sequences:
                 return
             lost_s = time.monotonic() - self._began
             is_late = lost_s > max(self._expected_s / 2, self._expected_s - _ALMOST_DONE_S)
@@ -223,8 +216,8 @@ class StepCancellation:
             if self._is_prefill_only or is_worth_it:
                 self._request_abort()
 
-    def abort_if_all_cancelled(self, cancelled: list[bool]) -> None:
-        """Abort the running prefill step if `cancelled` is True for all its requests."""
+    def abort_if_all_cancelled(self) -> None:
+        """Abort the running prefill step if all its requests have been cancelled."""
         with self._lock:
-            if self._began is not None and cancelled and all(cancelled):
+            if self._sequences and all(seq.cancelled for seq in self._sequences):
                 self._request_abort()

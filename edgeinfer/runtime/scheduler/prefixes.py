@@ -52,10 +52,6 @@ class Prefixes:
         if self.prefix_cache is not None:
             self.prefix_cache.saver.step(is_idle=is_idle)
 
-    def estimate_saved_s(self, seq: Sequence) -> float:
-        """Estimate how long (s) prefill of a prompt's cached tokens would have taken, 0 if unknown."""
-        return self._chunk_sizer.estimate_prefill_s(seq.n_cached_tokens)
-
     def count_cached_in_memory(self, seq: Sequence) -> int:
         """Return how many tokens of a prompt can be reused from the KV cache in memory."""
         if not seq.request.cache_prompt:
@@ -190,6 +186,7 @@ class Prefixes:
     def release(self, seq: Sequence, *, keep: bool) -> None:
         """Release the sequence of a request that has ended; with `keep`, later ones may reuse it."""
         self._end_load(seq)
+        seq.saved_s = self._chunk_sizer.estimate_prefill_s(seq.n_cached_tokens)
         if not seq.is_started:
             return
         is_whole = seq.n_past_whole == seq.n_past

@@ -65,7 +65,6 @@ class RequestQueue:
         else:
             self.waiting.remove(seq)
         self.prefixes.release(seq, keep=keep)
-        seq.saved_s = self.prefixes.estimate_saved_s(seq)
         c = self._counters
         c.completion_tokens_total += seq.n_generated
         c.constraint_seconds_total += seq.constraint_s

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -123,9 +125,10 @@ def test_prefill_only_requests_yield_their_places(smollm2: Path) -> None:
 def test_step_cancellation_loses_little_work() -> None:
     asked = threading.Event()
     cancellation = StepCancellation(asked.set)
+    sequences: Any = [SimpleNamespace(is_prefill_only=False, cancelled=False) for _ in range(2)]
     cancellation.abort_for_incoming_request(10)
     assert not asked.is_set()
-    cancellation.begin(is_prefill_only=False, expected_s=600.0)
+    cancellation.begin(sequences, 600.0)
     cancellation.abort_for_incoming_request(5000)
     assert not asked.is_set()
     cancellation.abort_for_incoming_request(10)
@@ -133,17 +136,19 @@ def test_step_cancellation_loses_little_work() -> None:
     cancellation.end(lost=True)
     asked.clear()
     cancellation._allowed_loss_s = 0.0
-    cancellation.begin(is_prefill_only=False, expected_s=600.0)
+    cancellation.begin(sequences, 600.0)
     cancellation.abort_for_incoming_request(10)
     assert not asked.is_set()
     cancellation._allowed_loss_s = 600.0
     cancellation.end(lost=False)
     for expected_s in (0.0, 0.1):
-        cancellation.begin(is_prefill_only=False, expected_s=expected_s)
+        cancellation.begin(sequences, expected_s)
         cancellation._began = time.monotonic() - 0.6 * expected_s
         cancellation.abort_for_incoming_request(10)
         assert not asked.is_set()
-    cancellation.abort_if_all_cancelled([True, False])
-    assert not asked.is_set()
-    cancellation.abort_if_all_cancelled([True, True])
+    for seq in sequences:
+        cancellation.abort_if_all_cancelled()
+        assert not asked.is_set()
+        seq.cancelled = True
+    cancellation.abort_if_all_cancelled()
     assert asked.is_set()
