@@ -77,6 +77,15 @@ def group(request: pytest.FixtureRequest) -> Iterator[Callable[[int], str]]:
     folder.rmdir()
 
 
+@pytest.fixture(scope="module")
+def model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 in 32 bits."""
+    path = tmp_path_factory.mktemp("model") / "f32.gguf"
+    run_quantizer(smollm2, path, file_type("F32"), Job(), QuantizeOptions())
+    assert path.stat().st_size > 500 * MIB
+    return path
+
+
 def answer(
     group: str, model: Path, n_ctx: int = 512, prompt: str = "The river", later_limit: int = 0
 ) -> dict[str, Any]:
@@ -93,11 +102,8 @@ def answer(
 
 
 def test_a_model_larger_than_memory_answers_with_a_warning(
-    group: Callable[[int], str], smollm2: Path, tmp_path: Path
+    group: Callable[[int], str], model: Path
 ) -> None:
-    model, kind = tmp_path / "f32.gguf", file_type("F32")
-    run_quantizer(smollm2, model, kind, Job(), QuantizeOptions())
-    assert model.stat().st_size > 500 * MIB
     short = answer(group(420 * MIB), model)
     roomy = answer("", model)
     assert short["text"] == roomy["text"] != ""
@@ -111,10 +117,8 @@ def test_a_model_larger_than_memory_answers_with_a_warning(
 
 
 def test_what_is_in_memory_follows_a_limit_that_changes(
-    group: Callable[[int], str], smollm2: Path, tmp_path: Path
+    group: Callable[[int], str], model: Path
 ) -> None:
-    model, kind = tmp_path / "f32.gguf", file_type("F32")
-    run_quantizer(smollm2, model, kind, Job(), QuantizeOptions())
     prompt = "A long prompt of many rows. " * 20
     short = answer(group(640 * MIB), model, prompt=prompt, later_limit=560 * MIB)
     assert short["again"] == short["text"] == answer("", model, prompt=prompt)["text"] != ""

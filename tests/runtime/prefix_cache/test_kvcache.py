@@ -68,26 +68,6 @@ def test_next_turn_continues_in_place() -> None:
     assert kv.used_cells == memory.cells == 3
 
 
-def test_a_running_sequence_shares_its_prefix_for_free() -> None:
-    kv, memory = make()
-    leader = claim(kv, memory, list(range(20)))
-    follower = kv.allocate(PromptTokens([*range(10), 99, 98]), ())
-    assert follower is not leader
-    assert follower.tokens == list(range(10))
-    assert kv.used_cells == memory.cells == 20
-    kv.release(leader, keep=False)
-    assert kv.used_cells == memory.cells == 10
-
-
-def test_cells_that_are_not_kept_are_free_at_once() -> None:
-    kv, memory = make(n_cells=200)
-    finished, running = claim(kv, memory, list(range(10))), claim(kv, memory, list(range(50, 60)))
-    kv.release(finished, keep=False)
-    assert kv.used_cells == memory.cells == 10
-    assert kv.match(PromptTokens(list(range(12))), ()) == (None, 0)
-    assert kv.cached_sequences == [running]
-
-
 @pytest.mark.parametrize(("n_running", "n_left"), [(2, 9), (3, 6)])
 def test_short_idle_sequences_are_limited_beside_many(n_running: int, n_left: int) -> None:
     kv, memory = make(n_cells=20_000, n_seq_max=32)
@@ -130,13 +110,6 @@ def test_eviction_is_lru_with_pinned_last() -> None:
     assert kv.make_room(30)
     assert kv.cached_sequences == []
     assert memory.cells == kv.used_cells == 0
-
-
-def test_active_sequences_are_never_evicted() -> None:
-    kv, memory = make(n_cells=16)
-    claim(kv, memory, list(range(10)))
-    assert not kv.make_room(7)
-    assert kv.used_cells == 10
 
 
 def test_sequence_without_truncation_is_reused_whole_or_not() -> None:

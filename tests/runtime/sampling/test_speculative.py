@@ -134,28 +134,9 @@ def test_past_answers_are_drafted_where_the_text_has_no_longer_match(tmp_path: P
     answers.close()
 
 
-def test_a_full_batch_never_drafts() -> None:
-    assert set(decode(Drafting(Always(), limit=7), [1] * 200, FULL)) == {0}
-
-
 def test_nothing_is_drafted_before_a_step_was_measured() -> None:
     budget = DraftBudget(StepCurve(), 1, 1)
     assert Drafting(Always(), limit=7).propose([0], 8, budget) == []
-
-
-def test_right_predictions_lengthen_the_drafts() -> None:
-    drafting = Drafting(Always(), limit=15)
-    drafted = decode(drafting, [1] * 200, CHEAP)
-    assert drafted[0] <= 2
-    assert max(drafted) == 15
-    assert drafting.accepted == drafting.drafted
-
-
-def test_wrong_predictions_cost_next_to_nothing() -> None:
-    drafting = Drafting(Always(), limit=7)
-    decode(drafting, [2] * 500, CHEAP)
-    assert drafting.drafted <= 40
-    assert drafting.accepted == 0
 
 
 def test_a_text_that_becomes_predictable_is_drafted_again() -> None:
