@@ -17,11 +17,9 @@ import itertools
 import json
 import re
 import secrets
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from threading import Lock
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -47,12 +45,20 @@ from edgeinfer.runtime.chat_format.tool_call_formats import ToolFormat
 from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_format
 from edgeinfer.runtime.chat_format.tool_call_grammar import example
 from edgeinfer.runtime.options import Chosen
-from edgeinfer.runtime.requests import Constraint, GenerateRequest, Message, Tool, limit_preparation
+from edgeinfer.runtime.requests import (
+    Constraint,
+    GenerateRequest,
+    Message,
+    Tool,
+    ToolChoice,
+    limit_preparation,
+)
 from edgeinfer.runtime.sampling.grammar import Lark, lark_parts, quote
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
 
+#: Number of cached grammars of tool calls.
 _KEPT = 32
 _MAX_TOOLS = 128
 _MAX_NAME = 128
@@ -134,8 +140,7 @@ class ChatFormat:
         self._is_transcript = template.source == TRANSCRIPT
         self._form, self._form_reason = detect_format(template.source, facts.architecture, facts.name)
         self._span, self.can_think = detect_reasoning(template.source)
-        self._grammars: OrderedDict[bytes, tuple[Lark | None, bool]] = OrderedDict()
-        self._lock = Lock()
+        self._grammar = lru_cache(_KEPT)(self._make_grammar)
         self._control = ControlTokens(facts.vocab)
         self._pictures = PictureMarkers()
         self.reason = reason
@@ -262,16 +267,7 @@ class ChatFormat:
             return self._call_or_answer(request, request.constraint), False
         if mode == "auto" and not self._template.traits.tools:
             return None, False
-        key = msgspec.json.encode((request.cache_salt, tools, request.tool_choice))
-        with self._lock:
-            grammar = self._grammars.get(key)
-        if grammar is None:
-            grammar = self._grammar(request)
-            with self._lock:
-                self._grammars[key] = grammar
-                while len(self._grammars) > _KEPT:
-                    self._grammars.popitem(last=False)
-        return grammar
+        return self._grammar(msgspec.json.encode((request.cache_salt, tools, request.tool_choice)))
 
     def _call_or_answer(self, request: GenerateRequest, constraint: Constraint) -> Lark:
         """Return a grammar of an answer that is either tool calls or follows `constraint`."""
@@ -281,8 +277,11 @@ class ChatFormat:
         source = f"start: calls | @answer\ncalls: {calls.source.removeprefix('start: ')}"
         return Lark(source, (("answer", lark_parts(constraint)[0]),))
 
-    def _grammar(self, request: GenerateRequest) -> tuple[Lark | None, bool]:
-        choice, vocab = request.tool_choice, self._facts.vocab
+    def _make_grammar(self, key: bytes) -> tuple[Lark | None, bool]:
+        """Return `_constraint` of a request whose salt, tools and choice are `key`, as JSON."""
+        salt, tools, choice = msgspec.json.decode(key, type=tuple[str, tuple[Tool, ...], ToolChoice])
+        request = GenerateRequest(cache_salt=salt, tools=tools, tool_choice=choice)
+        vocab = self._facts.vocab
         tools = _constrained_tools(request, may_refuse=choice.mode != "auto")
         if choice.mode == "auto":
             grammar = tool_call_grammar.text_or_calls(self._form, tools, vocab, several=choice.parallel)

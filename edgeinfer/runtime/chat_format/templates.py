@@ -293,20 +293,18 @@ class TemplateTrial(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     bos: str
     eos: str
-    memory_bytes: int = MEMORY_BYTES
-    cpu_s: int = CPU_S
+    memory_bytes: int
+    cpu_s: int
 
 
-def load_untrusted(
-    source: str, bos: str, eos: str, *, memory_bytes: int = MEMORY_BYTES
-) -> ChatTemplate:
+def load_untrusted(source: str, bos: str, eos: str) -> ChatTemplate:
     """Load a downloaded template, probed in a process with limits. Raises ModelLoadError."""
     named = "\0".join((edgeinfer.__version__, bos, eos, source))
     key = hashlib.sha256(named.encode("utf-8", "replace")).hexdigest()
     traits = _KNOWN.read().get(key)
     if traits is None:
         traits = _probe_in_process(
-            TemplateTrial(source=source, bos=bos, eos=eos, memory_bytes=memory_bytes)
+            TemplateTrial(source=source, bos=bos, eos=eos, memory_bytes=MEMORY_BYTES, cpu_s=CPU_S)
         )
         if traits is not None:
             _KNOWN.put(key, traits)

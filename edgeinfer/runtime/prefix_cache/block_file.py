@@ -10,7 +10,7 @@
 
 A piece begins at a multiple of 64; a piece with KV cells begins at the page offset in the header, so
 that its pages can be mapped into the KV cache. So the format depends on the page size, and so does
-MAGIC. The checksum is verified first, because llama.cpp aborts on damaged states.
+MAGIC. The checksum is verified, because llama.cpp aborts on damaged states.
 """
 
 from __future__ import annotations
@@ -108,18 +108,14 @@ def read_header(start: bytes | memoryview) -> Header:
 
 def decode(data: memoryview, file: MappedFile | None = None) -> KvBlock:
     """Verify and decode the block in `data`, mapped from `file`. Raises BlockDamagedError."""
-    if len(data) < _HEAD.size:
-        raise BlockDamagedError(f"it has {len(data)} bytes, fewer than its fixed fields")
-    magic, checksum, size, length = _HEAD.unpack_from(data)
-    if magic != MAGIC:
-        raise BlockDamagedError("it is not a block of this version")
+    header = read_header(data)
+    _, checksum, size, length = _HEAD.unpack_from(data)
     if size != len(data):
         raise BlockDamagedError(f"it has {len(data)} bytes, but its header says {size}")
     computed = xxhash.xxh3_64()  # not xxh3_64_intdigest, which holds the GIL
     computed.update(data[_CHECKED_FROM:])
     if computed.intdigest() != checksum:
         raise BlockDamagedError("its checksum is wrong")
-    header = read_header(data)
     return KvBlock(header, tuple(_states(data, _HEAD.size + length, header.states, file)))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
 from edgeinfer.platform import process
+from edgeinfer.runtime.chat_format import templates
 from edgeinfer.runtime.chat_format.templates import ChatTemplate, load_untrusted
 from edgeinfer.runtime.requests import Message, limit_preparation
 
@@ -126,10 +127,11 @@ def test_string_methods_and_filters_work(source, text):
     assert ChatTemplate.load(source).render((Message(role="user", content="hi"),)) == text
 
 
-def test_unknown_template_is_probed_in_a_limited_child():
+def test_unknown_template_is_probed_in_a_limited_child(monkeypatch):
     greedy = "{% set s='🙂'*30000000 %}{{ s|length }}"  # within the fuel, but not within the child
+    monkeypatch.setattr(templates, "MEMORY_BYTES", 110 << 20)
     with pytest.raises(ModelLoadError) as caught:
-        load_untrusted(greedy, "", "", memory_bytes=110 << 20)
+        load_untrusted(greedy, "", "")
     assert "was refused: it takes too much memory" in caught.value.message
     with pytest.raises(ModelLoadError) as caught:
         load_untrusted("{% for %}", "", "")
