@@ -21,7 +21,7 @@ from edgeinfer.runtime.scheduler.batch_invariance import why_irreproducible
 from ..conftest import ROOT
 from . import arm64
 from .conftest import answer, load
-from .test_attention import LEVELS, can_run, run
+from .test_attention import LEVELS, can_run, level_here, run
 
 PROGRAM = ROOT / "tests/made/graph_digests.py"
 #: Level → one of ggml's CPU variants for it, which every processor of that level can run.
@@ -87,14 +87,7 @@ def _graphs(level: str, models: dict[str, Path], kernels: str | None = None) -> 
 
 
 def _level_here() -> str:
-    levels = [
-        level
-        for level in LEVELS
-        if can_run(level) and libedgeinfer.library(f"kernels-{level}").exists()
-    ]
-    if not levels:
-        pytest.skip("no kernels for this processor")
-    return levels[-1]
+    return level_here() or pytest.skip("this processor has no kernels of ours")
 
 
 @pytest.fixture(scope="module")
