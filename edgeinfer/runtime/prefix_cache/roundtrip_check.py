@@ -66,52 +66,40 @@ class RoundtripCheck:
 
     def _compare(self) -> Iterator[str | None]:
         self._tokens = random.Random(7).choices(range(self._n_vocab), k=self.n_tokens)
-        context = self._make_context(self.n_tokens + 2 * _CHUNK, _N_SEQ)
+        context = self._context = self._make_context(self.n_tokens + 2 * _CHUNK, _N_SEQ)
         try:
-            probe = _Probe(context, self._n_vocab, supports_truncation=self._supports_truncation)
-            yield from probe.prefill(self._tokens[: self._truncate_at], 0)
-            checkpoints = [probe.checkpoint()]
-            yield from probe.prefill(self._tokens[self._truncate_at :], self._truncate_at)
-            checkpoints.append(probe.checkpoint())
+            self._batch = Batch.of(context, max_outputs=1)
+            self._states = states = SequenceStates(
+                context, _SCRATCH, supports_truncation=self._supports_truncation
+            )
+            yield from self._prefill(self._tokens[: self._truncate_at], 0)
+            checkpoints = [self._checkpoint()]
+            yield from self._prefill(self._tokens[self._truncate_at :], self._truncate_at)
+            checkpoints.append(self._checkpoint())
             n, size = self.n_tokens, self._block_tokens
             starts = range(0, n, size)
-            blocks = [probe.states.save(_SEQ_ID, start, min(n, start + size)) for start in starts]
-            expected = self._next_logits(probe, checkpoints)
+            blocks = [states.save(_SEQ_ID, start, min(n, start + size)) for start in starts]
+            expected = self._next_logits(checkpoints)
             yield None
             context.clear(zeros=True)
-            if None in blocks or not all(
-                probe.states.restore(_SEQ_ID, b) for b in blocks if b is not None
-            ):
+            if not all(block is not None and states.restore(_SEQ_ID, block) for block in blocks):
                 yield "llama.cpp cannot save or restore parts of this model's state"
                 return
-            probe.restore(checkpoints[1], len(self._tokens))
-            restored = self._next_logits(probe, checkpoints)
+            self._restore(checkpoints[1], len(self._tokens))
+            restored = self._next_logits(checkpoints)
         finally:
             context.free()
         worst = max(float(np.abs(a - b).max()) for a, b in zip(expected, restored, strict=True))
         yield "exact" if worst == 0 else f"after a restore the next logits differ by {worst:.3g}"
 
-    def _next_logits(
-        self, probe: _Probe, checkpoints: list[memoryview | None]
-    ) -> list[npt.NDArray[np.float32]]:
+    def _next_logits(self, checkpoints: list[memoryview | None]) -> list[npt.NDArray[np.float32]]:
         """Return the logits after the whole text, and after truncating and extending it."""
-        after_text = probe.logits(self._tokens[:1], len(self._tokens))
-        probe.restore(checkpoints[0], self._truncate_at)
+        after_text = self._logits(self._tokens[:1], len(self._tokens))
+        self._restore(checkpoints[0], self._truncate_at)
         tail = self._tokens[-_TAIL_TOKENS:]
-        return [after_text, probe.logits(tail, self._truncate_at)]
+        return [after_text, self._logits(tail, self._truncate_at)]
 
-
-class _Probe:
-    """Prefills, truncates and restores the check's sequence in the small context."""
-
-    def __init__(self, context: LlamaContext, n_vocab: int, *, supports_truncation: bool) -> None:
-        self._supports_truncation = supports_truncation
-        self._context = context
-        self.states = SequenceStates(context, _SCRATCH, supports_truncation=supports_truncation)
-        self._batch = Batch.of(context, max_outputs=1)
-        self._n_vocab = n_vocab
-
-    def prefill(self, tokens: list[int], start: int) -> Iterator[str | None]:
+    def _prefill(self, tokens: list[int], start: int) -> Iterator[str | None]:
         """Prefill `tokens` from position `start` on, a step per iteration. The last has logits."""
         for offset in range(0, len(tokens), _CHUNK):
             chunk = tokens[offset : offset + _CHUNK]
@@ -121,19 +109,19 @@ class _Probe:
                 raise decode_error(code, f"{len(chunk)} tokens of the round-trip check")
             yield None
 
-    def logits(self, tokens: list[int], start: int) -> npt.NDArray[np.float32]:
+    def _logits(self, tokens: list[int], start: int) -> npt.NDArray[np.float32]:
         """Compute `tokens` from position `start` on; return the logits after them: float32[n_vocab]."""
-        for _ in self.prefill(tokens, start):
+        for _ in self._prefill(tokens, start):
             continue
         return self._context.logits(len(tokens) - 1, self._n_vocab).copy()
 
-    def checkpoint(self) -> memoryview | None:
-        return None if self._supports_truncation else self.states.save_checkpoint(_SEQ_ID)
+    def _checkpoint(self) -> memoryview | None:
+        return None if self._supports_truncation else self._states.save_checkpoint(_SEQ_ID)
 
-    def restore(self, checkpoint: memoryview | None, n: int) -> None:
+    def _restore(self, checkpoint: memoryview | None, n: int) -> None:
         """Truncate to the first `n` tokens; a recurrent state is restored from their checkpoint."""
         if checkpoint is not None:
-            self.states.restore_checkpoint(_SEQ_ID, checkpoint)
+            self._states.restore_checkpoint(_SEQ_ID, checkpoint)
         self._context.remove(_SEQ_ID, n)
 
 
