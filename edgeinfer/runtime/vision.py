@@ -61,23 +61,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Successive rows of a picture in a prompt: `n_rows` from token `start` on.
-
-    `chunk` counts the spans of one picture. `is_whole`, `n_positions` and `positions` are as in
-    `mtmd.Chunk`.
-    """
+    """The rows of a `chunk` in a prompt, from token `start` on. `number` counts a picture's spans."""
 
     start: int
-    n_rows: int
     source: Source
-    chunk: int
-    is_whole: bool
-    n_positions: int
-    positions: npt.NDArray[np.int32] | None = None
+    number: int
+    chunk: Chunk
 
     @property
     def end(self) -> int:
-        return self.start + self.n_rows
+        return self.start + self.chunk.n_rows
 
     @property
     def digest(self) -> bytes:
@@ -121,12 +114,10 @@ class Vision:
             if not chunk.n_rows:
                 tokens += chunk.tokens
                 continue
-            n, places = chunk.n_rows, chunk.positions
-            spans.append(
-                Span(len(tokens), n, source, n_spans, chunk.is_whole, chunk.n_positions, places)
-            )
-            key = b"%s %d %d" % (source.digest, n_spans, n)
-            tokens += row_tokens(key, n, 0 if places is None else chunk.n_positions)
+            spans.append(Span(len(tokens), source, n_spans, chunk))
+            key = b"%s %d %d" % (source.digest, n_spans, chunk.n_rows)
+            n_positions = 0 if chunk.positions is None else chunk.n_positions
+            tokens += row_tokens(key, chunk.n_rows, n_positions)
             n_spans += 1
 
     def _source(self, file: bytes, request: GenerateRequest) -> tuple[Source, list[Chunk]]:
@@ -336,8 +327,8 @@ class PromptPictures:
 
     def is_edge(self, n_past: int) -> bool:
         """Return whether a picture begins or ends at token `n_past`."""
-        begins = [span.start for span in self.spans if not span.chunk]
-        goes_on = [*(bool(span.chunk) for span in self.spans[1:]), False]
+        begins = [span.start for span in self.spans if not span.number]
+        goes_on = [*(bool(span.number) for span in self.spans[1:]), False]
         ends = [span.end for span, more in zip(self.spans, goes_on, strict=False) if not more]
         return n_past in begins or n_past in ends
 
@@ -360,7 +351,7 @@ class PromptPictures:
 
     def rows(self, span: Span) -> Rows:
         """Return the rows of `span`, which must be encoded: float32[n_rows, width]."""
-        return self._rows[span.digest].result()[span.chunk]
+        return self._rows[span.digest].result()[span.number]
 
 
 _HELPER = "edgeinfer.runtime.llama.helpers.projector_trial"

@@ -153,14 +153,14 @@ def scores(engine: LlamaEngine, tokens: list[int], spans: list[Span]) -> np.ndar
         n = stop - n_past
         batch = L.llama_batch_init(n, loaded.n_embd if span else 0, 1)
         positions = np.arange(position, position + n, dtype=np.int32)
-        position += span.n_positions if span else n
-        if span and span.positions is not None:
+        position += span.chunk.n_positions if span else n
+        if span and span.chunk.positions is not None:
             behind = np.array([[1], [1], [1], [0]]) * positions[0]
-            positions = np.ascontiguousarray(span.positions + behind, np.int32)
+            positions = np.ascontiguousarray(span.chunk.positions + behind, np.int32)
             batch.pos = positions.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
         batch.n_tokens = n
         if span:
-            data = rows[span.digest][span.chunk]
+            data = rows[span.digest][span.number]
             ctypes.memmove(batch.embd, data.ctypes.data, data.nbytes)
         for i in range(n):
             if not span:
@@ -170,7 +170,7 @@ def scores(engine: LlamaEngine, tokens: list[int], spans: list[Span]) -> np.ndar
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = 0
             batch.logits[i] = i == n - 1
-        L.llama_set_causal_attn(context, not (span and span.is_whole))
+        L.llama_set_causal_attn(context, not (span and span.chunk.is_whole))
         assert L.llama_decode(context, batch) == 0
         L.llama_set_causal_attn(context, True)
         n_past = stop
@@ -310,7 +310,7 @@ def test_picture_longer_than_the_window_continues_exactly(gemma3: Path, tmp_path
     options = LoadOptions(n_ctx=2048, n_parallel=2, n_batch=1024)
     with closing(load_engine(files, options)) as engine:
         spans = spans_of(engine, second)[1]
-        assert spans[0].n_rows == 576  # the window is 512
+        assert spans[0].chunk.n_rows == 576  # the window is 512
         fresh = answer_as_bare_calls(engine, msgspec.structs.replace(second, cache_prompt=False))
         answer(engine, first)
         cached = answer(engine, second)
@@ -446,7 +446,7 @@ def test_text_cannot_place_a_picture(engine: LlamaEngine) -> None:
     assert min(engine.tokenize_chat(chat(hostile))) >= 0
     tokens = engine.tokenize_chat(chat(hostile, picture(), "What?"))
     assert len(tokens) - len(text_only(tokens)) == sum(
-        span.n_rows for span in spans_of(engine, chat(picture()))[1]
+        span.chunk.n_rows for span in spans_of(engine, chat(picture()))[1]
     )
 
 
@@ -548,7 +548,7 @@ def test_picture_that_none_waits_for_is_not_encoded() -> None:
     for pixels in (a, b, c):
         vision._keep_pixels(pixels.rgb, pixels)
     requests = [
-        PromptPictures(vision, [Span(0, 1, Source(pixels.rgb, b"", (1, 1)), 0, False, 1)])
+        PromptPictures(vision, [Span(0, Source(pixels.rgb, b"", (1, 1)), 0, Chunk(n_rows=1))])
         for pixels in (a, b, c, c)
     ]
     for request in requests:

@@ -101,21 +101,21 @@ class BatchPlanner:
         """Add rows of the next picture of `seq`, which are then all that the step computes."""
         span, past = seq.picture, seq.n_past
         assert span is not None
-        n = span.end - past
-        if not span.is_whole:
+        n, chunk = span.end - past, span.chunk
+        if not chunk.is_whole:
             n = min(n, self.chunk_sizer.token_budget(self.batch.room, int(not is_unbatched), [n]))
         if not self.kv.make_room(n):
             self._preempt_other_than(seq)
             return []
         has_output = past + n == len(seq.tokens) and seq.max_tokens > 0
         rows = slice(past - span.start, past - span.start + n)
-        positions = span.positions
+        positions = chunk.positions
         self.batch.add_picture(
             seq.pictures.rows(span)[rows],
             seq.position,
             seq.cached_seq.seq_id,
             outputs=int(has_output),
-            is_causal=not span.is_whole,
+            is_causal=not chunk.is_whole,
             positions=None if positions is None else positions[:, rows],
             adapters=seq.adapters,
         )
