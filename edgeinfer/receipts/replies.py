@@ -31,7 +31,7 @@ class Quote(msgspec.Struct, kw_only=True):
     has_calls: bool = True
 
     def add(self, field: str, text: Any, number: int, *, may_repeat: bool) -> None:
-        """Add a part of a field, or of call `number`. `may_repeat`: it may begin with the text so far."""
+        """Add a part of a field, or of call `number`. `may_repeat`: it may repeat the text so far."""
         if field in ("name", "arguments"):
             call, i = self.calls.setdefault(number, ["", ""]), int(field == "arguments")
             call[i] = text if isinstance(text, dict) else f"{call[i]}{text}"

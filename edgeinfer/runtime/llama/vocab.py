@@ -136,9 +136,7 @@ class Vocab:
         """
         data = normalize_text(text, self._normalizer).encode("utf-8", "replace")
         args, flags = (self.pointer, data, len(data)), (add_special, parse_special)
-        tokens: list[int] = _fill(
-            L.llama_token, len(data) // 2 + 16, L.llama_tokenize, args, flags
-        )
+        tokens: list[int] = _fill(L.llama_token, len(data) // 2 + 16, L.llama_tokenize, args, flags)
         return tokens
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:

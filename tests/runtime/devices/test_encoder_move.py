@@ -13,6 +13,7 @@ from edgeinfer.runtime import gpu_offload
 from edgeinfer.runtime.gpu_offload import GpuOffloader
 from edgeinfer.runtime.layer_plan import Device
 from edgeinfer.runtime.llama import backend_loading
+from edgeinfer.runtime.llama.mtmd import Chunk
 from edgeinfer.runtime.vision import Source, Span, Vision
 
 DEVICE = Device(name="CUDA0", description="a card", kind="gpu", backend="cuda", free_bytes=1 << 40)
@@ -95,7 +96,7 @@ def test_rows_of_a_device_are_never_stored_for_the_cpu(is_cached: bool) -> None:
     vision = Vision(projector, "key", max_rows=8)
     cpu, device = folder("CPU"), folder("device")
     spans = [
-        Span(0, 2, Source(b"digest", b"", (1, 1), place, is_stored=True), 0, False, 2)
+        Span(0, Source(b"digest", b"", (1, 1), place, is_stored=True), 0, Chunk(n_rows=2))
         for place in (cpu, device)
     ]
     vision._pixels[b"digest"] = Picture(1, 1, b"rgb")
