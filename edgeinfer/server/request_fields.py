@@ -19,19 +19,19 @@ from edgeinfer.units import parse_duration
 T = TypeVar("T")
 
 
-def unique_tools(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
-    """Return `tools`. Raises InvalidRequestError if two have the same name."""
+#: A tool's name, description, JSON schema of its arguments, and whether they must match the schema.
+ToolRow = tuple[str, str | None, dict[str, Any] | None, bool | None]
+
+
+def make_tools(rows: Iterable[ToolRow]) -> tuple[Tool, ...]:
+    """Make tools. Raises InvalidRequestError if two have the same name."""
+    tools = tuple(
+        Tool(name=name, description=description or "", parameters=schema or {}, strict=strict is True)
+        for name, description, schema, strict in rows
+    )
     if len({tool.name for tool in tools}) != len(tools):
         raise InvalidRequestError("two tools have the same name", param="tools")
     return tools
-
-
-def make_tool(
-    name: str, description: str | None, schema: dict[str, Any] | None, strict: bool | None
-) -> Tool:
-    """Make a tool; `schema` is the JSON schema of its arguments."""
-    text, parameters = description or "", schema or {}
-    return Tool(name=name, description=text, parameters=parameters, strict=strict is True)
 
 
 def check_choice(choice: ToolChoice, tools: tuple[Tool, ...], required: str = "required") -> ToolChoice:
@@ -59,10 +59,8 @@ def refuse_infill(info: EngineInfo, param: str) -> None:
 def refuse_pictures(request: GenerateRequest, info: EngineInfo) -> None:
     """Raise InvalidRequestError if the request has pictures and the model does not accept them."""
     if request.n_pictures and not info.can_see:
-        message, hint = (
-            f"{info.model} does not accept pictures",
-            "`edgeinfer list pictures` shows models that do",
-        )
+        message = f"{info.model} does not accept pictures"
+        hint = "`edgeinfer list pictures` shows models that do"
         raise InvalidRequestError(message, hint=hint, param="messages")
 
 

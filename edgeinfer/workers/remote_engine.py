@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import queue
 import socket
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
@@ -134,34 +133,28 @@ T = TypeVar("T")
 _END_S = 30.0
 
 
+def _forwarding(method: str, kind: type[T]) -> Callable[..., T]:
+    def call(engine: ForwardingEngine, /, *arguments: Any, **named: Any) -> T:
+        return engine._forward(method, kind, *arguments, **named)
+
+    return call
+
+
 class ForwardingEngine:
-    """Base of engines whose methods call another engine by `_forward`, which a subclass defines."""
+    """Base of engines whose methods call another engine by `_forward`, which a subclass defines.
+
+    The methods have the parameters that `Engine` declares, and the return types named here.
+    """
 
     def _forward(self, method: str, kind: type[T], *arguments: Any, **named: Any) -> T:
         raise NotImplementedError
 
-    def tokenize(
-        self, text: str, *, add_special: bool = False, parse_special: bool = False
-    ) -> list[int]:
-        return self._forward(
-            "tokenize", list[int], text, add_special=add_special, parse_special=parse_special
-        )
-
-    def detokenize(self, tokens: Sequence[int]) -> bytes:
-        return self._forward("detokenize", bytes, list(tokens))
-
-    def tokenize_chat(self, request: GenerateRequest) -> list[int]:
-        return self._forward("tokenize_chat", list[int], request)
-
-    def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
-        plain = [text if isinstance(text, str) else list(text) for text in texts]
-        return self._forward("embed", list[list[float]], plain)
-
-    def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        return self._forward("rerank", list[float], query, list(documents))
-
-    def agent_prefix(self, agent: str, salt: str = "") -> list[int]:
-        return self._forward("agent_prefix", list[int], agent, salt)
+    tokenize = _forwarding("tokenize", list[int])
+    detokenize = _forwarding("detokenize", bytes)
+    tokenize_chat = _forwarding("tokenize_chat", list[int])
+    embed = _forwarding("embed", list[list[float]])
+    rerank = _forwarding("rerank", list[float])
+    agent_prefix = _forwarding("agent_prefix", list[int])
 
 
 class RemoteEngine(ForwardingEngine):
@@ -174,7 +167,7 @@ class RemoteEngine(ForwardingEngine):
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._streams: dict[int, EventStream] = {}
-        self._waiting: dict[int, queue.SimpleQueue[FromWorker | EngineClosedError]] = {}
+        self._waiting: dict[int, Future[FromWorker]] = {}
         self._closed = False
         ready = self._handshake(progress)
         self._info = ready.info
@@ -229,12 +222,9 @@ class RemoteEngine(ForwardingEngine):
         self._info = msgspec.structs.replace(self._info, lora=loaded)
         return loaded
 
-    def metrics(self) -> EngineMetrics:
-        return self._forward("metrics", EngineMetrics)
-
-    def use_threads(self, n_threads: int) -> None:
-        """Set the number of decode threads, from the next decode step on."""
-        self._forward("use_threads", type(None), n_threads)
+    metrics = _forwarding("metrics", EngineMetrics)
+    #: Sets the number of decode threads, from the next decode step on.
+    use_threads = _forwarding("use_threads", type(None))
 
     def close(self) -> None:
         """End the worker; wait until it has stored its pending KV blocks. Idempotent."""
@@ -251,21 +241,16 @@ class RemoteEngine(ForwardingEngine):
         return msgspec.msgpack.decode(answer.value, type=kind)
 
     def _ask(self, number: int, frame: Frame) -> FromWorker:
-        box: queue.SimpleQueue[FromWorker | EngineClosedError] = queue.SimpleQueue()
+        answer: Future[FromWorker] = Future()
         with self._lock:
             if self._closed:
                 raise self._gone()
-            self._waiting[number] = box
+            self._waiting[number] = answer
         try:
             self._wire.send(frame)
         except OSError as error:
             raise self._gone() from error
-        answer = box.get()
-        if isinstance(answer, EngineClosedError):
-            raise answer
-        if isinstance(answer, CallFailed):
-            raise from_fields(answer.error)
-        return answer
+        return answer.result()
 
     def _cancel(self, number: int) -> None:
         with contextlib.suppress(OSError):
@@ -285,8 +270,8 @@ class RemoteEngine(ForwardingEngine):
             waiting, self._waiting = list(self._waiting.values()), {}
         for stream in streams:
             stream.put(self._gone())
-        for box in waiting:
-            box.put(self._gone())
+        for answer in waiting:
+            answer.set_exception(self._gone())
         self._wire.close()
 
     def _dispatch(self, frame: Any) -> None:
@@ -298,15 +283,17 @@ class RemoteEngine(ForwardingEngine):
                 stream.put(frame.event)
             return
         with self._lock:
-            box = self._waiting.pop(frame.id, None)
-            stream = self._streams.pop(frame.id, None) if box is None else None
-        if box is not None:
-            box.put(frame)
-        elif stream is not None and isinstance(frame, CallFailed):
-            error = from_fields(frame.error)
-            stream.put(
-                error if isinstance(error, EngineError) else EngineError(error.message, hint=error.hint)
-            )
+            answer = self._waiting.pop(frame.id, None)
+            stream = self._streams.pop(frame.id, None) if answer is None else None
+        error = from_fields(frame.error) if isinstance(frame, CallFailed) else None
+        if answer is not None and error is None:
+            answer.set_result(frame)
+        elif answer is not None:
+            answer.set_exception(error)
+        elif stream is not None and error is not None:
+            if not isinstance(error, EngineError):
+                error = EngineError(error.message, hint=error.hint)
+            stream.put(error)
 
 
 #: Methods of `Engine` that a client may call by name. Their arguments are JSON-like values.

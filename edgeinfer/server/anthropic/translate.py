@@ -16,11 +16,10 @@ from edgeinfer.server.request_fields import (
     check_choice,
     common_fields,
     content_of,
-    make_tool,
+    make_tools,
     override_sampling,
     reasoning,
     stop_strings,
-    unique_tools,
 )
 
 #: Matches names of tools with which a client lets the model search for deferred tools.
@@ -73,12 +72,11 @@ def tools_of(body: wire.CountRequest) -> tuple[Tool, ...]:
     """
     referred = _referenced_names(body)
     searches = any(_SEARCH.search(tool.name) for tool in body.tools or () if not tool.defer_loading)
-    tools = tuple(
-        make_tool(tool.name, tool.description, tool.input_schema, tool.strict)
+    return make_tools(
+        (tool.name, tool.description, tool.input_schema, tool.strict)
         for tool in body.tools or ()
         if not (tool.defer_loading and searches) or tool.name in referred
     )
-    return unique_tools(tools)
 
 
 def _referenced_names(body: wire.CountRequest) -> set[str]:

@@ -5,7 +5,7 @@ Rules that the types of fields cannot express are checked here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -35,13 +35,12 @@ from edgeinfer.server.request_fields import (
     check_choice,
     common_fields,
     content_of,
-    make_tool,
+    make_tools,
     override_sampling,
     reasoning,
     refuse_infill,
     seed_of,
     stop_strings,
-    unique_tools,
 )
 from edgeinfer.server.wire_types import SamplingFields
 
@@ -53,7 +52,7 @@ def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
     _check_open_turn(body)
     tools = tools_of(body.tools)
     request = GenerateRequest(
-        messages=messages(body.messages),
+        messages=tuple(map(_message, body.messages)),
         tools=tools,
         tool_choice=tool_choice(body.tool_choice, body.parallel_tool_calls, tools),
         **reasoning(
@@ -62,7 +61,7 @@ def chat(body: wire.ChatRequest, info: EngineInfo) -> list[GenerateRequest]:
         continue_final=body.continue_final_message,
         max_tokens=_max_tokens(body),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        **_common_fields(body, info, constraint(body.response_format, body)),
+        **_common_fields(body, info),
     )
     return copies(request, body.n or 1)
 
@@ -86,7 +85,7 @@ def _check_open_turn(body: wire.ChatRequest) -> None:
 
 def completion(body: wire.CompletionRequest, info: EngineInfo) -> list[GenerateRequest]:
     """Convert to `n` requests per prompt, in order of the prompts. Raises InvalidRequestError."""
-    shared = _common_fields(body, info, constraint(body.response_format, body))
+    shared = _common_fields(body, info)
     all_prompts = prompts(body.prompt, "prompt")
     if len(all_prompts) * (body.n or 1) > 64:
         raise InvalidRequestError("a request may have at most 64 answers (prompts times n)", param="n")
@@ -138,10 +137,6 @@ def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
     return [msgspec.structs.replace(request, sampling=sampling) for sampling in samplings]
 
 
-def messages(turns: Sequence[wire.ChatMessage]) -> tuple[Message, ...]:
-    return tuple(map(_message, turns))
-
-
 def _message(turn: wire.ChatMessage) -> Message:
     match turn:
         case wire.DeveloperMessage():
@@ -183,8 +178,7 @@ def _pieces(item: _Part) -> Sequence[str | bytes]:
 
 def tools_of(tools: Sequence[wire.ToolParam] | None) -> tuple[Tool, ...]:
     functions = [tool.function for tool in tools or ()]
-    converted = (make_tool(f.name, f.description, f.parameters, f.strict) for f in functions)
-    return unique_tools(tuple(converted))
+    return make_tools((f.name, f.description, f.parameters, f.strict) for f in functions)
 
 
 def tool_choice(
@@ -197,15 +191,14 @@ def tool_choice(
     return check_choice(ToolChoice(**fields), tools)
 
 
-def constraint(
-    response_format: wire.ResponseFormat | None, body: wire.OpenAIFields
-) -> Constraint | None:
+def _constraint(body: wire.OpenAIFields) -> Constraint | None:
     """Return the constraint of the answer, or None. Raises InvalidRequestError if there are several."""
     by_field: dict[str, Constraint] = {}
-    if isinstance(response_format, wire.JsonObjectFormat):
-        by_field["response_format"] = JsonSchema(response_format.schema or {"type": "object"})
-    elif isinstance(response_format, wire.JsonSchemaFormat):
-        by_field["response_format"] = JsonSchema(response_format.json_schema.schema)
+    match body.response_format:
+        case wire.JsonObjectFormat(schema=schema):
+            by_field["response_format"] = JsonSchema(schema or {"type": "object"})
+        case wire.JsonSchemaFormat(json_schema=described):
+            by_field["response_format"] = JsonSchema(described.schema)
     if body.grammar is not None:
         by_field["grammar"] = Grammar(body.grammar)
     if body.structured_outputs is not None:
@@ -216,16 +209,22 @@ def constraint(
     return next(iter(by_field.values()), None)
 
 
+#: Field of `structured_outputs` → function that makes its constraint.
+_STRUCTURED: dict[str, Callable[[Any], Constraint]] = {
+    "json": JsonSchema,
+    "regex": Regex,
+    "choice": lambda texts: Choice(tuple(texts)),
+    "grammar": Grammar,
+}
+
+
 def _structured_constraints(outputs: wire.StructuredOutputs) -> dict[str, Constraint]:
-    by_field: dict[str, Constraint] = {}
-    if outputs.json is not None:
-        by_field["structured_outputs.json"] = JsonSchema(outputs.json)
-    if outputs.regex is not None:
-        by_field["structured_outputs.regex"] = Regex(outputs.regex)
-    if outputs.choice is not None:
-        by_field["structured_outputs.choice"] = Choice(tuple(outputs.choice))
-    if outputs.grammar is not None:
-        by_field["structured_outputs.grammar"] = Grammar(outputs.grammar)
+    values = {field: getattr(outputs, field) for field in _STRUCTURED}
+    by_field = {
+        f"structured_outputs.{field}": _STRUCTURED[field](value)
+        for field, value in values.items()
+        if value is not None
+    }
     if not by_field:
         message = "structured_outputs needs json, regex, choice or grammar"
         raise InvalidRequestError(message, param="structured_outputs")
@@ -277,14 +276,12 @@ def limit_of(max_tokens: int | None) -> int | None:
     return None if max_tokens == -1 else max_tokens
 
 
-def _common_fields(
-    body: wire.OpenAIFields, info: EngineInfo, limit: Constraint | None
-) -> dict[str, Any]:
+def _common_fields(body: wire.OpenAIFields, info: EngineInfo) -> dict[str, Any]:
     return {
         "sampling": sampling_of(body, info.sampling),
         "stop": stop_strings(body.stop),
         "ignore_eos": body.ignore_eos,
-        "constraint": limit,
+        "constraint": _constraint(body),
         "overflow": body.overflow,
         **common_fields(body),
         "speculative": body.speculative,

@@ -262,6 +262,7 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
     repetition_penalty: RepeatPenalty | None = None
     grammar: Annotated[str, Meta(min_length=1, max_length=262_144)] | None = None
     structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
 
 
 class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
@@ -281,7 +282,6 @@ class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
     tools: Tools | None = None
     tool_choice: ToolChoiceParam | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     reasoning_effort: Effort | None = None
@@ -307,7 +307,6 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     suffix: Text | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
-    response_format: ResponseFormat | None = None
 
 
 class EmbeddingRequest(ModelFields, frozen=True, kw_only=True):

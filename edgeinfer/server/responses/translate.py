@@ -24,10 +24,9 @@ from edgeinfer.server.request_fields import (
     check_choice,
     common_fields,
     content_of,
-    make_tool,
+    make_tools,
     override_sampling,
     reasoning,
-    unique_tools,
 )
 from edgeinfer.server.responses import wire
 
@@ -80,10 +79,9 @@ def functions_of(
 
 def tools_of(body: wire.ResponsesRequest) -> tuple[Tool, ...]:
     """Convert the function tools. Raises InvalidRequestError if two have the same name."""
-    converted = (
-        make_tool(name, f.description, f.parameters, f.strict) for name, _, f in functions_of(body)
+    return make_tools(
+        (name, f.description, f.parameters, f.strict) for name, _, f in functions_of(body)
     )
-    return unique_tools(tuple(converted))
 
 
 def _model_name(name: str, body: wire.ResponsesRequest) -> str:

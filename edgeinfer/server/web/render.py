@@ -11,10 +11,9 @@ from functools import cache, lru_cache
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.chat.history.values import Stats, Turn
+from edgeinfer.chat.history.values import Turn
 from edgeinfer.chat.markdown import GrowingMarkdown, parser
 from edgeinfer.safe_text import without_controls
-from edgeinfer.server.wire_types import Reply
 
 if TYPE_CHECKING:
     from markdown_it.renderer import RendererHTML
@@ -130,72 +129,37 @@ def blocks(text: str, report: Report = _fail) -> tuple[str, ...]:
     return tuple(GrowingHtml(text, report).blocks)
 
 
-class ShownFile(Reply, frozen=True, kw_only=True):
-    """An attachment of a question. `characters`: length of its text, 0 for a picture."""
+def render_turn(turn: Turn, page: tuple[int, int], report: Report = _fail) -> dict[str, object]:
+    """Return a turn's fields for the page: a question (`text`) or an answer (`blocks` of HTML).
 
-    name: str
-    is_picture: bool
-    characters: int
-
-
-class ShownCall(Reply, frozen=True, kw_only=True):
-    """A tool call of an answer; `result` is the text that the model got."""
-
-    id: str
-    name: str
-    status: str
-    arguments: str
-    result: str
-
-
-class ShownTurn(Reply, frozen=True, kw_only=True):
-    """A turn as the page shows it: a question (`text`) or an answer (`blocks` of HTML).
-
-    `page` is (2, 3) for the second of three alternatives, which editing or regenerating makes.
+    `page` is (2, 3) for the second of three alternatives, which editing or regenerating makes. A file's
+    `characters` are 0 for a picture. `report` is called if rendering fails unexpectedly.
     """
-
-    id: int
-    role: str
-    status: str
-    text: str
-    reasoning: str
-    blocks: tuple[str, ...]
-    files: list[ShownFile]
-    calls: list[ShownCall]
-    page: tuple[int, int]
-    model: str
-    note: str
-    stats: Stats
-    cost: str
-
-
-def render_turn(turn: Turn, page: tuple[int, int], report: Report = _fail) -> ShownTurn:
-    """Convert a turn for the page. `report` is called if rendering fails unexpectedly."""
     is_question = turn.role == "user"
-    return ShownTurn(
-        id=turn.id,
-        role=turn.role,
-        status=turn.status,
-        text=turn.content if is_question else "",
-        reasoning=without_controls(turn.reasoning),
-        blocks=() if is_question else blocks(turn.content, report),
-        files=[
-            ShownFile(name=file.name, is_picture=file.is_picture, characters=len(file.text))
+    return {
+        "id": turn.id,
+        "role": turn.role,
+        "status": turn.status,
+        "text": turn.content if is_question else "",
+        "reasoning": without_controls(turn.reasoning),
+        "blocks": () if is_question else blocks(turn.content, report),
+        "files": [
+            {"name": file.name, "is_picture": file.is_picture, "characters": len(file.text)}
             for file in turn.attachments
         ],
-        calls=[
-            ShownCall(
-                id=use.id,
-                name=without_controls(use.name).replace("__", " · ", 1),
-                status=use.status,
-                arguments=without_controls(use.arguments)[:_CALL],
-                result=without_controls(use.result)[:_CALL],
-            )
+        "calls": [
+            {
+                "id": use.id,
+                "name": without_controls(use.name).replace("__", " · ", 1),
+                "status": use.status,
+                "arguments": without_controls(use.arguments)[:_CALL],
+                "result": without_controls(use.result)[:_CALL],
+            }
             for use in turn.calls
         ],
-        page=page,
-        model=turn.model,
-        note=turn.error or turn.cut_off_note.partition(" · ")[0],
-        stats=turn.stats,
-        cost=turn.stats.cost,
-    )
+        "page": page,
+        "model": turn.model,
+        "note": turn.error or turn.cut_off_note.partition(" · ")[0],
+        "stats": turn.stats,
+        "cost": turn.stats.cost,
+    }
