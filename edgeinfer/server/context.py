@@ -209,11 +209,6 @@ def _slot(context: RequestContext, finished: Finished) -> Slot:
     )
 
 
-def context_of(request: Request) -> RequestContext:
-    context: RequestContext = request.scope["edgeinfer"]
-    return context
-
-
 def json_reply(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Make a response with `value` as JSON."""
     return Response(msgspec.json.encode(value), status, headers, "application/json")

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import inspect
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 
 from edgeinfer.config.load_options import LOAD_OPTIONS
 from edgeinfer.server import problems
-from edgeinfer.server.context import RequestContext, context_of
+from edgeinfer.server.context import RequestContext
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.wire_types import Wire
 
@@ -28,17 +28,16 @@ _BETA_HEADERS = ("anthropic-beta", "openai-beta")
 T = TypeVar("T")
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(context: RequestContext) -> bytes:
     """Read the body.
 
     Raises Problem 413 if it is too long, 400 if the client disconnects, and 429 or 503 if the bodies of
     all running requests are too large together.
     """
-    context = context_of(request)
     limit = context.endpoint.limits.max_body_bytes
     if context.operation is not None and context.operation.max_body_bytes:
         limit = min(limit, context.operation.max_body_bytes)
-    declared = request.headers.get("content-length", "0")
+    declared = context.headers.get("content-length", "0")
     message, headers = f"The body is longer than {limit} bytes.", {"connection": "close"}
     too_long = Problem(413, message, code="request_too_large", headers=headers)
     if declared.isdigit() and int(declared) > limit:
@@ -46,7 +45,7 @@ async def read_body(request: Request) -> bytes:
     chunks: list[bytes] = []
     size = 0
     try:
-        async for chunk in request.stream():
+        async for chunk in context.request.stream():
             size += len(chunk)
             if size > limit:
                 raise too_long
@@ -71,7 +70,7 @@ async def decode(context: RequestContext, kind: type[T]) -> T:
         raise Problem(415, "The body must not be compressed.", code="unsupported_media_type")
     raw = context.body
     if raw is None:
-        raw = context.body = await read_body(context.request)
+        raw = context.body = await read_body(context)
     context.ignore([name for name in _BETA_HEADERS if name in headers])
     value = await _decode(context, raw, kind)
     if _LONG_INTEGER.search(raw):

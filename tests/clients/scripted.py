@@ -5,7 +5,6 @@ SmolLM2's vocabulary. Then a script answers instead of it: once a call of a tool
 sentence. It listens on a free port, logs as `serve` does, and keeps every body in FOLDER.
 """
 
-import asyncio
 import json
 import sys
 import threading
@@ -17,22 +16,14 @@ from typing import Any
 import msgspec
 
 from edgeinfer.errors import EngineError
-from edgeinfer.host import EngineHost
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import Event, Finished, TextDelta, ToolCallDelta
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolChoice
-from edgeinfer.server import lifecycle, request_body
-from edgeinfer.server.context import context_of
-from edgeinfer.server.endpoint import Endpoint
-from edgeinfer.server.guards.keys import Keys
-from edgeinfer.server.guards.security import Gate
-from edgeinfer.server.lifecycle import EndpointServer, RunOptions
-from edgeinfer.server.limits import Limits
-from edgeinfer.server.logs import Log
-from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelPoolCallbacks
+from edgeinfer.server import request_body
+from edgeinfer.server.context import RequestContext
 
 #: What the first answer has done, whatever the client calls its tool for it.
 COMMAND = "echo hello > hello.txt"
@@ -149,11 +140,11 @@ def keep_bodies(folder: Path) -> None:
     plain = request_body.read_body
     count = 0
 
-    async def keeping(request: Any) -> bytes:
+    async def keeping(context: RequestContext) -> bytes:
         nonlocal count
-        raw = await plain(request)
+        raw = await plain(context)
         count += 1
-        facts = {"path": context_of(request).route, "user_agent": request.headers.get("user-agent", "")}
+        facts = {"path": context.route, "user_agent": context.headers.get("user-agent", "")}
         record = {**facts, "body": json.loads(raw)}
         (folder / f"request-{count:03}.json").write_text(json.dumps(record), "utf-8")
         return raw
@@ -161,29 +152,20 @@ def keep_bodies(folder: Path) -> None:
     request_body.read_body = keeping
 
 
-async def serve(engine: Engine) -> None:
-    """Serve it on a free port until a signal."""
-    listeners = lifecycle.bind("127.0.0.1", 0)[:1]
-    callbacks = ModelPoolCallbacks(
-        load=lambda name, progress: LoadedEngine(engine=engine),
-        list_pulled=lambda: [AvailableModel(name="reader", size_bytes=1)],
-    )
-    models = ModelPool(callbacks, default="reader", keep_alive_s=-1)
-    endpoint = Endpoint(models, Limits(), Log("json"), EngineHost())
-    await EndpointServer(endpoint, Gate(keys=Keys([])), listeners, RunOptions()).run()
-
-
 def main() -> None:
-    live_server = Path(__file__).parent
-    sys.path += [str(live_server.parent / "made"), str(live_server)]
+    clients = Path(__file__).parent
+    sys.path += [str(clients.parent / "made"), str(clients)]
     from install import build_cache
+    from served_endpoint import serving
 
     folder = Path(sys.argv[1])
     smollm2 = (
         build_cache() / "test-home/data/models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
     )
     keep_bodies(folder)
-    asyncio.run(serve(ScriptedEngine(reader(folder, smollm2), answer)))
+    engine = ScriptedEngine(reader(folder, smollm2), answer)
+    with serving(engine, keep_alive_s=-1, log=sys.stderr, wait_ready=False):
+        threading.Event().wait()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Loading and unloading of models: waiting, keep-alive, memory, dead engines."""
 
-import json
-import socket
 import threading
 
 import msgspec
 import pytest
+import raw_http
 from fake_engine import DEFAULT_INFO, FakeEngine, StepGate
 from least_requests import READING
 
@@ -264,12 +263,8 @@ def test_client_that_disconnects_during_a_load_releases_the_model(serve, loader,
         load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02)
     )
     for stream in (True, False):
-        body = json.dumps(
-            {"model": "b", "stream": stream, "messages": [{"role": "user", "content": "x"}]}
-        ).encode()
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        with socket.create_connection(("127.0.0.1", live_server.port)) as client:
-            client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        with raw_http.connect(live_server.port) as client:
+            client.sendall(raw_http.post(raw_http.HI | {"model": "b", "stream": stream}))
             until(lambda: live_server.endpoint.in_flight == 1, "the request to wait")
         until(lambda: live_server.endpoint.in_flight == 0, "the request to be forgotten")
     loader.holds["b"].set()

@@ -5,11 +5,11 @@ import io
 import json
 import random
 import re
-import socket
 import threading
 
 import msgspec
 import pytest
+import raw_http
 from fake_engine import FakeEngine, split_script
 
 from edgeinfer.errors import ReceiptError
@@ -260,11 +260,8 @@ def test_a_check_ends_with_its_client_and_counts_in_the_queue(real, until, monke
 
     monkeypatch.setattr(ReceiptCheck, "run", run)
     monkeypatch.setattr(ReceiptCheck, "cancel", lambda self: cancelled.set())
-    address = real.client.base_url
-    body = json.dumps({"receipt": whole["receipt"]}).encode()
-    with socket.create_connection((address.host, address.port)) as client:
-        head = f"POST /v1/verify HTTP/1.1\r\nhost: {address.host}\r\ncontent-type: application/json\r\n"
-        client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    with raw_http.connect(real.port) as client:
+        client.sendall(raw_http.post({"receipt": whole["receipt"]}, path="/v1/verify"))
         assert is_running.wait(60)
         assert sum(real.endpoint.generation_counts.values()) == 1
     assert cancelled.wait(60)
@@ -272,7 +269,6 @@ def test_a_check_ends_with_its_client_and_counts_in_the_queue(real, until, monke
 
 
 @pytest.mark.model
-def test_a_long_body_is_refused_before_it_is_sent(real, raw_exchange):
-    head = b"POST /v1/verify HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    reply = raw_exchange(real.port, head + b"content-length: %d\r\n\r\n" % (5 << 20))
-    assert reply.startswith(b"HTTP/1.1 413 ")
+def test_a_long_body_is_refused_before_it_is_sent(real):
+    request = raw_http.post(b"", path="/v1/verify", length=5 << 20)
+    assert raw_http.status(raw_http.exchange(real.port, request)) == 413

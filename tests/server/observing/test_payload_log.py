@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -268,26 +267,23 @@ def test_lines_beyond_the_bound_are_dropped_and_no_request_waits(serve, tmp_path
 
 
 SERVER = """
-    import importlib.util, sys, threading
-    sys.path[:0] = {path!r}
-    spec = importlib.util.spec_from_file_location("server_conftest", {conftest!r})
-    conftest = importlib.util.module_from_spec(spec)
-    sys.modules["server_conftest"] = conftest
-    spec.loader.exec_module(conftest)
-    with conftest.serving(log_payloads={folder!r}) as here:
-        def ask(number):
-            here.chat(user=str(number), messages=[dict(role="user", content="x" * 2000)])
-        for number in range(500):
-            here.pool.submit(ask, number)
-        threading.Event().wait()
+import sys, threading
+folder = sys.argv.pop(1)
+sys.path[:0] = sys.argv[1:]
+from served_endpoint import serving
+with serving(log_payloads=folder) as live_server:
+    def ask(number):
+        live_server.chat(user=str(number), messages=[dict(role="user", content="x" * 2000)])
+    for number in range(500):
+        live_server.pool.submit(ask, number)
+    threading.Event().wait()
 """
 
 
 def test_killed_process_leaves_whole_lines(tmp_path, until):
     folder = tmp_path / "log"
-    conftest = str(Path(__file__).parents[1] / "conftest.py")
-    code = textwrap.dedent(SERVER).format(path=sys.path, conftest=conftest, folder=str(folder))
-    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as child:
+    command = [sys.executable, "-c", SERVER, str(folder), *sys.path]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as child:
         until(lambda: child.poll() is not None or len(raw_lines(folder)) > 50, "lines are written")
         assert child.poll() is None, child.stderr.read()
         child.send_signal(signal.SIGKILL)

@@ -2,35 +2,38 @@
 
 import asyncio
 import contextlib
-import json
 import socket
 import threading
 from collections import Counter
 
 import pytest
+import raw_http
 from fake_engine import FakeEngine, StepGate, StuckEngine
+from served_endpoint import with_page
 
-from edgeinfer.cli.endpoint_setup import ModelAdmin
 from edgeinfer.platform.machine import resident_bytes
 from edgeinfer.server.callers import EngineSlots, FairPool
-from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.limits import Limits
-from edgeinfer.server.web.access import Access, Web
 from edgeinfer.server.web.routes import WEB
 
 KEYS = ["busy-key-0123456789", "other-key-0123456789"]
 BUSY, OTHER = KEYS
+SLOW = {"messages": [{"role": "user", "content": "slow"}]}
 
 
 def _ask(live_server, key: str, text: str = "hi", **body):
-    body = {"messages": [{"role": "user", "content": text}]} | body
-    headers = {"x-api-key": key}
-    return live_server.post("/v1/chat/completions", body, headers=headers)
+    turns = [{"role": "user", "content": text}]
+    return live_server.post(raw_http.CHAT, {"messages": turns} | body, headers={"x-api-key": key})
+
+
+def _slow_engine(gate: StepGate) -> FakeEngine:
+    """Return an engine whose answer to "slow" waits at the gate."""
+    return FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
 
 
 def test_key_leaves_one_slot_to_others(serve, until):
     gate = StepGate()
-    engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
+    engine = _slow_engine(gate)
     live_server = serve(engine, keys=KEYS)  # the engine decodes four sequences at once
     asking = [live_server.pool.submit(_ask, live_server, BUSY, "slow") for _ in range(12)]
     until(lambda: live_server.endpoint.generation_counts["fake"] == 12, "twelve requests to wait")
@@ -44,8 +47,7 @@ def test_key_leaves_one_slot_to_others(serve, until):
 @pytest.mark.parametrize("limits", [Limits(max_queue=2), Limits(max_requests=6)], ids=["queue", "all"])
 def test_key_is_not_refused_for_the_requests_of_others(serve, until, limits):
     gate = StepGate()
-    engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
-    live_server = serve(engine, keys=KEYS, limits=limits)
+    live_server = serve(_slow_engine(gate), keys=KEYS, limits=limits)
     asking = [live_server.pool.submit(_ask, live_server, BUSY, "slow") for _ in range(6)]
     until(lambda: live_server.endpoint.in_flight == 6, "six requests to wait")
     refused = _ask(live_server, BUSY)
@@ -67,15 +69,10 @@ def test_only_key_may_use_all_slots(serve, until):
 
 
 def test_slots_of_disconnected_clients_are_released(serve, until):
-    gate = StepGate()
-    engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
-    live_server = serve(engine, keys=KEYS)
-    body = json.dumps({"messages": [{"role": "user", "content": "slow"}]}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-api-key: %b\r\n" % BUSY.encode()
-    head += b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
-    clients = [socket.create_connection(("127.0.0.1", live_server.port)) for _ in range(9)]
+    live_server = serve(_slow_engine(StepGate()), keys=KEYS)
+    clients = [raw_http.connect(live_server.port) for _ in range(9)]
     for client in clients:
-        client.sendall(head + body)
+        client.sendall(raw_http.post(SLOW, f"x-api-key: {BUSY}"))
     until(lambda: live_server.endpoint.generation_counts["fake"] == 9, "nine requests to wait")
     for client in clients:
         client.close()
@@ -86,7 +83,7 @@ def test_slots_of_disconnected_clients_are_released(serve, until):
 
 def test_waiting_stream_gets_the_comment_queued(serve, until):
     gate = StepGate()
-    engine = FakeEngine(lambda request: [gate] if request.messages[-1].content == "slow" else ["done"])
+    engine = _slow_engine(gate)
     live_server = serve(engine, keys=KEYS, limits=Limits(patience_s=0.05, comment_s=0.05))
     asking = [live_server.pool.submit(_ask, live_server, BUSY, "slow") for _ in range(3)]
     until(lambda: len(engine.requests) == 3, "three to run")
@@ -183,34 +180,21 @@ def test_pool_gives_a_key_half_of_its_threads_and_turns_to_all():
     pool.close()
 
 
-def _head(path: str, length: int, *more: bytes) -> bytes:
-    lines = [
-        b"POST %b HTTP/1.1" % path.encode(),
-        b"host: localhost",
-        b"content-length: %d" % length,
-        *more,
-    ]
-    return b"\r\n".join([*lines, b"", b""])
-
-
-def _status(client: socket.socket) -> int:
-    client.settimeout(20)
-    return int(client.recv(1000).split(b" ", 2)[1])
+def _send_body(stack, live_server, sent: int, length: int, *lines: str) -> socket.socket:
+    """Send a request with the first `sent` bytes of its body; return the connection."""
+    client = stack.enter_context(raw_http.connect(live_server.port))
+    client.sendall(raw_http.post(b" " * sent, *lines, path="/v1/completions", length=length))
+    return client
 
 
 def test_bodies_of_all_requests_have_a_limit_together(serve, until):
     live_server = serve(limits=Limits(max_body_bytes=60_000, max_bodies_bytes=100_000))
-    json_type = b"content-type: application/json"
     with contextlib.ExitStack() as stack:
-        clients = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", live_server.port)))
-            for _ in range(3)
-        ]
-        for client in clients[:2]:
-            client.sendall(_head("/v1/completions", 50_000, json_type) + b" " * 40_000)
+        for _ in range(2):
+            _send_body(stack, live_server, 40_000, 50_000)
         until(lambda: live_server.endpoint.bodies.total == 80_000, "two bodies to be read")
-        clients[2].sendall(_head("/v1/completions", 50_000, json_type) + b" " * 40_000)
-        assert _status(clients[2]) == 503
+        refused = _send_body(stack, live_server, 40_000, 50_000)
+        assert raw_http.status(refused.recv(1000)) == 503
     until(lambda: not live_server.endpoint.bodies.total, "the bodies to be forgotten")
     assert live_server.chat().status_code == 200
     until(lambda: not live_server.endpoint.bodies.total, "the body to be forgotten")
@@ -228,16 +212,12 @@ def test_body_of_a_stored_response_counts_once(serve, until):
 
 def test_bodies_of_one_key_leave_room_for_others(serve, until):
     live_server = serve(keys=KEYS, limits=Limits(max_body_bytes=40_000, max_bodies_bytes=100_000))
+    key = f"x-api-key: {BUSY}"
     with contextlib.ExitStack() as stack:
-        for status in (None, 429):
-            client = stack.enter_context(socket.create_connection(("127.0.0.1", live_server.port)))
-            key = b"x-api-key: " + BUSY.encode()
-            json_type = b"content-type: application/json"
-            client.sendall(_head("/v1/completions", 40_000, key, json_type) + b" " * 35_000)
-            if status:
-                assert _status(client) == status
-            else:
-                until(lambda: live_server.endpoint.bodies.total == 35_000, "a body to be read")
+        _send_body(stack, live_server, 35_000, 40_000, key)
+        until(lambda: live_server.endpoint.bodies.total == 35_000, "a body to be read")
+        refused = _send_body(stack, live_server, 35_000, 40_000, key)
+        assert raw_http.status(refused.recv(1000)) == 429
         assert _ask(live_server, OTHER).status_code == 200
 
 
@@ -246,23 +226,17 @@ OPEN = [operation.path for operation in WEB.operations if operation.web == "open
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])
 def test_unfinished_bodies_without_a_key_take_no_memory(serve, framing):
-    live_server = serve(keys=KEYS)
-    live_server.endpoint.web = Web(
-        Access(live_server.port, Keys(KEYS)), live_server.endpoint, ModelAdmin()
-    )
+    live_server = with_page(serve(keys=KEYS), KEYS)
     before = resident_bytes()
+    line, piece = f"content-length: {31 << 20}", b" " * 65_536
+    if framing == "chunked":
+        line, piece = "transfer-encoding: chunked", b"10000\r\n" + piece + b"\r\n"
     for path in [*OPEN, "/health"]:
-        head = (
-            _head(path, 31 << 20)
-            if framing == "length"
-            else _head(path, 0).replace(b"content-length: 0", b"transfer-encoding: chunked")
-        )
-        piece = b" " * 65_536 if framing == "length" else b"10000\r\n" + b" " * 65_536 + b"\r\n"
         with contextlib.ExitStack() as stack:
             for _ in range(20):
-                client = stack.enter_context(socket.create_connection(("127.0.0.1", live_server.port)))
+                client = stack.enter_context(raw_http.connect(live_server.port))
                 client.settimeout(0.2)
-                client.sendall(head)
+                client.sendall(raw_http.head(path, line))
                 with contextlib.suppress(OSError):
                     for _ in range(64):
                         client.sendall(piece)

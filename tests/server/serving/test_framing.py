@@ -1,34 +1,26 @@
 """HTTP/1.0, odd requests, and clients that disconnect."""
 
 import json
+import logging
 import socket
 
 import pytest
+import raw_http
 from fake_engine import FakeEngine, StepGate
+from raw_http import HI
 
 from edgeinfer.server.guards import protocol
 
 
-def _post(body: dict, *, version: str = "1.1", path: str = "/v1/chat/completions") -> bytes:
-    content = json.dumps({"messages": [{"role": "user", "content": "hi"}]} | body).encode()
-    head = f"POST {path} HTTP/{version}\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    return head.encode() + b"content-length: %d\r\n\r\n" % len(content) + content
-
-
-def _read_all(client: socket.socket) -> bytes:
-    client.settimeout(20)
-    return b"".join(iter(lambda: client.recv(65_536), b""))
-
-
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_client_of_http_1_0_gets_no_chunks(serve, until, is_stream):
+def test_client_of_http_1_0_gets_no_chunks(serve, is_stream):
     gate = StepGate()
     live_server = serve(FakeEngine([["one ", gate, *map(str, range(50))]]))
-    with socket.create_connection(("127.0.0.1", live_server.port)) as client:
-        client.sendall(_post({"stream": is_stream}, version="1.0"))
+    with raw_http.connect(live_server.port) as client:
+        client.sendall(raw_http.post(HI | {"stream": is_stream}, version="1.0"))
         assert gate.reached.wait(20)
         gate.opened.set()
-        head, _, body = _read_all(client).partition(b"\r\n\r\n")
+        head, _, body = raw_http.read_all(client).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ")
     assert b"transfer-encoding" not in head
     if is_stream:
@@ -48,10 +40,9 @@ def test_pieces_of_a_reply_are_sent_without_waiting_for_an_ack(serve):
 
 
 @pytest.mark.parametrize("version", ["2.0", "0.9", "1.2"])
-def test_other_versions_are_refused(serve, raw_exchange, version):
-    request = f"GET /health HTTP/{version}\r\nhost: localhost\r\n\r\n".encode()
-    status = raw_exchange(serve().port, request).split(b" ", 2)[1]
-    assert status in (b"505", b"400")
+def test_other_versions_are_refused(serve, version):
+    request = raw_http.head("/health", method="GET", version=version)
+    assert raw_http.status(raw_http.exchange(serve().port, request)) in (505, 400)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +55,9 @@ def test_other_versions_are_refused(serve, raw_exchange, version):
         ("http://[::1]:8080/v1/models", "localhost", 200),
     ],
 )
-def test_host_of_an_absolute_target_counts(serve, raw_exchange, target, host, status):
-    request = f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
-    reply = raw_exchange(serve().port, request)
-    assert int(reply.split(b" ", 2)[1]) == status
+def test_host_of_an_absolute_target_counts(serve, target, host, status):
+    request = raw_http.get(target).replace(b"host: localhost", b"host: " + host.encode())
+    assert raw_http.status(raw_http.exchange(serve().port, request)) == status
 
 
 def test_allow_names_head(serve):
@@ -82,8 +72,8 @@ def test_half_closed_client_that_leaves_ends_its_answer(serve, until, monkeypatc
     gate = StepGate()
     engine = FakeEngine([["one ", "two ", gate]])
     live_server = serve(engine)
-    client = socket.create_connection(("127.0.0.1", live_server.port))
-    client.sendall(_post({"stream": is_stream}))
+    client = raw_http.connect(live_server.port)
+    client.sendall(raw_http.post(HI | {"stream": is_stream}))
     client.shutdown(socket.SHUT_WR)
     assert gate.reached.wait(20)
     if resets:
@@ -98,18 +88,16 @@ def test_half_closed_client_that_stays_is_answered(serve, monkeypatch, is_stream
     monkeypatch.setattr(protocol, "_WATCH_S", 0.02)
     gate = StepGate()
     live_server = serve(FakeEngine([["one ", gate, "two"]]))
-    with socket.create_connection(("127.0.0.1", live_server.port)) as client:
-        client.sendall(_post({"stream": is_stream}))
+    with raw_http.connect(live_server.port) as client:
+        client.sendall(raw_http.post(HI | {"stream": is_stream}))
         client.shutdown(socket.SHUT_WR)
         assert gate.reached.wait(20)
         live_server.get("/health")
         gate.opened.set()
-        assert ending in _read_all(client)
+        assert ending in raw_http.read_all(client)
 
 
 def test_loggers_of_the_loop_write_lines_of_the_log(serve):
-    import logging
-
     live_server = serve()
     logging.getLogger("asyncio").warning("socket.send() raised exception.")
     line = live_server.log.getvalue().splitlines()[-1]

@@ -10,7 +10,9 @@ from typing import Any
 
 import httpx2
 import pytest
+import raw_http
 from fake_engine import FakeEngine, StepGate, StuckEngine
+from raw_http import HI, exchange, status
 
 from edgeinfer.cli.endpoint_setup import limits as typed_limits
 from edgeinfer.cli.parser import build_parser
@@ -21,55 +23,42 @@ from edgeinfer.server.native.wire import InferQuery
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_body import decode_query
 
-BODY = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+KEYS = ["first-key-0123456789", "second-key-0123456789"]
 
 
-def _head(length: int) -> bytes:
-    head = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    )
-    return head + b"content-length: %d\r\n\r\n" % length
-
-
-def _status(reply: bytes) -> int:
-    return int(reply.split(b" ", 2)[1]) if reply else 0
-
-
-def test_a_long_body_is_refused_before_it_is_sent(serve, raw_exchange):
+def test_a_long_body_is_refused_before_it_is_sent(serve):
     live_server = serve(limits=Limits(max_body_bytes=1000))
-    assert _status(raw_exchange(live_server.port, _head(1001))) == 413
+    assert status(exchange(live_server.port, raw_http.post(b"", length=1001))) == 413
     sent = {"content": b" " * 1001, "headers": {"content-type": "application/json"}}
     assert live_server.client.post("/v1/completions", **sent).status_code == 413
     assert live_server.chat().status_code == 200
 
 
-def test_a_long_chunked_body_is_refused_when_it_gets_too_long(serve, raw_exchange):
+def test_a_long_chunked_body_is_refused_when_it_gets_too_long(serve):
     live_server = serve(limits=Limits(max_body_bytes=1000))
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    head += b"transfer-encoding: chunked\r\n\r\n"
-    assert (
-        _status(raw_exchange(live_server.port, head + (b"200\r\n" + b" " * 512 + b"\r\n") * 3)) == 413
-    )
+    head = raw_http.head("/v1/completions", raw_http.JSON, "transfer-encoding: chunked")
+    body = (b"200\r\n" + b" " * 512 + b"\r\n") * 3
+    assert status(exchange(live_server.port, head + body)) == 413
 
 
 @pytest.mark.parametrize(
-    ("request_bytes", "status"),
+    ("request_bytes", "refused_as"),
     [
-        (b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 100 + b"\r\n", 431),
-        (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 40_000 + b"\r\n\r\n", 431),
-        (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 2_000_000, 431),
-        (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", 414),
+        (raw_http.get("/health", *["a: b"] * 100), 431),
+        (raw_http.get("/health", f"x: {'a' * 40_000}"), 431),
+        (raw_http.get("/health", f"x: {'a' * 2_000_000}")[:-4], 431),
+        (raw_http.get(f"/{'a' * 100_000}"), 414),
         (b"GET /" + b"a" * 2_000_000, 414),
     ],
     ids=["many", "long", "unfinished", "long-url", "unfinished-url"],
 )
-def test_headers_have_a_number_and_a_size(serve, raw_exchange, request_bytes, status):
+def test_headers_have_a_number_and_a_size(serve, request_bytes, refused_as):
     live_server = serve()
-    assert _status(raw_exchange(live_server.port, request_bytes)) == status
+    assert status(exchange(live_server.port, request_bytes)) == refused_as
     assert live_server.get("/health").status_code == 200
 
 
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+CHUNKED = raw_http.head("/v1/completions", "transfer-encoding: chunked")
 
 
 @pytest.mark.parametrize(
@@ -77,11 +66,9 @@ CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encodin
     [b"2\r\n{}\r\n0\r\nx: ", b"2\r\n{}\r\n0\r\n" + b"x: y\r\n" * 20, b"2;x=", b"0000"],
     ids=["trailer", "trailers", "extension", "size"],
 )
-@pytest.mark.parametrize("keys", [[], ["k" * 20]], ids=["keyless", "401"])
+@pytest.mark.parametrize("keys", [[], KEYS], ids=["keyless", "401"])
 def test_endless_trailer_is_cut_off(serve, endless, keys):
-    live_server = serve(keys=keys)
-    with socket.create_connection(("127.0.0.1", live_server.port)) as client:
-        client.settimeout(20)
+    with raw_http.connect(serve(keys=keys).port) as client:
         client.sendall(CHUNKED + endless)
         sent = 0
         with contextlib.suppress(ConnectionError):
@@ -89,50 +76,38 @@ def test_endless_trailer_is_cut_off(serve, endless, keys):
                 client.sendall(b"a" * 65_536)
                 sent += 65_536
         assert sent < 100 * 65_536  # 6 MB would mean that there is no limit
-        reply = b""
-        with contextlib.suppress(ConnectionError):
-            while piece := client.recv(65_536):
-                reply += piece
-    assert not reply or _status(reply) in (400, 401, 431)
+        assert status(raw_http.read_all(client)) in (0, 400, 401, 431)
 
 
-def test_trailers_are_no_headers(serve, raw_exchange):
-    live_server = serve(keys=["k" * 20])
-    body = b"%x\r\n%b\r\n0\r\nx-api-key: %b\r\n\r\n" % (len(BODY), BODY, b"k" * 20)
-    assert _status(raw_exchange(live_server.port, CHUNKED + body)) == 401
+def test_trailers_are_no_headers(serve):
+    content = json.dumps(HI).encode()
+    body = b"%x\r\n%b\r\n0\r\nx-api-key: %b\r\n\r\n" % (len(content), content, KEYS[0].encode())
+    assert status(exchange(serve(keys=KEYS).port, CHUNKED + body)) == 401
 
 
 def test_unread_body_of_a_refused_request_is_not_waited_for(serve, monkeypatch):
     monkeypatch.setattr(protocol, "_LINGER_S", 0.05)
-    live_server = serve(keys=["k" * 20])
-    with socket.create_connection(("127.0.0.1", live_server.port)) as client:
-        client.settimeout(20)
-        client.sendall(_head(1000))
-        reply = b"".join(iter(lambda: client.recv(65_536), b""))
-    assert _status(reply) == 401
+    with raw_http.connect(serve(keys=KEYS).port) as client:
+        client.sendall(raw_http.post(b"", length=1000))
+        reply = raw_http.read_all(client)
+    assert status(reply) == 401
     assert reply.count(b"HTTP/1.1 ") == 1
 
 
-def test_refused_body_that_is_sent_whole_leaves_the_connection_open(serve, raw_exchange):
-    live_server = serve(keys=["k" * 20])
-    health = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", live_server.port)) as client:
-        client.settimeout(20)
-        client.sendall(_head(len(BODY)) + BODY + health)
-        reply = b"".join(iter(lambda: client.recv(65_536), b""))
+def test_refused_body_that_is_sent_whole_leaves_the_connection_open(serve):
+    with raw_http.connect(serve(keys=KEYS).port) as client:
+        client.sendall(raw_http.post(HI) + raw_http.get("/health"))
+        reply = raw_http.read_all(client)
     assert [int(response[:3]) for response in reply.split(b"HTTP/1.1 ")[1:]] == [401, 200]
 
 
-def test_slow_headers_and_silence_are_cut_off(serve, raw_exchange):
-    live_server = serve(limits=Limits(header_s=0.2))
-    assert _status(raw_exchange(live_server.port, b"GET /health HTTP/1.1\r\nhost: loc")) == 408
-    assert _status(raw_exchange(live_server.port, b"")) == 408
-    assert _status(raw_exchange(live_server.port, b"\r\n\r\n\r\n")) == 408
+@pytest.mark.parametrize("sent", [b"GET /health HTTP/1.1\r\nhost: loc", b"", b"\r\n\r\n\r\n"])
+def test_slow_headers_and_silence_are_cut_off(serve, sent):
+    assert status(exchange(serve(limits=Limits(header_s=0.2)).port, sent)) == 408
 
 
 def test_trickled_headers_do_not_reset_the_deadline(serve, until):
-    live_server = serve(limits=Limits(header_s=0.4))
-    with socket.create_connection(("127.0.0.1", live_server.port)) as client:
+    with raw_http.connect(serve(limits=Limits(header_s=0.4)).port) as client:
         client.settimeout(0.05)
         client.sendall(b"GET /health HTTP/1.1\r\n")
         reply = bytearray()
@@ -148,12 +123,12 @@ def test_trickled_headers_do_not_reset_the_deadline(serve, until):
             return bool(reply)
 
         until(trickle, "the endpoint to lose patience")
-    assert not reply or _status(bytes(reply)) == 408
+    assert status(bytes(reply)) in (0, 408)
 
 
-def test_a_slow_body_is_cut_off(serve, raw_exchange):
+def test_a_slow_body_is_cut_off(serve):
     live_server = serve(limits=Limits(body_s=0.5))
-    assert _status(raw_exchange(live_server.port, _head(len(BODY)) + BODY[:10])) == 408
+    assert status(exchange(live_server.port, raw_http.post(HI)[:-10])) == 408
     assert live_server.chat().status_code == 200
 
 
@@ -163,8 +138,7 @@ def test_a_slow_reader_is_cut_off_and_its_generation_ends(serve, until):
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", live_server.port))
-        body = json.dumps(json.loads(BODY) | {"stream": True}).encode()
-        client.sendall(_head(len(body)) + body)
+        client.sendall(raw_http.post(HI | {"stream": True}))
         until(lambda: len(engine.requests) == 1, "the request to be submitted")
         until(lambda: live_server.endpoint.in_flight == 0, "the endpoint to give up on the reader")
     until(lambda: engine.metrics().running == 0, "the generation to end")
@@ -193,21 +167,17 @@ def test_beyond_the_requests_at_once_the_answer_is_503(serve, until):
 
 def test_key_cannot_exceed_its_number_of_requests(serve, until):
     gate = StepGate()
-    first_key, second_key = "first-key-0123456789", "second-key-0123456789"
-    live_server = serve(
-        _held_engine(gate, 1), limits=Limits(max_per_key=1), keys=[first_key, second_key]
-    )
+    live_server = serve(_held_engine(gate, 1), limits=Limits(max_per_key=1), keys=KEYS)
 
     def ask(key: str) -> httpx2.Response:
-        headers = {"authorization": f"Bearer {key}"}
-        return live_server.post("/v1/chat/completions", json.loads(BODY), headers=headers)
+        return live_server.post(raw_http.CHAT, HI, headers={"authorization": f"Bearer {key}"})
 
-    asking = live_server.pool.submit(ask, first_key)
+    asking = live_server.pool.submit(ask, KEYS[0])
     until(lambda: live_server.endpoint.in_flight == 1, "the first request to run")
-    refused = ask(first_key)
+    refused = ask(KEYS[0])
     assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
     assert "retry-after" in refused.headers
-    assert ask(second_key).status_code == 200
+    assert ask(KEYS[1]).status_code == 200
     gate.opened.set()
     assert asking.result().status_code == 200
 
@@ -233,12 +203,9 @@ def test_queue_of_a_model_is_bounded(serve, until):
 
 def test_connections_are_limited(serve):
     live_server = serve(limits=Limits(max_connections=3))
-    connections = [socket.create_connection(("127.0.0.1", live_server.port)) for _ in range(3)]
-    with socket.create_connection(("127.0.0.1", live_server.port)) as extra:
-        extra.settimeout(20)
-        assert _status(extra.recv(1000)) == 503
-    for connection in connections:
-        connection.close()
+    with contextlib.ExitStack() as stack:
+        *_, extra = [stack.enter_context(raw_http.connect(live_server.port)) for _ in range(4)]
+        assert status(extra.recv(1000)) == 503
 
 
 class _Counted(str):
@@ -369,31 +336,20 @@ def test_connections_stay_below_the_descriptors(monkeypatch, before, after, most
 
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**40])
-@pytest.mark.parametrize("field", ["schema", "tool", "template"])
-def test_an_integer_beyond_64_bits_is_refused(serve, number, field):
-    fields = {
-        "schema": lambda n: {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "n", "schema": {"type": "integer", "maximum": n}},
-            }
-        },
-        "tool": lambda n: {
-            "tools": [
-                {
-                    "type": "function",
-                    "function": {
-                        "name": "f",
-                        "parameters": {"type": "object", "properties": {"a": {"maximum": n}}},
-                    },
-                }
-            ]
-        },
-        "template": lambda n: {"chat_template_kwargs": {"n": n}},
-    }
-    live_server = serve()
-    refused = live_server.post("/v1/chat/completions", {**json.loads(BODY), **fields[field](number)})
-    assert refused.status_code == 400
-    assert "beyond 64 bits" in refused.text
-    accepted = live_server.post("/v1/chat/completions", {**json.loads(BODY), **fields[field](2**63)})
-    assert "beyond 64 bits" not in accepted.text
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": SCHEMA | {"json_schema": {"name": "n", "schema": {"maximum": "N"}}}},
+        {"tools": [{"function": {"name": "f", "parameters": {"properties": {"a": "N"}}}}]},
+        {"chat_template_kwargs": {"n": "N"}},
+    ],
+    ids=["schema", "tool", "template"],
+)
+def test_an_integer_beyond_64_bits_is_refused(live_server, number, fields):
+    refused, accepted = (
+        exchange(live_server.port, raw_http.post(json.dumps(HI | fields).replace('"N"', str(n)).encode()))
+        for n in (number, 2**63)
+    )
+    assert status(refused) == 400
+    assert b"beyond 64 bits" in refused
+    assert b"beyond 64 bits" not in accepted

@@ -2,13 +2,13 @@
 
 import argparse
 import os
-import socket
 import ssl
 import stat
 import subprocess
 
 import httpx2
 import pytest
+from raw_http import exchange, get, status
 
 from edgeinfer.cli.endpoint_setup import limits, make_gate
 from edgeinfer.cli.parser import build_parser
@@ -117,8 +117,8 @@ def test_cors_answers_named_origins_only(live_server):
     assert failed.headers["access-control-allow-origin"] == PAGE
 
 
-def test_a_request_without_a_host_is_refused(live_server, raw_exchange):
-    assert b" 400 " in raw_exchange(live_server.port, b"GET /health HTTP/1.1\r\n\r\n").splitlines()[0]
+def test_a_request_without_a_host_is_refused(live_server):
+    assert status(exchange(live_server.port, b"GET /health HTTP/1.1\r\n\r\n")) == 400
 
 
 @EVERY_ROUTE
@@ -148,21 +148,14 @@ def test_keys_are_compared_whole(keyed_server, headers, status):
     assert keyed_server.get("/v1/models", headers=headers).status_code == status
 
 
-def _get(port: int, path: str, method: str = "GET") -> bytes:
-    with socket.create_connection(("127.0.0.1", port)) as client:
-        head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-        client.sendall(head.encode())
-        return b"".join(iter(lambda: client.recv(65_536), b""))
-
-
 def test_another_users_program_is_refused_without_a_key(serve, stranger):
     live_server = serve(gate=Gate(keys=Keys([]), owner=os.getuid()))
     with stranger():
-        refused = _get(live_server.port, "/v1/models")
-        assert refused.startswith(b"HTTP/1.1 403 ")
+        refused = exchange(live_server.port, get("/v1/models"))
+        assert status(refused) == 403
         assert b"any-user" in refused
-        assert b"user_not_allowed" in _get(live_server.port, "/slots")
-        assert _get(live_server.port, "/health").startswith(b"HTTP/1.1 200 ")
+        assert b"user_not_allowed" in exchange(live_server.port, get("/slots"))
+        assert status(exchange(live_server.port, get("/health"))) == 200
 
 
 def test_the_users_own_program_is_answered_without_a_key(serve):
@@ -174,15 +167,15 @@ def test_the_users_own_program_is_answered_without_a_key(serve):
 def test_any_user_may_ask_and_change_nothing(serve, stranger):
     live_server = serve(gate=Gate(keys=Keys([]), owner=os.getuid(), any_user=True))
     with stranger():
-        assert _get(live_server.port, "/v1/models").startswith(b"HTTP/1.1 200 ")
-        for method, path in (("POST", "/v1/models/fake/unload"), ("GET", "/metrics")):
-            assert b"admin_only" in _get(live_server.port, path, method)
+        assert status(exchange(live_server.port, get("/v1/models"))) == 200
+        for request in (get("/v1/models/fake/unload", method="POST"), get("/metrics")):
+            assert b"admin_only" in exchange(live_server.port, request)
 
 
 def test_a_key_is_enough_for_another_user(serve, stranger):
     live_server = serve(gate=Gate(keys=Keys([KEY]), owner=os.getuid()))
     with stranger():
-        assert b" 200 " in _get(live_server.port, f"/v1/models HTTP/1.1\r\nx-api-key: {KEY}\r\nx:")
+        assert status(exchange(live_server.port, get("/v1/models", f"x-api-key: {KEY}"))) == 200
 
 
 ADMIN = [operation for operation in OPERATIONS if operation.is_admin]

@@ -7,12 +7,12 @@ import browser as chromium_module
 import httpx2
 import pytest
 from fake_engine import FakeEngine
+from served_endpoint import with_page
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.server.web.access import make_code
 from tests.conftest import one_process_at_a_time
-from tests.server.conftest import with_page
 
 
 class Signed:

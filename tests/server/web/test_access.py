@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import httpx2
 import pytest
+import raw_http
 from fake_engine import FakeEngine
+from served_endpoint import with_page
 
 from edgeinfer.agents.endpoint import RemoteEndpoint
 from edgeinfer.cli.verbs import web
@@ -23,7 +25,6 @@ from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.web import routes
 from edgeinfer.server.web.access import make_code
 from edgeinfer.server.web.routes import WEB
-from tests.server.conftest import with_page
 
 KEYS = ("first-key-0123456789", "second-key-0123456789")
 GUARDED = [operation for operation in WEB.operations if operation.web == "cookie"]
@@ -170,14 +171,13 @@ def test_web_reports_that_it_started_an_endpoint(serve, monkeypatch, capfd):
         assert ("`edgeinfer stop 4242`" in said) == (endpoint is None)
 
 
-def test_a_sign_in_is_short_because_anyone_may_send_it(serve, raw_exchange):
+def test_a_sign_in_is_short_because_anyone_may_send_it(serve):
     live_server = with_page(serve(keys=KEYS), KEYS)
     assert live_server.client.post("/web/session", json={"code": "x" * 9000}).status_code == 413
-    head = f"POST /web/session HTTP/1.1\r\nhost: 127.0.0.1:{live_server.port}\r\ncontent-type: application/json\r\n"
     for length in ("content-length: 30000000", "transfer-encoding: chunked"):
-        opening = f"{head}{length}\r\n\r\n".encode() + b"2400\r\n" * (length[0] == "t") + b" " * 9216
-        reply = raw_exchange(live_server.port, opening + b"\r\n2400\r\n")  # the rest is never sent
-        assert reply.startswith(b"HTTP/1.1 413 "), length
+        head = raw_http.head("/web/session", raw_http.JSON, length)
+        body = b"2400\r\n" * (length[0] == "t") + b" " * 9216 + b"\r\n2400\r\n"  # the rest is not sent
+        assert raw_http.status(raw_http.exchange(live_server.port, head + body)) == 413, length
 
 
 def test_missing_files_are_not_cached(serve):

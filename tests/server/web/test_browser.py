@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from fake_engine import Delay, FakeEngine, StepGate
 from fake_hub import Fault
-from other_processes import wait_until
+from served_endpoint import with_page
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.cli.endpoint_setup import pulled_models
@@ -22,7 +22,6 @@ from edgeinfer.platform import paths
 from edgeinfer.platform.paths import private_dir
 from edgeinfer.runtime.events import Logprob, ReasoningDelta, TextDelta, TokenLogprobs
 from tests.conftest import BUILD_CACHE
-from tests.server.conftest import with_page
 
 pytestmark = pytest.mark.slow
 
@@ -302,18 +301,29 @@ def test_names_and_numbers_are_whole_and_buttons_large_enough(serve, tab, tmp_pa
     page.shot(tmp_path / "page.png")
 
 
-def test_kills_lose_nothing_that_was_shown(tab, tmp_path, repeats):
-    text = " ".join(f"w{n}" for n in range(400))
+#: Serves the page in another process, and prints the port.
+_ENDPOINT = """
+import sys, threading
+port = int(sys.argv.pop(1))
+sys.path[:0] = sys.argv[1:]
+from fake_engine import Delay, FakeEngine
+from served_endpoint import serving, with_page
+script = [piece for n in range(400) for piece in (f"w{n} ", Delay(0.02))]
+with serving(FakeEngine([script]), port=port) as live_server:
+    with_page(live_server)
+    print(live_server.port, flush=True)
+    threading.Event().wait()
+"""
+
+
+def test_kills_lose_nothing_that_was_shown(tab, repeats):
     running, port = None, "0"
 
     def start():
         nonlocal running, port
-        file = tmp_path / "port"
-        file.unlink(missing_ok=True)
-        command = [sys.executable, str(Path(__file__).with_name("endpoint.py")), str(file), port, text]
-        running = subprocess.Popen(command)
-        wait_until(file.exists, "the endpoint")
-        port = file.read_text()
+        command = [sys.executable, "-c", _ENDPOINT, port, *sys.path]
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        port = running.stdout.readline().strip()
 
     start()
     try:
@@ -325,7 +335,7 @@ def test_kills_lose_nothing_that_was_shown(tab, tmp_path, repeats):
             )
             page.wait(f"document.querySelector('.answer .body').textContent.length > {len(before)} + 8")
             running.kill()
-            running.wait()
+            running.communicate()
             shown = page.js("document.querySelector('.answer .body').textContent").strip()
             start()
             page.see("interrupted")
@@ -334,7 +344,7 @@ def test_kills_lose_nothing_that_was_shown(tab, tmp_path, repeats):
             page.click("button", "Continue")
     finally:
         running.kill()
-        running.wait()
+        running.communicate()
 
 
 def test_terminal_and_page_follow_each_other(serve, tab, terminal):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from fake_engine import FakeEngine, StepGate
 from other_processes import wait_until
+from served_endpoint import with_page
 from terminal import Terminal, shell_environment
 
 from edgeinfer.config.config_file import save
@@ -19,7 +20,6 @@ from edgeinfer.platform import paths
 from edgeinfer.runtime.prefix_cache.block_file import read_header
 from edgeinfer.runtime.prefix_cache.block_names import BLOCK_TOKENS
 from edgeinfer.runtime.prefix_cache.retention import list_blocks
-from tests.server.conftest import with_page
 
 from .conftest import Signed
 

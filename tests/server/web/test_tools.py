@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 from fake_engine import FakeEngine
 from other_processes import wait_until
+from served_endpoint import with_page
 from tools_here import calling, command, configure
 
 from edgeinfer.config.config_file import config_path, load_config
 from edgeinfer.server.web import conversations
-from tests.server.conftest import with_page
 
 from .test_browser import IDLE, MESSAGE, say, violations
 
