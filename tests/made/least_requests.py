@@ -10,6 +10,12 @@ STREAMING: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": HI, "max_tokens": 9},
 }
 GENERATING = STREAMING | {"/infer": {"prompt": "hi"}}
+OLLAMA: dict[str, dict[str, Any]] = {
+    "/api/chat": {"model": "fake", "messages": HI, "stream": False},
+    "/api/generate": {"model": "fake", "prompt": "hi", "stream": False},
+}
+#: Every route that generates text, whole.
+EVERY = GENERATING | OLLAMA | {"/completion": {"prompt": "hi"}}
 #: Every route that has a model read something.
 READING = GENERATING | {
     "/v1/embeddings": {"input": "hi"},

@@ -6,7 +6,7 @@ import re
 import socket
 
 CHAT = "/v1/chat/completions"
-HI = {"messages": [{"role": "user", "content": "hi"}]}
+HI_BODY = {"messages": [{"role": "user", "content": "hi"}]}
 JSON = "content-type: application/json"
 
 

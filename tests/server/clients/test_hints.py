@@ -4,7 +4,7 @@ import json
 
 import pytest
 from fake_engine import FakeEngine
-from least_requests import HI, STREAMING
+from least_requests import EVERY, HI
 
 from edgeinfer.runtime.events import ToolCallDelta
 
@@ -15,11 +15,6 @@ SCHEMA = {"type": "object", "properties": {}}
 CACHED = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]
 EAGER = {"name": "a", "input_schema": SCHEMA, "eager_input_streaming": True}
 SEARCHED = [{"type": "web_search_call", "id": "1"}, {"role": "user", "content": "x"}]
-
-
-@pytest.fixture(scope="module")
-def live_server(serve_module, engine):
-    return serve_module(engine)
 
 
 def _ignored_fields(answer) -> list[str]:
@@ -34,6 +29,8 @@ TAKEN = [
     (CHAT, {"service_tier": "flex"}, "service_tier"),
     (CHAT, {"store": True}, "store"),
     (CHAT, {"verbosity": "low"}, "verbosity"),
+    (CHAT, {"mirostat": 2, "typical_p": 0.9}, "mirostat, typical_p"),
+    ("/completion", {"mirostat_tau": 5.0, "mirostat_eta": 0.1}, "mirostat_tau, mirostat_eta"),
     (CHAT, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     (CHAT, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[]=custom"),
     (CHAT, {"messages": [{"role": "user", "content": CACHED}]}, "messages[].content[].cache_control"),
@@ -58,7 +55,7 @@ TAKEN = [
 
 @pytest.mark.parametrize(("path", "sent", "named"), TAKEN, ids=[named for _, _, named in TAKEN])
 def test_a_field_that_changes_nothing_is_taken_and_named(live_server, until, path, sent, named):
-    assert _ignored_fields(live_server.post(path, STREAMING[path] | sent)) == [named]
+    assert _ignored_fields(live_server.post(path, EVERY[path] | sent)) == named.split(", ")
     until(lambda: f'"ignored":"{named}"' in live_server.log.getvalue(), "the log to name it")
 
 
@@ -78,20 +75,16 @@ def test_a_field_that_changes_nothing_is_taken_and_named(live_server, until, pat
     ],
 )
 def test_nulls_zeros_and_empty_values_are_nothing(live_server, path, sent):
-    least = STREAMING.get(path, {"prompt": "hi"})
-    assert _ignored_fields(live_server.post(path, least | sent)) == [""]
+    assert _ignored_fields(live_server.post(path, EVERY[path] | sent)) == [""]
 
 
 def test_an_unknown_field_is_ignored_and_named(live_server):
-    sent = STREAMING[CHAT] | {"mood": 0, "zesty\r\nx: y": 2}
-    assert _ignored_fields(live_server.post(CHAT, sent)) == ["mood", "zesty??x:?y"]
+    assert _ignored_fields(live_server.chat(**{"mood": 0, "zesty\r\nx: y": 2})) == ["mood", "zesty??x:?y"]
 
 
 def test_names_in_the_header_are_safe_and_few(live_server):
     for include in (["a\r\nb, ü"], ["x" * 1024] * 64):
-        names = _ignored_fields(
-            live_server.post(RESPONSES, STREAMING[RESPONSES] | {"include": include})
-        )
+        names = _ignored_fields(live_server.post(RESPONSES, EVERY[RESPONSES] | {"include": include}))
         assert names == ["include=a??b? ?"] or names == [f"include={'x' * 88}"] * 32
 
 
@@ -180,14 +173,13 @@ def test_a_deferred_tool_is_offered_once_it_is_referred_to(live_server, engine):
 
 
 def test_beta_header_is_taken_and_named(live_server):
-    sent = {"headers": {"anthropic-beta": "claude-code-20250219"}}
-    assert _ignored_fields(
-        live_server.client.post(f"{MESSAGES}?beta=true", json=STREAMING[MESSAGES], **sent)
-    ) == ["anthropic-beta"]
+    headers = {"anthropic-beta": "claude-code-20250219"}
+    answer = live_server.post(f"{MESSAGES}?beta=true", EVERY[MESSAGES], headers=headers)
+    assert _ignored_fields(answer) == ["anthropic-beta"]
 
 
 def test_thread_request_is_refused_with_details_for_the_client(live_server):
-    refused = live_server.post(MESSAGES, STREAMING[MESSAGES] | {"thread": {"type": "create"}})
+    refused = live_server.post(MESSAGES, EVERY[MESSAGES] | {"thread": {"type": "create"}})
     assert refused.json()["error"]["details"] == {
         "error_code": "thread_unsupported_request",
         "unsupported": ["thread"],

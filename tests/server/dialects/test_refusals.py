@@ -3,16 +3,9 @@
 import json
 
 import pytest
+from least_requests import HI
 
-from edgeinfer.errors import ContextLengthError, InvalidRequestError, QueueFullError
-
-HI = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def live_server(serve_module, engine):
-    return serve_module(engine)
-
+from edgeinfer.errors import InvalidRequestError, QueueFullError
 
 def _post(live_server, path, body):
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -189,7 +182,6 @@ def test_lists_of_mixed_prompts_are_refused(live_server):
     ("error", "status", "code"),
     [
         (InvalidRequestError("no", param="grammar"), 400, "invalid_value"),
-        (ContextLengthError("long"), 400, "context_length_exceeded"),
         (QueueFullError("full"), 503, "queue_full"),
     ],
 )

@@ -19,11 +19,6 @@ def engine():
     return FakeEngine(lambda request: [*thought, "done"])
 
 
-@pytest.fixture(scope="module")
-def live_server(serve_module, engine):
-    return serve_module(engine)
-
-
 @pytest.mark.parametrize(
     ("path", "sent", "options", "budget"),
     [

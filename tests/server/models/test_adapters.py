@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine
-from least_requests import GENERATING
+from least_requests import EVERY
 from made_models import make_adapter, make_llama
 
 from edgeinfer.platform import paths
@@ -62,12 +62,11 @@ def fake(serve):
     return serve(FakeEngine())
 
 
-@pytest.mark.parametrize("path", [*GENERATING, "/api/generate", "/completion"])
+@pytest.mark.parametrize("path", EVERY)
 def test_every_dialect_chooses_adapters(serve, path):
     engine = FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, lora=(Adapter("red", ""),)))
     lora = [{"id": 0, "scale": 0.5}] if path == "/completion" else [{"name": "red", "scale": 0.5}]
-    body = GENERATING.get(path, {"prompt": "hi", "stream": False}) | {"model": "fake", "lora": lora}
-    answer = serve(engine).client.post(path, json=body)
+    answer = serve(engine).client.post(path, json=EVERY[path] | {"model": "fake", "lora": lora})
     assert answer.status_code == 200, answer.text
     assert engine.requests[0].lora == (("red", 0.5),)
 

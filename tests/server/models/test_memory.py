@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx2
 import pytest
 from fake_engine import FakeEngine
-from least_requests import GENERATING
+from least_requests import EVERY, GENERATING
 from made_decoders import make_reader
 from made_models import make_llama
 from other_processes import engines_below, free_port
@@ -72,18 +72,22 @@ def _cached_tokens(reply: dict) -> tuple[int, int]:
     return details["cached_tokens"], details["cached_disk_tokens"]
 
 
-@pytest.mark.parametrize("path", GENERATING)
+@pytest.mark.parametrize("path", EVERY)
 def test_every_route_accepts_the_prefix_cache_fields(serve, path):
-    body = GENERATING[path]
-    bound = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     engine = FakeEngine()
-    live_server = serve(engine)
-    named = {"cache_prompt": False, "cache_salt": "mine", "prompt_cache_key": "talk"}
-    for fields in (named, {bound: 0}):
-        answer = live_server.post(path, body | fields)
-        assert answer.status_code == 200, answer.text
-    (request,), (read,) = engine.requests, engine.read
+    fields = {"cache_prompt": False, "cache_salt": "mine", "prompt_cache_key": "talk"}
+    answer = serve(engine).client.post(path, json=EVERY[path] | fields)
+    assert answer.status_code == 200, answer.text
+    (request,) = engine.requests
     assert (request.cache_prompt, request.cache_salt, request.conversation) == (False, "mine", "talk")
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_zero_tokens_only_prefill(serve, path):
+    engine = FakeEngine()
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    assert serve(engine).client.post(path, json=GENERATING[path] | {limit: 0}).status_code == 200
+    (read,) = engine.read
     assert (read.max_tokens, read.cache_prompt, read.cache_salt, read.conversation) == (0, True, "", "")
 
 

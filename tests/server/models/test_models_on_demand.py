@@ -264,7 +264,7 @@ def test_client_that_disconnects_during_a_load_releases_the_model(serve, loader,
     )
     for stream in (True, False):
         with raw_http.connect(live_server.port) as client:
-            client.sendall(raw_http.post(raw_http.HI | {"model": "b", "stream": stream}))
+            client.sendall(raw_http.post(raw_http.HI_BODY | {"model": "b", "stream": stream}))
             until(lambda: live_server.endpoint.in_flight == 1, "the request to wait")
         until(lambda: live_server.endpoint.in_flight == 0, "the request to be forgotten")
     loader.holds["b"].set()

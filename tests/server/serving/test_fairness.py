@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import socket
-import threading
 from collections import Counter
 
 import pytest
@@ -12,7 +11,7 @@ from fake_engine import FakeEngine, StepGate, StuckEngine
 from served_endpoint import with_page
 
 from edgeinfer.platform.machine import resident_bytes
-from edgeinfer.server.callers import EngineSlots, FairPool
+from edgeinfer.server.callers import EngineSlots
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.web.routes import WEB
 
@@ -152,32 +151,6 @@ def test_calls_of_one_key_do_not_stop_those_of_another(serve):
     assert live_server.get("/v1/models", headers={"x-api-key": OTHER}).status_code == 200
     engine.opened.set()
     assert [future.result() for future in asking] == [200] * 12
-
-
-def test_pool_gives_a_key_half_of_its_threads_and_turns_to_all():
-    pool, opened = FairPool("test", 4), threading.Event()
-    done: list[str] = []
-    started = threading.Semaphore(0)
-
-    def work(caller: str) -> None:
-        started.release()
-        assert opened.wait(30)
-        done.append(caller)
-
-    futures = [pool.begin(caller, lambda caller=caller: work(caller)) for caller in "aaaaaabbc"]
-    for _ in range(4):
-        assert started.acquire(timeout=20)
-    assert pool.is_stuck(0)
-    running = Counter(a for a, future in zip("aaaaaabbc", futures, strict=True) if future.running())
-    assert running == {"a": 2, "b": 2}
-    assert futures[5].cancel()
-    opened.set()
-    for future in futures[:5] + futures[6:]:
-        future.result(20)
-    assert Counter(done) == Counter("aaaaabbc")
-    with pytest.raises(ZeroDivisionError):
-        pool.begin("a", lambda: 1 // 0).result(20)
-    pool.close()
 
 
 def _send_body(stack, live_server, sent: int, length: int, *lines: str) -> socket.socket:

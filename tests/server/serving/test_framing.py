@@ -7,7 +7,7 @@ import socket
 import pytest
 import raw_http
 from fake_engine import FakeEngine, StepGate
-from raw_http import HI
+from raw_http import HI_BODY
 
 from edgeinfer.server.guards import protocol
 
@@ -17,7 +17,7 @@ def test_client_of_http_1_0_gets_no_chunks(serve, is_stream):
     gate = StepGate()
     live_server = serve(FakeEngine([["one ", gate, *map(str, range(50))]]))
     with raw_http.connect(live_server.port) as client:
-        client.sendall(raw_http.post(HI | {"stream": is_stream}, version="1.0"))
+        client.sendall(raw_http.post(HI_BODY | {"stream": is_stream}, version="1.0"))
         assert gate.reached.wait(20)
         gate.opened.set()
         head, _, body = raw_http.read_all(client).partition(b"\r\n\r\n")
@@ -73,7 +73,7 @@ def test_half_closed_client_that_leaves_ends_its_answer(serve, until, monkeypatc
     engine = FakeEngine([["one ", "two ", gate]])
     live_server = serve(engine)
     client = raw_http.connect(live_server.port)
-    client.sendall(raw_http.post(HI | {"stream": is_stream}))
+    client.sendall(raw_http.post(HI_BODY | {"stream": is_stream}))
     client.shutdown(socket.SHUT_WR)
     assert gate.reached.wait(20)
     if resets:
@@ -89,7 +89,7 @@ def test_half_closed_client_that_stays_is_answered(serve, monkeypatch, is_stream
     gate = StepGate()
     live_server = serve(FakeEngine([["one ", gate, "two"]]))
     with raw_http.connect(live_server.port) as client:
-        client.sendall(raw_http.post(HI | {"stream": is_stream}))
+        client.sendall(raw_http.post(HI_BODY | {"stream": is_stream}))
         client.shutdown(socket.SHUT_WR)
         assert gate.reached.wait(20)
         live_server.get("/health")

@@ -9,13 +9,13 @@ import struct
 import pytest
 import raw_http
 from fake_engine import FakeEngine, StepGate
-from raw_http import HI
+from raw_http import HI_BODY
 
 from edgeinfer.platform.machine import resident_bytes
 from edgeinfer.server.limits import Limits
 
-BODY = json.dumps(HI).encode()
-STREAM = raw_http.post(HI | {"stream": True})
+BODY = json.dumps(HI_BODY).encode()
+STREAM = raw_http.post(HI_BODY | {"stream": True})
 PATHS = """/v1/chat/completions /v1/completions /v1/messages /v1/responses /tokenize /infer /infill
 /api/chat /api/generate /api/embed /api/embeddings /api/show /api/pull /v1/models/fake/recall""".split()
 ODD_PATHS = ["/v1/%00", "/../../etc/passwd", "//", "/v1/models/" + "%2e" * 50, "/v1/models/%ff"]
@@ -112,7 +112,7 @@ def test_a_disconnect_before_a_whole_answer_cancels(serve, until):
     engine = FakeEngine([["a", gate, "b"], ["next"]])
     live_server = serve(engine)
     with raw_http.connect(live_server.port) as client:
-        client.sendall(raw_http.post(HI))
+        client.sendall(raw_http.post(HI_BODY))
         assert gate.reached.wait(20)
     until(lambda: engine.metrics().cancelled_total == 1, "the generation to be cancelled")
     assert live_server.chat().json()["choices"][0]["message"]["content"] == "next"
@@ -121,7 +121,7 @@ def test_a_disconnect_before_a_whole_answer_cancels(serve, until):
 def test_pipelined_requests_are_answered_in_order(serve):
     live_server = serve(FakeEngine([["one"], ["two"]]))
     with raw_http.connect(live_server.port) as client:
-        client.sendall(raw_http.post(HI) * 2)
+        client.sendall(raw_http.post(HI_BODY) * 2)
         reply = b""
         while reply.count(b'"timings"') < 2:
             piece = client.recv(65_536)

@@ -180,14 +180,6 @@ def test_a_sign_in_is_short_because_anyone_may_send_it(serve):
         assert raw_http.status(raw_http.exchange(live_server.port, head + body)) == 413, length
 
 
-def test_missing_files_are_not_cached(serve):
-    live_server = with_page(serve())
-    for name in ("x" * 300, "y" * 60_000, "a/" * 1000):
-        assert live_server.client.get(f"/web/static/{name}").status_code == 404
-    assert '"level":"error"' not in live_server.log.getvalue()
-    assert routes._files.cache_info().currsize == 1
-
-
 def test_only_the_first_key_signs_in(serve, serve_page):
     page = serve_page(keys=KEYS)
     assert page.get("/setup")["default_model"] == "fake"
