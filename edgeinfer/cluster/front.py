@@ -43,21 +43,27 @@ class FrontEnd:
 
     async def answer(self, request: HttpRequest) -> Response:
         """Forward a request to a replica. Answer health checks and the list of models without one."""
-        path = request.scope["path"]  # `request.url` would trust the Host header, not yet checked
-        route = app.match_route(path)
+        # `request.url` would trust the Host header, which is not yet checked
+        route = app.match_route(request.scope["path"])
         try:
-            self._gate.check_host(request.headers)  # the replica gets another Host header
+            return await self._answer(request, route)
         except Problem as problem:
-            return _refusal(route.dialect, problem)
-        if path in _HEALTH_PATHS:
+            body = route.dialect.error_body(problem, "")
+            return Response(body, problem.status, problem.headers, media_type="application/json")
+
+    async def _answer(self, request: HttpRequest, route: app.RouteMatch) -> Response:
+        self._gate.check_host(request.headers)  # the replica gets another Host header
+        if request.scope["path"] in _HEALTH_PATHS:
             return json_reply({"status": "ok"})
         if request.method == "GET" and route is app.match_route("/v1/models"):
-            return json_reply({"object": "list", "data": [_card(name) for name in self._models]})
+            card = {"object": "model", "created": 0, "owned_by": "edgeinfer"}
+            return json_reply({"object": "list", "data": [{"id": name, **card} for name in self._models]})
         body = await request.body()
         fields = decode_json(body)
         named = _model_in_path(route) or requested_model(fields) or self._first
         if named not in self._models:
-            return _refusal(route.dialect, _unknown(named, self._models))
+            message = f"this application has no model {named!r}: it has {', '.join(self._models)}"
+            raise Problem(404, message, param="model", code="model_not_found")
         forwarded = Request(
             request.method,
             _target(request.scope),
@@ -68,7 +74,10 @@ class FrontEnd:
         return await self._forward(named, forwarded, route.dialect)
 
     async def _forward(self, named: str, request: Request, dialect: Dialect) -> Response:
-        """Forward the request to a replica; if that dies before its response starts, to another one."""
+        """Forward the request to a replica; if that dies before its response starts, to another one.
+
+        Raises Problem 503.
+        """
         for _ in range(2):
             chunks = self._models[named](request)
             try:
@@ -76,7 +85,9 @@ class FrontEnd:
                     ack = await anext(chunks)
                 start = await anext(chunks)
             except TimeoutError:
-                return _refusal(dialect, _not_started(named, self._start_s))
+                message = f"No replica of {named} has started within {self._start_s:g} s"
+                message += "; `serve status` tells why."
+                raise unavailable(message, "model_unavailable", 10) from None
             except Exception:  # noqa: BLE001  # Ray raises many kinds of errors if a replica has ended
                 _LOG.warning("a replica ended before it answered", exc_info=True)
             else:
@@ -84,7 +95,7 @@ class FrontEnd:
                 assert isinstance(start, ResponseStart)
                 by = (REPLICA_HEADER, ack.replica)
                 return _response(ResponseStart(start.status, (*start.headers, by)), chunks, dialect)
-        return _refusal(dialect, _unavailable())
+        raise _unavailable()
 
 
 def _model_in_path(route: app.RouteMatch) -> str:
@@ -127,26 +138,6 @@ def _unavailable() -> Problem:
     return unavailable(
         "The model's replica ended while it worked on this request; ask again.", "replica_ended", 1
     )
-
-
-def _not_started(named: str, after_s: float) -> Problem:
-    message = f"No replica of {named} has started within {after_s:g} s; `serve status` tells why."
-    return unavailable(message, "model_unavailable", 10)
-
-
-def _unknown(named: str, models: Mapping[str, Answer]) -> Problem:
-    message = f"this application has no model {named!r}: it has {', '.join(models)}"
-    return Problem(404, message, param="model", code="model_not_found")
-
-
-def _refusal(dialect: Dialect, problem: Problem) -> Response:
-    return Response(
-        dialect.error_body(problem, ""), problem.status, problem.headers, media_type="application/json"
-    )
-
-
-def _card(name: str) -> dict[str, object]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "edgeinfer"}
 
 
 #: Request fields (of any API) that form the prompt, in the order in which chat templates use them.

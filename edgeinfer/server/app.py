@@ -116,7 +116,8 @@ class EndpointApp:
         operation = context.operation
         page = operation.web if operation is not None else ""
         caller = context.caller = scope.get("caller") or self._caller(context, scope, page)
-        if operation is not None and (operation.is_admin or page == "cookie") and not context.is_admin:
+        is_restricted = operation is not None and (operation.is_admin or page == "cookie")
+        if is_restricted and not caller.is_admin:
             raise Problem(403, _ADMIN_ONLY, code="admin_only")
         if caller.name:
             context.cache_salt = self._gate.cache_salt(caller)

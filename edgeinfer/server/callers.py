@@ -26,7 +26,8 @@ class Caller(msgspec.Struct, frozen=True):
     """The client of a request.
 
     `name` is that of its API key (8 hex digits). Without API keys it is "" for the user who runs the
-    endpoint, and `uid-N` for another user. `turn` is the name under which its requests are scheduled
+    endpoint, and `uid-N` for another user. An administrator may change models and settings for other
+    clients. `turn` is the name under which its requests are scheduled
     round-robin with those of others; requests of "" never wait for a turn.
     """
 

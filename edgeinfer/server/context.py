@@ -103,11 +103,6 @@ class RequestContext:
         return self.caller.name
 
     @property
-    def is_admin(self) -> bool:
-        """Return whether the client may change models and settings for other clients."""
-        return self.caller.is_admin
-
-    @property
     def plain_id(self) -> str:
         """Id without `req_`, from which other ids are made: `msg_0a1b…` for `req_0a1b…`."""
         return self.id.removeprefix("req_")
@@ -146,7 +141,7 @@ class RequestContext:
     def keep_alive_s(self, keep_alive: float | str | None) -> float | None:
         """Convert `keep_alive` to seconds; None: as configured, or the client is no administrator."""
         seconds = keep_alive_s(keep_alive)
-        if seconds is None or self.is_admin:
+        if seconds is None or self.caller.is_admin:
             return seconds
         self.ignore(["keep_alive"])
         return None

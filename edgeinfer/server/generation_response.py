@@ -118,21 +118,17 @@ def _may_have_files(body: bytes) -> bool:
 def _apply_context(context: RequestContext, request: GenerateRequest) -> GenerateRequest:
     """Apply what the HTTP request implies: prompt normalization, the key's cache salt, the adapter."""
     lora = ((context.adapter, 1.0),) if context.adapter else None
+    is_first = all(turn.role != "assistant" for turn in request.messages)
+    agent = agent_of(context.headers.get("user-agent", "")) if request.tools and is_first else ""
     if request.record_tokens or context.endpoint.payload_log is not None:
         request = with_record(request)
     return msgspec.structs.replace(
         request,
         messages=context.normalize(request.messages, stores_prefix=request.cache_prompt),
         cache_salt=context.add_salt(request.cache_salt),
-        preamble=_preamble(context, request),
+        preamble=agent,
         lora=request.lora if request.lora is not None else lora,
     )
-
-
-def _preamble(context: RequestContext, request: GenerateRequest) -> str:
-    is_first = all(turn.role != "assistant" for turn in request.messages)
-    user_agent = context.headers.get("user-agent", "")
-    return agent_of(user_agent) if request.tools and is_first else ""
 
 
 async def submit_all(
@@ -298,20 +294,18 @@ class _GenerationResponse(Response):
                 generation.cancel()
 
     def _release(self) -> None:
-        starting = self._starting
+        starting, context = self._starting, self.context
         if not starting.done():
             starting.cancel()
         elif not starting.cancelled() and starting.exception() is None:
             self.task = starting.result()
         if self.task is not None:
-            self.endpoint.running.difference_update(self.task.generations)
-            context = self.context
-            self.endpoint.release_generations(
-                context.model, len(self.task.generations), context.caller.turn
-            )
+            generations = self.task.generations
+            self.endpoint.running.difference_update(generations)
+            self.endpoint.release_generations(context.model, len(generations), context.caller.turn)
             self._cancel()
             self.task.lease.release()
-            for generation in self.task.generations:
+            for generation in generations:
                 generation.tap(None)  # it references this response: the cycle would keep both in memory
 
     def _add_receipts(self, data: bytes) -> bytes:

@@ -81,9 +81,6 @@ class Metrics:
     def _counter(self, name: str, text: str, labels: Sequence[str] = _MODEL) -> Counter:
         return Counter(f"edgeinfer_{name}", text, labels, registry=self.registry)
 
-    def _gauge(self, name: str, text: str, labels: Sequence[str]) -> Gauge:
-        return Gauge(f"edgeinfer_{name}", text, labels, registry=self.registry)
-
     def _histogram(
         self, name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = _MODEL
     ) -> Histogram:
@@ -122,9 +119,10 @@ class Metrics:
         labels = ("how", "stage", "model_name")
         self.load_time = self._histogram("model_load_seconds", text, LOAD_BUCKETS, labels)
         text = "Running requests of all routes."
-        self.in_flight = self._gauge("http_requests_in_flight", text, ())
+        self.in_flight = Gauge("edgeinfer_http_requests_in_flight", text, registry=self.registry)
         text = "PSI of the last 7 days against the 7 before; `moved`: `edgeinfer drift` reports it."
-        self.drift = self._gauge("drift_psi", text, ("aggregate", "moved", "model_name"))
+        labels = ("aggregate", "moved", "model_name")
+        self.drift = Gauge("edgeinfer_drift_psi", text, labels, registry=self.registry)
         self._drift_due = 0.0
         self.refused = self._counter("requests_refused", "Requests refused by a limit.", ("limit",))
         text = "Requests that the payload log could not write."

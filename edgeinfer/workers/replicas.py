@@ -13,6 +13,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,16 +29,16 @@ from edgeinfer.workers.remote_engine import ForwardingEngine, RemoteEngine
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Replica:
     """A worker process with the model. `how`: "resumed" (from a snapshot) or "cold"."""
 
-    def __init__(self, engine: RemoteEngine, how: str, n_threads: int) -> None:
-        self.engine = engine
-        self.how = how
-        self.n_threads = n_threads
-        self.number = 0
-        self.requests: set[RoutedRequest] = set()
-        self.calls = 0
+    engine: RemoteEngine
+    how: str
+    n_threads: int
+    number: int = 0
+    requests: set[RoutedRequest] = field(default_factory=set)
+    calls: int = 0
 
     @property
     def load(self) -> int:

@@ -191,15 +191,18 @@ async def setup(context: RequestContext) -> wire.Setup:
     warm = await endpoint.in_thread(endpoint.host.warm_models)
     named: Mapping[str, dict[str, float | int | None]]
     named = {name: dict(values) for name, values in endpoint.host.config.chat.presets.items()}
+
+    def state(name: str) -> str:
+        now = models.state(name)
+        return "warm" if now == "cold" and name in warm else now
+
     return wire.Setup(
         version=__version__,
         default_model=models.default,
         models=[
             wire.ListedModel(
                 name=model.name,
-                state="warm"
-                if models.state(model.name) == "cold" and model.name in warm
-                else models.state(model.name),
+                state=state(model.name),
                 size_bytes=model.size_bytes,
                 can_see=model.can_see,
             )
@@ -316,19 +319,10 @@ def _download(conversation: Conversation, text: str, suffix: str) -> Response:
     return Response(text, media_type="text/plain", headers=headers)
 
 
-@ROUTES.post(f"{PATH}/conversations", uses_model=False, web="cookie")
-async def ask_new(context: RequestContext, body: wire.Question) -> wire.Opened:
-    """Ask a question in a new conversation."""
-    return await _ask(context, body, 0)
-
-
 @ROUTES.post(f"{PATH}/conversations/{{id}}/questions", uses_model=False, web="cookie")
 async def ask(context: RequestContext, body: wire.Question) -> wire.Opened:
-    """Ask a question in a conversation, or edit one."""
-    return await _ask(context, body, _id(context))
-
-
-async def _ask(context: RequestContext, body: wire.Question, conversation_id: int) -> wire.Opened:
+    """Ask a question in a conversation (0: a new one), or edit one."""
+    conversation_id = _id(context)
     if body.tools:
         await context.endpoint.use_tools()
     files = await context.endpoint.in_thread(
@@ -342,9 +336,8 @@ async def _ask(context: RequestContext, body: wire.Question, conversation_id: in
         else:
             session.ask(body.text, files)
 
-    return wire.Opened(
-        id=await _conversations(context).answer(context, conversation_id, update_session, _answer)
-    )
+    answering = _conversations(context).answer(context, conversation_id, update_session, _answer)
+    return wire.Opened(id=await answering)
 
 
 def _answer(session: ChatSession) -> AnswerWriter:

@@ -36,8 +36,7 @@ class Signed:
 
     def ask(self, text="hi", conversation=0, **body):
         """Ask a question; return the conversation's id."""
-        path = f"/conversations/{conversation}/questions" if conversation else "/conversations"
-        return self.post(path, text=text, **body)["id"]
+        return self.post(f"/conversations/{conversation}/questions", text=text, **body)["id"]
 
     def events(self, conversation):
         """Yield (name, data) of the events about a conversation."""

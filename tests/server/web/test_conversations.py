@@ -109,7 +109,7 @@ def test_files_are_attached_and_pictures_shown(serve_page):
     answer = page.client.get(picture)
     assert (answer.headers["content-type"], answer.content) == ("image/png", PNG)
     binary = [{"name": "x.bin", "data": base64.b64encode(b"\xff\0\xfe").decode()}]
-    refused = page.client.post("/conversations", json={"text": "x", "files": binary})
+    refused = page.client.post("/conversations/0/questions", json={"text": "x", "files": binary})
     assert refused.status_code == 400
     assert "x.bin is a binary file" in refused.text
 
@@ -144,7 +144,7 @@ def test_failed_answer_shows_its_error_and_is_regenerated(serve_page):
     assert (failed["status"], words(failed), failed["note"]) == ("failed", "Half", "the engine broke")
     page.post(f"/conversations/{number}", action="regenerate")
     assert words(page.finished_turns(number)[-1]) == "whole"
-    page.post("/conversations", 400, text="  ")
+    page.post("/conversations/0/questions", 400, text="  ")
 
 
 def test_a_model_that_does_not_load_leaves_the_question(serve_page):

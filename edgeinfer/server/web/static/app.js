@@ -274,7 +274,7 @@ function App({ setup: first }) {
     editLast: () => { const last = [...branch.turns.values()].filter((turn) => turn.role === "user" && branch.path.includes(turn.id)).pop(); if (last) setEditing(last.id); },
     ask: (text, files, replaced) => attempt(async () => {
       const question = { text, files, editing: replaced, ...(id ? {} : fresh) };
-      const { id: at } = await api(id ? `/conversations/${id}/questions` : "/conversations", question);
+      const { id: at } = await api(`/conversations/${id || 0}/questions`, question);
       setEditing(0); sticks.current = awaited.current = true;
       if (at !== id) actions.open(at);
     }),
