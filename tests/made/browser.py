@@ -131,6 +131,22 @@ class Page:
         assert "exceptionDetails" not in reply, reply["exceptionDetails"]
         return reply["result"].get("value")
 
+    def fill(self, selector: str, text: str) -> None:
+        """Focus an input and type."""
+        self.js(f"document.querySelector({json.dumps(selector)}).focus()")
+        self.type(text)
+
+    def choose(self, selector: str, value: str) -> None:
+        """Choose an option of a select box."""
+        box = f"document.querySelector({json.dumps(selector)})"
+        event = "new Event('change', {bubbles: true})"
+        self.js(f"{box}.value = {json.dumps(value)}; {box}.dispatchEvent({event})")
+
+    def all(self, selector: str, expression: str) -> list[Any]:
+        """Return the value of an expression about each `one` of the elements."""
+        elements = f"[...document.querySelectorAll({json.dumps(selector)})]"
+        return self.js(f"{elements}.map((one) => {expression})")
+
     def wait(self, code: str, seconds: float = _WAIT_S) -> Any:
         """Wait until an expression is true; return its value."""
         deadline = time.monotonic() + seconds

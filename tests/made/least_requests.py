@@ -1,5 +1,7 @@
-"""The least that a route takes: path → body."""
+"""The least that a route takes: path → body; and the text of what it answers."""
 
+import json
+from collections.abc import Iterable
 from typing import Any
 
 HI = [{"role": "user", "content": "hi"}]
@@ -24,3 +26,27 @@ READING = GENERATING | {
     "/tokenize": {"content": "hi"},
     "/detokenize": {"tokens": [65]},
 }
+
+
+def objects_of(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
+    """Yield the JSON objects of a reply: the only one, or those of a stream."""
+    for line in lines:
+        if (text := line.removeprefix("data: ")).startswith("{"):
+            yield json.loads(text)
+
+
+def text_of(reply: dict[str, Any]) -> str:
+    """Return the text of a reply, or of an object of its stream, in any API but that of embeddings."""
+    match reply:
+        case {"choices": choices}:
+            messages = [choice.get("delta") or choice.get("message") or choice for choice in choices]
+            return "".join(message.get("content") or message.get("text") or "" for message in messages)
+        case {"output": [{"content": [{"text": text}]}]} | {"content": [{"text": text}]}:
+            return text  # Responses, Anthropic
+        case {"type": "response.output_text.delta", "delta": text} | {"delta": {"text": text}}:
+            return text
+        case {"message": {"content": text}} if reply.get("type") != "message_start":
+            return text  # Ollama
+        case {"response": str(text)} | {"content": str(text)} | {"result": text}:
+            return text  # Ollama's generate, llama.cpp, /infer
+    return ""

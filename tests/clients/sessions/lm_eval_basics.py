@@ -10,6 +10,7 @@ import json
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -48,50 +49,34 @@ def passes(item: dict[str, Any], answer: str) -> bool:
     if "number" in item:
         numbers = re.findall(r"(?<!\d)-?\d+(?:\.\d+)?", answer.replace(",", ""))
         return bool(numbers) and abs(float(numbers[-1]) - item["number"]) <= item.get("tolerance", 0)
+    unfenced = re.sub(r"^\s*```\w*\n(.*)\n\s*```\s*$", r"\1", answer, flags=re.S)
     try:
-        jsonschema.validate(
-            json.loads(re.sub(r"^\s*```\w*\n(.*)\n\s*```\s*$", r"\1", answer, flags=re.S)),
-            item["schema"],
-        )
+        jsonschema.validate(json.loads(unfenced), item["schema"])
     except (ValueError, jsonschema.ValidationError):
         return False
     return True
 
 
-def run(
-    folder: Path,
-    name: str,
-    items: list[dict[str, Any]],
-    kind: str,
-    model: str,
-    arguments: dict[str, Any],
-) -> list[Any]:
-    """Evaluate one task; the logged samples in the order of the items."""
-    file = folder / f"{name}.jsonl"
-    file.write_text(
-        "".join(
-            json.dumps(
-                {
-                    "id": item["id"],
-                    "prompt": item["prompt"],
-                    **{k: item[k] for k in ("choices", "answer") if k in item},
-                }
-            )
-            + "\n"
-            for item in items
+def run(name: str, items: list[dict[str, Any]], kind: str, **arguments: Any) -> Iterator[Any]:
+    """Evaluate one task; yield each item with its logged sample."""
+    api = "local-completions" if kind is CHOICES else "local-chat-completions"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, f"{name}.jsonl")
+        rows = [{k: item[k] for k in ("id", "prompt", "choices", "answer") if k in item} for item in items]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        task = TASK.replace("NAME", name).replace("FILE", str(file))
+        Path(folder, f"{name}.yaml").write_text(task + kind)
+        done = lm_eval.simple_evaluate(
+            model=api,
+            model_args={"tokenizer_backend": "remote", "batch_size": 1, "max_length": 2048, **arguments},
+            tasks=[name],
+            task_manager=TaskManager(include_path=folder, include_defaults=False),
+            log_samples=True,
+            apply_chat_template=api == "local-chat-completions",
+            bootstrap_iters=0,
         )
-    )
-    (folder / f"{name}.yaml").write_text(TASK.replace("NAME", name).replace("FILE", str(file)) + kind)
-    done = lm_eval.simple_evaluate(
-        model=model,
-        model_args={"tokenizer_backend": "remote", "batch_size": 1, "max_length": 2048, **arguments},
-        tasks=[name],
-        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
-        log_samples=True,
-        apply_chat_template=model == "local-chat-completions",
-        bootstrap_iters=0,
-    )
-    return sorted(done["samples"][name], key=lambda sample: sample["doc_id"])
+    samples = sorted(done["samples"][name], key=lambda sample: sample["doc_id"])
+    yield from zip(items, samples, strict=True)
 
 
 def main(url: str, model: str) -> dict[str, Any]:
@@ -99,34 +84,18 @@ def main(url: str, model: str) -> dict[str, Any]:
     items = [json.loads(line) for line in SET.read_text("utf-8").splitlines()]
     choices = [item for item in items if "choices" in item]
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        plain = {"model": model, "base_url": f"{url}/v1/completions", "tokenized_requests": True}
-        for item, sample in zip(
-            choices,
-            run(Path(folder), "choices", choices, CHOICES, "local-completions", plain),
-            strict=True,
-        ):
-            logprobs = [float(logprob[0][0]) for logprob in sample["resps"]]
-            results[item["id"]] = {
-                "passed": sample["acc"] == 1,
-                "logprobs": [round(logprob, 4) for logprob in logprobs],
-            }
-        chat = {"model": model, "base_url": f"{url}/v1/chat/completions", "num_concurrent": 1}
-        for tokens in sorted({item["max_tokens"] for item in items if "max_tokens" in item}):
-            group = [item for item in items if item.get("max_tokens") == tokens]
-            kind = OTHERS.replace("TOKENS", str(tokens))
-            for item, sample in zip(
-                group,
-                run(Path(folder), f"chat_{tokens}", group, kind, "local-chat-completions", chat),
-                strict=True,
-            ):
-                answer = sample["resps"][0][0]
-                results[item["id"]] = {"passed": passes(item, answer), "answer": answer}
-    return {
-        "lm_eval": version("lm_eval"),
-        "model": model,
-        "items": {item["id"]: results[item["id"]] for item in items},
-    }
+    plain = {"model": model, "base_url": f"{url}/v1/completions", "tokenized_requests": True}
+    for item, sample in run("choices", choices, CHOICES, **plain):
+        logprobs = [round(float(logprob[0][0]), 4) for logprob in sample["resps"]]
+        results[item["id"]] = {"passed": sample["acc"] == 1, "logprobs": logprobs}
+    chat = {"model": model, "base_url": f"{url}/v1/chat/completions", "num_concurrent": 1}
+    for tokens in sorted({item["max_tokens"] for item in items if "max_tokens" in item}):
+        group = [item for item in items if item.get("max_tokens") == tokens]
+        for item, sample in run(f"chat_{tokens}", group, OTHERS.replace("TOKENS", str(tokens)), **chat):
+            answer = sample["resps"][0][0]
+            results[item["id"]] = {"passed": passes(item, answer), "answer": answer}
+    in_order = {item["id"]: results[item["id"]] for item in items}
+    return {"lm_eval": version("lm_eval"), "model": model, "items": in_order}
 
 
 if __name__ == "__main__":

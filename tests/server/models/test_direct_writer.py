@@ -1,11 +1,11 @@
 """Tokens that the decode thread writes arrive complete and in order, on no other connection."""
 
 import asyncio
-import json
 import socket
 
 import pytest
 from fake_engine import FakeEngine, StepGate
+from least_requests import STREAMING, objects_of, text_of
 
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
 from edgeinfer.server.connection import Connection
@@ -57,32 +57,21 @@ async def test_a_client_that_left_and_a_defect_do_no_harm():
     transport.abort()
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-def test_a_stream_past_the_event_loop_says_the_same(serve, until, path):
+@pytest.mark.parametrize("path", STREAMING)
+def test_a_stream_past_the_event_loop_says_the_same(serve, path):
     gate = StepGate()
     script = ("One", gate, *(f" {number}" for number in range(200)))
     live_server = serve(FakeEngine([script, script]))
-    asked = {"max_tokens": 300, "messages": [{"role": "user", "content": "hi"}], "stream": True}
-    if path == "/v1/responses":
-        asked = {"input": "hi", "stream": True}
-    texts = []
+    limit = {} if path == "/v1/responses" else {"max_tokens": 300}
+    body, texts = STREAMING[path] | limit | {"stream": True}, []
     for _ in range(2):  # the second request uses the same connection
         text = ""
-        with live_server.client.stream("POST", path, json=asked) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    text += said(json.loads(line[6:]))
+        with live_server.client.stream("POST", path, json=body) as answer:
+            for event in objects_of(answer.iter_lines()):
+                text += text_of(event)
                 gate.opened.set()
         texts.append(text)
     assert texts == ["One" + "".join(f" {number}" for number in range(200))] * 2
-
-
-def said(event: dict) -> str:
-    """Return the text of an event of any of the three APIs."""
-    if "choices" in event:
-        return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-    delta = event.get("delta", "")
-    return delta.get("text", "") if isinstance(delta, dict) else delta
 
 
 def test_a_slow_reader_gets_everything_in_order(serve, until):
@@ -96,5 +85,5 @@ def test_a_slow_reader_gets_everything_in_order(serve, until):
         assert gate.reached.wait(20)
         gate.opened.set()
         until(lambda: engine.metrics().running == 0, "the whole answer to be made")
-        text = "".join(said(json.loads(line[6:])) for line in lines if line.startswith("data: {"))
+        text = "".join(map(text_of, objects_of(lines)))
     assert text == "".join(f"{number:05d}" * 4000 for number in range(800))

@@ -24,12 +24,12 @@ ASKED = "What is this?"
 GREEDY = {"temperature": 0}
 
 
-def picture(color: str, kind: str = "PNG") -> bytes:
+def picture(color: str) -> bytes:
     """Return a picture with a gradient and an area of that color."""
     image = Image.linear_gradient("L").resize((96, 64)).convert("RGB")
     image.paste(Image.new("RGB", (48, 64), color), (0, 0))
     out = io.BytesIO()
-    image.save(out, kind)
+    image.save(out, "PNG")
     return out.getvalue()
 
 
@@ -40,8 +40,8 @@ def base64_of(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def uri(data: bytes, kind: str = "png") -> str:
-    return f"data:image/{kind};base64,{base64_of(data)}"
+def uri(data: bytes) -> str:
+    return f"data:image/png;base64,{base64_of(data)}"
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +75,6 @@ def anthropic_client(sees):
 def ollama_client(sees):
     with ollama.Client(sees.url) as client:
         yield client
-
-
-@pytest.mark.parametrize("url", [uri(RED), uri(picture("red", "JPEG"), "jpeg"), base64_of(RED)])
-def test_chat_completion_reads_a_picture(sees, url):
-    parts = [
-        {"type": "text", "text": "What is this:\n"},
-        {"type": "image_url", "image_url": {"url": url}},
-    ]
-    body = {"temperature": 0.0, "top_k": 1, "messages": [{"role": "user", "content": parts}]}
-    reply = sees.client.post("/chat/completions", json=body | {"max_tokens": 8})
-    assert reply.status_code == 200, reply.text
-    assert reply.json()["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize(

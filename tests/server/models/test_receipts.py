@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import raw_http
 from fake_engine import FakeEngine, split_script
+from least_requests import objects_of
 
 from edgeinfer.errors import ReceiptError
 from edgeinfer.receipts.receipt import Receipt
@@ -60,8 +61,7 @@ FORMS.remove(("/infer", True))  # /infer does not stream
 def last_object(reply):
     """Return the last JSON object of an answer, whole or streamed."""
     assert reply.status_code == 200, reply.text
-    lines = [line.removeprefix("data: ") for line in reply.text.splitlines()]
-    return json.loads([line for line in lines if line.startswith("{")][-1])
+    return [*objects_of(reply.text.splitlines())][-1]
 
 
 def entries_of(content, name="reply"):
@@ -91,11 +91,11 @@ def test_each_dialect_s_answer_ends_with_a_receipt_that_verifies(real, path, str
     receipt = last_object(reply)["receipt"]
     assert receipt["sampling"]["seed"] is not None
     result = check(real, receipt)
-    assert (result["verdict"], result["n_answer"]) == ("verified", 12)
+    assert (result["verdict"], result["n_answer"]) == ("verified", receipt["n_answer"])
     [entry] = entries_of(reply.content)
     assert entry.quotes
     assert not [quote for quote in entry.quotes if quote.difference(CollectedAnswer(result["text"]))]
-    receipt["content"]["answer"][3] ^= 1
+    receipt["content"]["answer"][0] ^= 1  # the answer may be short: its seed is random
     assert check(real, receipt)["verdict"] == "differs"
 
     without = real.post(path, {k: v for k, v in fields.items() if k != "receipt"})

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import http.client
 import json
 import os
 import resource
@@ -13,7 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import raw_http
 from fake_engine import FakeEngine, StepGate
+from least_requests import EVERY, HI, objects_of, text_of
 
 from edgeinfer.cli.verbs import doctor
 from edgeinfer.config.config_file import Config, ServeConfig
@@ -23,7 +24,6 @@ from edgeinfer.server import payload_log
 from edgeinfer.server.payload_log import make_folder
 
 CHAT = "/v1/chat/completions"
-TURNS = [{"role": "user", "content": "hi"}]
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 ENCODED = base64.b64encode(PNG).decode()
 OMITTED = {"bytes": len(PNG), "sha256": hashlib.sha256(PNG).hexdigest()}
@@ -48,58 +48,21 @@ def one(folder, until):
     return event["data"]
 
 
-def _pieces(reply):
-    """Return the JSON objects of an answer: one, or those of a stream."""
-    if "event-stream" in reply.headers["content-type"]:
-        texts = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
-        return [json.loads(text) for text in texts if text != "[DONE]"]
-    return [json.loads(line) for line in reply.text.splitlines()]
-
-
-def _chat(piece):
-    [choice] = piece["choices"]
-    return choice.get("delta", choice.get("message"))["content"] if choice.get("delta", 1) else ""
-
-
-def _responses(piece):
-    if "output" in piece:
-        return piece["output"][0]["content"][0]["text"]
-    return piece["delta"] if piece["type"] == "response.output_text.delta" else ""
-
-
-def _messages(piece):
-    if piece["type"] == "message":
-        return piece["content"][0]["text"]
-    return piece["delta"]["text"] if piece["type"] == "content_block_delta" else ""
-
-
-DIALECTS = {
-    CHAT: ({"messages": TURNS}, _chat),
-    "/v1/completions": ({"prompt": "hi"}, lambda piece: piece["choices"][0]["text"]),
-    "/v1/responses": ({"input": "hi"}, _responses),
-    "/v1/messages": ({"messages": TURNS, "max_tokens": 9, "model": "fake"}, _messages),
-    "/api/chat": ({"messages": TURNS, "model": "fake"}, lambda piece: piece["message"]["content"]),
-    "/api/generate": ({"prompt": "hi", "model": "fake"}, lambda piece: piece["response"]),
-    "/completion": ({"prompt": "hi"}, lambda piece: piece["content"]),
-    "/infer": ({"prompt": "hi"}, lambda piece: piece["result"]),
-}
-
-
-FORMS = [(path, stream) for path in DIALECTS for stream in (False, True)]
+FORMS = [(path, stream) for path in EVERY for stream in (False, True)]
 FORMS.remove(("/infer", True))  # /infer does not stream
 
 
 @pytest.mark.parametrize(("path", "stream"), FORMS)
 def test_each_dialect_leaves_one_line_with_the_client_s_answer(serve, tmp_path, until, path, stream):
-    body, text_of = DIALECTS[path]
-    body = body if path == "/infer" else body | {"stream": stream}
+    body = EVERY[path] | ({} if path == "/infer" else {"stream": stream})
     live_server = serve(FakeEngine([["Hel", "lo ", "ü"]]), log_payloads=str(tmp_path))
     reply = live_server.post(path, body)
     assert reply.status_code == 200, reply.text
     [event] = events(tmp_path, until, 1)
     data = event["data"]
     [answer] = data["answers"]
-    assert answer["text"] == "".join(map(text_of, _pieces(reply))) == "Hello ü"
+    said = "".join(map(text_of, objects_of(reply.text.splitlines())))
+    assert answer["text"] == said == "Hello ü"
     assert data["request"] == body
     assert (data["operation"], data["status"], data["error"]) == (f"POST {path}", 200, None)
     assert (data["outcome"], answer["finish_reason"]) == ("stop", "stop")
@@ -154,12 +117,9 @@ def test_refused_request_is_logged_with_its_error(serve, tmp_path, until, conten
 def test_disconnect_logs_the_text_generated_so_far(serve, tmp_path, until, stream):
     gate = StepGate()
     live_server = serve(FakeEngine([["one ", gate, "two"]]), log_payloads=str(tmp_path))
-    body = json.dumps({"messages": TURNS, "stream": stream})
-
-    connection = http.client.HTTPConnection("127.0.0.1", live_server.port)
-    connection.request("POST", CHAT, body, {"content-type": "application/json"})
-    assert gate.reached.wait(20)
-    connection.close()
+    with raw_http.connect(live_server.port) as client:
+        client.sendall(raw_http.post(raw_http.HI_BODY | {"stream": stream}))
+        assert gate.reached.wait(20)
     until(lambda: raw_lines(tmp_path), "the line")
     data = one(tmp_path, until)
     assert data["outcome"] == "disconnected"
@@ -171,7 +131,7 @@ def test_requests_without_generation_or_opted_out_are_not_logged(serve, tmp_path
     live_server.post("/tokenize", {"content": "hi"})
     for value in ("1", "true"):
         headers = {"x-edgeinfer-no-log": value}
-        assert live_server.post(CHAT, {"messages": TURNS}, headers=headers).status_code == 200
+        assert live_server.post(CHAT, {"messages": HI}, headers=headers).status_code == 200
     live_server.chat(user="last")
     assert one(tmp_path, until)["request"]["user"] == "last"
     status = live_server.get("/status").json()["payload_log"]

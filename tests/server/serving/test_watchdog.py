@@ -24,12 +24,3 @@ def test_callback_that_holds_the_loop_is_named():
 
     with pytest.raises(AssertionError, match=r"busy held the event loop for 0\.[4-9]"):
         asyncio.run(main())
-
-
-def test_waiting_is_not_working():
-    async def main() -> None:
-        with watch_loop(asyncio.get_running_loop()):
-            time.sleep(2 * MOST_S)
-            await asyncio.sleep(0)
-
-    asyncio.run(main())

@@ -27,18 +27,13 @@ pytestmark = pytest.mark.slow
 
 KEYS = ["first-key-of-this-endpoint"]
 MESSAGE = "document.querySelector('#message')"
+WIDTH = "document.documentElement.scrollWidth"
 IDLE = "!document.querySelector('.streaming') && !document.querySelector('.stop')"
 
 
 def say(page, text):
-    page.js(f"{MESSAGE}.focus()")
-    page.type(text)
+    page.fill("#message", text)
     page.key("Enter")
-
-
-def choose_model(page, name):
-    box = "document.querySelector('[aria-label=Model]')"
-    page.js(f"{box}.value = {json.dumps(name)}; {box}.dispatchEvent(new Event('change'))")
 
 
 def speak(text):
@@ -69,8 +64,7 @@ def test_chat_stream_edit_branch_and_search(serve, tab):
     page.click("button", "New")
     page.see("What can I help with?")
     page.wait(f"document.activeElement === {MESSAGE}")
-    page.js("document.querySelector('[type=search]').focus()")
-    page.type("coffee")
+    page.fill("[type=search]", "coffee")
     page.wait("document.querySelector('mark')?.textContent === 'Coffee'")
     page.type(" nonsense")
     page.see("Nothing found")
@@ -189,8 +183,7 @@ def test_search_shows_the_match_inside_its_snippet(serve, tab):
     say(page, "hi")
     page.see("oolong")
     page.wait(IDLE)
-    page.js("document.querySelector('[type=search]').focus()")
-    page.type("oolong")
+    page.fill("[type=search]", "oolong")
     page.wait("document.querySelector('mark')?.textContent === 'oolong'")
     inside = "(() => { const box = (name) => document.querySelector(name).getBoundingClientRect();"
     inside += "const [mark, small] = [box('mark'), box('.side small')];"
@@ -235,11 +228,8 @@ def test_nothing_is_silent_what_is_typed_too_early_copied_or_refused(serve, tab)
     page.click("button.send")
     page.see("too long")
     page.wait(IDLE)
-    said = page.js(
-        "[...document.querySelectorAll('.note, .error')].map((one) => one.textContent.trim())"
-    )
-    assert said == ["too long: see edgeinfer show"]
-    feet = page.js("[...document.querySelectorAll('.foot')].map((foot) => foot.textContent)")
+    assert page.all(".note, .error", "one.textContent.trim()") == ["too long: see edgeinfer show"]
+    feet = page.all(".foot", "one.textContent")
     assert not any("0" in foot.replace("tokens/s", "") for foot in feet[2:])
 
 
@@ -251,8 +241,7 @@ def test_settings_keep_what_was_typed_until_it_is_taken(serve, tab):
     page.click("button", "Settings")
     page.see("0 to 10")
     page.wait("document.activeElement.closest('dialog')")  # the dialog takes the focus when it opens
-    page.js("document.querySelector('#o-temperature').focus()")
-    page.type("99")
+    page.fill("#o-temperature", "99")
     page.click("dialog button", "Save")
     assert page.js("document.querySelector('#o-temperature').validity.rangeOverflow")
     page.js("document.querySelector('#o-temperature').value = '0.5'")
@@ -279,10 +268,8 @@ def test_names_and_numbers_are_whole_and_buttons_large_enough(serve, tab, tmp_pa
     say(page, "A letter and a table, please")
     page.see("0.05")
     page.wait(IDLE)
-    cells = "[...document.querySelectorAll('td')]"
-    assert page.js(f"{cells}.map((cell) => getComputedStyle(cell).textAlign)") == ["start", "right"] * 2
-    heights = page.js(f"{cells}.map((cell) => cell.getClientRects()[0].height)")
-    assert max(heights) < 45  # each cell has one line
+    assert page.all("td", "getComputedStyle(one).textAlign") == ["start", "right"] * 2
+    assert max(page.all("td", "one.getClientRects()[0].height")) < 45  # each cell has one line
     assert page.js("document.querySelectorAll('.block br').length") == 1
     room = page.js(
         "(() => { const box = document.querySelector('[aria-label=Model]'), text = document.createElement('canvas').getContext('2d');"
@@ -290,12 +277,10 @@ def test_names_and_numbers_are_whole_and_buttons_large_enough(serve, tab, tmp_pa
         " return box.clientWidth - text.measureText(box.selectedOptions[0].textContent).width; })()"
     )
     assert room > 30  # the arrow of the select box needs this space
-    small = page.js(
-        "[...document.querySelectorAll('button, summary, select')].map((one) => [one.textContent, one.getClientRects()[0]])"
-        ".filter(([, box]) => box && (box.width < 24 || box.height < 24)).map(([text]) => text)"
-    )
-    assert small == []
-    assert page.js("document.documentElement.scrollWidth") <= width
+    sizes = "(({width, height}) => [one.textContent, width, height])(one.getBoundingClientRect())"
+    boxes = page.all("button, summary, select", sizes)
+    assert [text for text, *size in boxes if 0 < min(size) < 24] == []
+    assert page.js(WIDTH) <= width
     assert page.js("document.querySelector('h1').getClientRects()[0].width") > 60
     page.js("document.querySelector('.stats').open = true")
     page.shot(tmp_path / "page.png")
@@ -430,7 +415,7 @@ def test_accessible_at_every_size(serve, tab, width, dark):
     page.click("button", "Regenerate")
     page.see("2/2")
     page.wait(IDLE)
-    assert page.js("document.documentElement.scrollWidth") <= width
+    assert page.js(WIDTH) <= width
     assert violations(page) == []
     page.click("button", "Settings")
     page.wait("document.querySelector('dialog[open]')")
@@ -442,7 +427,7 @@ def test_accessible_at_every_size(serve, tab, width, dark):
         page.wait("document.getAnimations().length === 0")
         assert violations(page) == []
     page.wait("document.querySelector('#live').textContent.includes('Plan')")
-    choose_model(page, "")
+    page.choose("[aria-label=Model]", "")
     page.see("To pull")
     assert violations(page) == []
     page.click("dialog button", "Close")
@@ -474,15 +459,10 @@ def test_reports_of_evaluations_are_listed_and_shown(serve, tab):
     page.wait("!document.querySelector('[aria-label=Report]')")
     page.js("location.hash = '#evaluations'")
     page.wait("document.querySelector('.block table td')")
-    assert (
-        page.js("[...document.querySelectorAll('td')].at(-1).textContent")
-        == "✗ <img src=x onerror=alert(1)>"
-    )
+    assert page.all("td", "one.textContent")[-1] == "✗ <img src=x onerror=alert(1)>"
     assert page.js("document.title") == "Evaluations · edgeinfer"
     assert violations(page) == []
-    page.js(
-        "const list = document.querySelector('select'); list.value = 'older'; list.dispatchEvent(new Event('change'))"
-    )
+    page.choose("select", "older")
     page.wait("document.querySelector('.block h1')?.textContent === 'older'")
 
 
@@ -504,23 +484,14 @@ def test_a_hostile_answer_does_nothing(serve, tab):
     say(page, HOSTILE)
     page.wait("document.querySelector('.answer .code')")
     page.wait(IDLE)
-    page.js(
-        "document.querySelectorAll('.answer a').forEach((one) => one.dispatchEvent(new MouseEvent('mouseover')))"
-    )
+    page.all(".answer a", "one.dispatchEvent(new MouseEvent('mouseover'))")
     assert page.js("window.hacked ?? 0") == 0
-    assert (
-        page.js(
-            "document.querySelectorAll('.log img, .log svg, .log script, .log iframe, .log form').length"
-        )
-        == 0
-    )
-    assert {url.split("/")[2] for url in page.requests() if url.startswith("http")} == {
-        live_server.url[7:]
-    }
+    assert page.all(".log :is(img, svg, script, iframe, form)", "one.outerHTML") == []
+    assert all(url.startswith(live_server.url) for url in page.requests() if url.startswith("http"))
     say(page, "more")
     page.wait("document.querySelector('.log').textContent.length > 1000000")
     page.wait(IDLE)
-    assert page.js("document.documentElement.scrollWidth") <= 700
+    assert page.js(WIDTH) <= 700
 
 
 def test_settings_export_link_files_and_delete(serve, tab):
@@ -528,11 +499,8 @@ def test_settings_export_link_files_and_delete(serve, tab):
     page = tab(with_page(serve(engine)))
     page.click("button", "Settings")
     page.wait("document.querySelector('dialog[open]')")
-    page.js("document.querySelector('#system').focus()")
-    page.type("Be kind.")
-    page.js(
-        "(() => { const box = document.querySelector('#preset'); box.value = 'greedy'; box.dispatchEvent(new Event('change', {bubbles: true})); })()"
-    )
+    page.fill("#system", "Be kind.")
+    page.choose("#preset", "greedy")
     page.click("dialog button", "Save")
     page.js(
         "(() => { const data = new DataTransfer(); data.items.add(new File(['milk'], 'list.txt'));"
@@ -565,33 +533,29 @@ def test_a_model_is_pulled_with_its_progress_and_used(serve, tab, hub):
     hub.always = Fault(cut_after=4096, silent=True)
     live_server = with_page(serve(pulled=pulled_models(), names=["fake"]))
     page = tab(live_server, width=320)
-    choose_model(page, "")
+    page.choose("[aria-label=Model]", "")
     page.see("To pull")
     page.see("Apache-2.0")
-    page.js("document.querySelector('#other').focus()")
-    page.type("hf.co/someone/nothing:Q8_0")
+    page.fill("#other", "hf.co/someone/nothing:Q8_0")
     page.key("Enter")
     page.wait("document.querySelector('dialog [role=alert]')?.textContent.includes('nothing')")
     page.click("dialog button", "Dismiss")
-    page.js("document.querySelector('#other').value = ''; document.querySelector('#other').focus()")
-    page.type("hf.co/someone/Tiny-GGUF:Q8_0")
+    page.js("document.querySelector('#other').value = ''")
+    page.fill("#other", "hf.co/someone/Tiny-GGUF:Q8_0")
     page.key("Enter")
     page.wait("document.querySelector('progress')?.max > 1")
-    assert page.js("document.documentElement.scrollWidth") <= 320
+    assert page.js(WIDTH) <= 320
     page.js("location.reload()")  # the pull continues
     page.wait(f"{MESSAGE} && !document.querySelector('dialog')")
-    choose_model(page, "")
+    page.choose("[aria-label=Model]", "")
     page.wait("document.querySelector('progress')?.max > 1")
     page.click("dialog button", "Stop")
     page.wait("!document.querySelector('progress')")
     hub.always = Fault()
-    page.js("document.querySelector('#other').focus()")
-    page.type("hf.co/someone/Tiny-GGUF:Q8_0")
+    page.fill("#other", "hf.co/someone/Tiny-GGUF:Q8_0")
     page.key("Enter")
     page.wait("document.querySelector('dialog').textContent.includes('someone.tiny-gguf-q8_0')")
-    page.js(
-        "[...document.querySelectorAll('dialog li')].find((one) => one.textContent.includes('someone.tiny-gguf')).querySelector('button').click()"
-    )
+    page.all("dialog li", "one.textContent.includes('someone.tiny-gguf') && one.querySelector('button').click()")
     page.wait("document.querySelector('[aria-label=Model]').value === 'someone.tiny-gguf-q8_0'")
 
 
@@ -631,7 +595,7 @@ def test_playground_compares_two_answers_token_by_token(serve, tab):
     page.key("ArrowRight")
     page.wait(f"{left_side}.querySelector('.said').textContent.includes('\"<b>\" < 0.1 %')")
     assert page.js(f"{left_side}.querySelector('.tokens span').title").endswith("90.0 %")
-    assert page.js("document.documentElement.scrollWidth") <= 320
+    assert page.js(WIDTH) <= 320
     page.click("button", "Stop")
     page.wait(f"{right_side}.textContent.includes('stopped')")
     page.wait("document.querySelector('form .primary').textContent === 'Run'")
@@ -647,8 +611,7 @@ def test_the_address_typed_by_hand_opens_the_page_or_asks_for_a_code(serve, chro
     page.see("What can I help with?")
     page.open(with_key.url)
     page.see("edgeinfer web")
-    page.js("document.querySelector('#secret').focus()")
-    page.type("wrong")
+    page.fill("#secret", "wrong")
     page.key("Enter")
     page.see("first API key")
     chromium.call("Target.closeTarget", targetId=page.target)

@@ -124,8 +124,7 @@ def test_terminal_and_page_are_live(typing, serve, tab):
     page = tab(with_page(serve(engine, names=["small"])))
 
     def ask(text):
-        page.js("document.querySelector('#message').focus()")
-        page.type(text)
+        page.fill("#message", text)
         page.key("Enter")
 
     ask("hello")

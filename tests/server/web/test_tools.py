@@ -12,7 +12,7 @@ from tools_here import calling, command, configure
 from edgeinfer.config.config_file import config_path, load_config
 from edgeinfer.server.web import conversations
 
-from .test_browser import IDLE, MESSAGE, say, violations
+from .test_browser import IDLE, MESSAGE, WIDTH, say, violations
 
 pytestmark = pytest.mark.slow  # it starts tool servers and Chromium
 
@@ -71,7 +71,7 @@ def test_by_keyboard_a_no_has_a_reason_and_typing_decides_nothing(serve, tab):
     ask_with_tools(page, "Write a.")
     page.wait(f"{CARD} && document.activeElement === {CARD}")
     page.see("+x")
-    assert page.js("document.documentElement.scrollWidth") <= 320
+    assert page.js(WIDTH) <= 320
     page.key("Enter")
     page.key(" ")
     for _ in range(6):
