@@ -173,7 +173,8 @@ class Endpoint:
         if isinstance(error, EdgeInferError):
             return problems.from_error(error)
         self.log.error("internal", error, request_id=request_id)
-        return problems.internal(request_id)
+        message = f"Internal error; the endpoint's log describes it under request id {request_id}."
+        return Problem(500, message, code="internal_error")
 
     def cancel_all(self) -> None:
         """Cancel every generation at its next decode step; clients get an error 503."""

@@ -178,12 +178,6 @@ def load_option_hint(param: str) -> str:
     return ""
 
 
-def internal(request_id: str) -> Problem:
-    """Make the error for an unexpected exception, which is logged with this request id."""
-    message = f"Internal error; the endpoint's log describes it under request id {request_id}."
-    return Problem(500, message, code="internal_error")
-
-
 def unavailable(message: str, code: str, retry_after_s: int) -> Problem:
     """Make an error 503, after which the client may retry."""
     return Problem(503, message, code=code, retry_after_s=retry_after_s)

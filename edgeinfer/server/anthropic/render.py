@@ -25,17 +25,13 @@ from edgeinfer.server.problems import Problem
 
 _encode = msgspec.json.Encoder().encode
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-#: Status → Anthropic's error type. Source: Anthropic's API reference, "Errors".
+#: Status → Anthropic's error type; other 4xx: `invalid_request_error`, other 5xx: `api_error`. Source:
+#: Anthropic's API reference, "Errors".
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
     413: "request_too_large",
-    415: "invalid_request_error",
-    422: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
 }
@@ -43,8 +39,9 @@ _TYPES = {
 
 def error_body(problem: Problem, request_id: str) -> bytes:
     """Encode `{"type": "error", "error": {"type", "message"}, "request_id"}`."""
+    other = "invalid_request_error" if problem.status < 500 else "api_error"
     error = wire.AnthropicErrorBody(
-        type=_TYPES.get(problem.status, "api_error"),
+        type=_TYPES.get(problem.status, other),
         message=_error_text(problem),
         details=_details(problem),
     )

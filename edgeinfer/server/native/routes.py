@@ -27,7 +27,7 @@ from edgeinfer.server.dialect import Dialect, RouteTable, wire_timings
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.generation_response import answer
 from edgeinfer.server.native import llama_routes, wire
-from edgeinfer.server.openai.render import ChatRenderer, error_body, error_events, finish_reason
+from edgeinfer.server.openai.render import ERRORS, ChatRenderer, finish_reason
 from edgeinfer.server.openai.wire import ChatRequest, ErrorReply
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_body import decode, decode_query
@@ -346,10 +346,4 @@ async def props(context: RequestContext) -> wire.Props:
     )
 
 
-NATIVE = Dialect(
-    name="native",
-    error_type=ErrorReply,
-    error_body=error_body,
-    error_events=error_events,
-    operations=[*ROUTES, *llama_routes.ROUTES],
-)
+NATIVE = Dialect(name="native", operations=[*ROUTES, *llama_routes.ROUTES], **ERRORS)

@@ -358,3 +358,11 @@ def error_body(problem: Problem, request_id: str) -> bytes:
 def error_events(problem: Problem, request_id: str) -> bytes:
     """Encode an error as the last chunk of a stream."""
     return b"data: " + error_body(problem, request_id) + b"\n\n" + DONE
+
+
+#: Fields of a `Dialect` with OpenAI's errors.
+ERRORS: dict[str, Any] = {
+    "error_type": wire.ErrorReply,
+    "error_body": error_body,
+    "error_events": error_events,
+}

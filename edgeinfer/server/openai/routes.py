@@ -16,7 +16,7 @@ from edgeinfer.server.dialect import Dialect, RouteTable, stamp
 from edgeinfer.server.generation_response import answer
 from edgeinfer.server.model_pool import AvailableModel
 from edgeinfer.server.openai import translate, wire
-from edgeinfer.server.openai.render import ChatRenderer, CompletionRenderer, error_body, error_events
+from edgeinfer.server.openai.render import ERRORS, ChatRenderer, CompletionRenderer
 from edgeinfer.server.wire_types import PromptUsage
 
 ROUTES = RouteTable()
@@ -140,10 +140,4 @@ def _card(context: RequestContext, pulled: AvailableModel) -> wire.ModelCard:
     )
 
 
-OPENAI = Dialect(
-    name="openai",
-    error_type=wire.ErrorReply,
-    error_body=error_body,
-    error_events=error_events,
-    operations=ROUTES,
-)
+OPENAI = Dialect(name="openai", operations=ROUTES, **ERRORS)

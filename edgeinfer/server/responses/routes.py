@@ -15,8 +15,7 @@ from starlette.responses import Response
 from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import Dialect, RouteTable, sse
 from edgeinfer.server.generation_response import answer
-from edgeinfer.server.openai.render import error_body, error_text
-from edgeinfer.server.openai.wire import ErrorReply
+from edgeinfer.server.openai.render import ERRORS, error_text
 from edgeinfer.server.problems import Problem, unsupported
 from edgeinfer.server.request_body import LenientDecoder
 from edgeinfer.server.response_store import ResponseStore, StoredResponse
@@ -151,10 +150,4 @@ def error_events(problem: Problem, request_id: str) -> bytes:
     return sse(event, "error")
 
 
-RESPONSES = Dialect(
-    name="responses",
-    error_type=ErrorReply,
-    error_body=error_body,
-    error_events=error_events,
-    operations=ROUTES,
-)
+RESPONSES = Dialect(name="responses", operations=ROUTES, **ERRORS | {"error_events": error_events})

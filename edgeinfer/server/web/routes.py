@@ -27,9 +27,8 @@ from edgeinfer.media.pictures import PICTURE_MARK
 from edgeinfer.platform import paths
 from edgeinfer.server.context import RequestContext, json_reply
 from edgeinfer.server.dialect import Dialect, RouteTable
-from edgeinfer.server.openai.render import error_body, error_events
+from edgeinfer.server.openai.render import ERRORS
 from edgeinfer.server.openai.routes import chat_completions
-from edgeinfer.server.openai.wire import ErrorReply
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.web import wire
 from edgeinfer.server.web.access import PATH, Access, Web, user_of
@@ -418,11 +417,4 @@ async def _tools_text(context: RequestContext) -> str:
     return "\n".join([tools.describe(), f"Tools work in the folder {tools.toolbox.folder}.", *said])
 
 
-WEB = Dialect(
-    name="web",
-    operations=ROUTES,
-    error_type=ErrorReply,
-    error_body=error_body,
-    error_events=error_events,
-    prefix=PATH,
-)
+WEB = Dialect(name="web", operations=ROUTES, prefix=PATH, **ERRORS)
