@@ -1,5 +1,7 @@
 """Responses of each route to scripted events: reasoning, tool calls, stops, several answers, errors."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine
@@ -87,26 +89,22 @@ def test_n_answers_count_the_prompt_once_and_seeds_up(serve):
     assert body["usage"]["prompt_tokens"] == len("user: hi\nassistant:")
 
 
-def test_minus_one_token_is_no_limit_and_whole_floats_are_integers(serve):
-    engine = FakeEngine()
-    live_server = serve(engine)
+def test_minus_one_token_is_no_limit_and_whole_floats_are_integers(live_server, engine):
     assert live_server.chat(max_tokens=-1, max_completion_tokens=7.0).status_code == 200
     assert live_server.chat(max_tokens=-1, seed=3.0).status_code == 200
+    assert engine.requests[-1].sampling.seed == 3
     endless = live_server.post("/v1/completions", {"prompt": "p", "max_tokens": -1})
     assert endless.status_code == 200
-    assert [request.max_tokens for request in engine.requests] == [7, None, None]
-    assert engine.requests[1].sampling.seed == 3
+    assert [request.max_tokens for request in engine.requests[-3:]] == [7, None, None]
     assert live_server.chat(max_tokens=2.5).json()["error"]["param"] == "max_tokens"
 
 
-def test_as_many_stop_strings_as_autocompletion_sends_reach_the_engine(serve):
-    engine = FakeEngine()
-    live_server = serve(engine)
+def test_as_many_stop_strings_as_autocompletion_sends_reach_the_engine(live_server, engine):
     stops = [f"<{number}>" for number in range(128)]
     assert live_server.chat(stop=stops).status_code == 200
-    generate = {"model": "fake", "prompt": "p", "stream": False, "options": {"stop": stops}}
+    generate = EVERY["/api/generate"] | {"options": {"stop": stops}}
     assert live_server.post("/api/generate", generate).status_code == 200
-    assert [request.stop for request in engine.requests] == [tuple(stops)] * 2
+    assert [request.stop for request in engine.requests[-2:]] == [tuple(stops)] * 2
 
 
 def test_chunks_of_several_answers_have_indexes_and_usage_is_last(serve):
@@ -207,45 +205,6 @@ def test_only_the_requests_own_stop_strings_are_stop_sequences(serve, stopped_by
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, told)
 
 
-def test_anthropic_tool_results_become_turns(serve):
-    engine = FakeEngine()
-    live_server = serve(engine)
-    turns = [
-        {"role": "user", "content": "weather?"},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "hm"},
-                {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "t",
-                    "content": [{"type": "text", "text": "sun"}],
-                },
-                {"type": "text", "text": "so?"},
-            ],
-        },
-    ]
-    live_server.post(
-        "/v1/messages", {"max_tokens": 1, "messages": turns, "system": [{"type": "text", "text": "S"}]}
-    )
-    roles = [(m.role, m.content) for m in engine.requests[0].messages]
-    assert roles == [
-        ("system", "S"),
-        ("user", "weather?"),
-        ("assistant", ""),
-        ("tool", "sun"),
-        ("user", "so?"),
-    ]
-    assistant = engine.requests[0].messages[2]
-    assert (assistant.reasoning, assistant.tool_calls[0].arguments) == ("hm", '{"a":1}')
-
-
 def test_a_response_stream_announces_and_closes_every_item(serve):
     live_server = serve(FakeEngine([CALLS]))
     body = {"input": "hi", "tools": [{"type": "function", "name": "f"}]}
@@ -273,32 +232,62 @@ def test_a_response_cut_short_is_incomplete(serve):
     assert done[-1]["status"] == "incomplete"
 
 
-def test_response_items_join_into_turns(serve):
-    engine = FakeEngine()
-    items = [
-        {"role": "user", "content": [{"type": "input_text", "text": "q"}]},
-        {
-            "type": "reasoning",
-            "id": "rs",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": "hm"}],
-        },
-        {
-            "type": "message",
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": "a", "annotations": []}],
-        },
-        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c", "output": "r"},
+def _text(text: str, kind: str = "text") -> list[dict[str, Any]]:
+    return [{"type": kind, "text": text}]
+
+
+CALL = {"name": "f", "arguments": '{"a":1}'}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": _text("sun")}
+#: One conversation in each API.
+CONVERSATIONS: dict[str, dict[str, Any]] = {
+    CHAT: {
+        "messages": [
+            {"role": "system", "content": "S"},
+            {"role": "user", "content": "weather?"},
+            {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": [{"id": "t", "function": CALL}]},
+            {"role": "tool", "tool_call_id": "t", "content": "sun"},
+            {"role": "user", "content": "so?"},
+        ]
+    },
+    "/v1/messages": {
+        "max_tokens": 1,
+        "system": _text("S"),
+        "messages": [
+            {"role": "user", "content": "weather?"},
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": "hm"}, *_text("I look."), {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}],
+            },
+            {"role": "user", "content": [RESULT, *_text("so?")]},
+        ],
+    },
+    "/v1/responses": {
+        "instructions": "S",
+        "input": [
+            {"role": "user", "content": _text("weather?", "input_text")},
+            {"type": "reasoning", "id": "rs", "summary": [], "content": _text("hm", "reasoning_text")},
+            {"type": "message", "role": "assistant", "content": _text("I look.", "output_text")},
+            {"type": "function_call", "call_id": "t", **CALL},
+            {"type": "function_call_output", "call_id": "t", "output": "sun"},
+            {"role": "user", "content": "so?"},
+        ],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", CONVERSATIONS)
+def test_conversation_reaches_the_engine_as_the_same_turns(live_server, engine, path):
+    assert live_server.post(path, CONVERSATIONS[path]).status_code == 200
+    turns = engine.requests[-1].messages
+    assert [(turn.role, turn.content, turn.reasoning) for turn in turns] == [
+        ("system", "S", ""),
+        ("user", "weather?", ""),
+        ("assistant", "I look.", "hm"),
+        ("tool", "sun", ""),
+        ("user", "so?", ""),
     ]
-    serve(engine).client.post("/v1/responses", json={"input": items, "instructions": "I"})
-    turns = [(m.role, m.content, m.reasoning, len(m.tool_calls)) for m in engine.requests[0].messages]
-    assert turns == [
-        ("system", "I", "", 0),
-        ("user", "q", "", 0),
-        ("assistant", "a", "hm", 1),
-        ("tool", "r", "", 0),
-    ]
+    (call,) = turns[2].tool_calls
+    assert (call.id, call.name, call.arguments, turns[3].tool_call_id) == ("t", "f", '{"a":1}', "t")
 
 
 @pytest.mark.parametrize(
@@ -339,9 +328,8 @@ def test_request_with_sampling_options_drops_default_penalties(serve, chosen, pe
     assert (sampling.dry_multiplier, sampling.repeat_penalty) == penalties
 
 
-def test_sampling_reaches_the_engine_over_the_models_defaults(serve):
-    engine = FakeEngine()
-    serve(engine).chat(
+def test_sampling_reaches_the_engine_over_the_models_defaults(live_server, engine):
+    live_server.chat(
         top_k=3,
         min_p=0.1,
         dry_multiplier=0.8,
@@ -353,7 +341,7 @@ def test_sampling_reaches_the_engine_over_the_models_defaults(serve):
         ignore_eos=True,
         cache_prompt=False,
     )
-    (request,) = engine.requests
+    request = engine.requests[-1]
     s = request.sampling
     assert (s.top_k, s.min_p, s.dry_multiplier) == (3, 0.1, 0.8)
     assert (s.logit_bias, s.seed) == ({7: -100.0}, None)
@@ -363,14 +351,14 @@ def test_sampling_reaches_the_engine_over_the_models_defaults(serve):
 
 
 def test_infer_answers_from_query_and_body(serve):
-    live_server = serve(FakeEngine([["forty-two"]]))
-    assert live_server.get("/infer", params={"prompt": "6*7"}).json()["result"] == "forty-two"
-    assert live_server.post("/infer?prompt=6*7").json()["result"] == "forty-two"
-    assert live_server.post("/infer", {"prompt": "6*7"}).json()["result"] == "forty-two"
+    client = serve(FakeEngine([["forty-two"]])).client
+    assert client.get("/infer", params={"prompt": "6*7"}).json()["result"] == "forty-two"
+    assert client.post("/infer?prompt=6*7").json()["result"] == "forty-two"
+    assert client.post("/infer", json={"prompt": "6*7"}).json()["result"] == "forty-two"
 
 
-def test_tokens_and_counts(serve):
-    client = serve(FakeEngine()).client
+def test_tokens_and_counts(live_server):
+    client = live_server.client
     assert client.post("/tokenize", json={"content": "hé"}).json() == {"tokens": [104, 195, 169]}
     pieces = client.post("/tokenize", json={"content": "é", "with_pieces": True}).json()["tokens"]
     assert pieces == [{"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}]
@@ -381,8 +369,9 @@ def test_tokens_and_counts(serve):
     assert count == {"input_tokens": len("user: hi\nassistant:")}
 
 
-def test_embeddings_refuse_more_dimensions_than_the_model_has(serve):
-    ask = serve(FakeEngine()).client.post
-    assert ask("/v1/embeddings", json={"input": "x", "dimensions": 8}).status_code == 200
-    refused = ask("/v1/embeddings", json={"input": "x", "dimensions": 9})
+def test_embeddings_refuse_more_dimensions_than_the_model_has(live_server):
+    whole, refused = (
+        live_server.post("/v1/embeddings", {"input": "x", "dimensions": n}) for n in (8, 9)
+    )
+    assert whole.status_code == 200
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "dimensions")

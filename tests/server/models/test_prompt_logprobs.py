@@ -140,9 +140,3 @@ def test_text_prompt_is_echoed_as_it_was_sent(live_server):
     ]
     assert choice["text"] == "Text, once."
     assert "".join(choice["logprobs"]["tokens"]).endswith("Text, once.")
-
-
-def test_vllms_prompt_logprobs_are_refused_with_a_replacement(live_server):
-    refused = live_server.post("/v1/completions", {"prompt": "a", "prompt_logprobs": 1})
-    assert refused.status_code == 400
-    assert "use echo with logprobs" in refused.json()["error"]["message"]
