@@ -5,6 +5,13 @@ from collections.abc import Iterable
 from typing import Any
 
 HI = [{"role": "user", "content": "hi"}]
+#: Schema of a tool's arguments, or of an answer.
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 STREAMING: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HI},
     "/v1/completions": {"prompt": "hi"},

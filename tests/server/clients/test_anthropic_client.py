@@ -5,18 +5,14 @@ import json
 import anthropic
 import jsonschema
 import pytest
+from least_requests import PLACE
 
 pytestmark = pytest.mark.model
 
 WEATHER = {
     "name": "get_weather",
     "description": "The weather in a city.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 20}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
+    "input_schema": PLACE,
 }
 #: The official client has no argument `temperature` any more, but the API has it.
 GREEDY = {"temperature": 0}
@@ -71,7 +67,7 @@ def test_tools_are_used_and_their_results_taken(client, stream):
         first = client.messages.create(**asked, messages=[question], tool_choice=choice)
     assert first.stop_reason == "tool_use"
     (use,) = [block for block in first.content if block.type == "tool_use"]
-    jsonschema.validate(use.input, WEATHER["input_schema"])
+    jsonschema.validate(use.input, PLACE)
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny"}
     turns = [
         question,
@@ -88,9 +84,9 @@ def test_structured_output(client):
         max_tokens=40,
         extra_body=GREEDY,
         messages=[{"role": "user", "content": "Weather in Paris."}],
-        output_config={"format": {"type": "json_schema", "schema": WEATHER["input_schema"]}},
+        output_config={"format": {"type": "json_schema", "schema": PLACE}},
     )
-    jsonschema.validate(json.loads(message.content[0].text), WEATHER["input_schema"])
+    jsonschema.validate(json.loads(message.content[0].text), PLACE)
 
 
 def test_tokens_are_counted_as_they_are_used(client):

@@ -4,9 +4,10 @@ import json
 
 import ollama
 import pytest
+from fake_engine import FakeEngine
+from least_requests import HI, PLACE
 
 pytestmark = pytest.mark.model
-HI = [{"role": "user", "content": "hi"}]
 MODEL = "smollm2"
 SHORT = {"num_predict": 20, "temperature": 0}
 
@@ -61,19 +62,11 @@ def test_a_second_turn_with_a_tools_answer(client):
 
 
 def test_format_is_followed(client):
-    schema = {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 20}},
-        "required": ["city"],
-        "additionalProperties": False,
-    }
-    said = client.chat(MODEL, HI, format=schema, options=SHORT | {"num_predict": 60})
+    said = client.chat(MODEL, HI, format=PLACE, options=SHORT | {"num_predict": 60})
     assert list(json.loads(said.message.content)) == ["city"]
 
 
 def test_a_key_is_sent_as_a_bearer(serve, monkeypatch):
-    from fake_engine import FakeEngine
-
     live_server = serve(FakeEngine(), keys=["test-key-0123456789abcdef"])
     with ollama.Client(live_server.url) as client, pytest.raises(ollama.ResponseError) as refused:
         client.list()

@@ -6,15 +6,10 @@ import re
 import jsonschema
 import openai
 import pytest
+from least_requests import HI, PLACE
 
 pytestmark = pytest.mark.model
 
-PLACE = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 20}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 FUNCTION = {"name": "get_weather", "description": "The weather in a city.", "parameters": PLACE}
 WEATHER = {"type": "function", "function": FUNCTION}
 CLOCK = {
@@ -22,7 +17,6 @@ CLOCK = {
     "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}},
 }
 QUESTION = {"role": "user", "content": "What is the weather in Paris?"}
-HELLO = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
@@ -32,7 +26,7 @@ def client(real):
 
 
 def test_stream_has_the_text_of_the_whole_answer(client):
-    asked = {"model": "smollm2", "messages": HELLO, "max_completion_tokens": 8, "temperature": 0}
+    asked = {"model": "smollm2", "messages": HI, "max_completion_tokens": 8, "temperature": 0}
     whole = client.chat.completions.create(**asked)
     (choice,) = whole.choices
     assert (choice.message.role, whole.model) == ("assistant", "smollm2")
@@ -69,7 +63,7 @@ def test_stream_has_the_text_of_the_whole_answer(client):
 )
 def test_a_constraint_is_followed(client, constraint, pattern):
     answer = client.chat.completions.create(
-        model="smollm2", messages=HELLO, max_tokens=60, temperature=0, extra_body=constraint
+        model="smollm2", messages=HI, max_tokens=60, temperature=0, extra_body=constraint
     )
     assert answer.choices[0].finish_reason == "stop"
     assert re.fullmatch(pattern, answer.choices[0].message.content)
@@ -137,10 +131,10 @@ def test_responses_whole_and_streamed(client):
 
 def test_errors_arrive_as_the_clients_own_exceptions(client):
     with pytest.raises(openai.NotFoundError) as missing:
-        client.chat.completions.create(model="nobody", messages=HELLO)
+        client.chat.completions.create(model="nobody", messages=HI)
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as wrong:
-        client.chat.completions.create(model="smollm2", messages=HELLO, temperature=9)
+        client.chat.completions.create(model="smollm2", messages=HI, temperature=9)
     assert wrong.value.param == "temperature"
     with pytest.raises(openai.BadRequestError) as long:
         client.chat.completions.create(

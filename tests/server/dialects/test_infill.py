@@ -39,14 +39,8 @@ def test_an_editors_request_is_answered_in_llama_cpps_shape(live_server):
 
 
 def test_extra_context_is_read_ahead_without_an_answer(live_server):
-    read = VSCODE | {
-        "n_predict": 0,
-        "input_prefix": "",
-        "input_suffix": "",
-        "prompt": "",
-        "samplers": [],
-    }
-    said = live_server.post("/infill", read).json()
+    nothing = {"input_prefix": "", "input_suffix": "", "prompt": "", "samplers": [], "n_predict": 0}
+    said = live_server.post("/infill", VSCODE | nothing).json()
     assert (said["content"], said["tokens_predicted"]) == ("", 0)
     assert said["tokens_evaluated"] > 0
 
@@ -60,19 +54,10 @@ def test_a_stream_ends_with_its_statistics(live_server):
 
 
 def test_suffix_in_completions_and_in_ollamas_generate_is_the_same(live_server):
-    openai = live_server.post(
-        "/v1/completions", {"prompt": "a = ", "suffix": "\nb", "max_tokens": 6, "temperature": 0}
-    ).json()
-    ollama = live_server.post(
-        "/api/generate",
-        {
-            "model": "made",
-            "prompt": "a = ",
-            "suffix": "\nb",
-            "stream": False,
-            "options": {"num_predict": 6, "temperature": 0},
-        },
-    ).json()
+    gap = {"model": "made", "prompt": "a = ", "suffix": "\nb", "stream": False}
+    openai = live_server.post("/v1/completions", gap | {"max_tokens": 6, "temperature": 0}).json()
+    options = {"num_predict": 6, "temperature": 0}
+    ollama = live_server.post("/api/generate", gap | {"options": options}).json()
     assert openai["usage"]["prompt_tokens"] == ollama["prompt_eval_count"] == len("a = \nb") + 3
     assert openai["choices"][0]["text"] == ollama["response"]
 

@@ -7,6 +7,7 @@ import pytest
 from fake_engine import FakeEngine
 from fake_hub import Fault
 from found_stores import OllamaStore
+from least_requests import EVERY
 
 from edgeinfer.cli.endpoint_setup import ModelAdmin, pulled_models
 from edgeinfer.models import pull, store
@@ -35,8 +36,12 @@ def _names(live_server) -> list[str]:
     return [model["name"] for model in live_server.get("/api/tags").json()["models"]]
 
 
-def _post(live_server, path, **body):
-    return live_server.post(path, body)
+def _pull(live_server, model, **body):
+    return live_server.post("/api/pull", {"model": model} | body)
+
+
+def _delete(live_server, **body):
+    return live_server.client.request("DELETE", "/api/delete", json=body)
 
 
 @pytest.fixture
@@ -46,16 +51,16 @@ def mine(live_server, gguf):
 
 def test_pulled_model_is_listed_used_and_removed(live_server, gguf, mine):
     assert "mine:latest" in _names(live_server)
-    asked = _post(live_server, "/api/generate", model="mine", prompt="x", raw=True, stream=False)
+    asked = live_server.post("/api/generate", EVERY["/api/generate"] | {"model": "mine", "raw": True})
     assert asked.json()["done"], asked.json()
-    removed = live_server.client.request("DELETE", "/api/delete", json={"name": "mine:latest"})
+    removed = _delete(live_server, name="mine:latest")
     assert removed.json() == {"status": "success"}
     assert _names(live_server) == ["fake:latest"]
     assert gguf.exists()
 
 
 def test_show_of_a_cold_model_reads_its_file(live_server, gguf, mine):
-    shown = _post(live_server, "/api/show", model="mine").json()
+    shown = live_server.post("/api/show", {"model": "mine"}).json()
     assert shown["capabilities"] == ["completion", "tools", "insert"]
     assert shown["model_info"]["llama.context_length"] == 256
     assert shown["model_info"]["tokenizer.ggml.tokens"] is None
@@ -64,7 +69,7 @@ def test_show_of_a_cold_model_reads_its_file(live_server, gguf, mine):
 
 
 def test_a_pull_says_how_far_it_is(live_server, hub):
-    answer = _post(live_server, "/api/pull", model=f"hf.co/{REPO}:Q8_0")
+    answer = _pull(live_server, f"hf.co/{REPO}:Q8_0")
     assert answer.headers["content-type"] == "application/x-ndjson"
     lines = [json.loads(line) for line in answer.text.splitlines()]
     assert lines[-1] == {"status": "success"}
@@ -85,19 +90,19 @@ def test_a_client_that_leaves_ends_its_pull(live_server, hub, until):
 
 
 def test_an_unknown_model_is_a_404_before_anything_is_streamed(live_server):
-    answer = _post(live_server, "/api/pull", model="no-such-model")
+    answer = _pull(live_server, "no-such-model")
     assert answer.status_code == 404
     assert "not found" in answer.json()["error"]
-    ollamas = _post(live_server, "/api/pull", model="llama3.2:3b")
+    ollamas = _pull(live_server, "llama3.2:3b")
     assert ollamas.status_code == 404
     assert "did you mean llama-3.2-3b" in ollamas.json()["error"]
 
 
 def test_a_pull_that_fails_later_says_so_in_its_last_line(live_server, hub, monkeypatch):
     hub.lies["Tiny-Q8_0.gguf"] = "0" * 64
-    *_, last = _post(live_server, "/api/pull", model=f"hf.co/{REPO}:Q8_0").text.splitlines()
+    *_, last = _pull(live_server, f"hf.co/{REPO}:Q8_0").text.splitlines()
     assert "SHA-256" in json.loads(last)["error"]
-    whole = _post(live_server, "/api/pull", model=f"hf.co/{REPO}:Q8_0", stream=False)
+    whole = _pull(live_server, f"hf.co/{REPO}:Q8_0", stream=False)
     assert whole.status_code >= 400
     assert "SHA-256" in whole.json()["error"]
 
@@ -120,14 +125,13 @@ def test_a_pull_that_fails_later_says_so_in_its_last_line(live_server, hub, monk
     ],
 )
 def test_a_pull_reads_no_files_and_asks_no_other_servers(live_server, name):
-    answer = _post(live_server, "/api/pull", model=name)
+    answer = _pull(live_server, name)
     assert answer.status_code == 400
     assert "edgeinfer pull" in answer.json()["error"]
 
 
 def test_deleting_an_unknown_model_is_a_404(live_server):
-    answer = live_server.client.request("DELETE", "/api/delete", json={"model": "nobody"})
-    assert answer.status_code == 404
+    assert _delete(live_server, model="nobody").status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -143,22 +147,15 @@ def test_models_change_only_where_the_endpoint_was_started_for_it(serve, method,
 def test_model_of_ollamas_store_is_used_under_ollamas_name(live_server, gguf, until):
     store = OllamaStore(gguf.read_bytes())
     until(lambda: "tiny:1b" in _names(live_server), "the cached list to expire")
-    assert "insert" in _post(live_server, "/api/show", model="tiny:1b").json()["capabilities"]
-    ask = {
-        "model": "tiny:1b",
-        "prompt": "x",
-        "raw": True,
-        "stream": False,
-        "options": {"num_predict": 2},
-    }
-    said = _post(live_server, "/api/generate", **ask).json()
+    name = {"model": "tiny:1b"}
+    assert "insert" in live_server.post("/api/show", name).json()["capabilities"]
+    ask = EVERY["/api/generate"] | name | {"raw": True, "options": {"num_predict": 2}}
+    said = live_server.post("/api/generate", ask).json()
     assert (said["model"], said["done"]) == ("tiny:1b", True)
-    assert (
-        _post(live_server, "/v1/completions", model="tiny:1b", prompt="x", max_tokens=1).status_code
-        == 200
-    )
+    completion = live_server.post("/v1/completions", name | {"prompt": "x", "max_tokens": 1})
+    assert completion.status_code == 200
     assert [model["name"] for model in live_server.get("/api/ps").json()["models"]][-1] == "tiny:1b"
-    refused = live_server.client.request("DELETE", "/api/delete", json={"model": "tiny:1b"})
+    refused = _delete(live_server, **name)
     assert refused.status_code == 400
     assert "belongs to Ollama" in refused.json()["error"]
     assert store.file.exists()

@@ -128,15 +128,9 @@ def test_ollama_has_pictures_before_the_text(live_server, engine):
 
 
 def test_a_result_that_is_an_error_keeps_its_picture(live_server, engine):
-    result = {
-        "type": "tool_result",
-        "tool_use_id": "c",
-        "is_error": True,
-        "content": [anthropic_block(RED)],
-    }
-    turns = [{"role": "user", "content": [result]}]
-    body = {"model": "fake", "max_tokens": 8, "messages": turns}
-    assert live_server.post("/v1/messages", body).status_code == 200
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [anthropic_block(RED)]}
+    turns = [{"role": "user", "content": [result | {"is_error": True}]}]
+    assert live_server.post("/v1/messages", {"max_tokens": 8, "messages": turns}).status_code == 200
     assert last_turns(engine) == [("tool", f"Error: {HERE}", [file(1)])]
 
 
@@ -208,17 +202,11 @@ def test_picture_that_is_not_base64_is_refused(live_server, path, content, reaso
 
 
 def test_a_model_tells_whether_it_sees(live_server, blind):
-    assert live_server.get("/props").json()["modalities"] == {"vision": True, "audio": False}
-    assert blind.get("/props").json()["modalities"] == {"vision": False, "audio": False}
-    card = live_server.get("/v1/models/fake").json()
-    assert card["architecture"] == {
-        "input_modalities": ["text", "image"],
-        "output_modalities": ["text"],
-    }
-    card = blind.get("/v1/models/fake").json()
-    assert card["architecture"]["input_modalities"] == ["text"]
-    assert live_server.get("/models").json()["models"][0]["capabilities"] == [
-        "completion",
-        "multimodal",
-    ]
-    assert "vision" in live_server.post("/api/show", {"model": "fake"}).json()["capabilities"]
+    for server, sees in ((live_server, True), (blind, False)):
+        assert server.get("/props").json()["modalities"] == {"vision": sees, "audio": False}
+        kinds = server.get("/v1/models/fake").json()["architecture"]
+        assert kinds == {"input_modalities": ["text", *["image"] * sees], "output_modalities": ["text"]}
+        (listed,) = server.get("/models").json()["models"]
+        assert ("multimodal" in listed["capabilities"]) is sees
+        shown = server.post("/api/show", {"model": "fake"}).json()
+        assert ("vision" in shown["capabilities"]) is sees
