@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
 from edgeinfer import __version__
 from edgeinfer.server.dialect import Dialect, Operation
-from edgeinfer.server.request_body import declaration_of, parts_of
+from edgeinfer.server.request_body import declaration_of
 from edgeinfer.server.wire_types import Wire
 
 _REF = "#/components/schemas/{name}"
@@ -45,9 +45,9 @@ _LATE = {"description": "The body did not come in time."}
 def document(dialects: Sequence[Dialect]) -> dict[str, Any]:
     """Return the OpenAPI document of these dialects as JSON values."""
     _, components = msgspec.json.schema_components(_types(dialects), ref_template=_REF)
-    wire_types = _wire_types(_types(dialects))
-    for kind in wire_types.values():
-        components[kind.__name__] = _lenient_schema(kind, components[kind.__name__], wire_types)
+    wire_types = _wire_types()
+    for name in components.keys() & wire_types.keys():
+        components[name] = _lenient_schema(wire_types[name], components[name], wire_types)
     paths: dict[str, dict[str, Any]] = {}
     for dialect in dialects:
         for operation in dialect.operations:
@@ -80,16 +80,11 @@ def _types(dialects: Sequence[Dialect]) -> list[Any]:
     return list(kinds)
 
 
-def _wire_types(kinds: Sequence[Any]) -> dict[str, type[Wire]]:
-    types: dict[str, type[Wire]] = {}
-    waiting = [
-        member for kind in kinds for member in get_args(kind) or (kind,) if isinstance(member, type)
-    ]
-    while waiting:
-        kind = waiting.pop()
-        if issubclass(kind, Wire) and types.setdefault(kind.__name__, kind) is kind:
-            waiting += [inner for inner in parts_of(kind) if inner.__name__ not in types]
-    return types
+def _wire_types() -> dict[str, type[Wire]]:
+    kinds: list[type[Wire]] = [Wire]
+    for kind in kinds:  # the list grows by each one's subclasses
+        kinds += kind.__subclasses__()
+    return {kind.__name__: kind for kind in kinds}
 
 
 def _lenient_schema(

@@ -362,18 +362,6 @@ def declaration_of(kind: type[Wire]) -> _Declaration:
     )
 
 
-def parts_of(kind: type[Wire]) -> list[type[Wire]]:
-    """List the wire types of the fields of `kind`, also those in lists."""
-    kinds: list[type[Wire]] = []
-    waiting = [field.plan for field in declaration_of(kind).fields.values()]
-    while waiting:
-        plan = waiting.pop()
-        kinds += plan.objects.values()
-        if plan.item is not None:
-            waiting.append(plan.item)
-    return kinds
-
-
 def _alternatives(kind: inspect.Type) -> list[inspect.Type]:
     """List the members of a union; [kind] for another type. `Annotated[T, …]` counts as `T`."""
     if isinstance(kind, inspect.Metadata):
