@@ -94,30 +94,6 @@ def test_a_large_body_is_read_alike(live_server, engine):
     assert len(engine.requests[-1].messages[0].content) == 200_000
 
 
-def test_fields_that_official_clients_echo_are_accepted(live_server, engine):
-    call = {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}}
-    echoed = {
-        "role": "assistant",
-        "content": None,
-        "parsed": None,
-        "refusal": None,
-        "tool_calls": [{"id": "c", "type": "function", "index": 0, "function": call}],
-    }
-    tool = {"role": "tool", "tool_call_id": "c", "name": "f", "content": "done"}
-    answer = live_server.post(CHAT, {"messages": [*HI, echoed, tool]})
-    assert "messages[].tool_calls[].function.parsed_arguments" in _ignored_fields(answer)
-    assert engine.requests[-1].messages[1].tool_calls[0].name == "f"
-    content_part = {
-        "type": "output_text",
-        "text": "x",
-        "annotations": [],
-        "parsed": None,
-        "logprobs": [],
-    }
-    item = {"type": "message", "role": "assistant", "content": [content_part], "phase": None}
-    assert _ignored_fields(live_server.post(RESPONSES, {"input": [item, *HI]})) == [""]
-
-
 def test_tools_of_a_namespace_come_back_under_it(serve):
     engine = FakeEngine([[ToolCallDelta(index=0, id="c", name="mcp.look", arguments="{}")]])
     live_server = serve(engine)

@@ -173,23 +173,6 @@ def test_reasoning_and_a_long_history(serve_page):
     assert (len(data["path"]), data["earlier"]) == (2, 6)
 
 
-def test_reasoning_that_comes_slowly_is_shown_as_it_comes(serve_page):
-    pause = Delay(3 * conversations._POLL_S)
-    script = [ReasoningDelta(" let"), pause, ReasoningDelta(" me"), pause, "\n", pause, "Hello", pause]
-    page = serve_page(FakeEngine([script]))
-    number = page.ask()
-    pieces = []
-    for name, data in page.events(number):
-        if name == "piece":
-            pieces.append((data["reasoning"], data["blocks"]))
-        if name == "branch" and not data["answering"]:
-            break
-    assert pieces, "all came at once"
-    *_, answer = page.finished_turns(number)
-    assert (answer["reasoning"], words(answer)) == (" let me", "Hello")
-    assert '"level":"error"' not in page.live_server.log.getvalue()
-
-
 def test_page_shows_the_whole_answer_for_any_split(serve_page):
     answers, scripts = [], []
     for seed in range(40):

@@ -1,4 +1,4 @@
-"""The terminal chat and the page show the same conversation live, and no prefix is prefilled twice."""
+"""The terminal chat and the page share conversations, and no prefix is prefilled twice."""
 
 import contextlib
 import os
@@ -10,9 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_engine import FakeEngine, StepGate
 from other_processes import wait_until
-from served_endpoint import with_page
 from terminal import Terminal, shell_environment
 
 from edgeinfer.config.config_file import save
@@ -116,35 +114,3 @@ def test_an_open_terminal_prefills_only_what_is_new(typing):
         page.ask("And the fourth?", listed["id"])
         from_page = page.finished_turns(listed["id"])[-1]["stats"]
         assert from_page["cached_tokens"] >= decoded_tokens(from_terminal) - 1
-
-
-def test_terminal_and_page_are_live(typing, serve, tab):
-    first, second = StepGate(), StepGate()
-    engine = FakeEngine([["Ready."], ["One ", first, "two ", second, "three"]])
-    page = tab(with_page(serve(engine, names=["small"])))
-
-    def ask(text):
-        page.fill("#message", text)
-        page.key("Enter")
-
-    ask("hello")
-    page.see("Ready.")
-    page.wait("document.querySelector('.answer .stats')")
-    terminal = typing()
-    terminal.until_shown("Ready.")
-    ask("count")
-    terminal.until_shown("One")
-    terminal.until_shown("another program is writing")
-    terminal.type("what comes next?")
-    terminal.press("Enter")
-    terminal.until_shown("queued: what comes next?")
-    first.opened.set()
-    terminal.until_shown("One two")
-    assert "three" not in terminal.screen()
-    second.opened.set()
-    terminal.until_shown("One two three")
-    page.see("what comes next?")
-    page.wait("document.querySelectorAll('.answer .stats').length === 3")
-    shown = page.js("document.querySelectorAll('.answer .body')[2].textContent").split()[:2]
-    terminal.until(lambda: all(word in terminal.screen() for word in shown))
-    assert engine.requests[-1].messages[-1].content == "count"
