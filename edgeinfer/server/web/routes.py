@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import mimetypes
 import shlex
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from edgeinfer.media.pictures import PICTURE_MARK
 from edgeinfer.platform import paths
 from edgeinfer.server.context import RequestContext, json_reply
 from edgeinfer.server.dialect import Dialect, RouteTable
+from edgeinfer.server.model_pool import AvailableModel
 from edgeinfer.server.openai.render import ERRORS
 from edgeinfer.server.openai.routes import chat_completions
 from edgeinfer.server.problems import Problem
@@ -183,35 +184,33 @@ async def sign_in(context: RequestContext, body: wire.SignIn) -> Response:
 
 
 @ROUTES.get(f"{PATH}/setup", web="cookie")
-async def setup(context: RequestContext) -> wire.Setup:
-    """Describe models, presets and options."""
+async def setup(context: RequestContext) -> dict[str, object]:
+    """Return what the page loads first: models, presets, and ranges of the sampling options.
+
+    A model's `state` is "loaded", "loading", "warm" (it has a snapshot) or "cold".
+    """
     endpoint, models = context.endpoint, context.endpoint.models
     pulled = await endpoint.in_thread(models.list_available)
     warm = await endpoint.in_thread(endpoint.host.warm_models)
-    named: Mapping[str, dict[str, float | int | None]]
-    named = {name: dict(values) for name, values in endpoint.host.config.chat.presets.items()}
+    all_presets: dict[str, object] = {**presets.PRESETS, **endpoint.host.config.chat.presets}
 
-    def state(name: str) -> str:
-        now = models.state(name)
-        return "warm" if now == "cold" and name in warm else now
+    def describe(model: AvailableModel) -> dict[str, object]:
+        state = models.state(model.name)
+        return {
+            "name": model.name,
+            "state": "warm" if state == "cold" and model.name in warm else state,
+            "size_bytes": model.size_bytes,
+            "can_see": model.can_see,
+        }
 
-    return wire.Setup(
-        version=__version__,
-        default_model=models.default,
-        models=[
-            wire.ListedModel(
-                name=model.name,
-                state=state(model.name),
-                size_bytes=model.size_bytes,
-                can_see=model.can_see,
-            )
-            for model in pulled
-            if not model.alias_of
-        ],
-        presets={**presets.PRESETS, **named},
-        options={name: (option.low, option.high) for name, option in presets.OPTIONS.items()},
-        has_tools=endpoint.host.config.tools.has_tools,
-    )
+    return {
+        "version": __version__,
+        "default_model": models.default,
+        "models": [describe(model) for model in pulled if not model.alias_of],
+        "presets": all_presets,
+        "options": {name: (option.low, option.high) for name, option in presets.OPTIONS.items()},
+        "has_tools": endpoint.host.config.tools.has_tools,
+    }
 
 
 @ROUTES.get(f"{PATH}/models", web="cookie")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
 from edgeinfer.server.wire_types import Reply, Wire
@@ -103,15 +102,6 @@ class Opened(Reply, frozen=True, kw_only=True):
     note: str = ""
 
 
-class ListedModel(Reply, frozen=True, kw_only=True):
-    """A model to choose. `state`: "loaded", "loading", "warm" (it has a snapshot) or "cold"."""
-
-    name: str
-    state: str
-    size_bytes: int
-    can_see: bool
-
-
 class Report(Reply, frozen=True, kw_only=True):
     """A report of `edgeinfer eval`: `written_at` (Unix time) in a list, else the HTML `blocks`."""
 
@@ -136,14 +126,3 @@ class Offer(Reply, frozen=True, kw_only=True):
     name: str
     title: str
     about: str
-
-
-class Setup(Reply, frozen=True, kw_only=True):
-    """Data that the page loads first. `options`: sampling option → (minimum, maximum)."""
-
-    version: str
-    default_model: str
-    models: list[ListedModel]
-    presets: dict[str, dict[str, float | int | None]]
-    options: dict[str, tuple[float, float]] = msgspec.field(default_factory=dict)
-    has_tools: bool = False
