@@ -141,8 +141,9 @@ bench-replicas: full  ## what replicas of a model in one endpoint give and cost
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_replicas.py $(ARGS)
 
-screenshots: full  ## the README's pictures of the chat
+screenshots: full  ## the pictures of the chat and of the page
 	$(BIN)/python scripts/screenshots.py
+	$(BIN)/python scripts/page_screenshots.py
 
 clients: full    ## other people's clients and agents, unmodified, two turns each; their table in the docs
 	@scripts/setup.sh test-all

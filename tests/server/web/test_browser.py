@@ -4,10 +4,8 @@ import json
 import math
 import os
 import random
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -615,67 +613,3 @@ def test_the_address_typed_by_hand_opens_the_page_or_asks_for_a_code(serve, chro
     page.key("Enter")
     page.see("first API key")
     chromium.call("Target.closeTarget", targetId=page.target)
-
-
-PLAN = """Here is a **plan** for two cups:
-
-1. Boil half a litre of water.
-2. Warm the pot, then add two spoons of `sencha`.
-3. Wait one minute at 75 °C.
-
-```python
-def grams(cups: int) -> float:
-    return 2.5 * cups
-```
-
-| tea | °C | minutes |
-|---|---|---|
-| green | 75 | 1 |
-| black | 95 | 4 |
-"""
-
-
-SKY = {
-    "The": 0.93,
-    " sky": 0.99,
-    " is": 0.61,
-    " blue": 0.97,
-    " because": 0.88,
-    " air": 0.34,
-    " scatters": 0.81,
-    " short": 0.42,
-    " waves": 0.15,
-    " most": 0.77,
-    ".": 0.9,
-}
-
-
-def test_pictures_of_the_guide(serve, tab, tmp_path):
-    """`WRITE_FIGURES=1` writes the pictures into the documentation."""
-    titles = ["Name three colours of autumn", "A regular expression for dates"]
-    sky = []
-    for word, p in SKY.items():
-        alternatives = (b" light", 0.6 * (1 - p)), (b" it", 0.2 * (1 - p))
-        sky += [TextDelta(word, (token(word.encode(), p, *alternatives),)), Delay(0.02)]
-    engine = FakeEngine([["Red."], ["Sure."], speak(PLAN), sky])
-    page = tab(with_page(serve(engine)), width=1000, height=720)
-    for title in [*titles, "How do I make green tea?"]:
-        page.click("button", "New")
-        page.wait("document.querySelector('.empty')")
-        say(page, title)
-        page.wait("document.querySelector('.answer .stats')")
-    page.shot(tmp_path / "web.png")
-    page.js("location.hash = '#playground'")
-    page.wait("document.activeElement.name === 'prompt'")
-    page.type("Why is the sky blue?")
-    page.key("Enter")
-    page.wait("document.querySelector('form .primary').textContent === 'Run'")
-    page.js("document.querySelector('.tokens').focus()")
-    for _ in range(6):
-        page.key("ArrowRight")
-    page.wait("document.querySelector('.said').textContent.includes('air')")
-    page.shot(tmp_path / "playground.png")
-    for picture in (tmp_path / "web.png", tmp_path / "playground.png"):
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        if os.environ.get("WRITE_FIGURES"):
-            shutil.copy(picture, Path(__file__).parents[3] / "docs/figures" / picture.name)

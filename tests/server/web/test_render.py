@@ -14,36 +14,6 @@ from edgeinfer.chat.markdown import parser as parse_markdown
 from edgeinfer.server.web import render
 from edgeinfer.server.web.render import GrowingHtml, blocks
 
-SAMPLE = """# Title
-
-A paragraph with **bold**, `code` and [a link](https://example.org/a?b=1&c=2).
-Still the same.
-
-1. one
-2. two
-
-   inside
-
-```python
-def f():
-
-    return "```"
-```
-
-| a | b |
-|---|---|
-| 1 | 2 |
-
-> quoted
->
-> more
-
-    indented
-
-End\u2028of it.
-"""
-
-
 def shown_in_pieces(pieces):
     """Yield the HTML blocks of a page after each piece of text."""
     growing, markup = GrowingHtml(), []
@@ -139,14 +109,6 @@ def test_a_code_block_in_small_pieces_is_not_parsed_again(monkeypatch):
     growing.add("```\n\nAfter it.")
     assert growing.blocks == list(blocks(f"```py\n{code}```\n\nAfter it."))
     assert len(calls) <= 10
-
-
-def test_pieces_give_what_the_whole_gives():
-    whole = "".join(blocks(SAMPLE))
-    dice = random.Random(7)
-    for _ in range(50):
-        *_, shown = shown_in_pieces(split(SAMPLE, dice))
-        assert "".join(shown) == whole
 
 
 @pytest.mark.parametrize(
