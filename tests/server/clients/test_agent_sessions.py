@@ -172,10 +172,6 @@ def test_anthropic_session_continues_after_a_broken_call(serve, model):
             (call,) = [block for block in answer.content if block.type == "tool_use"]
             result = check(turn, call.input, model.prompts)
             content = [block.model_dump(exclude_none=True) for block in answer.content]
-            messages += [
-                {"role": "assistant", "content": content},
-                {
-                    "role": "user",
-                    "content": [{"type": "tool_result", "tool_use_id": call.id, "content": result}],
-                },
-            ]
+            messages.append({"role": "assistant", "content": content})
+            told = {"type": "tool_result", "tool_use_id": call.id, "content": result}
+            messages.append({"role": "user", "content": [told]})

@@ -22,18 +22,10 @@ RULES = "Follow the house rules, every one of them, in the order in which they a
 
 def _claude(billing: str, text: str) -> dict[str, object]:
     """Return a request of Claude Code."""
-    system = [
-        {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.330.{billing};"},
-        {"type": "text", "text": RULES, "cache_control": {"type": "ephemeral"}},
-    ]
+    header = f"x-anthropic-billing-header: cc_version=2.1.330.{billing};"
+    system = [{"type": "text", "text": block} for block in (header, RULES)]
     messages = [{"role": "user", "content": text}]
-    return {
-        "model": "smollm2",
-        "max_tokens": 1,
-        "system": system,
-        "messages": messages,
-        "tools": [TOOL],
-    }
+    return {"max_tokens": 1, "system": system, "messages": messages, "tools": [TOOL]}
 
 
 @pytest.mark.model
@@ -60,13 +52,8 @@ def test_folder_and_day_move_before_the_first_user_text():
   Today's date: Sun Nov 22 2026
 </env>
 Skills."""
-    turns = (
-        _turn("system", system),
-        _turn("user", "hi"),
-        _turn("assistant", "ho"),
-        _turn("user", "on"),
-    )
-    normalized, applied = normalize(turns)
+    turns = (("system", system), ("user", "hi"), ("assistant", "ho"), ("user", "on"))
+    normalized, applied = normalize(tuple(_turn(*turn) for turn in turns))
     assert applied == ("day", "environment")
     moved = "Today's date: Sun Nov 22 2026\nWorking directory: /w\nWorkspace root folder: /\n"
     assert [turn.content for turn in normalized] == [
@@ -100,19 +87,15 @@ def test_codex_context_names_its_folder_last():
   <shell>bash</shell>
   <filesystem>{roots}{profile}</filesystem>
 </environment_context>"""
-    normalized, applied = normalize(
-        (_turn("developer", "Rules."), _turn("user", said), _turn("user", "hi"))
-    )
-    assert applied == ("environment",)
-    assert (
-        normalized[1].content
-        == f"""<environment_context>
+    turns = (_turn("developer", "Rules."), _turn("user", said), _turn("user", "hi"))
+    normalized, applied = normalize(turns)
+    moved = f"""<environment_context>
   <shell>bash</shell>
   <filesystem>{profile}{roots}</filesystem>
   <cwd>/w</cwd>
 </environment_context>"""
-    )
-    assert normalized[2].content == "hi"
+    assert applied == ("environment",)
+    assert [turn.content for turn in normalized] == ["Rules.", moved, "hi"]
 
 
 @pytest.mark.parametrize(
@@ -197,8 +180,8 @@ def test_prompt_stays_without_a_rule_or_a_known_agent(serve, rules, user_agent):
     engine = FakeEngine()
     live_server = serve(engine)
     live_server.endpoint.normalizer = PromptNormalizer(rules)
-    body = _claude("0e0", "hello") | {"model": "fake"}
-    answer = live_server.post("/v1/messages", body, headers={"user-agent": user_agent})
+    sent = {"headers": {"user-agent": user_agent}}
+    answer = live_server.post("/v1/messages", _claude("0e0", "hello"), **sent)
     assert engine.requests[0].messages[0].content.startswith("x-anthropic-billing-header")
     assert "x-edgeinfer-normalized" not in answer.headers
     reported = live_server.get("/props").json()["prompt_normalization"]
@@ -227,10 +210,10 @@ def test_reminder_that_moves_to_the_newest_turn_stays_where_it_stood():
     reminders = Reminders()
     first = _modes(f"one{PLAN}")
     assert reminders.restore(first, "") == first
-    assert reminders.restore(_modes("one", f"two{PLAN}"), "") == _modes(f"one{PLAN}", f"two{PLAN}")
-    assert reminders.restore(_modes("one", "two", f"three{BUILD}"), "") == _modes(
-        f"one{PLAN}", f"two{PLAN}", f"three{BUILD}"
-    )
+    second = (f"one{PLAN}", f"two{PLAN}")
+    assert reminders.restore(_modes("one", f"two{PLAN}"), "") == _modes(*second)
+    third = _modes(*second, f"three{BUILD}")
+    assert reminders.restore(_modes("one", "two", f"three{BUILD}"), "") == third
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import msgspec
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine
+from least_requests import HI
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
@@ -12,7 +13,6 @@ from edgeinfer.runtime.requests import Infill, JsonSchema
 from edgeinfer.server.model_pool import LoadedEngine
 from edgeinfer.server.request_fields import keep_alive_s
 
-HI = [{"role": "user", "content": "hi"}]
 INFO = msgspec.structs.replace(
     DEFAULT_INFO,
     can_think=True,
@@ -90,10 +90,8 @@ def test_a_call_that_was_cut_short_is_no_call(serve):
 
 def test_a_tools_answer_without_an_id_belongs_to_the_call_it_names(live_server, engine):
     function = {"type": "function", "function": {"name": "light", "parameters": {"type": "object"}}}
-    called = [
-        {"function": {"name": "light", "arguments": {"on": True}}},
-        {"function": {"name": "noise", "arguments": '{"loud": 1}'}},
-    ]
+    calls = {"light": {"on": True}, "noise": '{"loud": 1}'}
+    called = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls.items()]
     turns = [
         *HI,
         {"role": "assistant", "content": "", "tool_calls": called},
@@ -110,20 +108,10 @@ def test_a_tools_answer_without_an_id_belongs_to_the_call_it_names(live_server, 
 
 
 def test_options_reach_the_sampler_and_floats_are_whole_numbers_too(live_server, engine):
-    options = {
-        "num_predict": 5,
-        "temperature": 0,
-        "top_k": -1,
-        "top_p": 0.5,
-        "min_p": 0.1,
-        "repeat_penalty": 1.2,
-        "repeat_last_n": 33.0,
-        "seed": 7,
-        "stop": ["x"],
-        "num_ctx": 2048.0,
-    }
-    answer = _chat(live_server, options=options)
-    assert "x-edgeinfer-ignored" not in answer.headers
+    options = {"num_predict": 5, "stop": ["x"], "num_ctx": 2048.0}
+    options |= {"temperature": 0, "top_k": -1, "top_p": 0.5, "min_p": 0.1, "seed": 7}
+    options |= {"repeat_penalty": 1.2, "repeat_last_n": 33.0}
+    assert "x-edgeinfer-ignored" not in _chat(live_server, options=options).headers
     asked = engine.requests[-1]
     s = asked.sampling
     assert (s.temperature, s.top_k, s.top_p, s.min_p, s.seed) == (0, 0, 0.5, 0.1, 7)
@@ -138,40 +126,24 @@ def test_load_options_and_unsupported_samplers_are_ignored_and_named(live_server
         assert ignored in answer.headers["x-edgeinfer-ignored"]
 
 
-@pytest.mark.parametrize("predict", [-1, -2, 0, None])
-def test_no_limit_is_no_limit(live_server, engine, predict):
-    _chat(live_server, options={"num_predict": predict})
-    assert engine.requests[-1].max_tokens is None
-
-
 @pytest.mark.parametrize(
-    ("response_format", "constraint"),
+    ("body", "fields"),
     [
-        ("json", JsonSchema({"type": "object"})),
-        ({"type": "array"}, JsonSchema({"type": "array"})),
-        ("", None),
-        (None, None),
+        *(({"options": {"num_predict": n}}, {"max_tokens": None}) for n in (-1, -2, 0, None)),
+        ({"format": "json"}, {"constraint": JsonSchema({"type": "object"})}),
+        ({"format": {"type": "array"}}, {"constraint": JsonSchema({"type": "array"})}),
+        ({"format": ""}, {"constraint": None}),
+        ({"format": None}, {"constraint": None}),
+        ({"think": None}, {"template_options": {}, "reasoning_budget": None}),
+        ({"think": True}, {"template_options": {"enable_thinking": True}, "reasoning_budget": None}),
+        ({"think": False}, {"template_options": {"enable_thinking": False}, "reasoning_budget": 0}),
+        ({"think": "high"}, {"template_options": {"enable_thinking": True, "reasoning_effort": "high"}}),
     ],
 )
-def test_format_is_json_or_a_schema(live_server, engine, response_format, constraint):
-    _chat(live_server, format=response_format)
-    assert engine.requests[-1].constraint == constraint
-
-
-@pytest.mark.parametrize(
-    ("think", "options", "budget"),
-    [
-        (None, {}, None),
-        (True, {"enable_thinking": True}, None),
-        (False, {"enable_thinking": False}, 0),
-        ("high", {"enable_thinking": True, "reasoning_effort": "high"}, None),
-    ],
-)
-def test_think_reaches_the_template(live_server, engine, think, options, budget):
-    _chat(live_server, think=think)
-    asked = engine.requests[-1]
-    assert (asked.template_options, asked.reasoning_budget) == (options, budget)
-    assert _generate(live_server, raw=True, think=think).status_code == 200
+def test_field_reaches_the_engine(live_server, engine, body, fields):
+    _chat(live_server, **body)
+    assert {name: getattr(engine.requests[-1], name) for name in fields} == fields
+    assert _generate(live_server, raw=True, **body).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -298,15 +270,11 @@ def test_request_without_prompt_loads_and_unloads(serve, path):
     live_server = serve(
         load=lambda name, progress: LoadedEngine(engine=FakeEngine()), names=("fake", "other")
     )
-    ask = {"model": "other:latest"}
-    loaded = live_server.post(path, ask | {"keep_alive": "10m"}).json()
-    assert (loaded["done"], loaded["done_reason"]) == (True, "load")
-    names = [model["name"] for model in live_server.get("/api/ps").json()["models"]]
-    assert "other:latest" in names
-    unloaded = live_server.post(path, ask | {"keep_alive": 0}).json()
-    assert (unloaded["done"], unloaded["done_reason"]) == (True, "unload")
-    names = [model["name"] for model in live_server.get("/api/ps").json()["models"]]
-    assert "other:latest" not in names
+    for keep_alive, reason in (("10m", "load"), (0, "unload")):
+        said = live_server.post(path, {"model": "other:latest", "keep_alive": keep_alive}).json()
+        assert (said["done"], said["done_reason"]) == (True, reason)
+        running = [model["name"] for model in live_server.get("/api/ps").json()["models"]]
+        assert ("other:latest" in running) is (reason == "load")
 
 
 def test_show_lists_capabilities_of_a_loaded_model(live_server):

@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
@@ -33,37 +35,30 @@ def test_every_operation_is_described_with_its_errors():
             assert operation["summary"]
 
 
+def _objects(schema: Any) -> Iterator[dict]:
+    """Yield all objects of a JSON value, at any depth."""
+    if isinstance(schema, dict):
+        yield schema
+    for inner in schema.values() if isinstance(schema, dict) else schema:
+        if isinstance(inner, dict | list):
+            yield from _objects(inner)
+
+
 def test_every_number_of_a_request_has_a_range():
     """A negative or huge number is refused by its type in every field."""
     doc = document(DIALECTS)
-    schemas = doc["components"]["schemas"]
-    bodies = [o.get("requestBody") for operations in doc["paths"].values() for o in operations.values()]
-    asked = set(re.findall(r"#/components/schemas/([\w.]+)", json.dumps(bodies)))
-    seen: set[str] = set()
-
-    def look(schema: object, where: str) -> None:
-        if isinstance(schema, list):
-            for item in schema:
-                look(item, where)
-        if not isinstance(schema, dict):
-            return
-        if schema.get("type") in ("integer", "number"):
-            low, high = (
-                {"minimum", "exclusiveMinimum"} & set(schema),
-                {"maximum", "exclusiveMaximum"} & set(schema),
-            )
-            assert low, f"{where} has no minimum: {schema}"
-            assert high, f"{where} has no maximum: {schema}"
-        reference = schema.get("$ref", "").rpartition("/")[2]
-        if reference and reference not in seen:
-            seen.add(reference)
-            look(schemas[reference], reference)
-        for key, value in schema.items():
-            look(value, f"{where}.{key}")
-
-    for name in asked:
-        look(schemas[name], name)
-    assert len(seen) > 20
+    schemas: dict[str, dict] = {}
+    waiting = [o["requestBody"] for path in doc["paths"].values() for o in path.values() if "requestBody" in o]
+    while waiting:
+        for schema in _objects(waiting.pop()):
+            if schema.get("type") in ("integer", "number"):
+                assert {"minimum", "exclusiveMinimum"} & schema.keys(), schema
+                assert {"maximum", "exclusiveMaximum"} & schema.keys(), schema
+            name = str(schema.get("$ref", "")).rpartition("/")[2]
+            if name and name not in schemas:
+                schemas[name] = doc["components"]["schemas"][name]
+                waiting.append(schemas[name])
+    assert len(schemas) > 20
 
 
 def test_the_document_is_served(serve):
@@ -87,16 +82,9 @@ def test_schemathesis_finds_no_case_where_the_document_is_wrong(
     live_server = serve(
         load=lambda name, progress: LoadedEngine(engine=make()), limits=Limits(max_requests=1000)
     )
-    command = [
-        sys.executable,
-        "-m",
-        "schemathesis.cli",
-        "run",
-        f"{live_server.url}/openapi.json",
-        "--max-examples",
-        str(examples),
-    ]
-    command += ["--phases", phases, "--exclude-checks", LEFT_OUT, "--seed", "1", "--no-color"]
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{live_server.url}/openapi.json"]
+    command += ["--max-examples", str(examples), "--phases", phases]
+    command += ["--exclude-checks", LEFT_OUT, "--seed", "1", "--no-color"]
     command += ["--suppress-health-check", "all", "--generation-database", "none"]
     command += ["--request-timeout", "60"]  # seconds; a busy machine exceeds the default of 10
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=1700)
