@@ -88,9 +88,7 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
             context.ignore(await context.endpoint.in_thread(unenforced_fields, requests[0]))
         generations = await submit_all(context, lease, requests)
         return GenerationTask(lease, requests, generations, spec.renderer(context.model, info))
-    except BaseException as error:
-        if isinstance(error, EngineClosedError):
-            lease.discard_dead()
+    except BaseException:
         lease.release()
         raise
 
@@ -326,8 +324,6 @@ class _GenerationResponse(Response):
             raise shutting_down()
 
     def _problem(self, error: Exception) -> Problem:
-        if isinstance(error, EngineClosedError) and self.task is not None:
-            self.task.lease.discard_dead()
         if isinstance(error, EdgeInferError):
             self.endpoint.log.warning(
                 "generation-failed", request_id=self.context.id, code=error.code, message=error.message
@@ -355,15 +351,11 @@ class _WholeResponse(_GenerationResponse):
         answers = self.context.answers
         if len(answers) == 1:
             task.generations[0].tap(functools.partial(self._collect, answers[0]))
-        try:
-            async with contextlib.aclosing(events_of(task.generations)) as events:
-                async for index, event in events:
-                    self._count(event)
-                    self._check_cancelled(event)
-                    answers[index].add(event)
-        except EngineClosedError:
-            task.lease.discard_dead()
-            raise
+        async with contextlib.aclosing(events_of(task.generations)) as events:
+            async for index, event in events:
+                self._count(event)
+                self._check_cancelled(event)
+                answers[index].add(event)
         return self._add_receipts(task.renderer.whole(answers))
 
     def _collect(self, collected: CollectedAnswer, event: Event) -> bool:
@@ -388,12 +380,11 @@ class _StreamResponse(_GenerationResponse):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             last = await self._stream(send)
-            ticker.cancel()
-            await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             ticker.cancel()
             watcher.cancel()
             self._release()
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _stream(self, send: Send) -> bytes:
         try:

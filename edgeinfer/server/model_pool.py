@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from edgeinfer.errors import EdgeInferError, EngineClosedError, OutOfMemoryError, UnknownModelError
+from edgeinfer.errors import EdgeInferError, OutOfMemoryError, UnknownModelError
 from edgeinfer.host import LoadProgress
 from edgeinfer.models.progress import OnProgress
 from edgeinfer.platform.machine import read_memory
@@ -31,10 +31,7 @@ _CLOSE_S = 5.0
 
 
 class Lease:
-    """Keeps a model loaded until it is released.
-
-    As a context manager it releases itself at the end. An EngineClosedError also discards the engine.
-    """
+    """Keeps a model loaded until it is released. As a context manager it releases itself at the end."""
 
     def __init__(self, models: ModelPool, entry: ModelEntry, keep_alive_s: float) -> None:
         self._models = models
@@ -56,23 +53,18 @@ class Lease:
         """Return whether the engine runs in another process, so that its methods block."""
         return self._entry.loaded is not None and self._entry.loaded.where == "worker"
 
-    def discard_dead(self) -> None:
-        """If the engine's process has ended, let the next request load the model again."""
-        if self._entry.loaded is None or not self._entry.loaded.engine.is_open:
-            self._models.discard(self._entry)
-
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, EngineClosedError):
-            self.discard_dead()
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def release(self) -> None:
-        """Release the model. Idempotent."""
+        """Release the model; the next request loads it again if its process has ended. Idempotent."""
         if self._held:
             self._held = False
+            if self._entry.loaded is None or not self._entry.loaded.engine.is_open:
+                self._models.discard(self._entry)
             self._models.end_use(self._entry, self._keep_alive_s)
 
 
