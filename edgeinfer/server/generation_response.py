@@ -32,7 +32,7 @@ from edgeinfer.server.connection import Connection, DirectWriter, until_disconne
 from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import Renderer
 from edgeinfer.server.model_pool import Lease
-from edgeinfer.server.problems import Problem, shutting_down
+from edgeinfer.server.problems import shutting_down
 from edgeinfer.server.request_fields import refuse_pictures
 from edgeinfer.server.tracing import Span
 from edgeinfer.server.wire_types import GenerationFields
@@ -323,13 +323,6 @@ class _GenerationResponse(Response):
         if isinstance(event, Finished) and event.reason == "cancelled" and not self.client_left:
             raise shutting_down()
 
-    def _problem(self, error: Exception) -> Problem:
-        if isinstance(error, EdgeInferError):
-            self.endpoint.log.warning(
-                "generation-failed", request_id=self.context.id, code=error.code, message=error.message
-            )
-        return self.endpoint.problem_of(error, self.context.id)
-
 
 class _WholeResponse(_GenerationResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -413,9 +406,12 @@ class _StreamResponse(_GenerationResponse):
                 return b""
             raise
         except Exception as error:  # noqa: BLE001  the status is sent, so the stream itself must report any failure
-            problem = self.context.problem = self._problem(error)
-            self.context.outcome = problem.code or "error"
             context, info = self.context, EngineInfo(model="")
+            if isinstance(error, EdgeInferError):
+                message = {"code": error.code, "message": error.message}
+                self.endpoint.log.warning("generation-failed", request_id=context.id, **message)
+            problem = context.problem = self.endpoint.problem_of(error, context.id)
+            context.outcome = problem.code or "error"
             renderer = self.task.renderer if self.task else self._spec.renderer(context.model, info)
             return renderer.failure(problem) or context.dialect.error_events(problem, context.id)
         finally:

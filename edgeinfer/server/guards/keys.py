@@ -40,12 +40,8 @@ class Keys:
 
     @property
     def first(self) -> str:
-        """Name of the first key, "" without keys."""
+        """Name of the first key, which is the administrator's; "" without keys."""
         return self._digests[0].hex()[:8] if self._digests else ""
-
-    def is_first(self, name: str) -> bool:
-        """Return whether `name` is the first key, which is the administrator's."""
-        return bool(self._digests) and self.first == name
 
     def cache_salt(self, name: str) -> str:
         """Return a salt, so that keys share no cached prefixes; "" if there is only one key."""

@@ -96,7 +96,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     def caller(self, key: str, connection: Connection | None) -> Caller:
         """Return the client of a request. Raises Problem 403 if its user is not admitted."""
         if self.keys:
-            return Caller(key, self.keys.is_first(key), turn=key if len(self.keys) > 1 else "")
+            return Caller(key, key == self.keys.first, turn=key if len(self.keys) > 1 else "")
         if self._is_owners(connection):
             return OWN
         if self.any_user:

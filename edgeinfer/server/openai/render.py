@@ -43,11 +43,6 @@ def finish_reason(finished: Finished) -> wire.WireFinish:
     return "tool_calls" if finished.reason == "tool_calls" else "stop"
 
 
-def fingerprint(info: EngineInfo) -> str:
-    """Return `system_fingerprint`, made of the program's and the model's version."""
-    return f"ei-{__version__}-{version_of(info.sha256)}".rstrip("-")
-
-
 def wire_usage(usage: Usage) -> wire.WireUsage:
     return wire.WireUsage(
         prompt_tokens=usage.prompt_tokens,
@@ -97,7 +92,8 @@ class _OpenAI(Renderer):
         self.id = request_id
         self.model = model
         self.created = int(time.time())
-        self.fingerprint = fingerprint(info)
+        #: `system_fingerprint`: the program's and the model's version.
+        self.fingerprint = f"ei-{__version__}-{version_of(info.sha256)}".rstrip("-")
         self.include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self.n = body.n or 1
         self.count = count

@@ -91,8 +91,7 @@ class Access:
 
     def accepts_key(self, key: str) -> bool:
         """Return whether `key` is the first (the administrator's) API key."""
-        name = self._keys.name(key)
-        return name is not None and self._keys.is_first(name)
+        return self._keys.name(key) == self._keys.first
 
     def redeem(self, code: str, user: str) -> bool:
         """Return whether a code is valid for `user`, and mark it as used."""
