@@ -37,12 +37,10 @@ _ROUTER = "edgeinfer.cluster.app.PrefixRouter"
 class ModelDeployment:
     """The Ray actor of one replica: it starts an endpoint and forwards requests to it."""
 
-    replica: type[EndpointReplica] = EndpointReplica
-
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, settings: ModelSettings
     ) -> None:
-        self._replica = self.replica(settings, serve.get_replica_context().replica_id.unique_id)
+        self._replica = EndpointReplica(settings, serve.get_replica_context().replica_id.unique_id)
         self._metrics = MetricsExport()
         await self._replica.ready()
 
@@ -74,23 +72,21 @@ class FrontDeployment:
         return await self._front.answer(request)
 
 
-def application(
-    arguments: Mapping[str, object], of: type[ModelDeployment] = ModelDeployment
-) -> serve.Application:
+def application(arguments: Mapping[str, object]) -> serve.Application:
     """Make the application that `serve run` deploys.
 
-    `arguments` are `{"models": [ModelSettings, …], …}` or the fields of one `ModelSettings`. `of` is
-    the class of the model deployments. Raises UsageError.
+    `arguments` are `{"models": [ModelSettings, …], …}` or the fields of one `ModelSettings`. Raises
+    UsageError.
     """
     settings = read_settings(arguments)
-    models = {model.model: _deployment(model, of) for model in settings.models}
+    models = {model.model: _deployment(model) for model in settings.models}
     front = serve.deployment(
         name="edgeinfer", max_ongoing_requests=_MANY, ray_actor_options={"num_cpus": 0}
     )(FrontDeployment)
     return front.bind(models, settings.start_s, settings.hosts)
 
 
-def _deployment(model: ModelSettings, of: type[ModelDeployment]) -> Any:
+def _deployment(model: ModelSettings) -> Any:
     deployment = serve.deployment(
         name=model.model.replace("/", "-"),
         max_ongoing_requests=model.max_ongoing_requests,
@@ -106,7 +102,7 @@ def _deployment(model: ModelSettings, of: type[ModelDeployment]) -> Any:
         ),
         request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
         health_check_period_s=5.0,
-    )(of)
+    )(ModelDeployment)
     return deployment.bind(model)
 
 

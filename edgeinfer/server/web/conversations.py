@@ -131,11 +131,8 @@ _NOTHING_RUNS = RunningAnswer(is_running=False)
 class Conversations:
     """Serves the conversations of the user who runs the endpoint. Use it on the event loop."""
 
-    def __init__(
-        self, endpoint: Endpoint, open_store: Callable[[], ConversationStore] = ConversationStore.open
-    ) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._open_store = open_store
         self._reader = ThreadPoolExecutor(1, "conversations")
         self._writers = ThreadPoolExecutor(_MAX_ANSWERS, "answers")
         #: Runs tool calls, one thread for each, because a call may wait for the user's permission.
@@ -156,7 +153,7 @@ class Conversations:
         """Run `work(store)` in the store's thread. Raises what `work` and opening the store raise."""
 
         def working() -> T:
-            self._store = self._store or self._open_store()
+            self._store = self._store or ConversationStore.open()
             return work(self._store)
 
         return await asyncio.get_running_loop().run_in_executor(self._reader, working)
@@ -311,7 +308,7 @@ class Conversations:
     @contextlib.contextmanager
     def _session(self, running: RunningAnswer, engine: Engine | None = None) -> Iterator[ChatSession]:
         """Open the answer's conversation with another connection to the store, for another thread."""
-        with contextlib.closing(self._open_store()) as store:
+        with contextlib.closing(ConversationStore.open()) as store:
             session = ChatSession(lambda: store, engine=engine)
             session.tools = running.tools
             session.open(running.conversation_id)
