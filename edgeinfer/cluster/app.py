@@ -9,7 +9,7 @@ otherwise to one with few requests.
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 from edgeinfer import prefix_affinity
 from edgeinfer.cluster.front import FrontEnd
-from edgeinfer.cluster.messages import Chunk, ModelSettings, Request, read_settings
+from edgeinfer.cluster.messages import ModelSettings, Request, read_settings
 from edgeinfer.cluster.replica import EndpointReplica
 
 #: The front end's limit of running requests: none in practice, because each replica has its own.
@@ -34,29 +34,24 @@ _COUNT_S = 0.2
 _ROUTER = "edgeinfer.cluster.app.PrefixRouter"
 
 
-class ModelDeployment:
-    """The Ray actor of one replica: it starts an endpoint and forwards requests to it."""
+class ModelDeployment(EndpointReplica):
+    """The Ray actor of one replica."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, settings: ModelSettings
     ) -> None:
-        self._replica = EndpointReplica(settings, serve.get_replica_context().replica_id.unique_id)
-        self._metrics = MetricsExport()
-        await self._replica.ready()
-
-    async def answer(self, request: Request) -> AsyncIterator[Chunk]:
-        """Forward a request to the endpoint; yield what `EndpointReplica.answer` yields."""
-        async for chunk in self._replica.answer(request):
-            yield chunk
+        super().__init__(settings, serve.get_replica_context().replica_id.unique_id)
+        self._export = MetricsExport()
+        await self.ready()
 
     async def check_health(self) -> None:
         """Raise if the endpoint is not healthy. After several failures Ray replaces the replica."""
-        await self._replica.check()
-        self._metrics.export(await self._replica.metrics())
+        await self.check()
+        self._export.export(await self.metrics())
 
     async def __del__(self) -> None:
         """End the endpoint when Ray removes the replica."""
-        await self._replica.close()
+        await self.close()
 
 
 class FrontDeployment:
