@@ -78,9 +78,9 @@ class RequestContext:
     held_bytes: int = 0
     #: Names of the `normalize-prompts` rules that changed the prompt, e.g. "day".
     normalized: tuple[PromptRule, ...] = ()
-    #: Spans for the trace; `tokenizing_s` is the time.perf_counter() at which tokenization began.
     spans: list[Span] = field(default_factory=list)
-    tokenizing_s: float = 0.0
+    #: time.perf_counter() at which the model was loaded, and tokenization began.
+    loaded_s: float = 0.0
     #: Whether the request waits until the engine has slots for it.
     is_queued: bool = False
     ignored: list[str] = field(default_factory=list)
@@ -149,6 +149,7 @@ class RequestContext:
     async def acquire(self, keep_alive: float | str | None) -> Lease:
         """Load `model` if needed; return a lease for this request. Raises what loading raises."""
         lease = await self.endpoint.models.acquire(self.model, self.keep_alive_s(keep_alive))
+        self.loaded_s = time.perf_counter()
         self.version = version_of(lease.engine.info.sha256)
         return lease
 
@@ -177,7 +178,7 @@ class RequestContext:
     def record_generation(self, finished: Finished) -> None:
         """Add a finished generation to the request's totals, trace, metrics and `/slots`."""
         if self.endpoint.traces:
-            self.spans += generation_spans(self.tokenizing_s, finished.timings)
+            self.spans += generation_spans(self.loaded_s, finished.timings)
         self.prompt_tokens += finished.usage.prompt_tokens
         self.cached_tokens += finished.usage.cached_tokens
         self.completion_tokens += finished.usage.completion_tokens

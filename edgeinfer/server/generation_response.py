@@ -73,8 +73,7 @@ async def start(context: RequestContext, spec: GenerationSpec) -> GenerationTask
 async def _start_once(context: RequestContext, spec: GenerationSpec) -> GenerationTask:
     began_s = time.perf_counter()
     lease = await context.acquire(spec.body.keep_alive)
-    context.tokenizing_s = time.perf_counter()
-    context.spans.append(Span("load", began_s, context.tokenizing_s))
+    context.spans.append(Span("load", began_s, context.loaded_s))
     try:
         info = lease.engine.info
         if _may_have_files(context.body or b""):  # decoding 32 MB of base64 takes 30 ms

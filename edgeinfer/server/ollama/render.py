@@ -22,6 +22,7 @@ from edgeinfer.runtime.events import (
 )
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
 from edgeinfer.runtime.requests import Sampling
+from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import Renderer, stamp
 from edgeinfer.server.model_names import ollama_name
 from edgeinfer.server.model_pool import AvailableModel
@@ -59,23 +60,18 @@ def waiting_line(text: str) -> bytes:
     return b" "
 
 
-class Clock:
-    """Measures `total_duration` and `load_duration`. Create it when the model is loaded."""
-
-    def __init__(self, started: float) -> None:
-        self._started = started
-        self.load_ns = self.total_ns()
-
-    def total_ns(self) -> int:
-        return int((time.perf_counter() - self._started) * 1e9)
+def durations(context: RequestContext) -> dict[str, int]:
+    """Return the fields `total_duration` and `load_duration` (ns) of a response."""
+    load_s = context.loaded_s - context.started
+    return {"total_duration": int(context.seconds * 1e9), "load_duration": int(load_s * 1e9)}
 
 
 class OllamaRenderer(Renderer):
     """Renders /api/chat (if `is_chat`) or /api/generate, which has no tool calls."""
 
-    def __init__(self, model: str, clock: Clock, *, is_chat: bool) -> None:
+    def __init__(self, model: str, context: RequestContext, *, is_chat: bool) -> None:
         self.model = model
-        self._clock = clock
+        self._context = context
         self._is_chat = is_chat
         self._calls: dict[int, CollectedCall] = {}
 
@@ -130,8 +126,7 @@ class OllamaRenderer(Renderer):
         usage, timings = finished.usage, finished.timings
         return {
             "done_reason": "length" if finished.is_cut_short else "stop",
-            "total_duration": self._clock.total_ns(),
-            "load_duration": self._clock.load_ns,
+            **durations(self._context),
             "prompt_eval_count": usage.prompt_tokens,
             "prompt_eval_duration": int(timings.prefill_ms * _MS),
             "eval_count": usage.completion_tokens,

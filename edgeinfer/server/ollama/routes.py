@@ -64,9 +64,7 @@ async def _answer(
         context,
         body,
         requests,
-        lambda model, info: render.OllamaRenderer(
-            body.model, render.Clock(context.started), is_chat=is_chat
-        ),
+        lambda model, info: render.OllamaRenderer(body.model, context, is_chat=is_chat),
         stream=body.stream is not False,
     )
 
@@ -81,10 +79,9 @@ async def _load_or_unload(
         await models.unload(context.model)
     else:
         (await models.acquire(context.model, keep_alive_s)).release()
-    clock = render.Clock(context.started)
-    renderer = render.OllamaRenderer(body.model, clock, is_chat=is_chat)
-    reason = "unload" if keep_alive_s == 0 else "load"
-    return json_reply(renderer.piece(done=True, done_reason=reason, load_duration=clock.load_ns))
+    reason, load_ns = "unload" if keep_alive_s == 0 else "load", int(context.seconds * 1e9)
+    renderer = render.OllamaRenderer(body.model, context, is_chat=is_chat)
+    return json_reply(renderer.piece(done=True, done_reason=reason, load_duration=load_ns))
 
 
 @ROUTES.post("/api/embed")
@@ -93,15 +90,13 @@ async def embed(context: RequestContext, body: wire.OllamaEmbedRequest) -> wire.
     texts = [body.input] if isinstance(body.input, str) else list(body.input or ())
 
     def work(engine: Engine) -> wire.OllamaEmbedReply:
-        clock = render.Clock(context.started)
         inputs = _tokens(engine, texts, cut=body.truncate is not False)
         vectors = engine.embed(inputs) if inputs else []
         return wire.OllamaEmbedReply(
             model=body.model,
             embeddings=[_shorten(vector, body.dimensions) for vector in vectors],
-            total_duration=clock.total_ns(),
-            load_duration=clock.load_ns,
             prompt_eval_count=sum(map(len, inputs)),
+            **render.durations(context),
         )
 
     reply = await with_engine(context, body, work)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import secrets
-from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -64,10 +63,6 @@ async def delete_response(context: RequestContext) -> wire.DeletedResponse:
     store, _ = find_stored(context)
     store.remove(context.key, context.path_id)
     return wire.DeletedResponse(id=context.path_id)
-
-
-class _Output(msgspec.Struct):
-    output: list[dict[str, Any]]
 
 
 def with_previous(context: RequestContext, body: wire.ResponsesRequest) -> wire.ResponsesRequest:
@@ -132,7 +127,7 @@ def _own_items(body: wire.ResponsesRequest) -> list[wire.Item]:
 
 
 def _output_items(response: StoredResponse) -> list[wire.Item]:
-    output = msgspec.json.decode(response.reply, type=_Output).output
+    output = msgspec.json.decode(response.reply)["output"]
     if not output:
         return []
     return _own_items(LenientDecoder().read({"input": output}, wire.ResponsesRequest))
