@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ from edgeinfer.server.request_fields import keep_alive_s
 from edgeinfer.server.tracing import Span, generation_spans
 from edgeinfer.server.wire_types import ModelFields, Slot
 
+B = TypeVar("B", bound=ModelFields)
 R = TypeVar("R", bound=msgspec.Struct)
 
 #: Maximum number and length (characters) of names in `x-edgeinfer-ignored`: proxies limit headers.
@@ -216,3 +218,15 @@ async def with_engine(context: RequestContext, body: ModelFields, work: Callable
     with await context.acquire(body.keep_alive) as lease:
         calls, engine = context.endpoint.engine_calls, lease.engine
         return await asyncio.wrap_future(calls.begin(context.caller.turn, lambda: work(engine)))
+
+
+def engine_call(
+    work: Callable[[RequestContext, B, Engine], R],
+) -> Callable[[RequestContext, B], Awaitable[R]]:
+    """Make a handler of a function, which it runs in a thread with the engine that the body names."""
+
+    @functools.wraps(work)
+    async def handler(context: RequestContext, body: B) -> R:
+        return await with_engine(context, body, functools.partial(work, context, body))
+
+    return handler

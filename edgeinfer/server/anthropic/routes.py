@@ -8,7 +8,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.anthropic import translate, wire
 from edgeinfer.server.anthropic.render import MessageRenderer, error_body, error_events
-from edgeinfer.server.context import RequestContext, with_engine
+from edgeinfer.server.context import RequestContext, engine_call
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.generation_response import answer
 from edgeinfer.server.request_fields import refuse_pictures, stop_strings
@@ -30,17 +30,15 @@ async def messages(context: RequestContext, body: wire.MessagesRequest) -> Respo
 
 
 @ROUTES.post("/v1/messages/count_tokens")
-async def count_tokens(context: RequestContext, body: wire.CountRequest) -> wire.TokenCountReply:
+@engine_call
+def count_tokens(
+    context: RequestContext, body: wire.CountRequest, engine: Engine
+) -> wire.TokenCountReply:
     """Count a conversation's tokens."""
-    tools = translate.tools_of(body)
-
-    def work(engine: Engine) -> wire.TokenCountReply:
-        turns = context.normalize(translate.conversation(body))
-        conversation = GenerateRequest(messages=turns, tools=tools)
-        refuse_pictures(conversation, engine.info)
-        return wire.TokenCountReply(input_tokens=len(engine.tokenize_chat(conversation)))
-
-    return await with_engine(context, body, work)
+    turns = context.normalize(translate.conversation(body))
+    conversation = GenerateRequest(messages=turns, tools=translate.tools_of(body))
+    refuse_pictures(conversation, engine.info)
+    return wire.TokenCountReply(input_tokens=len(engine.tokenize_chat(conversation)))
 
 
 ANTHROPIC = Dialect(

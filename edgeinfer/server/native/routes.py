@@ -22,7 +22,7 @@ from edgeinfer.runtime.interface import Engine, HasReplicas
 from edgeinfer.runtime.options import EngineInfo, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.server.connection import unless, until_disconnected
-from edgeinfer.server.context import RequestContext, json_reply, with_engine
+from edgeinfer.server.context import RequestContext, engine_call, json_reply, with_engine
 from edgeinfer.server.dialect import Dialect, RouteTable, wire_timings
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.generation_response import answer
@@ -41,52 +41,45 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @ROUTES.post("/tokenize")
-async def tokenize(context: RequestContext, body: wire.TokenizeRequest) -> wire.TokenizeReply:
+@engine_call
+def tokenize(
+    context: RequestContext, body: wire.TokenizeRequest, engine: Engine
+) -> wire.TokenizeReply:
     """Tokenize text."""
-
-    def work(engine: Engine) -> wire.TokenizeReply:
-        tokens = engine.tokenize(
-            body.content, add_special=body.add_special, parse_special=body.parse_special
-        )
-        if not body.with_pieces:
-            return wire.TokenizeReply(tokens=list(tokens))
-        return wire.TokenizeReply(
-            tokens=[wire.TokenPiece(id=t, piece=_piece(engine.detokenize([t]))) for t in tokens]
-        )
-
-    return await with_engine(context, body, work)
+    tokens = engine.tokenize(
+        body.content, add_special=body.add_special, parse_special=body.parse_special
+    )
+    if not body.with_pieces:
+        return wire.TokenizeReply(tokens=list(tokens))
+    return wire.TokenizeReply(
+        tokens=[wire.TokenPiece(id=t, piece=_piece(engine.detokenize([t]))) for t in tokens]
+    )
 
 
 @ROUTES.post("/detokenize")
-async def detokenize(context: RequestContext, body: wire.DetokenizeRequest) -> wire.DetokenizeReply:
+@engine_call
+def detokenize(
+    context: RequestContext, body: wire.DetokenizeRequest, engine: Engine
+) -> wire.DetokenizeReply:
     """Detokenize tokens."""
-
-    def work(engine: Engine) -> wire.DetokenizeReply:
-        if any(token >= engine.info.n_vocab for token in body.tokens):
-            message = f"token ids go from 0 to {engine.info.n_vocab - 1}"
-            raise InvalidRequestError(message, param="tokens")
-        text = engine.detokenize(body.tokens).decode("utf-8", "replace")
-        return wire.DetokenizeReply(content=text)
-
-    return await with_engine(context, body, work)
+    if any(token >= engine.info.n_vocab for token in body.tokens):
+        message = f"token ids go from 0 to {engine.info.n_vocab - 1}"
+        raise InvalidRequestError(message, param="tokens")
+    text = engine.detokenize(body.tokens).decode("utf-8", "replace")
+    return wire.DetokenizeReply(content=text)
 
 
 @ROUTES.post("/v1/rerank")
-async def rerank(context: RequestContext, body: wire.RerankRequest) -> wire.RerankReply:
+@engine_call
+def rerank(
+    context: RequestContext, body: wire.RerankRequest, engine: Engine
+) -> wire.RerankReply:
     """Rank documents by relevance."""
+    if not engine.info.can_rerank:
+        problem = f"{engine.info.model} is not a reranker"
+        hint = "choose a reranker: `edgeinfer list`"
+        raise InvalidRequestError(problem, param="model", hint=hint)
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
-
-    def work(engine: Engine) -> wire.RerankReply:
-        if not engine.info.can_rerank:
-            problem = f"{engine.info.model} is not a reranker"
-            hint = "choose a reranker: `edgeinfer list`"
-            raise InvalidRequestError(problem, param="model", hint=hint)
-        return _rank(engine, body, texts)
-
-    return await with_engine(context, body, work)
-
-
-def _rank(engine: Engine, body: wire.RerankRequest, texts: Sequence[str]) -> wire.RerankReply:
     scores = engine.rerank(body.query, texts)
     best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n or len(texts)]
     n_of_query = len(engine.tokenize(body.query, add_special=True))

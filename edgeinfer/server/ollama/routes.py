@@ -16,7 +16,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.server.connection import unless, until_disconnected
-from edgeinfer.server.context import RequestContext, json_reply, with_engine
+from edgeinfer.server.context import RequestContext, engine_call, json_reply
 from edgeinfer.server.dialect import Dialect, RouteTable, stamp
 from edgeinfer.server.generation_response import answer
 from edgeinfer.server.model_names import ollama_name, spellings
@@ -85,37 +85,32 @@ async def _load_or_unload(
 
 
 @ROUTES.post("/api/embed")
-async def embed(context: RequestContext, body: wire.OllamaEmbedRequest) -> wire.OllamaEmbedReply:
+@engine_call
+def embed(
+    context: RequestContext, body: wire.OllamaEmbedRequest, engine: Engine
+) -> wire.OllamaEmbedReply:
     """Embed texts."""
     texts = [body.input] if isinstance(body.input, str) else list(body.input or ())
-
-    def work(engine: Engine) -> wire.OllamaEmbedReply:
-        inputs = _tokens(engine, texts, cut=body.truncate is not False)
-        vectors = engine.embed(inputs) if inputs else []
-        return wire.OllamaEmbedReply(
-            model=body.model,
-            embeddings=[_shorten(vector, body.dimensions) for vector in vectors],
-            prompt_eval_count=sum(map(len, inputs)),
-            **render.durations(context),
-        )
-
-    reply = await with_engine(context, body, work)
-    context.prompt_tokens = reply.prompt_eval_count
-    return reply
+    inputs = _tokens(engine, texts, cut=body.truncate is not False)
+    vectors = engine.embed(inputs) if inputs else []
+    context.prompt_tokens = sum(map(len, inputs))
+    return wire.OllamaEmbedReply(
+        model=body.model,
+        embeddings=[_shorten(vector, body.dimensions) for vector in vectors],
+        prompt_eval_count=context.prompt_tokens,
+        **render.durations(context),
+    )
 
 
 @ROUTES.post("/api/embeddings")
-async def embeddings(
-    context: RequestContext, body: wire.OllamaEmbeddingsRequest
+@engine_call
+def embeddings(
+    context: RequestContext, body: wire.OllamaEmbeddingsRequest, engine: Engine
 ) -> wire.OllamaEmbeddingsReply:
     """Embed one text (superseded by /api/embed)."""
-
-    def work(engine: Engine) -> wire.OllamaEmbeddingsReply:
-        inputs = _tokens(engine, [body.prompt] if body.prompt else [], cut=True)
-        vectors = engine.embed(inputs) if inputs else [[]]
-        return wire.OllamaEmbeddingsReply(embedding=vectors[0])
-
-    return await with_engine(context, body, work)
+    inputs = _tokens(engine, [body.prompt] if body.prompt else [], cut=True)
+    vectors = engine.embed(inputs) if inputs else [[]]
+    return wire.OllamaEmbeddingsReply(embedding=vectors[0])
 
 
 def _tokens(engine: Engine, texts: Sequence[str], *, cut: bool) -> list[list[int]]:

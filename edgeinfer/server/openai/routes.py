@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.server.context import RequestContext, with_engine
+from edgeinfer.server.context import RequestContext, engine_call
 from edgeinfer.server.dialect import Dialect, RouteTable, stamp
 from edgeinfer.server.generation_response import answer
 from edgeinfer.server.model_pool import AvailableModel
@@ -53,31 +53,27 @@ async def completions(context: RequestContext, body: wire.CompletionRequest) -> 
 
 
 @ROUTES.post("/v1/embeddings")
-async def embeddings(context: RequestContext, body: wire.EmbeddingRequest) -> wire.EmbeddingReply:
+@engine_call
+def embeddings(
+    context: RequestContext, body: wire.EmbeddingRequest, engine: Engine
+) -> wire.EmbeddingReply:
     """Embed texts."""
-    texts = translate.prompts(body.input, "input", _MAX_EMBEDDED)
-
-    def work(engine: Engine) -> wire.EmbeddingReply:
-        info = engine.info
-        if not info.can_embed:
-            problem = f"{info.model} is not an embedding model"
-            hint = "choose an embedding model: `edgeinfer list`"
-            raise InvalidRequestError(problem, param="model", hint=hint)
-        if body.dimensions not in (None, info.n_embd):
-            message = f"this model's embeddings have {info.n_embd} dimensions"
-            raise InvalidRequestError(message, param="dimensions")
-        vectors = [_encode_vector(vector, body.encoding_format) for vector in engine.embed(texts)]
-        data = [wire.Embedding(index=i, embedding=vector) for i, vector in enumerate(vectors)]
-        n_tokens = sum(
-            len(engine.tokenize(text, add_special=True)) if isinstance(text, str) else len(text)
-            for text in texts
-        )
-        usage = PromptUsage(prompt_tokens=n_tokens, total_tokens=n_tokens)
-        return wire.EmbeddingReply(data=data, model=context.model, usage=usage)
-
-    reply = await with_engine(context, body, work)
-    context.prompt_tokens = reply.usage.prompt_tokens
-    return reply
+    info, texts = engine.info, translate.prompts(body.input, "input", _MAX_EMBEDDED)
+    if not info.can_embed:
+        problem = f"{info.model} is not an embedding model"
+        hint = "choose an embedding model: `edgeinfer list`"
+        raise InvalidRequestError(problem, param="model", hint=hint)
+    if body.dimensions not in (None, info.n_embd):
+        message = f"this model's embeddings have {info.n_embd} dimensions"
+        raise InvalidRequestError(message, param="dimensions")
+    vectors = [_encode_vector(vector, body.encoding_format) for vector in engine.embed(texts)]
+    data = [wire.Embedding(index=i, embedding=vector) for i, vector in enumerate(vectors)]
+    n_tokens = context.prompt_tokens = sum(
+        len(engine.tokenize(text, add_special=True)) if isinstance(text, str) else len(text)
+        for text in texts
+    )
+    usage = PromptUsage(prompt_tokens=n_tokens, total_tokens=n_tokens)
+    return wire.EmbeddingReply(data=data, model=context.model, usage=usage)
 
 
 def _encode_vector(vector: Sequence[float], encoding: str | None) -> str | list[float]:
