@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import os
 import resource
@@ -23,7 +24,7 @@ from edgeinfer.errors import EdgeInferError, ServeError
 from edgeinfer.server.app import EndpointApp
 from edgeinfer.server.connection import unless
 from edgeinfer.server.endpoint import Endpoint
-from edgeinfer.server.guards.protocol import guarded_protocol
+from edgeinfer.server.guards.protocol import GuardedProtocol
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.logs import capture_loop, capture_uvicorn
 
@@ -135,7 +136,7 @@ class EndpointServer(uvicorn.Server):
         limits = endpoint.limits
         config = uvicorn.Config(
             EndpointApp(endpoint, gate),
-            http=guarded_protocol(limits),
+            http=functools.partial(GuardedProtocol, limits),  # type: ignore[arg-type]  # it is only called
             ws="none",
             lifespan="off",
             log_config=None,

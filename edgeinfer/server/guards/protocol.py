@@ -38,21 +38,14 @@ class _UnknownLength(int):
     __hash__ = int.__hash__
 
 
-def guarded_protocol(limits: Limits) -> type[HttpToolsProtocol]:
-    """Return a protocol class for uvicorn that enforces `limits`."""
+class GuardedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol of one connection, which enforces the limits `guard`."""
 
-    class Guarded(_Guarded):
-        guard = limits
-
-    return Guarded
-
-
-class _Guarded(HttpToolsProtocol):
-    guard: Limits
     connection: Connection
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, guard: Limits, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.guard = guard
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._held_bytes = 0
