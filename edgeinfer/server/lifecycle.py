@@ -26,7 +26,7 @@ from edgeinfer.server.connection import unless
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards.protocol import GuardedProtocol
 from edgeinfer.server.guards.security import Gate
-from edgeinfer.server.logs import capture_loop, capture_uvicorn
+from edgeinfer.server.logs import capture
 
 _MAX_DESCRIPTORS = 65_536
 _OTHER_ADDRESS = "pick another address: `edgeinfer serve --host 127.0.0.1 --port 0`"
@@ -165,8 +165,7 @@ class EndpointServer(uvicorn.Server):
     async def run(self) -> ServeOutcome:  # type: ignore[override]  # uvicorn's `run` starts a loop itself
         """Serve until a signal or `idle_exit_s` without requests, then unload the models."""
         endpoint = self._endpoint
-        capture_uvicorn(endpoint.log)
-        capture_loop(endpoint.log)
+        capture(endpoint.log)
         with self.signals():
             serving = asyncio.create_task(self._serve(list(self._listeners)))
             tending = asyncio.create_task(self._report_and_watch_idle())

@@ -78,19 +78,18 @@ class UvicornHandler(logging.Handler):
         self._log.write(record.levelname.lower(), "http-server", fields)
 
 
-def capture_uvicorn(log: Log) -> None:
-    """Send what uvicorn and asyncio log to `log`. Call it before the server starts."""
+def capture(log: Log) -> None:
+    """Send what uvicorn and asyncio log to `log`. Call it on the event loop, before the server starts.
+
+    It is logged at most once a minute that no connection can be accepted.
+    """
+    warned_s = -_WARN_AGAIN_S
     for name in ("uvicorn", "asyncio"):
         logger = logging.getLogger(name)
         logger.handlers = [UvicornHandler(log)]
         logger.setLevel(logging.WARNING)
         logger.propagate = False
     logging.getLogger("uvicorn.access").disabled = True
-
-
-def capture_loop(log: Log) -> None:
-    """Log at most once a minute that no connection can be accepted. Call it on the event loop."""
-    warned_s = -_WARN_AGAIN_S
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         nonlocal warned_s
