@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import httpx2
 from fake_engine import FakeEngine, StepGate
@@ -43,7 +43,7 @@ class Served:
     endpoint: Endpoint
     server: EndpointServer
     loop: asyncio.AbstractEventLoop
-    log: TextIO
+    log: Any
     outcome: Future[ServeOutcome]
     client: httpx2.Client
     #: Threads for requests that run during the test.
@@ -104,7 +104,7 @@ def serving(
     store_responses: bool = False,
     log_payloads: str = "",
     wait_ready: bool = True,
-    log: TextIO | None = None,
+    log: Any = None,
     **parts: Any,
 ) -> Iterator[Served]:
     """Serve until the block ends.

@@ -176,16 +176,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _start_deadline(self, seconds: float) -> None:
         self._cancel_deadline()
-        self._timer = self.loop.call_later(seconds, self._time_out)
+        self._timer = self.loop.call_later(seconds, self._refuse, 408)
 
     def _cancel_deadline(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _time_out(self) -> None:
-        self._timer = None
-        self._refuse(408)
 
     def _refuse(self, status: int) -> None:
         """Send a status without a body and close the connection, without calling the application."""

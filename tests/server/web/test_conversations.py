@@ -7,7 +7,7 @@ import re
 
 import pytest
 from chats_here import consume
-from fake_engine import Delay, FakeEngine, StepGate, split_script
+from fake_engine import FakeEngine, StepGate, split_script
 from fake_hub import Fault
 from other_processes import wait_until
 
