@@ -58,7 +58,7 @@ def main() -> None:
     from edgeinfer.runtime.events import Logprob, TextDelta, TokenLogprobs
     from edgeinfer.server.web.access import make_code
 
-    sky = []
+    sky: list[object] = []
     for word, share in SKY.items():
         top = {word: share, " light": 0.6 * (1 - share), " it": 0.2 * (1 - share)}
         likely = tuple(Logprob(0, text.encode(), math.log(p)) for text, p in top.items())

@@ -57,7 +57,9 @@ class FrontEnd:
             return json_reply({"status": "ok"})
         if request.method == "GET" and route is app.match_route("/v1/models"):
             card = {"object": "model", "created": 0, "owned_by": "edgeinfer"}
-            return json_reply({"object": "list", "data": [{"id": name, **card} for name in self._models]})
+            return json_reply(
+                {"object": "list", "data": [{"id": name, **card} for name in self._models]}
+            )
         body = await request.body()
         fields = decode_json(body)
         named = _model_in_path(route) or requested_model(fields) or self._first

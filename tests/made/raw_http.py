@@ -12,9 +12,7 @@ JSON = "content-type: application/json"
 
 def head(path: str, *lines: str, method: str = "POST", version: str = "1.1") -> bytes:
     """Return a request line and headers: Host, `lines`, and the blank line."""
-    return "\r\n".join(
-        [f"{method} {path} HTTP/{version}", "host: localhost", *lines, "", ""]
-    ).encode()
+    return "\r\n".join([f"{method} {path} HTTP/{version}", "host: localhost", *lines, "", ""]).encode()
 
 
 def get(path: str, *lines: str, method: str = "GET") -> bytes:

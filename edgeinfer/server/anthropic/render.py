@@ -41,9 +41,7 @@ def error_body(problem: Problem, request_id: str) -> bytes:
     """Encode `{"type": "error", "error": {"type", "message"}, "request_id"}`."""
     other = "invalid_request_error" if problem.status < 500 else "api_error"
     error = wire.AnthropicErrorBody(
-        type=_TYPES.get(problem.status, other),
-        message=_error_text(problem),
-        details=_details(problem),
+        type=_TYPES.get(problem.status, other), message=_error_text(problem), details=_details(problem)
     )
     return _encode(wire.AnthropicError(error=error, request_id=request_id))
 

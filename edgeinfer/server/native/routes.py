@@ -42,9 +42,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @ROUTES.post("/tokenize")
 @engine_call
-def tokenize(
-    context: RequestContext, body: wire.TokenizeRequest, engine: Engine
-) -> wire.TokenizeReply:
+def tokenize(context: RequestContext, body: wire.TokenizeRequest, engine: Engine) -> wire.TokenizeReply:
     """Tokenize text."""
     tokens = engine.tokenize(
         body.content, add_special=body.add_special, parse_special=body.parse_special
@@ -71,9 +69,7 @@ def detokenize(
 
 @ROUTES.post("/v1/rerank")
 @engine_call
-def rerank(
-    context: RequestContext, body: wire.RerankRequest, engine: Engine
-) -> wire.RerankReply:
+def rerank(context: RequestContext, body: wire.RerankRequest, engine: Engine) -> wire.RerankReply:
     """Rank documents by relevance."""
     if not engine.info.can_rerank:
         problem = f"{engine.info.model} is not a reranker"

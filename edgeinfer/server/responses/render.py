@@ -70,15 +70,8 @@ class ResponseRenderer(Renderer):
                 return out + self._part("response.reasoning_text.delta", delta=event.text)
             case ToolCallDelta():
                 out = self._switch_item("function_call", event.index)
-                if event.arguments:
-                    index = len(self._items) - 1
-                    out += self._sse(
-                        "response.function_call_arguments.delta",
-                        item_id=self._item_id(index),
-                        output_index=index,
-                        delta=event.arguments,
-                    )
-                return out
+                kind = "response.function_call_arguments.delta"
+                return out + (self._of_item(kind, delta=event.arguments) if event.arguments else b"")
         return b""
 
     def closing(self) -> bytes:
@@ -99,7 +92,13 @@ class ResponseRenderer(Renderer):
         self._sequence += 1
         return sse({"type": event_type, "sequence_number": self._sequence, **data}, event_type)
 
+    def _of_item(self, event_type: str, /, **data: Any) -> bytes:
+        """Encode an event about the last item."""
+        index = len(self._items) - 1
+        return self._sse(event_type, item_id=self._item_id(index), output_index=index, **data)
+
     def _part(self, event_type: str, /, **data: Any) -> bytes:
+        """Encode an event about the last item's only content part."""
         index = len(self._items) - 1
         item_id = self._item_id(index)
         return self._sse(event_type, item_id=item_id, output_index=index, content_index=0, **data)
@@ -122,13 +121,8 @@ class ResponseRenderer(Renderer):
         index = len(self._items) - 1
         item = self._item(index, status)
         if isinstance(item, wire.FunctionCallOut):
-            out = self._sse(
-                "response.function_call_arguments.done",
-                item_id=item.id,
-                output_index=index,
-                name=item.name,
-                arguments=item.arguments,
-            )
+            kind = "response.function_call_arguments.done"
+            out = self._of_item(kind, name=item.name, arguments=item.arguments)
         elif isinstance(item, wire.MessageOut | wire.ReasoningOut):
             content = item.content[0]
             if isinstance(content, wire.OutputTextOut):

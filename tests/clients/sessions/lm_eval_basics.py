@@ -62,13 +62,20 @@ def run(name: str, items: list[dict[str, Any]], kind: str, **arguments: Any) -> 
     api = "local-completions" if kind is CHOICES else "local-chat-completions"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, f"{name}.jsonl")
-        rows = [{k: item[k] for k in ("id", "prompt", "choices", "answer") if k in item} for item in items]
+        rows = [
+            {k: item[k] for k in ("id", "prompt", "choices", "answer") if k in item} for item in items
+        ]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         task = TASK.replace("NAME", name).replace("FILE", str(file))
         Path(folder, f"{name}.yaml").write_text(task + kind)
         done = lm_eval.simple_evaluate(
             model=api,
-            model_args={"tokenizer_backend": "remote", "batch_size": 1, "max_length": 2048, **arguments},
+            model_args={
+                "tokenizer_backend": "remote",
+                "batch_size": 1,
+                "max_length": 2048,
+                **arguments,
+            },
             tasks=[name],
             task_manager=TaskManager(include_path=folder, include_defaults=False),
             log_samples=True,

@@ -9,11 +9,7 @@ from least_requests import PLACE
 
 pytestmark = pytest.mark.model
 
-WEATHER = {
-    "name": "get_weather",
-    "description": "The weather in a city.",
-    "input_schema": PLACE,
-}
+WEATHER = {"name": "get_weather", "description": "The weather in a city.", "input_schema": PLACE}
 #: The official client has no argument `temperature` any more, but the API has it.
 GREEDY = {"temperature": 0}
 HELLO = [{"role": "user", "content": "Say hello."}]

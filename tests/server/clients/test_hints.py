@@ -79,7 +79,10 @@ def test_nulls_zeros_and_empty_values_are_nothing(live_server, path, sent):
 
 
 def test_an_unknown_field_is_ignored_and_named(live_server):
-    assert _ignored_fields(live_server.chat(**{"mood": 0, "zesty\r\nx: y": 2})) == ["mood", "zesty??x:?y"]
+    assert _ignored_fields(live_server.chat(**{"mood": 0, "zesty\r\nx: y": 2})) == [
+        "mood",
+        "zesty??x:?y",
+    ]
 
 
 def test_names_in_the_header_are_safe_and_few(live_server):

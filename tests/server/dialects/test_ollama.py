@@ -137,7 +137,10 @@ def test_load_options_and_unsupported_samplers_are_ignored_and_named(live_server
         ({"think": None}, {"template_options": {}, "reasoning_budget": None}),
         ({"think": True}, {"template_options": {"enable_thinking": True}, "reasoning_budget": None}),
         ({"think": False}, {"template_options": {"enable_thinking": False}, "reasoning_budget": 0}),
-        ({"think": "high"}, {"template_options": {"enable_thinking": True, "reasoning_effort": "high"}}),
+        (
+            {"think": "high"},
+            {"template_options": {"enable_thinking": True, "reasoning_effort": "high"}},
+        ),
     ],
 )
 def test_field_reaches_the_engine(live_server, engine, body, fields):

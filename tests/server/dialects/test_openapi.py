@@ -48,7 +48,9 @@ def test_every_number_of_a_request_has_a_range():
     """A negative or huge number is refused by its type in every field."""
     doc = document(DIALECTS)
     schemas: dict[str, dict] = {}
-    waiting = [o["requestBody"] for path in doc["paths"].values() for o in path.values() if "requestBody" in o]
+    waiting = [
+        o["requestBody"] for path in doc["paths"].values() for o in path.values() if "requestBody" in o
+    ]
     while waiting:
         for schema in _objects(waiting.pop()):
             if schema.get("type") in ("integer", "number"):

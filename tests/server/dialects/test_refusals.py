@@ -7,6 +7,7 @@ from least_requests import HI
 
 from edgeinfer.errors import InvalidRequestError, QueueFullError
 
+
 def _post(live_server, path, body):
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     return live_server.client.post(path, content=raw, headers={"content-type": "application/json"})

@@ -553,7 +553,10 @@ def test_a_model_is_pulled_with_its_progress_and_used(serve, tab, hub):
     page.fill("#other", "hf.co/someone/Tiny-GGUF:Q8_0")
     page.key("Enter")
     page.wait("document.querySelector('dialog').textContent.includes('someone.tiny-gguf-q8_0')")
-    page.all("dialog li", "one.textContent.includes('someone.tiny-gguf') && one.querySelector('button').click()")
+    page.all(
+        "dialog li",
+        "one.textContent.includes('someone.tiny-gguf') && one.querySelector('button').click()",
+    )
     page.wait("document.querySelector('[aria-label=Model]').value === 'someone.tiny-gguf-q8_0'")
 
 

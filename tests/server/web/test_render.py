@@ -14,6 +14,7 @@ from edgeinfer.chat.markdown import parser as parse_markdown
 from edgeinfer.server.web import render
 from edgeinfer.server.web.render import GrowingHtml, blocks
 
+
 def shown_in_pieces(pieces):
     """Yield the HTML blocks of a page after each piece of text."""
     growing, markup = GrowingHtml(), []
