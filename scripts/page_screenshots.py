@@ -53,7 +53,7 @@ SKY = {
 def main() -> None:
     from browser import chromium
     from fake_engine import Delay, FakeEngine
-    from served_endpoint import serving, with_page
+    from served_endpoint import serving
 
     from edgeinfer.runtime.events import Logprob, TextDelta, TokenLogprobs
     from edgeinfer.server.web.access import make_code
@@ -66,11 +66,11 @@ def main() -> None:
     engine = FakeEngine([*([answer] for answer in QUESTIONS.values()), sky])
     with (
         tempfile.TemporaryDirectory() as profile,
-        serving(engine) as endpoint,
+        serving(engine, has_page=True) as endpoint,
         chromium(Path(profile, "profile")) as running,
     ):
         page = running.page(width=1000, height=720)
-        page.open(f"{with_page(endpoint).url}/#code={make_code()}")
+        page.open(f"{endpoint.url}/#code={make_code()}")
         page.wait("document.querySelector('#message')")
         for question in QUESTIONS:
             page.click("button", "New")

@@ -105,6 +105,7 @@ def serving(
     log_payloads: str = "",
     wait_ready: bool = True,
     log: Any = None,
+    has_page: bool = False,
     **parts: Any,
 ) -> Iterator[Served]:
     """Serve until the block ends.
@@ -122,6 +123,7 @@ def serving(
     )
     log = log or io.StringIO()
     (listener,) = lifecycle.bind("127.0.0.1", port)
+    port = listener.getsockname()[1]
     starting: Future[tuple[Endpoint, EndpointServer, asyncio.AbstractEventLoop]] = Future()
 
     async def main() -> ServeOutcome:
@@ -136,13 +138,14 @@ def serving(
         endpoint = Endpoint(
             models, limits, Log("json", log), EngineHost(), responses=responses, **parts
         )
+        if has_page:
+            endpoint.web = _page(endpoint, port, keys)
         if log_payloads:
             endpoint.payload_log = PayloadLog(Path(log_payloads), endpoint)
         server = EndpointServer(endpoint, gate or Gate(keys=Keys(keys)), [listener], options)
         starting.set_result((endpoint, server, asyncio.get_running_loop()))
         return await server.run()
 
-    port = listener.getsockname()[1]
     scheme = "https" if options.tls_cert else "http"
     url = f"{scheme}://127.0.0.1:{port}"
     with (
@@ -167,8 +170,11 @@ def serving(
             outcome.result(30)
 
 
-def with_page(live_server, keys=()):
+def _page(endpoint: Endpoint, port: int, keys: Sequence[str]) -> Web:
+    return Web(Access(port, Keys(keys)), endpoint, ModelAdmin())
+
+
+def with_page(live_server: Served, keys: Sequence[str] = ()) -> Served:
     """Switch on the chat page of an endpoint."""
-    admin = ModelAdmin()
-    live_server.endpoint.web = Web(Access(live_server.port, Keys(keys)), live_server.endpoint, admin)
+    live_server.endpoint.web = _page(live_server.endpoint, live_server.port, keys)
     return live_server

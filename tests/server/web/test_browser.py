@@ -290,10 +290,9 @@ import sys, threading
 port = int(sys.argv.pop(1))
 sys.path[:0] = sys.argv[1:]
 from fake_engine import Delay, FakeEngine
-from served_endpoint import serving, with_page
+from served_endpoint import serving
 script = [piece for n in range(400) for piece in (f"w{n} ", Delay(0.02))]
-with serving(FakeEngine([script]), port=port) as live_server:
-    with_page(live_server)
+with serving(FakeEngine([script]), port=port, has_page=True) as live_server:
     print(live_server.port, flush=True)
     threading.Event().wait()
 """
