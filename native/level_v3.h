@@ -12,7 +12,7 @@ constexpr bool kSignedBytes = false, kSaturates = false, kGathers = false, kDots
 constexpr int kFew = 8, kColumns = 4;
 #else
 constexpr bool kSignedBytes = true, kSaturates = true, kGathers = true, kDotsOfRows = true;
-constexpr int kFew = 1, kColumns = 1;  // from two columns on, a slab is as fast or faster (Zen 3)
+constexpr int kFew = 4, kColumns = 4;
 #endif
 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }

@@ -93,17 +93,18 @@ INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 // is d * (byte - kZero) + m; m is 0 unless kMin. kMost is the largest byte. A group of kGroup weights has kBytes.
 
 // Properties of a format for the kernels. kVectors hold a block; kActs weights meet 32 bytes of activations; kMost matters
-// where the dot instruction saturates. kMostBySpan: most columns for which spans as lanes are faster.
+// where the dot instruction saturates. kMostBySpan: most columns for which spans as lanes are faster. kMostFew: most columns for
+// which weights are unpacked in registers; sums of 16 bits take so many that for four, those of few types suffice.
 template <int sub, bool min, int most> struct Shape {
     static constexpr int kSub = sub, kVectors = sub / 4, kActs = 32, kMost = most, kChunk = 512;
     static constexpr bool kFloat = false, kPairs = false, kMin = min, kTakesRows = sub == 32;
-    static constexpr int kMostBySpan = kTakesSpans ? 1 : 0;
+    static constexpr int kMostBySpan = kTakesSpans ? 1 : 0, kMostFew = kFew - (kSaturates && (sub < 32 || most == 31));
     using Kernels = Shape<sub, min, kSaturates ? most : 0>;
 };
 struct FloatShape {  // formats whose weights are converted to floats
     static constexpr int kSub = 8, kVectors = 8, kActs = 8, kZero = 0, kMost = 0, kChunk = 128;
     static constexpr bool kFloat = true, kPairs = false, kMin = false, kTakesRows = false;
-    static constexpr int kMostBySpan = 0;
+    static constexpr int kMostBySpan = 0, kMostFew = kFew;
     using Kernels = FloatShape;
 };
 struct Block {
@@ -363,7 +364,7 @@ struct BF16 : FloatShape {
 struct PairShape {
     static constexpr int kSub = 16, kVectors = 8, kActs = 16, kZero = 0, kMost = 0, kChunk = 256;
     static constexpr bool kFloat = true, kPairs = true, kMin = false, kTakesRows = false;
-    static constexpr int kMostBySpan = 0;
+    static constexpr int kMostBySpan = 0, kMostFew = kFew;
     using Kernels = PairShape;
 };
 struct BF16Pairs : PairShape {
@@ -389,9 +390,9 @@ struct Extra {
 struct Layout {
     int n, blocks, width, pitch;
     bool is_by_span, is_few;
-    Layout(int n, int blocks, int rows, int most_by_span, int pitch)
+    Layout(int n, int blocks, int rows, int most_few, int most_by_span, int pitch)
         : n(n), blocks(blocks), width(kTile), pitch(pitch), is_by_span(n <= most_by_span),
-          is_few(is_by_span || n <= kFew || rows < kRows) {
+          is_few(is_by_span || n <= most_few || rows < kRows) {
         const int passes = (n + kColumns - 1) / kColumns;
         if (is_few) width = (n + passes - 1) / std::max(passes, 1);
     }
@@ -621,7 +622,8 @@ void tile(const Unpacked<T> *w, int k, const int8_t *x, const Extra *e, float *o
             ahead = prefetch(ahead, share);
             Floats m[2]{};
             if constexpr (T::kMin) m[0] = w[0].m[0], m[1] = w[1].m[0];
-            if (kRegisters < 32 && !T::kFloat) asm("" : "+m"(sums));  // keep the sums in memory: the dot products need the registers
+            // From three columns on, keep the sums in memory: the dot products need the registers. For fewer, that made each block wait.
+            if (kRegisters < 32 && kC > 2 && !T::kFloat) asm("" : "+m"(sums));
             multiply<T, Order::kArranged>({w[0].w, w[1].w}, {w[0].d, w[1].d}, {m[0], m[1]}, at, sums);
         }
         each_total([&](Floats sum, float *total) { store(total, T::kFloat ? sum : (is_first ? Floats{} : load<Floats>(total)) + sum); });
@@ -725,7 +727,7 @@ template <class T> struct Operation {
         auto product = [&](int expert) {
             const int first = ids ? firsts[expert] : 0, count = ids ? firsts[expert + 1] - first : n;
             return Product{weights + (ids ? expert * w->nb[2] : 0), op, ids ? places + first : nullptr,
-                           Layout(count, k / T::kActs, rows, most_by_span, pitch), bytes + first * column_bytes(), extras + first * column_extras()};
+                           Layout(count, k / T::kActs, rows, T::kMostFew, most_by_span, pitch), bytes + first * column_bytes(), extras + first * column_extras()};
         };
         int at = 0, units = 0;  // activation blocks and units of all products
         const int all = n * (k / T::kActs), begin = (int64_t)all * params->ith / params->nth,
