@@ -1,20 +1,25 @@
-"""What scripts/setup.sh says, before it compiles, of a machine on which it cannot go on."""
+"""scripts/setup.sh: what it says before it compiles where it cannot go on, and how it ends."""
 
 import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
+from other_processes import has_ended, wait_until
 
 from ..conftest import ROOT
 
 pytestmark = pytest.mark.slow  # starts programs
-_PROGRAMS = "awk bash cat cksum cmake cut date df dirname env flock g++ gcc grep head ldd ls make mkdir printf python3 realpath rm sed tail uname"
+_PROGRAMS = "awk bash cat cksum cmake cut date df dirname env flock g++ gcc grep head ldd ls make mkdir printf python3"
+_PROGRAMS += " realpath rm sed setsid sh sleep tail tee uname"
 
 
-def set_up(tmp_path: Path, without: str = "", mode: str = "run", **environment: str) -> list[str]:
-    """Set up a bare checkout, in vain; return what is said, line by line."""
+def start_set_up(
+    tmp_path: Path, without: str = "", mode: str = "run", **environment: str
+) -> subprocess.Popen[str]:
+    """Start the set-up of a bare checkout on a machine with the usual programs, but without git."""
     checkout, programs = tmp_path / "checkout", tmp_path / "bin"
     shutil.copytree(ROOT / "scripts", checkout / "scripts", dirs_exist_ok=True)
     shutil.copytree(ROOT / "requirements", checkout / "requirements", dirs_exist_ok=True)
@@ -23,28 +28,52 @@ def set_up(tmp_path: Path, without: str = "", mode: str = "run", **environment: 
     for name in set(_PROGRAMS.split()) - set(without.split()):
         if program := shutil.which(name):
             (programs / name).symlink_to(program)
-    done = subprocess.run(
+    return subprocess.Popen(
         [checkout / "scripts/setup.sh", mode],
         env={"PATH": str(programs), "HOME": str(tmp_path), **environment},
-        capture_output=True,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=280,
     )
-    assert done.returncode == 1, done.stderr
-    assert not (checkout / ".venv/bin/edgeinfer").exists()
-    return [line for line in done.stderr.splitlines() if line and not line.startswith("setup:")]
+
+
+def read_error(process: subprocess.Popen[str]) -> list[str]:
+    """Wait for a set-up that fails; return what it says, line by line, without its progress."""
+    _, stderr = process.communicate(timeout=280)
+    assert process.returncode == 1, stderr
+    return [line for line in stderr.splitlines() if line and not line.startswith("setup:")]
+
+
+def replace_pip(tmp_path: Path, script: str) -> Path:
+    """Make the checkout's virtual environment, with `script` as pip; return the file `$pids` of it."""
+    programs = tmp_path / "checkout/.venv/bin"
+    programs.mkdir(parents=True)
+    (programs / "python").symlink_to(shutil.which("python3") or "")
+    (programs / "pip").write_text(f"#!/bin/sh\npids={tmp_path}/pids\n{script}")
+    (programs / "pip").chmod(0o755)
+    return tmp_path / "pids"
 
 
 def test_missing_compilers_are_named_with_their_packages(tmp_path: Path) -> None:
-    error, hint = set_up(tmp_path, without="cmake g++")
+    error, hint = read_error(start_set_up(tmp_path, without="cmake g++"))
     assert error == "error: g++ cmake missing: llama.cpp cannot be compiled"
-    assert hint == "hint: apt-get install build-essential cmake"
+    assert hint == "hint: apt-get install build-essential cmake python3-venv"
 
 
-def test_cache_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path) -> None:
-    error, hint = set_up(tmp_path, EDGEINFER_BUILD_CACHE="/proc/none")
+@pytest.mark.parametrize("mode", ["lint", "run"])
+def test_unsupported_python_is_refused(tmp_path: Path, mode: str) -> None:
+    too_new = tmp_path / "python3.99"
+    too_new.write_text('#!/bin/sh\nexec python3 -c "import sys; sys.version_info = (3, 99); $2"\n')
+    too_new.chmod(0o755)
+    error, hint = read_error(start_set_up(tmp_path, mode=mode, PYTHON=str(too_new)))
+    assert error == "error: no Python 3.11 to 3.14 with venv"
+    assert "PYTHON=FILE names one" in hint
+
+
+@pytest.mark.parametrize("variable", ["EDGEINFER_BUILD_CACHE", "EDGEINFER_HOME"])
+def test_folder_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path, variable: str) -> None:
+    error, hint = read_error(start_set_up(tmp_path, **{variable: "/proc/none"}))
     assert error == "error: /proc/none cannot be written"
-    assert "EDGEINFER_BUILD_CACHE=FOLDER" in hint
+    assert hint == f"hint: HOME=FOLDER or {variable}=FOLDER names another folder"
 
 
 def test_full_disk_is_seen_before_anything_is_made(tmp_path: Path) -> None:
@@ -52,8 +81,8 @@ def test_full_disk_is_seen_before_anything_is_made(tmp_path: Path) -> None:
     df.parent.mkdir()
     df.write_text("#!/bin/sh\necho Filesystem 1M-blocks Used Available\necho /dev/x 9999 9900 99\n")
     df.chmod(0o755)
-    error, _ = set_up(tmp_path, without="df")
-    assert error.startswith("error: 99 MB are free in ")
+    error, _ = read_error(start_set_up(tmp_path, without="df"))
+    assert error == f"error: less than 1500 MB are free in {tmp_path}/checkout"
     assert not (tmp_path / "checkout/.venv").exists()
 
 
@@ -66,6 +95,30 @@ def test_packages_that_cannot_be_had_end_it_with_one_sentence(tmp_path: Path, mo
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_FIND_LINKS": "",
     }
-    error, hint = set_up(tmp_path, mode=mode, **nowhere)
+    error, hint = read_error(start_set_up(tmp_path, mode=mode, **nowhere))
     assert error.startswith("error: pip: ERROR: ")
     assert "HTTPS_PROXY names a proxy" in hint
+
+
+def test_installer_that_fails_in_the_background_ends_all_at_once(tmp_path: Path) -> None:
+    pids = replace_pip(
+        tmp_path,
+        'if [ "$1" = download ]; then echo $$ >>"$pids"; exec sleep 600; fi\n'
+        'while [ ! -s "$pids" ]; do sleep 0.01; done\n'
+        'echo "ERROR: no such package"; exit 1\n',
+    )
+    error, _ = read_error(start_set_up(tmp_path))
+    assert error == "error: pip: ERROR: no such package"
+    wait_until(lambda: has_ended(int(pids.read_text())), "the download to be ended")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_all_that_the_set_up_started(tmp_path: Path, number: signal.Signals) -> None:
+    pids = replace_pip(tmp_path, 'echo $$ >>"$pids"; exec sleep 600\n')
+    process = start_set_up(tmp_path)
+    wait_until(lambda: pids.exists() and pids.read_text().count("\n") == 2, "both pips to be started")
+    process.send_signal(number)
+    assert process.wait(60) == 130
+    started = [int(pid) for pid in pids.read_text().split()]
+    wait_until(lambda: all(map(has_ended, started)), "both pips to be ended")
+    process.communicate()
