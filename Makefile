@@ -36,6 +36,10 @@ test-all:        ## every test: compiles all CPU variants and Vulkan, downloads 
 	@scripts/setup.sh test-all
 	$(PYTEST) $(PARALLEL) $(ARGS)
 
+test-nightly:    ## the tests of generated cases, with CASES=10 times as many as test-all: some hours
+	@scripts/setup.sh test-all
+	EDGEINFER_FUZZ_EXAMPLES=20 EDGEINFER_FUZZ_FILES=2000 $(PYTEST) $(PARALLEL) --timeout 7200 --cases $(or $(CASES),10) $(ARGS)
+
 test-fast:       ## tests that need no llama.cpp, CRIU, models or other programs: a minute, compiles nothing
 	@scripts/setup.sh lint
 	PYTHONPATH=. $(PYTEST) $(PARALLEL) -p no:schemathesis --fast -q $(ARGS)

@@ -83,11 +83,22 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("busy")
 
 
+#: A word of a skip's reason → what runs the test. Other reasons name a command or the machine.
+_RUN_BY = {"root": "the same command as root", "--fast": "make test"}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--allowed-skips",
         metavar="TABLE",
         help="fail when a test is skipped for a reason that is not in this table of .ci/allowed-skips.toml",
+    )
+    parser.addoption(
+        "--cases",
+        type=int,
+        default=1,
+        metavar="N",
+        help="more than 1: only tests of generated cases, N times as many",
     )
     parser.addoption("--as-root", action="store_true", help="leave out what an ordinary user's run has")
     parser.addoption("--fast", action="store_true", help="no llama.cpp, CRIU, models or slow tests")
@@ -165,6 +176,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # a skipped test leaves its sockets to the collector
         config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")
     if not WORKER:
+        folder = tempfile.TemporaryDirectory(prefix="edgeinfer-tests-")
+        config.add_cleanup(folder.cleanup)
+        os.environ[_LOCKS] = folder.name
         return
     number, workers = int(WORKER.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     cpus = sorted(os.sched_getaffinity(0))
@@ -186,15 +200,12 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _run_folder() -> Path:
-    """Return a folder of this run, which the processes that `-n` started share."""
-    folder = Path(tempfile.gettempdir(), f"edgeinfer-tests-{os.environ['PYTEST_XDIST_TESTRUNUID']}")
-    folder.mkdir(exist_ok=True)
-    return folder
+#: The environment variable of a folder of this run, which the processes that `-n` started share.
+_LOCKS = "PYTEST_RUN_LOCKS"
 
 
 def _turnstile() -> contextlib.AbstractContextManager[None]:
-    return _locked(_run_folder() / "turnstile.lock")
+    return _locked(Path(os.environ[_LOCKS], "turnstile.lock"))
 
 
 def _together(item: pytest.Item) -> str:
@@ -216,7 +227,7 @@ def _room(item: pytest.Item) -> str:
 @functools.cache
 def _running() -> BinaryIO:
     """Return the file on which each process that `-n` started holds a shared lock while it runs a test."""
-    return (_run_folder() / "running.lock").open("w")
+    return Path(os.environ[_LOCKS], "running.lock").open("w")
 
 
 @contextlib.contextmanager
@@ -253,6 +264,29 @@ def _needs(item: pytest.Item) -> set[str]:
     return names
 
 
+def _is_generated(item: pytest.Item) -> bool:
+    """Return whether `--cases` gives a test more cases, or a variable does: `make test-nightly`."""
+    assert isinstance(item, pytest.Function)
+    has_seeds = any(mark.args[:1] == ("seed",) for mark in item.iter_markers("parametrize"))
+    has_examples = hypothesis.is_hypothesis_test(item.obj)
+    return has_seeds or has_examples or "cases" in item.fixturenames or "fuzz" in item.nodeid
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Multiply the examples of Hypothesis and the parameters `seed` of a test by `--cases`."""
+    factor, test = metafunc.config.getoption("--cases"), metafunc.function
+    if hypothesis.is_hypothesis_test(test):
+        settings = test._hypothesis_internal_use_settings
+        test._hypothesis_internal_use_settings = hypothesis.settings(
+            settings, max_examples=factor * settings.max_examples
+        )
+    marks = metafunc.definition.own_markers
+    for index, mark in enumerate(marks):
+        if mark.name == "parametrize" and mark.args[:1] == ("seed",):
+            marks[index] = pytest.mark.parametrize("seed", range(factor * len(mark.args[1]))).mark
+
+
 #: What of NEEDS, or "" for nothing of it → how many tests were left out for it.
 _left_out: Counter[str] = Counter()
 
@@ -264,6 +298,8 @@ def _is_left_out(config: pytest.Config, item: pytest.Item) -> bool:
         return True
     if config.getoption("--fast"):
         return _is_slow(item)
+    if config.getoption("--cases") > 1 and not _is_generated(item):
+        return True
     return config.getoption("--as-root") and _user_of(item) == "ordinary user"
 
 
@@ -288,20 +324,20 @@ def pytest_testnodedown(node: Any) -> None:
     _left_out.update(Counter(getattr(node, "workeroutput", {}).get("left_out", {})) - _left_out)
 
 
+def _skip_reasons(config: pytest.Config) -> Counter[str]:
+    """Return how many tests were skipped for each reason."""
+    skipped = config.pluginmanager.getplugin("terminalreporter").stats.get("skipped", [])
+    return Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+
+
 def _skips_not_allowed(config: pytest.Config) -> list[str]:
-    """Say why tests were skipped that --allowed-skips does not let be skipped: a line for each reason."""
+    """Return the reasons for which --allowed-skips does not let tests be skipped."""
     table = config.getoption("--allowed-skips")
-    if not table or WORKER:  # who started us counts them
+    if not table or WORKER:  # the process that started this one counts them
         return []
     tables = tomllib.loads((ROOT / ".ci/allowed-skips.toml").read_text("utf-8"))
-    allowed = tables["either"] | tables[table]
-    skipped = config.pluginmanager.getplugin("terminalreporter").stats.get("skipped", [])
-    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
-    return [
-        f"[{count}]: {reason}"
-        for reason, count in reasons.items()
-        if not any(re.search(pattern, reason) for pattern in allowed)
-    ]
+    allowed = "|".join(tables["either"] | tables[table])
+    return [reason for reason in _skip_reasons(config) if not re.search(allowed, reason)]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -324,10 +360,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> Generator[None, object, object]:
-    """After pytest's summary, list the tests that were left out, and what would run them."""
+    """After pytest's summary, count the tests that did not run by reason, with what would run them."""
     result = yield
-    for skipped in _skips_not_allowed(config):
-        terminalreporter.write_line(f"SKIPPED, NOT ALLOWED {skipped}", red=True)
+    not_allowed = _skips_not_allowed(config)
+    for reason, count in _skip_reasons(config).most_common():
+        command = next((command for word, command in _RUN_BY.items() if word in reason), "")
+        terminalreporter.write_line(
+            f"skipped: {count} tests: {reason}"
+            + f" ({command} runs them)" * bool(command)
+            + " (NOT ALLOWED)" * (reason in not_allowed),
+            red=reason in not_allowed,
+        )
     for name, count in sorted(_left_out.items()):
         needed = f"{NEEDS[name]}: make test-all" if name else "nothing beyond `make run`: make test"
         terminalreporter.write_line(f"not run: {count} tests that need {needed}")
@@ -343,9 +386,15 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def repeats(pytestconfig: pytest.Config) -> Callable[[int], int]:
-    """Return how many of `full` generated cases to try: all in `make test-all`, a third in `make test`."""
+    """Return how many of `full` repetitions to do: all in `make test-all`, a third in `make test`."""
     share = 3 if pytestconfig.getoption("--needs") == "none" else 1
     return lambda full: -(-full // share)
+
+
+@pytest.fixture(scope="session")
+def cases(repeats: Callable[[int], int], pytestconfig: pytest.Config) -> Callable[[int], int]:
+    """Return how many of `full` generated cases to try: `repeats`, and `--cases` times as many."""
+    return lambda full: repeats(full) * int(pytestconfig.getoption("--cases"))
 
 
 @pytest.fixture(autouse=True)

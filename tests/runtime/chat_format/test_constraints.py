@@ -501,8 +501,8 @@ def _run(engine: Any, constraints: list[Constraint]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.model
-def test_model_at_a_high_temperature_follows_its_schemas(smol, repeats):
-    schemas = [generated(seed) for seed in range(repeats(100))]
+def test_model_at_a_high_temperature_follows_its_schemas(smol, cases):
+    schemas = [generated(seed) for seed in range(cases(100))]
     answers = []
     for start in range(0, len(schemas), 25):
         answers += _run(smol, [JsonSchema(s) for s in schemas[start : start + 25]])

@@ -250,7 +250,7 @@ def test_a_model_whose_check_fails_keeps_nothing(
 
 
 def test_conversations_with_edits_answer_like_an_oracle_that_forgets(
-    store: BlockStore, smollm2: Path, repeats: Callable[[int], int]
+    store: BlockStore, smollm2: Path, cases: Callable[[int], int]
 ) -> None:
     """Three engines' lives over one store, and one engine that computes every prompt whole. A q8_0 cache
     gives bit-identical results in any batch, so texts must be equal.
@@ -262,7 +262,7 @@ def test_conversations_with_edits_answer_like_an_oracle_that_forgets(
     reused = 0
     for _ in range(3):
         engine = load(smollm2, store, kv_type="q8_0", n_ctx=1024, n_parallel=2)
-        for _ in range(repeats(17)):
+        for _ in range(cases(17)):
             talk = _next_talk(rng, talks, pool)
             request = ask(tuple(talk), max_tokens=2, logprobs=1)
             logprobs, usage = heard(engine, request)

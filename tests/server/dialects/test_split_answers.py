@@ -171,8 +171,8 @@ def read_ollama(live_server):
 
 
 @pytest.mark.parametrize("read", [read_chat, read_responses, read_anthropic, read_ollama])
-def test_stream_adds_up_to_the_whole_answer_for_any_split(live_server, answer, read, repeats):
-    for seed in range(repeats(SPLITS)):
+def test_stream_adds_up_to_the_whole_answer_for_any_split(live_server, answer, read, cases):
+    for seed in range(cases(SPLITS)):
         answer.make(random.Random(f"{read.__name__} {seed}"), 0.02 if seed % 25 == 0 else 0.0)
         for got in read(live_server):
             assert got == answer.expected_answer(), seed
