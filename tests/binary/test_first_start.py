@@ -148,7 +148,7 @@ def test_update_beside_a_running_version(used, second, binary, tmp_path):
         used.install(second[0])
         assert used.run("--version").stderr.count("first start") == 1
         assert used.apps == sorted([name, second[1]])
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60) as answer:
             assert answer.status == 200
     finally:
         serving.send_signal(signal.SIGTERM)

@@ -133,7 +133,7 @@ def systemd(tmp_path, binary, smollm2) -> Iterator[Systemd]:
         yield machine
     finally:
         (group / "cgroup.kill").write_text("1")
-        process.wait(30)
+        process.wait(60)
         _remove_groups(group)
 
 

@@ -33,7 +33,7 @@ def test_a_killed_writer_holds_nothing(store, tmp_path):
         with pytest.raises(UsageError):
             store.acquire(conversation.id)
         os.kill(holder.pid, signal.SIGKILL)
-        holder.wait(20)
+        holder.wait(60)
     store.acquire(conversation.id).release()
 
 

@@ -26,7 +26,7 @@ def end_and_wait(process, number, children):
     process.send_signal(number)
     process.wait(60)
     try:
-        wait_until(lambda: all(map(has_ended, children)), "the children to end", 30)
+        wait_until(lambda: all(map(has_ended, children)), "the children to end")
     finally:
         for child in children:
             if not has_ended(child):

@@ -141,7 +141,7 @@ def test_disconnected_client_ends_its_generation(app: Application) -> None:
         running = [line for line in lines if line.startswith("edgeinfer_num_requests_running{")]
         return running and all(line.endswith(" 0.0") for line in running)
 
-    wait_until(idle, "the generation ends", seconds=30)
+    wait_until(idle, "the generation ends")
 
 
 def test_requests_are_routed_to_the_replica_with_their_prefix(app: Application) -> None:
@@ -198,7 +198,7 @@ def test_kill_in_the_middle_of_a_stream_ends_it_with_an_error(app: Application, 
             answer_rest = b"".join(pieces)
             assert b"replica_ended" in answer_rest
             assert answer_rest.endswith(b"data: [DONE]\n\n")
-    wait_until(lambda: not Path(f"/proc/{endpoint}").exists(), "its endpoint ends", 100)
+    wait_until(lambda: not Path(f"/proc/{endpoint}").exists(), "its endpoint ends")
     wait_until(app.is_answering, "somebody answers")
 
 

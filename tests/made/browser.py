@@ -88,7 +88,7 @@ class Browser:
             self.call("Browser.close")
         os.close(self._to)
         try:
-            self._process.wait(20)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -286,7 +286,7 @@ class StuckEngine(FakeEngine):
     def _wait(self, text: str) -> None:
         if text == "slow":
             self.inside.release()
-            assert self.opened.wait(30)
+            assert self.opened.wait(60)
 
 
 class FakeHost(EngineHost):

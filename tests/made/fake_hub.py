@@ -84,7 +84,7 @@ class FaultServer:
 
     def wait_served(self, n_bytes: int) -> None:
         with self.grew:
-            assert self.grew.wait_for(lambda: self.served >= n_bytes, timeout=30)
+            assert self.grew.wait_for(lambda: self.served >= n_bytes, timeout=60)
 
 
 class HubHandler(BaseHTTPRequestHandler):

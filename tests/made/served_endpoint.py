@@ -53,7 +53,7 @@ class Served:
         self.loop.call_soon_threadsafe(self.server.drain, reason)
 
     def wait_ended(self) -> ServeOutcome:
-        return self.outcome.result(30)
+        return self.outcome.result(60)
 
     def get(self, path: str, **options: Any) -> httpx2.Response:
         return self.client.get(path, **options)
@@ -71,7 +71,7 @@ class Served:
     def begin(self, gate: StepGate, **body: Any) -> Future[httpx2.Response]:
         """Send a chat request in a thread; return when the scripted answer waits at `gate`."""
         asking = self.pool.submit(self.chat, **body)
-        assert gate.reached.wait(20)
+        assert gate.reached.wait(60)
         return asking
 
     def events(self, path: str, body: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -150,11 +150,11 @@ def serving(
     url = f"{scheme}://127.0.0.1:{port}"
     with (
         ThreadPoolExecutor(32) as pool,
-        httpx2.Client(base_url=url, timeout=30, verify=scheme == "http") as client,
+        httpx2.Client(base_url=url, timeout=60, verify=scheme == "http") as client,
         contextlib.ExitStack() as stack,
     ):
         outcome = pool.submit(asyncio.run, main())
-        endpoint, server, loop = starting.result(20)
+        endpoint, server, loop = starting.result(60)
         live_server = Served(url, port, endpoint, server, loop, log, outcome, client, pool)
         stack.enter_context(watch_loop(loop))
         try:
@@ -167,7 +167,7 @@ def serving(
             if not outcome.done():
                 live_server.drain()
                 live_server.drain()
-            outcome.result(30)
+            outcome.result(60)
 
 
 def _page(endpoint: Endpoint, port: int, keys: Sequence[str]) -> Web:

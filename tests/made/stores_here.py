@@ -73,7 +73,7 @@ def push(address: str, name: str, tag: str, layers: list[tuple[str, bytes]]) -> 
     base = f"http://{address}/v2/{name}"
 
     def send(method: str, url: str, body: bytes, kind: str) -> dict[str, str]:
-        answer = httpx2.request(method, url, content=body, headers={"Content-Type": kind})
+        answer = httpx2.request(method, url, content=body, headers={"Content-Type": kind}, timeout=60)
         return dict(answer.raise_for_status().headers)
 
     described = []

@@ -130,9 +130,9 @@ def garbage(number, params):
 
 
 def progressing(number, params):
-    """Report progress eight times in 2 s, or for ever, and answer."""
+    """Report progress ten times in 2.5 s, or for ever, and answer."""
     token = params["_meta"]["progressToken"]
-    for step in itertools.count() if params["arguments"].get("forever") else range(8):
+    for step in itertools.count() if params["arguments"].get("forever") else range(10):
         _send(
             {"method": "notifications/progress", "params": {"progressToken": token, "progress": step}}
         )

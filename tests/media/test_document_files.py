@@ -195,7 +195,7 @@ def test_caller_leaves_a_decoder_to_others(monkeypatch):
 
     def run(*command, **options):
         started.append(pictures.current_caller.get())
-        assert opened.wait(30)
+        assert opened.wait(60)
         return subprocess.CompletedProcess(command, 0, b"1 1\n\0\0\0", b"")
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -210,4 +210,4 @@ def test_caller_leaves_a_decoder_to_others(monkeypatch):
         other = pool.submit(decode, "other")
         wait_until(lambda: sorted(started) == ["busy", "busy", "other"], "the third to work")
         opened.set()
-        assert all(future.result(30).width == 1 for future in [*busy, other])
+        assert all(future.result(60).width == 1 for future in [*busy, other])

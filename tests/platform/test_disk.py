@@ -74,12 +74,12 @@ def test_lock_is_held_until_its_block_ends(tmp_path):
     def hold():
         with disk.locked(path):
             held.set()
-            let_go.wait(30)
+            let_go.wait(60)
 
     assert not disk.is_locked(path)
     holder = threading.Thread(target=hold)
     holder.start()
-    assert held.wait(30)
+    assert held.wait(60)
     assert disk.is_locked(path)
     with disk.locked(path, busy=let_go.set):  # `busy` lets the first holder release the lock
         assert disk.is_locked(path)

@@ -157,7 +157,7 @@ def test_ps_shows_a_launch_and_where_its_prompt_differed_and_stop_ends_it(warm):
         assert "hammer" in last["divergence"]["here"]
         assert f"{pid} {MODEL}: " in warm.run("ps").out
         assert warm.run("stop", str(pid), "--json").result["stopped"] == [pid]
-        assert endpoint.process.wait(30) == 0
+        assert endpoint.process.wait(60) == 0
     assert warm.run("stop", "nothing").code == 2
 
 

@@ -73,7 +73,7 @@ def test_from_a_worker_to_its_engine_s_stand_in():
     worker.start()
     with pytest.raises(OutOfMemoryError) as raised:
         RemoteEngine(live_server)
-    worker.join(10)
+    worker.join(60)
     assert survives(raised.value)
 
 
@@ -92,7 +92,7 @@ def test_from_the_launcher_to_an_app_that_asks_for_a_worker(monkeypatch):
     answering.start()
     with app_end, launcher_end, pytest.raises(OutOfMemoryError) as raised:
         AppHost(ProcessStart(), app_end, None).worker("m", LoadOptions())
-    answering.join(10)
+    answering.join(60)
     assert survives(raised.value)
 
 

@@ -33,7 +33,7 @@ def remote(engine, progress=None):
         yield remote_engine, worker_end
     finally:
         remote_engine.close()
-        worker.join(10)
+        worker.join(60)
         assert not worker.is_alive()
 
 
@@ -71,7 +71,7 @@ def test_the_death_of_the_worker_ends_everything_in_flight():
     gate = StepGate(threading.Event())
     with remote(FakeEngine([("a", gate)])) as (engine, worker_end):
         generation = iter(engine.submit(ask()))
-        assert gate.reached.wait(10)
+        assert gate.reached.wait(60)
         worker_end.shutdown(socket.SHUT_RDWR)
         with pytest.raises(EngineClosedError):
             list(generation)
@@ -89,7 +89,7 @@ def test_closing_waits_until_the_worker_has_closed_its_engine():
         generation = engine.submit(ask())
         closing = threading.Thread(target=engine.close)
         closing.start()
-        closing.join(20)
+        closing.join(60)
         assert not fake.is_open
         with contextlib.suppress(EngineClosedError):  # otherwise the stream ended as cancelled
             list(generation)
@@ -120,7 +120,7 @@ class _Slow(FakeEngine):
     def submit(self, request):
         if request.constraint is not None:
             self.inside.set()
-            assert self.opened.wait(30)
+            assert self.opened.wait(60)
         return super().submit(request)
 
 
@@ -128,10 +128,10 @@ def test_request_that_is_made_ready_stops_no_other():
     fake = _Slow()
     with remote(fake) as (engine, _), ThreadPoolExecutor(1) as pool:
         slow = pool.submit(engine.submit, ask(constraint=Choice(("a", "b"))))
-        assert fake.inside.wait(10)
+        assert fake.inside.wait(60)
         assert "".join(event.text for event in engine.submit(ask()) if isinstance(event, TextDelta))
         fake.opened.set()
-        assert isinstance(list(slow.result(10))[-1], Finished)
+        assert isinstance(list(slow.result(60))[-1], Finished)
 
 
 def test_defect_of_a_worker_reaches_the_caller():

@@ -444,15 +444,16 @@ def test_the_command_is_not_an_argument_of_a_process(sandbox, folder):
                 seen.append(Path(f"/proc/{pid}/cmdline").read_bytes())
 
     for name, code in [
-        ("shell", "password=hun''ter2; sleep 1"),
-        ("python", "import time; time.sleep(1) #hun''ter2"),
+        ("shell", "password=hun''ter2; touch ready; while [ -e ready ]; do sleep 0.01; done"),
+        ("python", "import os\nopen('ready', 'w')\nwhile os.path.exists('ready'): pass #hun''ter2"),
     ]:
         arguments = {"command" if name == "shell" else "code": code}
         thread = threading.Thread(target=sandbox.call, args=(name, arguments))
         thread.start()
-        while thread.is_alive():
-            look()
-            thread.join(0.05)
+        wait_until((folder / "ready").exists, "the command to run")
+        look()
+        (folder / "ready").unlink()
+        thread.join(60)
     assert any(b"/command" in line for line in seen)
     assert not any(b"ter2" in line for line in seen)
 

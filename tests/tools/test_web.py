@@ -153,7 +153,7 @@ def test_stop_ends_a_fetch(pages, monkeypatch, headers):
             handler.send_header("Content-Type", "text/plain")
             handler.end_headers()
         stop.set()
-        waited.append(shut.wait(20))
+        waited.append(shut.wait(60))
 
     answers["/"] = wait
     with pytest.raises(StoppedError):

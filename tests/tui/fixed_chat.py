@@ -119,7 +119,7 @@ def make_app(path, host=None, **fields):
     return ChatApp(make_setup(path, host, **fields), driver_class=None)
 
 
-async def wait_until(pilot, condition, seconds=10.0):
+async def wait_until(pilot, condition, seconds=60.0):
     """Let the app work until `condition()` is true; return its value."""
     deadline = time.monotonic() + seconds
     while not (outcome := condition()):

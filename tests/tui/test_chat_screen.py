@@ -59,7 +59,7 @@ async def test_question_may_be_sent_before_the_model_is_loaded(drive):
     class Slow(FixedHost):
         def engine(self, model, options, progress=None):
             progress("loading weights", 0.5)
-            assert gate.wait(10)
+            assert gate.wait(60)
             return super().engine(model, options, progress)
 
     async with drive(host=Slow(FakeEngine()), ready=False) as d:
@@ -328,7 +328,7 @@ async def test_first_question_is_answered_once_a_model_is_picked(drive, first_ru
     missing = [ModelNotPulledError(f"{MODEL} is not on this machine yet") for _ in range(2)]
     host, gate = FixedHost(errors=missing[: 1 if way == "before" else 2]), threading.Event()
     load = host.engine
-    host.engine = lambda *arguments: gate.wait(10) and load(*arguments)
+    host.engine = lambda *arguments: gate.wait(60) and load(*arguments)
     async with drive(host=host, ready=False) as d:
         if way == "before":
             await d.type("Why is the sky blue?", "enter")

@@ -100,7 +100,7 @@ class Shop:
         finally:
             supervisor.engine.close()
             for worker in self.workers:
-                worker.join(20)
+                worker.join(60)
 
 
 def _text(stream) -> str:
@@ -116,7 +116,7 @@ def test_requests_are_routed_by_prefix_then_by_load():
         gate = StepGate(threading.Event())
         shop.engines[0]._choose = lambda request: (gate, "a")
         busy = engine.submit(GenerateRequest(prompt="one " * 400))
-        assert gate.reached.wait(10)
+        assert gate.reached.wait(60)
         for n in range(3):  # these go to the other replica, which has fewer requests
             assert _text(engine.submit(GenerateRequest(prompt="two " * 400 + str(n)))) == "a"
         gate.opened.set()
@@ -194,7 +194,7 @@ def test_worker_whose_decode_loop_has_failed_ends() -> None:
     assert engine.health() == ""
     with contextlib.suppress(EngineClosedError):
         list(engine.submit(GenerateRequest(prompt="x", max_tokens=1)))
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
     engine.close()
     assert "has ended" in engine.health()

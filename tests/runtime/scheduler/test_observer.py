@@ -100,11 +100,11 @@ def test_cancel_and_leaving_client_end_once(smol, logs, is_cancelled):
     stream = smol.submit(ask(max_tokens=1500))
     events = iter(stream)
     next(events)
-    assert logs.has_request.wait(30)
+    assert logs.has_request.wait(60)
     [log] = logs.requests
-    assert log.has_token.wait(30)
+    assert log.has_token.wait(60)
     stream.cancel() if is_cancelled else events.close()
-    assert log.has_ended.wait(30)
+    assert log.has_ended.wait(60)
     [event] = log.ends
     assert (type(event), event.reason) == (Finished, "cancelled")
     assert event.usage.completion_tokens == len(log.tokens)

@@ -107,7 +107,7 @@ def test_health_is_requested_without_the_key(serve):
     with listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         assert endpoint.probe(url, "secret-key-0123456789") is None
-        thread.join(20)
+        thread.join(60)
     assert received[0].startswith(b"GET /health ")
     assert b"secret" not in received[0]
 
@@ -137,9 +137,9 @@ def test_no_agent_outlives_its_launch(serve, aider, configure_port, tmp_path, nu
     wait_until(pid_file.exists, "the agent")
     agent = int(pid_file.read_text())
     launch.send_signal(number)
-    launch.wait(30)
+    launch.wait(60)
     try:
-        wait_until(lambda: has_ended(agent), "the agent to end", 30)
+        wait_until(lambda: has_ended(agent), "the agent to end")
     finally:
         if not has_ended(agent):
             os.kill(agent, signal.SIGKILL)

@@ -62,8 +62,9 @@ def test_both_addresses_answer(ollama_port, tmp_path, start):
     with _serving(start, str(model), "--ctx", "256", "--threads", "1", "--ollama") as process:
         own_url, ollamas = _urls(process)
         assert ollamas == f"http://127.0.0.1:{port}"
-        assert httpx2.get(ollamas).text == httpx2.get(own_url).text == "Ollama is running"
-        (listed,) = httpx2.get(f"{ollamas}/api/tags").json()["models"]
+        assert httpx2.get(ollamas, timeout=60).text == "Ollama is running"
+        assert httpx2.get(own_url, timeout=60).text == "Ollama is running"
+        (listed,) = httpx2.get(f"{ollamas}/api/tags", timeout=60).json()["models"]
         asked = {
             "model": listed["model"],
             "prompt": "x",
@@ -102,6 +103,6 @@ def test_without_the_option_the_port_is_free(ollama_port, tmp_path):
     model = make_llama(tmp_path / "made.gguf")
     with _serving("alone", str(model), "--ctx", "256", "--threads", "1") as process:
         (own_url,) = _urls(process)
-        assert httpx2.get(own_url).text == "edgeinfer is running"
+        assert httpx2.get(own_url, timeout=60).text == "edgeinfer is running"
         with pytest.raises(OSError), socket.create_connection(("127.0.0.1", port)):
             pass

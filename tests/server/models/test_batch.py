@@ -234,7 +234,7 @@ def test_failures_and_a_kill_in_their_midst_lose_nothing(files, until):
         return output.read_bytes().count(b"\n") if output.exists() else 0
 
     with subprocess.Popen(words(600.0), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        until(lambda: lines() >= 9 or process.poll() is not None, "some answers", 60)
+        until(lambda: lines() >= 9 or process.poll() is not None, "some answers")
         process.kill()
     killed_at = lines()
     assert 9 <= killed_at < 60

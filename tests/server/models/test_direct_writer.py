@@ -82,7 +82,7 @@ def test_a_slow_reader_gets_everything_in_order(serve, until):
     with live_server.stream() as answer:
         lines = answer.iter_lines()
         assert '"One"' in next(line for line in lines if "One" in line)
-        assert gate.reached.wait(20)
+        assert gate.reached.wait(60)
         gate.opened.set()
         until(lambda: engine.metrics().running == 0, "the whole answer to be made")
         text = "".join(map(text_of, objects_of(lines)))

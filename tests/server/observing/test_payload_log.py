@@ -119,7 +119,7 @@ def test_disconnect_logs_the_text_generated_so_far(serve, tmp_path, until, strea
     live_server = serve(FakeEngine([["one ", gate, "two"]]), log_payloads=str(tmp_path))
     with raw_http.connect(live_server.port) as client:
         client.sendall(raw_http.post(raw_http.HI_BODY | {"stream": stream}))
-        assert gate.reached.wait(20)
+        assert gate.reached.wait(60)
     until(lambda: raw_lines(tmp_path), "the line")
     data = one(tmp_path, until)
     assert data["outcome"] == "disconnected"

@@ -43,7 +43,7 @@ def test_a_killed_application_comes_back_on_the_same_socket(smollm2, until):
         refused: list[OSError] = []
         stop = threading.Event()
         try:
-            until(lambda: _connects(port, []), "the socket", 60)
+            until(lambda: _connects(port, []), "the socket")
             said, ends = threading.Semaphore(0), []
             clients = [threading.Thread(target=_stream, args=(port, said, ends)) for _ in range(20)]
             for client in clients:

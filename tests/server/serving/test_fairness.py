@@ -129,7 +129,7 @@ def test_schemas_of_one_key_do_not_stop_those_of_another(serve):
         live_server.pool.submit(_ask, live_server, BUSY, "slow", response_format=SCHEMA)
         for _ in range(6)
     ]
-    assert engine.inside.acquire(timeout=20)
+    assert engine.inside.acquire(timeout=60)
     assert _ask(live_server, OTHER, response_format=SCHEMA).status_code == 200
     assert _ask(live_server, BUSY).status_code == 200
     engine.opened.set()
@@ -146,7 +146,7 @@ def test_calls_of_one_key_do_not_stop_those_of_another(serve):
 
     asking = [live_server.pool.submit(tokenize, BUSY, "slow") for _ in range(12)]
     for _ in range(4):
-        assert engine.inside.acquire(timeout=20)
+        assert engine.inside.acquire(timeout=60)
     assert tokenize(OTHER, "a") == 200
     assert live_server.get("/v1/models", headers={"x-api-key": OTHER}).status_code == 200
     engine.opened.set()

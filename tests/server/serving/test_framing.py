@@ -18,7 +18,7 @@ def test_client_of_http_1_0_gets_no_chunks(serve, is_stream):
     live_server = serve(FakeEngine([["one ", gate, *map(str, range(50))]]))
     with raw_http.connect(live_server.port) as client:
         client.sendall(raw_http.post(HI_BODY | {"stream": is_stream}, version="1.0"))
-        assert gate.reached.wait(20)
+        assert gate.reached.wait(60)
         gate.opened.set()
         head, _, body = raw_http.read_all(client).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ")
@@ -75,7 +75,7 @@ def test_half_closed_client_that_leaves_ends_its_answer(serve, until, monkeypatc
     client = raw_http.connect(live_server.port)
     client.sendall(raw_http.post(HI_BODY | {"stream": is_stream}))
     client.shutdown(socket.SHUT_WR)
-    assert gate.reached.wait(20)
+    assert gate.reached.wait(60)
     if resets:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     client.close()
@@ -91,7 +91,7 @@ def test_half_closed_client_that_stays_is_answered(serve, monkeypatch, is_stream
     with raw_http.connect(live_server.port) as client:
         client.sendall(raw_http.post(HI_BODY | {"stream": is_stream}))
         client.shutdown(socket.SHUT_WR)
-        assert gate.reached.wait(20)
+        assert gate.reached.wait(60)
         live_server.get("/health")
         gate.opened.set()
         assert ending in raw_http.read_all(client)

@@ -211,7 +211,7 @@ def test_expensive_schemas_delay_only_schemas_and_fail_health(serve, until):
     live_server = serve(engine, limits=Limits(prepare_s=0.2))
     slow = {"messages": [{"role": "user", "content": "slow"}], "response_format": SCHEMA}
     asking = [live_server.pool.submit(live_server.chat, **slow) for _ in range(4)]
-    answers = [future.result(30) for future in asking]
+    answers = [future.result(60) for future in asking]
     assert {answer.status_code for answer in answers} == {503}
     assert answers[0].json()["error"]["code"] == "preparation_timeout"
     until(lambda: live_server.get("/health").status_code == 503, "the stalled threads to be seen")

@@ -325,7 +325,7 @@ def test_tls_is_served(serve, tmp_path):
     )
     subprocess.run(command.split(), check=True, capture_output=True)
     live_server = serve(options=RunOptions(tls_cert=str(cert), tls_key=str(key)))
-    with httpx2.Client(verify=ssl.create_default_context(cafile=str(cert))) as client:
+    with httpx2.Client(timeout=60, verify=ssl.create_default_context(cafile=str(cert))) as client:
         assert client.get(f"{live_server.url}/health").json()["status"] == "ok"
         answer = client.post(
             f"{live_server.url}/v1/chat/completions",

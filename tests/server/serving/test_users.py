@@ -19,7 +19,7 @@ def _as_other_user(
     another_user, live_server, path: str, method: str = "", **body: object
 ) -> tuple[int, bytes]:
     """Send one request as another user; return status and body."""
-    with another_user(), httpx2.Client(base_url=live_server.url, timeout=30) as client:
+    with another_user(), httpx2.Client(base_url=live_server.url, timeout=60) as client:
         reply = client.request(method or ("POST" if body else "GET"), path, **body)
         return reply.status_code, reply.content
 

@@ -20,7 +20,7 @@ class Signed:
 
     def __init__(self, live_server, keys=()):
         self.live_server = live_server
-        self.client = httpx2.Client(base_url=f"{live_server.url}/web", timeout=30)
+        self.client = httpx2.Client(base_url=f"{live_server.url}/web", timeout=60)
         secret = {"key": keys[0]} if keys else {"code": make_code()}
         assert self.client.post("/session", json=secret).status_code == 204
 

@@ -116,7 +116,7 @@ def test_code_and_cookie_are_refused_for_another_user(serve, another_user):
     code = make_code()
     cookie = live_server.client.post("/web/session", json={"code": make_code()}).headers["set-cookie"]
     cookie = {"cookie": cookie.partition(";")[0]}
-    with another_user(), httpx2.Client(base_url=live_server.url) as other:
+    with another_user(), httpx2.Client(base_url=live_server.url, timeout=60) as other:
         assert other.post("/web/session", json={"code": code}).status_code == 401
         assert other.get("/web/setup", headers=cookie).status_code == 401
         key = {"key": KEYS[0]}
@@ -130,7 +130,7 @@ def test_this_users_browser_needs_no_code_where_no_key_is_needed(serve, another_
     live_server = with_page(serve(gate=Gate(keys=Keys([]), any_user=True, owner=os.getuid())))
     for forwarded in ({"x-forwarded-for": "10.0.0.1"}, {"forwarded": "for=10.0.0.1"}):
         assert live_server.client.post("/web/session", json={}, headers=forwarded).status_code == 401
-    with another_user(), httpx2.Client(base_url=live_server.url) as other:
+    with another_user(), httpx2.Client(base_url=live_server.url, timeout=60) as other:
         assert other.post("/web/session", json={}).status_code == 401
     assert live_server.client.post("/web/session", json={}).status_code == 204
     assert live_server.client.get("/web/setup").status_code == 200
@@ -152,7 +152,7 @@ def test_a_browser_is_announced_and_gets_no_secret_in_its_arguments(serve, anoth
     )
     result = web.run(SimpleNamespace(model=None, json=False), EngineHost())
     assert (opened, result.opened) == ([live_server.url], True)
-    with another_user(), httpx2.Client(base_url=live_server.url) as other:
+    with another_user(), httpx2.Client(base_url=live_server.url, timeout=60) as other:
         assert other.post("/web/session", json={}).status_code == 401
     assert live_server.client.post("/web/session", json={}).status_code == 204
     assert live_server.client.post("/web/session", json={}).status_code == 401  # it is valid once
