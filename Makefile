@@ -96,10 +96,6 @@ bench-pictures: full  ## questions about a picture: first, next, in a new conver
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_pictures.py $(ARGS)
 
-bench-agents: full  ## a new session of a coding agent, its preamble at rest: first token; 135M and a 4B shape, half an hour
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench_agents.py $(ARGS)
-
 bench-drafts: full  ## what draft tokens gain on code, chat and summaries, by model and drafter
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_drafts.py $(ARGS)
@@ -107,10 +103,6 @@ bench-drafts: full  ## what draft tokens gain on code, chat and summaries, by mo
 bench-larger: full  ## models larger than memory, dense and mixture, disk at 1 GB/s and free, compared with llama-server; as root
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/bench_larger.py $(ARGS)
-
-bench-loops: full  ## how often small models repeat themselves, by penalty, and what it costs in quality
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench_loops.py $(ARGS)
 
 bench-matmul: full  ## matrix products by type and rows, with kernels of our own and llama.cpp's
 	@scripts/setup.sh bench
