@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from other_processes import descendants, has_ended, run_python, wait_until
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="PDEATHSIG is Linux's")
-
 SIGNALS = [signal.SIGTERM, signal.SIGKILL]
 
 

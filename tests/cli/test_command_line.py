@@ -291,7 +291,6 @@ def test_help_of_run_fits_a_small_terminal_and_help_all_has_the_rest(capsys, mon
 # --- streams
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
 @pytest.mark.parametrize(
     ("arguments", "code"), [(("list",), 6), (("list", "--json"), 6), (("show", "nosuch", "--json"), 3)]
 )
@@ -303,7 +302,6 @@ def test_full_disk_under_stdout_is_one_error_and_no_traceback(arguments, code, t
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the launcher starts nothing elsewhere")
 @pytest.mark.parametrize(
     "arguments", [("run", "nosuch", "hi"), ("run", "nosuch", "hi", "--resume=never")]
 )

@@ -2,11 +2,11 @@
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import llama_cpp
 import pytest
+from other_processes import run
 
 from edgeinfer.runtime.llama import libedgeinfer
 
@@ -24,36 +24,20 @@ def compile_program(source: str, level: str, program: Path) -> None:
     if not shutil.which("qemu-aarch64") or not _GGML.exists():
         pytest.skip("scripts/setup.sh test-all found no qemu-user, or no compiler for arm64")
     compiler = _CROSS / "bin/aarch64-linux-gnu-g++"
-    subprocess.run([ROOT / "scripts/build_arm64_ggml.sh", _CROSS], check=True)
-    subprocess.run(
-        [ROOT / "native/build.sh", "aarch64", _NATIVE],
-        env={**os.environ, "CXX": str(compiler)},
-        check=True,
-    )
-    subprocess.run(
-        [
-            *(compiler, Path(__file__).with_name(source), *(f"-I{folder}" for folder in _INCLUDED)),
-            *("-O2", "-pthread", "-ffp-contract=off"),  # the same random numbers as on x86-64
-            *(_NATIVE / f"libedgeinfer-{name}.so.1" for name in (f"kernels-{level}", "cells")),
-            *(_GGML / f"libggml-{name}.so.0" for name in ("cpu", "base")),
-            "-Wl,--allow-shlib-undefined",  # libggml-base is not whole
-            *("-o", program),
-        ],
-        check=True,
+    run(ROOT / "scripts/build_arm64_ggml.sh", _CROSS)
+    run(ROOT / "native/build.sh", "aarch64", _NATIVE, env={**os.environ, "CXX": str(compiler)})
+    run(
+        *(compiler, Path(__file__).with_name(source), *(f"-I{folder}" for folder in _INCLUDED)),
+        *("-O2", "-pthread", "-ffp-contract=off"),  # the same random numbers as on x86-64
+        *(_NATIVE / f"libedgeinfer-{name}.so.1" for name in (f"kernels-{level}", "cells")),
+        *(_GGML / f"libggml-{name}.so.0" for name in ("cpu", "base")),
+        "-Wl,--allow-shlib-undefined",  # libggml-base is not whole
+        *("-o", program),
     )
 
 
 def run_program(program: Path, level: str, *arguments: str | Path) -> list[str]:
     """Return the lines that a program prints on the processor of a level."""
-    done = subprocess.run(
-        [
-            *("qemu-aarch64", "-cpu", PROCESSORS[level], "-L", _CROSS / "usr/aarch64-linux-gnu"),
-            *(program, *arguments),
-        ],
-        env={**os.environ, "LD_LIBRARY_PATH": f"{_GGML}:{_NATIVE}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.splitlines()
+    processor = ("-cpu", PROCESSORS[level], "-L", _CROSS / "usr/aarch64-linux-gnu")
+    libraries = {**os.environ, "LD_LIBRARY_PATH": f"{_GGML}:{_NATIVE}"}
+    return run("qemu-aarch64", *processor, program, *arguments, env=libraries).stdout.splitlines()

@@ -1,11 +1,11 @@
 """The libraries of our own C++ (native/), fuzzed: with sanitizers, as they are shipped, and those for arm64."""
 
 import os
-import subprocess
 from pathlib import Path
 
 import llama_cpp
 import pytest
+from other_processes import run
 
 from edgeinfer.runtime.llama import libedgeinfer
 
@@ -30,20 +30,12 @@ def _compile(program: Path, *options: str | Path) -> None:
     headers = (f"-I{_SITE / 'include'}", f"-I{ROOT / 'native'}")
     libraries = (f"-L{_GGML}", "-l:libggml-base.so.0", "-pthread")
     source = ROOT / "tests/runtime/fuzz_kernels.cpp"
-    subprocess.run(["g++", *headers, source, *options, *libraries, "-o", program], check=True)
+    run("g++", *headers, source, *options, *libraries, "-o", program)
 
 
 def _fuzz(*command: str | Path) -> list[str]:
-    done = subprocess.run(
-        command,
-        env={**os.environ, "LD_LIBRARY_PATH": f"{_GGML}:{libedgeinfer.folder()}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.splitlines()
+    libraries = {**os.environ, "LD_LIBRARY_PATH": f"{_GGML}:{libedgeinfer.folder()}"}
+    return run(*command, env=libraries).stdout.splitlines()
 
 
 def _fuzz_shipped(level: str, folder: Path, cases: int = _CASES) -> list[str]:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from other_processes import descendants
+from other_processes import descendants, run
 
 from edgeinfer.snapshot_format.criu import MINIMUM, candidates, version_of
 
@@ -218,17 +218,12 @@ def test_a_monotonic_clock_that_went_back_or_far_ahead_does_not_matter(warm, off
     inside += ["setpriv", f"--reuid={warm.uid}", f"--regid={warm.gid}"]
     program = "import sys; from edgeinfer.launcher import main; sys.exit(main())"
     command = ["run", MODEL, "Hello", "--max-tokens", "3", "--json"]
-    done = subprocess.run(
-        [*inside, "--clear-groups", str(warm.place.python), "-c", program, *command],
+    done = run(
+        *(*inside, "--clear-groups", warm.place.python, "-c", program, *command),
         env=warm.environment,
         cwd=warm.home,
-        capture_output=True,
-        text=True,
-        timeout=120,
         stdin=subprocess.DEVNULL,
-        check=False,
     )
-    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["result"]["usage"]["completion_tokens"] == 3
 
 

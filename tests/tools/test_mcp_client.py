@@ -127,7 +127,6 @@ def test_hostile_text_becomes_plain_and_short(connect):
     assert safe_text("é" * 1000, 101) == "é" * 50 + "\n… cut: 101 of 2,000 bytes"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="process groups are looked up in /proc")
 def test_close_ends_the_child_and_its_children(connect):
     client = connect("family")
     pids = [int(word) for word in client.call("go", {}).text.split()]
@@ -136,7 +135,6 @@ def test_close_ends_the_child_and_its_children(connect):
     wait_until(lambda: all(map(has_ended, pids)), "both processes to end")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PDEATHSIG is Linux's")
 def test_child_dies_with_a_killed_process(tmp_path):
     script = (
         "import sys, time; from pathlib import Path\n"

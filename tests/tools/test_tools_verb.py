@@ -135,7 +135,6 @@ confinement._install(refusing)
 }
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs namespaces")
 @pytest.mark.parametrize("reason", WITHOUT)
 def test_without_a_sandbox_its_tools_are_not_offered(configure, tmp_path, reason):
     if "as root" in reason and os.getuid() != 0:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from made_decoders import make_qwen2vl
 from made_projectors import make_projector
+from other_processes import run
 
 from edgeinfer.platform.machine import has_gpu
 from edgeinfer.runtime.llama import backends
@@ -141,15 +142,8 @@ def test_random_operations_on_sequences_with_half_of_their_layers_on_a_device(
     """The same thousand operations on the CPU's context give the same logits."""
     script = Path(__file__).with_name("device_histories.py")
     folders = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/made", "FAILING_VULKAN": "/nowhere"}
-    done = subprocess.run(
-        [sys.executable, script, str(model), str(seed), "1000"],
-        env={**os.environ, **environment, **folders},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    variables = {**os.environ, **environment, **folders}
+    done = run(sys.executable, script, model, seed, 1000, env=variables, timeout=PATIENCE_S)
     outcome = json.loads(done.stdout.splitlines()[-1])
     assert outcome["place"] == "2 of 3 on Vulkan0"
     assert outcome["steps"] > 250

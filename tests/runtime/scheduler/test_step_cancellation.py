@@ -1,7 +1,6 @@
 """Requests that arrive during a long prefill are served soon, and the long one's answer is unchanged."""
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -64,7 +63,6 @@ def test_prefill_only_request_is_preempted_and_keeps_its_prefix(engine: LlamaEng
     assert usage.cached_tokens >= 128
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="niceness of a thread")
 def test_background_prefill_yields_to_other_processes(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,10 +2,10 @@
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from other_processes import run
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [
@@ -28,13 +28,7 @@ def _lines() -> list[str]:
 def test_a_documented_curl_line_works(real, line):
     assert "http://127.0.0.1:8080" in line
     command = line.replace("http://127.0.0.1:8080", real.url)
-    done = subprocess.run(
-        ["bash", "-c", f"{command} --silent --show-error --fail"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run("bash", "-c", f"{command} --silent --show-error --fail")
     if "/infer" in line:
         assert json.loads(done.stdout)["result"]
     else:

@@ -124,7 +124,6 @@ def test_too_small_context_is_refused_before_the_agent_runs(serve, aider, config
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="PDEATHSIG is Linux's")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_agent_outlives_its_launch(serve, aider, configure_port, tmp_path, number):
     configure_port(serve(FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=32768))).port)
@@ -160,7 +159,6 @@ def test_list_marks_installed_agents(aider, capfd):
     assert agents["aider"]["path"].endswith("/bin/aider")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="`ps` and `stop` need Linux")
 def test_launch_starts_an_endpoint_and_reuses_it(aider, configure_port, tmp_path, capfd):
     configure_port(0)  # port 0: no running endpoint is found, and the kernel chooses a port
     model = make_llama(tmp_path / "chatterer.gguf", n_ctx=8192)

@@ -222,7 +222,6 @@ def test_slots_report_where_a_prompt_diverged(serve_reader):
 
 @pytest.mark.needs("time")
 @pytest.mark.model
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are started by the launcher, on Linux")
 def test_a_model_that_leaves_memory_keeps_its_conversations(smollm2, tmp_path, until):
     """Unload the model in three ways and kill its process: its prefixes stay cached."""
     for name, path in (("small", smollm2), ("other", make_llama(tmp_path / "other.gguf"))):

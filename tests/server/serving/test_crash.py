@@ -11,10 +11,7 @@ import httpx2
 import pytest
 from other_processes import engines_below, free_port
 
-pytestmark = [
-    pytest.mark.model,
-    pytest.mark.skipif(sys.platform != "linux", reason="the launcher holds sockets on Linux"),
-]
+pytestmark = pytest.mark.model
 
 LAUNCHER = (
     "import sys; sys.argv[0] = 'edgeinfer'; from edgeinfer.launcher import main; sys.exit(main())"
