@@ -19,7 +19,7 @@ FLAGS = """
     --hide-scrollbars --force-color-profile=srgb --font-render-hinting=none
 """.split()
 PROGRAM = "chromium"
-_WAIT_S = 30
+_WAIT_S = 60
 KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowUp": 38, "ArrowDown": 40, "ArrowRight": 39, " ": 32}
 
 

@@ -211,7 +211,7 @@ class HubHandler(BaseHTTPRequestHandler):
         generation = self.hub.generation
         for offset in range(0, stop, step):
             if self.hub.generation != generation:
-                self.connection.close()
+                self.close_connection = True
                 break
             piece = body[offset : min(offset + step, stop)]
             self.wfile.write(piece)

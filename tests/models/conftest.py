@@ -16,8 +16,8 @@ from edgeinfer.models.progress import RetryPolicy
 from edgeinfer.models.pull import PullOptions
 from edgeinfer.platform import paths
 
-#: Short waits, so that tests of retries are fast.
-HASTY = RetryPolicy(attempts=3, pause_s=0.001, connect_s=5.0, silence_s=0.5)
+#: Short pauses, so that tests of retries are fast.
+HASTY = RetryPolicy(attempts=3, pause_s=0.001)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def server() -> Iterator[FaultServer]:
 
 @pytest.fixture
 def options() -> PullOptions:
-    """Options of a pull with the name `tiny` and short waits."""
+    """Options of a pull with the name `tiny` and short pauses."""
     return PullOptions(name="tiny", retry_policy=HASTY)
 
 

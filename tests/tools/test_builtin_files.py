@@ -59,6 +59,7 @@ def test_hostile_grep_ends_after_its_time(files, tmp_path, monkeypatch):
     monkeypatch.setattr(builtin_files, "_GREP_S", 1)
     (tmp_path / "project" / "long.txt").write_text("a" * 100_003 + "\n")
     assert call(files, "grep", pattern=r"^(aa+)\1+$") == "error: the search took more than 1 s"
+    monkeypatch.setattr(builtin_files, "_GREP_S", 60)
     assert call(files, "grep", pattern="-e two") == "nothing found"
     (tmp_path / "project" / "-r:1.txt").write_text("x\n")
     assert call(files, "grep", pattern="^x$") == "-r:1.txt:1: x"

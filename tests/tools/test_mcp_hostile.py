@@ -23,7 +23,6 @@ pytestmark = pytest.mark.slow  # starts programs
 
 #: Longest allowed wait (s); much longer than a busy machine needs.
 BOUND_S = 60.0
-TIMEOUT_S = 1.0
 #: More than a pipe's buffer holds.
 LONG = {"text": "x" * 200_000}
 
@@ -83,7 +82,8 @@ def took_s(work):
 
 
 def test_a_call_ends_with_its_time(open_hostile):
-    client = open_hostile(TIMEOUT_S)
+    client = open_hostile(600.0)
+    client._timeout_s = 1.0  # the list of tools had more, on a busy machine
     n_threads = threading.active_count()
 
     def call():
@@ -143,10 +143,10 @@ def test_close_while_a_message_is_being_handled_leaves_nothing_unawaited():
 
 
 def test_a_server_that_read_nothing_is_started_anew(tmp_path):
-    with Toolbox(tools_config("deaf", timeout_s=1), tmp_path) as toolbox:
+    with Toolbox(tools_config("deaf", timeout_s=3), tmp_path) as toolbox:
         toolbox.prepare()
         for _ in range(2):
-            with pytest.raises(ToolServerError, match="no answer within 1 s"):
+            with pytest.raises(ToolServerError, match="no answer within 3 s"):
                 toolbox.start("deaf").call("go", LONG)
 
 
@@ -160,8 +160,9 @@ def test_a_start_ends_with_its_time_a_stop_or_a_close(tmp_path, monkeypatch):
         threading.Timer(0.5, toolbox.close).start()
         with pytest.raises(StoppedError):
             toolbox.start("mute")
-    monkeypatch.setattr(mcp_client, "_START_S", 1.0)
     with Toolbox(config, tmp_path) as toolbox:
+        toolbox.start("plain")
+        monkeypatch.setattr(mcp_client, "_START_S", 1.0)
         assert took_s(toolbox.prepare) < BOUND_S
         assert toolbox.notices == ["tool server mute: initialize: no answer within 1 s"]
         assert {tool.server for tool in toolbox.bound_tools().values()} == {"plain"}

@@ -211,6 +211,8 @@ def test_not_a_gguf(server, options) -> None:
 def test_server_that_falls_silent(server, url, body, options) -> None:
     server.faults.append(Fault(cut_after=120_000, silent=True))
     notes: list[str] = []
+    policy = msgspec.structs.replace(options.retry_policy, silence_s=0.5)
+    options = msgspec.structs.replace(options, retry_policy=policy)
     pull(url, lambda now: notes.append(now.note), options=options)
     assert is_right(body)
     assert any("stopped sending" in note for note in notes)
@@ -293,7 +295,6 @@ def test_parts_of_two_files_are_never_joined(server, url, body, options, says, c
 def test_cancelled_pull_does_not_wait_for_a_silent_server(server, url, options) -> None:
     server.always = Fault(cut_after=50_000, silent=True)
     cancel = threading.Event()
-    retry_policy = msgspec.structs.replace(options.retry_policy, silence_s=200.0)
 
     def stop() -> None:
         server.wait_served(50_000)
@@ -302,7 +303,7 @@ def test_cancelled_pull_does_not_wait_for_a_silent_server(server, url, options) 
     stopping = threading.Thread(target=stop)
     stopping.start()
     with pytest.raises(InterruptedByUser):
-        pull(url, None, cancel, msgspec.structs.replace(options, retry_policy=retry_policy))
+        pull(url, None, cancel, options)
     stopping.join()
 
 

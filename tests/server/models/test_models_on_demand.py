@@ -202,7 +202,7 @@ def test_model_in_use_is_not_unloaded_for_another(serve, until):
     refused = live_server.chat(model="b")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "out_of_memory")
     assert "retry-after" in refused.headers
-    live_server.endpoint.models._memory_wait_s = 20
+    live_server.endpoint.models._memory_wait_s = 60
     waiting = live_server.pool.submit(_ask, live_server, "b")
     until(lambda: live_server.get("/health").json()["loading"] != [], "b to wait for room")
     assert live_server.get("/health").json()["loading"][0]["stage"] == "waiting for memory"

@@ -208,7 +208,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
 
 def test_expensive_schemas_delay_only_schemas_and_fail_health(serve, until):
     engine = StuckEngine()
-    live_server = serve(engine, limits=Limits(prepare_s=0.2))
+    live_server = serve(engine, limits=Limits(prepare_s=1))
     slow = {"messages": [{"role": "user", "content": "slow"}], "response_format": SCHEMA}
     asking = [live_server.pool.submit(live_server.chat, **slow) for _ in range(4)]
     answers = [future.result(60) for future in asking]
