@@ -59,6 +59,20 @@ NEEDS = {
     "time": "5 to 60 seconds each",
     "vulkan": "the Vulkan backend and a software GPU",
 }
+_SET_UP = "scripts/setup.sh test-all"
+#: What of NEEDS this machine may lack: its file, and why tests are skipped without it.
+_FILES = {
+    "axe": (BUILD_CACHE / "axe/axe.min.js", f"needs axe-core: {_SET_UP}"),
+    "encoder": (
+        Path(sys.prefix, "lib/edgeinfer/native/libedgeinfer-mtmd.so.1"),
+        "libedgeinfer-mtmd is not built: native/mtmd.sh",
+    ),
+    "registry": (BUILD_CACHE / "docker-registry", f"docker-registry is missing: {_SET_UP}"),
+    "vulkan": (
+        BUILD_CACHE / "lavapipe",
+        f"Mesa's software device is not here: {_SET_UP} fetches it where apt is",
+    ),
+}
 #: A test that reaches such a fixture is marked.
 _NEEDED_BY_FIXTURE = {
     "binary": "binary",
@@ -296,6 +310,9 @@ def _is_left_out(config: pytest.Config, item: pytest.Item) -> bool:
     if (choice == "none" and needs) or (choice == "only" and not needs):
         _left_out[min(needs, default="")] += 1
         return True
+    for need in needs & _FILES.keys():
+        path, reason = _FILES[need]
+        item.add_marker(pytest.mark.skipif(not path.exists(), reason=reason))
     if config.getoption("--fast"):
         return _is_slow(item)
     if config.getoption("--cases") > 1 and not _is_generated(item):

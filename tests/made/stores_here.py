@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 import socket
 import subprocess
 import sys
@@ -40,14 +39,8 @@ def moto() -> Iterator[str]:
         process.communicate()
 
 
-def registry_program(cache: Path) -> str | None:
-    """Find docker-registry: the one that scripts/setup.sh keeps in `cache`, else PATH's."""
-    fetched = cache / "docker-registry"
-    return str(fetched) if fetched.is_file() else shutil.which("docker-registry")
-
-
 @contextmanager
-def docker_registry(program: str, folder: Path) -> Iterator[str]:
+def docker_registry(program: Path, folder: Path) -> Iterator[str]:
     """HOST:PORT of a registry that keeps its blobs under `folder`."""
     address = f"127.0.0.1:{free_port()}"
     config: dict[str, Any] = {

@@ -20,7 +20,6 @@ from made_decoders import make_lfm2, make_qwen2vl
 from made_projectors import IDEFICS3_TOKENS, make_projector, rename_tokens
 
 from edgeinfer.models.gguf import read_header
-from edgeinfer.runtime.llama.libedgeinfer import library
 
 Image = pytest.importorskip("PIL.Image")
 pytestmark = [pytest.mark.slow, pytest.mark.needs("encoder")]
@@ -197,8 +196,6 @@ def pairs(
     smollm2: Path, gemma3: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Sequence[tuple[Path, Path]]:
     """Projectors of four kinds, each with a model that it fits."""
-    if not library("mtmd").exists():
-        pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
     folder = tmp_path_factory.mktemp("fuzzed")
     return [
         (

@@ -27,7 +27,6 @@ from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.llama.context import LlamaContext
-from edgeinfer.runtime.llama.libedgeinfer import library
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.llama.model import _reserve_projector
 from edgeinfer.runtime.llama.mtmd import Chunk, Projector
@@ -88,12 +87,6 @@ def usage(reply: CollectedAnswer) -> tuple[int, int]:
 
 
 pytestmark = pytest.mark.needs("encoder")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def needs_mtmd() -> None:
-    if not library("mtmd").exists():
-        pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
 
 
 @pytest.fixture(scope="module", params=["tiles", "whole", *RANDOM])

@@ -26,10 +26,6 @@ def device(warm: Person) -> dict[str, str]:
     file = backends.find("vulkan")
     if file is None:
         pytest.skip("no Vulkan backend was built: the set-up needs apt for its shader compiler")
-    if not LAVAPIPE.is_dir():
-        pytest.skip(
-            "Mesa's software device is not here: scripts/setup.sh test-all fetches it where apt is"
-        )
     driver = LAVAPIPE
     if not _is_world_accessible(driver):
         driver = warm.place.folder / "lavapipe"

@@ -11,8 +11,6 @@ from made_models import MEAN, N_EMBD, RANK, make_bert
 from made_projectors import IDEFICS3_TOKENS, make_projector, rename_tokens
 from PIL import Image
 
-from edgeinfer.runtime.llama.libedgeinfer import library
-
 pytestmark = pytest.mark.criu
 
 
@@ -45,8 +43,6 @@ def test_states_and_experts_are_resumed_too(user, place):
 
 @pytest.mark.needs("encoder")
 def test_a_projector_is_parked_and_reads_pictures_after_the_resume(user, abroad, place, smollm2):
-    if not library("mtmd").exists():
-        pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
     model = rename_tokens(place.folder / "sees.gguf", smollm2, IDEFICS3_TOKENS)
     path = place.folder / "mmproj-sees.gguf"
     projector = make_projector(path, "idefics3", 576, patch=32, longest=512)

@@ -16,7 +16,6 @@ from edgeinfer.models.converting.vision import TOWERS, convert_tower
 from edgeinfer.models.progress import Job, PullProgress
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
-from edgeinfer.runtime.llama.libedgeinfer import library
 from edgeinfer.runtime.llama.mtmd import Projector
 
 SEEING = sorted(
@@ -30,8 +29,6 @@ TOKENS = dict(zip("ABCD", [*IDEFICS3_TOKENS.values(), "ĊĊ"], strict=True))
 @pytest.mark.parametrize("name", SEEING)
 def test_rows_are_those_of_transformers(name, tmp_path) -> None:
     """Compare float32 results; only GELU is a float16 table in llama.cpp."""
-    if not library("mtmd").exists():
-        pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
     folder = make_checkpoint(name, tmp_path / "made")
     checkpoint = convert(folder, tmp_path / "text.gguf", "F32", Job())
     convert_tower(checkpoint, tmp_path / "mmproj.gguf", "F32", Job())

@@ -9,7 +9,7 @@ from fake_hub import Fault
 from made_checkpoints import make_checkpoint
 from made_gguf import gguf_bytes, split_keys
 from made_projectors import make_projector
-from stores_here import docker_registry, moto, push, registry_program
+from stores_here import docker_registry, moto, push
 
 from edgeinfer.errors import (
     AuthenticationError,
@@ -148,10 +148,7 @@ def test_object_whose_store_fails(server, store_settings, monkeypatch, body, opt
 
 @pytest.fixture
 def registry(tmp_path) -> Iterator[str]:
-    program = registry_program(BUILD_CACHE)
-    if program is None:
-        pytest.skip("docker-registry is missing: scripts/setup.sh test-all")
-    with docker_registry(program, tmp_path) as address:
+    with docker_registry(BUILD_CACHE / "docker-registry", tmp_path) as address:
         yield address
 
 

@@ -11,7 +11,6 @@ from edgeinfer.media.pictures import PICTURE_MARK
 from edgeinfer.models.gguf import read_header
 from edgeinfer.runtime import vision
 from edgeinfer.runtime.engine import load_engine
-from edgeinfer.runtime.llama.libedgeinfer import library
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Message
 
@@ -25,12 +24,6 @@ QUESTION = Message(role="user", content=f"{PICTURE_MARK}What is it?", pictures=(
 
 
 pytestmark = pytest.mark.needs("encoder")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def needs_mtmd():
-    if not library("mtmd").exists():
-        pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,6 @@ import pytest
 from made_decoders import make_qwen2vl
 from made_projectors import make_projector
 
-from edgeinfer.runtime.llama.libedgeinfer import library
-
 Image = pytest.importorskip("PIL.Image")
 pytestmark = [pytest.mark.model, pytest.mark.needs("encoder")]
 
@@ -46,8 +44,6 @@ def uri(data: bytes) -> str:
 
 @pytest.fixture(scope="module")
 def engine(load_model, smollm2, tmp_path_factory):
-    if not library("mtmd").exists():
-        pytest.skip("libedgeinfer-mtmd is not built: native/mtmd.sh")
     folder = tmp_path_factory.mktemp("sees")
     model = make_qwen2vl(folder / "model.gguf", smollm2)
     projector = make_projector(folder / "mmproj.gguf", "qwen2vl_merger", 64)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from stores_here import docker_registry, registry_program
+from stores_here import docker_registry
 
 from edgeinfer.errors import EdgeInferError, SnapshotCorruptError, SnapshotUntrustedError, UsageError
 from edgeinfer.host import EngineHost
@@ -64,10 +64,7 @@ def test_an_export_that_was_stopped_is_repeated(warm, export_folder):
 @pytest.mark.criu
 @pytest.mark.needs("registry")
 def test_registry_receives_a_model_once(warm, signer, abroad, tmp_path):
-    program = registry_program(BUILD_CACHE)
-    if program is None:
-        pytest.skip("docker-registry is missing: scripts/setup.sh test-all")
-    with docker_registry(program, tmp_path) as address:
+    with docker_registry(BUILD_CACHE / "docker-registry", tmp_path) as address:
         name = f"oci://{address}/people/small"
         first, second = (
             warm.run("snapshots", "export", MODEL, f"{name}:{tag}", "--json").result for tag in "ab"
