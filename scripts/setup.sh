@@ -16,7 +16,8 @@
 #
 # Each build of llama.cpp is a wheel in the build cache; `run` and `test` take the full one if it is there. The builds do not
 # mix: a snapshot names the libraries it maps by build id, size and time, and the prefix cache's keys name llama.cpp's build
-# and CPU variant. The variant is compiled with the same options in both, so its scores are the same.
+# and CPU variant. The variant is compiled with the same options in both, so its scores are the same. EDGEINFER_BUILD_CACHE moves
+# the cache, and JOBS limits the compilers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ "$(uname -s)" = Linux ] || { echo "error: edgeinfer needs Linux, and this is $(uname -s)" >&2; exit 1; }

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def replace_pip(tmp_path: Path, script: str) -> Path:
     """Make the checkout's virtual environment, with `script` as pip; return the file `$pids` of it."""
     programs = tmp_path / "checkout/.venv/bin"
     programs.mkdir(parents=True)
-    (programs / "python").symlink_to(shutil.which("python3") or "")
+    (programs / "python").symlink_to(Path(sys.executable).resolve())
     (programs / "pip").write_text(f"#!/bin/sh\npids={tmp_path}/pids\n{script}")
     (programs / "pip").chmod(0o755)
     return tmp_path / "pids"
@@ -62,7 +63,8 @@ def test_missing_compilers_are_named_with_their_packages(tmp_path: Path) -> None
 @pytest.mark.parametrize("mode", ["lint", "run"])
 def test_unsupported_python_is_refused(tmp_path: Path, mode: str) -> None:
     too_new = tmp_path / "python3.99"
-    too_new.write_text('#!/bin/sh\nexec python3 -c "import sys; sys.version_info = (3, 99); $2"\n')
+    script = f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = (3, 99); $2"\n'
+    too_new.write_text(script)
     too_new.chmod(0o755)
     error, hint = read_error(start_set_up(tmp_path, mode=mode, PYTHON=str(too_new)))
     assert error == "error: no Python 3.11 to 3.14 with venv"
