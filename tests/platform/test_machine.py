@@ -1,9 +1,9 @@
 """`doctor`, `version` and `config` on this machine."""
 
-import subprocess
 import sys
 
 import pytest
+from other_processes import run
 
 from edgeinfer.cli.main import main
 from edgeinfer.cli.verbs import doctor as doctor_module
@@ -110,7 +110,6 @@ def test_config_hides_the_secrets_of_tool_servers(capsys):
 
 @pytest.mark.parametrize("argv", [["--version"], ["--help"], ["run", "--help"]])
 def test_help_and_version_exit_0(argv):
-    done = subprocess.run([sys.executable, "-m", "edgeinfer", *argv], capture_output=True, text=True)
-    assert done.returncode == 0
+    done = run(sys.executable, "-m", "edgeinfer", *argv)
     assert "edgeinfer" in done.stdout
     assert done.stderr == ""

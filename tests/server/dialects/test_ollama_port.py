@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 from made_models import make_llama
+from other_processes import run
 
 START = {
     "launcher": [sys.executable, "-m", "edgeinfer"],
@@ -81,7 +82,7 @@ def test_port_in_use_is_reported(ollama_port, tmp_path, start):
     _, port = ollama_port
     model = make_llama(tmp_path / "made.gguf")
     command = [*START[start], "serve", str(model), "--port", "0", "--ollama", "--resume", "never"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run(*command, check=False)
     assert done.returncode != 0
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
     assert "leave out --ollama" in done.stderr
@@ -92,7 +93,7 @@ def test_ollama_port_refuses_tls(ollama_port, tmp_path):
     (tmp_path / "pem").touch()
     arguments = ["--ollama", "--tls-cert", str(tmp_path / "pem"), "--tls-key", str(tmp_path / "pem")]
     command = [*START["alone"], "serve", str(model), "--port", "0", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run(*command, check=False)
     assert done.returncode == 2
     assert "plain HTTP" in done.stderr
 

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from other_processes import run
 
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.platform import paths
@@ -58,12 +59,9 @@ def test_systemd_finds_nothing_to_say_about_the_units(tmp_path):
     units = [str(tmp_path / unit.name) for unit in UNITS.iterdir()]
     # a short path, because that of a unix socket has at most 107 bytes
     with tempfile.TemporaryDirectory(prefix="units-") as runtime:
-        verified = subprocess.run(
-            ["systemd-analyze", "--user", "--man=no", "verify", *units],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "XDG_RUNTIME_DIR": runtime},
-        )
+        variables = {**os.environ, "XDG_RUNTIME_DIR": runtime}
+        command = ("systemd-analyze", "--user", "--man=no", "verify", *units)
+        verified = run(*command, env=variables, check=False)
     said = [
         line for line in verified.stderr.splitlines() if str(tmp_path) in line or "edgeinfer" in line
     ]
@@ -83,7 +81,7 @@ def test_the_nights_batches_are_answered_one_by_one(tmp_path):
     unit = (UNITS / "edgeinfer-batch.service").read_text("utf-8").replace("\\\n", "")
     (line,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
     command = line.removeprefix("ExecStart=").replace("%h", str(tmp_path)).replace("$$", "$")
-    done = subprocess.run(shlex.split(command), capture_output=True, text=True)
+    done = run(*shlex.split(command), check=False)
     assert (done.returncode, done.stderr) == (1, "")
     answers = {path.name: path.read_text() for path in (batches / "answers").iterdir()}
     assert answers == {"one of two.jsonl": "broken\n", "two.jsonl": "fine\n"}
