@@ -1,4 +1,7 @@
-"""Servers that read nothing, answer nothing or send endlessly: every wait for them has a time limit."""
+"""Servers that read nothing, answer nothing or send endlessly: every wait for them has a time limit.
+
+A wait without a limit takes 600 s here, which is more than pytest allows a test.
+"""
 
 import contextlib
 import gc
@@ -21,8 +24,6 @@ from edgeinfer.tools.toolbox import Toolbox
 
 pytestmark = pytest.mark.slow  # starts programs
 
-#: Longest allowed wait (s); much longer than a busy machine needs.
-BOUND_S = 60.0
 #: More than a pipe's buffer holds.
 LONG = {"text": "x" * 200_000}
 
@@ -75,42 +76,28 @@ def open_hostile(request, tmp_path):
         yield open_session
 
 
-def took_s(work):
-    began_s = time.monotonic()
-    work()
-    return time.monotonic() - began_s
-
-
 def test_a_call_ends_with_its_time(open_hostile):
-    client = open_hostile(600.0)
+    client = open_hostile()
     client._timeout_s = 1.0  # the list of tools had more, on a busy machine
     n_threads = threading.active_count()
-
-    def call():
-        with pytest.raises(ToolServerError, match="no answer within 1 s"):
-            client.call("go", LONG)
-
-    assert took_s(call) < BOUND_S
+    with pytest.raises(ToolServerError, match="no answer within 1 s"):
+        client.call("go", LONG)
     assert threading.active_count() < n_threads + 20, "the server's own requests take no threads"
-    assert took_s(client.close) < BOUND_S
+    client.close()
 
 
 def test_a_stop_ends_a_call(open_hostile):
-    client, stop = open_hostile(600.0), Stop()
+    client, stop = open_hostile(), Stop()
     timer = threading.Timer(0.5, stop.set)
     timer.start()
-
-    def call():
-        with pytest.raises(StoppedError):
-            client.call("go", LONG, stop)
-
-    assert took_s(call) < BOUND_S
+    with pytest.raises(StoppedError):
+        client.call("go", LONG, stop)
     timer.join()
-    assert took_s(client.close) < BOUND_S
+    client.close()
 
 
 def test_a_close_ends_a_call(open_hostile):
-    client, has_ended = open_hostile(600.0), threading.Event()
+    client, has_ended = open_hostile(), threading.Event()
 
     def call():
         with pytest.raises((ToolServerError, StoppedError)):
@@ -120,8 +107,8 @@ def test_a_close_ends_a_call(open_hostile):
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     time.sleep(0.3)
-    assert took_s(client.close) < BOUND_S
-    assert has_ended.wait(BOUND_S)
+    client.close()
+    assert has_ended.wait(60)
 
 
 def test_close_while_a_message_is_being_handled_leaves_nothing_unawaited():
@@ -129,15 +116,15 @@ def test_close_while_a_message_is_being_handled_leaves_nothing_unawaited():
 
     def received(message):
         is_handling.set()
-        may_go_on.wait(BOUND_S)
+        may_go_on.wait(60)
 
     with HttpToolServer(None) as server:
         transport = HttpTransport(server.url, {}, received)
         transport.send({"jsonrpc": "2.0", "id": 1, "method": "ping"})
-        assert is_handling.wait(BOUND_S)
+        assert is_handling.wait(60)
         transport.close()  # does not wait for `received`, which blocks the transport's thread
         may_go_on.set()
-        transport._thread.join(BOUND_S)
+        transport._thread.join(60)
         assert not transport._thread.is_alive()
     gc.collect()  # pytest reports a coroutine that was never awaited
 
@@ -163,7 +150,7 @@ def test_a_start_ends_with_its_time_a_stop_or_a_close(tmp_path, monkeypatch):
     with Toolbox(config, tmp_path) as toolbox:
         toolbox.start("plain")
         monkeypatch.setattr(mcp_client, "_START_S", 1.0)
-        assert took_s(toolbox.prepare) < BOUND_S
+        toolbox.prepare()
         assert toolbox.notices == ["tool server mute: initialize: no answer within 1 s"]
         assert {tool.server for tool in toolbox.bound_tools().values()} == {"plain"}
 
@@ -177,10 +164,10 @@ def test_a_start_that_hangs_delays_no_other_server(tmp_path):
 
         waiting = threading.Thread(target=start)
         waiting.start()
-        assert took_s(lambda: toolbox.start("plain").call("weather", {"city": "Rome"})) < BOUND_S
+        toolbox.start("plain").call("weather", {"city": "Rome"})
         assert waiting.is_alive()
         toolbox.close()
-        waiting.join(BOUND_S)
+        waiting.join(60)
         assert not waiting.is_alive()
 
 
