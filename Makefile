@@ -76,57 +76,28 @@ bench-readme:    ## the README's table, all rows next to llama-server in one run
 	@scripts/setup.sh readme
 	$(BIN)/python scripts/readme_table.py $(ARGS)
 
-bench: full      ## load, prefill and decode rates compared with a bare llama_decode loop and llama-bench
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench.py $(ARGS)
-
-bench-engine: full  ## 1 to 32 streams, shared prefixes, stalls, schemas, both models, compared with llama-server; 6 minutes
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench_engine.py $(ARGS)
-
-bench-resume: full  ## launches of warm models, 135M to 14B-shaped, compared with cold starts and llama-server; 30 GB of disk
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench_resume.py $(ARGS)
-
-bench-memory: full  ## what is remembered: conversations in turn, after kill -9, edits, compared with llama-server
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench_memory.py $(ARGS)
-
-bench-pictures: full  ## questions about a picture: first, next, in a new conversation, after kill -9, compared with llama-server
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench_pictures.py $(ARGS)
-
-bench-drafts: full  ## what draft tokens gain on code, chat and summaries, by model and drafter
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench_drafts.py $(ARGS)
-
-bench-larger: full  ## models larger than memory, dense and mixture, disk at 1 GB/s and free, compared with llama-server; as root
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench_larger.py $(ARGS)
-
-bench-matmul: full  ## matrix products by type and rows, with kernels of our own and llama.cpp's
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench_matmul.py $(ARGS)
-
-bench-attention: full  ## steps after a long context, with kernels of our own and llama.cpp's; 135M and a 4B shape
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench_attention.py $(ARGS)
-
-bench-invariance: full  ## greedy texts unbatched, in any batch, with drafts, from the prefix cache, after a restart; perplexity
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench_invariance.py $(ARGS)
-
-bench-gpu: full  ## first token, reading and writing: the CPU against each GPU and split, compared with llama-server
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
-
 gpu-kit:         ## dist/gpu-kit.tar.gz: checks and figure of layers on the GPU of another machine, without a network there
 	@scripts/setup.sh gpu
 	scripts/gpu/pack.sh
 
-bench-serve: full  ## the endpoint compared with llama-server, 1 to 32 clients, both models; 10 minutes
+bench:           ## load, prefill and decode rates compared with a bare llama_decode loop and llama-bench
+bench-engine:    ## 1 to 32 streams, shared prefixes, stalls, schemas, both models, compared with llama-server; 6 minutes
+bench-resume:    ## launches of warm models, 135M to 14B-shaped, compared with cold starts and llama-server; 30 GB of disk
+bench-memory:    ## what is remembered: conversations in turn, after kill -9, edits, compared with llama-server
+bench-pictures:  ## questions about a picture: first, next, in a new conversation, after kill -9, compared with llama-server
+bench-drafts:    ## what draft tokens gain on code, chat and summaries, by model and drafter
+bench-larger:    ## models larger than memory, dense and mixture, disk at 1 GB/s and free, compared with llama-server; as root
+bench-matmul:    ## matrix products by type and rows, with kernels of our own and llama.cpp's
+bench-attention: ## steps after a long context, with kernels of our own and llama.cpp's; 135M and a 4B shape
+bench-invariance: ## greedy texts unbatched, in any batch, with drafts, from the prefix cache, after a restart; perplexity
+bench-gpu:       ## first token, reading and writing: the CPU against each GPU and split, compared with llama-server
+bench-serve:     ## the endpoint compared with llama-server, 1 to 32 clients, both models; 10 minutes
+bench-replicas:  ## what replicas of a model in one endpoint give and cost
+leak-http:       ## 10,000 requests against the real model: memory, descriptors and sequences stay flat
+bench bench-engine bench-resume bench-memory bench-pictures bench-drafts bench-larger bench-matmul bench-attention \
+bench-invariance bench-gpu bench-serve bench-replicas leak-http:
 	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench_serve.py $(ARGS)
+	$(BIN)/python benchmarks/$(subst -,_,$@).py $(ARGS)
 
 bench-tui: full   ## the chat: first paint and first token, 10,000 lines, what showing costs, the store
 	$(BIN)/edgeinfer pull $(MODEL) >&2
@@ -151,10 +122,6 @@ fuzz-http: full  ## schemathesis over the OpenAPI document, 5,000 cases and more
 fuzz-pictures: full  ## 10,000 mutated pictures and as many projectors, each in a process of its own; an hour of two cores
 	@scripts/setup.sh test-all
 	EDGEINFER_FUZZ_FILES=10000 $(PYTEST) --timeout 0 tests/media/test_fuzzed_pictures.py -s $(ARGS)
-
-leak-http: full  ## 10,000 requests against the real model: memory, descriptors and sequences stay flat
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/leak_http.py $(ARGS)
 
 binary: full     ## dist/edgeinfer, one file (MODEL=NAME puts a model inside; ARGS=--without-criu leaves CRIU out)
 	$(BIN)/python build/release.py $(if $(filter command line environment,$(origin MODEL)),--model $(MODEL)) $(ARGS)
