@@ -1,6 +1,7 @@
 """Processes that a test starts: a port for one, those below it, and waiting for what they do."""
 
 import contextlib
+import random
 import socket
 import subprocess
 import sys
@@ -14,9 +15,11 @@ _PAUSE_S = 0.01
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return an unused port, none of those that the kernel may give to another test meanwhile."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 32_000)))
+            return int(probe.getsockname()[1])
 
 
 def run(*command: object, check: bool = True, **settings: Any) -> subprocess.CompletedProcess[str]:
