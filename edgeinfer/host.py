@@ -229,9 +229,10 @@ class EngineHost:
 
         `name` "" chooses a name. Raises SnapshotsUnavailableError, SnapshotError.
         """
+        reason = self.start.reason or "the `edgeinfer` command did not start this process"
         raise SnapshotsUnavailableError(
-            f"no snapshot can be taken: {self.start.reason or 'this process has no launcher'}",
-            hint=f"run `edgeinfer warm {model}`",
+            f"no snapshot can be taken: {reason}",
+            hint=f"`edgeinfer warm {model}` makes one in another process",
         )
 
     def warm_models(self) -> frozenset[str]:

@@ -153,7 +153,10 @@ class Model(_Table, frozen=True, kw_only=True):
         return source_types.parse(self.projector) if named else None
 
     def parsed_sources(self) -> list[tuple[source_types.Source, ...]]:
-        """Return the sources in order, each as its parts (usually one). Raises UsageError."""
+        """Parse `sources`, alternatives that are tried in order. Raises UsageError.
+
+        A tuple has one source, or several wheels whose files are concatenated.
+        """
         several = ((text,) if isinstance(text, str) else text for text in self.sources)
         return [tuple(map(source_types.parse, parts)) for parts in several]
 

@@ -120,7 +120,10 @@ def _clone(source: int, start: int, length: int, target: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Copy the model out of the shipped FILE, at its first start."""
+    """Copy the model inside the one-file program `argv[0]` into the model store; return a status.
+
+    The program runs this (unpack.py) before its first start.
+    """
     from edgeinfer import error_text
 
     shipped = payload.open_shipped(Path(argv[0]))

@@ -53,7 +53,7 @@ def tool_info(
 class Builtin:
     """A tool server in this process: the method `_NAME(stop, …)` is the tool NAME. Thread-safe."""
 
-    #: The server's name, in patterns and before the tool's name: `files__read`.
+    #: The server's name in the user's `allow` and `deny`, and before the tool's in `files__read`.
     server: str
 
     def __init__(self, tools: Iterable[ToolInfo]) -> None:

@@ -160,7 +160,7 @@ def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     if normalizer == "NFC":
         keys[_FORM] = NFC
     elif normalizer:
-        raise ConversionError(f"tokenizer.json: llama.cpp does not support {normalizer}")
+        raise ConversionError(f"tokenizer.json: llama.cpp does not have its normalizer {normalizer}")
     return keys
 
 

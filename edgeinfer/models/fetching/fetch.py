@@ -39,7 +39,11 @@ def fetch(
     first = parts[0]
     wheels = tuple(part for part in parts if isinstance(part, sources.WheelFile))
     if len(parts) > 1 and len(wheels) != len(parts):
-        raise UsageError("a source of several parts must consist of wheel: sources")
+        other = next(part for part in parts if part not in wheels)
+        raise UsageError(
+            f"{other} cannot be a part of a file: only wheel: sources are concatenated",
+            hint="write alternatives in `sources` without inner brackets",
+        )
     if in_place and not isinstance(first, sources.LocalFile):
         raise UsageError("only a local file can be used in place", hint="leave out --in-place")
     if not isinstance(first, sources.LocalFile):

@@ -49,7 +49,7 @@ def needs_special(form: ToolFormat, vocab: Vocab) -> bool:
 
 
 def _terms(text: str, vocab: Vocab) -> str:
-    """Return a text that may contain markers in the grammar's syntax."""
+    """Write `text` in Lark's syntax: markers that are control tokens by their ids, the rest quoted."""
     return " ".join(marker(piece, vocab) for piece in _MARKER.split(text) if piece)
 
 

@@ -69,7 +69,7 @@ class Sampler:
         Tokens that a constraint excludes, whose logits are -inf, are left out.
         """
         least, n_rows = float(np.finfo(np.float32).min), self._top_k and len(logits) // _COLUMNS
-        if n_rows:  # as many columns as `top_k` have a logit of at least this one
+        if n_rows:  # the maxima of `top_k` columns are a lower bound of the `top_k` largest logits
             largest = logits[: n_rows * _COLUMNS].reshape(n_rows, _COLUMNS).max(axis=0)
             least = max(least, float(np.partition(largest, -self._top_k)[-self._top_k]))
         tokens = np.flatnonzero(logits >= least) if self._top_k else np.empty(0, np.int64)

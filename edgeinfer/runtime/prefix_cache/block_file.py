@@ -100,7 +100,7 @@ def read_header(start: bytes | memoryview) -> Header:
     try:
         magic, _, _, length = _HEAD.unpack_from(start)
         if magic != MAGIC:
-            raise BlockDamagedError("it is not a block of this version")
+            raise BlockDamagedError("it does not begin as block files of this version do")
         return msgspec.msgpack.decode(start[_HEAD.size : _HEAD.size + length], type=Header)
     except (struct.error, msgspec.MsgspecError) as error:
         raise BlockDamagedError(f"its header cannot be read: {error}") from error

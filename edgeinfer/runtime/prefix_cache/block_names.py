@@ -51,7 +51,10 @@ def model_key(sha256: str, files: Sequence[str]) -> str:
 
 
 class BlockNames:
-    """Names the blocks of one model. `identity` is a digest of all settings that change states."""
+    """Names one model's blocks of the KV cache.
+
+    `identity` is a digest of the model and of all settings that change the cache's contents.
+    """
 
     def __init__(self, secret: bytes, identity: bytes, block_tokens: int) -> None:
         self._secret = secret
