@@ -123,7 +123,24 @@ def test_prompt_that_is_nearly_a_model_is_refused_with_two_hints(as_json, word):
     assert hint.endswith(f"if it is the prompt: `edgeinfer run smollm2-135m-instruct {word}`")
 
 
-@pytest.mark.parametrize("word", ["hi", "code", "Hello", "tiny", "why?"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "hi",
+        "code",
+        "Hello",
+        "tiny",
+        "why?",
+        "Привет",
+        "你好",
+        "Grüße",
+        "Hallo.",
+        "12:30",
+        "yes:",
+        "...",
+        "-5",
+    ],
+)
 def test_prompt_of_one_common_word_is_answered(engine, word):
     assert run(engine, word) == 0
     assert engine.requests[0].messages[-1].content == word

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -388,6 +389,30 @@ def test_cold_start_is_said_once_and_never_where_a_chat_draws(root, capsys, role
     assert capsys.readouterr().err == line
 
 
+@pytest.mark.parametrize("model", ["Other", "m"])
+def test_a_worker_loads_itself_what_its_snapshot_does_not_serve(model, monkeypatch):
+    """If it asked for a worker, the launcher would resume the same snapshot again, without end."""
+    closed = []
+    resumed = SimpleNamespace(
+        model="m",
+        is_open=True,
+        serves=lambda *_, **__: False,
+        engine=SimpleNamespace(close=lambda: closed.append(True)),
+    )
+    app_end, launcher_end = socket.socketpair()
+    request = LaunchRequest(role="worker", argv=("run",))
+    host = AppHost(ProcessStart(how="resumed"), app_end, resumed, request=request)
+    monkeypatch.setattr(host, "_load_and_describe", lambda ref, *_: ref.name)
+    monkeypatch.setattr(host, "_ask_for_warming", lambda *_: None)
+    with launcher_end, app_end:
+        assert host.engine(model, LoadOptions()) == model.lower()
+        launcher_end.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            launcher_end.recv(1)
+    assert closed
+    assert host.start.how == "cold"
+
+
 def test_endpoint_on_a_terminal_says_what_to_do_with_it(capsys, monkeypatch):
     EngineHost().listens_at("http://127.0.0.1:8080")
     assert capsys.readouterr().err == "", "a log gets no such line"
@@ -553,6 +578,7 @@ def test_spin_count_is_set_while_libgomp_is_mapped_and_not_inherited(
 LIMITED = """
 import resource
 import sys
+from types import SimpleNamespace
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.snapshots.restore import app_process
 env = "A=1" if len(sys.argv) == 1 else "EDGEINFER_DEBUG=1"

@@ -46,6 +46,12 @@ def test_a_warm_model_is_resumed_and_answers_as_a_cold_one_does(warm):
         assert outcome.result["startup"]["ready_ms"] == stages["ready"]
 
 
+@pytest.mark.parametrize("typed", [MODEL.upper(), MODEL.title()])
+def test_a_warm_model_is_resumed_however_it_is_spelled(warm, typed):
+    outcome = warm.run("run", typed, "Hi", "--max-tokens", "2", "--json", timeout=60)
+    assert outcome.start["how"] == "resumed"
+
+
 def test_a_resumed_process_has_the_sandbox(warm):
     """Check root too, which needs a capability to create a user namespace."""
     warm.settings(f'{NO_AUTO_WARM}[tools]\nbuiltin = ["shell"]\n')

@@ -291,7 +291,10 @@ def _refuse_misspelt_model(word: str, host: EngineHost) -> None:
     """
     if not re.fullmatch(r"[\w.:-]+", word):
         return
-    error = host.resolve(word).absence()
+    try:
+        error = host.resolve(word).absence()
+    except UsageError:  # no name of a model has such letters
+        return
     hint = error.hint or ""
     begins_name = len(word) >= 4 and hint.startswith(f"did you mean {word.lower()}")
     if begins_name or (hint and re.search(r"[\d-]", word)):

@@ -127,7 +127,7 @@ class BatchPlanner:
         if seq.request.overflow != "shift":
             self.queue.end(seq, "length")
             return False
-        n_keep = min(seq.n_keep(), self.n_ctx // 2)
+        n_keep = min(seq.n_keep, self.n_ctx // 2)
         n_discard = (len(seq.tokens) - n_keep) // 2
         if seq.n_pending > 1 or not self.kv.shift(seq.cached_seq, n_keep, n_discard):
             self.kv.truncate(seq.cached_seq, min(n_keep, seq.n_past))

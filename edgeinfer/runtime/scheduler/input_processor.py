@@ -84,7 +84,7 @@ class InputProcessor:
             output=output,
             drafting=self._drafting(request, len(tokens)),
             max_tokens=self._max_tokens(request, len(tokens)),
-            n_keep=lambda: self._n_keep(request, tokens),
+            n_keep=self._n_keep(request, tokens) if request.overflow == "shift" else 0,
             matcher=matcher,
             reasoning_budget=self._reasoning_budget(request, chat, output),
             banned_tokens=np.array(self.vocab.eos_tokens, np.int64) if request.ignore_eos else None,
@@ -174,7 +174,7 @@ class InputProcessor:
         """Return how many first tokens a context shift keeps: the system prompt, or BOS."""
         if request.messages and request.messages[0].role in ("system", "developer"):
             return common_prefix(self.system_prefix(request.messages[0].content), tokens)
-        return int(tokens[0] == self.vocab.bos)
+        return int(tokens[:1] == [self.vocab.bos])
 
     def system_prefix(self, system: str) -> list[int]:
         """Return the first tokens of all conversations with this system prompt."""

@@ -52,7 +52,7 @@ class RequestClock:
 class Sequence:
     """A request in the engine. `tokens` are its prompt and the sampled tokens.
 
-    `n_past` of them are in the KV cache. `n_keep` returns how many first tokens a context shift keeps.
+    `n_past` of them are in the KV cache. A context shift keeps the first `n_keep` tokens.
     `delayed_s` is how long decode-only steps have delayed the prefill. While `block_load` is set, the
     sequence waits for blocks from disk.
     """
@@ -63,7 +63,7 @@ class Sequence:
     output: Output
     drafting: Drafting
     max_tokens: int
-    n_keep: Callable[[], int]
+    n_keep: int
     adapters: AdapterKey = ()
     matcher: TokenMatcher | None = None
     reasoning_budget: ReasoningBudget | None = None

@@ -104,26 +104,35 @@ class AppHost(EngineHost):
         worker ends while it starts.
         """
         self._reached("load")
-        text = model if isinstance(model, str) else model.text
+        # the resumed model's own name needs no import of the catalogue
+        if isinstance(model, str) and model != self.loaded_model:
+            model = self.resolve(model)
+        name = model if isinstance(model, str) else model.name
+        is_served = self._loaded is not None and self._loaded.serves(name, options, named=self._named)
+        if self._is_worker and self._loaded is not None and not is_served:
+            # no worker asks for another one: the launcher would resume this snapshot for it again
+            self._loaded.engine.close()
+            self._loaded = None
+            self.start = ProcessStart(how="cold", reason=f"the snapshot does not serve {name}")
         if self._loaded is None:
             ref = self.resolve(model) if isinstance(model, str) else model
             engine = self._load_and_describe(ref, options, progress)
-            self._ask_for_warming(engine, text, options)
+            self._ask_for_warming(engine, name, options)
             return engine
-        if self._loaded.serves(text, options, named=self._named):
+        if is_served:
             engine = self._loaded.engine_for(options)
             self._describe(self._loaded.engine, self._loaded.description)
             self.open_prefix_cache(self._loaded.engine)
             self.record_drift(self._loaded.engine, self._loaded.description.files, options)
             self.attach_devices(self._loaded.engine, options)
         elif self._named:
-            problem = f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {text}"
+            problem = f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {name}"
             raise UsageError(problem, hint="leave the model out, or name a snapshot of that model")
         else:  # the launcher chose another model: report how the worker started
-            engine = remote = self.worker(text, options, progress)
-            how = {name: getattr(remote.start, name) for name in ("how", "reason", "snapshot")}
+            engine = remote = self.worker(name, options, progress)
+            how = {field: getattr(remote.start, field) for field in ("how", "reason", "snapshot")}
             self.start = msgspec.structs.replace(self.start, **how)
-            self._say_cold_start(storage.snapshot_name(text, snapshot_options(options)))
+            self._say_cold_start(storage.snapshot_name(name, snapshot_options(options)))
         self._reached("ready")
         return engine
 
