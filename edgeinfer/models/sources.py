@@ -164,8 +164,13 @@ def _oci(text: str) -> OciArtifact:
 
 
 def _url(text: str) -> Url:
-    parts = urlsplit(text)
-    if not parts.hostname or parts.username is not None or parts.fragment:
+    try:
+        parts = urlsplit(text)
+        # a port above 65,535 raises, and so does a label that the resolver would refuse
+        is_valid = (parts.hostname or "").encode("idna") and parts.port != 0 and " " not in text
+    except ValueError:
+        is_valid = False
+    if not is_valid or parts.username is not None or parts.fragment:
         hint = "https://HOST/PATH.gguf, without a user or a #fragment"
         raise UsageError(f"{text!r} is not a file's address", hint=hint)
     return Url(text)

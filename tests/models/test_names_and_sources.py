@@ -78,7 +78,9 @@ BAD = {
     names.check_file_name: ["", "a/", "..", "a/..", ".hidden", "a/x y", "x\0", "x\n", "a" * 201],
     sources.parse: [
         *"x hf:x hf:a/b:Q9 hf:a/../x.gguf hf:a/b/../x.gguf hf:a/b//x hf:a/b@../x:Q8_0".split(),
-        *"https:///x https://user@h/x https://h/x#y wheel:n/x wheel:n==1/../x wheel:-n==1/x".split(),
+        *"https:///x http://[::1/x https://a..b/x https://h:99999999/x https://h:0/x".split(),
+        "https://h/x y",
+        *"https://user@h/x https://h/x#y wheel:n/x wheel:n==1/../x wheel:-n==1/x".split(),
         *"s3://bucket s3://bucket/../x.gguf oci://here oci://h/Name:x gs:x".split(),
         "wheel:n==--index-url/x y/../z",
         "",
