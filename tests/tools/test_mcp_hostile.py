@@ -62,13 +62,13 @@ OVER_STDIO = ("deaf", "slow", "pinging", "rooting", "garbage")
 
 @pytest.fixture(params=[*OVER_STDIO, *OVER_HTTP])
 def open_hostile(request, tmp_path):
-    """`open_hostile(timeout_s)` starts a session with a hostile server."""
+    """`open_hostile()` starts a session with a hostile server."""
     kind = request.param
     with HttpToolServer(OVER_HTTP.get(kind)) as server, contextlib.ExitStack() as sessions:
 
-        def open_session(timeout_s):
+        def open_session():
             way = {"url": server.url} if kind in OVER_HTTP else {"command": command(kind)}
-            client = McpClient(ServerSpec(name=kind, **way), tmp_path, timeout_s)
+            client = McpClient(ServerSpec(name=kind, **way), tmp_path, 600.0)
             sessions.callback(client.close)
             client.tools()
             return client
