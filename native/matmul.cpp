@@ -6,8 +6,8 @@
 // integers, and so exact; floats are summed by block within each kSpan weights, and these sums from the first to the last. A
 // row's bits depend on its activations and on the weights alone: not on how many rows there are, on threads, or on the kernel.
 //
-// There are three kernels. For one column (row of the batch), or two with narrow weights, the lanes are kLanes consecutive spans of
-// kSpan weights instead, so that memory is read in order. Up to kFew columns, weights are unpacked in registers for all of them.
+// There are three kernels. For one column (row of the batch) of most types, or two of Q8_0, the lanes are kLanes consecutive spans
+// of kSpan weights instead, so that memory is read in order. Up to kFew columns, weights are unpacked in registers for all of them.
 // More columns share a slab of 2 * kLanes rows that is unpacked to the L1 cache.
 #include <algorithm>
 #include <atomic>
@@ -29,15 +29,16 @@ INLINE void transpose(const Dwords (&z)[4], Dwords *out) {
     const Dwords a = low32(z[0], z[1]), b = high32(z[0], z[1]), c = low32(z[2], z[3]), d = high32(z[2], z[3]);
     out[0] = low64(a, c), out[1] = high64(a, c), out[2] = low64(b, d), out[3] = high64(b, d);
 }
-// Reads the dwords kBegin to n - 1 of each row, 4 or 8 at a time; the last 4 overlap, so as not to read beyond n
+// Reads the dwords kBegin to n - 1 of each row, 4 or 8 at a time; the last ones overlap, so as not to read beyond n
 template <int n, int kBegin = 0> INLINE void dwords(const uint8_t *p, size_t stride, Dwords *out) {
-    constexpr int kEights = kLanes < 16 ? kBegin : kBegin + (n - kBegin) / 8 * 8;  // AVX2 does not gain
+    constexpr int kEights = kLanes == 16 && n >= 8 ? kBegin + (n - kBegin + 3) / 8 * 8 : kBegin;  // AVX2 does not gain
 #if defined(__AVX512VNNI__)
 #pragma GCC unroll 16
     for (int i = kBegin; i < kEights; i += 8) {
         Dwords z[2][4];
-        UNROLL for (int j = 0; j < 4; j++) of_rows(p + 4 * i + j * stride, stride, z[0][j], z[1][j]);
-        transpose(z[0], out + i), transpose(z[1], out + i + 4);
+        const int at = i + 8 <= n ? i : n - 8;
+        UNROLL for (int j = 0; j < 4; j++) of_rows(p + 4 * at + j * stride, stride, z[0][j], z[1][j]);
+        transpose(z[0], out + at), transpose(z[1], out + at + 4);
     }
 #endif
 #pragma GCC unroll 16
@@ -87,14 +88,17 @@ template <Order kOrder, int n, int kPairs, class F> INLINE void pairs(const uint
         f(halves(pair[0]), x), f(halves(pair[n] >> 16), pair + n + 1);
     });
 }
+// Whether a group is read as a whole, in fewer loads: it fits into registers only of AVX-512, and next to one column's sums
+template <Order kOrder> constexpr bool kIsWhole = kLanes == 16 && kOrder == Order::kDwords;
 INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 
 // ---- formats (ggml-common.h): read() hands out blocks of kSub weights in order, kSub / 4 vectors of bytes each. A weight
 // is d * (byte - kZero) + m; m is 0 unless kMin. kMost is the largest byte. A group of kGroup weights has kBytes.
 
 // Properties of a format for the kernels. kVectors hold a block; kActs weights meet 32 bytes of activations; kMost matters
-// where the dot instruction saturates. kMostBySpan: most columns for which spans as lanes are faster. kMostFew: most columns for
-// which weights are unpacked in registers; sums of 16 bits take so many that for four, those of few types suffice.
+// where the dot instruction saturates. kMostBySpan: most columns for which spans as lanes are faster: 2 where twice 16 rows, read and
+// prefetched, exceed the L1 cache; 0 where arithmetic takes longest. kMostFew: most columns for which weights are unpacked in
+// registers; sums of 16 bits take so many that for four, those of few types suffice.
 template <int sub, bool min, int most> struct Shape {
     static constexpr int kSub = sub, kVectors = sub / 4, kActs = 32, kMost = most, kChunk = 512;
     static constexpr bool kFloat = false, kPairs = false, kMin = min, kTakesRows = sub == 32;
@@ -161,7 +165,7 @@ struct Q5_1 : Shape<32, true, 31> {
 constexpr int kMiddle = kSignedBytes ? 0 : 128, kMostByte = kSignedBytes ? -1 : 255;
 constexpr uint32_t kFlip = kMiddle * 0x01010101u;
 struct Q8_0 : Shape<32, false, kMostByte> {
-    static constexpr int kGroup = 64, kBytes = 68, kZero = kMiddle;
+    static constexpr int kGroup = 64, kBytes = 68, kZero = kMiddle, kMostBySpan = kTakesSpans ? 2 : 0;
     template <Order kOrder, int kPairs, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Block b;
         pairs<kOrder, 8, kPairs>(p, stride, [&](Floats d, const Dwords *x) __attribute__((always_inline)) {
@@ -185,15 +189,27 @@ struct IQ4_NL : Shape<32, false, kMostByte> {
 };
 struct MXFP4 : Shape<32, false, 24> {
     static constexpr int kGroup = 64, kBytes = 34, kZero = 12;
-    static constexpr int kMostBySpan = 0;  // 0: transposing would take longer than reading memory
     static INLINE Floats scale(Dwords e) {  // 2^(e - 128); also below the least normal number
         const Dwords denormal = 0x00200000 << e, normal = (e - 1) << 23;
         return (Floats)(e < 2 ? denormal : normal);
     }
     template <Order kOrder, int kPairs, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         const Table table{12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-        Dwords x[2][4], e[2];
         Block b;
+        const auto give = [&](Dwords e, const Dwords *x) __attribute__((always_inline)) {
+            nibbles(x, b), look_up_nibbles(b, table), b.d = scale(e), f(b);
+        };
+        if constexpr (kPairs == 4 && kIsWhole<kOrder>) {
+            Dwords all[34], x[4];
+            each_of<34, 17>(p, stride, all, [&](const Dwords *four) __attribute__((always_inline)) {
+                UNROLL for (int i = 0; i < 4; i++, four += 4) {  // blocks of 17 bytes
+                    UNROLL for (int j = 0; j < 4; j++) x[j] = i < 3 ? four[j] >> 8 * (i + 1) | four[j + 1] << (24 - 8 * i) : four[j + 1];
+                    give(byte(four[0], i), x);
+                }
+            });
+            return;
+        }
+        Dwords x[2][4], e[2];
         if constexpr (kGathers) {
             UNROLL for (int i = 0; i < 2; i++) e[i] = bytes_of_rows(p + 17 * i, stride), weights<kOrder, 4>(p + 17 * i + 1, stride, x[i]);
         } else {
@@ -202,12 +218,12 @@ struct MXFP4 : Shape<32, false, 24> {
             UNROLL for (int i = 0; i < 4; i++) x[0][i] = y[i] >> 8 | y[i + 1] << 24;
             e[0] = y[0] & 255, e[1] = byte(y[4], 1);
         }
-        UNROLL for (int i = 0; i < 2; i++) nibbles(x[i], b), look_up_nibbles(b, table), b.d = scale(e[i]), f(b);
+        UNROLL for (int i = 0; i < 2; i++) give(e[i], x[i]);
         if constexpr (kPairs > 1) read<kOrder, kPairs - 1>(p + kBytes, stride, f);
     }
 };
 struct Q4_K : Shape<32, true, 15> {
-    static constexpr int kGroup = 256, kBytes = 144, kZero = 0, kMostBySpan = kTakesSpans ? 2 : 0;
+    static constexpr int kGroup = 256, kBytes = 144, kZero = 0;
     // 6 bits each: scales and minima of the blocks 0 to 3 and 4 to 7
     static INLINE void scales(const Dwords *x, Dwords *s, Dwords *m) {
         s[0] = x[0] & 0x3f3f3f3f, m[0] = x[1] & 0x3f3f3f3f;
@@ -237,16 +253,17 @@ struct Q4_K : Shape<32, true, 15> {
     }
 };
 struct Q5_K : Shape<32, true, 31> {
-    static constexpr int kGroup = 256, kBytes = 176, kZero = 0, kMostBySpan = kTakesSpans ? 2 : 0;
+    static constexpr int kGroup = 256, kBytes = 176, kZero = 0;
     template <Order kOrder, int, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) { Q4_K::read_with<kOrder, true>(p, stride, f); }
 };
 struct Q6_K : Shape<16, false, 63> {
-    static constexpr int kGroup = 256, kBytes = 210, kZero = 32, kMostBySpan = kTakesSpans ? 2 : 0;
+    static constexpr int kGroup = 256, kBytes = 210, kZero = 32;
     template <Order kOrder, int, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
-        Dwords s[4], last[4];
+        Dwords last[8], s[4];
         Block b;
-        dwords<4>(p + 192, stride, s), dwords<4>(p + 194, stride, last);
-        const Floats d = halves(last[3] >> 16);
+        dwords<8>(p + 178, stride, last);
+        UNROLL for (int i = 0; i < 4; i++) s[i] = last[3 + i] >> 16 | last[4 + i] << 16;
+        const Floats d = halves(last[7] >> 16);
         UNROLL for (int n = 0; n < 2; n++) {
             Dwords low[16], high[8];
             weights<kOrder, 16>(p + 64 * n, stride, low), weights<kOrder, 8>(p + 128 + 32 * n, stride, high);
@@ -263,7 +280,7 @@ struct Q6_K : Shape<16, false, 63> {
     }
 };
 struct Q3_K : Shape<16, false, 7> {
-    static constexpr int kGroup = 256, kBytes = 110, kZero = 4;
+    static constexpr int kGroup = 256, kBytes = 110, kZero = 4, kMostBySpan = 0;
     template <Order kOrder, int, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
         Dwords high[8], x[4], last[4];
         Block b;
@@ -288,15 +305,15 @@ struct Q3_K : Shape<16, false, 7> {
     }
 };
 struct Q2_K : Shape<16, true, 3> {
-    static constexpr int kGroup = 256, kBytes = 84, kZero = 0;
+    static constexpr int kGroup = 256, kBytes = 84, kZero = 0, kMostBySpan = 0;
     template <Order kOrder, int, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
-        Dwords s[4], last[4];
+        Dwords s[21], *q = s + 4;
         Block b;
-        dwords<4>(p, stride, s), dwords<4>(p + 68, stride, last);
-        const Floats d = halves(last[3]), least = -halves(last[3] >> 16);
-        UNROLL for (int n = 0; n < 2; n++) {
-            Dwords q[8];
-            weights<kOrder, 8>(p + 16 + 32 * n, stride, q);
+        if (kIsWhole<kOrder>) dwords<21>(p, stride, s);
+        else dwords<4>(p, stride, s), dwords<21, 17>(p, stride, s);
+        const Floats d = halves(s[20]), least = -halves(s[20] >> 16);
+        UNROLL for (int n = 0; n < 2; n++, q += 8) {
+            if (!kIsWhole<kOrder>) weights<kOrder, 8>(p + 16 + 32 * n, stride, q);
             UNROLL for (int i = 0; i < 8; i++) {
                 UNROLL for (int k = 0; k < 4; k++) b.w[k] = q[4 * (i % 2) + k] >> 2 * (i / 2) & 0x03030303;
                 const Dwords scale = byte(s[2 * n + i / 4], i % 4);
@@ -306,17 +323,17 @@ struct Q2_K : Shape<16, true, 3> {
     }
 };
 struct IQ4_XS : Shape<32, false, kMostByte> {
-    static constexpr int kGroup = 256, kBytes = 136, kZero = kMiddle, kMostBySpan = kTakesSpans ? 2 : 0;
+    static constexpr int kGroup = 256, kBytes = 136, kZero = kMiddle;
     template <Order kOrder, int, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
-        Dwords x[4];
+        constexpr int kOnce = kLanes == 16 ? 2 : 1;  // blocks that are read together
+        Dwords x[4], q[4 * kOnce];
         Block b;
         dwords<4>(p, stride, x);
         const Floats d = halves(x[0]);
         const Dwords high = x[0] >> 16, low = x[1];
         UNROLL for (int i = 0; i < 8; i++) {
-            Dwords q[4];
-            weights<kOrder, 4>(p + 8 + 16 * i, stride, q);
-            nibbles(q, b), iq4_values(b);
+            if (i % kOnce == 0) weights<kOrder, 4 * kOnce>(p + 8 + 16 * i, stride, q);
+            nibbles(q + 4 * (i % kOnce), b), iq4_values(b);
             b.d = d * floats((Integers)((low >> 4 * i & 15) | (high >> 2 * i & 3) << 4) - 32), f(b);
         }
     }
@@ -550,7 +567,7 @@ INLINE const uint8_t *each_block(const uint8_t *w, size_t stride, int k, const u
 
 // Multiplies kLanes rows with kC columns into out[column][lane]. `ahead`: weights to prefetch.
 template <class T, int kC>
-void few(const uint8_t *w, size_t stride, int k, const int8_t *x, const Extra *e, float *out, const uint8_t *ahead) {
+INLINE void few_rows(const uint8_t *w, size_t stride, int k, const int8_t *x, const Extra *e, float *out, const uint8_t *ahead) {
     Position<T, kC> at{x, e};
     constexpr Order kOrder = kC > 1 ? Order::kArranged : kDotsOfRows && T::kTakesRows ? Order::kRows : Order::kDwords;
     const int span = T::kFloat ? k : kSpan;
@@ -565,6 +582,14 @@ void few(const uint8_t *w, size_t stride, int k, const int8_t *x, const Extra *e
         for (int c = 0; c < kC; c++) totals[c] += sums[0][c];
     }
     for (int c = 0; c < kC; c++) store(out + c * kLanes, totals[c]);
+}
+
+// For groups of 256 and several columns, gcc 12 would keep a pointer in memory to each dword that it reads of these, and advance all
+// of them: on AVX-512, two rows of Q2_K and Q3_K came to a third of the rate. Other types and levels gain by it, 5 to 10 %.
+template <class T, int kC, class... Args> __attribute__((optimize("no-ivopts"))) void few_groups(Args... args) { few_rows<T, kC>(args...); }
+template <class T, int kC, class... Args> __attribute__((noinline)) void few(Args... args) {
+    if constexpr (kLanes == 16 && T::kGroup == kSpan) few_groups<T, kC>(args...);
+    else few_rows<T, kC>(args...);
 }
 
 // The same where lanes are spans: kLanes rows, one after the other, are `spans` groups of kLanes spans. Prefetches run kSpansAhead
@@ -599,7 +624,7 @@ template <class T> struct alignas(64) Unpacked {
     Floats d, m[T::kMin ? 1 : 0];
 };
 template <class T> void unpack(const uint8_t *w, size_t stride, int k, Unpacked<typename T::Kernels> *to, const uint8_t *ahead, int share) {
-    each_block<T, Order::kDwords, false>(w, stride, k, ahead, share, [&](Block &b) __attribute__((always_inline)) {
+    each_block<T, Order::kArranged, false>(w, stride, k, ahead, share, [&](Block &b) __attribute__((always_inline)) {
         if constexpr (!T::kFloat) arrange<T::kVectors>(b.w);
         UNROLL for (int j = 0; j < T::kVectors; j++) to->w[j] = b.w[j];
         to->d = b.d;
