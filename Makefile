@@ -104,10 +104,6 @@ bench-tui: full   ## the chat: first paint and first token, 10,000 lines, what s
 	$(BIN)/edgeinfer warm $(MODEL) >&2
 	$(BIN)/python benchmarks/bench_tui.py $(ARGS)
 
-bench-replicas: full  ## what replicas of a model in one endpoint give and cost
-	@scripts/setup.sh bench
-	$(BIN)/python benchmarks/bench_replicas.py $(ARGS)
-
 screenshots: full  ## the pictures of the chat and of the page
 	$(BIN)/python scripts/screenshots.py
 	$(BIN)/python scripts/page_screenshots.py

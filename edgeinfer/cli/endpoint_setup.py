@@ -366,11 +366,24 @@ def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> 
     """Return this process's limits on connections and requests. Raises UsageError, ServeError."""
     if (options.tls_cert is None) != (options.tls_key is None):
         raise UsageError("--tls-cert and --tls-key must be given together")
-    for file in (options.tls_cert, options.tls_key):
-        if file is not None and not os.access(file, os.R_OK):
-            raise ServeError(f"{file} cannot be read", hint="check --tls-cert and --tls-key")
+    if options.tls_cert is not None:
+        _check_certificate(options.tls_cert, options.tls_key)
     descriptors = max(lifecycle.raise_descriptor_limit() - _OWN_DESCRIPTORS, _OWN_DESCRIPTORS // 8)
     return Limits(max_connections=min(Limits().max_connections, descriptors), max_queue=max_queue)
+
+
+def _check_certificate(cert: str, key: str) -> None:
+    """Raise ServeError unless OpenSSL accepts both files, which are then read again."""
+    import ssl  # only for TLS: it takes 10 ms
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
+    except OSError as error:  # also SSLError
+        reason = error.strerror or str(error)
+        problem = f"--tls-cert {cert} and --tls-key {key} cannot be used: {reason}"
+        raise ServeError(
+            problem, hint="name a certificate and its unencrypted key, both PEM files"
+        ) from error
 
 
 def pick(typed: T | None, default: T) -> T:

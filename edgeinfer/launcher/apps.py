@@ -91,17 +91,26 @@ class Apps:
 
     def start_worker(self, app: LaunchedApp, wanted: messages.StartWorker) -> None:
         """Start a process that serves an engine, and send `app` the other end of its socket."""
-        client_link, worker_link = _socket.socketpair()
         resume = "auto" if self.choice.snapshot else self.choice.resume
         choice = selection.LaunchChoice(wanted.model, wanted.requested, resume)
         request = LaunchRequest(role="worker", model=wanted.model, options=wanted.options)
+        fds = [0, 1, 2]
         try:
-            self.start(choice, request, [0, 1, 2, worker_link.detach()])
-        except EdgeInferError as error:
-            messages.send(app.link, messages.Failed(error=to_fields(error)))
-        else:
-            messages.send(app.link, messages.WorkerStarted(), [client_link.fileno()])
-        client_link.close()
+            client_link, worker_link = _socket.socketpair()
+            fds.append(worker_link.detach())
+            try:
+                self.start(choice, request, fds)
+                # an app that has ended gets none, and its worker ends as the link closes
+                started = messages.WorkerStarted()
+                process.quietly(messages.send, app.link, started, [client_link.fileno()])
+            finally:
+                client_link.close()
+        except (EdgeInferError, OSError) as error:
+            for fd in fds[3:]:
+                os.close(fd)
+            if not isinstance(error, EdgeInferError):
+                error = EdgeInferError(f"no process can be started for {wanted.model}: {error}")
+            process.quietly(messages.send, app.link, messages.Failed(error=to_fields(error)))
 
     def start_resumed(
         self,

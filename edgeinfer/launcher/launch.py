@@ -28,7 +28,8 @@ _BACK_OFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 _HEALTHY_S = 60.0
 #: Signals by which a user ends a process. An app that such a signal ended is not restarted.
 _ASKED_TO_END = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT)
-#: Exit code after an unexpected exception (`cli.main`): `serve` starts its app again.
+#: Exit code after an unexpected exception (`cli.main`): `serve` starts its app again, but not if its
+#: first app ends so within `_HEALTHY_S`, because then the next ones would, too.
 _UNEXPECTED = 70
 
 
@@ -54,13 +55,16 @@ class Launcher:
             self._apps.fds += [listener.detach() for listener in process_env.listen(self.argv)]
         if self.argv[0] == "chat":
             self._terminal.watch()
+        self._start_verb()
+        gc.enable()
+        while True:
+            self._turn()
+
+    def _start_verb(self) -> None:
         try:
             self._main = self._apps.start_verb()
         except EdgeInferError as error:
             _fail(error)
-        gc.enable()
-        while True:
-            self._turn()
 
     @property
     def _serves(self) -> bool:
@@ -171,7 +175,9 @@ class Launcher:
         crashed = event == "signal" or number == _UNEXPECTED
         if crashed:
             self._terminal.restore()
-        if crashed and self._serves and not self._asked_to_end:
+        is_first_start = not self._crashes and time.monotonic() - app.started_s < _HEALTHY_S
+        may_recover = event == "signal" or not is_first_start
+        if crashed and self._serves and not self._asked_to_end and may_recover:
             self._restart(app, ending)
             return
         if event == "exit":
@@ -195,7 +201,7 @@ class Launcher:
         if wait_s:
             time.sleep(wait_s)
         self._apps.measure_from_now()
-        self._main = self._apps.start_verb()
+        self._start_verb()
 
     def _leave(self, code: int) -> None:
         self._terminal.dismiss_guard()

@@ -80,7 +80,10 @@ def _warm(word: str, models: set[str]) -> str:
 
 
 def read_config() -> dict[str, Any]:
-    """Return the content of config.toml, not validated; {} if it is missing or unreadable."""
+    """Return config.toml without sections that are no tables; {} if it is missing or unreadable.
+
+    The app reports what is wrong.
+    """
     path = paths.config_file()
     if not os.path.exists(path):
         return {}
@@ -88,9 +91,12 @@ def read_config() -> dict[str, Any]:
 
     try:
         with open(path, "rb") as file:
-            return tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError):
+            config = tomllib.load(file)
+    except (OSError, ValueError, RecursionError):
         return {}
+    return {
+        key: value for key, value in config.items() if key == "default-model" or type(value) is dict
+    }
 
 
 def find(model: str, options: dict[str, str]) -> tuple[str, storage.Manifest]:

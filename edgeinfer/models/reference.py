@@ -25,6 +25,7 @@ from edgeinfer.models.external_stores import stores
 from edgeinfer.models.external_stores.reader import ExternalModel
 from edgeinfer.models.names import Reference
 from edgeinfer.models.store import PulledFile, PulledModel, list_pulled, read_record
+from edgeinfer.platform import paths
 from edgeinfer.runtime.options import ModelFiles
 
 _E = TypeVar("_E", CatalogError, UsageError)
@@ -121,7 +122,7 @@ def resolve(text: str) -> ModelRef:
 
 def _resolve(text: str) -> ModelRef:
     if names.is_path(text):
-        return ModelRef(text=text, kind="file", name=str(Path(text).expanduser().absolute()))
+        return ModelRef(text=text, kind="file", name=paths.absolute_path(text))
     pulled = None if stores.is_name(text) else _find_pulled(text)
     if pulled is not None:
         entry = load_catalog().get(pulled.base)

@@ -61,6 +61,14 @@ def shared_with(environment: Mapping[str, str]) -> bool:
     return any(base(kind, environment) == base(kind) for kind in _XDG)
 
 
+def absolute_path(text: str) -> str:
+    """Return a path without `~`, `.` and `..`. A link stays, but one before `..` is followed."""
+    path = os.path.join(os.getcwd(), os.path.expanduser(text))
+    if os.pardir in path.split("/"):
+        path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+    return os.path.normpath(path)
+
+
 def config_file() -> str:
     """Return the path of config.toml, which `EDGEINFER_CONFIG` overrides."""
     return os.environ.get("EDGEINFER_CONFIG") or os.path.join(base("config"), "config.toml")

@@ -180,7 +180,7 @@ def safe_name(model: str) -> str:
         plain = plain.removesuffix(":latest") if plain.startswith("ollama/") else plain
         model = f"{plain}+{short_hash(plain)}"
     elif "/" in model or model.endswith(".gguf"):
-        path = os.path.abspath(os.path.expanduser(model))
+        path = paths.absolute_path(model)
         model = f"{os.path.basename(path)}+{short_hash(path)}"
     safe = "".join(c if c.isascii() and (c.isalnum() or c in "._+-") else "+" for c in model)
     return safe.lstrip(".") or "model"

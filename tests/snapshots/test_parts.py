@@ -6,10 +6,12 @@ import mmap
 import os
 import random
 import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -30,8 +32,10 @@ from edgeinfer.errors import (
     SnapshotUnsafeError,
 )
 from edgeinfer.host import EngineHost, ProcessStart
-from edgeinfer.launcher import builds, selection, supervise
+from edgeinfer.launcher import builds, launch, messages, process_env, selection, supervise
+from edgeinfer.launcher.apps import Apps
 from edgeinfer.launcher.messages import LaunchRequest
+from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes, locked
 from edgeinfer.platform.page_cache import is_cold
@@ -413,6 +417,76 @@ def test_a_worker_loads_itself_what_its_snapshot_does_not_serve(model, monkeypat
     assert host.start.how == "cold"
 
 
+@pytest.mark.parametrize(
+    ("ending", "crashes", "alive_s", "is_restarted"),
+    [
+        ("exit 70", 0, 1, False),
+        ("exit 70", 0, 100, True),
+        ("exit 70", 2, 1, True),
+        ("signal 9", 0, 1, True),
+        ("exit 2", 0, 100, False),
+    ],
+)
+def test_serve_is_restarted_unless_its_first_start_fails(
+    monkeypatch, ending, crashes, alive_s, is_restarted
+):
+    calls = []
+    starting = launch.Launcher(["serve"], 0, 0)
+    starting._apps.fds.append(3)  # a listening socket
+    starting._crashes = crashes
+    monkeypatch.setattr(starting, "_leave", lambda code: calls.append(code))
+    monkeypatch.setattr(starting, "_restart", lambda *_: calls.append("restarted"))
+    starting._finish(SimpleNamespace(started_s=time.monotonic() - alive_s), ending)
+    assert calls == (["restarted"] if is_restarted else [int(ending.split()[1])])
+
+
+@pytest.mark.parametrize("app_has_ended", [False, True])
+@pytest.mark.parametrize("problem", [SnapshotMissingError("m"), OSError(24, "too many files")])
+def test_a_worker_that_cannot_start_leaves_no_descriptor(monkeypatch, problem, app_has_ended):
+    apps = Apps(["serve"], select.poll(), 0, 0)
+    app_end, launcher_end = socket.socketpair()
+
+    def start(choice, request, fds):
+        raise problem
+
+    monkeypatch.setattr(apps, "start", start)
+    app = SimpleNamespace(link=launcher_end)
+    request = messages.StartWorker(model="m", options=b"{}", requested={})
+    if app_has_ended:
+        app_end.close()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        apps.start_worker(app, request)
+    assert len(os.listdir("/proc/self/fd")) == before
+    if not app_has_ended:
+        answer, _ = messages.receive(app_end)
+        assert isinstance(answer, messages.Failed)
+    launcher_end.close()
+    app_end.close()
+
+
+@pytest.mark.parametrize("text", [b"load = 5", b"\xff", b"[" * 3000, b'serve = "x"\n[load]\nctx = 512'])
+def test_a_launch_leaves_a_wrong_configuration_to_the_app(tmp_path, monkeypatch, text):
+    monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.toml").write_bytes(text)
+    assert selection.launch_choice(["run", "hi"]).model
+    (listener,) = process_env.listen(["serve", "--port", "0"])
+    listener.close()
+
+
+def test_a_path_has_one_name_for_launcher_and_catalogue(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real/below").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real/below")
+    file = make_llama(tmp_path / "real/x.gguf", 64)
+    (tmp_path / "moved.gguf").symlink_to(file)
+    for typed in ("real/x.gguf", "./real//x.gguf", "real/below/../x.gguf", "link/../x.gguf", str(file)):
+        assert resolve(typed).name == str(file)
+        assert storage.safe_name(typed) == storage.safe_name(str(file))
+    assert resolve("./moved.gguf").name == str(tmp_path / "moved.gguf")
+
+
 def test_endpoint_on_a_terminal_says_what_to_do_with_it(capsys, monkeypatch):
     EngineHost().listens_at("http://127.0.0.1:8080")
     assert capsys.readouterr().err == "", "a log gets no such line"
@@ -577,9 +651,12 @@ def test_spin_count_is_set_while_libgomp_is_mapped_and_not_inherited(
 
 LIMITED = """
 import resource
+import select
 import sys
+import time
 from types import SimpleNamespace
 from edgeinfer.launcher.messages import LaunchRequest
+from edgeinfer.models.reference import resolve
 from edgeinfer.snapshots.restore import app_process
 env = "A=1" if len(sys.argv) == 1 else "EDGEINFER_DEBUG=1"
 app_process.adopt_environment(LaunchRequest(role="verb", env=(env,), limits={"RLIMIT_CORE": "4096"}))

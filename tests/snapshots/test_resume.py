@@ -6,6 +6,7 @@ import select
 import shutil
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 from other_processes import command_name, descendants, has_ended, private_bytes, wait_until
@@ -50,6 +51,26 @@ def test_a_warm_model_is_resumed_and_answers_as_a_cold_one_does(warm):
 def test_a_warm_model_is_resumed_however_it_is_spelled(warm, typed):
     outcome = warm.run("run", typed, "Hi", "--max-tokens", "2", "--json", timeout=60)
     assert outcome.start["how"] == "resumed"
+
+
+@pytest.mark.parametrize("to_folder", [False, True])
+def test_a_link_that_leads_to_another_file_is_not_resumed(user, smollm2, to_folder):
+    folders = [user.home / "first", user.home / "second"]
+    for folder in folders:
+        folder.mkdir()
+        shutil.copy(smollm2, folder / "m.gguf")
+    link = user.home / "link"
+    typed = str(link / "m.gguf") if to_folder else f"{link}.gguf"
+    user.settings(NO_AUTO_WARM)
+    for folder, how in zip(folders, ("resumed", "cold"), strict=True):
+        link, target = (link, folder) if to_folder else (Path(typed), folder / "m.gguf")
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        if how == "resumed":
+            user.run("warm", typed, "--quiet").check()
+        outcome = user.run("run", typed, "Hi", "--max-tokens", "2", "--json")
+        assert outcome.start["how"] == how
+    assert "was changed" in outcome.start["reason"]
 
 
 def test_a_resumed_process_has_the_sandbox(warm):

@@ -61,7 +61,11 @@ def configured_keys(file: str | None = None) -> Keys:
     if typed:
         return Keys([_check(typed, "EDGEINFER_API_KEY")])
     named = file or os.environ.get("EDGEINFER_API_KEY_FILE", "")
-    return Keys(read_keys(Path(named))) if named else Keys([])
+    try:
+        return Keys(read_keys(Path(named)) if named else [])
+    except FileNotFoundError as error:
+        hint = "name a file with an API key a line; `openssl rand -hex 32` makes a key"
+        raise ServeError(f"there is no file {named}", hint=hint) from error
 
 
 def stored_keys() -> tuple[Keys, bool]:
@@ -97,18 +101,18 @@ def own_key() -> str:
 def read_keys(path: Path) -> list[str]:
     """Read a file of keys, one a line, with `#` comments. Raises FileNotFoundError, ServeError."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with path.open(encoding="utf-8") as file:
+            info = os.fstat(file.fileno())
+            if not _is_private(info):
+                message = f"{path} holds API keys but other users can read it"
+                raise ServeError(message, hint=f"chmod 600 {path}")
+            lines = [line.strip() for line in file]
     except FileNotFoundError:
         raise
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         hint = "make the file of API keys readable for you, and only for you"
-        raise ServeError(f"{path}: {error.strerror}", hint=hint) from error
-    with os.fdopen(descriptor, encoding="utf-8") as file:
-        info = os.fstat(file.fileno())
-        if not _is_private(info):
-            message = f"{path} holds API keys but other users can read it"
-            raise ServeError(message, hint=f"chmod 600 {path}")
-        lines = [line.strip() for line in file]
+        raise ServeError(f"{path}: {reason}", hint=hint) from error
     keys = [_check(line, str(path)) for line in lines if line and not line.startswith("#")]
     if not keys:
         hint = f"remove it: the next `edgeinfer serve` makes one ({path})"

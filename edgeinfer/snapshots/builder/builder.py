@@ -208,7 +208,9 @@ class Builder:
         keys = {"sha256": parked.info.sha256, "criu": request.version}
         manifest.keys = fingerprint.machine_keys() | keys
         foreign = [path for path in parked.files if not path.startswith(f"{self._folder}/")]
-        stamps = {path: fingerprint.stamp(path) for path in (*foreign, request.criu)}
+        # paths as the user names them, too: a link may lead to another file later
+        named = request.inputs.stamps
+        stamps = {path: fingerprint.stamp(path) for path in (*foreign, *named, request.criu)}
         self._refuse_changed(stamps)
         manifest.files = stamps | fingerprint.package_stamps()
         manifest.images = {storage.MEMORY: os.path.getsize(self._folder / storage.MEMORY)}
@@ -255,7 +257,7 @@ class Builder:
         files = self._request.inputs.files
         pulled = {os.path.realpath(files.paths[0]): files.sha256} if len(files.paths) == 1 else {}
         paths = filter(os.path.isfile, manifest.files)
-        return {path: pulled.get(path) or sha256_of(Path(path)) for path in paths}
+        return {path: pulled.get(os.path.realpath(path)) or sha256_of(Path(path)) for path in paths}
 
     def _publish(self, manifest: storage.Manifest, details: Details) -> None:
         """Flush all to the disk, then rename the manifest into place: the snapshot is complete."""

@@ -11,6 +11,7 @@ It runs at idle priority and adds a line to `auto-warm.log` in the state directo
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -46,7 +47,7 @@ from edgeinfer.units import format_bytes
 #: Stage name while another process builds the same snapshot.
 WAITING = "waiting for another build of this snapshot"
 #: Lock of builds at low priority, so that only one of them runs at a time.
-BACKGROUND_LOCK = ".auto-warm.lock"
+BACKGROUND_LOCK, _WAITING_LOCK = ".auto-warm.lock", ".auto-warm.waiting.lock"
 #: Estimated disk space (bytes) of a snapshot: Python's heap, touched KV cache, compute buffers.
 _NEED_BYTES = 400 << 20
 _BUILDER = "edgeinfer.snapshots.builder.builder"
@@ -267,11 +268,16 @@ def build_if_useful(model: str, options: LoadOptions) -> str:
 
 
 def main() -> None:
-    """Run one background build at idle priority, after any other one has ended."""
+    """Run one background build at idle priority, after the one that runs now.
+
+    Only one waits: further cold starts ask again if their snapshot is still missing.
+    """
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     process.use_lowest_priority()
-    with locked(paths.private_dir(paths.state_dir()) / BACKGROUND_LOCK):
+    folder = paths.private_dir(paths.state_dir())
+    with locked(folder / _WAITING_LOCK, sys.exit) as waiting, locked(folder / BACKGROUND_LOCK):
+        fcntl.flock(waiting, fcntl.LOCK_UN)
         outcome = build_if_useful(sys.argv[1], msgspec.json.decode(sys.argv[2], type=LoadOptions))
         builds.log(outcome)
 

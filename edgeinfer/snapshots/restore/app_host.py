@@ -270,7 +270,8 @@ class AppHost(EngineHost):
         note = f"{name}: not built before these options are used again"
         if builds.was_logged(note):
             return False
-        builds.log(note)
+        with contextlib.suppress(OSError, EdgeInferError):  # a full disk or a state folder of others
+            builds.log(note)
         return True
 
     def _tell(self, message: messages.LauncherMessage, fds: Sequence[int] = ()) -> None:

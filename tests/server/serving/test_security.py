@@ -317,6 +317,19 @@ def test_tls_needs_both_files(tmp_path):
         limits(_options("--tls-cert", str(tmp_path / "a"), "--tls-key", str(tmp_path / "b")))
 
 
+@pytest.mark.parametrize("content", [None, b"", b"junk", b"\xff\xfe\0"])
+def test_bad_files_of_keys_and_certificates_are_refused_in_words(tmp_path, content):
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_bytes(content)
+        file.chmod(0o600)
+    for path in (file, tmp_path):
+        with pytest.raises(ServeError):
+            limits(_options("--tls-cert", str(path), "--tls-key", str(path)))
+        with pytest.raises(ServeError):
+            keys.configured_keys(str(path))
+
+
 def test_tls_is_served(serve, tmp_path):
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = (
