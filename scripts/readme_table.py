@@ -148,6 +148,7 @@ def main() -> None:
     add_out(parser)
     options = parser.parse_args()
     shutil.rmtree(PARTS, ignore_errors=True)
+    WORK.mkdir(exist_ok=True)
     names = list(BENCHMARKS)
     if os.geteuid():
         names.remove("larger")
