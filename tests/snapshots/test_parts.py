@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from fake_engine import FakeEngine
 from made_models import make_llama
-from other_processes import run, run_python
+from other_processes import run, run_python, wait_until
 
 from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import build_parser
@@ -485,6 +485,16 @@ def test_a_path_has_one_name_for_launcher_and_catalogue(tmp_path, monkeypatch):
         assert resolve(typed).name == str(file)
         assert storage.safe_name(typed) == storage.safe_name(str(file))
     assert resolve("./moved.gguf").name == str(tmp_path / "moved.gguf")
+
+
+def test_only_one_background_build_waits_for_another(tmp_path, monkeypatch):
+    monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
+    command = [sys.executable, "-m", "edgeinfer.snapshots.builder.jobs", "nosuch", "{}"]
+    with locked(paths.private_dir(paths.state_dir()) / jobs.BACKGROUND_LOCK):
+        builders = [subprocess.Popen(command) for _ in range(3)]
+        wait_until(lambda: sum(b.poll() is not None for b in builders) == 2, "two builders to end")
+    assert [builder.wait(60) for builder in builders] == [0, 0, 0]
+    assert (tmp_path / "state/auto-warm.log").read_text().count("not built") == 1
 
 
 def test_endpoint_on_a_terminal_says_what_to_do_with_it(capsys, monkeypatch):
