@@ -163,14 +163,19 @@ def _oci(text: str) -> OciArtifact:
     return OciArtifact(match["registry"], match["name"], match["digest"] or match["tag"] or "latest")
 
 
-def _url(text: str) -> Url:
+def is_address(url: str) -> bool:
+    """Return whether a URL has no spaces, and no host or port that cannot exist."""
     try:
-        parts = urlsplit(text)
-        # a port above 65,535 raises, and so does a label that the resolver would refuse
-        is_valid = (parts.hostname or "").encode("idna") and parts.port != 0 and " " not in text
+        parts = urlsplit(url)
+        (parts.hostname or "").encode("idna")  # raises at a label that the resolver would refuse
+        return parts.port != 0 and " " not in url  # a port above 65,535 raises
     except ValueError:
-        is_valid = False
-    if not is_valid or parts.username is not None or parts.fragment:
+        return False
+
+
+def _url(text: str) -> Url:
+    parts = urlsplit(text) if is_address(text) else None
+    if parts is None or not parts.hostname or parts.username is not None or parts.fragment:
         hint = "https://HOST/PATH.gguf, without a user or a #fragment"
         raise UsageError(f"{text!r} is not a file's address", hint=hint)
     return Url(text)

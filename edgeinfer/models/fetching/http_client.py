@@ -15,6 +15,7 @@ import httpx2  # slow import (75 to 120 ms): only a pull imports this module
 
 from edgeinfer.config.config_file import refuse_offline
 from edgeinfer.errors import AuthenticationError, DownloadError, SourceNotFoundError
+from edgeinfer.models.sources import is_address
 
 #: Largest manifest, token or error response (bytes); registries have the same limit.
 SMALL_BYTES = 4 << 20
@@ -36,9 +37,8 @@ def client(origin: str, timeout: float | httpx2.Timeout) -> Iterator[httpx2.Clie
             location = response.headers["Location"]
             try:
                 target = response.url.join(location)
-                target.host.encode("idna")  # as the resolver does
-                if (target.port or 0) > 65_535:
-                    raise ValueError("the port is too large")
+                if not is_address(str(target)):
+                    raise ValueError("no host or port that can exist")
             except (httpx2.InvalidURL, ValueError) as error:
                 problem = f"the server redirects to {location[:80]!r}, which is not an address"
                 raise DownloadError(f"{origin}: {problem}", hint=OTHER_SOURCE) from error
