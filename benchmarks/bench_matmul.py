@@ -118,11 +118,12 @@ def serve_side(side: str, level: str, ik: str) -> None:
         print(json.dumps(times), flush=True)
 
 
-def peak(level: str) -> list[float]:
+def peak(level: str, file: Path | None = None) -> list[float]:
     """Return the machine's limits at a level of x86-64, zeros at others.
 
     They are the most G multiply-accumulates per second of two threads; and GB/s that a plain loop reads
-    with one thread and with two at best, and with two at the median.
+    with one thread and with two at best, and with two at the median: of memory, or of a file of at least
+    256 MB that is in the page cache, mapped.
     """
     if level not in _LEVELS:
         return [0.0, 0.0, 0.0, 0.0]
@@ -130,7 +131,9 @@ def peak(level: str) -> list[float]:
         program = Path(work) / "peak"
         options = ["-O3", *_LEVELS[level][1].split(), "-pthread"]
         subprocess.run(["gcc", *options, _PEAK, "-o", program], check=True)
-        done = subprocess.run([program], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [program, *([file] if file else [])], capture_output=True, text=True, check=True
+        )
     return [float(rate) for rate in done.stdout.split()]
 
 
