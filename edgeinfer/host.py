@@ -143,6 +143,12 @@ class EngineHost:
 
         return find(text)
 
+    def model_or_prompt(self, text: str) -> ModelRef | None:
+        """Like `find_model`, but raise UnknownModelError if `text` is almost a model's name."""
+        from edgeinfer.models.reference import find_unless_misspelt
+
+        return find_unless_misspelt(text, self.config.default_model)
+
     def engine(
         self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
     ) -> Engine:

@@ -298,6 +298,7 @@ def _stored_models() -> list[AvailableModel]:
             quantization=m.quantization,
             n_params=m.n_params,
             can_see=m.projector is not None,
+            other_names=m.other_names,
         )
         for m in list_pulled()
     ]

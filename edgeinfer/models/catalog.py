@@ -182,16 +182,6 @@ class Model(_Table, frozen=True, kw_only=True):
 Catalog = dict[str, Model]
 
 
-def similar_names_hint(name: str, candidates: Any) -> str | None:
-    """Return a hint with up to three `candidates` that resemble `name`, or None."""
-    names = list(dict.fromkeys(candidates))
-    near = [known_name for known_name in names if len(name) > 2 and known_name.startswith(name)]
-    near += difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    near += [known_name for known_name in names if len(name) > 2 and name in known_name]
-    near = list(dict.fromkeys(near))[:3]
-    return f"did you mean {' or '.join(near)}? `edgeinfer list` shows every model" if near else None
-
-
 def shipped_path() -> Path:
     return paths.shipped_file(FILE_NAME)
 

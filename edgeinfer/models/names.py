@@ -21,6 +21,8 @@ _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
+#: The tag that Ollama adds to a name without one.
+LATEST = ":latest"
 
 
 class Reference(msgspec.Struct, frozen=True):
@@ -46,12 +48,23 @@ def model_name(text: str) -> str:
     return text
 
 
+def plain_name(text: str) -> str:
+    """Return a model's name in lower case and without the tag `:latest`, for comparisons."""
+    return text.lower().removesuffix(LATEST)
+
+
 def parse_reference(text: str) -> Reference:
     """Parse `NAME` or `NAME:QUANT` in any letter case. Raises UsageError."""
-    name, colon, quant = text.partition(":")
+    name, colon, quant = plain_name(text).partition(":")
     if colon:
         parse_file_type(quant, text)
-    return Reference(model_name(name.lower()), quant.upper())
+    return Reference(model_name(name), quant.upper())
+
+
+def find_reference(text: str) -> Reference | None:
+    """Parse like `parse_reference`; return None for a tag that is not a quantization (`qwen3:4b`)."""
+    _, colon, tag = plain_name(text).partition(":")
+    return None if colon and file_type(tag) is None else parse_reference(text)
 
 
 def pulled_folder(ref: Reference) -> Path:

@@ -61,6 +61,8 @@ def pull(
         pulled = None if options.again else _find_unchanged(plan, job)
         if pulled is not None and (not options.sha256 or pulled.sha256 == plan.sha256):
             _refuse_other_type(pulled, options.quantize)
+            if options.name or names.is_path(text) or sources.looks_like_source(text):
+                _refuse_other_source(pulled, plan, in_place=options.in_place)
             return pulled
         fetched, source = fetch_first_working(plan, work, job, options)
         if fetched[0].checkpoint and not plan.quantize:
@@ -73,6 +75,22 @@ def _refuse_other_type(pulled: PulledModel, type_name: str) -> None:
         command = f"`edgeinfer quantize {pulled.name} {type_name}`"
         hint = f"quantize it: {command}, or fetch it again: --again"
         raise UsageError(f"{pulled.name} is here already, in {pulled.quantization}", hint=hint)
+
+
+def _refuse_other_source(pulled: PulledModel, plan: PullPlan, *, in_place: bool) -> None:
+    """Raise UsageError if the stored model is from elsewhere, or a copy that should be in place."""
+    if pulled.source not in map(_source_text, plan.candidates):
+        difference = f"from {pulled.source}"
+    elif in_place and not pulled.in_place:
+        difference = "as a copy"
+    else:
+        return
+    hint = "give this one another name (`--name NAME`), or replace the other one: --again"
+    raise UsageError(f"{pulled.name} is here already, {difference}", hint=hint)
+
+
+def _source_text(parts: tuple[sources.Source, ...]) -> str:
+    return " + ".join(map(str, parts))
 
 
 def _with_type(plan: PullPlan, type_name: str) -> PullPlan:
@@ -120,7 +138,7 @@ def fetch_first_working(
     """Fetch and verify the files of the first source that works. Raises one error with all messages."""
     failures: list[CatalogError] = []
     for parts in plan.candidates:
-        source = " + ".join(map(str, parts))
+        source = _source_text(parts)
         try:
             fetched = fetch(parts, plan, work, job, in_place=options.in_place)
             if plan.projector is not None:

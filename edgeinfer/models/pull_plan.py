@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.errors import UnknownModelError, UsageError
-from edgeinfer.models import names, sources
-from edgeinfer.models.catalog import Catalog, Model, similar_names_hint
+from edgeinfer.models import lookup, names, sources
+from edgeinfer.models.catalog import Catalog, Model
 from edgeinfer.models.names import Reference
 from edgeinfer.models.progress import Job
 from edgeinfer.platform.disk import sha256_of
@@ -70,10 +70,10 @@ def plan_pull(text: str, catalog: Catalog, name: str | None = None) -> PullPlan:
     if sources.looks_like_source(text):
         source = sources.parse(text)
         return PullPlan(ref=given_ref or _named_after(_stem(source), catalog), candidates=((source,),))
-    ref = names.parse_reference(text)
-    entry = catalog.get(ref.name)
-    if entry is None:
-        hint = names.path_hint(text) or similar_names_hint(ref.name, catalog)
+    ref = names.find_reference(text)
+    entry = catalog.get(ref.name) if ref is not None else None
+    if ref is None or entry is None:
+        hint = names.path_hint(text) or lookup.did_you_mean(text, catalog)
         raise UnknownModelError(f"no model is called {text!r}", hint=hint)
     return _of_entry(entry, ref, given_ref)
 

@@ -1,13 +1,14 @@
 """Find the model that a user means: `resolve` returns a `ModelRef`, which callers pass on.
 
-A model reference is a path, a pulled model (`NAME` or `NAME:QUANT`), the source that a model was pulled
-from, a model of another program (`ollama/NAME`), or a name in the catalogue.
+A model reference is a path, a name of a model that was pulled or that another program has stored (by
+`lookup.find`), a source, or a name in the catalogue.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
@@ -19,17 +20,13 @@ from edgeinfer.errors import (
     UnknownModelError,
     UsageError,
 )
-from edgeinfer.models import gguf, names, projectors, sources
-from edgeinfer.models.catalog import Model, load_catalog, similar_names_hint
+from edgeinfer.models import gguf, lookup, names, projectors, sources
+from edgeinfer.models.catalog import Model, load_catalog
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.external_stores.reader import ExternalModel
-from edgeinfer.models.names import Reference
-from edgeinfer.models.store import PulledFile, PulledModel, list_pulled, read_record
+from edgeinfer.models.store import PulledFile, PulledModel, find_pulled, list_pulled
 from edgeinfer.platform import paths
 from edgeinfer.runtime.options import ModelFiles
-
-_E = TypeVar("_E", CatalogError, UsageError)
-
 
 class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
     """A model that a user has named. `name` is its full name; for a file, the absolute path.
@@ -101,12 +98,9 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
         if self.entry is not None or sources.looks_like_source(self.text):
             way = f"pull it first: `edgeinfer pull {self.text}`{_offer()}"
             return ModelNotPulledError(f"{self.text} is not on this machine yet", hint=way)
-        names_here = [*load_catalog(), *(model.name for model in list_pulled())]
-        hint = names.path_hint(self.text) or similar_names_hint(
-            self.text.partition(":")[0].lower(), names_here
-        )
-        error = UnknownModelError(f"no model is called {self.text!r}", hint=hint)
-        return _with_suggestions(error, self.text)
+        near = lookup.did_you_mean(self.text, load_catalog(), _names_here())
+        hint = names.path_hint(self.text) or near
+        return UnknownModelError(f"no model is called {self.text!r}", hint=hint)
 
 
 def resolve(text: str) -> ModelRef:
@@ -114,39 +108,20 @@ def resolve(text: str) -> ModelRef:
 
     Raises UsageError if `text` cannot be a reference, CatalogError if a stored record is damaged.
     """
-    try:
-        return _resolve(text)
-    except UsageError as error:
-        raise _with_suggestions(error, text) from error
-
-
-def _resolve(text: str) -> ModelRef:
     if names.is_path(text):
         return ModelRef(text=text, kind="file", name=paths.absolute_path(text))
-    pulled = None if stores.is_name(text) else _find_pulled(text)
-    if pulled is not None:
+    if pulled := find_pulled(text):
         entry = load_catalog().get(pulled.base)
         return ModelRef(text=text, kind="pulled", name=pulled.name, pulled=pulled, entry=entry)
-    external = stores.find(text)
-    if external is not None:
+    if external := stores.find(text):
         return ModelRef(text=text, kind="external", name=external.name, external=external)
     if sources.looks_like_source(text):
+        if not stores.is_name(text):
+            sources.parse(text)  # raises if it is not valid
         return ModelRef(text=text, kind="absent", name=text)
-    ref = names.parse_reference(text)
-    return ModelRef(text=text, kind="absent", name=str(ref), entry=load_catalog().get(ref.name))
-
-
-def _find_pulled(text: str) -> PulledModel | None:
-    """Find a pulled model by name, by name and quantization, or by its source."""
-    if sources.looks_like_source(text):
-        source_text = str(sources.parse(text))
-        return next((model for model in list_pulled() if model.source == source_text), None)
-    ref = names.parse_reference(text)
-    exact = read_record(names.pulled_folder(ref))
-    if exact is not None or not ref.quant:
-        return exact
-    plain = read_record(names.pulled_folder(Reference(ref.name)))
-    return plain if plain is not None and plain.quantization == ref.quant else None
+    ref = names.find_reference(text)
+    entry = load_catalog().get(ref.name) if ref is not None else None
+    return ModelRef(text=text, kind="absent", name=str(ref or text), entry=entry)
 
 
 def find(text: str) -> ModelRef | None:
@@ -154,16 +129,36 @@ def find(text: str) -> ModelRef | None:
 
     Raises CatalogError if a stored record is damaged.
     """
-    if names.is_path(text):
-        is_file = text.lower().endswith(".gguf") and Path(text).expanduser().is_file()
-        return resolve(text) if is_file else None
-    if "/" in text and (any(c.isspace() for c in text) or stores.find(text) is None):
-        return None
+    if any(map(str.isspace, text)) and not names.is_path(text):
+        return None  # at once: most prompts have spaces
     try:
-        ref = _resolve(text)
+        ref = resolve(text)
     except UsageError:
         return None
+    if ref.kind == "file":
+        is_file = text.lower().endswith(".gguf") and Path(text).expanduser().is_file()
+        return ref if is_file else None
     return ref if ref.kind != "absent" or ref.entry is not None else None
+
+
+def find_unless_misspelt(word: str, default_model: str) -> ModelRef | None:
+    """Like `find`, but raise UnknownModelError if `word` is almost a name, so probably not a prompt.
+
+    It has a digit or a hyphen and resembles a name, or a name begins with it ("gemma", but not "hi").
+    """
+    ref = find(word)
+    if ref is None and re.fullmatch(r"[\w.:-]+", word):
+        near = lookup.similar_names(word, load_catalog(), _names_here())
+        begins_name = len(word) >= 4 and any(name.startswith(word.lower()) for name in near[:1])
+        if begins_name or (near and re.search(r"[\d-]", word)):
+            as_prompt = f"if it is the prompt: `edgeinfer run {default_model} {word}`"
+            hint = f"did you mean {' or '.join(near)}? {as_prompt}"
+            raise UnknownModelError(f"no model is called {word!r}", hint=hint)
+    return ref
+
+
+def _names_here() -> list[str]:
+    return [model.name for model in (*list_pulled(), *stores.usable())]
 
 
 def _offer() -> str:
@@ -173,11 +168,6 @@ def _offer() -> str:
     more = f" ({len(usable) - 1} more: `edgeinfer list`)" if len(usable) > 1 else ""
     first = usable[0]
     return f", or use one that is here, from {first.store}: `edgeinfer chat {first.name}`{more}"
-
-
-def _with_suggestions(error: _E, text: str) -> _E:
-    near = stores.similar_names(text)
-    return type(error)(error.message, hint=f"did you mean {' or '.join(near[:3])}?") if near else error
 
 
 def _files_of_pulled(pulled: PulledModel, entry: Model | None) -> ModelFiles:

@@ -43,7 +43,7 @@ def remove_model(text: str, *, forget: bool = False) -> RemovedModel:
         owner = ref.external.store
         problem = f"{ref.name} belongs to {owner}, whose files edgeinfer never changes"
         raise UsageError(problem, hint=f"remove it with {owner}")
-    if ref.kind == "absent" and sources.looks_like_source(text):
+    if ref.kind == "absent" and (sources.looks_like_source(text) or not names.find_reference(text)):
         raise ref.absence()
     key = ""
     with contextlib.suppress(CatalogError):

@@ -1,7 +1,7 @@
 """Parse the sources of models, as they are written in models.toml and on the command line.
 
     hf:OWNER/REPO/PATH.gguf     one file of a Hugging Face repository
-    hf:OWNER/REPO:QUANT         the files with that quantization; `hf:` may be left out
+    hf:OWNER/REPO:QUANT         the files with that quantization; also without `hf:`, or with `hf.co/`
     hf:OWNER/REPO@REVISION…     the same at a branch, tag or commit
     https://HOST/PATH.gguf      a file of a web server (http: only on the command line)
     file:/PATH.gguf             a file of this machine
@@ -29,7 +29,8 @@ DEFAULT_QUANT = "Q4_K_M"
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _HF = re.compile(
-    rf"(?:hf:)?(?P<repo>{_PART}/{_PART})(?:@(?P<rev>[A-Za-z0-9._/-]+?))?(?::(?P<quant>\w+)|/(?P<path>[^:@]+))?"
+    rf"(?:hf:|hf\.co/|huggingface\.co/)?(?P<repo>{_PART}/{_PART})"
+    r"(?:@(?P<rev>[A-Za-z0-9._/-]+?))?(?::(?P<quant>\w+)|/(?P<path>[^:@]+))?"
 )
 _OBJECT = re.compile(r"(?P<scheme>s3|gs)://(?P<bucket>[A-Za-z0-9][A-Za-z0-9._-]{1,221})/(?P<key>.+)")
 _OCI = re.compile(

@@ -21,8 +21,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from edgeinfer.errors import CatalogError, InvalidGgufError, ModelBusyError
-from edgeinfer.models import gguf, names
+from edgeinfer.errors import CatalogError, InvalidGgufError, ModelBusyError, UsageError
+from edgeinfer.models import gguf, lookup, names
 from edgeinfer.models.names import Reference
 from edgeinfer.models.pull_plan import FetchedFile
 from edgeinfer.platform import disk, paths
@@ -107,6 +107,12 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
         return names.parse_reference(self.name)
 
     @property
+    def other_names(self) -> tuple[str, ...]:
+        """Further names that `lookup.find` accepts: its source, and its name with its quantization."""
+        has_type = bool(self.quantization) and ":" not in self.name
+        return (self.source, *[f"{self.name}:{self.quantization}"] * has_type)
+
+    @property
     def folder(self) -> Path:
         return names.pulled_folder(self.reference)
 
@@ -145,6 +151,14 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 def read_record(folder: Path) -> PulledModel | None:
     """Return the record in `folder`, None if there is none. Raises CatalogError if it is damaged."""
     return _read_json(folder / RECORD, PulledModel, folder.name)
+
+
+def find_pulled(text: str) -> PulledModel | None:
+    """Find a pulled model as `lookup.find` does. Raises CatalogError if its record is damaged."""
+    with suppress(UsageError):
+        if record := read_record(names.pulled_folder(names.parse_reference(text))):
+            return record
+    return lookup.find(text, list_pulled())
 
 
 def _read_json(path: Path, kind: type[T], rm_argument: str) -> T | None:

@@ -158,15 +158,16 @@ class RequestContext:
     def name_model(self, name: str | None) -> None:
         """Set `model`, and `adapter` if the request names a LoRA adapter in place of a model.
 
-        The header `x-edgeinfer-model` tells the client if the model has another name than it sent.
-        Raises UnknownModelError.
+        If there is only one model, any name means it, unless clients may pull others. The header
+        `x-edgeinfer-model` tells the client if the model has another name than it sent. Raises
+        UnknownModelError.
         """
         models = self.endpoint.models
         try:
             self.model = models.resolve(name)
         except UnknownModelError:
             owner = models.owner_of_adapter(name or "")
-            model = owner or (models.only_model() if self.dialect.answers_any_name else None)
+            model = owner or (models.only_model() if self.endpoint.model_admin is None else None)
             if model is None:
                 raise
             self.model, self.adapter = model, (name or "") if owner else ""

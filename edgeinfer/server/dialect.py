@@ -134,9 +134,6 @@ class Dialect:
     comment: Callable[[str], bytes] = sse_comment
     #: Whether the header Content-Type must say JSON. Ollama does not check it, and its clients omit it.
     checks_body_type: bool = True
-    #: Whether an endpoint with only one model uses it for any name. Ollama's clients need an error
-    #: instead: they then pull the model.
-    answers_any_name: bool = True
     #: Unknown paths with this prefix get this dialect's errors.
     prefix: str = ""
 

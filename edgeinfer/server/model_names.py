@@ -1,20 +1,20 @@
-"""Names of models in requests: aliases of the configuration, and Ollama's spellings."""
+"""Names of models in requests: aliases of the configuration, and names as Ollama lists them."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from fnmatch import fnmatchcase
 
+from edgeinfer.models import lookup
 from edgeinfer.models.external_stores.ollama import PREFIX
+from edgeinfer.models.names import LATEST, plain_name
 
 #: In `[serve.aliases]`, a target that stands for the endpoint's default model.
 DEFAULT = "default"
-#: The tag that Ollama adds to a name without one.
-LATEST = ":latest"
 
 
 class Aliases:
-    """The table `[serve.aliases]`: name or pattern → model. Exact names take precedence over patterns.
+    """The table `[serve.aliases]`: name or pattern → model, in any letter case. Exact names come first.
 
     `has_catch_all`: the table has the pattern `"*"`. `"*" = ""` refuses unknown names, even if the
     endpoint has only one model.
@@ -22,19 +22,19 @@ class Aliases:
 
     def __init__(self, table: Mapping[str, str]) -> None:
         self.exact = {name: target for name, target in table.items() if "*" not in name}
+        self._by_name = {plain_name(name): target for name, target in self.exact.items()}
         self._patterns = {name: target for name, target in table.items() if "*" in name and target}
         self.has_catch_all = "*" in table
 
+    def by_name(self, name: str) -> str | None:
+        """Return the model of which `name` is an alias, compared like names; None if it is none."""
+        aliases = (spelled for spelled in lookup.spellings(name) if spelled in self._by_name)
+        return next(map(self._by_name.__getitem__, aliases), None)
+
     def by_pattern(self, name: str) -> str | None:
         """Return the model of the longest pattern that matches `name`; None if there is none."""
-        fitting = [pattern for pattern in self._patterns if fnmatchcase(name, pattern)]
+        fitting = [each for each in self._patterns if fnmatchcase(name.lower(), each.lower())]
         return self._patterns[max(fitting, key=len)] if fitting else None
-
-
-def spellings(name: str) -> tuple[str, ...]:
-    """Return the models that `x:latest` may mean: `x:latest`, `x`, and Ollama's own `ollama/x`."""
-    plain = name.removesuffix(LATEST)
-    return (name, plain, PREFIX + plain)
 
 
 def ollama_name(name: str, taken_names: Container[str] = ()) -> str:
@@ -47,10 +47,13 @@ def ollama_name(name: str, taken_names: Container[str] = ()) -> str:
     return plain if ":" in plain else plain + LATEST
 
 
-def where_to_get(missing: str) -> str:
-    """Return a hint that says how to get the model `missing`."""
+def where_to_get(missing: str, here: Iterable[str]) -> str:
+    """Return a hint that says how to get the model `missing`, or names that resemble it."""
     from edgeinfer.models.catalog import load_catalog  # this import takes 8 ms, and only errors need it
 
-    if "/" in missing or missing.partition(":")[0] in load_catalog():
+    catalog = load_catalog()
+    if "/" in missing or missing.partition(":")[0] in catalog:
         return f"`edgeinfer pull {missing}`, or GET /v1/models"
-    return "GET /v1/models lists the models; `[serve.aliases]` in the configuration adds names"
+    near = lookup.similar_names(missing, catalog, here)
+    guess = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"{guess}GET /v1/models lists the models; `[serve.aliases]` in the configuration adds names"

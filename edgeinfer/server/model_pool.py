@@ -17,11 +17,13 @@ import msgspec
 
 from edgeinfer.errors import EdgeInferError, OutOfMemoryError, UnknownModelError
 from edgeinfer.host import LoadProgress
+from edgeinfer.models import lookup
+from edgeinfer.models.names import LATEST
 from edgeinfer.models.progress import OnProgress
 from edgeinfer.platform.machine import read_memory
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, EngineInfo, ReplicasInfo
-from edgeinfer.server.model_names import DEFAULT, Aliases, spellings, where_to_get
+from edgeinfer.server.model_names import DEFAULT, Aliases, where_to_get
 from edgeinfer.server.wire_types import Reply
 
 #: Memory (bytes) that stays free for the page cache, the endpoint itself and other processes.
@@ -98,36 +100,37 @@ class ModelPool:
     def resolve(self, name: str | None) -> str:
         """Return the model that a request means by `name`; None means the default model.
 
-        Exact aliases take precedence over models' own names, and these over alias patterns. Ollama's
-        spellings (`x:latest`) are accepted, paths are not. Raises UnknownModelError.
+        Exact aliases take precedence over models' names, as `lookup.find` compares them, and these over
+        alias patterns. Raises UnknownModelError.
         """
         if name is None:
             return self.default
-        names = spellings(name)
-        exact = self._aliases.exact
-        alias = next((exact[spelled] for spelled in names if spelled in exact), None)
-        candidates = names if alias is None else (alias,)
-        for candidate in candidates:
-            if candidate in (DEFAULT, self.default) or candidate in self._entries:
-                return self._resolve_default(candidate)
-        names_here = self._model_names() | {DEFAULT}
-        by_pattern = None if alias else self._aliases.by_pattern(name)
-        for candidate in candidates if by_pattern is None else (*candidates, by_pattern):
-            if candidate in names_here:
-                return self._resolve_default(candidate)
-        missing = alias or by_pattern or names[1]
-        note = f" ('{name}' is an alias of it)" if alias or by_pattern else ""
-        raise UnknownModelError(f"There is no model '{missing}'{note}", hint=where_to_get(missing))
+        alias = self._aliases.by_name(name)
+        pattern = self._aliases.by_pattern(name) if alias is None else None
+        for target in (alias or name, pattern):
+            if target and (model := self._find(target)):
+                return model
+        missing = alias or pattern or name.removesuffix(LATEST)
+        note = f" ('{name}' is an alias of it)" if alias or pattern else ""
+        hint = where_to_get(missing, [model.name for model in self._models()])
+        raise UnknownModelError(f"There is no model '{missing}'{note}", hint=hint)
 
-    def _resolve_default(self, target: str) -> str:
-        return self.default if target == DEFAULT else target
+    def _find(self, name: str) -> str | None:
+        if name in (DEFAULT, self.default):
+            return self.default
+        if name in self._entries:  # without a search on the disk
+            return name
+        model = lookup.find(name, self._models())
+        return None if model is None else model.name
 
-    def _model_names(self) -> set[str]:
-        return {self.default, *self._entries, *(model.name for model in self._callbacks.list_pulled())}
+    def _models(self) -> list[AvailableModel]:
+        """List the default model, loaded ones and those on the disk; some of them twice."""
+        names = (self.default, *self._entries)
+        return [*(AvailableModel(name=name) for name in names), *self._callbacks.list_pulled()]
 
     def only_model(self) -> str | None:
         """Return the default model if it is the only one, so that any name may mean it."""
-        is_lone = len(self._model_names()) == 1 and not self._aliases.has_catch_all
+        is_lone = len({model.name for model in self._models()}) == 1 and not self._aliases.has_catch_all
         return self.default if is_lone else None
 
     def is_loaded(self, name: str) -> bool:
@@ -166,7 +169,7 @@ class ModelPool:
             listed.append(AvailableModel(name=self.default))
         by_name = {pulled.name: pulled for pulled in listed}
         for alias, target in self._aliases.exact.items():
-            model = by_name.get(self._resolve_default(target))
+            model = lookup.find(self.default if target == DEFAULT else target, listed)
             if model is not None and alias not in by_name:
                 listed.append(msgspec.structs.replace(model, name=alias, alias_of=model.name))
         listed += [
@@ -388,7 +391,8 @@ Where = Literal["process", "worker"]
 class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):
     """A name that a request may use: a pulled model, or an alias or adapter of the model `alias_of`.
 
-    `created` is a Unix time. `can_see`: the model has a projector for pictures.
+    `created` is a Unix time. `can_see`: the model has a projector for pictures. `other_names` are
+    accepted too, but not listed.
     """
 
     name: str
@@ -401,6 +405,7 @@ class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = ""
     n_params: int = 0
     can_see: bool = False
+    other_names: tuple[str, ...] = ()
 
 
 class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):

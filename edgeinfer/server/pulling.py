@@ -7,14 +7,12 @@ import contextlib
 import threading
 from collections.abc import AsyncGenerator, Callable
 
-from edgeinfer.errors import InvalidRequestError, UnknownModelError, UsageError
+from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.models import names, sources
-from edgeinfer.models.gguf import file_type
 from edgeinfer.models.progress import OnProgress, PullProgress
-from edgeinfer.server.model_names import LATEST
 
-#: Prefixes that Ollama's clients use for Hugging Face repositories.
-_HUBS = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/", "hf.co/")
+#: Beginnings of the addresses of Hugging Face repositories; without `https://` they are sources.
+_HUBS = ("https://huggingface.co/", "https://hf.co/")
 Work = Callable[[OnProgress, threading.Event], None]
 Reports = AsyncGenerator[PullProgress, None]
 
@@ -53,30 +51,14 @@ def source_of(name: str) -> str:
     Raises InvalidRequestError for other sources, because clients must not make the server read its
     files or connect to other servers.
     """
-    plain = name.removesuffix(LATEST)
-    hub = next((hub for hub in _HUBS if plain.startswith(hub)), "")
-    plain = f"hf:{plain.removeprefix(hub)}" if hub else plain
+    plain = name.removesuffix(names.LATEST)
+    plain = plain.removeprefix("https://") if plain.startswith(_HUBS) else plain
     if not (names.is_path(plain) or sources.looks_like_source(plain)):
-        _refuse_sizes(plain)
         return plain
     with contextlib.suppress(UsageError):
-        if isinstance(sources.parse(plain), sources.HubFile | sources.HubQuant):
-            return plain
+        source = sources.parse(plain)
+        if isinstance(source, sources.HubFile | sources.HubQuant):
+            return str(source)  # `OWNER/REPOSITORY/x.gguf` would be a path of the server
     names_taken = "a name of the catalogue, or hf.co/OWNER/REPOSITORY:QUANTIZATION"
     message = f"model must be {names_taken}; `edgeinfer pull` on the server pulls from other sources"
     raise InvalidRequestError(message, param="model")
-
-
-def _refuse_sizes(name: str) -> None:
-    """Raise UnknownModelError for `llama3.2:3b`, with a hint to `llama3.2-3b`.
-
-    In Ollama, a tag may be the model's size. Here it is the quantization: `llama3.2-3b:Q4_K_M`.
-    """
-    base, colon, tag = name.partition(":")
-    if not colon or "/" in name or file_type(tag) is not None:
-        return
-    # this import takes 8 ms, and only errors need it
-    from edgeinfer.models.catalog import load_catalog, similar_names_hint
-
-    hint = similar_names_hint(f"{base}-{tag}", load_catalog())
-    raise UnknownModelError(f"there is no model {name!r}", hint=hint)

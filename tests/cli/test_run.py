@@ -39,7 +39,7 @@ class ScriptedHost(EngineHost):
         super().__init__(ProcessStart(how="resumed", stages_ms={"restore": 80.0}), config)
         self.scripted, self.opened = engine, []
 
-    def find_model(self, text):
+    def model_or_prompt(self, text):
         if text in ("tiny", "small"):
             return ModelRef(text=text, kind="absent", name=text)
         return None

@@ -17,13 +17,7 @@ from made_projectors import make_projector
 
 from edgeinfer.cli import endpoint_setup
 from edgeinfer.cli.main import main
-from edgeinfer.errors import (
-    CatalogError,
-    ChecksumError,
-    ModelNotPulledError,
-    UnknownModelError,
-    UsageError,
-)
+from edgeinfer.errors import CatalogError, ChecksumError, ModelNotPulledError
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.external_stores import reader, stores
 from edgeinfer.models.gguf import read_header
@@ -291,13 +285,13 @@ def test_stores_are_searched_again_once_the_list_is_stale(external, monkeypatch)
     assert list_models() == []
 
 
-def test_bare_ollama_name_is_suggested_in_full() -> None:
-    OllamaStore(TINY)
-    with pytest.raises(UsageError) as caught:
-        resolve("tiny:1b").files()
-    assert caught.value.hint == "did you mean ollama/tiny:1b?"
-    with pytest.raises(UnknownModelError):
-        resolve("tiny").files()
+def test_bare_ollama_name_is_its_model_but_pulls_the_catalogues(as_json, monkeypatch) -> None:
+    external = OllamaStore(TINY)
+    assert as_json("pull", "tiny:1b")["name"] == "ollama/tiny:1b"
+    external.write_manifest(external.root / "manifests/registry.ollama.ai/library/phi-4/latest")
+    assert resolve("phi-4").name == "ollama/phi-4"
+    monkeypatch.setenv("EDGEINFER_OFFLINE", "1")
+    assert as_json("pull", "phi-4", code=4)["code"] == "offline"
 
 
 def test_ollama_settings_are_used_or_reported(capsys) -> None:

@@ -1,5 +1,6 @@
 """The store of pulled models: local files, references, settings, removal."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,23 @@ def test_local_file_in_place_is_not_copied_but_compared(local: Path) -> None:
     local.unlink()
     with pytest.raises(ModelNotPulledError, match="cannot be found"):
         resolve("mine").files()
+
+
+def test_name_under_which_another_file_is_stored_is_refused(local: Path, tmp_path: Path) -> None:
+    other = tmp_path / "b" / local.name
+    other.parent.mkdir()
+    other.write_bytes(gguf_bytes(seed=2))
+    record = pull(str(local))
+    for path, name, in_place, difference in (
+        (other, None, False, f"from file:{local}"),
+        (other, record.name, True, f"from file:{local}"),
+        (local, record.name, True, "as a copy"),
+    ):
+        options = PullOptions(name=name, in_place=in_place)
+        with pytest.raises(UsageError, match=f"is here already, {re.escape(difference)}"):
+            pull(str(path), options=options)
+        assert pull(str(local)) == record
+    assert pull(str(other), options=PullOptions(in_place=True, again=True)).paths == (other,)
 
 
 def test_import_refuses_bad_files(tmp_path: Path, local: Path) -> None:

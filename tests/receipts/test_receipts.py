@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgeinfer.cli.receipt_file import ReceiptFile
 from edgeinfer.cli.verbs import verify as verb
-from edgeinfer.cli.verbs.run import _check_receipt_path, _write_receipt
 from edgeinfer.cli.verbs.verify import Check, VerifyResult, add_arguments, describe, run
 from edgeinfer.errors import ConfigError, EdgeInferError, ReceiptError, UsageError
 from edgeinfer.platform.ed25519 import SigningKey
@@ -611,14 +611,16 @@ def test_a_receipt_goes_into_a_fifo_and_a_file_of_its_owner_s(tmp_path: Path) ->
     receipt = receipts.to_receipt(_EXAMPLE)
     with ThreadPoolExecutor() as pool:
         read = pool.submit(fifo.read_bytes)
-        _write_receipt(receipt, fifo, is_private=False)
+        ReceiptFile(fifo).write(receipt, is_private=False)
         assert receipts.parse(read.result()) == receipt
     assert fifo.is_fifo()
-    _write_receipt(receipt, file, is_private=False)
+    ReceiptFile(file).write(receipt, is_private=False)
     assert file.stat().st_mode & 0o777 == 0o600
-    for path, is_private in ((tmp_path / "none/file", False), (fifo, True), (tmp_path, False)):
-        with pytest.raises(UsageError):
-            _check_receipt_path(path, is_private=is_private)
+    for path, problem in ((tmp_path / "none/file", "there is no folder"), (tmp_path, "is a folder")):
+        with pytest.raises(UsageError, match=problem):
+            ReceiptFile.parse(str(path))
+    with pytest.raises(UsageError, match="not an ordinary file"):
+        ReceiptFile(fifo).record(GenerateRequest(prompt="a"), is_private=True)
 
 
 @pytest.mark.model

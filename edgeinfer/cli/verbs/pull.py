@@ -149,10 +149,11 @@ def run(options: argparse.Namespace, host: EngineHost) -> Result:
 
 
 def _check_external(source: str) -> PullResult | None:
-    """Verify a model that another program has stored; None if none has, or the model is pulled."""
+    """Verify a model that another program has stored; None if none has, or it can be pulled by name."""
     ref = resolve(source)
     stored = ref.external
-    if not stores.is_name(source) and (stored is None or stored.problem):
+    is_ours = stored is None or stored.problem or names.plain_name(source) in load_catalog()
+    if is_ours and not stores.is_name(source):
         return None
     files = ref.files()
     header = gguf.read_model_header(files.paths[0])

@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import os
-import re
-import shlex
 import signal
 import sys
 import threading
@@ -21,15 +18,15 @@ from edgeinfer import typed_options
 from edgeinfer.chat.attachments import read, with_attachments
 from edgeinfer.cli import options as shared
 from edgeinfer.cli.parser import add_option
+from edgeinfer.cli.receipt_file import ReceiptFile
 from edgeinfer.cli.result import Result
 from edgeinfer.config.load_options import NO_DRAFT
 from edgeinfer.errors import UnknownModelError, UsageError
 from edgeinfer.host import EngineHost, ProcessStart
 from edgeinfer.media import document_files
 from edgeinfer.media.pictures import join_parts
-from edgeinfer.platform.disk import path_errors, write_durably
+from edgeinfer.platform.disk import path_errors
 from edgeinfer.platform.process import SignalHandlers
-from edgeinfer.receipts.receipt import Receipt, Refusal, load_key, make_receipt, with_record
 from edgeinfer.runtime.event_stream import CollectedAnswer, RepetitionWatch
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.interface import Engine
@@ -94,15 +91,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_load_options(parser)
     launch = shared.add_launch_options(parser)
     add_option(launch, "--timings", "print timings on stderr")
-    add_option(launch, "--receipt FILE", "write the answer's receipt, for `edgeinfer verify FILE`")
+    help = "write the answer's receipt, for `edgeinfer verify FILE`"
+    add_option(launch, "--receipt FILE", help, type=ReceiptFile.parse)
     add_option(launch, "--private", "leave prompt and answer out of the receipt: FILE.content has them")
     shared.add_traces(launch)
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
     """Answer one prompt. Raises UsageError, and what `EngineHost.engine` and `Engine.submit` raise."""
-    if options.receipt:
-        _check_receipt_path(Path(options.receipt), is_private=options.private)
     model, ref, prompt = _split_positionals(options.model_or_prompt, options.prompt, host)
     prompt, pictures = _read_prompt(_with_stdin(prompt), options)
     if options.tools and options.raw:
@@ -132,7 +128,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
     if not options.tools:
         request = with_answer_limit(request, can_think=engine.info.can_think)
     if options.receipt:
-        request = with_record(request)
+        request = options.receipt.record(request, is_private=options.private)
     # a thread, which the exit does not wait for; the next run continues an unfinished purge
     threading.Thread(target=_purge, name="edgeinfer-purge", daemon=True).start()
     stream_to = None if options.json else sys.stdout
@@ -145,8 +141,9 @@ def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
             f"edgeinfer: {_describe_limit(result.usage, request.max_tokens, engine.info)}\n"
         )
     if options.receipt:
-        receipt = make_receipt(request, finished, engine.info, key=load_key(host.config.receipts.key))
-        _write_receipt(receipt, Path(options.receipt), is_private=options.private)
+        options.receipt.write_for(
+            request, finished, engine.info, key=host.config.receipts.key, is_private=options.private
+        )
     if options.traces:
         _write_trace(options.traces, started, result)
     if options.timings:
@@ -174,44 +171,6 @@ def _describe_limit(usage: Usage, limit: int | None, info: EngineInfo) -> str:
     if 0 < info.n_ctx_train <= info.n_ctx:
         return f"stopped: {n_tokens:,} tokens fill the context, and the model was trained on no more"
     return f"stopped: {n_tokens:,} tokens fill the context; more with --ctx TOKENS"
-
-
-def _is_stream(path: Path) -> bool:
-    """Return whether to append to a path instead of replacing it: a device, a FIFO, an open file."""
-    is_open_file = str(path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
-    return is_open_file or (path.exists() and not path.is_file())
-
-
-def _check_receipt_path(path: Path, *, is_private: bool) -> None:
-    """Raise UsageError if a receipt cannot be written to `path`, before an answer is generated."""
-    folder, hint = path.absolute().parent, "name another file for --receipt"
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder", hint=hint)
-    if _is_stream(path):
-        if is_private:
-            raise UsageError(f"{path} is not an ordinary file, which FILE.content needs", hint=hint)
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"you may not write to the folder {folder}", hint=hint)
-
-
-def _write_receipt(receipt: Receipt | Refusal, path: Path, *, is_private: bool) -> None:
-    """Write the receipt (a private one's content to FILE.content), or print why there is none."""
-    if isinstance(receipt, Refusal):
-        sys.stderr.write(f"edgeinfer: no receipt: {receipt.refused}\n")
-        return
-    private = msgspec.structs.replace(receipt, content=None)
-    line = msgspec.json.encode(private if is_private else receipt) + b"\n"
-    secret = path.with_name(f"{path.name}.content")
-    with path_errors(path, "name another file for --receipt"):
-        if _is_stream(path):
-            with path.open("ab") as file:
-                file.write(line)
-            return
-        write_durably(path, line, None if is_private else 0o600)
-        if is_private:
-            write_durably(secret, msgspec.json.encode(receipt) + b"\n", 0o600)
-    command = ["edgeinfer", "verify", str(path), *(["--content", str(secret)] if is_private else [])]
-    sys.stderr.write(f"edgeinfer: receipt in {path}; check it: {shlex.join(command)}\n")
 
 
 def _purge() -> None:
@@ -278,28 +237,9 @@ def _split_positionals(
         return host.config.default_model, None, ""
     if second is not None:
         return first, None, second
-    if ref := host.find_model(first):
+    if ref := host.model_or_prompt(first):
         return first, ref, ""
-    _refuse_misspelt_model(first, host)
     return host.config.default_model, None, first
-
-
-def _refuse_misspelt_model(word: str, host: EngineHost) -> None:
-    """Raise UnknownModelError if a one-word prompt is almost a model's name.
-
-    A word of letters only is refused if a name begins with it ("gemma"), but not "hi".
-    """
-    if not re.fullmatch(r"[\w.:-]+", word):
-        return
-    try:
-        error = host.resolve(word).absence()
-    except UsageError:  # no name of a model has such letters
-        return
-    hint = error.hint or ""
-    begins_name = len(word) >= 4 and hint.startswith(f"did you mean {word.lower()}")
-    if begins_name or (hint and re.search(r"[\d-]", word)):
-        as_prompt = f"if it is the prompt: `edgeinfer run {host.config.default_model} {word}`"
-        raise UnknownModelError(error.message, hint=f"{hint}; {as_prompt}")
 
 
 def _with_stdin(prompt: str) -> str:

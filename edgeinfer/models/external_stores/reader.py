@@ -43,6 +43,7 @@ class ExternalModel(msgspec.Struct, frozen=True, kw_only=True):
     fix: str = ""
     layers: Mapping[str, str] = {}
     projectors: tuple[ExternalFile, ...] = ()
+    other_names: ClassVar[tuple[str, ...]] = ()
 
     @property
     def size_bytes(self) -> int:

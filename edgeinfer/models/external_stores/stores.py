@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from edgeinfer.errors import ChecksumError, ModelNotPulledError
-from edgeinfer.models import gguf, names, projectors
+from edgeinfer.models import gguf, lookup, names, projectors
 from edgeinfer.models.external_stores import ollama
 from edgeinfer.models.external_stores.ollama import OllamaSettings, OllamaStore
 from edgeinfer.models.external_stores.reader import ExternalModel, ExternalStore, UnusableError, verify
@@ -26,8 +26,7 @@ from edgeinfer.runtime.requests import Sampling
 Progress = Callable[[str, float | None], None]
 
 _OLLAMA, _LM_STUDIO = OllamaStore(), LmStudioFolder()
-_HUGGING_FACE = HuggingFaceCache()
-_STORES: tuple[ExternalStore, ...] = (_OLLAMA, _HUGGING_FACE, _LM_STUDIO)
+_STORES: tuple[ExternalStore, ...] = (_OLLAMA, HuggingFaceCache(), _LM_STUDIO)
 
 
 def is_name(text: str) -> bool:
@@ -68,22 +67,9 @@ def _printable(model: ExternalModel) -> ExternalModel:
 
 
 def find(text: str) -> ExternalModel | None:
-    """Find a model by name; letter case, `hf:` and Ollama's `:latest` do not matter."""
-    name = text.lower()
-    if name.startswith(_OLLAMA.prefix):
-        name = name.removesuffix(":latest")
-    elif "/" in name and not is_name(name) and not name.startswith(_HUGGING_FACE.prefix):
-        name = _HUGGING_FACE.prefix + name
-    prefix = next((s.prefix for s in _STORES if name.startswith(s.prefix)), None)
-    if prefix is None:
-        return None
-    return next((model for model in search(prefix) if model.name.lower() == name), None)
-
-
-def similar_names(text: str) -> list[str]:
-    """List usable models with the same name in some store: `ollama/qwen3:4b` for `qwen3:4b`."""
-    suffix = f"/{text.lower()}"
-    return [m.name for m in search() if not m.problem and m.name.lower().endswith(suffix)]
+    """Find a model by a name that `lookup.find` accepts."""
+    prefix = next((s.prefix for s in _STORES if text.lower().startswith(s.prefix)), "")
+    return lookup.find(text, search(prefix))
 
 
 def usable() -> list[ExternalModel]:

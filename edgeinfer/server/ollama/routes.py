@@ -11,6 +11,7 @@ from starlette.responses import Response, StreamingResponse
 
 from edgeinfer import __version__
 from edgeinfer.errors import InvalidRequestError
+from edgeinfer.models import lookup
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
@@ -19,7 +20,7 @@ from edgeinfer.server.connection import unless, until_disconnected
 from edgeinfer.server.context import RequestContext, engine_call, json_reply
 from edgeinfer.server.dialect import Dialect, RouteTable, stamp
 from edgeinfer.server.generation_response import answer
-from edgeinfer.server.model_names import ollama_name, spellings
+from edgeinfer.server.model_names import ollama_name
 from edgeinfer.server.model_pool import AvailableModel, LoadedReply, ModelAdministrator
 from edgeinfer.server.ollama import render, translate, wire
 from edgeinfer.server.problems import Problem
@@ -73,7 +74,7 @@ async def _load_or_unload(
     context: RequestContext, body: wire.OllamaFields, *, is_chat: bool
 ) -> Response:
     models = context.endpoint.models
-    context.model = models.resolve(body.model)
+    context.name_model(body.model)
     keep_alive_s = context.keep_alive_s(body.keep_alive)
     if keep_alive_s == 0:
         await models.unload(context.model)
@@ -233,7 +234,7 @@ async def delete(context: RequestContext, body: wire.OllamaDeleteRequest) -> wir
     """Remove a model."""
     admin, name = _admin_of(context), body.model_name()
     model = await _find_model(context, name)
-    if model.name not in spellings(name):
+    if lookup.find(name, [model]) is None:
         raise InvalidRequestError(
             f"{name} is an alias of the model {model.name}", hint="name the model itself", param="model"
         )
@@ -281,6 +282,5 @@ OLLAMA = Dialect(
     comment=render.waiting_line,
     prefix="/api/",
     checks_body_type=False,
-    answers_any_name=False,
     operations=ROUTES,
 )

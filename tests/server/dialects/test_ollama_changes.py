@@ -15,6 +15,7 @@ from edgeinfer.models.reference import resolve
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.server.model_pool import LoadedEngine
+from edgeinfer.server.pulling import source_of
 
 REPO = "someone/Tiny-GGUF"
 
@@ -77,6 +78,13 @@ def test_a_pull_says_how_far_it_is(live_server, hub):
     assert loads[-1]["completed"] == loads[-1]["total"] > 0
     assert "verifying sha256 digest" in [line["status"] for line in lines]
     assert "someone.tiny-gguf-q8_0:latest" in _names(live_server)
+    by_source = live_server.post("/api/show", {"model": f"hf.co/{REPO}:Q8_0"})
+    assert by_source.status_code == 200, "clients ask for the name that they pulled"
+
+
+@pytest.mark.parametrize("hub", ["", "hf:", "hf.co/", "https://huggingface.co/"])
+def test_a_file_of_a_repository_is_never_a_path_of_the_server(hub):
+    assert source_of(f"{hub}a/b/x.gguf") == "hf:a/b/x.gguf"
 
 
 def test_a_client_that_leaves_ends_its_pull(live_server, hub, until):
@@ -122,6 +130,7 @@ def test_a_pull_that_fails_later_says_so_in_its_last_line(live_server, hub, monk
         "hf.co/../x",
         "hf:oci://127.0.0.1:9/x",
         "~/x.gguf",
+        "x.gguf",
     ],
 )
 def test_a_pull_reads_no_files_and_asks_no_other_servers(live_server, name):

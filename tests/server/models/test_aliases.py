@@ -4,8 +4,9 @@ from urllib.parse import quote
 
 import pytest
 from fake_engine import FakeEngine
-from least_requests import GENERATING
+from least_requests import GENERATING, OLLAMA
 
+from edgeinfer.cli.endpoint_setup import ModelAdmin
 from edgeinfer.server.model_pool import LoadedEngine
 
 SLASHED = "ollama/someone/tiny:1b"
@@ -28,19 +29,28 @@ def live_server(serve_module):
     )
 
 
-ROUTES = GENERATING | {"/tokenize": {"content": "hi"}}
+ROUTES = GENERATING | OLLAMA | {"/tokenize": {"content": "hi"}, "/api/embed": {"input": "hi"}}
 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
     ("name", "target"),
-    [("gpt-4o", SLASHED), ("small", "main"), ("claude-haiku-9", "main"), ("claude-opus-5", SLASHED)],
+    [
+        ("gpt-4o", SLASHED),
+        ("GPT-4o:latest", SLASHED),
+        ("small", "main"),
+        ("Main", "main"),
+        ("Someone/tiny:1B", SLASHED),
+        ("claude-haiku-9", "main"),
+        ("Claude-Opus-5", SLASHED),
+    ],
 )
 def test_an_alias_is_honoured_on_every_dialect(live_server, route: str, name: str, target: str) -> None:
     reply = live_server.post(route, ROUTES[route] | {"model": name})
     assert reply.status_code == 200, reply.text
     assert reply.headers["x-edgeinfer-model"] == target
-    assert reply.json().get("model", target) == target
+    if route not in OLLAMA and not route.startswith("/api/"):  # Ollama repeats the name that was sent
+        assert reply.json().get("model", target) == target
 
 
 def test_a_models_own_name_needs_no_header(live_server) -> None:
@@ -55,6 +65,12 @@ def test_only_model_answers_to_any_name(serve) -> None:
         assert reply.status_code == 200, reply.text
         assert reply.headers["x-edgeinfer-model"] == "fake"
     assert live_server.get("/v1/models/gpt-9").status_code == 404
+
+
+def test_unknown_name_is_refused_in_every_api_where_clients_may_pull(serve) -> None:
+    live_server = serve(FakeEngine(), model_admin=ModelAdmin())
+    for route, body in ROUTES.items():
+        assert live_server.post(route, body | {"model": "gpt-9"}).status_code == 404, route
 
 
 @pytest.mark.parametrize("setup", [{"aliases": {"*": ""}}, {"names": ("fake", "other")}])
@@ -78,6 +94,7 @@ def test_alias_of_a_missing_model_is_explained(live_server, name: str, target: s
         ("qwen3-4b", "`edgeinfer pull qwen3-4b`"),
         ("owner/repo:q8_0", "`edgeinfer pull owner/repo:q8_0`"),
         ("o3-mini", "`[serve.aliases]`"),
+        ("qwen3:4b", "did you mean qwen3-4b? GET /v1/models"),
     ],
 )
 def test_unknown_model_error_names_pull_only_for_pullable_models(

@@ -1,0 +1,87 @@
+"""The file of `run --receipt FILE`: checked as the command line is parsed, written after the answer."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import msgspec
+
+from edgeinfer.errors import UsageError
+from edgeinfer.platform.disk import path_errors, write_durably
+from edgeinfer.receipts.receipt import Receipt, Refusal, load_key, make_receipt, with_record
+from edgeinfer.runtime.events import Finished
+from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.runtime.requests import GenerateRequest
+
+_HINT = "name another file for --receipt"
+
+
+class ReceiptFile(msgspec.Struct, frozen=True):
+    """A file for a receipt. If that is private, FILE.content has prompt and answer instead of it."""
+
+    path: Path
+
+    @classmethod
+    def parse(cls, text: str) -> ReceiptFile:
+        """Return the file with this path. Raises UsageError if a receipt cannot be written there."""
+        file = cls(Path(text))
+        folder = file.path.absolute().parent
+        if file.path.is_dir():
+            raise UsageError(f"{file.path} is a folder", hint=_HINT)
+        if not folder.is_dir():
+            raise UsageError(f"there is no folder {folder}", hint=f"make it, or {_HINT}")
+        if not file.is_stream and not os.access(folder, os.W_OK | os.X_OK):
+            raise UsageError(f"you may not write to the folder {folder}", hint=_HINT)
+        return file
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether to append to the file instead of replacing it: a device, a FIFO or an open file."""
+        is_open_file = str(self.path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
+        return is_open_file or (self.path.exists() and not self.path.is_file())
+
+    def record(self, request: GenerateRequest, *, is_private: bool) -> GenerateRequest:
+        """Return the request in the form needed for a receipt. Raises UsageError."""
+        if is_private and self.is_stream:
+            problem = f"{self.path} is not an ordinary file, which FILE.content needs"
+            raise UsageError(problem, hint=_HINT)
+        return with_record(request)
+
+    def write_for(
+        self,
+        request: GenerateRequest,
+        finished: Finished,
+        info: EngineInfo,
+        *,
+        key: str,
+        is_private: bool,
+    ) -> None:
+        """Write an answer's receipt, signed with the key in the file `key` ("": unsigned).
+
+        Print how to check it, or why there is none, on stderr. Raises UsageError, DiskFullError.
+        """
+        receipt = make_receipt(request, finished, info, key=load_key(key))
+        if isinstance(receipt, Refusal):
+            sys.stderr.write(f"edgeinfer: no receipt: {receipt.refused}\n")
+        else:
+            self.write(receipt, is_private=is_private)
+
+    def write(self, receipt: Receipt, *, is_private: bool) -> None:
+        """Write a receipt, and print how to check it on stderr. Raises UsageError, DiskFullError."""
+        private = msgspec.structs.replace(receipt, content=None)
+        line = msgspec.json.encode(private if is_private else receipt) + b"\n"
+        secret = self.path.with_name(f"{self.path.name}.content")
+        with path_errors(self.path, _HINT):
+            if self.is_stream:
+                with self.path.open("ab") as file:
+                    file.write(line)
+                return
+            write_durably(self.path, line, None if is_private else 0o600)
+            if is_private:
+                write_durably(secret, msgspec.json.encode(receipt) + b"\n", 0o600)
+        content = ["--content", str(secret)] if is_private else []
+        command = shlex.join(["edgeinfer", "verify", str(self.path), *content])
+        sys.stderr.write(f"edgeinfer: receipt in {self.path}; check it: {command}\n")

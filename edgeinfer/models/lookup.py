@@ -1,0 +1,111 @@
+"""The rule for names of models that command line, chat and every API share, and "did you mean".
+
+A model here has a name, and maybe others: a pulled one its source and `NAME:QUANT`. Letter case and the
+tag `:latest`, which Ollama adds, do not matter. `ollama/` and `hf:` may be left out; a model that has
+the name without them comes first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+from edgeinfer.errors import UsageError
+from edgeinfer.models import sources
+from edgeinfer.models.gguf import FILE_TYPES
+from edgeinfer.models.names import plain_name
+from edgeinfer.platform.paths import EXTERNAL_PREFIXES
+
+_OLLAMA, _HUGGING_FACE, _LM_STUDIO = EXTERNAL_PREFIXES
+#: Least similarity (0 to 1) of a misspelt name to the one that is suggested.
+_LEAST_LIKENESS = 0.7
+
+
+class NamedModel(Protocol):
+    """A model of this machine. All models' own names take precedence over `other_names`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def other_names(self) -> tuple[str, ...]: ...
+
+
+M = TypeVar("M", bound=NamedModel)
+
+
+def find(text: str, models: Collection[M]) -> M | None:
+    """Return the model among those of this machine that `text` means; None if there is none."""
+    by_name = {plain_name(name): model for model in models for name in model.other_names}
+    by_name |= {plain_name(model.name): model for model in models}
+    by_name |= {model.name: model for model in models}
+    return next((by_name[name] for name in (text, *spellings(text)) if name in by_name), None)
+
+
+def spellings(text: str) -> Iterator[str]:
+    """Yield the full names that `text` may stand for, in lower case, the likeliest first."""
+    plain = plain_name(text)
+    yield plain
+    if plain.startswith((_OLLAMA, _LM_STUDIO)):
+        return
+    yield _OLLAMA + plain
+    yield _HUGGING_FACE + plain
+    with suppress(UsageError):
+        yield str(sources.parse(plain)).lower()
+
+
+def did_you_mean(text: str, catalog: Iterable[str], here: Iterable[str] = ()) -> str | None:
+    """Return a hint with the nearest names of the catalogue and of models here; None without any."""
+    near = similar_names(text, catalog, here)
+    return f"did you mean {' or '.join(near)}? `edgeinfer list` shows every model" if near else None
+
+
+def similar_names(text: str, catalog: Iterable[str], here: Iterable[str] = ()) -> list[str]:
+    """Return up to three names for which `text` may be a misspelling, the likeliest first.
+
+    Only letters and digits are compared: Ollama's `qwen3:4b` is like `qwen3-4b`. A quantization at the
+    end is compared apart, and added to names of the catalogue.
+    """
+    from difflib import get_close_matches  # slow import (5 ms), only needed after a mistake
+
+    plain, quant = _split_quantization(plain_name(text))
+    typed = _letters(plain)
+    if len(typed) < 3:
+        return []
+    bases = {f"{name}:{quant}" if quant else name: name for name in catalog}
+    bases |= {name: _split_quantization(name.lower())[0].rpartition("/")[2] for name in here}
+    letters = {name: _letters(base) for name, base in bases.items()}
+    beginnings = defaultdict[str, list[str]](list)
+    for name, whole in letters.items():
+        for beginning in {whole, whole[: len(typed)], whole[: len(typed) + 1]}:
+            beginnings[beginning].append(name)
+    if same := [name for name, whole in letters.items() if whole == typed]:
+        return same[:3]
+    near = [name for name, whole in letters.items() if whole.startswith(typed)]
+    near += [name for name, base in bases.items() if _words(plain) <= _words(base)]
+    near += [name for name, whole in letters.items() if typed in whole]
+    for beginning in get_close_matches(typed, beginnings, cutoff=_LEAST_LIKENESS):
+        near += beginnings[beginning]
+    return list(dict.fromkeys(near))[:3]
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9.]+", text))
+
+
+_TYPES = {_letters(name): name for name in FILE_TYPES.values()} | {"fp16": "F16"}
+
+
+def _split_quantization(text: str) -> tuple[str, str]:
+    """Split `qwen3:4b-q4_K_M` into `qwen3:4b` and `Q4_K_M`, which is "" if there is none."""
+    for separator in re.finditer(r"[:._+-]", text):
+        if quant := _TYPES.get(_letters(text[separator.end() :])):
+            return text[: separator.start()], quant
+    return text, ""

@@ -1,0 +1,131 @@
+"""One rule for names of models on the command line and in every API; suggestions for misspelt ones."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+from found_stores import HubCache, OllamaStore
+from made_gguf import gguf_bytes
+
+from edgeinfer.cli.endpoint_setup import pulled_models
+from edgeinfer.errors import CatalogError, EdgeInferError, UnknownModelError, UsageError
+from edgeinfer.models.catalog import load_catalog
+from edgeinfer.models.lookup import similar_names
+from edgeinfer.models.pull import PullOptions, pull
+from edgeinfer.models.reference import find_unless_misspelt, resolve
+from edgeinfer.models.store import list_pulled
+from edgeinfer.server.model_pool import ModelPool, ModelPoolCallbacks
+
+CATALOG = tuple(load_catalog())
+#: Words with which a prompt of one word may begin, of each shape that a name may have.
+PROMPTS = (
+    "hi code Hello tiny Привет 你好 12:30 yes: ... -5 covid-19 2024-11-29 3.14 192.168.0.1 H2O C3PO "
+    "mp3 B2B k8s utf-8 sha-256 room-101 catch-22 7-zip R2-D2 e-mail x-ray self-made well-known Hallo."
+).split()
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> ModelPool:
+    """An endpoint's models: `main`, a pulled one of each kind, Ollama's and Hugging Face's."""
+    for index, name in enumerate(("mine", "mine:Q8_0", "phi-4")):
+        path = tmp_path / f"{index}.gguf"
+        path.write_bytes(gguf_bytes(seed=index))
+        pull(str(path), options=PullOptions(name=name, in_place=True))
+    OllamaStore(gguf_bytes(seed=7))
+    HubCache(gguf_bytes(seed=8))
+    callbacks = ModelPoolCallbacks(load=lambda *_: pytest.fail("loaded"), list_pulled=pulled_models())
+    return ModelPool(callbacks, default="main", keep_alive_s=0)
+
+
+def _spellings(name: str) -> set[str]:
+    tagged = {name, f"{name}:latest"} if ":" not in name.removeprefix("hf:") else {name}
+    bare = {re.sub("^(ollama/|hf:)", prefix, each) for each in tagged for prefix in ("", r"\1")}
+    hub = {each.replace("hf:", "hf.co/") for each in bare}
+    return {text for each in bare | hub for text in (each, each.upper(), each.lower(), each.title())}
+
+
+def test_a_name_means_the_same_on_the_command_line_and_in_every_api(pool: ModelPool) -> None:
+    names = ["mine", "mine:Q8_0", "phi-4", OllamaStore.name, HubCache.name]
+    meant = {spelled: name for name in names for spelled in _spellings(name)}
+    meant |= {"mine:F32": "mine", "MINE:f32": "mine", "someone/tiny-gguf:f32": HubCache.name}
+    meant |= {str(model.source): model.name for model in list_pulled()}
+    for text, name in meant.items():
+        assert (resolve(text).name, pool.resolve(text)) == (name, name), text
+
+
+@pytest.mark.parametrize(
+    "text", ["mine:Q4_0", "min", "qwen3-4b", "qwen3:4b", "tiny", "lmstudio/x", "a/b:Q8_0"]
+)
+def test_a_name_that_means_nothing_means_it_everywhere(pool: ModelPool, text: str) -> None:
+    with pytest.raises(CatalogError):
+        resolve(text).files()
+    with pytest.raises(UnknownModelError):
+        pool.resolve(text)
+
+
+def _misspellings(name: str) -> set[str]:
+    """Return `name` as users of Ollama and others write it; all have its letters and digits."""
+    head, _, size = name.rpartition("-")
+    tagged = {name.replace("-", ":", count) for count in range(1, 3)} | {f"{head}:{size}"}
+    plain = tagged | {name.replace("-", ""), name.replace("-", "_"), name.replace(".", "-")}
+    return plain | {text.upper() for text in plain}
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_other_spellings_of_a_name_are_suggested_first(name: str) -> None:
+    for text in _misspellings(name):
+        assert similar_names(text, CATALOG)[:1] == [name], text
+        for typed, quant in ((":q8_0", "Q8_0"), ("-Q4KM", "Q4_K_M"), ("-q4-k-m", "Q4_K_M")):
+            assert similar_names(text + typed, CATALOG)[:1] == [f"{name}:{quant}"], text + typed
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_a_name_with_one_mistake_is_suggested(name: str) -> None:
+    draw = random.Random(name)
+    for _ in range(20):
+        at = draw.randrange(len(name))
+        wrong = draw.choice(["", "x", name[at] * 2])
+        text = name[:at] + wrong + name[at + 1 :]
+        assert name in similar_names(text, CATALOG), text
+
+
+def test_models_of_this_machine_are_suggested_with_their_store(pool: ModelPool) -> None:
+    tiny = OllamaStore.name
+    for text, near in (("tiny-1b", tiny), ("minee", "mine"), ("tiny1b:q8_0", tiny)):
+        with pytest.raises(EdgeInferError) as caught:
+            resolve(text).files()
+        assert near in (caught.value.hint or "")
+        with pytest.raises(UnknownModelError) as refused:
+            pool.resolve(text)
+        assert near in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize("verb", ["pull", "show", "rm --yes", "chat", "warm", "serve --port 0"])
+def test_ollamas_way_of_writing_a_size_is_corrected_by_every_verb(as_json, capsys, verb: str) -> None:
+    name, *options = verb.split()
+    if name in ("chat", "serve"):
+        from edgeinfer.cli.main import main
+
+        assert main([name, "qwen3:4b", *options]) == 3
+        assert "hint: did you mean qwen3-4b?" in capsys.readouterr().err
+        return
+    error = as_json(name, "qwen3:4b", *options, code=3)
+    assert (error["code"], error["message"]) == ("unknown-model", "no model is called 'qwen3:4b'")
+    assert error["hint"].startswith("did you mean qwen3-4b? ")
+
+
+@pytest.mark.parametrize("word", PROMPTS)
+def test_a_prompt_of_one_word_is_not_taken_for_a_misspelt_name(word: str) -> None:
+    assert find_unless_misspelt(word, "main") is None
+
+
+@pytest.mark.parametrize("word", ["smolm2", "qwen34b", "qwen3:4b", "gemma", "smollm2-135"])
+def test_a_word_that_is_nearly_a_name_is_refused(word: str) -> None:
+    with pytest.raises(UnknownModelError, match="no model is called"):
+        find_unless_misspelt(word, "main")
+
+
+def test_what_cannot_be_a_name_is_refused() -> None:
+    with pytest.raises(UsageError, match="not a model name"):
+        resolve("a b")
