@@ -28,8 +28,8 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.SourceNotFoundError: (4, "check the name or address (`edgeinfer show MODEL` lists sources)"),
     e.OfflineError: (
         4,
-        "unset EDGEINFER_OFFLINE (or HF_HUB_OFFLINE), or import a local file: `edgeinfer pull "
-        "FILE.gguf`",
+        "unset EDGEINFER_OFFLINE and HF_HUB_OFFLINE, remove `offline` from config.toml, or import a "
+        "local file: `edgeinfer pull FILE.gguf`",
     ),
     e.ChecksumError: (5, "pull again; if it still differs, the source has changed: do not trust it"),
     e.ModelBusyError: (3, "wait for the other command to end"),

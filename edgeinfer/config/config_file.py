@@ -297,16 +297,25 @@ def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], 
             refuse_unknown_keys(value, kind, f"{where}: [{key}]")
 
 
+def way_out_of_offline(config: Config) -> str:
+    """Return what ends offline mode, such as "unset EDGEINFER_OFFLINE"; "" if it is off."""
+    variables = ("EDGEINFER_OFFLINE", "HF_HUB_OFFLINE")
+    is_on = (name for name in variables if os.environ.get(name, "") not in ("", "0", "false", "no"))
+    steps = [f"unset {name}" for name in is_on]
+    steps += ["remove `offline = true` from config.toml"] * config.offline
+    return " and ".join(steps)
+
+
 def offline(config: Config) -> bool:
     """Return whether offline mode is on, by config.toml or an environment variable."""
-    switches = (os.environ.get("EDGEINFER_OFFLINE"), os.environ.get("HF_HUB_OFFLINE"))
-    return config.offline or any(s not in (None, "", "0", "false", "no") for s in switches)
+    return bool(way_out_of_offline(config))
 
 
 def refuse_offline(target: str) -> None:
     """Raise OfflineError in offline mode. Call this before every network access."""
-    if offline(load_config()):
-        raise OfflineError(f"{target} needs the network, but offline mode is on")
+    if way_out := way_out_of_offline(load_config()):
+        hint = f"{way_out}, or import a local file: `edgeinfer pull FILE.gguf`"
+        raise OfflineError(f"{target} needs the network, but offline mode is on", hint=hint)
 
 
 def save(keys: tuple[str, ...], value: Any, path: Path | None = None) -> None:

@@ -6,7 +6,7 @@ import threading
 import msgspec
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine, SmallEngine, StepGate
-from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, make_app, wait_until, words
+from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, SHELF, FixedHost, make_app, wait_until, words
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
 from textual import events
@@ -380,6 +380,24 @@ async def test_waiting_question_of_another_conversation_is_not_answered(drive, f
         await d.ready()
         await d.ask("second")
         assert len(d.host.fake.requests) == 1
+
+
+async def test_first_screen_marks_no_model_before_its_list_is_here(drive, monkeypatch):
+    listed = threading.Event()
+    monkeypatch.setattr(
+        "edgeinfer.tui.screens.model_picker.list_choices", lambda warm=(): listed.wait(60) and SHELF
+    )
+    host = FixedHost(errors=[ModelNotPulledError(f"{MODEL} is not on this machine yet")])
+    async with drive(host=host, ready=False) as d:
+        screen = await d.until(lambda: isinstance(d.app.screen, ModelScreen) and d.app.screen)
+        text = screen.query_one(".first", Static)
+        assert str(text.render()) == "Looking for models…"
+        await d.press("enter")
+        listed.set()
+        await d.until(lambda: screen.rows)
+        assert d.app.screen is screen
+        assert f"{MODEL} is not here." in str(text.render())
+        assert screen.query_one(".sheet").border_title == "This model is not here yet"
 
 
 async def test_first_screen_offers_models_of_other_programs(drive):

@@ -208,14 +208,23 @@ async def test_theme_is_picked_and_kept(drive):
         assert d.app.theme == load_config().chat.theme == "edgeinfer-light"
 
 
-class TestHelp:
-    async def test_f1_opens_and_escape_leaves(self, drive):
-        async with drive() as d:
-            await d.press("f1")
-            await d.until(lambda: isinstance(d.app.screen, HelpScreen))
-            await d.press("escape")
-            assert d.app.screen is d.chat
+@pytest.mark.parametrize("leave", ["escape", "ctrl+c"])
+async def test_every_dialog_is_left_by_esc_and_ctrl_c(drive, leave):
+    async with drive() as d:
+        await d.ready()
+        for command, dialog in (
+            ("/help", HelpScreen),
+            ("/model", ModelScreen),
+            ("/sessions", SessionScreen),
+            ("/theme", ChoiceScreen),
+        ):
+            d.chat.run_command(command)
+            await d.until(lambda dialog=dialog: isinstance(d.app.screen, dialog))
+            await d.press(leave)
+            await d.until(lambda: d.app.screen is d.chat)
 
+
+class TestHelp:
     def test_it_lists_every_key_also_rebound_ones(self):
         text = str(help_content({"regenerate": "ctrl+x"}, 200))
         assert all(key.id in text and key.tooltip in text for key in bindings.KEYS)

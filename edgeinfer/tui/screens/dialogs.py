@@ -15,7 +15,7 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from edgeinfer.chat import commands as slash
-from edgeinfer.tui.bindings import HEADINGS, KEYS, format_keys
+from edgeinfer.tui.bindings import BY_ID, HEADINGS, KEYS, format_keys
 from edgeinfer.tui.drawing.lines import Line, Span
 from edgeinfer.tui.textual_internals import keymap
 
@@ -29,7 +29,19 @@ def dialog_frame(title: str, keys: str, *, small: bool = False) -> Vertical:
     return frame
 
 
-class ListScreen(ModalScreen[Answer]):
+class Dialog(ModalScreen[Answer]):
+    """A dialog that Esc and Ctrl+C leave without an answer."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "leave", "Leave", show=False),
+        Binding(BY_ID["copy-or-quit"].keys, "leave", show=False, priority=True, id="copy-or-quit"),
+    ]
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+
+class ListScreen(Dialog[Answer]):
     """A text field over a list: Up and Down move in the list while the field has the focus."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -55,10 +67,8 @@ class ListScreen(ModalScreen[Answer]):
             listed.highlighted = min(max(self.selected_index + by, 0), listed.option_count - 1)
 
 
-class ChoiceScreen(ModalScreen[str | None]):
+class ChoiceScreen(Dialog[str | None]):
     """Asks to choose from `choices` (id, label, explanation); returns the id, None after Esc."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "Leave", show=False)]
 
     def __init__(self, title: str, text: str, choices: Sequence[tuple[str, str, str]]) -> None:
         super().__init__()
@@ -82,8 +92,8 @@ class ChoiceScreen(ModalScreen[str | None]):
         self.dismiss(event.option.id)
 
 
-class HelpScreen(ModalScreen[None]):
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,f1", "dismiss", "Leave", show=False)]
+class HelpScreen(Dialog[None]):
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("q,f1", "leave", "Leave", show=False)]
 
     def compose(self) -> ComposeResult:
         with dialog_frame("Help", "↑↓ scroll · Esc leaves"):

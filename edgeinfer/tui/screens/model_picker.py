@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from textual import on, work
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.content import Content
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
@@ -15,7 +15,7 @@ from textual.widgets.option_list import Option
 from edgeinfer.chat import model_choices
 from edgeinfer.chat.model_choices import ModelChoice, list_choices
 from edgeinfer.chat.startup import ChatSetup
-from edgeinfer.config.config_file import offline
+from edgeinfer.config.config_file import way_out_of_offline
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, InterruptedByUser
 from edgeinfer.models.fits import is_restricted
@@ -30,22 +30,16 @@ if TYPE_CHECKING:
 
 _KEYS = "Enter use or pull · ^W warm · ^X stop · Esc"
 _KEYS_NARROW = "Enter use or pull · Esc"
-_OFFLINE = (
-    "The network is off (EDGEINFER_OFFLINE), so nothing can be fetched. A file that is here: "
-    "`edgeinfer pull FILE.gguf`."
-)
 _OFFERED = "These suit this machine; Enter fetches one and starts the chat. Type to see others."
+_ANY = "Enter starts the chat with the marked model, which is fetched first if it is not here either."
 #: Least width (cells) of a list with all columns; a narrower one shows only names and sizes.
 _ROOM_FOR_ALL = 56
 
 
 class ModelScreen(ListScreen[str | None]):
-    """Lists models; returns one, or None after Esc. `first`: no model is pulled, so it offers a few."""
+    """Lists models; returns one, or None after Esc. `first`: the requested model is not here."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "Leave", show=False),
-        *bindings("models"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings("models")]
 
     def __init__(self, setup: ChatSetup, requested: str, *, first: bool = False) -> None:
         super().__init__()
@@ -59,11 +53,9 @@ class ModelScreen(ListScreen[str | None]):
         self._working = ""
 
     def compose(self) -> ComposeResult:
-        title = "No model is here yet" if self.first else "Models"
-        with dialog_frame(title, _KEYS if self.app.size.width >= 60 else _KEYS_NARROW):
+        with dialog_frame("Models", _KEYS if self.app.size.width >= 60 else _KEYS_NARROW):
             if self.first:
-                text = f"Enter fetches {self.requested} and starts the chat. Or pick another."
-                yield Static(text, classes="text first", markup=False)
+                yield Static("Looking for models…", classes="text first", markup=False)
             yield self.field("Type to filter")
             yield OptionList(id="models")
             yield Static("", classes="detail", markup=False)
@@ -86,15 +78,14 @@ class ModelScreen(ListScreen[str | None]):
     def _show(self, rows: list[ModelChoice], choices: list[FirstRunChoice]) -> None:
         self._all = rows
         self.offered = {choice.model.name: choice for choice in choices}
-        chosen = self.selection.name if self.selection else self.requested
-        if self.first and offline(self.setup.host.config):
-            self.query_one(".first", Static).update(_OFFLINE)
-        elif choices:
-            self.query_one(".first", Static).update(_OFFERED)
-            chosen = choices[0].model.name
-        elif self.first and not self.rows:
-            chosen = self._found_elsewhere(rows) or chosen
-        self._list(chosen)
+        chosen = self.requested
+        if self.first:
+            has_some = any(row.pulled for row in rows)
+            title = "This model is not here yet" if has_some else "No model is here yet"
+            self.query_one(".sheet").border_title = title
+            text, chosen = self._offer(rows, choices)
+            self.query_one(".first", Static).update(text)
+        self._list(self.selection.name if self.selection else chosen)
 
     @on(Input.Changed)
     def _filter(self) -> None:
@@ -121,16 +112,22 @@ class ModelScreen(ListScreen[str | None]):
         note = f"{choice.role}, ~{choice.tokens_per_s:.0f} tok/s" if choice else ""
         return _row(row, row.name == self.requested and not self.first, room, note)
 
-    def _found_elsewhere(self, rows: list[ModelChoice]) -> str:
+    def _offer(self, rows: list[ModelChoice], choices: list[FirstRunChoice]) -> tuple[str, str]:
+        """Return what to tell a user whose model is not here, and the model to highlight."""
+        if way_out := way_out_of_offline(self.setup.host.config):
+            ways = f"{way_out}, or import a local file: `edgeinfer pull FILE.gguf`"
+            return f"Nothing can be fetched, because offline mode is on: {ways}.", self.requested
+        if choices:
+            return _OFFERED, choices[0].model.name
         elsewhere = [row for row in rows if row.store]
         if not elsewhere:
-            return ""
+            return f"{self.requested} is not here. {_ANY}", self.requested
         best = next((row for row in elsewhere if row.verdict != "too big"), elsewhere[0])
-        self.query_one(".first", Static).update(
+        text = (
             f"Enter uses {best.name}, which is here from {best.store}, where it is. Or pick another: "
             f"{self.requested} would be fetched."
         )
-        return best.name
+        return text, best.name
 
     @property
     def selection(self) -> ModelChoice | None:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from textual import on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.content import Content
 from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
@@ -26,10 +26,7 @@ from edgeinfer.tui.screens.dialogs import ListScreen, dialog_frame
 class SessionScreen(ListScreen[int | None]):
     """Lists conversations; returns the id of the one to open, None after Esc."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "dismiss", "Leave", show=False),
-        *bindings("sessions"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings("sessions")]
 
     def __init__(self, session: ChatSession, commander: Commander, query: str = "") -> None:
         super().__init__()

@@ -328,8 +328,10 @@ def test_offline_pull_opens_no_connection(monkeypatch, switch, source) -> None:
     monkeypatch.setattr(socket.socket, "connect", forbidden)
     monkeypatch.setattr(socket, "getaddrinfo", forbidden)
     monkeypatch.setattr(subprocess, "Popen", forbidden)
-    with pytest.raises(OfflineError):
+    with pytest.raises(OfflineError) as caught:
         pull(source)
+    step = "remove `offline = true` from config.toml" if switch == "config" else f"unset {switch}"
+    assert (caught.value.hint or "").startswith(f"{step}, or import a local file")
 
 
 def test_split_files_are_fetched_whole(server, options) -> None:
