@@ -1,10 +1,10 @@
 """`edgeinfer batch IN OUT`: answer a file of requests in OpenAI's batch format, offline.
 
 Requests go to the routes of the HTTP endpoint, without sockets. An answer is appended to OUT as one
-line, in one write, in the order of completion. A later run skips the `custom_id`s in OUT and cuts off
-an incomplete last line, so nothing is lost or done twice after a kill. Only final answers are written:
-after a temporary failure a request is retried with growing pauses, then left to the next run. OUT is
-locked.
+line, in one write, in the order of completion. A later run skips the answered `custom_id`s in OUT and
+cuts off an incomplete last line, so nothing is lost or done twice after a kill. It removes the lines of
+failed requests and tries those again. After a temporary failure a request is retried with growing
+pauses, then left to the next run, without a line. OUT is locked.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -35,7 +37,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.host import EngineHost
-from edgeinfer.platform.disk import path_errors, try_lock
+from edgeinfer.platform.disk import durable_file, path_errors, try_lock
 from edgeinfer.server import batches
 from edgeinfer.server.batches import BatchLine
 from edgeinfer.server.callers import OWN
@@ -52,8 +54,8 @@ _MOST_FAILURES_IN_A_ROW = 16
 class BatchResult(Result, frozen=True, kw_only=True):
     """Counts of requests: `done` in this run, `skipped` because an earlier run answered them.
 
-    `failed` ones got a status of 400 or more. `left` ones have no answer yet; `left_reason` is the last
-    failure.
+    `failed` ones got a status of 400 or more; `retried` ones had failed in an earlier run. `left` ones
+    have no answer yet; `left_reason` is the last failure.
     """
 
     done: int
@@ -63,6 +65,7 @@ class BatchResult(Result, frozen=True, kw_only=True):
     seconds: float
     completion_tokens: int
     output: str
+    retried: int = 0
     left: int = 0
     left_reason: str = ""
 
@@ -74,6 +77,8 @@ class BatchResult(Result, frozen=True, kw_only=True):
         rate = self.completion_tokens / self.seconds if self.seconds else 0.0
         counts = f"{self.done} done, {self.skipped} already there, {self.failed} failed"
         lines = [f"{counts}, of {self.total}: {self.output}"]
+        if self.retried:
+            lines.append(f"{self.retried} had failed in an earlier run and were tried again")
         if self.left:
             lines.append(f"{self.left} left ({self.left_reason}): run the same command to retry them")
         lines.append(f"{self.completion_tokens} tokens in {self.seconds:.1f} s ({rate:.1f} tokens/s)")
@@ -82,7 +87,7 @@ class BatchResult(Result, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", metavar="IN.jsonl", help="lines of custom_id, method, url, body")
-    help = "answers, one per line; a later run skips finished lines"
+    help = "answers, one per line; a later run tries only failed and missing ones"
     parser.add_argument("output", metavar="OUT.jsonl", help=help)
     add_option(parser, "--model MODEL", "model of requests that name none (default: configured one)")
     add_option(parser, "--receipts", "add the receipt of each answer, for `edgeinfer verify OUT.jsonl`")
@@ -91,12 +96,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_launch_options(parser)
 
 
-class _Done(msgspec.Struct, frozen=True):
+class _Response(msgspec.Struct, frozen=True):
+    status_code: int = 200
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """A line of OUT."""
+
     custom_id: str
+    response: _Response | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return self.response is None or self.response.status_code >= 400
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> BatchResult:
-    """Answer the requests that have no answer in OUT.
+    """Answer the requests that have no answer in OUT, or have failed.
 
     Raises UsageError, which names an invalid line, before anything is computed; ModelBusyError if
     another run has locked OUT.
@@ -121,29 +137,54 @@ def answer(
     models: Sequence[str] = (),
 ) -> BatchResult:
     """Append the answers that `path` lacks; `models` are further ones. Raises what `run` raises."""
-    with _open_output(path) as output:
-        finished = read_output(output)
-        todo = [line for line in lines if line.custom_id not in finished]
-        tally = asyncio.run(_run(options, host, models, todo, output)) if todo else _Tally(0)
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(_open_output(path))
+        answers = read_output(output)
+        todo = [line for line in lines if answers.get(line.custom_id, True)]
+        failed = {line.custom_id for line in todo} & answers.keys()
+        if failed:
+            output = stack.enter_context(_without_failed(path, output, failed))
+        tally = _Tally(len(todo), retried=len(failed))
+        if todo:
+            asyncio.run(_run(options, host, models, todo, output, tally))
         return tally.result(len(lines), str(path))
 
 
-def read_output(output: int) -> set[str]:
-    """Return the `custom_id`s of all answers; cut off an incomplete last line."""
+def read_output(output: int) -> dict[str, bool]:
+    """Return for each `custom_id` whether its request has failed; cut off an incomplete last line."""
+    whole, answers = 0, dict[str, bool]()
+    for raw in _whole_lines(output):
+        try:
+            line = msgspec.json.decode(raw, type=_Answer)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            message = f"the output file has a line that is not an answer: {error}"
+            raise UsageError(message, hint="name another output file") from error
+        answers[line.custom_id] = line.has_failed and answers.get(line.custom_id, True)
+        whole += len(raw)
+    os.ftruncate(output, whole)
+    return answers
+
+
+def _whole_lines(output: int) -> Iterator[bytes]:
     with os.fdopen(os.dup(output), "rb") as file:
         file.seek(0)
-        whole, finished = 0, set()
-        for raw in file:
-            if not raw.endswith(b"\n"):
-                break
-            try:
-                finished.add(msgspec.json.decode(raw, type=_Done).custom_id)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                message = f"the output file has a line that is not an answer: {error}"
-                raise UsageError(message, hint="name another output file") from error
-            whole += len(raw)
-    os.ftruncate(output, whole)
-    return finished
+        yield from itertools.takewhile(lambda raw: raw.endswith(b"\n"), file)
+
+
+@contextlib.contextmanager
+def _without_failed(path: Path, output: int, failed: set[str]) -> Iterator[int]:
+    """Replace OUT by a locked copy without the lines of these requests; yield its descriptor."""
+    mode = stat.S_IMODE(os.fstat(output).st_mode)
+    with path_errors(path, "name another output file"), durable_file(path.resolve(), mode) as file:
+        copy = os.dup(file.fileno())
+        try_lock(copy)
+        for raw in _whole_lines(output):
+            if msgspec.json.decode(raw, type=_Answer).custom_id not in failed:
+                file.write(raw)
+    try:
+        yield copy
+    finally:
+        os.close(copy)
 
 
 @contextlib.contextmanager
@@ -159,8 +200,9 @@ def _open_output(path: Path) -> Iterator[int]:
 
 
 class _Tally:
-    def __init__(self, todo: int) -> None:
+    def __init__(self, todo: int, *, retried: int) -> None:
         self.todo = todo
+        self.retried = retried
         self.done = 0
         self.failed = 0
         self.tokens = 0
@@ -183,6 +225,7 @@ class _Tally:
             seconds=time.perf_counter() - self.start_s,
             completion_tokens=self.tokens,
             output=output,
+            retried=self.retried,
             left=self.todo - self.done,
             left_reason=self.left_reason,
         )
@@ -194,11 +237,11 @@ async def _run(
     models: Sequence[str],
     todo: list[BatchLine],
     output: int,
-) -> _Tally:
+    tally: _Tally,
+) -> None:
     from edgeinfer.cli.endpoint_setup import offline_endpoint  # imported here: it takes 240 ms
 
     endpoint, app = offline_endpoint(options, host, models)
-    tally = _Tally(len(todo))
     try:
         width = await _concurrency(endpoint)
         quiet = options.quiet or not sys.stderr.isatty()
@@ -214,7 +257,6 @@ async def _run(
         endpoint.cancel_all()
         await endpoint.models.close()
         endpoint.threads.shutdown(wait=False, cancel_futures=True)
-    return tally
 
 
 async def _concurrency(endpoint: Endpoint) -> int:

@@ -107,6 +107,37 @@ def test_a_second_run_does_only_what_is_missing(files):
     assert (result.done, result.skipped, len(engine.requests)) == (0, 10, 0)
 
 
+def test_a_second_run_tries_failed_lines_again(files, tmp_path):
+    _run(files(_chat("a"), _chat("b", temperature=9), _chat("c", temperature=9), _chat("d")))
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "out.jsonl")
+    os.chmod(tmp_path / "out.jsonl", 0o640)
+    again = files(_chat("a"), _chat("b"), _chat("c", temperature=9), _chat("e"))
+    result, engine = _run((again[0], str(tmp_path / "link.jsonl")))
+    assert (result.done, result.skipped, result.failed, result.retried) == (3, 1, 1, 2)
+    assert "2 had failed in an earlier run and were tried again" in result.human()
+    assert [request.messages[-1].content for request in engine.requests] == ["b", "e"]
+    statuses = {key: line["response"]["status_code"] for key, line in _answers(again[1]).items()}
+    assert statuses == {"a": 200, "b": 200, "c": 400, "d": 200, "e": 200}
+    assert (tmp_path / "link.jsonl").is_symlink()
+    assert os.stat(again[1]).st_mode & 0o777 == 0o640
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "link.jsonl", "out.jsonl"]
+
+
+def test_a_run_that_replaces_failed_lines_still_holds_the_output(files):
+    paths = files(_chat("a", temperature=9), _chat("b"))
+    _run(paths)
+    refused = []
+
+    def meanwhile(request):
+        with pytest.raises(ModelBusyError):
+            _run(paths)
+        refused.append(request)
+        return ["x"]
+
+    _run(files(_chat("a"), _chat("b")), FakeEngine(meanwhile))
+    assert len(refused) == 1
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
