@@ -50,32 +50,20 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def has(self, path: str) -> bool:
         """Return whether the endpoint serves `path`, which must need no API key. Raises ServeError."""
-        address = urlsplit(self.url)
-        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_HEALTH_S)
-        try:
-            with contextlib.closing(connection):
-                connection.request("HEAD", path)
-                return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException) as error:
-            raise ServeError(f"{self.url} does not answer: {error}") from error
+        with self._connect(_HEALTH_S) as connection:
+            connection.request("HEAD", path)
+            return connection.getresponse().status == 200
 
     def request(self, method: str, path: str, body: Any = None, timeout_s: float = _LOAD_S) -> Any:
         """Send a request; return the response's JSON. Raises ServeError, also for an error response."""
-        address = urlsplit(self.url)
-        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
         headers = {"content-type": "application/json"}
         if self.key:
             headers["authorization"] = f"Bearer {self.key}"
         raw = None if body is None else msgspec.json.encode(body)
-        try:
-            with contextlib.closing(connection):
-                connection.connect()
-                self._check_listener(connection.port)
-                connection.request(method, path, raw, headers)
-                answer = connection.getresponse()
-                read = answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise ServeError(f"{self.url} does not answer: {error}") from error
+        with self._connect(timeout_s) as connection:
+            connection.request(method, path, raw, headers)
+            answer = connection.getresponse()
+            read = answer.read()
         try:
             value = msgspec.json.decode(read)
         except msgspec.DecodeError as error:
@@ -83,6 +71,19 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         if answer.status >= 400 and path != "/health":
             raise ServeError(f"{self.url} answered: {_message(value)}", hint="")
         return value
+
+    @contextlib.contextmanager
+    def _connect(self, timeout_s: float) -> Iterator[http.client.HTTPConnection]:
+        """Yield a connection to this user's endpoint. Raises ServeError, also if it fails later."""
+        address = urlsplit(self.url)
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
+        try:
+            with contextlib.closing(connection):
+                connection.connect()
+                self._check_listener(connection.port)
+                yield connection
+        except (OSError, http.client.HTTPException) as error:
+            raise ServeError(f"{self.url} does not answer: {error}") from error
 
     def _check_listener(self, port: int) -> None:
         """Raise ServeError unless this user or root listens at `port`."""

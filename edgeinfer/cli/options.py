@@ -18,7 +18,8 @@ SYSTEM = "system prompt: text, @FILE or name of a saved prompt"
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """Add the load options. Their default is None, which stands for the configuration."""
-    help = "show every option, such as --gpu-layers"
+    has_sampling = any(group.title == SAMPLING for group in parser._action_groups)
+    help = f"show every option, such as {'--temperature' if has_sampling else '--gpu-layers'}"
     parser.add_argument("--help-all", action=HelpAll, nargs=0, help=help)
     group = parser.add_argument_group(LOAD)
     for option in LOAD_OPTIONS:

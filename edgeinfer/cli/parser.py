@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -129,6 +130,11 @@ LINUX_ONLY = ("bench", "warm", "snapshots", "ps", "stop", "update")
 _WITHOUT_JSON = ("chat", "serve")
 #: Actions of other programs → ours.
 _OTHER_COMMANDS = {"remove": "rm", "delete": "rm", "ls": "list"}
+#: Verb → hint if more words were typed than it takes.
+_EXTRA_WORD_HINTS = {
+    "run": 'put the prompt in quotes: `edgeinfer run "What is photosynthesis?"`',
+    "config": "`edgeinfer config` shows the path of the file: set keys there",
+}
 #: Most possible values that an error lists.
 _MOST_LISTED = 10
 
@@ -141,7 +147,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, hint=f"run `{self.prog} --help`")
+        raise UsageError(message, hint=f"run `{self.help_command(message)}`")
+
+    def help_command(self, message: str) -> str:
+        """Return the command whose help describes every option that `message` names."""
+        folded = (group for group in self._action_groups if group.title in FOLDED)
+        actions = (action for group in folded for action in group._group_actions)
+        flags = {flag for action in actions for flag in action.option_strings}
+        named = flags.intersection(re.findall(r"--?[\w-]+", message))
+        return f"{self.prog} {'--help-all' if named else '--help'}"
 
     def parse_known_args(  # type: ignore[override]  # typeshed: overloads
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -154,7 +168,8 @@ class Parser(argparse.ArgumentParser):
         flags = frozenset(flag for action in switches for flag in action.option_strings)
         options, positionals = options_and_words(list(args or ()), flags)
         operands = ["--", *positionals] if positionals else []
-        return super().parse_known_args([*options, *operands], namespace)
+        parsed, unknown = super().parse_known_args([*options, *operands], namespace)
+        return parsed, [word for word in unknown if word != "--"]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
@@ -168,7 +183,7 @@ class Parser(argparse.ArgumentParser):
         else:
             argument = "/".join(action.option_strings) or action.metavar or action.dest
             message = f"{value!r} is not a value of {argument}{listed}"
-        lists = f"`{self.prog} --help` lists them"
+        lists = f"`{self.help_command(message)}` lists them"
         raise UsageError(message, hint=f"did you mean {suggestion}? {lists}" if suggestion else lists)
 
     def print_help(self, file: Any = None) -> None:
@@ -234,8 +249,7 @@ def refuse_unknown(
 
 def _what_was_meant(parser: argparse.ArgumentParser, verb: str, word: str) -> str:
     if not word.startswith("-"):
-        quoted = 'put the prompt in quotes: `edgeinfer run "What is photosynthesis?"`'
-        return quoted if verb == "run" else ""
+        return _EXTRA_WORD_HINTS.get(verb, "")
     flags = verbs_of(parser)[verb]._option_string_actions if verb in verbs_of(parser) else {}
     flag = word.partition("=")[0]
     near = nearest(flag, [*flags, "--model"])

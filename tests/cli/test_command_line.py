@@ -1,6 +1,7 @@
 """Every verb is a function with the same signature, and `--json` means the same for each."""
 
 import argparse
+import ast
 import inspect
 import itertools
 import json
@@ -9,16 +10,19 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from other_processes import run
 
+import edgeinfer
 from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import EXAMPLES, VERBS, build_parser, module_of, verbs_of, wants_json
 from edgeinfer.cli.result import Result, TimedResult
 from edgeinfer.cli.verbs import launch
 from edgeinfer.config.config_file import Config
-from edgeinfer.errors import kebab
+from edgeinfer.errors import UsageError, kebab
 from edgeinfer.host import EngineHost
 from edgeinfer.launcher.argv import LAUNCH_VERBS, SWITCHES, with_verb
 from edgeinfer.snapshots.running import RunningLaunch
@@ -187,6 +191,7 @@ def test_chat_is_meant_where_no_verb_is_typed(typed, completed):
         ("--modle x", "name the model without `--model`: `edgeinfer chat MODEL`"),
         ("run --model x", "name the model without `--model`: `edgeinfer run MODEL`"),
         ("warm m --colour red", "run `edgeinfer warm --help`"),
+        ("config set offline true", "`edgeinfer config` shows the path of the file: set keys there"),
         ("run what is two", 'put the prompt in quotes: `edgeinfer run "What is photosynthesis?"`'),
     ],
 )
@@ -259,6 +264,50 @@ def test_denied_path_is_an_ordinary_error(monkeypatch, capsys):
 
 def test_letter_is_near_no_model(as_json):
     assert "did you mean" not in as_json("show", "x", code=3)["hint"]
+
+
+def test_extra_words_are_named_as_they_were_typed(as_json):
+    message = as_json("config", "set", "offline", "true", code=2)["message"]
+    assert message == "unrecognized arguments: set offline true"
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_hint_about_an_option_leads_to_the_help_that_describes_it(verb, capsys):
+    for name, parser in every_parser():
+        with_value = (a for a in parser._actions if a.nargs != 0 and a.help != argparse.SUPPRESS)
+        flags = [flag for action in with_value for flag in action.option_strings]
+        for flag in flags if name.split()[0] == verb else ():
+            with pytest.raises(UsageError) as caught:
+                parser.parse_known_args([flag])
+            command = re.fullmatch(r"run `edgeinfer (.*) (--help|--help-all)`", caught.value.hint)
+            assert command and command[1] == name, caught.value.hint
+            with pytest.raises(SystemExit):
+                parser.parse_args([command[2]])
+            assert re.search(rf"^  {flag}\b", capsys.readouterr().out, re.MULTILINE), flag
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """Yield the texts of a module; `X` stands for each value in an f-string."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            parts = (getattr(part, "value", None) for part in node.values)
+            yield "".join(part if isinstance(part, str) else "X" for part in parts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_each_option_of_a_command_in_a_text_is_one_of_that_verb():
+    parsers, n_commands = dict(every_parser()), 0
+    for path in Path(edgeinfer.__file__).parent.rglob("*.py"):
+        commands = (re.findall(r"`edgeinfer ([a-z]+[^`]*)`", text) for text in _texts(path))
+        for command in itertools.chain(*commands):
+            verb, *typed = command.split()
+            name = f"{verb} {typed[0]}" if typed and f"{verb} {typed[0]}" in parsers else verb
+            flags = {word.partition("=")[0] for word in typed if word.startswith("--")}
+            if name in parsers:
+                assert flags <= parsers[name]._option_string_actions.keys(), (path, command)
+                n_commands += bool(flags)
+    assert n_commands > 20
 
 
 # --- help

@@ -86,7 +86,9 @@ def test_foreign_listener_is_sent_nothing(stranger):
         assert endpoint.probe(url, "secret-key-0123456789") is None
         with pytest.raises(ServeError, match="another user"):
             RemoteEndpoint(url=url, model="m", key="secret-key-0123456789").request("GET", "/props")
-        for _ in range(2):
+        with pytest.raises(ServeError, match="another user"):
+            RemoteEndpoint(url=url, model="m").has("/web")
+        for _ in range(3):
             client, _ = listener.accept()
             with client:
                 assert client.recv(1000) == b""
