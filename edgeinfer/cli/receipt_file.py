@@ -11,9 +11,7 @@ import msgspec
 
 from edgeinfer.errors import UsageError
 from edgeinfer.platform.disk import path_errors, write_durably
-from edgeinfer.receipts.receipt import Receipt, Refusal, load_key, make_receipt, with_record
-from edgeinfer.runtime.events import Finished
-from edgeinfer.runtime.options import EngineInfo
+from edgeinfer.receipts.receipt import Receipt, Refusal, with_record
 from edgeinfer.runtime.requests import GenerateRequest
 
 _HINT = "name another file for --receipt"
@@ -50,27 +48,11 @@ class ReceiptFile(msgspec.Struct, frozen=True):
             raise UsageError(problem, hint=_HINT)
         return with_record(request)
 
-    def write_for(
-        self,
-        request: GenerateRequest,
-        finished: Finished,
-        info: EngineInfo,
-        *,
-        key: str,
-        is_private: bool,
-    ) -> None:
-        """Write an answer's receipt, signed with the key in the file `key` ("": unsigned).
-
-        Print how to check it, or why there is none, on stderr. Raises UsageError, DiskFullError.
-        """
-        receipt = make_receipt(request, finished, info, key=load_key(key))
+    def write(self, receipt: Receipt | Refusal, *, is_private: bool) -> None:
+        """Write a receipt, and say on stderr how to check it, or why there is none. Raises UsageError."""
         if isinstance(receipt, Refusal):
             sys.stderr.write(f"edgeinfer: no receipt: {receipt.refused}\n")
-        else:
-            self.write(receipt, is_private=is_private)
-
-    def write(self, receipt: Receipt, *, is_private: bool) -> None:
-        """Write a receipt, and print how to check it on stderr. Raises UsageError, DiskFullError."""
+            return
         private = msgspec.structs.replace(receipt, content=None)
         line = msgspec.json.encode(private if is_private else receipt) + b"\n"
         secret = self.path.with_name(f"{self.path.name}.content")

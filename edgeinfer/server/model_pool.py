@@ -169,7 +169,7 @@ class ModelPool:
             listed.append(AvailableModel(name=self.default))
         by_name = {pulled.name: pulled for pulled in listed}
         for alias, target in self._aliases.exact.items():
-            model = lookup.find(self.default if target == DEFAULT else target, listed)
+            model = lookup.find(self.default if target == DEFAULT else target, by_name.values())
             if model is not None and alias not in by_name:
                 listed.append(msgspec.structs.replace(model, name=alias, alias_of=model.name))
         listed += [

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -96,19 +96,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_launch_options(parser)
 
 
-class _Response(msgspec.Struct, frozen=True):
-    status_code: int = 200
-
-
 class _Answer(msgspec.Struct, frozen=True):
-    """A line of OUT."""
+    """A line of OUT. OpenAI's own lines have a `response` of null after some failures."""
 
     custom_id: str
-    response: _Response | None = None
-
-    @property
-    def has_failed(self) -> bool:
-        return self.response is None or self.response.status_code >= 400
+    response: dict[str, Any] | None = None
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> BatchResult:
@@ -159,7 +151,8 @@ def read_output(output: int) -> dict[str, bool]:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             message = f"the output file has a line that is not an answer: {error}"
             raise UsageError(message, hint="name another output file") from error
-        answers[line.custom_id] = line.has_failed and answers.get(line.custom_id, True)
+        has_failed = line.response is None or line.response.get("status_code", 0) >= 400
+        answers[line.custom_id] = has_failed and answers.get(line.custom_id, True)
         whole += len(raw)
     os.ftruncate(output, whole)
     return answers

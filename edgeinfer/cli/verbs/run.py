@@ -27,6 +27,7 @@ from edgeinfer.media import document_files
 from edgeinfer.media.pictures import join_parts
 from edgeinfer.platform.disk import path_errors
 from edgeinfer.platform.process import SignalHandlers
+from edgeinfer.receipts.receipt import load_key, make_receipt
 from edgeinfer.runtime.event_stream import CollectedAnswer, RepetitionWatch
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.interface import Engine
@@ -141,9 +142,9 @@ def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
             f"edgeinfer: {_describe_limit(result.usage, request.max_tokens, engine.info)}\n"
         )
     if options.receipt:
-        options.receipt.write_for(
-            request, finished, engine.info, key=host.config.receipts.key, is_private=options.private
-        )
+        key = load_key(host.config.receipts.key)
+        receipt = make_receipt(request, finished, engine.info, key=key)
+        options.receipt.write(receipt, is_private=options.private)
     if options.traces:
         _write_trace(options.traces, started, result)
     if options.timings:
