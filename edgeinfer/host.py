@@ -137,14 +137,11 @@ class EngineHost:
             refuse_unfit_draft(files)
         return files
 
-    def find_model(self, text: str) -> ModelRef | None:
-        """Return the model that `text` names, None if it names none (a prompt). Raises CatalogError."""
-        from edgeinfer.models.reference import find
-
-        return find(text)
-
     def model_or_prompt(self, text: str) -> ModelRef | None:
-        """Like `find_model`, but raise UnknownModelError if `text` is almost a model's name."""
+        """Return the model that `text` names, None if it names none (a prompt).
+
+        Raises CatalogError: UnknownModelError if `text` is almost a model's name.
+        """
         from edgeinfer.models.reference import find_unless_misspelt
 
         return find_unless_misspelt(text, self.config.default_model)

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None, host: EngineHost | None = None) -> i
     try:
         if typed[0] == "help":
             typed = [*typed[1:], "--help"]
-        _refuse_unknown_verb(typed, host)
+        _refuse_unknown_verb(typed)
         parser = build_parser(typed[0])
         options, unknown = parser.parse_known_args(typed)
         refuse_unknown(parser, options, unknown)
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None, host: EngineHost | None = None) -> i
         return error_text.exit_code(failure)
 
 
-def _refuse_unknown_verb(typed: Sequence[str], host: EngineHost) -> None:
+def _refuse_unknown_verb(typed: Sequence[str]) -> None:
     """Raise UsageError if the first word is not a verb, with what was probably meant."""
     word = typed[0]
     if word.startswith("-") or word in VERBS:
@@ -111,7 +111,7 @@ def _refuse_unknown_verb(typed: Sequence[str], host: EngineHost) -> None:
         suggestion = f"edgeinfer {_OTHER_NAMES[word]}"
     elif near := nearest(word, list(VERBS)):
         suggestion = f"edgeinfer {near}"
-    elif _is_model(word, host):
+    elif _is_model(word):
         suggestion = f"edgeinfer chat {word}"
     elif len(positionals := [each for each in typed if not each.startswith("-")]) > 1:
         suggestion = shlex.join(["edgeinfer", "run", " ".join(positionals)])
@@ -120,9 +120,11 @@ def _refuse_unknown_verb(typed: Sequence[str], host: EngineHost) -> None:
     raise UsageError(f"{word!r} is not a verb", hint=f"did you mean `{suggestion}`?")
 
 
-def _is_model(word: str, host: EngineHost) -> bool:
+def _is_model(word: str) -> bool:
+    from edgeinfer.models.reference import find  # imported here: it takes 30 ms, only after a mistake
+
     try:
-        return host.find_model(word) is not None
+        return find(word) is not None
     except CatalogError:  # a model with an unreadable record
         return True
 

@@ -332,10 +332,6 @@ def wants_json(typed: Sequence[str]) -> bool:
 
 def nearest(word: str, candidates: Sequence[str]) -> str:
     """Return the candidate nearest to `word`, or that begins with it; "" if there is none."""
-    import difflib  # imported here: it takes 5 ms, only after a mistake
+    from edgeinfer.models.lookup import similar_names  # only needed after a mistake
 
-    typed = word.lower().lstrip("-")
-    spelled = {candidate.lower().lstrip("-"): candidate for candidate in candidates}
-    near = difflib.get_close_matches(typed, spelled, n=1, cutoff=0.65)
-    near += [candidate for candidate in spelled if len(typed) > 2 and candidate.startswith(typed)]
-    return spelled[near[0]] if near else ""
+    return next(iter(similar_names(word, (), candidates)), "")

@@ -49,7 +49,7 @@ class ReceiptFile(msgspec.Struct, frozen=True):
         return with_record(request)
 
     def write(self, receipt: Receipt | Refusal, *, is_private: bool) -> None:
-        """Write a receipt, and say on stderr how to check it, or why there is none. Raises UsageError."""
+        """Write a receipt, and print how to check it, or why there is none. Raises UsageError."""
         if isinstance(receipt, Refusal):
             sys.stderr.write(f"edgeinfer: no receipt: {receipt.refused}\n")
             return

@@ -136,10 +136,12 @@ def answer(
         failed = {line.custom_id for line in todo} & answers.keys()
         if failed:
             output = stack.enter_context(_without_failed(path, output, failed))
-        tally = _Tally(len(todo), retried=len(failed))
+        n_skipped, began_s = len(lines) - len(todo), time.perf_counter()
+        tally = _Tally(total=len(lines), skipped=n_skipped, retried=len(failed))
         if todo:
             asyncio.run(_run(options, host, models, todo, output, tally))
-        return tally.result(len(lines), str(path))
+    seconds, counts = time.perf_counter() - began_s, msgspec.structs.asdict(tally)
+    return BatchResult(**counts, left=tally.n_left, seconds=seconds, output=str(path))
 
 
 def read_output(output: int) -> dict[str, bool]:
@@ -192,36 +194,25 @@ def _open_output(path: Path) -> Iterator[int]:
         os.close(output)
 
 
-class _Tally:
-    def __init__(self, todo: int, *, retried: int) -> None:
-        self.todo = todo
-        self.retried = retried
-        self.done = 0
-        self.failed = 0
-        self.tokens = 0
-        self.left_in_a_row = 0
-        self.left_reason = ""
-        self.start_s = time.perf_counter()
+class _Tally(msgspec.Struct, kw_only=True):
+    """What this run has done so far: fields of `BatchResult`."""
+
+    total: int
+    skipped: int
+    retried: int
+    done: int = 0
+    failed: int = 0
+    completion_tokens: int = 0
+    left_reason: str = ""
+
+    @property
+    def n_left(self) -> int:
+        return self.total - self.skipped - self.done
 
     def count(self, reply: batches.BatchReply) -> None:
         self.done += 1
         self.failed += reply.status >= 400
-        self.tokens += _completion_tokens(reply)
-        self.left_in_a_row = 0
-
-    def result(self, total: int, output: str) -> BatchResult:
-        return BatchResult(
-            done=self.done,
-            failed=self.failed,
-            skipped=total - self.todo,
-            total=total,
-            seconds=time.perf_counter() - self.start_s,
-            completion_tokens=self.tokens,
-            output=output,
-            retried=self.retried,
-            left=self.todo - self.done,
-            left_reason=self.left_reason,
-        )
+        self.completion_tokens += _completion_tokens(reply)
 
 
 async def _run(
@@ -269,17 +260,21 @@ async def _work(
     width: int,
     progress: StageProgress,
 ) -> None:
+    left_in_a_row = 0
+
     async def worker() -> None:
+        nonlocal left_in_a_row
         for line in todo:
             reply = await batches.post_with_retries(app, OWN, line)
             if batches.may_retry(reply):
-                tally.left_in_a_row += 1
+                left_in_a_row += 1
                 tally.left_reason = _reason(reply)
             else:
                 _append(output, line, reply)
+                left_in_a_row = 0
                 tally.count(reply)
-                progress.report("answering", tally.done / tally.todo)
-            if tally.left_in_a_row >= _MOST_FAILURES_IN_A_ROW:
+                progress.report("answering", tally.done / (tally.done + tally.n_left))
+            if left_in_a_row >= _MOST_FAILURES_IN_A_ROW:
                 return
 
     try:

@@ -12,6 +12,7 @@ from edgeinfer.cli.result import Result
 from edgeinfer.cli.verbs.launch import own_endpoint
 from edgeinfer.errors import ServeError
 from edgeinfer.host import EngineHost
+from edgeinfer.models.reference import find
 from edgeinfer.server.web.access import PATH, make_code
 
 
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, host: EngineHost) -> WebResult:
     """Open the page in a browser, except with `--json`. Raises ServeError, what `host.files` raises."""
     # a running endpoint would not report a missing model
-    if options.model and not host.find_model(options.model):
+    if options.model and find(options.model) is None:
         raise host.resolve(options.model).absence()
     remote = own_endpoint(options, host)
     if not remote.has(PATH):
