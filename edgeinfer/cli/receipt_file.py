@@ -37,7 +37,7 @@ class ReceiptFile(msgspec.Struct, frozen=True):
 
     @property
     def is_stream(self) -> bool:
-        """Whether to append to the file instead of replacing it: a device, a FIFO or an open file."""
+        """Return whether to append instead of replacing the file: a device, a FIFO, an open file."""
         is_open_file = str(self.path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
         return is_open_file or (self.path.exists() and not self.path.is_file())
 

@@ -8,7 +8,6 @@ the name without them comes first.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Protocol, TypeVar
@@ -57,13 +56,13 @@ def spellings(text: str) -> Iterator[str]:
         yield str(sources.parse(plain)).lower()
 
 
-def did_you_mean(text: str, catalog: Iterable[str], here: Iterable[str] = ()) -> str | None:
+def did_you_mean(text: str, catalog: Iterable[str], local_names: Iterable[str] = ()) -> str | None:
     """Return a hint with the nearest names of the catalogue and of models here; None without any."""
-    near = similar_names(text, catalog, here)
+    near = similar_names(text, catalog, local_names)
     return f"did you mean {' or '.join(near)}? `edgeinfer list` shows every model" if near else None
 
 
-def similar_names(text: str, catalog: Iterable[str], here: Iterable[str] = ()) -> list[str]:
+def similar_names(text: str, catalog: Iterable[str], local_names: Iterable[str] = ()) -> list[str]:
     """Return up to three names for which `text` may be a misspelling, the likeliest first.
 
     Only letters and digits are compared: Ollama's `qwen3:4b` is like `qwen3-4b`. A quantization at the
@@ -76,19 +75,16 @@ def similar_names(text: str, catalog: Iterable[str], here: Iterable[str] = ()) -
     if len(typed) < 3:
         return []
     bases = {f"{name}:{quant}" if quant else name: name for name in catalog}
-    bases |= {name: _split_quantization(name.lower())[0].rpartition("/")[2] for name in here}
+    bases |= {name: _split_quantization(name.lower())[0].rpartition("/")[2] for name in local_names}
     letters = {name: _letters(base) for name, base in bases.items()}
-    beginnings = defaultdict[str, list[str]](list)
-    for name, whole in letters.items():
-        for beginning in {whole, whole[: len(typed)], whole[: len(typed) + 1]}:
-            beginnings[beginning].append(name)
     if same := [name for name, whole in letters.items() if whole == typed]:
         return same[:3]
     near = [name for name, whole in letters.items() if whole.startswith(typed)]
     near += [name for name, base in bases.items() if _words(plain) <= _words(base)]
     near += [name for name, whole in letters.items() if typed in whole]
-    for beginning in get_close_matches(typed, beginnings, cutoff=_LEAST_LIKENESS):
-        near += beginnings[beginning]
+    starts = {whole[: len(typed)]: name for name, whole in reversed(letters.items())}
+    starts |= {whole: name for name, whole in letters.items()}
+    near += [starts[start] for start in get_close_matches(typed, starts, cutoff=_LEAST_LIKENESS)]
     return list(dict.fromkeys(near))[:3]
 
 

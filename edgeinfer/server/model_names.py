@@ -47,13 +47,13 @@ def ollama_name(name: str, taken_names: Container[str] = ()) -> str:
     return plain if ":" in plain else plain + LATEST
 
 
-def where_to_get(missing: str, here: Iterable[str]) -> str:
+def where_to_get(missing: str, local_names: Iterable[str]) -> str:
     """Return a hint that says how to get the model `missing`, or names that resemble it."""
     from edgeinfer.models.catalog import load_catalog  # this import takes 8 ms, and only errors need it
 
     catalog = load_catalog()
     if "/" in missing or missing.partition(":")[0] in catalog:
         return f"`edgeinfer pull {missing}`, or GET /v1/models"
-    near = lookup.similar_names(missing, catalog, here)
+    near = lookup.similar_names(missing, catalog, local_names)
     guess = f"did you mean {' or '.join(near)}? " if near else ""
     return f"{guess}GET /v1/models lists the models; `[serve.aliases]` in the configuration adds names"

@@ -11,7 +11,7 @@ from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.models import names, sources
 from edgeinfer.models.progress import OnProgress, PullProgress
 
-#: Beginnings of the addresses of Hugging Face repositories; without `https://` they are sources.
+#: Prefixes of the addresses of Hugging Face repositories; without `https://` they are sources.
 _HUBS = ("https://huggingface.co/", "https://hf.co/")
 Work = Callable[[OnProgress, threading.Event], None]
 Reports = AsyncGenerator[PullProgress, None]

@@ -290,8 +290,8 @@ def _texts(path: Path) -> Iterator[str]:
     """Yield the texts of a module; `X` stands for each value in an f-string."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.JoinedStr):
-            parts = (getattr(part, "value", None) for part in node.values)
-            yield "".join(part if isinstance(part, str) else "X" for part in parts)
+            texts = (getattr(piece, "value", None) for piece in node.values)
+            yield "".join(text if isinstance(text, str) else "X" for text in texts)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 
