@@ -306,11 +306,6 @@ def way_out_of_offline(config: Config) -> str:
     return " and ".join(steps)
 
 
-def offline(config: Config) -> bool:
-    """Return whether offline mode is on, by config.toml or an environment variable."""
-    return bool(way_out_of_offline(config))
-
-
 def refuse_offline(target: str) -> None:
     """Raise OfflineError in offline mode. Call this before every network access."""
     if way_out := way_out_of_offline(load_config()):

@@ -92,7 +92,7 @@ class AppFrontEnd:
         self._load(name, n_ctx)
 
     def pick_model(self, model: str = "", *, first: bool = False) -> None:
-        """Open the model picker. `first`: no model is pulled yet, and `model` was requested."""
+        """Open the model picker. `first`: the requested `model` is not on this machine."""
         from edgeinfer.tui.screens.model_picker import ModelScreen
 
         if any(isinstance(screen, ModelScreen) for screen in self.app.screen_stack):

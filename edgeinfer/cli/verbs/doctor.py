@@ -22,7 +22,7 @@ import msgspec
 from edgeinfer import __version__, error_text, typed_options
 from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
-from edgeinfer.config.config_file import Config, config_path, load_config, offline
+from edgeinfer.config.config_file import Config, config_path, load_config, way_out_of_offline
 from edgeinfer.errors import EdgeInferError, ModelNotPulledError, ShippingError
 from edgeinfer.host import EngineHost
 from edgeinfer.platform import paths
@@ -221,7 +221,7 @@ def _directories() -> Finding:
 def _configuration() -> Finding:
     config = load_config()
     path = config_path()
-    network = "offline" if offline(config) else "network allowed"
+    network = "offline" if way_out_of_offline(config) else "network allowed"
     source = path if path.is_file() else "defaults (no file)"
     if folder := config.serve.log_payloads:
         text = f"{source}; {network}; `serve` writes every request and answer to {folder}"
