@@ -137,15 +137,6 @@ class EngineHost:
             refuse_unfit_draft(files)
         return files
 
-    def model_or_prompt(self, text: str) -> ModelRef | None:
-        """Return the model that `text` names, None if it names none (a prompt).
-
-        Raises CatalogError: UnknownModelError if `text` is almost a model's name.
-        """
-        from edgeinfer.models.reference import find_unless_misspelt
-
-        return find_unless_misspelt(text, self.config.default_model)
-
     def engine(
         self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
     ) -> Engine:

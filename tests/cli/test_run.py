@@ -17,6 +17,7 @@ from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.errors import QueueFullError, UnknownModelError, UsageError
 from edgeinfer.host import EngineHost, ProcessStart
 from edgeinfer.media.pictures import PICTURE_MARK
+from edgeinfer.models import reference
 from edgeinfer.models.reference import ModelRef
 from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, Usage
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
@@ -38,11 +39,6 @@ class ScriptedHost(EngineHost):
     def __init__(self, engine, config=None):
         super().__init__(ProcessStart(how="resumed", stages_ms={"restore": 80.0}), config)
         self.scripted, self.opened = engine, []
-
-    def model_or_prompt(self, text):
-        if text in ("tiny", "small"):
-            return ModelRef(text=text, kind="absent", name=text)
-        return None
 
     def engine(self, model, options, progress=None):
         self.opened.append((getattr(model, "text", model), options))
@@ -69,6 +65,17 @@ def result(engine, capsys, *typed, code=0):
 @pytest.fixture(autouse=True)
 def _no_stdin(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
+
+
+@pytest.fixture(autouse=True)
+def _scripted_models(monkeypatch):
+    """Let `tiny` and `small` be models."""
+
+    def find(text, default_model, find=reference.find_unless_misspelt):
+        is_scripted = text in ("tiny", "small")
+        return ModelRef(text=text, kind="absent", name=text) if is_scripted else find(text, default_model)
+
+    monkeypatch.setattr(reference, "find_unless_misspelt", find)
 
 
 def test_answer_is_streamed_to_stdout(engine, capsys):

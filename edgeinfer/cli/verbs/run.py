@@ -238,9 +238,10 @@ def _split_positionals(
         return host.config.default_model, None, ""
     if second is not None:
         return first, None, second
-    if ref := host.model_or_prompt(first):
-        return first, ref, ""
-    return host.config.default_model, None, first
+    from edgeinfer.models.reference import find_unless_misspelt  # a resumed process seldom needs it
+
+    ref = find_unless_misspelt(first, host.config.default_model)
+    return (host.config.default_model, None, first) if ref is None else (first, ref, "")
 
 
 def _with_stdin(prompt: str) -> str:
