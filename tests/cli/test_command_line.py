@@ -283,7 +283,7 @@ def test_hint_about_an_option_leads_to_the_help_that_describes_it(verb, capsys):
             assert command and command[1] == name, caught.value.hint
             with pytest.raises(SystemExit):
                 parser.parse_args([command[2]])
-            assert re.search(rf"^  {flag}\b", capsys.readouterr().out, re.MULTILINE), flag
+            assert re.search(rf"^  (-\w \S+, )?{flag}\b", capsys.readouterr().out, re.MULTILINE), flag
 
 
 def _texts(path: Path) -> Iterator[str]:
