@@ -72,8 +72,9 @@ def _scripted_models(monkeypatch):
     """Let `tiny` and `small` be models."""
 
     def find(text, default_model, find=reference.find_unless_misspelt):
-        is_scripted = text in ("tiny", "small")
-        return ModelRef(text=text, kind="absent", name=text) if is_scripted else find(text, default_model)
+        if text in ("tiny", "small"):
+            return ModelRef(text=text, kind="absent", name=text)
+        return find(text, default_model)
 
     monkeypatch.setattr(reference, "find_unless_misspelt", find)
 
