@@ -70,12 +70,12 @@ def plan_pull(text: str, catalog: Catalog, name: str | None = None) -> PullPlan:
     if sources.looks_like_source(text):
         source = sources.parse(text)
         return PullPlan(ref=given_ref or _named_after(_stem(source), catalog), candidates=((source,),))
-    ref = names.find_reference(text)
-    entry = catalog.get(ref.name) if ref is not None else None
-    if ref is None or entry is None:
+    typed = names.find_reference(text)
+    entry = catalog.get(typed.name) if typed is not None else None
+    if typed is None or entry is None:
         hint = names.path_hint(text) or lookup.did_you_mean(text, catalog)
         raise UnknownModelError(f"no model is called {text!r}", hint=hint)
-    return _of_entry(entry, ref, given_ref)
+    return _of_entry(entry, typed, given_ref)
 
 
 def _of_entry(entry: Model, ref: Reference, given_ref: Reference | None) -> PullPlan:

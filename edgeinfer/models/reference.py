@@ -28,6 +28,7 @@ from edgeinfer.models.store import PulledFile, PulledModel, find_pulled, list_pu
 from edgeinfer.platform import paths
 from edgeinfer.runtime.options import ModelFiles
 
+
 class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
     """A model that a user has named. `name` is its full name; for a file, the absolute path.
 
@@ -158,7 +159,7 @@ def find_unless_misspelt(word: str, default_model: str) -> ModelRef | None:
 
 
 def _names_here() -> list[str]:
-    return [model.name for model in (*list_pulled(), *stores.usable())]
+    return [*(model.name for model in list_pulled()), *(model.name for model in stores.usable())]
 
 
 def _offer() -> str:

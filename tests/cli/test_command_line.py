@@ -280,7 +280,8 @@ def test_hint_about_an_option_leads_to_the_help_that_describes_it(verb, capsys):
             with pytest.raises(UsageError) as caught:
                 parser.parse_known_args([flag])
             command = re.fullmatch(r"run `edgeinfer (.*) (--help|--help-all)`", caught.value.hint)
-            assert command and command[1] == name, caught.value.hint
+            assert command is not None, caught.value.hint
+            assert command[1] == name
             with pytest.raises(SystemExit):
                 parser.parse_args([command[2]])
             assert re.search(rf"^  (-\w \S+, )?{flag}\b", capsys.readouterr().out, re.MULTILINE), flag
