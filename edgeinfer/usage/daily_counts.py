@@ -31,7 +31,7 @@ from edgeinfer.platform import paths
 from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Event, Finished
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.runtime.sampling.log_sum import LogSum
+from edgeinfer.runtime.sampling.logprobs import LogSum
 from edgeinfer.runtime.scheduler.observer import SequenceObserver
 
 _log = logging.getLogger("edgeinfer.drift")

@@ -8,7 +8,6 @@ also ends the reasoning, because models forget to close it.
 
 from __future__ import annotations
 
-import string
 from collections.abc import Sequence
 from typing import Literal
 
@@ -22,16 +21,8 @@ from edgeinfer.runtime.chat_format.tool_call_formats import (
 from edgeinfer.runtime.chat_format.tool_call_parser import FENCE, JsonSection, Section
 from edgeinfer.runtime.chat_format.xml_calls import FUNCTION, XmlSection
 from edgeinfer.runtime.events import Parsed, ReasoningDelta, TextDelta
-from edgeinfer.runtime.requests import random_bytes
 
-_ALPHABET = string.ascii_letters + string.digits
 _NO_CALLS = ToolFormat(name="none")
-
-
-def call_id(*, short: bool = False) -> str:
-    """Make a unique tool-call id: `call_` and 24 letters and digits, or only nine for Mistral."""
-    drawn = "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in random_bytes(24))
-    return drawn[:9] if short else f"call_{drawn}"
 
 
 class AnswerParser:
@@ -168,7 +159,7 @@ class AnswerParser:
         constrained = self._constrained and marker in ("", *self._form.begin[:1])
         kind = XmlSection if is_xml and first not in ("{", "[") else JsonSection
         self._section = kind(
-            self._form, marker, self._tools, constrained=constrained, new_call=self._new_call
+            self._form, marker, self._tools, constrained=constrained, n_calls=self._n_calls
         )
         return True
 
@@ -191,15 +182,10 @@ class AnswerParser:
 
     def _take_calls(self, section: Section) -> None:
         if events := section.take_events():
-            self._phase = "answer"
+            self._phase, self._after_call = "answer", True
+            self._space = ""  # before the call
+            self._n_calls = section.n_calls
             self._events += events
-
-    def _new_call(self) -> tuple[int, str]:
-        """Return the index and the id of a new call, and drop the white space before it."""
-        self._space = ""
-        self._after_call = True
-        self._n_calls += 1
-        return self._n_calls - 1, call_id(short=self._form.short_ids)
 
     def _emit(self, text: str) -> None:
         """Emit text of the reasoning or the answer, without white space at its beginning and end."""

@@ -11,19 +11,28 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+import string
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from edgeinfer.runtime.chat_format.tool_call_formats import MAX_NAME, ToolFormat, Tools, could_become
 from edgeinfer.runtime.events import ToolCallDelta
+from edgeinfer.runtime.requests import random_bytes
 
 FENCE = "```"
+_ALPHABET = string.ascii_letters + string.digits
+
+
+def call_id(*, short: bool = False) -> str:
+    """Make a unique tool-call id: `call_` and 24 letters and digits, or only nine for Mistral."""
+    drawn = "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in random_bytes(24))
+    return drawn[:9] if short else f"call_{drawn}"
 
 
 class Section:
-    """Parses the calls after a marker (base class). `new_call` returns the next call's index and id."""
+    """Parses the calls after a marker (base class). The answer already has `n_calls` calls."""
 
     def __init__(
         self,
@@ -32,10 +41,10 @@ class Section:
         tools: Tools,
         *,
         constrained: bool,
-        new_call: Callable[[], tuple[int, str]],
+        n_calls: int,
     ) -> None:
         self._form, self._tools = form, tools
-        self._constrained, self._new_call = constrained, new_call
+        self._constrained, self.n_calls = constrained, n_calls
         self._marker = self._raw = marker
         self._cursor = self._end_of_calls = 0
         self._has_ended = self._cut = False
@@ -91,8 +100,10 @@ class Section:
             yield
 
     def _begin_call(self, name: str) -> None:
-        self._index, call_id = self._new_call()
-        self._events.append(ToolCallDelta(self._index, id=call_id, name=name))
+        self._index = self.n_calls
+        self.n_calls += 1
+        new_id = call_id(short=self._form.short_ids)
+        self._events.append(ToolCallDelta(self._index, id=new_id, name=name))
 
     def _send(self, arguments: str) -> None:
         if not arguments:

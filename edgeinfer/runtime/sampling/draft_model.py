@@ -30,7 +30,7 @@ from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.sampling.grammar import TokenMatcher
-from edgeinfer.runtime.sampling.log_sum import LogSum
+from edgeinfer.runtime.sampling.logprobs import LogSum
 from edgeinfer.runtime.sampling.speculative import Acceptance, DraftBudget, Run, compare, join
 
 #: Acceptance rates are learned for groups of tokens, by the probability that the draft model gives

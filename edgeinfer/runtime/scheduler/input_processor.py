@@ -10,6 +10,7 @@ import numpy as np
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
 from edgeinfer.media.pictures import MAX_PICTURES, PICTURE_MARK
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat, ProcessedChat
+from edgeinfer.runtime.chat_format.detokenizer import Detokenizer, ReasoningBudget
 from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import FimTokens, Vocab
@@ -30,7 +31,6 @@ from edgeinfer.runtime.requests import (
 )
 from edgeinfer.runtime.sampling.draft_model import DraftModel, RequestDrafter
 from edgeinfer.runtime.sampling.grammar import Constraints, Lark, TokenMatcher
-from edgeinfer.runtime.sampling.output import Output, ReasoningBudget
 from edgeinfer.runtime.sampling.speculative import Drafting, ReplayDrafting, SuffixDrafter
 from edgeinfer.runtime.scheduler.sequence import Sequence
 from edgeinfer.runtime.vision import PromptPictures, Span, Vision
@@ -73,7 +73,7 @@ class InputProcessor:
         tokens = self._fit_context(request, self._tokenize(request, chat, spans))
         matcher = self._matcher(request, chat)
         stops = (*request.stop, *self.files.stop, *(chat.stop if chat else ()))
-        output = Output(self.vocab, stops, chat.parser if chat else None)
+        detokenizer = Detokenizer(self.vocab, stops, chat.parser if chat else None)
         s = request.sampling
         random_seed = int.from_bytes(random_bytes(4, self.entropy), "little")
         seed = random_seed if s.seed is None else s.seed
@@ -81,12 +81,12 @@ class InputProcessor:
             request=request,
             tokens=PromptTokens(tokens),
             sampler=Sampler(self.vocab, s, seed=seed, n_ctx=self.n_ctx),
-            output=output,
+            detokenizer=detokenizer,
             drafting=self._drafting(request, len(tokens)),
             max_tokens=self._max_tokens(request, len(tokens)),
             n_keep=self._n_keep(request, tokens) if request.overflow == "shift" else 0,
             matcher=matcher,
-            reasoning_budget=self._reasoning_budget(request, chat, output),
+            reasoning_budget=self._reasoning_budget(request, chat, detokenizer),
             banned_tokens=np.array(self.vocab.eos_tokens, np.int64) if request.ignore_eos else None,
             pictures=PromptPictures(self.vision, spans),
             deadline=time.monotonic() + request.deadline_s if request.deadline_s is not None else None,
@@ -197,13 +197,13 @@ class InputProcessor:
         return self.constraints.compile(constraint, self.vocab, request.cache_salt).copy()
 
     def _reasoning_budget(
-        self, request: GenerateRequest, chat: ProcessedChat | None, output: Output
+        self, request: GenerateRequest, chat: ProcessedChat | None, detokenizer: Detokenizer
     ) -> ReasoningBudget | None:
         n_tokens = request.reasoning_budget
         if n_tokens is None or chat is None or chat.parser is None:
             return None
         close = self.vocab.tokenize(chat.reasoning_close, parse_special=True)
-        return ReasoningBudget(n_tokens, close, opened=output.is_reasoning)
+        return ReasoningBudget(n_tokens, close, opened=detokenizer.is_reasoning)
 
     def _drafting(self, request: GenerateRequest, n_prompt: int) -> Drafting:
         if request.replay is not None:

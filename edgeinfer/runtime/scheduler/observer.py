@@ -12,7 +12,7 @@ from edgeinfer.errors import EngineError
 from edgeinfer.runtime.events import Event, Finished, TokenRecord
 from edgeinfer.runtime.options import Adapter
 from edgeinfer.runtime.requests import GenerateRequest
-from edgeinfer.runtime.sampling.log_sum import LogSum
+from edgeinfer.runtime.sampling.logprobs import LogSum
 
 
 class SequenceObserver:

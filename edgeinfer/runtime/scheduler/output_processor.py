@@ -9,7 +9,7 @@ from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.events import PromptLogprobs
 from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.runtime.sampling.output import chosen_logprobs, token_logprobs
+from edgeinfer.runtime.sampling.logprobs import chosen_logprobs, token_logprobs
 from edgeinfer.runtime.scheduler.executor import Executor
 from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 from edgeinfer.runtime.scheduler.sequence import BatchEntry

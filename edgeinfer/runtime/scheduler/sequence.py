@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import EngineError
+from edgeinfer.runtime.chat_format.detokenizer import Detokenizer, ReasoningBudget
 from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import (
     Divergence,
@@ -29,7 +30,7 @@ from edgeinfer.runtime.prefix_cache.cache import BlockLoad
 from edgeinfer.runtime.prompt_tokens import PromptTokens, text_only
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.sampling.grammar import TokenMatcher
-from edgeinfer.runtime.sampling.output import Output, ReasoningBudget, chosen_logprobs, token_logprobs
+from edgeinfer.runtime.sampling.logprobs import chosen_logprobs, token_logprobs
 from edgeinfer.runtime.sampling.speculative import Drafting
 from edgeinfer.runtime.scheduler.divergence import LongestMatch
 from edgeinfer.runtime.scheduler.observer import SequenceObserver, TokenRecorder
@@ -60,7 +61,7 @@ class Sequence:
     request: GenerateRequest
     tokens: PromptTokens
     sampler: Sampler
-    output: Output
+    detokenizer: Detokenizer
     drafting: Drafting
     max_tokens: int
     n_keep: int
@@ -189,7 +190,7 @@ class Sequence:
         chosen = chosen_logprobs(vocab, token, *logprobs) if logprobs else None
         reason = self._append(vocab, token, chosen)
         budget = self.reasoning_budget
-        if reason is None and budget is not None and budget.is_spent(self.output):
+        if reason is None and budget is not None and budget.is_spent(self.detokenizer):
             # not if the constraint requires another token before the end of the reasoning
             can_close = self.matcher is None or self.matcher.valid(budget.close) == len(budget.close)
             reason = self._append_forced(vocab, budget.close) if can_close else None
@@ -209,11 +210,11 @@ class Sequence:
         if vocab.is_eos(token) and not self.request.ignore_eos:
             if logprobs is not None and self.request.prompt_logprobs is not None:
                 # evaluation tools expect an entry for the end token, too, and drop it
-                self.output.hold_logprobs(logprobs)
+                self.detokenizer.hold_logprobs(logprobs)
             return "stop"
-        for event in self.output.feed(token, logprobs):
+        for event in self.detokenizer.feed(token, logprobs):
             self._emit(event)
-        if self.output.stopped_by is not None:
+        if self.detokenizer.stopped_by is not None:
             return "stop"
         if self.matcher is not None:
             started = time.perf_counter()
@@ -238,9 +239,9 @@ class Sequence:
 
     def finish(self, reason: FinishReason) -> None:
         """Emit text that was held back, then the last event."""
-        for event in self.output.finish(cut=reason != "stop"):
+        for event in self.detokenizer.finish(cut=reason != "stop"):
             self._emit(event)
-        if reason == "stop" and self.output.has_tool_calls:
+        if reason == "stop" and self.detokenizer.has_tool_calls:
             reason = "tool_calls"
         self.end(
             Finished(
@@ -248,7 +249,7 @@ class Sequence:
                 usage=self.usage(),
                 timings=self.timings(),
                 divergence=self.divergence,
-                stop_sequence=self.output.stopped_by,
+                stop_sequence=self.detokenizer.stopped_by,
                 record=self.recorder.record() if self.recorder else None,
             )
         )
@@ -261,7 +262,7 @@ class Sequence:
     def end(self, last_event: Finished | EngineError) -> None:
         """Emit the last event, or the error that ends the event stream, and free the sampler."""
         for observer in self.observers:  # before the last event, after which the process may end
-            observer.on_end(last_event, self.output.n_broken_calls)
+            observer.on_end(last_event, self.detokenizer.n_broken_calls)
         self.drafting.close()  # before the last event, so that the next request can use its text
         self.stream.put(last_event)
         self.sampler.close()
@@ -273,7 +274,7 @@ class Sequence:
             cached_tokens=self.n_cached_tokens,
             cached_disk_tokens=self.n_cached_disk_tokens,
             completion_tokens=self.n_generated,
-            reasoning_tokens=self.output.reasoning_tokens,
+            reasoning_tokens=self.detokenizer.reasoning_tokens,
         )
 
     def timings(self) -> Timings:

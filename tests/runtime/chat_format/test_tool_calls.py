@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.chat_format.answer_parser import AnswerParser, call_id
+from edgeinfer.runtime.chat_format.answer_parser import AnswerParser
 from edgeinfer.runtime.chat_format.reasoning import SPANS, THINK, detect, is_open
 from edgeinfer.runtime.chat_format.tool_call_formats import FAMILIES, HERMES, hold_back, split_at_marker
 from edgeinfer.runtime.chat_format.tool_call_formats import detect as detect_format
 from edgeinfer.runtime.chat_format.tool_call_grammar import write_call
-from edgeinfer.runtime.chat_format.tool_call_parser import python_calls
+from edgeinfer.runtime.chat_format.tool_call_parser import call_id, python_calls
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, ToolCallDelta
 
 NAMES = {"get_weather": {"properties": {"city": {"type": "string"}}}, "add": {}}

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from edgeinfer.runtime.sampling.output import TextStream
+from edgeinfer.runtime.chat_format.detokenizer import TextStream
 
 TEXT = "Grüße 世界 🌍🏳️‍🌈 end of the STOPline"
 

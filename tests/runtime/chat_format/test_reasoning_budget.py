@@ -10,13 +10,13 @@ from fake_engine import FakeEngine
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.chat_format.answer_parser import AnswerParser
+from edgeinfer.runtime.chat_format.detokenizer import Detokenizer, ReasoningBudget
 from edgeinfer.runtime.chat_format.reasoning import THINK
 from edgeinfer.runtime.chat_format.tool_call_formats import FAMILIES
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message
-from edgeinfer.runtime.sampling.output import Output, ReasoningBudget
 
 from ..conftest import answer, ask, collect
 
@@ -93,12 +93,12 @@ def test_a_constraint_holds_behind_the_closed_span(engine: LlamaEngine) -> None:
 def budget_states(engine: LlamaEngine, n_tokens: int, said: str, *, opened: bool = False) -> list[bool]:
     """Tell after each token of `said` if the budget is spent."""
     vocab = engine._loaded.vocab
-    output = Output(vocab, (), AnswerParser(FAMILIES["hermes"], {}, span=THINK, opened=opened))
+    detokenizer = Detokenizer(vocab, (), AnswerParser(FAMILIES["hermes"], {}, span=THINK, opened=opened))
     budget = ReasoningBudget(n_tokens, (), opened=opened)
     is_spent = []
     for token in vocab.tokenize(said):
-        output.feed(token)
-        is_spent.append(budget.is_spent(output))
+        detokenizer.feed(token)
+        is_spent.append(budget.is_spent(detokenizer))
     return is_spent
 
 

@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from edgeinfer.runtime.chat_format.answer_parser import AnswerParser
 from edgeinfer.runtime.chat_format.tool_call_formats import hold_back
-from edgeinfer.runtime.events import (
-    Logprob,
-    Parsed,
-    ReasoningDelta,
-    TextDelta,
-    TokenLogprobs,
-    ToolCallDelta,
-)
-from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.runtime.sampling.log_sum import LogSum
+from edgeinfer.runtime.events import Parsed, ReasoningDelta, TextDelta, TokenLogprobs, ToolCallDelta
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.llama.vocab import Vocab
 
 
-def token_logprobs(
-    logits: npt.NDArray[np.float32], top: int
-) -> tuple[npt.NDArray[np.float32], list[int]]:
-    """Return each token's log-probability at temperature 1, and the `top` likeliest, best first."""
-    logprobs = logits - np.float32(LogSum()(logits))
-    if not top:
-        return logprobs, []
-    best = np.argpartition(logprobs, -top)[-top:]
-    return logprobs, [int(t) for t in best[np.argsort(-logprobs[best], kind="stable")]]
-
-
-class Output:
+class Detokenizer:
     """Converts the tokens of one answer to events. Used on the decode thread."""
 
     def __init__(self, vocab: Vocab, stops: Sequence[str], parser: AnswerParser | None) -> None:
@@ -105,17 +87,6 @@ class Output:
         return events
 
 
-def chosen_logprobs(
-    vocab: Vocab, token: int, logprobs: npt.NDArray[np.float32], top: Sequence[int]
-) -> TokenLogprobs:
-    """Return the log-probabilities of a sampled token and of the likeliest tokens, for an event."""
-
-    def entry(t: int) -> Logprob:
-        return Logprob(t, vocab.piece(t, special=True), float(logprobs[t]))
-
-    return TokenLogprobs(entry(token), tuple(entry(t) for t in top))
-
-
 class TextStream:
     """Decodes the UTF-8 of one answer, and ends it before a stop string."""
 
@@ -161,12 +132,12 @@ class ReasoningBudget:
         self._was_inside = opened
         self._n = 0
 
-    def is_spent(self, output: Output) -> bool:
+    def is_spent(self, detokenizer: Detokenizer) -> bool:
         """Return whether the end marker must come now. Call it once after each sampled token.
 
         Not inside a character or a possible marker: then the next token decides.
         """
-        is_inside = output.is_reasoning
+        is_inside = detokenizer.is_reasoning
         self._n += self._was_inside and is_inside  # without the marker at the beginning
         self._was_inside = is_inside
-        return is_inside and self._n >= self._n_tokens and not output.is_holding
+        return is_inside and self._n >= self._n_tokens and not detokenizer.is_holding

@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from edgeinfer.runtime.sampling.log_sum import LogSum
+from edgeinfer.runtime.sampling.logprobs import LogSum
 
 
 def test_log_sums_are_exact_and_take_no_new_memory() -> None:
