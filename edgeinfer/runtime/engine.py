@@ -24,7 +24,8 @@ from edgeinfer.runtime.loop import DecodeLoop
 from edgeinfer.runtime.memory_plan import make_plan
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore, Traffic
-from edgeinfer.runtime.prefix_cache.cache import PrefixCache, run_check
+from edgeinfer.runtime.prefix_cache.cache import PrefixCache
+from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripCheck
 from edgeinfer.runtime.requests import (
     GenerateRequest,
     Sampling,
@@ -270,7 +271,7 @@ class LlamaEngine:
         if self._prefix_cache is None:
             return True
         self._loop.stop()
-        return self._prefix_cache.folder.writer_thread.flush(timeout_s)
+        return self._prefix_cache.folder.flush(timeout_s)
 
     def agent_prefix(self, agent: str, salt: str = "") -> list[int]:
         if self._prefix_cache is None:
@@ -291,7 +292,7 @@ class LlamaEngine:
             self._chat_format.warm_up()
             libllama.build_info()  # the result is cached, and the prefix cache needs it
             # on the decode thread: OpenMP creates a team of threads per thread that computes
-            self._check_outcome = self._loop.call(lambda: run_check(self._options, self._loaded))
+            self._check_outcome = self._loop.call(RoundtripCheck(self._options, self._loaded).run)
             self._loop.call(lambda: self._core.profile_steps(max(self._loaded.vocab.bos, 0)))
         else:
             self._embedder.warm_up()

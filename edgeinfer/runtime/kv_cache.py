@@ -293,7 +293,8 @@ class KvCache:
         cached_seq.is_storable = False
         cached_seq.logprobs = []
         self._release_cells(cached_seq.cells[discarded])
-        del cached_seq.tokens[discarded], cached_seq.cells[discarded]
+        del cached_seq.cells[discarded]
+        cached_seq.tokens.discard(n_keep, n_discard)
         cached_seq.n_unchanged = min(cached_seq.n_unchanged, n_keep)
         return True
 

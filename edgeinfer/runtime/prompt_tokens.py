@@ -53,6 +53,10 @@ class PromptTokens(list[int]):
         """Keep the first `n` tokens."""
         del self[n:], self._without_position[bisect_left(self._without_position, n) :]
 
+    def discard(self, start: int, n: int) -> None:
+        """Remove the `n` tokens from index `start` on, which must be text."""
+        del self[start : start + n]
+
     def round_down(self, n: int) -> int:
         """Return the length up to `n` of the longest prefix that does not end inside a picture."""
         while 0 < n < len(self) and self[n] < 0 and not self[n] % 2:

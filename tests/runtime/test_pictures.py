@@ -371,7 +371,7 @@ def test_known_picture_is_not_encoded_behind_another_prompt_after_a_restart(
         answer(engine, chat(picture(flip=1), cache_prompt=False))
         answer(engine, chat(picture(flip=1), cache_on_disk=False))
         assert engine._prefix_cache is not None
-        assert engine._prefix_cache.folder.writer_thread.flush(60)
+        assert engine._prefix_cache.folder.flush(60)
         (path,) = rows_on_disk(root)
         copy = shutil.copytree(root, tmp_path / "killed")
     with restart(files, copy, encodes=False) as engine:

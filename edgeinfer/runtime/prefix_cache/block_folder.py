@@ -159,7 +159,7 @@ class BlockFolder:
         self.traffic = store.traffic
         self._folder = folder
         self.names = names
-        self.writer_thread = WriterThread()
+        self._writer = WriterThread()
         self.answers = PastAnswers(folder.parent, store.secret)
         self._readers: ThreadPoolExecutor | None = None
         self._owned: dict[str, set[bytes]] = {}
@@ -250,11 +250,11 @@ class BlockFolder:
 
     def write(self, block: KvBlock) -> bool:
         """Queue a block for writing; return False if too many bytes are waiting."""
-        return self._put(lambda: self._write(block), block.n_bytes)
+        return self.put(lambda: self._write(block), block.n_bytes)
 
     def add_owner(self, conversation: str, names: Sequence[bytes]) -> None:
         """Record that blocks belong to a conversation, so that they can be deleted with it."""
-        self._put(lambda: self._add_owner(conversation, names))
+        self.put(lambda: self._add_owner(conversation, names))
 
     def _add_owner(self, conversation: str, names: Sequence[bytes]) -> None:
         if not self._store.has_owner(conversation):  # a new one, or its blocks were deleted
@@ -268,14 +268,28 @@ class BlockFolder:
     def record_session(self, agent: str, names: Sequence[bytes], salt: str) -> None:
         """Record the blocks of a prompt of `agent`. Blocks that its sessions share are evicted last."""
         shared = [name.hex() for name in names]
-        self._put(lambda: retention.record_session(self._folder, agent, shared, salt))
+        self.put(lambda: retention.record_session(self._folder, agent, shared, salt))
 
     def add_answer(self, salt: str, conversation: str, tokens: Sequence[int]) -> None:
         """Add an answer to the past answers, from which tokens are drafted."""
-        self._put(lambda: self.answers.add(salt, conversation, tokens))
+        self.put(lambda: self.answers.add(salt, conversation, tokens))
 
-    def _put(self, work: Callable[[], None], n_bytes: int = 0) -> bool:
-        return self.writer_thread.put(lambda: self._try(work), n_bytes)
+    def put(self, work: Callable[[], None], n_bytes: int = 0) -> bool:
+        """Queue `work` for the writer thread; return False if too many bytes are waiting."""
+        return self._writer.put(lambda: self._try(work), n_bytes)
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether nothing waits to be written."""
+        return self._writer.is_idle
+
+    def wait_for_room(self, timeout_s: float = 0.0) -> bool:
+        """Wait until a block may be queued; return False after the timeout."""
+        return self._writer.wait_for_room(timeout_s)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything queued is written; return False after the timeout."""
+        return self._writer.flush(timeout_s)
 
     def _write(self, block: KvBlock) -> None:
         """Write a block's file, unless there is no space. Runs on the writer thread."""
@@ -305,11 +319,12 @@ class BlockFolder:
             self._store.stop_writing(f"the prefix cache cannot be written ({error.message})")
 
     def remove(self, name: bytes) -> None:
-        self.path(name).unlink(missing_ok=True)
+        """Queue the deletion of a block."""
+        self.put(lambda: self.path(name).unlink(missing_ok=True))
 
     def clear(self) -> None:
         """Delete all blocks of this folder, also those that wait to be written."""
-        self.writer_thread.flush(_CLEAR_TIMEOUT_S)
+        self.flush(_CLEAR_TIMEOUT_S)
         for block in retention.list_blocks(self._folder):
             block.path.unlink(missing_ok=True)
 
@@ -339,7 +354,7 @@ class BlockFolder:
         if self._readers is not None:
             self._readers.shutdown(wait=True, cancel_futures=True)
             self._readers = None
-        is_written = self.writer_thread.stop(timeout_s)
+        is_written = self._writer.stop(timeout_s)
         self.answers.close()
         return is_written
 

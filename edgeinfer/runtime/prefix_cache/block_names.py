@@ -22,7 +22,7 @@ from edgeinfer.runtime.prompt_tokens import PromptTokens
 
 NAME_BYTES = 20
 SECRET_BYTES = 32
-#: Tokens per block. Blocks of models with a shorter sliding window are smaller (cache.block_tokens).
+#: Tokens per block of models without a shorter sliding window.
 BLOCK_TOKENS = 256
 #: The name of a partial block is a hash of its first tokens: of the first of these numbers that it has.
 TAIL_KEYS_TOKENS = (32, 16, 8, 4, 2, 1)
@@ -43,6 +43,13 @@ def read_secret(path: Path, secret_if_new: bytes = b"") -> bytes:
             return secret
         path.unlink(missing_ok=True)  # incomplete, because the disk was full
     raise OSError(f"the secret in {path} cannot be written")
+
+
+def block_tokens(window: int) -> int:
+    """Return the tokens per block: a power of two below the sliding `window` (0 for none)."""
+    if window <= 0 or window > BLOCK_TOKENS:
+        return BLOCK_TOKENS
+    return max(1, 1 << ((window - 1).bit_length() - 1))
 
 
 def model_key(sha256: str, files: Sequence[str]) -> str:

@@ -55,6 +55,10 @@ class BlockSaver:
         self._was_used = False
         self.kv.before_drop = self._before_drop
 
+    def detach(self) -> None:
+        """Save no more sequences. The cache in memory can then have another saver."""
+        self.kv.before_drop = lambda cached_seq: None
+
     @property
     def has_work(self) -> bool:
         return bool(self._pending) or self._wants_check
@@ -72,7 +76,7 @@ class BlockSaver:
             return
         pending = self._pending.get(cached_seq)
         if pending is None:
-            if self.folder.writer_thread.is_idle:
+            if self.folder.is_idle:
                 self._queued.clear()  # so that blocks that were deleted are saved again
             root = self.folder.names.root(cached_seq.adapters, cached_seq.salt)
             pending = self._pending[cached_seq] = _PendingWrite(Chain([root]))
@@ -85,7 +89,7 @@ class BlockSaver:
         """Return whether all tokens of a sequence are on disk, or will be if it is dropped now."""
         if not cached_seq.is_storable or cached_seq.memory_only_from is not None:
             return False
-        return cached_seq not in self._pending or self.folder.writer_thread.has_room
+        return cached_seq not in self._pending or self.folder.wait_for_room()
 
     def step(self, *, is_idle: bool) -> None:
         """Save one block, or run a part of the round-trip check.
@@ -98,9 +102,7 @@ class BlockSaver:
             return
         if not self._pending or (not is_idle and time.monotonic() < self._paused_until):
             return
-        if not self.folder.writer_thread.has_room:
-            if is_idle:
-                self.folder.writer_thread.wait_for_room(_WAIT_S)
+        if not self.folder.wait_for_room(_WAIT_S if is_idle else 0.0):
             return
         if self.verdict.is_refused or not self.folder.can_write:
             self._pending.clear()
@@ -116,7 +118,7 @@ class BlockSaver:
         pending = self._pending.pop(cached_seq, None)
         if pending is None:
             return
-        while self.folder.can_write and self.folder.writer_thread.has_room:
+        while self.folder.can_write and self.folder.wait_for_room():
             if not self._write_missing(cached_seq, pending):
                 break
 
@@ -140,7 +142,7 @@ class BlockSaver:
             self.folder.add_owner(conversation, [header.name])
         self.folder.write(KvBlock(header, states))
         if superseded is not None:
-            self.folder.writer_thread.put(lambda: self.folder.remove(superseded))
+            self.folder.remove(superseded)
         return True
 
     def _save_states(
@@ -238,7 +240,7 @@ class BlockSaver:
             for conversation in conversations:
                 self.folder.add_owner(conversation, used_names)
 
-        self.folder.writer_thread.put(record)
+        self.folder.put(record)
 
 
 def _writable(cached_seq: CachedSequence) -> PromptTokens:

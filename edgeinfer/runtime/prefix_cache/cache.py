@@ -12,19 +12,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import InitVar, dataclass, field
-
-import msgspec
+from dataclasses import dataclass, field
 
 from edgeinfer.runtime.kv_cache import AdapterKey, CachedSequence, KvCache, common_prefix
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.context import LlamaContext
-from edgeinfer.runtime.llama.model import LlamaModel, open_context
-from edgeinfer.runtime.llama.state import SequenceStates, make_states
+from edgeinfer.runtime.llama.model import LlamaModel
+from edgeinfer.runtime.llama.state import make_states
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.block_file import KvBlock
-from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder, BlockStore
-from edgeinfer.runtime.prefix_cache.block_names import BLOCK_TOKENS, Chain, model_key
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
+from edgeinfer.runtime.prefix_cache.block_names import Chain, block_tokens, model_key
 from edgeinfer.runtime.prefix_cache.block_saver import BlockSaver
 from edgeinfer.runtime.prefix_cache.block_search import BlockSearch
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripCheck, RoundtripVerdict
@@ -39,29 +37,32 @@ _MIN_GAIN_CHECKS = 2
 _MIN_WAIT_S = 0.05
 
 
-def block_tokens(window: int) -> int:
-    """Return the tokens per block: a power of two below the sliding `window` (0 for none)."""
-    if window <= 0 or window > BLOCK_TOKENS:
-        return BLOCK_TOKENS
-    return max(1, 1 << ((window - 1).bit_length() - 1))
-
-
-@dataclass(eq=False, kw_only=True)
 class PrefixCache:
-    """Restores and saves blocks of `context`. Blocks are used only after the round-trip `check`."""
+    """Restores and saves blocks of `context`. Blocks are used only after the round-trip check."""
 
-    folder: BlockFolder
-    states: SequenceStates
-    context: LlamaContext
-    kv: KvCache
-    check: InitVar[RoundtripCheck]
-
-    def __post_init__(self, check: RoundtripCheck) -> None:
-        self.block_tokens = self.folder.names.block_tokens
-        self.search = BlockSearch(self.folder)
-        self.verdict = RoundtripVerdict(self.folder, check)
+    def __init__(
+        self,
+        store: BlockStore,
+        files: ModelFiles,
+        options: LoadOptions,
+        loaded: LlamaModel,
+        context: LlamaContext,
+        kv: KvCache,
+        check_outcome: str = "",
+    ) -> None:
+        """Open a model's blocks. `check_outcome`: result of a round-trip check or "". Raises OSError."""
+        self.context, self.kv = context, kv
+        self.block_tokens = model_block_tokens(loaded)
+        self.folder = folder = store.open_folder(
+            model_key(files.sha256, files.paths), identity(loaded, self.block_tokens), self.block_tokens
+        )
+        if check_outcome and not folder.read_check():
+            folder.save_check(check_outcome)
+        self.states = make_states(loaded, context)
+        self.search = BlockSearch(folder)
+        self.verdict = RoundtripVerdict(folder, RoundtripCheck(options, loaded))
         self.saver = BlockSaver(
-            folder=self.folder, states=self.states, kv=self.kv, search=self.search, verdict=self.verdict
+            folder=folder, states=self.states, kv=kv, search=self.search, verdict=self.verdict
         )
 
     def start_load(
@@ -176,11 +177,6 @@ class PrefixCache:
         if self.kv.checkpoints is not None:
             self.kv.truncate(cached_seq, 0)
 
-    def close(self, timeout_s: float) -> bool:
-        """Write waiting blocks, and stop using the cache; return False after the timeout."""
-        self.kv.before_drop = lambda cached_seq: None
-        return self.folder.close(timeout_s)
-
 
 @dataclass(slots=True, eq=False)
 class BlockLoad:
@@ -229,65 +225,6 @@ class BlockLoad:
 
 #: Tokens per block of a model with a large recurrent state.
 _LONG_BLOCK_TOKENS = 2048
-#: Tokens per step of the round-trip check.
-_CHECK_BATCH = 32
-
-
-def open_prefix_cache(
-    store: BlockStore,
-    files: ModelFiles,
-    options: LoadOptions,
-    loaded: LlamaModel,
-    context: LlamaContext,
-    kv: KvCache,
-    check_outcome: str = "",
-) -> PrefixCache:
-    """Open a model's blocks; `check_outcome` is the result of `run_check`, or "". Raises OSError."""
-    n_tokens = model_block_tokens(loaded)
-    folder = store.open_folder(
-        model_key(files.sha256, files.paths), identity(loaded, n_tokens), n_tokens
-    )
-    if check_outcome and not folder.read_check():
-        folder.save_check(check_outcome)
-    return PrefixCache(
-        folder=folder,
-        states=make_states(loaded, context),
-        context=context,
-        kv=kv,
-        check=_check(options, loaded),
-    )
-
-
-def run_check(options: LoadOptions, loaded: LlamaModel) -> str:
-    """Run the whole round-trip check; return "exact", or what failed."""
-    check = _check(options, loaded)
-    while (outcome := check.step()) is None:
-        continue
-    return outcome
-
-
-def _check(options: LoadOptions, loaded: LlamaModel) -> RoundtripCheck:
-    window = loaded.sliding_window
-    options = msgspec.structs.replace(options, kv_type=loaded.choices["kv_type"].value)
-
-    def open_small(n_cells: int, n_seq: int) -> LlamaContext:
-        return open_context(
-            loaded.model,
-            options,
-            n_cells=n_cells,
-            n_batch=_CHECK_BATCH,
-            n_seq_max=n_seq,
-            n_threads=loaded.n_threads,
-            n_outputs=n_seq,
-        )
-
-    return RoundtripCheck(
-        open_small,
-        loaded.vocab.n_vocab,
-        window,
-        block_tokens(window),
-        supports_truncation=loaded.supports_truncation,
-    )
 
 
 def model_block_tokens(loaded: LlamaModel) -> int:

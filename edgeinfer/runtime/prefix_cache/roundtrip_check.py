@@ -9,16 +9,20 @@ empty cache, and both logits must be bit-identical.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.errors import EngineError
-from edgeinfer.runtime.llama.context import Batch, LlamaContext
+from edgeinfer.runtime.llama.context import Batch
 from edgeinfer.runtime.llama.libllama import decode_error
+from edgeinfer.runtime.llama.model import LlamaModel, open_context
 from edgeinfer.runtime.llama.state import SequenceStates
+from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
+from edgeinfer.runtime.prefix_cache.block_names import block_tokens
 
 #: Tokens per step of the check. A request waits for one step at most.
 _CHUNK = 32
@@ -34,31 +38,28 @@ _N_SEQ = 2
 _TAIL_TOKENS = 3
 
 
-def text_tokens(window: int, block_tokens: int) -> int:
-    """Return the length of the text (tokens): longer than a sliding window, unless that is too long."""
-    beyond = window + 2 * block_tokens if window else 0
-    return max(_TOKENS, beyond) if beyond <= _MOST_TOKENS else 3 * block_tokens
-
-
 class RoundtripCheck:
-    """Runs one check. `make_context(n_cells, n_seq_max)` makes a small context of the model."""
+    """Runs one check of a loaded model, in a small context of it."""
 
-    def __init__(
-        self,
-        make_context: Callable[[int, int], LlamaContext],
-        n_vocab: int,
-        window: int,
-        block_tokens: int,
-        *,
-        supports_truncation: bool = True,
-    ) -> None:
-        self._supports_truncation = supports_truncation
-        self._make_context, self._n_vocab = make_context, n_vocab
-        self._block_tokens = min(block_tokens, _BLOCK_TOKENS) if not window else block_tokens
-        self.n_tokens = text_tokens(window, block_tokens)
+    def __init__(self, options: LoadOptions, loaded: LlamaModel) -> None:
+        self._loaded, window = loaded, loaded.sliding_window
+        self._options = msgspec.structs.replace(options, kv_type=loaded.choices["kv_type"].value)
+        self._supports_truncation = loaded.supports_truncation
+        self._n_vocab = loaded.vocab.n_vocab
+        self._block_tokens = block_tokens(window) if window else _BLOCK_TOKENS
+        # longer than a sliding window, unless that is too long
+        beyond = window + 2 * block_tokens(window) if window else 0
+        #: Length of the text (tokens).
+        self.n_tokens = max(_TOKENS, beyond) if beyond <= _MOST_TOKENS else 3 * block_tokens(window)
         self._tokens: list[int] = []
         self._truncate_at = self.n_tokens // 2 + 5
         self._steps = self._compare()
+
+    def run(self) -> str:
+        """Run the whole check; return "exact", or what failed."""
+        while (outcome := self.step()) is None:
+            continue
+        return outcome
 
     def step(self) -> str | None:
         """Run the next part; return None if more follow, otherwise "exact" or what failed."""
@@ -66,7 +67,15 @@ class RoundtripCheck:
 
     def _compare(self) -> Iterator[str | None]:
         self._tokens = random.Random(7).choices(range(self._n_vocab), k=self.n_tokens)
-        context = self._context = self._make_context(self.n_tokens + 2 * _CHUNK, _N_SEQ)
+        context = self._context = open_context(
+            self._loaded.model,
+            self._options,
+            n_cells=self.n_tokens + 2 * _CHUNK,
+            n_batch=_CHUNK,
+            n_seq_max=_N_SEQ,
+            n_threads=self._loaded.n_threads,
+            n_outputs=_N_SEQ,
+        )
         try:
             self._batch = Batch.of(context, max_outputs=1)
             self._states = states = SequenceStates(

@@ -24,7 +24,7 @@ class WriterThread:
         self._thread: threading.Thread | None = None
 
     @property
-    def has_room(self) -> bool:
+    def _has_room(self) -> bool:
         return not self._bytes or self._bytes < _MAX_QUEUED_BYTES
 
     @property
@@ -37,7 +37,7 @@ class WriterThread:
         Returns False if too many bytes are waiting. A job without memory is always accepted.
         """
         with self._changed:
-            if n_bytes and not self.has_room:
+            if n_bytes and not self._has_room:
                 return False
             self._waiting.append((job, n_bytes))
             self._bytes += n_bytes
@@ -50,7 +50,7 @@ class WriterThread:
     def wait_for_room(self, timeout_s: float) -> bool:
         """Wait until `put` would accept a job; return False after the timeout."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.has_room, timeout_s)
+            return self._changed.wait_for(lambda: self._has_room, timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until every job is done; return False after the timeout."""

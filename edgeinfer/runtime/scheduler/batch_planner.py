@@ -131,7 +131,7 @@ class BatchPlanner:
         n_discard = (len(seq.tokens) - n_keep) // 2
         if seq.n_pending > 1 or not self.kv.shift(seq.cached_seq, n_keep, n_discard):
             self.kv.truncate(seq.cached_seq, min(n_keep, seq.n_past))
-        del seq.tokens[n_keep : n_keep + n_discard]
+        seq.tokens.discard(n_keep, n_discard)
         return True
 
     def _add_decoding(self, decoding: list[Sequence], *, is_unbatched: bool) -> list[BatchEntry]:

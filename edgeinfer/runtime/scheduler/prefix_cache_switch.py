@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 from edgeinfer.runtime.llama.context import LlamaContext
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
-from edgeinfer.runtime.prefix_cache.cache import PrefixCache, open_prefix_cache
+from edgeinfer.runtime.prefix_cache.cache import PrefixCache
 from edgeinfer.runtime.scheduler.engine_core import EngineCore
+from edgeinfer.runtime.scheduler.sequence import Sequence
 
 #: How long (s) a closing engine waits for pending writes.
 FLUSH_S = 30.0
@@ -37,13 +39,16 @@ class PrefixCacheSwitch:
     def open(self, store: BlockStore, loaded: LlamaModel, check_outcome: str) -> None:
         """Use `store` for `loaded`; `check_outcome` is of the round-trip check. Raises OSError."""
         self._store = store
-        self._prefixes.prefix_cache = open_prefix_cache(
+        self._prefixes.prefix_cache = PrefixCache(
             store, self._files, self._options, loaded, self._context, self._kv, check_outcome
         )
 
     def detach(self) -> None:
         """Stop using the prefix cache until `attach`; pending writes continue. Between two steps."""
-        cache = self._prefixes.detach_prefix_cache(self._queue.running)
+        self._close_folder(self._queue.running)
+
+    def _close_folder(self, running: Iterable[Sequence]) -> None:
+        cache = self._prefixes.detach_prefix_cache(running)
         if cache is not None:
             thread = threading.Thread(target=cache.folder.close, args=(FLUSH_S,), daemon=True)
             thread.start()
@@ -56,9 +61,7 @@ class PrefixCacheSwitch:
 
     def close(self) -> None:
         """Write pending blocks, and stop using the store."""
-        cache, self._prefixes.prefix_cache = self.cache, None
         self._store = None
-        if cache is not None:
-            cache.close(FLUSH_S)
+        self._close_folder(())
         while self._closing_threads:
-            self._closing_threads.pop().join(FLUSH_S)
+            self._closing_threads.pop().join()

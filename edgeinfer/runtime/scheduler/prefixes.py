@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from edgeinfer.runtime.kv_cache import KvCache, common_prefix
 from edgeinfer.runtime.llama.vocab import Vocab
@@ -161,12 +162,13 @@ class Prefixes:
             if seq.block_load is not None:
                 seq.block_load.wait(_DISK_WAIT_S)
 
-    def detach_prefix_cache(self, running: list[Sequence]) -> PrefixCache | None:
-        """Stop using the on-disk prefix cache; return it, so that it can be closed."""
+    def detach_prefix_cache(self, running: Iterable[Sequence]) -> PrefixCache | None:
+        """Stop using the on-disk prefix cache; return it, so that its folder can be closed."""
         for seq in running:
             self._end_load(seq)
-        self._kv.before_drop = lambda cached_seq: None
         prefix_cache, self.prefix_cache = self.prefix_cache, None
+        if prefix_cache is not None:
+            prefix_cache.saver.detach()
         return prefix_cache
 
     def save_checkpoint(self, seq: Sequence) -> None:

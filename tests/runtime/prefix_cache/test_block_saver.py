@@ -60,7 +60,7 @@ class Side:
     def write_all(self) -> None:
         while self.writing.has_work:
             self.writing.step(is_idle=True)
-        assert self.blocks.writer_thread.flush(60)
+        assert self.blocks.flush(60)
 
     def there(self, tokens: list[int]) -> int:
         """Tokens of a text that the store has, in whole blocks."""
@@ -206,7 +206,7 @@ def test_killed_process_leaves_no_block_without_owner(side: Side) -> None:
     side.end(cached_seq)
     while not list_blocks(side.store.root):
         side.writing.step(is_idle=True)
-        assert side.blocks.writer_thread.flush(60)
+        assert side.blocks.flush(60)
     assert side.writing.has_work  # killed here
     assert forget_conversations(side.store.root, "talk") > 0
     assert list_blocks(side.store.root) == []

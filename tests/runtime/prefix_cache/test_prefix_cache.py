@@ -155,7 +155,7 @@ def test_owner_is_recorded_when_blocks_are_written(engine: LlamaEngine, store: B
     assert engine.flush_blocks()  # this model is proven
     foreign = {block.path for block in list_blocks(store.root)}
     late = threading.Event()
-    blocks.folder.writer_thread.put(lambda: late.wait(60) and None)
+    blocks.folder.put(lambda: late.wait(60) and None)
     heard(engine, ask(tuple(engine.tokenize(text(700))), conversation="talk"))
     engine._loop.stop()  # everything has been handed to the writer
     assert {block.path for block in list_blocks(store.root)} == foreign

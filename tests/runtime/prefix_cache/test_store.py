@@ -44,7 +44,7 @@ def make_block(
 
 def put(blocks: BlockFolder, block: KvBlock) -> bytes:
     assert blocks.write(block)
-    assert blocks.writer_thread.flush(30)
+    assert blocks.flush(30)
     return block.header.name
 
 
@@ -168,7 +168,7 @@ def test_wrong_sizes_are_refused(blocks: BlockFolder) -> None:
 def test_folders_and_files_are_the_user_s_alone(store: BlockStore, blocks: BlockFolder) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
     blocks.add_owner("talk", [name])
-    assert blocks.writer_thread.flush(30)
+    assert blocks.flush(30)
     for folder, subfolders, files in os.walk(store.root):
         assert all(os.stat(Path(folder, f)).st_mode & 0o777 == 0o700 for f in subfolders)
         assert all(os.stat(Path(folder, f)).st_mode & 0o777 == 0o600 for f in files)
@@ -303,7 +303,7 @@ def test_forgetting_many_conversations_is_one_walk(
     for n, name in enumerate(names):
         blocks.add_owner(f"chat-{n}", [shared, name])
     blocks.add_owner("other", [private])
-    assert blocks.writer_thread.flush(30)
+    assert blocks.flush(30)
     listed = count_calls(monkeypatch, "list_blocks")
     owners = count_calls(monkeypatch, "owned_names")
     assert folders.forget_conversations(store.root, *(f"chat-{n}" for n in range(20))) > 0
@@ -396,8 +396,8 @@ def test_writer_survives_any_failure(blocks: BlockFolder) -> None:
     def fail() -> None:
         raise ValueError("not foreseen")
 
-    assert blocks.writer_thread.put(fail, 1)
-    assert blocks.writer_thread.flush(30)
+    assert blocks.put(fail, 1)
+    assert blocks.flush(30)
     assert blocks.has(put(blocks, make_block(blocks, TOKENS)))
 
 
@@ -413,7 +413,7 @@ def test_forget_conversation_keeps_shared_blocks(store: BlockStore, blocks: Bloc
     shared, mine, foreign = (put(blocks, make_block(blocks, [n] * 256)) for n in range(3))
     blocks.add_owner("mine", [shared, mine])
     blocks.add_owner("theirs", [shared, foreign])
-    assert blocks.writer_thread.flush(30)
+    assert blocks.flush(30)
     assert folders.forget_conversations(store.root, "mine") > 0
     assert [blocks.has(name) for name in (shared, mine, foreign)] == [True, False, True]
     assert folders.forget_conversations(store.root, "theirs") > 0
@@ -441,7 +441,7 @@ def test_lists_of_conversations_go_with_their_last_block(tmp_path: Path) -> None
     for conversation, block in (("gone", gone), ("kept", kept_block)):
         blocks.add_owner(conversation, [put(blocks, block)])
     blocks.add_owner("new", [new.header.name])
-    assert blocks.writer_thread.flush(30)
+    assert blocks.flush(30)
     for conversation in ("gone", "kept"):
         os.utime(store.root / "owners" / owner_name(store.secret, conversation), (0, 0))
     put(blocks, new)
@@ -470,13 +470,13 @@ def test_process_recreates_a_deleted_folder(tmp_path: Path, delete: Callable[[Pa
     blocks.save_check("exact")
     first = put(blocks, make_block(blocks, TOKENS))
     blocks.add_owner("talk", [first])
-    assert blocks.writer_thread.flush(30)
+    assert blocks.flush(30)
     delete(store.root)
     assert not blocks.has(first)
 
     second = put(blocks, make_block(blocks, [2] * 256))
     blocks.add_owner("talk", [second])
-    assert blocks.writer_thread.flush(30)
+    assert blocks.flush(30)
     another = BlockStore(store.root, ROOMY).open_folder("sha", {"kv": "f16"})
     assert another.read(second) is not None
     assert another.names.root() == blocks.names.root()
@@ -505,6 +505,6 @@ def test_the_writer_is_bounded_and_can_be_used_again(blocks: BlockFolder) -> Non
     blocks.remove(name)
     put(blocks, make_block(blocks, TOKENS))
     assert blocks.has(name)
-    blocks.writer_thread._bytes = 1 << 30
+    blocks._writer._bytes = 1 << 30
     assert not blocks.write(make_block(blocks, TOKENS))
-    blocks.writer_thread._bytes = 0
+    blocks._writer._bytes = 0
