@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
@@ -41,6 +43,10 @@ from edgeinfer.runtime.scheduler.input_processor import InputProcessor
 from edgeinfer.runtime.scheduler.observer import RequestObserver
 from edgeinfer.runtime.scheduler.prefix_cache_switch import FLUSH_S, PrefixCacheSwitch
 from edgeinfer.runtime.vision import open_vision
+
+_log = logging.getLogger("edgeinfer.engine")
+#: How long (s) `close` waits for a GPU's driver, twice: for a step, and for its memory.
+_DRIVER_PATIENCE_S = 10.0
 
 
 def load_engine(
@@ -348,19 +354,34 @@ class LlamaEngine:
         return self._loop.call(work)
 
     def close(self) -> None:
-        """Cancel all requests and free the model. Idempotent."""
+        """Cancel all requests and free the model. Idempotent.
+
+        If a GPU's driver does not answer, a thread frees the model when it does.
+        """
         if self._closed:
             return
         self._closed = True
         if self._prefix_cache is not None:
             self._prefix_cache.saver.is_exiting = True
-        self._loop.close()
+        patience_s = _DRIVER_PATIENCE_S if self._gpu.stop() else None
+        self._loop.close(patience_s)
         for observer in self._core.queue.observers:
             observer.close()
+        self._prefix_cache_switch.close()
+        if patience_s is None:
+            self._free()
+            return
+        thread = threading.Thread(target=self._free, name="edgeinfer-free", daemon=True)
+        thread.start()
+        thread.join(patience_s)
+        if thread.is_alive():
+            _log.warning("a GPU does not answer: %s stays in memory until it does", self._info.model)
+
+    def _free(self) -> None:
+        self._loop.close()
         self._gpu.close()
         if self._vision is not None:
             self._vision.close()
-        self._prefix_cache_switch.close()
         self._embedder.close()
         self._lora.close()
         if self._draft is not None:

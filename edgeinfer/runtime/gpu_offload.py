@@ -90,9 +90,13 @@ class GpuOffloader:
             return not self._thread.is_alive()
         return True
 
-    def close(self) -> None:
-        """Stop attaching, and free the device context. Only after the decode thread has ended."""
+    def stop(self) -> bool:
+        """Have attaching end soon; return whether it was begun, so that a driver may not answer."""
         self._closing.set()
+        return self._thread is not None
+
+    def close(self) -> None:
+        """Free the device context. Only after `stop`, and after the decode thread has ended."""
         self.wait()
         if self._device_context is not None:
             self._device_context.loaded.free()

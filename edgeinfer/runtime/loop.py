@@ -78,19 +78,23 @@ class DecodeLoop:
         self._join()
         self._stopping = False
 
-    def close(self) -> None:
-        """Cancel all requests and end the thread for good. Idempotent; not on the decode thread."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Cancel all requests and end the thread for good. Idempotent; not on the decode thread.
+
+        After the timeout, the thread may still compute its last step.
+        """
         with self._changed:
             self._closed = True
-        self._join()
+        self._join(timeout_s)
 
-    def _join(self) -> None:
+    def _join(self, timeout_s: float | None = None) -> None:
         with self._changed:
             thread = self._thread
             self._changed.notify_all()
         if thread is not None:
-            thread.join()
-        self._core.executor.shutdown()
+            thread.join(timeout_s)
+        if thread is None or not thread.is_alive():
+            self._core.executor.shutdown()
 
     def _check_open(self) -> None:
         if self._closed:

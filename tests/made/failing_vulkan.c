@@ -2,12 +2,14 @@
 //
 // FAILING_VULKAN names a file with a word and a number: "create" (vkCreateDevice), "memory"
 // (vkAllocateMemory), "submit" (vkQueueSubmit). So many calls pass, all later ones fail; a negative
-// number fails so many calls, and later ones pass. Another text begins anew.
+// number fails so many calls, and later ones pass. Another text begins anew. "hang": vkQueueSubmit waits,
+// as long as the file says so, and makes the file FAILING_VULKAN.hangs.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef void (*function)(void);
 typedef function (*getter)(void *, const char *);
@@ -39,7 +41,16 @@ static int fails(const char *what) {
 
 static int my_create(void *a, void *b, void *c, void *d) { return fails("create") ? -3 : create(a, b, c, d); }
 static int my_allocate(void *a, void *b, void *c, void *d) { return fails("memory") ? -2 : allocate(a, b, c, d); }
+static void hang(void) {
+    char path[4096];
+    if (!fails("hang")) return;
+    snprintf(path, sizeof path, "%s.hangs", getenv("FAILING_VULKAN"));
+    fclose(fopen(path, "w"));
+    while (fails("hang")) usleep(1000);
+}
+
 static int my_submit(void *queue, unsigned b, void *c, void *d) {
+    hang();
     is_lost = fails("submit");
     if (is_lost && wait_idle) wait_idle(queue);  // a lost device computes nothing, so its memory can be freed
     return is_lost ? -4 : ((int (*)(void *, unsigned, void *, void *))submit)(queue, b, c, d);

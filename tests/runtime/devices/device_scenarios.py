@@ -11,6 +11,8 @@ import logging
 import os
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +25,7 @@ from PIL import Image
 
 from edgeinfer.errors import ContextLengthError, DecodeError
 from edgeinfer.media.pictures import join_parts
+from edgeinfer.runtime import engine as engine_module
 from edgeinfer.runtime import gpu_offload, memory_plan
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.event_stream import EventStream
@@ -233,6 +236,24 @@ def freed_lost() -> dict[str, object]:
         return {"texts": [*texts, text(ask(other))], "before": before}
 
 
+def close_during_a_hang() -> dict[str, object]:
+    """A device that stops answering in the middle of an answer, and answers once the engine is closed."""
+    engine_module._DRIVER_PATIENCE_S = 1.0
+    with engine() as opened:
+        opened.attach_devices(OffloadRequest(layers="all"))
+        assert opened.wait_for_devices(_PATIENCE_S)
+        next(iter(ask(opened, 64)))
+        fail("hang 0")
+        while not Path(os.environ["FAILING_VULKAN"] + ".hangs").exists():
+            time.sleep(0.01)
+        opened.close()
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "edgeinfer-free"]
+        is_freed = [not opened._loaded.model]
+        fail("")
+        thread.join(_PATIENCE_S)
+        return {"is_freed": [*is_freed, not opened._loaded.model]}
+
+
 def least_room(opened: LlamaEngine, suits: Callable[[LayerPlan], bool]) -> int:
     """Return the least bytes of a card for which the plan `suits`."""
     loaded, card = opened._loaded, Device(name="d", description="", kind="gpu", backend="vulkan")
@@ -378,6 +399,7 @@ SCENARIOS = {
     "shorter": shorter,
     "lost in blocks": lost_in_blocks,
     "freed": freed_lost,
+    "unanswered": close_during_a_hang,
     "full": full,
     "next": next_backend,
     "lost": lambda: lost(1),

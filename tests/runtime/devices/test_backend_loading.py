@@ -6,11 +6,13 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
-from other_processes import run_python
+from made_models import make_llama
+from other_processes import run, run_python
 
 from edgeinfer.runtime.llama import backends
 from edgeinfer.runtime.llama.backends import LibraryFacts
@@ -224,3 +226,49 @@ def test_an_added_library_that_crashes_or_hangs_leaves_the_launch_on_the_cpu(
     start = f"#include <unistd.h>\n__attribute__((constructor)) void start(void) {{ {code} }}"
     library(backends.added_dir(), "cuda", "libc.so.6", start)
     assert outcome in run_python(FIND_DEVICES, timeout=120)
+
+
+#: Closes an engine while a driver hangs that answered when it was tried, then lets the driver answer.
+HANGING_DRIVER = """
+import os, sys, threading
+from pathlib import Path
+from edgeinfer.runtime import engine as engines
+from edgeinfer.runtime.layer_plan import Device
+from edgeinfer.runtime.llama import backends
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
+backends.shipped_dir = lambda: Path("/nowhere")
+device = Device(name="CUDA0", description="a card", kind="gpu", backend="cuda")
+backends.ask = lambda name, stop: backends.LoadedBackend(file=backends.find(name), devices=(device,))
+engines._DRIVER_PATIENCE_S = 0.5
+files = ModelFiles(name="m", paths=(sys.argv[1],))
+engine = engines.load_engine(files, LoadOptions(n_ctx=256, n_parallel=1))
+engine.attach_devices(backends.OffloadRequest(layers="all"))
+Path(os.environ["HANGS"]).read_bytes()  # waits until the driver opens it
+engine.close()
+(thread,) = [thread for thread in threading.enumerate() if thread.name == "edgeinfer-free"]
+print("closed", bool(engine._loaded.model))
+Path(os.environ["ANSWERS"]).write_bytes(b"")
+thread.join(60)
+print("freed", not engine._loaded.model)
+"""
+
+
+@pytest.mark.needs("vulkan")
+def test_engine_closes_while_a_driver_hangs_and_is_freed_once_it_answers(tmp_path: Path) -> None:
+    fifos = {name: str(tmp_path / name) for name in ("HANGS", "ANSWERS")}
+    for path in fifos.values():
+        os.mkfifo(path)
+    code = """
+        #include <stdio.h>
+        #include <stdlib.h>
+        void *ggml_backend_init(void) {
+            fclose(fopen(getenv("HANGS"), "w"));
+            fclose(fopen(getenv("ANSWERS"), "r"));
+            return 0;
+        }
+    """
+    library(backends.added_dir(), "cuda", "libc.so.6", code)
+    model = make_llama(tmp_path / "tiny.gguf", 256)
+    done = run(sys.executable, "-c", HANGING_DRIVER, model, env={**os.environ, **fifos}, timeout=120)
+    assert done.stdout.splitlines() == ["closed True", "freed True"]
+    assert "a GPU does not answer: m stays in memory until it does" in done.stderr

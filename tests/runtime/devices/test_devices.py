@@ -189,6 +189,13 @@ def test_device_that_is_lost_in_a_block_or_at_the_end_leaves_the_process(
             assert len(found["said"]) == 1
 
 
+def test_engine_closes_while_its_device_does_not_answer(
+    model: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    found = answers(start(model, environment, tmp_path, "unanswered"))["unanswered"]
+    assert found["is_freed"] == [False, True]
+
+
 def test_card_that_fills_up_gets_a_smaller_try_and_another_backend_its_own(
     model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
 ) -> None:
