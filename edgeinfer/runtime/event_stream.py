@@ -82,9 +82,6 @@ class EventStream:
 
     def __iter__(self) -> Iterator[Event]:
         self._mark_iterated()
-        return self._events()
-
-    def _events(self) -> Iterator[Event]:
         try:
             while True:
                 item = self._items.get()
@@ -97,11 +94,8 @@ class EventStream:
             if not self.has_ended:
                 self.cancel()
 
-    def __aiter__(self) -> AsyncIterator[Event]:
+    async def __aiter__(self) -> AsyncIterator[Event]:
         self._mark_iterated()
-        return self._async_events()
-
-    async def _async_events(self) -> AsyncIterator[Event]:
         try:
             while True:
                 item = await self._next()

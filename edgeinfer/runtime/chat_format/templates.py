@@ -150,7 +150,7 @@ class ChatTemplate:
             except _TEMPLATE_FAILURES as error:
                 first_error = first_error or error
         assert first_error is not None
-        problem = f"the model's chat template refuses these messages: {_words(first_error)}"
+        problem = f"the model's chat template refuses these messages: {_describe(first_error)}"
         raise InvalidRequestError(problem, param="messages") from first_error
 
     def render_raw(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
@@ -175,7 +175,7 @@ def _with_typed_content(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": content}]}
 
 
-def _words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     text = str(error) or type(error).__name__
     return text if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {text}"
 

@@ -176,16 +176,16 @@ class Batch:
 
     def add(
         self, tokens: Sequence[int], pos: int, seq_id: int, *, outputs: int, adapters: AdapterKey = ()
-    ) -> int:
+    ) -> None:
         """Add tokens of a sequence from position `pos` on, the last `outputs` of them with logits.
 
-        Returns the index of the first one in the batch. Raises DecodeError.
+        Raises DecodeError.
         """
         if self._pictures is not None:
             raise DecodeError("a batch cannot contain both tokens and rows of a picture")
         if tokens and (min(tokens) < 0 or max(tokens) >= self._n_vocab):
             raise DecodeError("a token is outside the vocabulary")
-        return self._add(tokens, pos, seq_id, outputs, adapters)
+        self._add(tokens, pos, seq_id, outputs, adapters)
 
     def add_picture(
         self,
@@ -197,7 +197,7 @@ class Batch:
         is_causal: bool,
         positions: npt.NDArray[np.int32] | None = None,
         adapters: AdapterKey = (),
-    ) -> int:
+    ) -> None:
         """Add embedding rows of a picture, float32[n_rows, width], to an empty batch, as `add` does.
 
         For M-RoPE, `positions` is int32[4, n_rows]: time, y and x relative to `pos`, and 0. Without
@@ -207,19 +207,18 @@ class Batch:
             raise DecodeError("a batch cannot contain both tokens and rows of a picture")
         self._pictures, self._is_causal = np.ascontiguousarray(rows, np.float32), is_causal
         if positions is not None:
-            behind = np.array([[pos], [pos], [pos], [0]], np.int32)
-            self._positions = np.ascontiguousarray((positions + behind).reshape(-1), np.int32)
-        return self._add([0] * len(rows), pos, seq_id, outputs, adapters)
+            offsets = np.array([[pos], [pos], [pos], [0]], np.int32)
+            self._positions = np.ascontiguousarray((positions + offsets).reshape(-1), np.int32)
+        self._add([0] * len(rows), pos, seq_id, outputs, adapters)
 
     def _add(
         self, tokens: Sequence[int], pos: int, seq_id: int, outputs: int, adapters: AdapterKey
-    ) -> int:
+    ) -> None:
         start, silent = self.n_tokens, len(tokens) - outputs
         self._check(len(tokens), pos, seq_id, outputs)
         self._rows += [(t, pos + i, seq_id, i >= silent) for i, t in enumerate(tokens)]
         self._adapters.add(adapters, (start, len(tokens), self.n_outputs, outputs))
         self.n_outputs += outputs
-        return start
 
     def _check(self, n: int, pos: int, seq_id: int, outputs: int) -> None:
         if not 0 < n <= self.room:

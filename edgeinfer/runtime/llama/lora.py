@@ -48,7 +48,7 @@ class LoraAdapters:
         self._named: dict[str, tuple[Adapter, str]] = {}
         self._current: AdapterKey = ()
         self._pointer = context.pointer
-        self._homes: list[tuple[Any, AdaptersByStamp]] = [(model, context.adapters)]
+        self._models: list[tuple[Any, AdaptersByStamp]] = [(model, context.adapters)]
         #: Whether the kernels can apply adapters: not if a recurrent model reorders the rows of a
         #: batch.
         self.has_kernels = not (L.llama_model_is_recurrent(model) or L.llama_model_is_hybrid(model))
@@ -118,64 +118,64 @@ class LoraAdapters:
             raise InvalidRequestError("a LoRA adapter, or its name, is given twice", param="lora")
         for adapter in adapters:
             _check_scale(adapter.scale)
-        before = self._homes_held()
+        before = self._loaded_stamps()
         try:
-            for model, held in self._homes:
-                self._fill(model, held, named)
+            for model, by_stamp in self._models:
+                self._load_missing(model, by_stamp, named)
         except BaseException:
-            self._free_but(before)
+            self._free_others(before)
             raise
-        held = self._homes[0][1]
+        by_stamp = self._models[0][1]
         for name, (adapter, stamp) in named.items():
-            named[name] = (msgspec.structs.replace(adapter, sha256=held[stamp].sha256), stamp)
+            named[name] = (msgspec.structs.replace(adapter, sha256=by_stamp[stamp].sha256), stamp)
         with self.lock:
             self._named = named
 
     def removed_stamps(self) -> frozenset[str]:
         """Return the stamps of adapters that requests can no longer name but that are still loaded."""
-        return self._homes_held() - {stamp for _, stamp in self._named.values()}
+        return self._loaded_stamps() - {stamp for _, stamp in self._named.values()}
 
     def release(self) -> None:
         """Free the adapters that `change` has removed. No running request may use one."""
         if removed := self.removed_stamps():
             self.use(())
-            self._free_but(self._homes_held() - removed)
+            self._free_others(self._loaded_stamps() - removed)
 
-    def _homes_held(self) -> frozenset[str]:
-        return frozenset(stamp for _, held in self._homes for stamp in held)
+    def _loaded_stamps(self) -> frozenset[str]:
+        return frozenset(stamp for _, by_stamp in self._models for stamp in by_stamp)
 
-    def _free_but(self, stamps: frozenset[str]) -> None:
-        for _, held in self._homes:
-            for stamp in held.keys() - stamps:
-                held.pop(stamp).free()
+    def _free_others(self, stamps: frozenset[str]) -> None:
+        for _, by_stamp in self._models:
+            for stamp in by_stamp.keys() - stamps:
+                by_stamp.pop(stamp).free()
 
     def load_for(self, model: Any) -> AdaptersByStamp:
         """Load all adapters for a second model. Usable on any thread. Raises ModelLoadError."""
-        held: AdaptersByStamp = {}
-        self._fill(model, held, self._named)
-        return held
+        by_stamp: AdaptersByStamp = {}
+        self._load_missing(model, by_stamp, self._named)
+        return by_stamp
 
-    def add_model(self, model: Any, held: AdaptersByStamp) -> None:
-        """Update a second model's adapters too, at first `held`. Raises ModelLoadError."""
-        self._fill(model, held, self._named)
-        self._homes.append((model, held))
+    def add_model(self, model: Any, by_stamp: AdaptersByStamp) -> None:
+        """Update a second model's adapters too, at first `by_stamp`. Raises ModelLoadError."""
+        self._load_missing(model, by_stamp, self._named)
+        self._models.append((model, by_stamp))
 
     def remove_second_model(self) -> AdaptersByStamp:
         """Forget the second model; return the first model's adapters."""
-        del self._homes[1:]
-        return self._homes[0][1]
+        del self._models[1:]
+        return self._models[0][1]
 
     def close(self) -> None:
         """Free the first model's adapters, before that model is freed."""
         self.remove_second_model()
-        self._free_but(frozenset())
+        self._free_others(frozenset())
 
-    def _fill(self, model: Any, held: AdaptersByStamp, named: dict[str, tuple[Adapter, str]]) -> None:
+    def _load_missing(self, model: Any, by_stamp: AdaptersByStamp, named: dict[str, tuple[Adapter, str]]) -> None:
         for adapter, stamp in named.values():
-            if stamp not in held:
-                held[stamp] = _load(model, adapter, stamp)
-                if self.has_kernels and model is self._homes[0][0]:  # the second one is on a device
-                    held[stamp].use_kernels()
+            if stamp not in by_stamp:
+                by_stamp[stamp] = _load(model, adapter, stamp)
+                if self.has_kernels and model is self._models[0][0]:  # the second one is on a device
+                    by_stamp[stamp].use_kernels()
 
 
 def _check_scale(scale: float) -> None:

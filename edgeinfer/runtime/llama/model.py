@@ -236,8 +236,24 @@ def _with_context(
 ) -> LlamaModel:
     llama = libllama.lib()
     options = msgspec.structs.replace(options, kv_type=plan.kv_type.value)
-    context, lines, buffers = make_context(model, _planned_params(options, plan))
-    choices = _choices(plan, options, lines)
+    params = context_params(
+        options,
+        n_cells=plan.n_cells.value,
+        n_batch=plan.n_batch,
+        n_seq_max=plan.n_seq_max,
+        n_threads=plan.n_threads.value,
+        n_outputs=plan.n_outputs,
+    )
+    context, lines, buffers = make_context(model, params)
+    choices = {
+        "n_threads": plan.n_threads,
+        "n_parallel": plan.n_parallel,
+        "n_ctx": plan.n_ctx,
+        "n_cells": plan.n_cells,
+        "kv_type": plan.kv_type,
+        "gpu_layers": Chosen("none", "models are loaded for the CPU; devices are attached afterwards"),
+        "flash_attention": _flash_choice(options, lines),
+    }
     n_cells = int(llama.llama_n_ctx(context))
     return LlamaModel(
         model=model,
@@ -269,9 +285,14 @@ def with_another_context(
     """
     llama = libllama.lib()
     choices = {name: loaded.choices[name].value for name in ("kv_type", "flash_attention")}
-    params = _planned_params(msgspec.structs.replace(options, **choices), loaded.plan)
-    params.n_threads = params.n_threads_batch = loaded.n_threads
-    params.n_ctx = n_cells
+    params = context_params(
+        msgspec.structs.replace(options, **choices),
+        n_cells=n_cells,
+        n_batch=loaded.plan.n_batch,
+        n_seq_max=loaded.plan.n_seq_max,
+        n_threads=loaded.n_threads,
+        n_outputs=loaded.plan.n_outputs,
+    )
     context, lines, buffers = make_context(model, params)
     n_ctx, reason = min(loaded.n_ctx, n_cells), "what the devices hold next to the layers"
     limits = {"n_ctx": Chosen(n_ctx, reason), "n_cells": Chosen(n_cells, reason)}
@@ -289,30 +310,16 @@ def with_another_context(
     )
 
 
-def _planned_params(options: LoadOptions, plan: MemoryPlan) -> Any:
-    params = context_params(
-        options, plan.n_cells.value, plan.n_batch, plan.n_seq_max, plan.n_threads.value
-    )
-    params.n_outputs_max = plan.n_outputs
-    return params
-
-
-def _choices(plan: MemoryPlan, options: LoadOptions, lines: list[str]) -> dict[str, Chosen]:
-    return {
-        "n_threads": plan.n_threads,
-        "n_parallel": plan.n_parallel,
-        "n_ctx": plan.n_ctx,
-        "n_cells": plan.n_cells,
-        "kv_type": plan.kv_type,
-        "gpu_layers": Chosen("none", "models are loaded for the CPU; devices are attached afterwards"),
-        "flash_attention": _flash_choice(options, lines),
-    }
-
-
 def context_params(
-    options: LoadOptions, n_cells: int, n_batch: int, n_seq_max: int, n_threads: int
+    options: LoadOptions,
+    *,
+    n_cells: int,
+    n_batch: int,
+    n_seq_max: int,
+    n_threads: int,
+    n_outputs: int = 0,
 ) -> Any:
-    """Make the parameters of a context. A KV type of "auto" means f16."""
+    """Make the parameters of a context. A KV type of "auto" means f16, 0 `n_outputs` llama.cpp's."""
     llama = libllama.lib()
     kv_type = "f16" if options.kv_type == "auto" else options.kv_type
     params = llama.llama_context_default_params()
@@ -320,6 +327,7 @@ def context_params(
     params.n_batch = params.n_ubatch = n_batch
     params.n_seq_max = n_seq_max
     params.n_threads = params.n_threads_batch = n_threads
+    params.n_outputs_max = n_outputs or params.n_outputs_max
     params.type_k = params.type_v = getattr(llama, f"GGML_TYPE_{kv_type.upper()}")
     params.flash_attn_type = _FLASH["on" if kv_type != "f16" else options.flash_attention]
     params.kv_unified = True
@@ -336,19 +344,15 @@ def open_context(
     options: LoadOptions,
     *,
     n_cells: int,
-    n_batch: int,
-    n_seq_max: int,
-    n_threads: int,
-    n_outputs: int = 0,
     pooling: int | None = None,
+    **limits: int,
 ) -> LlamaContext:
-    """Make another context of a model. With `pooling` (llama.cpp's number), it computes embeddings.
+    """Make another context of a model, with `limits` of `context_params`.
 
-    Raises ModelLoadError, OutOfMemoryError.
+    With `pooling` (llama.cpp's number), it computes embeddings. Raises ModelLoadError,
+    OutOfMemoryError.
     """
-    params = context_params(options, n_cells, n_batch, n_seq_max, n_threads)
-    if n_outputs:
-        params.n_outputs_max = n_outputs
+    params = context_params(options, n_cells=n_cells, **limits)
     if pooling is not None:
         params.embeddings = True
         params.pooling_type = pooling

@@ -165,30 +165,24 @@ def _penalty_stages(vocab: Vocab, s: Sampling, n_ctx: int) -> Iterable[Any]:
             vocab.n_vocab, last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty
         )
     if s.dry_multiplier:
-        yield _dry(vocab, s, n_ctx)
+        breakers = [b.encode() for b in s.dry_sequence_breakers]
+        array = (ctypes.c_char_p * len(breakers))(*breakers)
+        last_n = n_ctx if s.dry_penalty_last_n < 0 else s.dry_penalty_last_n
+        lengths = (s.dry_allowed_length, last_n)
+        yield L.llama_sampler_init_dry(
+            vocab.pointer, s.dry_multiplier, s.dry_base, *lengths, array, len(breakers)
+        )
 
 
 def _choice_stages(s: Sampling, seed: int) -> Iterable[Any]:
     """Yield llama.cpp's samplers that draw a token; none for greedy sampling."""
-    if s.temperature > 0:
-        yield from _truncations(s)
-        yield L.llama_sampler_init_temp(s.temperature)
-        yield L.llama_sampler_init_dist(seed)
-
-
-def _dry(vocab: Vocab, s: Sampling, n_ctx: int) -> Any:
-    breakers = [b.encode() for b in s.dry_sequence_breakers]
-    array = (ctypes.c_char_p * len(breakers))(*breakers)
-    last_n = n_ctx if s.dry_penalty_last_n < 0 else s.dry_penalty_last_n
-    return L.llama_sampler_init_dry(
-        vocab.pointer, s.dry_multiplier, s.dry_base, s.dry_allowed_length, last_n, array, len(breakers)
-    )
-
-
-def _truncations(s: Sampling) -> Iterable[Any]:
+    if s.temperature <= 0:
+        return
     if s.top_k > 0:
         yield L.llama_sampler_init_top_k(s.top_k)
     if s.top_p < 1.0:
         yield L.llama_sampler_init_top_p(s.top_p, _NEUTRAL_MIN_KEEP)
     if s.min_p > 0.0:
         yield L.llama_sampler_init_min_p(s.min_p, _NEUTRAL_MIN_KEEP)
+    yield L.llama_sampler_init_temp(s.temperature)
+    yield L.llama_sampler_init_dist(seed)

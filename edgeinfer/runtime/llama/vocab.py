@@ -74,18 +74,13 @@ class Vocab:
 
         The text of a control token is empty unless `special`. Raises IndexError for an unknown token.
         """
-        cache = self._special_pieces if special else self._pieces
-        piece = cache.get(token)
-        if piece is None:
-            piece = cache[token] = self._read_piece(token, special)
-        return piece
-
-    def _read_piece(self, token: int, special: bool) -> bytes:
-        if not 0 <= token < self.n_vocab:
-            raise IndexError(token)
-        args = (self.pointer, token)
-        piece: bytes = _fill(ctypes.c_char, _PIECE_BYTES, L.llama_token_to_piece, args, (0, special))
-        return piece
+        pieces = self._special_pieces if special else self._pieces
+        if token not in pieces:
+            if not 0 <= token < self.n_vocab:
+                raise IndexError(token)
+            args, flags = (self.pointer, token), (0, special)
+            pieces[token] = _fill(ctypes.c_char, _PIECE_BYTES, L.llama_token_to_piece, args, flags)
+        return pieces[token]
 
     def marked_pieces(self) -> Iterator[bytes]:
         """Yield each token's bytes for llguidance: of a control token 0xFF and its name."""

@@ -210,7 +210,12 @@ class Constraints:
         with self._lock:
             if self._vocab is not vocab:
                 pieces = list(vocab.marked_pieces())
-                self._tokenizer = _token_table(vocab, pieces)
+                self._tokenizer = llguidance.LLTokenizer.from_llamacpp(
+                    tokens=pieces,
+                    vocab_ptr=vocab.pointer,
+                    tokenize_fptr=vocab.tokenize_address,
+                    eos_token=list(vocab.eos_tokens),
+                )
                 self._digits = DigitTokens(vocab, pieces)
                 self._vocab = vocab
                 self._cache.clear()
@@ -347,16 +352,6 @@ def _with_deep_stack(work: Callable[[], Any]) -> Any:
             finally:
                 threading.stack_size(before)
         return future.result()
-
-
-def _token_table(vocab: Vocab, pieces: list[bytes]) -> Any:
-    """Make llguidance's table of the vocabulary from the bytes of each token."""
-    return llguidance.LLTokenizer.from_llamacpp(
-        tokens=pieces,
-        vocab_ptr=vocab.pointer,
-        tokenize_fptr=vocab.tokenize_address,
-        eos_token=list(vocab.eos_tokens),
-    )
 
 
 #: Matches `\uXXXX` and `\UXXXXXXXX` whose backslash is not escaped itself.

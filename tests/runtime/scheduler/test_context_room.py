@@ -108,8 +108,10 @@ def test_the_trained_context_is_chosen(smollm2: Path) -> None:
 def test_cells_take_memory_when_they_are_used(smollm2: Path) -> None:
     llama = libllama.lib()
     model = open_model((str(smollm2),))
-    params = loading.context_params(LoadOptions(), 16_384, 512, 4, 2)
-    loading.make_context(model, loading.context_params(LoadOptions(), 2048, 512, 4, 2))  # first use
+    limits = {"n_batch": 512, "n_seq_max": 4, "n_threads": 2}
+    params = loading.context_params(LoadOptions(), n_cells=16_384, **limits)
+    # first use
+    loading.make_context(model, loading.context_params(LoadOptions(), n_cells=2048, **limits))
     before = private_bytes(os.getpid())
 
     def taken_bytes() -> int:
