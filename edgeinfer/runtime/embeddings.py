@@ -31,7 +31,7 @@ _CHOOSE = "choose {}: `edgeinfer list`"
 
 
 class Embedder:
-    """Embeds and reranks texts. Usable on any thread; `call` runs work on the decode thread."""
+    """Embeds and reranks texts. Thread-safe; `call` runs work on the decode thread."""
 
     def __init__(self, loaded: LlamaModel, options: LoadOptions, call: Call) -> None:
         self._loaded = loaded

@@ -60,7 +60,7 @@ class EventStream:
             wake()
 
     def cancel(self) -> None:
-        """End the request at the next step. Usable on any thread; idempotent."""
+        """End the request at the next step. Thread-safe; idempotent."""
         self._on_cancel()
 
     def tap(self, tap: Callable[[Event], bool] | None) -> None:

@@ -91,7 +91,7 @@ class GpuOffloader:
         return True
 
     def stop(self) -> bool:
-        """Have attaching end soon; return whether it was begun, so that a driver may not answer."""
+        """Stop attaching devices soon; return whether that was begun, so that a driver may hang."""
         self._closing.set()
         return self._thread is not None
 

@@ -33,7 +33,7 @@ class Generation(Protocol):
         """
 
     def cancel(self) -> None:
-        """End the request soon with `Finished(reason="cancelled")`. Any thread; idempotent."""
+        """End the request soon with `Finished(reason="cancelled")`. Thread-safe; idempotent."""
 
 
 class Engine(Protocol):

@@ -62,9 +62,9 @@ class CachedSequence:
     `is_private`. `is_prefetched`: it was prefilled for an expected request. `logprobs[i]` belongs to
     token `i + 1`, with `n_top` alternatives each.
 
-    Storing on disk: not if a context shift or another context changed the rounding (`is_storable`), and
-    not from token `memory_only_from` on. The first `n_unchanged` tokens are as they were last stored.
-    `conversation` will own the blocks.
+    It is stored on disk up to token `memory_only_from`, or not at all if a context shift or another
+    context has changed the rounding (`is_storable`). The first `n_unchanged` tokens are as they were
+    last stored. The blocks on disk belong to `conversation`.
     """
 
     seq_id: int
@@ -92,7 +92,7 @@ class CachedSequence:
 
 
 class KvCache:
-    """Keeps account of the `n_cells` cells and `n_seq_max` sequence ids of the cache. For one thread.
+    """Keeps account of the `n_cells` cells and `n_seq_max` sequence ids of the cache. Not thread-safe.
 
     Recurrent and hybrid models have `checkpoints`; their sequences can be reused only whole or up to a
     checkpoint. `window` is the sliding window (positions), 0 without one. `before_drop` is called with

@@ -52,7 +52,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Saves checkpoints into the lists of their sequences, within a memory limit. For one thread."""
+    """Saves checkpoints into the lists of their sequences, within a memory limit. Not thread-safe."""
 
     def __init__(self, states: CheckpointStates, most_bytes: int = _MOST_BYTES) -> None:
         self._states, self._most_bytes = states, most_bytes

@@ -125,7 +125,7 @@ def _has_chatml(vocab: Vocab) -> bool:
 
 
 class ChatFormat:
-    """Makes prompts, answer parsers and constraints for one model. Usable on any thread."""
+    """Makes prompts, answer parsers and constraints for one model. Thread-safe."""
 
     def __init__(
         self,
@@ -430,7 +430,7 @@ def _with_description(
 
 
 class PictureMarkers:
-    """Puts a unique marker for each picture into messages, and finds it in the prompt. Any thread."""
+    """Puts a unique marker for each picture into messages, and finds it in the prompt. Thread-safe."""
 
     @cached_property
     def _word(self) -> str:

@@ -32,7 +32,7 @@ _SPACE = " \t\n\v\f\r"
 
 
 class ControlTokens:
-    """Escapes the texts of a vocabulary's control tokens, and tokenizes prompts. Any thread."""
+    """Escapes the texts of a vocabulary's control tokens, and tokenizes prompts. Thread-safe."""
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab

@@ -72,7 +72,7 @@ TRANSCRIPT_STOP = ("\nUser:", "\nAssistant:")
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A compiled template with the texts of BOS and EOS. Immutable, so usable on any thread."""
+    """A compiled template with the texts of BOS and EOS. Immutable, so thread-safe."""
 
     source: str
     bos: str = ""

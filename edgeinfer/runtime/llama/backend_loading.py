@@ -57,7 +57,7 @@ _handles: dict[str, int] = {}
 
 
 class _Props(ctypes.Structure):
-    """ggml_backend_dev_props."""
+    """The struct ggml_backend_dev_props."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),

@@ -303,7 +303,7 @@ class CellMemory:
         )
 
     def populate(self, first: int, stop: int) -> None:
-        """Have the kernel allocate the pages of cells [first, stop) now. Any thread.
+        """Have the kernel allocate the pages of cells [first, stop) now. Thread-safe.
 
         So the decode thread need not wait for it (0.3 to 0.5 ms per megabyte) at its first write. Does
         nothing before Linux 5.14.

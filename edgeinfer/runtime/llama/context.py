@@ -19,7 +19,7 @@ from edgeinfer.runtime.llama.row_adapters import LoadedAdapter, RowAdapters
 
 
 class LlamaContext:
-    """A llama_context (at `pointer`) and the sequences in its KV cache. For one thread.
+    """A llama_context (at `pointer`) and the sequences in its KV cache. Not thread-safe.
 
     `cells` is the memory of the KV cache. `adapters` are the loaded LoRA adapters by the stamps of
     their files.
@@ -113,7 +113,7 @@ _F32 = ctypes.POINTER(ctypes.c_float)
 
 
 class Batch:
-    """A batch for llama_decode: `capacity` tokens, `max_outputs` with logits. For one thread."""
+    """A batch for llama_decode: `capacity` tokens, `max_outputs` with logits. Not thread-safe."""
 
     def __init__(
         self, *, capacity: int, max_outputs: int, n_vocab: int, n_seq_max: int, n_cells: int

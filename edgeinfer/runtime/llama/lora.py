@@ -150,7 +150,7 @@ class LoraAdapters:
                 by_stamp.pop(stamp).free()
 
     def load_for(self, model: Any) -> AdaptersByStamp:
-        """Load all adapters for a second model. Usable on any thread. Raises ModelLoadError."""
+        """Load all adapters for a second model. Thread-safe. Raises ModelLoadError."""
         by_stamp: AdaptersByStamp = {}
         self._load_missing(model, by_stamp, self._named)
         return by_stamp
@@ -170,7 +170,9 @@ class LoraAdapters:
         self.remove_second_model()
         self._free_others(frozenset())
 
-    def _load_missing(self, model: Any, by_stamp: AdaptersByStamp, named: dict[str, tuple[Adapter, str]]) -> None:
+    def _load_missing(
+        self, model: Any, by_stamp: AdaptersByStamp, named: dict[str, tuple[Adapter, str]]
+    ) -> None:
         for adapter, stamp in named.values():
             if stamp not in by_stamp:
                 by_stamp[stamp] = _load(model, adapter, stamp)

@@ -28,7 +28,7 @@ def _penalises(s: Sampling) -> bool:
 
 
 class Sampler:
-    """The sampler of one request. Used on one thread at a time; call `close` at the end.
+    """The sampler of one request. Not thread-safe; call `close` at the end.
 
     `history` is how many last tokens of the prompt the penalties need.
     """

@@ -31,7 +31,7 @@ _WORTH_MAPPING = 32 << 10
 
 
 class SequenceStates:
-    """Saves and restores states of a context's sequences. For one thread.
+    """Saves and restores states of a context's sequences. Not thread-safe.
 
     Passes them through the sequence id `scratch`, which no request uses. Raises DecodeError if a
     device fails.

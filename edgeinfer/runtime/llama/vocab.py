@@ -1,4 +1,4 @@
-"""A model's vocabulary: convert text to tokens and back. Usable on any thread."""
+"""A model's vocabulary: convert text to tokens and back. Thread-safe."""
 
 from __future__ import annotations
 

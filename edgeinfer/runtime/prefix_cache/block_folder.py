@@ -152,7 +152,7 @@ def model_folder(model: str) -> str:
 
 
 class BlockFolder:
-    """Reads and writes the blocks of one model with one set of settings. Any thread."""
+    """Reads and writes the blocks of one model with one set of settings. Thread-safe."""
 
     def __init__(self, store: BlockStore, folder: Path, names: BlockNames) -> None:
         self._store = store

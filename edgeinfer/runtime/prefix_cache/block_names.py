@@ -69,7 +69,7 @@ class BlockNames:
         self.block_tokens = block_tokens
 
     def root(self, adapters: AdapterKey = (), salt: str = "") -> bytes:
-        """Return the parent of first blocks. Requests with different salts share no blocks."""
+        """Return the parent name of first blocks. Requests with different salts share no blocks."""
         scales = "\0".join(f"{scale} {stamp}" for stamp, scale in adapters)
         return self._hash(b"root", self.identity, salt.encode(), scales.encode())
 

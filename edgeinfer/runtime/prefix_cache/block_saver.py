@@ -38,7 +38,7 @@ class _PendingWrite:
 
 @dataclass(eq=False, kw_only=True)
 class BlockSaver:
-    """Saves the ended sequences of `kv` as blocks. For one thread."""
+    """Saves the ended sequences of `kv` as blocks. Not thread-safe."""
 
     folder: BlockFolder
     states: SequenceStates

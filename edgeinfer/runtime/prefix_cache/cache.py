@@ -1,7 +1,7 @@
 """The on-disk prefix cache of one loaded model: restore blocks into sequences, save ended sequences.
 
 `start_load` finds the blocks of a prompt and starts to read them, `load_block` appends one to a
-sequence. `block_saver` saves sequences. For one thread.
+sequence. `block_saver` saves sequences. Not thread-safe.
 
 Blocks are shorter than a sliding window. A longer block would lack cells that the window has dropped
 before its end; after a truncation inside it, they would be needed (decision 080).
@@ -50,7 +50,7 @@ class PrefixCache:
         kv: KvCache,
         check_outcome: str = "",
     ) -> None:
-        """Open a model's blocks. `check_outcome`: result of a round-trip check or "". Raises OSError."""
+        """Open a model's blocks; `check_outcome` is of a round-trip check, "" if none. Raises OSError."""
         self.context, self.kv = context, kv
         self.block_tokens = model_block_tokens(loaded)
         self.folder = folder = store.open_folder(

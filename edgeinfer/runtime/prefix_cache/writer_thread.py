@@ -14,7 +14,7 @@ _MAX_QUEUED_BYTES = 256 << 20
 
 
 class WriterThread:
-    """Runs jobs in order on a thread of its own. Any thread may call it."""
+    """Runs jobs in order on a separate thread. Thread-safe."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Callable[[], None], int]] = deque()

@@ -81,7 +81,7 @@ class Lark(msgspec.Struct, frozen=True, tag="lark"):
 
 
 class TokenMatcher:
-    """The parser of one request's constraint, at a position in its answer. For one thread."""
+    """The parser of one request's constraint, at a position in its answer. Not thread-safe."""
 
     def __init__(
         self, matcher: Any, tokenizer: Any, n_vocab: int, numbers: NumberLimit | None = None
@@ -102,9 +102,9 @@ class TokenMatcher:
         forbidden = np.unpackbits(self._bits, count=self._n_vocab, bitorder="little").view(np.bool_)
         # after an error the parser allows the end token, which would make a broken answer look complete
         if self._matcher.is_error() or forbidden[: len(logits)].all():
+            reason = _brief(self._matcher.get_error()) or "the grammar allows none here"
             raise UnsupportedConstraintError(
-                f"no token satisfies the constraint: {_brief(self._matcher.get_error())}",
-                param="constraint",
+                f"no token satisfies the constraint: {reason}", param="constraint"
             )
         if self._numbers is not None:
             self._numbers.forbid_into(forbidden)
@@ -165,7 +165,7 @@ class TokenMatcher:
 
 
 class Constraints:
-    """Compiles and caches constraints for one model. Usable on any thread."""
+    """Compiles and caches constraints for one model. Thread-safe."""
 
     def __init__(self, cache_size: int = CACHE_SIZE) -> None:
         self._lock = threading.Lock()

@@ -271,7 +271,7 @@ def _otherwise(condition: Any, schema: dict[str, Any]) -> Any:
 def negate(schema: Any, depth: int = 0) -> Any:
     """Return a schema that allows only values which `schema` forbids; None if there is none.
 
-    It may not allow all of them: it is an `anyOf` of the negations of each keyword that has one.
+    It may leave some of them out: it is an `anyOf` of the negations of each keyword that has one.
     """
     check_deadline()
     if isinstance(schema, bool):

@@ -37,7 +37,7 @@ class Overlaps:
                     if narrowed is None:
                         return min(i, j), max(i, j)
             if narrowed is not alternative and self._follow(alternative) is not alternative:
-                # it was a reference, perhaps to a schema that contains itself
+                # a reference stays one, because its target may contain itself
                 narrowed = self._define(narrowed)
             narrowed_parts.append(narrowed)
         return narrowed_parts

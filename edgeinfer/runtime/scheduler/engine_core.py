@@ -2,7 +2,7 @@
 
 A step is one llama_decode. Its batch has the next token of every decoding sequence, draft tokens after
 it, and chunks of prompts in the rest (continuous batching, chunked prefill), so that a long prompt
-never stalls other requests. For one thread.
+never stalls other requests. Not thread-safe.
 """
 
 from __future__ import annotations

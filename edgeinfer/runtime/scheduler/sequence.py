@@ -53,9 +53,9 @@ class RequestClock:
 class Sequence:
     """A request in the engine. `tokens` are its prompt and the sampled tokens.
 
-    `n_past` of them are in the KV cache. A context shift keeps the first `n_keep` tokens.
-    `delayed_s` is how long decode-only steps have delayed the prefill. While `block_load` is set, the
-    sequence waits for blocks from disk.
+    `n_past` of them are in the KV cache. A context shift keeps the first `n_keep` tokens. Decode-only
+    steps have delayed the prefill by `delayed_s`. While `block_load` is set, the sequence waits for
+    blocks from disk.
     """
 
     request: GenerateRequest
@@ -101,18 +101,18 @@ class Sequence:
             self.sampler.accept(text_only(self.tokens[-self.sampler.history :]))
 
     def cancel(self) -> None:
-        """Have the request end at the next step. Any thread."""
+        """Have the request end at the next step. Thread-safe."""
         self.cancelled = True
         self.wake_loop()
 
     @property
     def is_started(self) -> bool:
-        """Return whether it has a sequence id in the KV cache."""
+        """Return whether the request has a sequence id in the KV cache."""
         return self._cached_seq is not None
 
     @property
     def cached_seq(self) -> CachedSequence:
-        """Its sequence in the KV cache. Only while started."""
+        """The request's sequence in the KV cache. It must be started."""
         assert self._cached_seq is not None
         return self._cached_seq
 
@@ -166,7 +166,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Return whether it only needs its last sampled token computed."""
+        """Return whether only the last sampled token is left to compute."""
         return self.n_generated > 0 and self.n_pending == 1
 
     def sample(
