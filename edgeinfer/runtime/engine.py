@@ -41,7 +41,7 @@ from edgeinfer.runtime.scheduler.batch_invariance import why_irreproducible
 from edgeinfer.runtime.scheduler.engine_core import EngineCore
 from edgeinfer.runtime.scheduler.input_processor import InputProcessor
 from edgeinfer.runtime.scheduler.observer import RequestObserver
-from edgeinfer.runtime.scheduler.prefix_cache_switch import FLUSH_S, PrefixCacheSwitch
+from edgeinfer.runtime.scheduler.prefixes import FLUSH_S
 from edgeinfer.runtime.vision import open_vision
 
 _log = logging.getLogger("edgeinfer.engine")
@@ -108,7 +108,6 @@ class LlamaEngine:
             vision_error=vision_error,
             draft_model=self._draft,
         )
-        self._prefix_cache_switch = PrefixCacheSwitch(files, options, self._context, self._core)
         self._gpu = GpuOffloader(
             files,
             options,
@@ -117,7 +116,6 @@ class LlamaEngine:
             self._lora,
             self._core,
             self._loop.call,
-            self._prefix_cache_switch,
             self._vision,
             self._enter_model,
         )
@@ -249,12 +247,19 @@ class LlamaEngine:
 
     @property
     def _prefix_cache(self) -> PrefixCache | None:
-        return self._prefix_cache_switch.cache
+        return self._core.prefixes.prefix_cache
 
     def open_prefix_cache(self, store: BlockStore) -> None:
         """Use the on-disk prefix cache in `store`; do nothing for an encoder. Raises OSError."""
         if self._loaded.can_generate and self._prefix_cache is None:
-            self._prefix_cache_switch.open(store, self._gpu.loaded, self._check_outcome)
+            self._core.prefixes.open_cache(
+                store,
+                self._files,
+                self._options,
+                self._context,
+                loaded=self._gpu.loaded,
+                check_outcome=self._check_outcome,
+            )
 
     def add_observer(self, observer: RequestObserver) -> None:
         """Let `observer` record all later requests. `close` closes it."""
@@ -322,7 +327,7 @@ class LlamaEngine:
         if self._vision is not None:
             self._vision.park()
             self._core.executor.batch.clear()  # frees the rows of a picture
-        self._prefix_cache_switch.close()
+        self._core.prefixes.close_cache()
         self._core.kv.drop_idle()
         self._embedder.close()
         self._loaded.stop_streaming()
@@ -367,7 +372,7 @@ class LlamaEngine:
         self._loop.close(patience_s)
         for observer in self._core.queue.observers:
             observer.close()
-        self._prefix_cache_switch.close()
+        self._core.prefixes.close_cache()
         if patience_s is None:
             self._free()
             return

@@ -35,7 +35,6 @@ from edgeinfer.runtime.llama.mtmd import Projector
 from edgeinfer.runtime.llama.weights import Placement, free_model, open_model
 from edgeinfer.runtime.options import Chosen, LayersInfo, LoadOptions, ModelFiles
 from edgeinfer.runtime.scheduler.engine_core import EngineCore
-from edgeinfer.runtime.scheduler.prefix_cache_switch import PrefixCacheSwitch
 from edgeinfer.runtime.vision import Vision
 from edgeinfer.units import format_bytes
 
@@ -64,7 +63,6 @@ class GpuOffloader:
     lora: LoraAdapters
     core: EngineCore
     call: Callable[[Callable[[], Any]], Any]
-    prefix_cache_switch: PrefixCacheSwitch
     vision: Vision | None
     on_enter: Callable[[LlamaModel], None]
 
@@ -209,7 +207,7 @@ class GpuOffloader:
             return False
         has_copy = self.context.copy_state_to(context)
         self.lora.add_model(loaded.model, context.adapters)
-        self.prefix_cache_switch.detach()
+        self.core.prefixes.detach_cache(self.core.queue.running)
         self.core.switch_context(context, loaded.n_ctx, has_copy=has_copy, on_device=True)
         for cached_seq in self.core.kv.cached_sequences:
             # do not store it: another context computed it, with different rounding
@@ -234,7 +232,7 @@ class GpuOffloader:
         backend_loading.failed[device_context.device.backend] = error.message
         self.cpu.choices["gpu_layers"] = Chosen("none", f"{names} failed: {error.message}")
         _log.warning("%s failed, the CPU continues: %s", names, error.message)
-        self.prefix_cache_switch.detach()
+        self.core.prefixes.detach_cache(self.core.queue.running)
         context = self.cpu.llama_context()
         context.adapters = self.lora.remove_second_model()
         self.core.switch_context(context, self.cpu.n_ctx, has_copy=False, on_device=False)
@@ -246,7 +244,7 @@ class GpuOffloader:
         self.loaded = loaded
         self.on_enter(loaded)
         loaded.llama_context().set_threads(self.cpu.n_threads)
-        self.prefix_cache_switch.attach(loaded)
+        self.core.prefixes.attach_cache(loaded)
         layers = str(loaded.choices["gpu_layers"].value)
         self._note.write(LayersInfo(model=self.files.name, layers=layers))
 

@@ -45,12 +45,12 @@ class PrefixCache:
         store: BlockStore,
         files: ModelFiles,
         options: LoadOptions,
-        loaded: LlamaModel,
         context: LlamaContext,
         kv: KvCache,
+        loaded: LlamaModel,
         check_outcome: str = "",
     ) -> None:
-        """Open a model's blocks; `check_outcome` is of a round-trip check, "" if none. Raises OSError."""
+        """Open a model's blocks; `check_outcome` is of a round-trip check, or "". Raises OSError."""
         self.context, self.kv = context, kv
         self.block_tokens = model_block_tokens(loaded)
         self.folder = folder = store.open_folder(

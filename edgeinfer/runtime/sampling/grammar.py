@@ -26,7 +26,6 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from edgeinfer.errors import UnsupportedConstraintError
 from edgeinfer.runtime.requests import Choice, Constraint, Grammar, JsonSchema, Regex, check_deadline
 from edgeinfer.runtime.sampling.json_schema import locate, normalise, value_schemas
-from edgeinfer.runtime.sampling.number_limit import DigitTokens, NumberLimit
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
@@ -55,6 +54,9 @@ _LIMITS = {
     "circular references with sibling": "it refers to itself through `allOf`, or beside others",
 }
 _KINDS = {Regex: "regular expression", Choice: "choice", Grammar: "grammar"}
+#: Most digits of a number (a double has 17 significant ones), and most after its `e`.
+_MAX_DIGITS = 17
+_EXPONENT_DIGITS = 3
 _STACK_BYTES = 64 * 1024 * 1024
 _stack_lock = threading.Lock()
 
@@ -78,6 +80,48 @@ class Lark(msgspec.Struct, frozen=True, tag="lark"):
 
     source: str
     grammars: tuple[tuple[str, str], ...] = ()
+
+
+class NumberLimit:
+    """Follows one JSON answer, and forbids digits (the tokens in `digits`) where a number has enough.
+
+    A grammar does not limit them, and at a higher temperature a model may never end a number: of 12
+    heights in metres, 4 continued `1.8000000447…` to the end of the answer.
+    """
+
+    __slots__ = ("_digits", "_is_escaped", "_is_text", "_n_digits", "_vocab")
+
+    def __init__(self, vocab: Vocab, digits: npt.NDArray[np.bool_]) -> None:
+        self._vocab, self._digits = vocab, digits
+        self._n_digits = 0
+        self._is_text = self._is_escaped = False
+
+    def forbid_into(self, forbidden: npt.NDArray[np.bool_]) -> None:
+        """Forbid digits after the last allowed one, unless nothing else may come."""
+        if self._n_digits >= _MAX_DIGITS:
+            more = forbidden | self._digits
+            if not more.all():
+                np.copyto(forbidden, more)
+
+    def accept(self, token: int) -> None:
+        """Advance by the characters of `token`."""
+        piece = self._vocab.piece(token)
+        if self._is_text and not self._is_escaped and b'"' not in piece and b"\\" not in piece:
+            return
+        for character in piece:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_text:
+                self._is_escaped = character == 0x5C
+                self._is_text = character != 0x22
+            elif 0x30 <= character <= 0x39:
+                self._n_digits += 1
+            elif character == 0x22:
+                self._is_text, self._n_digits = True, 0
+            elif character in b"eE" and self._n_digits:
+                self._n_digits = _MAX_DIGITS - _EXPONENT_DIGITS
+            elif character not in b".+-":
+                self._n_digits = 0
 
 
 class TokenMatcher:
@@ -173,7 +217,7 @@ class Constraints:
         self._cache_size = cache_size
         self._vocab: Vocab | None = None
         self._tokenizer: Any = None
-        self._digits: DigitTokens
+        self._digits: npt.NDArray[np.bool_]  # of the tokens that begin with a digit
 
     def compile(self, constraint: Constraint | Lark, vocab: Vocab, salt: str = "") -> TokenMatcher:
         """Return a compiled constraint, of which each request uses a `copy`.
@@ -197,7 +241,7 @@ class Constraints:
             raise UnsupportedConstraintError(problem, param="constraint")
         tokenizer = self.token_table(vocab)
         matcher = self._build(constraint, tokenizer)
-        numbers = NumberLimit(self._digits) if isinstance(constraint, JsonSchema) else None
+        numbers = NumberLimit(vocab, self._digits) if isinstance(constraint, JsonSchema) else None
         compiled = TokenMatcher(matcher, tokenizer, vocab.n_vocab, numbers)
         with self._lock:
             self._cache[key] = compiled
@@ -216,7 +260,8 @@ class Constraints:
                     tokenize_fptr=vocab.tokenize_address,
                     eos_token=list(vocab.eos_tokens),
                 )
-                self._digits = DigitTokens(vocab, pieces)
+                digits = (piece[:1].isdigit() for piece in pieces)
+                self._digits = np.fromiter(digits, np.bool_, len(pieces))
                 self._vocab = vocab
                 self._cache.clear()
             return self._tokenizer

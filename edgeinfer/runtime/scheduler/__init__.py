@@ -8,7 +8,7 @@ engine_core ─┬─ request_queue     waiting and running requests: admission,
              └─ output_processor  sample tokens, report progress, end requests
 
 `input_processor` converts a request to a `sequence`; an `observer` records a request without changing
-it. `idle_cells` returns the KV cache's memory to the OS, `prefix_cache_switch` opens the on-disk prefix
-cache, `batch_invariance` limits the steps whose results are bit-identical to unbatched ones, and
-`divergence` finds where a prompt differs from the cached prefixes.
+it. `idle_cells` returns the KV cache's memory to the OS, `batch_invariance` limits the steps whose
+results are bit-identical to unbatched ones, and `divergence` finds where a prompt differs from the
+cached prefixes.
 """

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from edgeinfer.runtime.kv_cache import KvCache, common_prefix
+from edgeinfer.runtime.llama.context import LlamaContext
+from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.runtime.options import Counters
+from edgeinfer.runtime.options import Counters, LoadOptions, ModelFiles
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.cache import BlockLoad, PrefixCache
 from edgeinfer.runtime.prompt_tokens import text_only
 from edgeinfer.runtime.recurrent_checkpoints import is_checkpoint_position
@@ -25,6 +30,8 @@ _MIN_EVICTED_CELLS = 1024
 _MIN_ANSWER_TOKENS = 8
 #: How long (s) a step without anything to compute waits for the disk.
 _DISK_WAIT_S = 0.02
+#: How long (s) a closing engine waits for pending writes.
+FLUSH_S = 30.0
 
 
 def loading_sequences(running: list[Sequence]) -> list[Sequence]:
@@ -43,6 +50,8 @@ class Prefixes:
         self._vocab = vocab
         #: The on-disk prefix cache, None without one.
         self.prefix_cache: PrefixCache | None = None
+        self._open_cache: Callable[..., PrefixCache] | None = None
+        self._closing_threads: list[threading.Thread] = []
 
     @property
     def has_writes(self) -> bool:
@@ -162,14 +171,46 @@ class Prefixes:
             if seq.block_load is not None:
                 seq.block_load.wait(_DISK_WAIT_S)
 
-    def detach_prefix_cache(self, running: Iterable[Sequence]) -> PrefixCache | None:
-        """Stop using the on-disk prefix cache; return it, so that its folder can be closed."""
+    def open_cache(
+        self,
+        store: BlockStore,
+        files: ModelFiles,
+        options: LoadOptions,
+        context: LlamaContext,
+        *,
+        loaded: LlamaModel,
+        check_outcome: str,
+    ) -> None:
+        """Use `store` for `loaded`; `check_outcome` is of the round-trip check. Raises OSError."""
+        open_cache = partial(PrefixCache, store, files, options, context, self._kv)
+        self.prefix_cache = open_cache(loaded, check_outcome)
+        self._open_cache = open_cache
+
+    def attach_cache(self, loaded: LlamaModel) -> None:
+        """Use the store again, now for `loaded`; do nothing without a store. Between two steps.
+
+        States computed on the CPU and on a GPU differ, so each has its own prefix cache in the store.
+        """
+        if self._open_cache is not None:
+            self.prefix_cache = self._open_cache(loaded)
+
+    def detach_cache(self, running: Iterable[Sequence]) -> None:
+        """Stop using the prefix cache until `attach_cache`; pending writes continue."""
         for seq in running:
             self._end_load(seq)
-        prefix_cache, self.prefix_cache = self.prefix_cache, None
-        if prefix_cache is not None:
-            prefix_cache.saver.detach()
-        return prefix_cache
+        cache, self.prefix_cache = self.prefix_cache, None
+        if cache is not None:
+            cache.saver.detach()
+            thread = threading.Thread(target=cache.folder.close, args=(FLUSH_S,), daemon=True)
+            thread.start()
+            self._closing_threads.append(thread)
+
+    def close_cache(self) -> None:
+        """Write pending blocks, and stop using the store."""
+        self._open_cache = None
+        self.detach_cache(())
+        while self._closing_threads:
+            self._closing_threads.pop().join()
 
     def save_checkpoint(self, seq: Sequence) -> None:
         """Save a checkpoint of a recurrent model, if later requests may need one here."""
