@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -252,14 +253,9 @@ class LlamaEngine:
     def open_prefix_cache(self, store: BlockStore) -> None:
         """Use the on-disk prefix cache in `store`; do nothing for an encoder. Raises OSError."""
         if self._loaded.can_generate and self._prefix_cache is None:
-            self._core.prefixes.open_cache(
-                store,
-                self._files,
-                self._options,
-                self._context,
-                loaded=self._gpu.loaded,
-                check_outcome=self._check_outcome,
-            )
+            parts = (self._files, self._options, self._context, self._core.kv)
+            make_cache = partial(PrefixCache, store, *parts)
+            self._core.prefixes.open_cache(make_cache, self._gpu.loaded, self._check_outcome)
 
     def add_observer(self, observer: RequestObserver) -> None:
         """Let `observer` record all later requests. `close` closes it."""
@@ -419,7 +415,6 @@ def make_info(
         compute_bytes=loaded.compute_bytes,
         least_kv_bytes=loaded.plan.least_kv_bytes,
         chat_template=files.chat_template or loaded.chat_template(),
-        bos_token=loaded.vocab.text(loaded.vocab.bos),
         eos_token=loaded.vocab.text(loaded.vocab.eos),
         can_generate=loaded.can_generate,
         can_embed=embedder.can_embed,

@@ -121,7 +121,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     compute_bytes: int = 0
     least_kv_bytes: int = 0
     chat_template: str = ""
-    bos_token: str = ""
     eos_token: str = ""
     can_generate: bool = True
     can_embed: bool = False

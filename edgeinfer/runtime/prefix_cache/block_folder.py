@@ -58,9 +58,7 @@ _CLEAR_TIMEOUT_S = 10.0
 class Traffic:
     """Counts since the store was opened."""
 
-    blocks_written: int = 0
     bytes_written: int = 0
-    blocks_read: int = 0
     bytes_read: int = 0
     pruned: int = 0
     damaged: int = 0
@@ -310,7 +308,6 @@ class BlockFolder:
             self.traffic.damaged += 1
             path.unlink(missing_ok=True)
             return None
-        self.traffic.blocks_read += 1
         self.traffic.bytes_read += block.n_bytes
         return block
 
@@ -376,7 +373,6 @@ class BlockFolder:
         if self._store.reserve(block.n_bytes):
             header = block.header
             n_bytes = _write_file(self.path(header.name), block_file.encode(block), is_durable=True)
-            self.traffic.blocks_written += 1
             self.traffic.bytes_written += n_bytes
             if header.kind in ("full", "tail"):
                 parent, name = header.parent.hex(), header.name.hex()

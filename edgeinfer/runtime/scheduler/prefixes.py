@@ -5,14 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 
 from edgeinfer.runtime.kv_cache import KvCache, common_prefix
-from edgeinfer.runtime.llama.context import LlamaContext
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.llama.vocab import Vocab
-from edgeinfer.runtime.options import Counters, LoadOptions, ModelFiles
-from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
+from edgeinfer.runtime.options import Counters
 from edgeinfer.runtime.prefix_cache.cache import BlockLoad, PrefixCache
 from edgeinfer.runtime.prompt_tokens import text_only
 from edgeinfer.runtime.recurrent_checkpoints import is_checkpoint_position
@@ -50,7 +47,7 @@ class Prefixes:
         self._vocab = vocab
         #: The on-disk prefix cache, None without one.
         self.prefix_cache: PrefixCache | None = None
-        self._open_cache: Callable[..., PrefixCache] | None = None
+        self._make_cache: Callable[..., PrefixCache] | None = None
         self._closing_threads: list[threading.Thread] = []
 
     @property
@@ -172,27 +169,19 @@ class Prefixes:
                 seq.block_load.wait(_DISK_WAIT_S)
 
     def open_cache(
-        self,
-        store: BlockStore,
-        files: ModelFiles,
-        options: LoadOptions,
-        context: LlamaContext,
-        *,
-        loaded: LlamaModel,
-        check_outcome: str,
+        self, make_cache: Callable[..., PrefixCache], loaded: LlamaModel, check_outcome: str
     ) -> None:
-        """Use `store` for `loaded`; `check_outcome` is of the round-trip check. Raises OSError."""
-        open_cache = partial(PrefixCache, store, files, options, context, self._kv)
-        self.prefix_cache = open_cache(loaded, check_outcome)
-        self._open_cache = open_cache
+        """Use `make_cache(loaded, check_outcome)`. `attach_cache` calls it again. Raises OSError."""
+        self.prefix_cache = make_cache(loaded, check_outcome)
+        self._make_cache = make_cache
 
     def attach_cache(self, loaded: LlamaModel) -> None:
         """Use the store again, now for `loaded`; do nothing without a store. Between two steps.
 
         States computed on the CPU and on a GPU differ, so each has its own prefix cache in the store.
         """
-        if self._open_cache is not None:
-            self.prefix_cache = self._open_cache(loaded)
+        if self._make_cache is not None:
+            self.prefix_cache = self._make_cache(loaded)
 
     def detach_cache(self, running: Iterable[Sequence]) -> None:
         """Stop using the prefix cache until `attach_cache`; pending writes continue."""
@@ -207,7 +196,7 @@ class Prefixes:
 
     def close_cache(self) -> None:
         """Write pending blocks, and stop using the store."""
-        self._open_cache = None
+        self._make_cache = None
         self.detach_cache(())
         while self._closing_threads:
             self._closing_threads.pop().join()

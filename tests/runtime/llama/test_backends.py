@@ -327,7 +327,7 @@ def test_nothing_is_started_without_a_gpu_or_for_no_layers(
 ) -> None:
     monkeypatch.setattr(machine, "has_gpu", lambda: has_gpu)
     outcomes.clear()  # asking fails
-    offloader = gpu_offload.GpuOffloader(*[None] * 10)  # type: ignore[arg-type]
+    offloader = gpu_offload.GpuOffloader(*[None] * 9)  # type: ignore[arg-type]
     offloader.begin(OffloadRequest(layers=layers))
     assert offloader._thread is None
     assert show._plan_layers(DENSE, plan_of(DENSE), layers, GpuConfig()) is None
@@ -339,10 +339,11 @@ def test_engine_that_closes_does_not_wait_for_a_library_that_hangs(
     monkeypatch.setattr(backends, "ask", ASK)
     monkeypatch.setattr(backends, "_PATIENCE_S", 3600.0)
     monkeypatch.setattr(process, "child_command", lambda *_: ["sleep", "3600"])
-    offloader = gpu_offload.GpuOffloader(*[None] * 10)  # type: ignore[arg-type]
+    offloader = gpu_offload.GpuOffloader(*[None] * 9)  # type: ignore[arg-type]
     offloader.cpu = SimpleNamespace(choices={})  # type: ignore[assignment]
     offloader.begin(OffloadRequest(layers="all"))
     wait_until(lambda: "sleep" in map(command_name, descendants(os.getpid())), "the process to hang")
+    assert offloader.stop()
     offloader.close()
     assert offloader.wait(0.0)
     assert caplog.text == "", "the end is not a failure"

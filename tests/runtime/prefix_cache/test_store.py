@@ -64,7 +64,7 @@ def test_block_round_trip(blocks: BlockFolder) -> None:
     back = blocks.read(name)
     assert [bytes(state.join_pieces()) for state in back.states] == [b"\0" * 5000, b"end"]
     assert back.tokens == TOKENS
-    assert blocks.traffic.blocks_written == blocks.traffic.blocks_read == 1
+    assert blocks.traffic.bytes_written > blocks.traffic.bytes_read == 5003
 
 
 def test_piece_lies_at_its_place_in_a_page(blocks: BlockFolder) -> None:
