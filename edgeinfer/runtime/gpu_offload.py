@@ -144,8 +144,8 @@ class GpuOffloader:
                 self._closing.wait(_SWITCH_S)
         except BaseException as error:
             # freeing memory on a lost device could wait forever, so it is not freed
-            is_lost = isinstance(error, DecodeError) and not _leaves_device_usable(error)
-            if self._device_context is None and not is_lost:
+            is_lost = isinstance(error, DecodeError) and not _is_short_of_memory(error)
+            if self._device_context is None and (not is_lost or "no kernel image" in str(error)):
                 device_context.loaded.free()
             raise
         if self.vision is not None:
@@ -252,10 +252,6 @@ class GpuOffloader:
 def _is_short_of_memory(error: EngineError) -> bool:
     # not "illegal memory access", after which the device cannot be used
     return bool(re.search(r"alloc|out ?of ?\w*memory", error.message, re.IGNORECASE))
-
-
-def _leaves_device_usable(error: EngineError) -> bool:
-    return _is_short_of_memory(error) or "no kernel image" in error.message
 
 
 #: Tokens for warming up a software device, which takes a minute for a whole batch of a 135M model.

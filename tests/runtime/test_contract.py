@@ -92,7 +92,7 @@ def test_is_iterated_once(engine: Engine) -> None:
     generation = engine.submit(GenerateRequest(messages=QUESTION, max_tokens=2))
     list(generation)
     with pytest.raises(UsageError):
-        iter(generation)
+        list(generation)
 
 
 async def test_async_iteration_sees_the_same(engine: Engine) -> None:

@@ -104,9 +104,11 @@ class TemplateFacts:
 
 def load_chat_format(facts: TemplateFacts) -> ChatFormat:
     """Load a model's chat format. Raises ModelLoadError if its template does not parse."""
+    tokenize, markers = facts.vocab.tokenize, ("<|im_start|>", "<|im_end|>")
+    has_chatml = all(len(tokenize(marker, parse_special=True)) == 1 for marker in markers)
     try:
         template, reason = choose(
-            facts.template, facts.bos_text, facts.eos_text, has_chatml=_has_chatml(facts.vocab)
+            facts.template, facts.bos_text, facts.eos_text, has_chatml=has_chatml
         )
     except ModelLoadError as error:
         hint = "set another template: `chat-template` in models.toml"
@@ -116,12 +118,6 @@ def load_chat_format(facts: TemplateFacts) -> ChatFormat:
         tool_template = load_untrusted(facts.tool_template, facts.bos_text, facts.eos_text)
         for_tools = ChatFormat(facts, tool_template, "the model's own, for tools")
     return ChatFormat(facts, template, reason, for_tools)
-
-
-def _has_chatml(vocab: Vocab) -> bool:
-    return all(
-        len(vocab.tokenize(text, parse_special=True)) == 1 for text in ("<|im_start|>", "<|im_end|>")
-    )
 
 
 class ChatFormat:

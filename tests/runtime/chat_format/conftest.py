@@ -10,7 +10,7 @@ from llama_cpp import llama_cpp as L
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.requests import Constraint
-from edgeinfer.runtime.sampling.grammar import Constraints, Lark
+from edgeinfer.runtime.sampling.grammar import Constraints, Lark, TokenMatcher
 
 
 def _vocab(path: Path) -> Iterator[Vocab]:
@@ -41,6 +41,12 @@ def constraints(vocab: Vocab) -> Constraints:
     return compiler
 
 
+def allowed_tokens(matcher: TokenMatcher, vocab: Vocab) -> list[int]:
+    logits = np.zeros(vocab.n_vocab, np.float32)
+    matcher.mask_into(logits)
+    return [int(token) for token in np.flatnonzero(logits == 0)]
+
+
 def draw_text(
     constraints: Constraints, vocab: Vocab, constraint: Constraint | Lark, seed: int, limit: int = 600
 ) -> str | None:
@@ -51,9 +57,7 @@ def draw_text(
     for _ in range(limit):
         forced = list(matcher.forced_tokens())
         if not forced:
-            logits = np.zeros(vocab.n_vocab, np.float32)
-            matcher.mask_into(logits)
-            forced = [int(rng.choice(np.flatnonzero(logits == 0)))]
+            forced = [int(rng.choice(allowed_tokens(matcher, vocab)))]
         for token in forced:
             if token in vocab.eos_tokens:
                 return text.decode()

@@ -11,7 +11,12 @@ import msgspec
 import pytest
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
-from edgeinfer.runtime.chat_format.chat_format import TemplateFacts, load_chat_format, unenforced_fields
+from edgeinfer.runtime.chat_format.chat_format import (
+    ProcessedChat,
+    TemplateFacts,
+    load_chat_format,
+    unenforced_fields,
+)
 from edgeinfer.runtime.chat_format.tool_call_formats import FAMILIES
 from edgeinfer.runtime.chat_format.tool_call_grammar import write_call
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, ToolCallDelta
@@ -27,7 +32,7 @@ from edgeinfer.runtime.requests import (
     ToolChoice,
     check_request,
 )
-from edgeinfer.runtime.sampling.grammar import Lark
+from edgeinfer.runtime.sampling.grammar import Constraints, Lark, TokenMatcher
 
 from .conftest import draw_text
 
@@ -102,8 +107,32 @@ def request_of(**fields: Any) -> GenerateRequest:
     return GenerateRequest(**{"messages": USER, **fields})
 
 
+def process(name: str, vocab: Any = None, **fields: Any) -> ProcessedChat:
+    return load(name, vocab).process(request_of(**fields))
+
+
+def choose(mode: str) -> ToolChoice:
+    return ToolChoice(mode=mode, name="get_weather" if mode == "named" else "")
+
+
+def refusal(name: str, **fields: Any) -> InvalidRequestError:
+    with pytest.raises(InvalidRequestError) as caught:
+        process(name, **fields)
+    return caught.value
+
+
+def parse(parser: Any, text: str) -> list[Any]:
+    return [*parser.feed(text), *parser.finish()]
+
+
+def matcher_after(constraints: Constraints, vocab: Any, constraint: Any, text: str) -> TokenMatcher | None:
+    """The constraint's matcher after a text that it allows; None if it forbids one of the tokens."""
+    matcher = constraints.compile(constraint, vocab).copy()
+    return matcher if all(map(matcher.accept, vocab.tokenize(text))) else None
+
+
 def test_plain_chat_has_a_parser_and_no_constraint():
-    chat = load("qwen25").process(request_of())
+    chat = process("qwen25")
     assert chat.prompt.endswith("<|im_start|>assistant\n")
     assert chat.constraint is None
     assert chat.stop == ()
@@ -175,37 +204,28 @@ def test_broken_template_is_a_load_error_with_a_hint():
     ],
 )
 def test_invalid_tools_are_refused(fields, param):
-    with pytest.raises(InvalidRequestError) as caught:
-        load("qwen25").process(request_of(**fields))
-    assert caught.value.param == param
-
-
-def _choice(mode: str) -> ToolChoice:
-    return ToolChoice(mode=mode, name="get_weather" if mode == "named" else "")
+    assert refusal("qwen25", **fields).param == param
 
 
 def test_tool_whose_arguments_are_no_object_is_left_loose_and_named(constraints, vocab):
     for kind in ("string", ["string", "null"]):
         odd = msgspec.structs.replace(WEATHER, parameters={"type": kind})
-        request = request_of(tools=(odd,), tool_choice=_choice("required"))
+        request = request_of(tools=(odd,), tool_choice=choose("required"))
         assert unenforced_fields(request) == ["tools[0].parameters#/type"]
-        matcher = constraints.compile(load("qwen25", vocab).process(request).constraint, vocab).copy()
         call = '<tool_call>\n{"name": "get_weather", "arguments": {"a": 1}}\n</tool_call>'
-        assert all(map(matcher.accept, vocab.tokenize(call)))
+        assert matcher_after(constraints, vocab, load("qwen25", vocab).process(request).constraint, call)
 
 
 @pytest.mark.parametrize("constraint", [None, JsonSchema({"type": "boolean"})])
 @pytest.mark.parametrize("mode", ["auto", "required", "named"])
 def test_tool_beyond_the_grammar_is_left_loose_and_named(constraints, vocab, mode, constraint):
-    request = request_of(tools=(WEATHER, ODD), tool_choice=_choice(mode), constraint=constraint)
+    request = request_of(tools=(WEATHER, ODD), tool_choice=choose(mode), constraint=constraint)
     chat = load("qwen25", vocab).process(request)
     loose = ["tools[1].parameters#/properties/a/uniqueItems"]
     assert unenforced_fields(request) == ([] if mode == "named" else loose)
-    compiled = constraints.compile(chat.constraint, vocab)
     call = '<tool_call>\n{"name": "%s", "arguments": {"a": [1, 1], "city": 2}}\n</tool_call>'
     for name, is_allowed in (("odd", mode != "named"), ("get_weather", False)):
-        matcher = compiled.copy()
-        assert all(map(matcher.accept, vocab.tokenize(call % name))) is is_allowed
+        assert bool(matcher_after(constraints, vocab, chat.constraint, call % name)) is is_allowed
 
 
 def test_strict_tool_beyond_the_grammar_is_refused_where_its_call_may_be_needed():
@@ -215,11 +235,11 @@ def test_strict_tool_beyond_the_grammar_is_refused_where_its_call_may_be_needed(
         {"tool_choice": ToolChoice(mode="named", name="odd")},
         {"constraint": JsonSchema({"type": "boolean"})},
     ):
-        with pytest.raises(UnsupportedConstraintError) as caught:
-            load("qwen25").process(request_of(tools=(WEATHER, strict), **fields))
-        assert caught.value.param == "tools[1].parameters#/properties/a/uniqueItems"
-    load("qwen25").process(request_of(tools=(WEATHER, strict), tool_choice=_choice("named")))
-    load("qwen25").process(request_of(tools=(WEATHER, strict)))
+        error = refusal("qwen25", tools=(WEATHER, strict), **fields)
+        assert isinstance(error, UnsupportedConstraintError)
+        assert error.param == "tools[1].parameters#/properties/a/uniqueItems"
+    process("qwen25", tools=(WEATHER, strict), tool_choice=choose("named"))
+    process("qwen25", tools=(WEATHER, strict))
 
 
 def test_broken_arguments_of_earlier_calls_are_named():
@@ -285,16 +305,13 @@ def test_unusual_order_of_roles_renders(name, messages):
 
 @pytest.mark.parametrize("mode", ["required", "named"])
 def test_required_call_overrides_a_constraint_of_the_answer(mode):
-    choice = ToolChoice(mode=mode, name="get_weather" if mode == "named" else "")
-    without_format = load("qwen25").process(request_of(tools=(WEATHER,), tool_choice=choice))
-    with_format = load("qwen25").process(
-        request_of(tools=(WEATHER,), tool_choice=choice, constraint=JsonSchema({"type": "object"}))
-    )
-    assert with_format.constraint == without_format.constraint
+    fields = {"tools": (WEATHER,), "tool_choice": choose(mode)}
+    with_format = process("qwen25", constraint=JsonSchema({"type": "object"}), **fields)
+    assert with_format.constraint == process("qwen25", **fields).constraint
 
 
 def test_tool_choice_none_shows_and_parses_no_tools():
-    chat = load("qwen25").process(request_of(tools=(WEATHER,), tool_choice=ToolChoice(mode="none")))
+    chat = process("qwen25", tools=(WEATHER,), tool_choice=ToolChoice(mode="none"))
     assert "get_weather" not in chat.prompt
     assert chat.constraint is None
     call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
@@ -306,21 +323,11 @@ def test_template_without_tools_gets_a_description():
     prompt = chat_format.render(request_of(tools=(WEATHER,)))
     assert '"maxLength":8' in prompt
     assert '{"name": "get_weather", "parameters": {"city": "<city>"}}' in prompt
-    past = (
-        *USER,
-        Message(
-            role="assistant",
-            tool_calls=(ToolCall(id="1", name="get_weather", arguments='{"city": "Rome"}'),),
-        ),
-        Message(role="tool", content="31", tool_call_id="1"),
-    )
-    prompt = chat_format.render(request_of(messages=past, tools=(WEATHER,)))
+    prompt = chat_format.render(request_of(messages=(*USER, CALL, TOOL_RESULT), tools=(WEATHER,)))
     assert '{"name": "get_weather", "parameters": {"city": "Rome"}}' in prompt
-    assert "<tool_response>\n31\n</tool_response>" in prompt
-    system = (Message(role="system", content="Be short."), *USER)
-    assert "Be short.\n\nYou can call" in chat_format.render(
-        request_of(messages=system, tools=(WEATHER,))
-    )
+    assert "<tool_response>\nthirty degrees\n</tool_response>" in prompt
+    prompt = chat_format.render(request_of(messages=(SYSTEM, *USER), tools=(WEATHER,)))
+    assert "Be brief.\n\nYou can call" in prompt
 
 
 @pytest.mark.parametrize(
@@ -331,14 +338,11 @@ def test_template_without_tools_gets_a_description():
     ],
 )
 def test_parser_asks_for_control_tokens_if_they_mark_calls(name, special):
-    chat = load(name).process(request_of(tools=(WEATHER,)))
-    assert chat.parser.special_tokens is special
+    assert process(name, tools=(WEATHER,)).parser.special_tokens is special
 
 
 def test_grammar_names_control_token_markers_by_number():
-    chat = load("mistral_args").process(
-        request_of(tools=(WEATHER,), tool_choice=ToolChoice(mode="required"))
-    )
+    chat = process("mistral_args", tools=(WEATHER,), tool_choice=choose("required"))
     assert isinstance(chat.constraint, Lark)
     assert "<[10]>" in chat.constraint.source
     assert "<[11]>" in chat.constraint.source
@@ -346,23 +350,16 @@ def test_grammar_names_control_token_markers_by_number():
 
 def test_constraint_waits_for_reasoning_of_the_template():
     plain = JsonSchema({"type": "boolean"})
-    assert load("qwen25").process(request_of(constraint=plain)).constraint is plain
-    off = load("qwen3").process(
-        request_of(constraint=plain, template_options={"enable_thinking": False})
-    )
-    assert off.constraint is plain
-    assert isinstance(load("qwen3").process(request_of(constraint=plain)).constraint, Lark)
+    assert process("qwen25", constraint=plain).constraint is plain
+    off = {"enable_thinking": False}
+    assert process("qwen3", constraint=plain, template_options=off).constraint is plain
+    assert isinstance(process("qwen3", constraint=plain).constraint, Lark)
 
 
 def test_reasoning_opened_by_the_prompt_is_parsed():
-    chat = load("deepseek_r1").process(request_of())
+    chat = process("deepseek_r1")
     assert chat.prompt.endswith("<think>\n")
-    events = [*chat.parser.feed("hm</think>\n\nYes"), *chat.parser.finish()]
-    assert events == [ReasoningDelta("hm"), TextDelta("Yes")]
-
-
-def parse(parser: Any, text: str) -> list[Any]:
-    return [*parser.feed(text), *parser.finish()]
+    assert parse(chat.parser, "hm</think>\n\nYes") == [ReasoningDelta("hm"), TextDelta("Yes")]
 
 
 TEMPLATES = "qwen25 llama31 mistral_list mistral_args gemma3 phi4mini hermes3 smollm2 smollm3".split()
@@ -371,10 +368,8 @@ TEMPLATES = "qwen25 llama31 mistral_list mistral_args gemma3 phi4mini hermes3 sm
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("mode", ["required", "named"])
 def test_required_call_grammar_draws_only_calls(constraints, vocab, name, mode):
-    choice = ToolChoice(mode=mode, name="get_weather" if mode == "named" else "")
-    request = request_of(
-        tools=(WEATHER, PING), tool_choice=choice, template_options={"enable_thinking": False}
-    )
+    off = {"enable_thinking": False}
+    request = request_of(tools=(WEATHER, PING), tool_choice=choose(mode), template_options=off)
     for seed in range(8):
         chat = load(name, vocab).process(request)
         text = draw_text(constraints, vocab, chat.constraint, seed)
@@ -390,13 +385,10 @@ def test_required_call_grammar_draws_only_calls(constraints, vocab, name, mode):
 
 @pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
 def test_required_calls_wait_for_reasoning(constraints, vocab, name):
-    chat = load(name, vocab).process(
-        request_of(tools=(WEATHER,), tool_choice=ToolChoice(mode="required"))
-    )
-    matcher = constraints.compile(chat.constraint, vocab).copy()
+    chat = process(name, vocab, tools=(WEATHER,), tool_choice=choose("required"))
     thought = "Let me think.\n</think>\n\n" if name == "deepseek_r1" else "<think>\nhm\n</think>\n\n"
-    for token in vocab.tokenize(thought):
-        assert matcher.accept(token)
+    matcher = matcher_after(constraints, vocab, chat.constraint, thought)
+    assert matcher
     forced = b"".join(map(vocab.piece, matcher.forced_tokens())).decode()
     assert forced.startswith("<")
     assert "call" in forced
@@ -431,7 +423,7 @@ TYPED = Tool(
 
 
 def test_xml_call_grammar_draws_typed_calls_that_parse(constraints, vocab):
-    request = request_of(tools=(TYPED, PING), tool_choice=ToolChoice(mode="required"))
+    request = request_of(tools=(TYPED, PING), tool_choice=choose("required"))
     check = jsonschema.Draft202012Validator(TYPED.parameters)
     names = set()
     for seed in range(12):
@@ -449,30 +441,29 @@ def test_xml_call_grammar_draws_typed_calls_that_parse(constraints, vocab):
 
 
 def test_xml_call_may_show_a_call(constraints, vocab):
-    chat = load("qwen_xml", vocab).process(request_of(tools=(MIXED,)))
+    chat = process("qwen_xml", vocab, tools=(MIXED,))
     shown = "see:\n<tool_call>\n<function=mixed>\n<parameter=text>\nx\n</parameter>\n</function>\n</tool_call>\n."
     call = write_call(FAMILIES["qwen-xml"], "mixed", json.dumps({"text": shown, "unit": "C"}))
-    matcher = constraints.compile(chat.constraint, vocab).copy()
-    assert all(map(matcher.accept, vocab.tokenize("I will.\n" + call)))
+    matcher = matcher_after(constraints, vocab, chat.constraint, "I will.\n" + call)
+    assert matcher
     assert matcher.accept(vocab.eos_tokens[0])
 
 
 @pytest.mark.parametrize("name", ["qwen25", "mistral_list"])
 def test_begun_free_call_must_be_well_formed(constraints, vocab, name):
-    chat = load(name, vocab).process(request_of(tools=(WEATHER,)))
-    matcher = constraints.compile(chat.constraint, vocab).copy()
+    chat = process(name, vocab, tools=(WEATHER,))
     marker = "<tool_call>" if name == "qwen25" else "[TOOL_CALLS]"
-    for token in vocab.tokenize("Let me see. " + marker):
-        assert matcher.accept(token)
+    matcher = matcher_after(constraints, vocab, chat.constraint, "Let me see. " + marker)
+    assert matcher
     assert b"name" in b"".join(map(vocab.piece, matcher.forced_tokens()))
     assert not any(matcher.accept(token) for token in vocab.eos_tokens)
 
 
 def test_free_calls_allow_plain_text(constraints, vocab):
-    chat = load("qwen25", vocab).process(request_of(tools=(WEATHER,)))
-    matcher = constraints.compile(chat.constraint, vocab).copy()
-    for token in vocab.tokenize('Just words, a < b, {"json": 1} and <tool.'):
-        assert matcher.accept(token)
+    chat = process("qwen25", vocab, tools=(WEATHER,))
+    text = 'Just words, a < b, {"json": 1} and <tool.'
+    matcher = matcher_after(constraints, vocab, chat.constraint, text)
+    assert matcher
     assert matcher.accept(vocab.eos_tokens[0])
 
 
@@ -480,11 +471,9 @@ def test_free_calls_allow_plain_text(constraints, vocab):
     "constraint", [JsonSchema({"type": "boolean"}), Choice(("yes", "no")), Regex("[ab]c")]
 )
 def test_constraints_allow_reasoning_before_them(constraints, vocab, constraint):
-    chat = load("qwen3", vocab).process(request_of(constraint=constraint))
-    compiled = constraints.compile(chat.constraint, vocab)
+    chat = process("qwen3", vocab, constraint=constraint)
     for thought in ("", "<think>\nhm\n</think>\n\n"):
-        matcher = compiled.copy()
-        assert all(matcher.accept(token) for token in vocab.tokenize(thought))
+        assert matcher_after(constraints, vocab, chat.constraint, thought)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -507,8 +496,8 @@ def test_answer_with_tools_and_constraint_is_a_call_or_follows_it(constraints, v
 
 def test_answer_of_a_constraint_that_looks_like_a_call_is_no_certain_call():
     text = '<tool_call>{"name": "get_weather", "arguments": {"city": "a\nb"}}</tool_call>'
-    request = request_of(tools=(WEATHER,), constraint=Choice((text,)))
-    assert parse(load("hermes3").process(request).parser, text) == [TextDelta(text)]
+    chat = process("hermes3", tools=(WEATHER,), constraint=Choice((text,)))
+    assert parse(chat.parser, text) == [TextDelta(text)]
 
 
 def run(engine: Any, **fields: Any) -> tuple[list[Any], Finished]:
