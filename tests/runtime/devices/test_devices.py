@@ -22,6 +22,8 @@ from ...made.made_models import make_llama
 
 SCRIPT = Path(__file__).with_name("device_scenarios.py")
 PATIENCE_S = 500
+Answers = dict[str, Any]
+Scenarios = Callable[..., Answers]
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +64,25 @@ def start(model: Path, environment: dict[str, str], tmp_path: Path, *names: str)
     )
 
 
-def answers(process: Any) -> dict[str, Any]:
+def answers(process: Any) -> Answers:
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    found: Answers = json.loads(out.splitlines()[-1])
     return found
 
 
+@pytest.fixture
+def scenarios(model: Path, environment: dict[str, str], tmp_path: Path) -> Scenarios:
+    """Run scenarios in a process of their own; return what each answers."""
+
+    def run_scenarios(*names: str, model: Path = model, **variables: str) -> Answers:
+        return answers(start(model, environment | variables, tmp_path, *names))
+
+    return run_scenarios
+
+
 @pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Answer on the CPU alone."""
     place = tmp_path_factory.mktemp("alone")
     found = answers(start(model, {"PYTHONPATH": str(ROOT)}, place, "cpu", "long"))
@@ -78,12 +90,8 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return found
 
 
-def test_all_some_and_no_layers_give_the_cpus_text(
-    model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
-) -> None:
-    found = answers(
-        start(model, environment, tmp_path, "auto", "small", "fits", "named", "one", "while", "all")
-    )
+def test_all_some_and_no_layers_give_the_cpus_text(scenarios: Scenarios, alone: Answers) -> None:
+    found = scenarios("auto", "small", "fits", "named", "one", "while", "all")
     wanted = alone["cpu"]["texts"]
     for name in ("auto", "small", "fits", "named", "one", "all"):
         assert found[name]["texts"] == wanted, name
@@ -102,11 +110,9 @@ def test_all_some_and_no_layers_give_the_cpus_text(
     assert found["while"]["texts"] == alone["long"]["texts"]
 
 
-def test_any_number_of_layers_on_the_device_comes_back_from_the_disk(
-    model: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_any_number_of_layers_on_the_device_comes_back_from_the_disk(scenarios: Scenarios) -> None:
     names = [f"stored {n}" for n in range(4)]
-    found = answers(start(model, environment, tmp_path, *names))
+    found = scenarios(*names)
     for n, name in enumerate(names):
         assert found[name]["place"] == (f"{n} of 3 on Vulkan0" if n else "none")
         assert found[name]["texts"][:2] == found[name]["texts"][2:], n
@@ -114,12 +120,10 @@ def test_any_number_of_layers_on_the_device_comes_back_from_the_disk(
         assert found[name]["said"] == []
 
 
-def test_failing_device_costs_one_line_and_no_answer(
-    model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
-) -> None:
+def test_failing_device_costs_one_line_and_no_answer(scenarios: Scenarios, alone: Answers) -> None:
     names = ("no device", "no memory", "lost")
     # what a lost device leaves is left alone for good, so each has a process
-    found = {name: answers(start(model, environment, tmp_path, name))[name] for name in names}
+    found = {name: scenarios(name)[name] for name in names}
     for name in names[:2]:
         assert found[name]["texts"] == alone["cpu"]["texts"], name
         assert found[name]["place"] == "none"
@@ -152,17 +156,12 @@ def test_random_operations_on_sequences_with_half_of_their_layers_on_a_device(
 
 @pytest.mark.parametrize("share", range(4))
 def test_process_outlives_a_device_that_is_lost_after_any_submit(
-    model: Path,
-    environment: dict[str, str],
-    alone: dict[str, Any],
-    tmp_path: Path,
-    repeats: Callable[[int], int],
-    share: int,
+    scenarios: Scenarios, alone: Answers, repeats: Callable[[int], int], share: int
 ) -> None:
     short, long_prompt = alone["cpu"]["texts"][0], ""
     for n in range(share, repeats(64), 4):
         name = f"lost after {n}"  # a process each: no driver is used after a loss
-        found = answers(start(model, environment, tmp_path, name))[name]
+        found = scenarios(name)[name]
         long_prompt = long_prompt or found["texts"][0]
         assert found["texts"] == [long_prompt, short, short], n
         if found["place"] == "none":
@@ -175,12 +174,12 @@ def test_process_outlives_a_device_that_is_lost_after_any_submit(
 
 
 def test_device_that_is_lost_in_a_block_or_at_the_end_leaves_the_process(
-    model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
+    scenarios: Scenarios, alone: Answers
 ) -> None:
     """llama.cpp copies cells, and frees, in destructors, out of which no exception may come."""
     short = alone["cpu"]["texts"][0]
     for name in ("lost in blocks", "freed"):
-        found = answers(start(model, environment, tmp_path, name))[name]
+        found = scenarios(name)[name]
         assert found["before"] == "3 of 3 on Vulkan0"
         assert set(found["texts"]) == {short}
         if name == "lost in blocks":
@@ -189,20 +188,17 @@ def test_device_that_is_lost_in_a_block_or_at_the_end_leaves_the_process(
             assert len(found["said"]) == 1
 
 
-def test_engine_closes_while_its_device_does_not_answer(
-    model: Path, environment: dict[str, str], tmp_path: Path
-) -> None:
-    found = answers(start(model, environment, tmp_path, "unanswered"))["unanswered"]
+def test_engine_closes_while_its_device_does_not_answer(scenarios: Scenarios) -> None:
+    found = scenarios("unanswered")["unanswered"]
     assert found["is_freed"] == [False, True]
 
 
 def test_card_that_fills_up_gets_a_smaller_try_and_another_backend_its_own(
-    model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
+    scenarios: Scenarios, alone: Answers
 ) -> None:
-    full = answers(start(model, environment, tmp_path, "full"))["full"]
+    full = scenarios("full")["full"]
     assert full["place"] == "2 of 3 on Vulkan0"
-    twice = environment | {"GGML_VK_VISIBLE_DEVICES": "0,0"}
-    other = answers(start(model, twice, tmp_path, "next"))["next"]
+    other = scenarios("next", GGML_VK_VISIBLE_DEVICES="0,0")["next"]
     assert other["place"] == "3 of 3 on Vulkan1"
     for found in (full, other):
         assert found["texts"] == alone["cpu"]["texts"]
@@ -210,9 +206,9 @@ def test_card_that_fills_up_gets_a_smaller_try_and_another_backend_its_own(
 
 
 def test_context_of_a_small_device_is_shorter_and_longer_requests_end_on_the_cpu_first(
-    model: Path, environment: dict[str, str], tmp_path: Path
+    scenarios: Scenarios,
 ) -> None:
-    found = answers(start(model, environment, tmp_path, "shorter"))["shorter"]
+    found = scenarios("shorter")["shorter"]
     long, short = found["texts"][0], found["texts"][2]
     assert found["texts"] == [long, long, short, short, short, long]
     assert found["place"] == "2 of 3 on Vulkan0"
@@ -223,20 +219,19 @@ def test_context_of_a_small_device_is_shorter_and_longer_requests_end_on_the_cpu
 
 
 def test_experts_stay_with_the_cpu_first_and_two_devices_share_the_layers(
-    environment: dict[str, str], tmp_path: Path
+    scenarios: Scenarios, tmp_path: Path
 ) -> None:
     mixture = make_family(tmp_path / "mixture.gguf", "Mixtral (a mixture of experts)")
     alone = answers(start(mixture, {"PYTHONPATH": str(ROOT)}, tmp_path, "cpu"))["cpu"]
-    few = answers(start(mixture, environment, tmp_path, "experts"))["experts"]
+    few = scenarios("experts", model=mixture)["experts"]
     assert few["place"] == "3 of 3 on Vulkan0, experts of 2 on the CPU"
-    twice = environment | {"GGML_VK_VISIBLE_DEVICES": "0,0"}
-    two = answers(start(mixture, twice, tmp_path, "two"))["two"]
+    two = scenarios("two", model=mixture, GGML_VK_VISIBLE_DEVICES="0,0")["two"]
     assert two["place"] == "3 of 3 on Vulkan0 and Vulkan1"
     assert few["texts"] == two["texts"] == alone["texts"]
 
 
 def test_two_processes_share_a_device(
-    model: Path, environment: dict[str, str], alone: dict[str, Any], tmp_path: Path
+    model: Path, environment: dict[str, str], alone: Answers, tmp_path: Path
 ) -> None:
     both = [start(model, environment, tmp_path, "one") for _ in range(2)]
     for process in both:
@@ -248,20 +243,19 @@ def test_two_processes_share_a_device(
 @pytest.mark.needs("encoder")
 @pytest.mark.model
 def test_pictures_are_encoded_on_the_device_until_it_fails(
-    environment: dict[str, str], smollm2: Path, tmp_path: Path
+    scenarios: Scenarios, smollm2: Path, tmp_path: Path
 ) -> None:
     model = make_qwen2vl(tmp_path / "text.gguf", smollm2)
-    projector = make_projector(tmp_path / "mmproj.gguf", "qwen2vl_merger", 64)
-    with_projector = environment | {"PROJECTOR": str(projector)}
-    found = answers(start(model, with_projector, tmp_path, "pictures"))["pictures"]
+    projector = str(make_projector(tmp_path / "mmproj.gguf", "qwen2vl_merger", 64))
+    found = scenarios("pictures", model=model, PROJECTOR=projector)["pictures"]
     assert found["moved"] == [False, True, False]
     assert 0 < found["difference"] < 0.02
     assert found["is_equal"] == [False, True], "the CPU has encoded the last one"
     (line,) = found["said"]
     assert line.startswith("a GPU could not encode a picture, the CPU does")
     assert "ErrorDeviceLost" in line
-    small = answers(start(model, with_projector, tmp_path, "pictures without room"))
-    found = small["pictures without room"]
+    name = "pictures without room"
+    found = scenarios(name, model=model, PROJECTOR=projector)[name]
     assert found["moved"] == [False, False, False]
     assert found["is_equal"] == [True, True]
     assert "; the CPU encodes pictures: " in found["reason"]

@@ -22,11 +22,12 @@ from .conftest import ask, heard, load, text
 N_TOKENS = 900
 N_BLOCKS = N_TOKENS // 256
 N_TENSORS = 60
+#: A prompt whose blocks are in the store, and the answer to it.
+Read = tuple[tuple[int, ...], list[object]]
 
 
 @pytest.fixture
-def read(store: BlockStore, smollm2: Path) -> tuple[tuple[int, ...], list[object]]:
-    """A prompt whose blocks are in the store, and the answer to it."""
+def read(store: BlockStore, smollm2: Path) -> Read:
     engine = load(smollm2, store)
     tokens = tuple(engine.tokenize(text(N_TOKENS)))[:N_TOKENS]
     answer, _ = heard(engine, ask(tokens))
@@ -66,9 +67,7 @@ def private_bytes(engine: LlamaEngine) -> int:
     return total
 
 
-def test_cells_become_pages_of_the_files(
-    engine: LlamaEngine, store: BlockStore, read: tuple[tuple[int, ...], list[object]]
-) -> None:
+def test_cells_become_pages_of_the_files(engine: LlamaEngine, store: BlockStore, read: Read) -> None:
     tokens, answer = read
     before = digests(store)
     logprobs, usage = heard(engine, ask(tokens))
@@ -101,7 +100,7 @@ def test_cells_behind_a_pinned_prompt_become_pages_too(store: BlockStore, smollm
 
 
 def test_writes_to_mapped_cells_stay_out_of_the_files(
-    engine: LlamaEngine, store: BlockStore, read: tuple[tuple[int, ...], list[object]]
+    engine: LlamaEngine, store: BlockStore, read: Read
 ) -> None:
     """Cut in the middle of a block, and go on: the next to ask for the old text finds it unchanged."""
     tokens, answer = read
@@ -119,7 +118,7 @@ def test_writes_to_mapped_cells_stay_out_of_the_files(
 
 
 def test_files_may_go_while_their_pages_are_cells(
-    engine: LlamaEngine, store: BlockStore, read: tuple[tuple[int, ...], list[object]]
+    engine: LlamaEngine, store: BlockStore, read: Read
 ) -> None:
     tokens, answer = read
     heard(engine, ask(tokens))
@@ -129,9 +128,7 @@ def test_files_may_go_while_their_pages_are_cells(
     assert (logprobs, usage.cached_tokens, usage.cached_disk_tokens) == (answer, N_TOKENS - 1, 0)
 
 
-def test_returned_memory_releases_the_files(
-    engine: LlamaEngine, read: tuple[tuple[int, ...], list[object]]
-) -> None:
+def test_returned_memory_releases_the_files(engine: LlamaEngine, read: Read) -> None:
     tokens, answer = read
     heard(engine, ask(tokens))
     assert engine.flush_blocks()
@@ -148,11 +145,7 @@ def test_returned_memory_releases_the_files(
 
 @pytest.mark.parametrize("without", ["the library", "mappings", "room in a page"])
 def test_unmappable_pieces_are_copied(
-    store: BlockStore,
-    smollm2: Path,
-    read: tuple[tuple[int, ...], list[object]],
-    monkeypatch: pytest.MonkeyPatch,
-    without: str,
+    store: BlockStore, smollm2: Path, read: Read, monkeypatch: pytest.MonkeyPatch, without: str
 ) -> None:
     """The library is missing; the kernel allows no more mappings; the cells lie otherwise than before."""
     tokens, answer = read
