@@ -1,7 +1,9 @@
 """Projectors of random weights: a small vision transformer in front of a text model's embeddings."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -111,9 +113,15 @@ def make_projector(
     return finish(writer, path)
 
 
-def rename_tokens(path: Path, source: Path, names: dict[str, str], template: str = "") -> Path:
+def copy_model(
+    path: Path,
+    source: Path,
+    names: dict[str, str] | None = None,
+    template: str = "",
+    change: Callable[[Any], tuple[Any, Any]] = lambda tensor: (tensor.data, tensor.tensor_type),
+) -> Path:
     """Write a copy of a model whose vocabulary has other names for some tokens; of a model without a chat
-    template, with that one.
+    template, with that one. `change` gives a tensor's content and type.
     """
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
@@ -121,12 +129,13 @@ def rename_tokens(path: Path, source: Path, names: dict[str, str], template: str
         if name.startswith("GGUF.") or name == "general.architecture":
             continue
         value, kind = field.contents(), field.types[0]
-        if name == "tokenizer.ggml.tokens":
+        if name == "tokenizer.ggml.tokens" and names:
             value = [names.get(token, token) for token in value]
         inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, value, kind, sub_type=inner)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        data, dtype = change(tensor)
+        writer.add_tensor(tensor.name, data, raw_dtype=dtype)
     if template:
         writer.add_chat_template(template)
     return finish(writer, path)

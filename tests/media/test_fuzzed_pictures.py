@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from made_decoders import make_lfm2, make_qwen2vl
-from made_projectors import IDEFICS3_TOKENS, make_projector, rename_tokens
+from made_projectors import IDEFICS3_TOKENS, copy_model, make_projector
 
 from edgeinfer.models.gguf import read_header
 
@@ -200,7 +200,7 @@ def pairs(
     return [
         (
             make_projector(folder / "idefics3.gguf", "idefics3", 576, patch=32, longest=512),
-            rename_tokens(folder / "smol-vl.gguf", smollm2, IDEFICS3_TOKENS),
+            copy_model(folder / "smol-vl.gguf", smollm2, IDEFICS3_TOKENS),
         ),
         (make_projector(folder / "gemma3.gguf", "gemma3", 640), gemma3),
         (

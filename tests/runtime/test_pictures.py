@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from made_decoders import make_lfm2, make_qwen2vl, make_qwen35
-from made_projectors import IDEFICS3_TOKENS, make_projector, rename_tokens
+from made_projectors import IDEFICS3_TOKENS, copy_model, make_projector
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.media.pictures import PICTURE_MARK, Picture, decode, join_parts
@@ -98,7 +98,7 @@ def files(
 ) -> ModelFiles:
     folder = tmp_path_factory.mktemp("pictures")
     if request.param == "tiles":
-        text = rename_tokens(folder / "smol-vl.gguf", smollm2, IDEFICS3_TOKENS)
+        text = copy_model(folder / "smol-vl.gguf", smollm2, IDEFICS3_TOKENS)
         projector = make_projector(folder / "mmproj.gguf", "idefics3", 576, patch=32, longest=512)
     elif request.param in RANDOM:
         make, kind = RANDOM[request.param]

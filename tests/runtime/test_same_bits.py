@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 from made_families import FAMILIES, make_family
+from made_projectors import copy_model
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.llama import libedgeinfer, libllama
@@ -148,27 +149,15 @@ def test_logits_are_close_to_llama_cpps(models: dict[str, Path], graphs: Graphs)
 def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with BF16 weights: AVX-512 has an instruction that rounds the activations too."""
     folder = tmp_path_factory.mktemp("bf16")
-    plain = gguf.GGUFReader(make_family(folder / "f32.gguf", "Llama"))
-    path = folder / "bf16.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, entry in plain.fields.items():
-        if not key.startswith(("GGUF.", "general.architecture")):
-            is_list = entry.types[0] == gguf.GGUFValueType.ARRAY
-            writer.add_key_value(
-                key, entry.contents(), entry.types[0], sub_type=entry.types[-1] if is_list else None
-            )
-    for tensor in plain.tensors:
-        rows = tensor.data
-        if tensor.name.endswith("ffn_up.weight"):
-            half = gguf.quants.quantize(rows, gguf.GGMLQuantizationType.BF16)
-            writer.add_tensor(tensor.name, half, raw_dtype=gguf.GGMLQuantizationType.BF16)
-        else:
-            writer.add_tensor(tensor.name, rows)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+
+    def convert(tensor: Any) -> tuple[Any, Any]:
+        if not tensor.name.endswith("ffn_up.weight"):
+            return tensor.data, tensor.tensor_type
+        kind = gguf.GGMLQuantizationType.BF16
+        return gguf.quants.quantize(tensor.data, kind), kind
+
+    plain = make_family(folder / "f32.gguf", "Llama")
+    return copy_model(folder / "bf16.gguf", plain, change=convert)
 
 
 def test_an_operation_that_depends_on_the_processor_is_named(bf16: Path) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from made_families import make_family
 from made_models import MEAN, N_EMBD, RANK, make_bert
-from made_projectors import IDEFICS3_TOKENS, make_projector, rename_tokens
+from made_projectors import IDEFICS3_TOKENS, copy_model, make_projector
 from PIL import Image
 
 pytestmark = pytest.mark.criu
@@ -43,7 +43,7 @@ def test_states_and_experts_are_resumed_too(user, place):
 
 @pytest.mark.needs("encoder")
 def test_a_projector_is_parked_and_reads_pictures_after_the_resume(user, abroad, place, smollm2):
-    model = rename_tokens(place.folder / "sees.gguf", smollm2, IDEFICS3_TOKENS)
+    model = copy_model(place.folder / "sees.gguf", smollm2, IDEFICS3_TOKENS)
     path = place.folder / "mmproj-sees.gguf"
     projector = make_projector(path, "idefics3", 576, patch=32, longest=512)
     picture = place.folder / "picture.png"

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from made_checkpoints import GOLDEN, golden, make_checkpoint, picture
-from made_projectors import IDEFICS3_TOKENS, rename_tokens
+from made_projectors import IDEFICS3_TOKENS, copy_model
 from raw_logits import loaded
 
 from edgeinfer.media.pictures import Picture
@@ -32,7 +32,7 @@ def test_rows_are_those_of_transformers(name, tmp_path) -> None:
     folder = make_checkpoint(name, tmp_path / "made")
     checkpoint = convert(folder, tmp_path / "text.gguf", "F32", Job())
     convert_tower(checkpoint, tmp_path / "mmproj.gguf", "F32", Job())
-    model = rename_tokens(tmp_path / "model.gguf", tmp_path / "text.gguf", TOKENS)
+    model = copy_model(tmp_path / "model.gguf", tmp_path / "text.gguf", TOKENS)
     side = golden(name)["config"]["vision_config"].get("image_size", 128)
     with loaded(model) as native:
         projector = Projector(str(tmp_path / "mmproj.gguf"), native, 1)
