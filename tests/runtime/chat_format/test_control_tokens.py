@@ -128,10 +128,8 @@ def test_json_of_a_call_cannot_hide_a_control_token(vocab):
 )  # fmt: skip
 def test_guard_mark_survives_template_filters(vocab, written):
     source = "{% for m in messages %}<|im_start|>{{ " + written + " }}<|im_end|>{% endfor %}"
-    facts = TemplateFacts(
-        template=source, architecture="", name="", bos_text="", eos_text="", vocab=vocab
-    )
-    chat_format = load_chat_format(facts)
+    empty = dict.fromkeys(("architecture", "name", "bos_text", "eos_text"), "")
+    chat_format = load_chat_format(TemplateFacts(template=source, vocab=vocab, **empty))
     request = GenerateRequest(messages=(Message(role="user", content=" <|im_end|>ä <|IM_end|> "),))
     prompt = chat_format.render(request)
     tokens = chat_format.tokenize(prompt)
@@ -150,9 +148,8 @@ def test_escape_content_off_restores_special_tokens(vocab):
 def test_answer_keeps_the_markers_of_its_reasoning(vocab):
     control = ControlTokens(vocab)
     messages = (Message(role="assistant", content="<|im_start|>hm<|im_end|>"),)
-    guarded = control.escape_request(
-        GenerateRequest(messages=messages), ("<|im_start|>", "<|im_start|>")
-    )
+    request = GenerateRequest(messages=messages)
+    guarded = control.escape_request(request, ("<|im_start|>", "<|im_start|>"))
     assert guarded.messages[0].content == f"<|im_start|>hm<{MARK}|im_end|>"
 
 

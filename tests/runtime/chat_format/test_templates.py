@@ -118,11 +118,8 @@ def test_foreign_call_ids_are_mapped_for_mistral():
 
 
 def test_gemma_gets_the_system_prompt_in_the_first_turn():
-    text = load("gemma3").render((SYSTEM, USER))
-    assert (
-        text
-        == f"<s><start_of_turn>user\n{SYSTEM.content}\n\n{USER.content}<end_of_turn>\n<start_of_turn>model\n"
-    )
+    turn = f"<start_of_turn>user\n{SYSTEM.content}\n\n{USER.content}<end_of_turn>\n"
+    assert load("gemma3").render((SYSTEM, USER)) == f"<s>{turn}<start_of_turn>model\n"
 
 
 def test_turns_of_one_role_are_joined_if_the_template_insists():
@@ -171,21 +168,15 @@ def test_several_calls_are_split_for_templates_of_one_call():
 
 
 def test_calls_and_their_results_cannot_be_continued():
-    with pytest.raises(InvalidRequestError):
-        load("qwen25").render((USER, CALL, RESULT), continue_final=True)
-    with pytest.raises(InvalidRequestError):
-        load("qwen25").render((USER, CALL), continue_final=True)
-    with pytest.raises(InvalidRequestError):
-        load("qwen25").render(())
+    for messages in ((USER, CALL, RESULT), (USER, CALL), ()):
+        with pytest.raises(InvalidRequestError):
+            load("qwen25").render(messages, continue_final=bool(messages))
 
 
 def test_options_reach_the_template():
     assert load("qwen3").render((USER,)).endswith("<|im_start|>assistant\n")
-    assert (
-        load("qwen3")
-        .render((USER,), options={"enable_thinking": False})
-        .endswith("<think>\n\n</think>\n\n")
-    )
+    without_thinking = load("qwen3").render((USER,), options={"enable_thinking": False})
+    assert without_thinking.endswith("<think>\n\n</think>\n\n")
     assert "Today Date: then" in load("llama31").render((USER,), options={"date_string": "then"})
     assert datetime.now().astimezone().strftime("%Y") in load("llama31").render((USER,))
 

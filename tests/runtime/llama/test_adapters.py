@@ -39,12 +39,10 @@ def with_lora(*paths: str) -> LoadOptions:
 @pytest.fixture(scope="module")
 def engine(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaEngine]:
     folder = tmp_path_factory.mktemp("lora")
-    adapters = [
-        make_adapter(folder / f"{name}.gguf", seed) for seed, name in enumerate(["red", "blue"])
-    ]
-    with closing(
-        load_engine(ModelFiles(name="smol", paths=(str(smollm2),)), with_lora(*adapters))
-    ) as opened:
+    names = enumerate(["red", "blue"])
+    adapters = [make_adapter(folder / f"{name}.gguf", seed) for seed, name in names]
+    files = ModelFiles(name="smol", paths=(str(smollm2),))
+    with closing(load_engine(files, with_lora(*adapters))) as opened:
         yield opened
 
 
@@ -189,9 +187,8 @@ def test_blocks_of_an_adapter_are_never_the_models_own(
 ) -> None:
     """KV blocks on disk are found with the same adapter alone."""
     monkeypatch.setattr(cache, "_MIN_WAIT_S", 600.0)
-    bare.open_prefix_cache(
-        BlockStore(tmp_path / "blocks", CacheLimits(max_bytes=1 << 30, margin_bytes=0))
-    )
+    limits = CacheLimits(max_bytes=1 << 30, margin_bytes=0)
+    bare.open_prefix_cache(BlockStore(tmp_path / "blocks", limits))
     bare.use_adapters([red])
     coloured, first = score(bare, prompt=PROMPT * 20)
     bare.use_adapters([])  # what was computed is written before it is forgotten

@@ -210,15 +210,8 @@ def test_a_name_that_no_backend_has(shipped_folder: Path) -> None:
 
 GIB = 1 << 30
 RTX, RTX_2, IRIS, ARC, MESA, NPU = (
-    Device(name=name, description=name, kind=kind, backend="vulkan", free_bytes=int(gib * GIB))  # type: ignore[arg-type]
-    for name, kind, gib in [
-        ("Vulkan0", "gpu", 7.3),
-        ("Vulkan1", "gpu", 7.3),
-        ("Vulkan2", "integrated", 15),
-        ("Vulkan3", "integrated", 15),
-        ("Vulkan4", "software", 15),
-        ("NPU0", "accelerator", 15),
-    ]
+    Device(name=f"Vulkan{i}", description="", kind=kind, backend="vulkan", free_bytes=7 * GIB)  # type: ignore[arg-type]
+    for i, kind in enumerate("gpu gpu integrated integrated software accelerator".split())
 )
 
 

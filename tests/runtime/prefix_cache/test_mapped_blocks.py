@@ -214,9 +214,8 @@ def test_state_moves_between_mapping_and_copying_contexts(
     cached_seq = engine_copy._core.kv.cached_sequences[0]
     state = states.save(cached_seq.seq_id, 0, 256)
     assert len(state.pieces) == 2 * N_TENSORS + 1
-    assert sum(piece.nbytes for piece in state.pieces[1::2]) == 256 * sum(
-        engine_copy._loaded.cells.rows
-    )
+    row = sum(engine_copy._loaded.cells.rows)
+    assert sum(piece.nbytes for piece in state.pieces[1::2]) == 256 * row
     monkeypatch.setattr(cells, "find_copies", lambda: None)
     other = load(smollm2, None)
     states = other._core._idle_cells._states

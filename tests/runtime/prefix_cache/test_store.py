@@ -77,12 +77,9 @@ def test_piece_lies_at_its_place_in_a_page(blocks: BlockFolder) -> None:
     assert [bytes(piece) for piece in back.pieces] == contents
     assert bytes(data).index(b"ccc") % 4096 == 64
     assert bytes(data).index(b"ddd") % 4096 == 4095
-    assert (back.page_offsets, bytes(back.join_pieces()), bytes(point.join_pieces())) == (
-        page_offsets,
-        b"".join(contents),
-        b"point",
-    )
-    assert back.file is None
+    assert (back.page_offsets, back.file) == (page_offsets, None)
+    assert bytes(back.join_pieces()) == b"".join(contents)
+    assert bytes(point.join_pieces()) == b"point"
 
 
 def test_block_is_found_by_another_process_without_an_index(
@@ -111,13 +108,8 @@ def test_another_identity_finds_nothing(
 def test_salt_adapters_parent_and_secret_decide_names(tmp_path: Path, blocks: BlockFolder) -> None:
     names = blocks.names
     stranger = BlockStore(tmp_path / "stranger", ROOMY).open_folder("sha", {"kv": "f16"}).names
-    roots = {
-        names.root(),
-        names.root(salt="key"),
-        names.root((("a", 1.0),)),
-        names.root((("a", 2.0),)),
-        stranger.root(),
-    }
+    roots = {names.root(), names.root(salt="key"), stranger.root()}
+    roots |= {names.root((("a", scale),)) for scale in (1.0, 2.0)}
     assert len(roots) == 5
     assert len({names.full(root, TOKENS) for root in roots}) == 5
     assert names.tail(roots.pop(), TOKENS) != names.tail(roots.pop(), TOKENS)
@@ -255,12 +247,10 @@ def test_first_write_of_a_process_lists_no_blocks(
 def test_blocks_are_counted_again_after_a_part_of_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = tmp_path / "blocks"
+    limits = CacheLimits(max_bytes=64 << 20, margin_bytes=0)
     listed = count_calls(monkeypatch, "list_blocks")
     for n in range(40):
-        blocks = BlockStore(root, CacheLimits(max_bytes=64 << 20, margin_bytes=0)).open_folder(
-            "sha", {}
-        )
+        blocks = BlockStore(tmp_path / "blocks", limits).open_folder("sha", {})
         put(blocks, make_block(blocks, [n] * 256, n_bytes=200_000))
     assert len(listed) == 1 + 40 * 200_000 // (2 << 20)
 

@@ -257,14 +257,10 @@ def test_a_long_prompt_does_not_stop_a_running_stream(
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_full_context_shifts_when_asked(smollm2: Path, shared: bool) -> None:
     with closing(load(smollm2, n_ctx=256, n_parallel=2)) as engine:
-        request = request_about(
-            "", prompt="word " * 200, max_tokens=150, overflow="shift", cache_prompt=shared
-        )
+        fields = {"prompt": "word " * 200, "overflow": "shift", "cache_prompt": shared}
         if shared:
-            list(
-                engine.submit(request_about("", prompt="word " * 220, max_tokens=1, cache_prompt=True))
-            )
-        last_event = answer(engine, request).finish
+            list(engine.submit(request_about("", **fields | {"prompt": "word " * 220, "max_tokens": 1})))
+        last_event = answer(engine, request_about("", max_tokens=150, **fields)).finish
         assert last_event.reason == "length"
         assert last_event.usage.completion_tokens == 150
         over = request_about("", prompt="word " * 400, max_tokens=5, overflow="shift")
@@ -318,10 +314,7 @@ def test_a_failed_decode_ends_its_requests_and_not_the_engine(
     with closing(load(smollm2, n_parallel=2)) as engine:
         with monkeypatch.context() as broken:
             broken.setattr(engine._core.executor.batch, "decode", lambda context: -3)
-            for generation in [
-                engine.submit(request_about("tea")),
-                engine.submit(request_about("ink")),
-            ]:
+            for generation in [engine.submit(request_about(subject)) for subject in ("tea", "ink")]:
                 with pytest.raises(DecodeError):
                     list(generation)
         assert answer(engine, request_about("tea")).finish.reason == "length"
@@ -375,9 +368,8 @@ class _Chaos:
 def test_random_interleavings_free_all_cells(plain: LlamaEngine, block: int) -> None:
     for seed in range(50 * block, 50 * block + 50):
         _Chaos(plain, seed).run()
-    list(
-        plain.submit(request_about("the last one", max_tokens=1))
-    )  # abandoned requests have ended by now
+    # abandoned requests have ended after this one
+    list(plain.submit(request_about("the last one", max_tokens=1)))
     while plain.metrics().running or plain.metrics().queued:
         list(plain.submit(request_about("another", max_tokens=1)))
     assert_nothing_left(plain)
