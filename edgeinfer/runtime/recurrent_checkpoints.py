@@ -56,7 +56,7 @@ class Checkpoints:
 
     def __init__(self, states: CheckpointStates, most_bytes: int = _MOST_BYTES) -> None:
         self._states, self._most_bytes = states, most_bytes
-        self._lists: deque[tuple[list[Checkpoint], Checkpoint]] = deque()
+        self._oldest_first: deque[tuple[list[Checkpoint], Checkpoint]] = deque()
         self._bytes = 0
 
     def save(self, checkpoints: list[Checkpoint], seq_id: int, n_tokens: int) -> None:
@@ -70,20 +70,20 @@ class Checkpoints:
     def add(self, checkpoints: list[Checkpoint], checkpoint: Checkpoint) -> None:
         """Add a checkpoint to a sequence's list, and drop the oldest of all beyond the memory limit."""
         checkpoints.append(checkpoint)
-        self._lists.append((checkpoints, checkpoint))
+        self._oldest_first.append((checkpoints, checkpoint))
         self._bytes += len(checkpoint.state)
         while self._bytes > self._most_bytes:
-            kept_in, oldest = self._lists.popleft()
+            oldest_list, oldest = self._oldest_first.popleft()
             self._bytes -= len(oldest.state)
-            if oldest in kept_in:
-                kept_in.remove(oldest)
+            if oldest in oldest_list:
+                oldest_list.remove(oldest)
 
     def drop_after(self, checkpoints: list[Checkpoint], n_tokens: int = 0) -> None:
         """Drop the checkpoints of a sequence that are after its first `n_tokens`."""
-        gone = [checkpoint for checkpoint in checkpoints if checkpoint.n_tokens > n_tokens]
-        self._bytes -= sum(len(checkpoint.state) for checkpoint in gone)
-        self._lists = deque(e for e in self._lists if e[0] is not checkpoints or e[1] not in gone)
-        checkpoints[:] = [checkpoint for checkpoint in checkpoints if checkpoint not in gone]
+        dropped = [checkpoint for checkpoint in checkpoints if checkpoint.n_tokens > n_tokens]
+        self._bytes -= sum(len(checkpoint.state) for checkpoint in dropped)
+        self._oldest_first = deque(e for e in self._oldest_first if e[0] is not checkpoints or e[1] not in dropped)
+        checkpoints[:] = [checkpoint for checkpoint in checkpoints if checkpoint not in dropped]
 
     def latest_before(self, checkpoints: list[Checkpoint], n_tokens: int) -> Checkpoint | None:
         """Find the last checkpoint within the first `n_tokens`, None without one."""

@@ -65,10 +65,10 @@ _INFO = 2
 _WARN = 3
 _CONT = 5
 
-#: Code that `decode` returns if a device throws an exception; most arguments of `call` besides a
-#: struct.
+#: Code that `decode` returns if a device throws an exception.
 _THROWN = -100
-_WORDS = 6
+#: Most arguments of `call`, without a struct at the end.
+_MAX_ARGUMENTS = 6
 
 #: Held while a backend is added, and while a context is made, which iterates over the backends.
 registry_lock = threading.Lock()
@@ -293,7 +293,7 @@ def call(function: Any, *args: Any) -> Any:
     if guard is None:
         return function(*args)
     *plain, params = args if isinstance(args[-1], ctypes.Structure) else (*args, None)
-    words, result = (ctypes.c_uint64 * _WORDS)(*map(_word, plain)), ctypes.c_uint64()
+    words, result = (ctypes.c_uint64 * _MAX_ARGUMENTS)(*map(_word, plain)), ctypes.c_uint64()
     address = ctypes.cast(function, ctypes.c_void_p)
     struct = (len(plain), ctypes.byref(params), ctypes.sizeof(params)) if params else (0, None, 0)
     if not guard.edgeinfer_guarded_call(address, words, *struct, result):

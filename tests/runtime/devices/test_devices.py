@@ -189,8 +189,7 @@ def test_device_that_is_lost_in_a_block_or_at_the_end_leaves_the_process(
 
 
 def test_engine_closes_while_its_device_does_not_answer(scenarios: Scenarios) -> None:
-    found = scenarios("unanswered")["unanswered"]
-    assert found["is_freed"] == [False, True]
+    assert scenarios("unanswered")["unanswered"]["is_freed"] == [False, True]
 
 
 def test_card_that_fills_up_gets_a_smaller_try_and_another_backend_its_own(
