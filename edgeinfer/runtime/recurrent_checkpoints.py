@@ -82,7 +82,9 @@ class Checkpoints:
         """Drop the checkpoints of a sequence that are after its first `n_tokens`."""
         dropped = [checkpoint for checkpoint in checkpoints if checkpoint.n_tokens > n_tokens]
         self._bytes -= sum(len(checkpoint.state) for checkpoint in dropped)
-        self._oldest_first = deque(e for e in self._oldest_first if e[0] is not checkpoints or e[1] not in dropped)
+        self._oldest_first = deque(
+            e for e in self._oldest_first if e[0] is not checkpoints or e[1] not in dropped
+        )
         checkpoints[:] = [checkpoint for checkpoint in checkpoints if checkpoint not in dropped]
 
     def latest_before(self, checkpoints: list[Checkpoint], n_tokens: int) -> Checkpoint | None:

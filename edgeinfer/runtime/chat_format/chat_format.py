@@ -107,9 +107,7 @@ def load_chat_format(facts: TemplateFacts) -> ChatFormat:
     tokenize, markers = facts.vocab.tokenize, ("<|im_start|>", "<|im_end|>")
     has_chatml = all(len(tokenize(marker, parse_special=True)) == 1 for marker in markers)
     try:
-        template, reason = choose(
-            facts.template, facts.bos_text, facts.eos_text, has_chatml=has_chatml
-        )
+        template, reason = choose(facts.template, facts.bos_text, facts.eos_text, has_chatml=has_chatml)
     except ModelLoadError as error:
         hint = "set another template: `chat-template` in models.toml"
         raise ModelLoadError(error.message, hint=hint) from error

@@ -35,13 +35,7 @@ class Section:
     """Parses the calls after a marker (base class). The answer already has `n_calls` calls."""
 
     def __init__(
-        self,
-        form: ToolFormat,
-        marker: str,
-        tools: Tools,
-        *,
-        constrained: bool,
-        n_calls: int,
+        self, form: ToolFormat, marker: str, tools: Tools, *, constrained: bool, n_calls: int
     ) -> None:
         self._form, self._tools = form, tools
         self._constrained, self.n_calls = constrained, n_calls

@@ -340,12 +340,7 @@ def context_params(
 
 
 def open_context(
-    model: Any,
-    options: LoadOptions,
-    *,
-    n_cells: int,
-    pooling: int | None = None,
-    **limits: int,
+    model: Any, options: LoadOptions, *, n_cells: int, pooling: int | None = None, **limits: int
 ) -> LlamaContext:
     """Make another context of a model, with `limits` of `context_params`.
 

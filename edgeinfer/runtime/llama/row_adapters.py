@@ -67,7 +67,7 @@ class LoadedAdapter:
         return bool(self.kernels)
 
     def use_kernels(self) -> None:
-        """Let the kernels compute the adapter if they can: not on a device, nor for a recurrent model."""
+        """Let the kernels compute the adapter if they can: on the CPU, not for recurrent models."""
         if (kernels := _kernels()) and hasattr(L._lib, _GET_TENSOR):
             get_tensor = ctypes.cast(getattr(L._lib, _GET_TENSOR), ctypes.c_void_p)
             self.kernels = kernels.edgeinfer_adapter_open(self.pointer, get_tensor) or 0

@@ -125,7 +125,9 @@ def parse(parser: Any, text: str) -> list[Any]:
     return [*parser.feed(text), *parser.finish()]
 
 
-def matcher_after(constraints: Constraints, vocab: Any, constraint: Any, text: str) -> TokenMatcher | None:
+def matcher_after(
+    constraints: Constraints, vocab: Any, constraint: Any, text: str
+) -> TokenMatcher | None:
     """The constraint's matcher after a text that it allows; None if it forbids one of the tokens."""
     matcher = constraints.compile(constraint, vocab).copy()
     return matcher if all(map(matcher.accept, vocab.tokenize(text))) else None
@@ -213,7 +215,9 @@ def test_tool_whose_arguments_are_no_object_is_left_loose_and_named(constraints,
         request = request_of(tools=(odd,), tool_choice=choose("required"))
         assert unenforced_fields(request) == ["tools[0].parameters#/type"]
         call = '<tool_call>\n{"name": "get_weather", "arguments": {"a": 1}}\n</tool_call>'
-        assert matcher_after(constraints, vocab, load("qwen25", vocab).process(request).constraint, call)
+        assert matcher_after(
+            constraints, vocab, load("qwen25", vocab).process(request).constraint, call
+        )
 
 
 @pytest.mark.parametrize("constraint", [None, JsonSchema({"type": "boolean"})])

@@ -202,9 +202,7 @@ def test_grammar_engine_limit_has_a_plain_error(constraints, vocab, constraint):
 def test_oversized_schema_is_refused(constraints, vocab):
     many = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(30_000)}}
     for schema in (DEEP, many):
-        assert isinstance(
-            refusal(constraints, vocab, JsonSchema(schema)), UnsupportedConstraintError
-        )
+        assert isinstance(refusal(constraints, vocab, JsonSchema(schema)), UnsupportedConstraintError)
 
 
 @pytest.mark.parametrize(

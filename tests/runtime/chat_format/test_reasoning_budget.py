@@ -93,7 +93,9 @@ def test_a_constraint_holds_behind_the_closed_span(engine: LlamaEngine) -> None:
 def budget_states(engine: LlamaEngine, n_tokens: int, said: str, *, opened: bool = False) -> list[bool]:
     """Tell after each token of `said` if the budget is spent."""
     vocab = engine._loaded.vocab
-    detokenizer = Detokenizer(vocab, (), AnswerParser(FAMILIES["hermes"], {}, span=THINK, opened=opened))
+    detokenizer = Detokenizer(
+        vocab, (), AnswerParser(FAMILIES["hermes"], {}, span=THINK, opened=opened)
+    )
     budget = ReasoningBudget(n_tokens, (), opened=opened)
     is_spent = []
     for token in vocab.tokenize(said):

@@ -259,7 +259,9 @@ def test_a_full_context_shifts_when_asked(smollm2: Path, shared: bool) -> None:
     with closing(load(smollm2, n_ctx=256, n_parallel=2)) as engine:
         fields = {"prompt": "word " * 200, "overflow": "shift", "cache_prompt": shared}
         if shared:
-            list(engine.submit(request_about("", **fields | {"prompt": "word " * 220, "max_tokens": 1})))
+            list(
+                engine.submit(request_about("", **fields | {"prompt": "word " * 220, "max_tokens": 1}))
+            )
         last_event = answer(engine, request_about("", max_tokens=150, **fields)).finish
         assert last_event.reason == "length"
         assert last_event.usage.completion_tokens == 150
