@@ -253,6 +253,8 @@ _MAX_BIASES = 1024
 _MAX_BIAS = 1000.0
 _MAX_STOPS = 128
 _MAX_STOP_CHARS = 1024
+_MAX_TOOLS = 128
+_MAX_TOOL_NAME = 128
 #: Largest allowed values.
 _MOST = {"max_tokens": 1 << 24, "reasoning_budget": 1 << 24, "logprobs": 20, "prompt_logprobs": 20}
 #: No tokenizer needs fewer than one token per 64 characters of a long text. Texts of up to 1 Mi
@@ -324,6 +326,23 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
         _refuse("prompt", f"a token is not in the vocabulary of {n_vocab}")
     if request.speculative not in ("auto", "off", "ngram"):
         _refuse("speculative", f'{request.speculative!r} is not "auto", "off" or "ngram"')
+
+
+def check_tools(request: GenerateRequest) -> None:
+    """Check the tools and the tool choice. Raises InvalidRequestError, which names the field."""
+    choice, names = request.tool_choice, [tool.name for tool in request.tools]
+    if choice.mode == "none":
+        return
+    if choice.mode in ("required", "named") and not names:
+        _refuse("tool_choice", f'"{choice.mode}" needs tools, but the request has none')
+    if len(names) > _MAX_TOOLS:
+        _refuse("tools", f"at most {_MAX_TOOLS} tools are allowed")
+    for i, name in enumerate(names):
+        if not name or len(name) > _MAX_TOOL_NAME or not name.isprintable() or name in names[:i]:
+            limits = f"unique, printable and at most {_MAX_TOOL_NAME} characters long"
+            _refuse(f"tools[{i}].name", f"the name must be {limits}")
+    if choice.mode == "named" and choice.name not in names:
+        _refuse("tool_choice", f"there is no tool named {choice.name!r}")
 
 
 def hint_beyond_training(n_tokens: int, n_ctx_train: int) -> str | None:

@@ -44,7 +44,7 @@ from edgeinfer.runtime.events import (
     Usage,
 )
 from edgeinfer.runtime.options import Adapter, EngineInfo, EngineMetrics, LoadOptions, ModelFiles
-from edgeinfer.runtime.requests import GenerateRequest, check_request
+from edgeinfer.runtime.requests import GenerateRequest, check_request, check_tools
 
 _N_VOCAB = 256
 _N_EMBD = 8
@@ -138,6 +138,7 @@ class FakeEngine:
         self._closed = False
         self._totals = Counter[str]()
         self.n_threads = 0
+        self.vision_error = ""
         self.requests: list[GenerateRequest] = []
         self.read: list[GenerateRequest] = []
 
@@ -157,6 +158,7 @@ class FakeEngine:
     def submit(self, request: GenerateRequest) -> EventStream:
         """Check, choose a script and play it in a thread of its own."""
         check_request(request, _N_VOCAB)
+        self._check_chat(request)
         with self._lock:
             if self._closed:
                 raise EngineClosedError("the engine is closed")
@@ -208,7 +210,14 @@ class FakeEngine:
         return head + "".join(f"{m.role}: {m.content}\n" for m in request.messages) + "assistant:"
 
     def tokenize_chat(self, request: GenerateRequest) -> list[int]:
+        self._check_chat(request)
         return self.tokenize(self.apply_template(request))
+
+    def _check_chat(self, request: GenerateRequest) -> None:
+        check_tools(request)
+        if request.n_pictures and not self._info.can_see:
+            message = f"{self._info.model} does not accept pictures{self.vision_error}"
+            raise InvalidRequestError(message, param="messages")
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         """A unit vector from a hash of each text."""

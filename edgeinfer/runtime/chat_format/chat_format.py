@@ -51,6 +51,7 @@ from edgeinfer.runtime.requests import (
     Message,
     Tool,
     ToolChoice,
+    check_tools,
     limit_preparation,
 )
 from edgeinfer.runtime.sampling.grammar import Lark, lark_parts, quote
@@ -60,8 +61,6 @@ if TYPE_CHECKING:
 
 #: Number of cached grammars of tool calls.
 _KEPT = 32
-_MAX_TOOLS = 128
-_MAX_NAME = 128
 #: Most example calls in a prompt if the template cannot show tools. Small models copy the examples.
 _EXAMPLES = 3
 
@@ -231,24 +230,8 @@ class ChatFormat:
         )
 
     def _tools(self, request: GenerateRequest) -> tuple[Tool, ...]:
-        choice, tools = request.tool_choice, request.tools
-        if choice.mode in ("required", "named") and not tools:
-            problem = f"tool_choice is {choice.mode}, but the request has no tools"
-            raise InvalidRequestError(problem, param="tool_choice")
-        if choice.mode == "none":
-            return ()
-        names = [tool.name for tool in tools]
-        if len(tools) > _MAX_TOOLS:
-            raise InvalidRequestError(f"a request may have at most {_MAX_TOOLS} tools", param="tools")
-        for i, name in enumerate(names):
-            if not name or len(name) > _MAX_NAME or not name.isprintable() or name in names[:i]:
-                raise InvalidRequestError(
-                    f"a tool's name must be unique, printable and at most {_MAX_NAME} characters long",
-                    param=f"tools[{i}].name",
-                )
-        if choice.mode == "named" and choice.name not in names:
-            raise InvalidRequestError(f"there is no tool named {choice.name!r}", param="tool_choice")
-        return tools
+        check_tools(request)
+        return () if request.tool_choice.mode == "none" else request.tools
 
     def _constraint(
         self, request: GenerateRequest, tools: tuple[Tool, ...]

@@ -150,10 +150,12 @@ def test_counting_tokens_takes_pictures(live_server, blind):
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_text_model_refuses_pictures(blind, path):
-    answer = blind.post(path, BODIES[path] | {"model": "fake"})
+def test_text_model_refuses_pictures_for_the_engines_reason(serve, path):
+    engine = FakeEngine()
+    engine.vision_error = ": its projector is damaged"
+    answer = serve(engine).post(path, BODIES[path] | {"model": "fake"})
     assert answer.status_code == 400
-    assert "fake does not accept pictures" in answer.text
+    assert "fake does not accept pictures: its projector is damaged" in answer.text
 
 
 def test_pictures_that_are_decoded_delay_no_text(serve_module):
