@@ -36,7 +36,8 @@ from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
 from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
-from edgeinfer.server.model_pool import AvailableModel, LoadedEngine, ModelPool, ModelPoolCallbacks
+from edgeinfer.server.model_entry import LoadedEngine
+from edgeinfer.server.model_pool import AvailableModel, ModelPool, ModelPoolCallbacks
 from edgeinfer.server.payload_log import PayloadLog
 from edgeinfer.server.response_store import ResponseStore
 from edgeinfer.server.tracing import Span, start_spans

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -22,9 +22,9 @@ from edgeinfer.models.names import LATEST
 from edgeinfer.models.progress import OnProgress
 from edgeinfer.platform.machine import read_memory
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import Adapter, EngineInfo, ReplicasInfo
+from edgeinfer.runtime.options import Adapter, EngineInfo
+from edgeinfer.server.model_entry import LoadedEngine, LoadedReply, LoadingReply, ModelEntry
 from edgeinfer.server.model_names import DEFAULT, Aliases, where_to_get
-from edgeinfer.server.wire_types import Reply
 
 #: Memory (bytes) that stays free for the page cache, the endpoint itself and other processes.
 _RESERVE_BYTES = 512 << 20
@@ -385,9 +385,6 @@ class ModelPool:
         task.add_done_callback(self._tasks.discard)
 
 
-Where = Literal["process", "worker"]
-
-
 class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):
     """A name that a request may use: a pulled model, or an alias or adapter of the model `alias_of`.
 
@@ -408,19 +405,6 @@ class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):
     other_names: tuple[str, ...] = ()
 
 
-class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a load.
-
-    `how`: "resumed" (from a snapshot), "cold", or "held" (the process already had the engine).
-    `stages_ms`: time (ms) at which each stage of the process's start began (`host.ProcessStart`).
-    """
-
-    engine: Engine
-    where: Where = "process"
-    how: str = "cold"
-    stages_ms: dict[str, float] = {}
-
-
 class ModelPoolCallbacks(msgspec.Struct, frozen=True, kw_only=True):
     """Functions that the pool calls.
 
@@ -436,32 +420,6 @@ class ModelPoolCallbacks(msgspec.Struct, frozen=True, kw_only=True):
     on_loaded: Callable[[str, LoadedEngine, float], None] = lambda name, loaded, seconds: None
 
 
-class LoadingReply(Reply, frozen=True, kw_only=True):
-    """A model that is being loaded. `progress` is 0 to 1, or null if unknown."""
-
-    model: str
-    stage: str
-    progress: float | None
-
-
-class LoadedReply(Reply, frozen=True, kw_only=True):
-    """A model that is loading or loaded.
-
-    `expires_in_s` is null while the model is in use, and if it stays loaded forever. `replicas` is null
-    unless the model may have several processes.
-    """
-
-    id: str
-    state: str
-    where: str
-    in_use: int
-    expires_in_s: float | None
-    size_bytes: int
-    load_ms: float
-    info: dict[str, Any] = msgspec.field(default_factory=dict)
-    replicas: ReplicasInfo | None = None
-
-
 class ModelAdministrator(Protocol):
     """Pulls and removes models. Each method blocks, and raises what `edgeinfer pull` or `rm` raises."""
 
@@ -470,40 +428,3 @@ class ModelAdministrator(Protocol):
 
     def remove(self, name: str) -> None:
         """Remove a model with its snapshots and cached prefixes."""
-
-
-class ModelEntry:
-    """The pool's record of a model that is loading or loaded."""
-
-    def __init__(self, name: str, need_bytes: int) -> None:
-        self.name = name
-        self.need_bytes = need_bytes
-        self.loaded: LoadedEngine | None = None
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.users = 0
-        self.last_used = time.monotonic()
-        self.expiry: asyncio.TimerHandle | None = None
-        self.stage = "waiting for memory"
-        self.fraction: float | None = None
-
-    def report(self, stage: str, fraction: float | None) -> None:
-        """Set stage and progress. Called in the loading thread; no reader needs both to match."""
-        self.stage, self.fraction = stage, fraction
-
-    def describe(self, now: float) -> LoadedReply:
-        """Describe the model for /status, without replicas. `now`: the event loop's time()."""
-        described: dict[str, Any] = {}
-        if self.loaded is not None:
-            info = self.loaded.engine.info
-            described = msgspec.to_builtins(info)
-            described["lora"] = [{"name": a.name, "scale": a.scale} for a in info.lora]
-        return LoadedReply(
-            id=self.name,
-            state="loading" if self.loaded is None else "loaded",
-            where="" if self.loaded is None else self.loaded.where,
-            in_use=self.users,
-            expires_in_s=None if self.expiry is None else max(0.0, self.expiry.when() - now),
-            size_bytes=self.need_bytes,
-            load_ms=described.get("load_ms", 0.0),
-            info=described,
-        )

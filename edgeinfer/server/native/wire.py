@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from edgeinfer.media.pictures import MAX_PICTURES
-from edgeinfer.server.model_pool import LoadedReply, LoadingReply
+from edgeinfer.server.model_entry import LoadedReply, LoadingReply
 from edgeinfer.server.openai.wire import LogitBias, Prompt
 from edgeinfer.server.wire_types import (
     GenerationFields,

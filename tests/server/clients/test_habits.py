@@ -8,7 +8,7 @@ from least_requests import HI
 
 from edgeinfer.runtime.events import Logprob, TextDelta, TokenLogprobs
 from edgeinfer.server.app import match_route
-from edgeinfer.server.model_pool import LoadedEngine
+from edgeinfer.server.model_entry import LoadedEngine
 
 
 @pytest.mark.parametrize(

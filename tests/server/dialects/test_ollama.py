@@ -10,7 +10,7 @@ from least_requests import HI
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
 from edgeinfer.runtime.requests import Infill, JsonSchema
-from edgeinfer.server.model_pool import LoadedEngine
+from edgeinfer.server.model_entry import LoadedEngine
 from edgeinfer.server.request_fields import keep_alive_s
 
 INFO = msgspec.structs.replace(

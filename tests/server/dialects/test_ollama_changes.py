@@ -14,7 +14,7 @@ from edgeinfer.models import pull, store
 from edgeinfer.models.reference import resolve
 from edgeinfer.runtime.engine import load_engine
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.server.model_pool import LoadedEngine
+from edgeinfer.server.model_entry import LoadedEngine
 from edgeinfer.server.pulling import source_of
 
 REPO = "someone/Tiny-GGUF"

@@ -13,7 +13,7 @@ from other_processes import run
 
 from edgeinfer.server.app import DIALECTS, OPERATIONS
 from edgeinfer.server.limits import Limits
-from edgeinfer.server.model_pool import LoadedEngine
+from edgeinfer.server.model_entry import LoadedEngine
 from edgeinfer.server.openapi import document
 
 #: Random examples per operation, in addition to those for each schema's edges. `make fuzz-http` uses

@@ -8,7 +8,7 @@ from made_models import make_adapter, make_llama
 
 from edgeinfer.platform import paths
 from edgeinfer.runtime.options import Adapter
-from edgeinfer.server.model_pool import LoadedEngine
+from edgeinfer.server.model_entry import LoadedEngine
 
 ASK = {"prompt": "A short note about rivers:", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
 

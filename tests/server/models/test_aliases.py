@@ -7,7 +7,7 @@ from fake_engine import FakeEngine
 from least_requests import GENERATING, OLLAMA
 
 from edgeinfer.cli.endpoint_setup import ModelAdmin
-from edgeinfer.server.model_pool import LoadedEngine
+from edgeinfer.server.model_entry import LoadedEngine
 
 SLASHED = "ollama/someone/tiny:1b"
 ALIASES = {

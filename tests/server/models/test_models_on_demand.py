@@ -11,7 +11,7 @@ from least_requests import READING
 from edgeinfer.errors import EngineClosedError, ModelLoadError
 from edgeinfer.server.lifecycle import RunOptions
 from edgeinfer.server.limits import Limits
-from edgeinfer.server.model_pool import LoadedEngine
+from edgeinfer.server.model_entry import LoadedEngine
 
 GIB = 1 << 30
 

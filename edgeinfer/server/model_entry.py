@@ -1,0 +1,91 @@
+"""The pool's record of one model that is loading or loaded, and what /status says about it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Literal
+
+import msgspec
+
+from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.options import ReplicasInfo
+from edgeinfer.server.wire_types import Reply
+
+Where = Literal["process", "worker"]
+
+
+class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a load.
+
+    `how`: "resumed" (from a snapshot), "cold", or "held" (the process already had the engine).
+    `stages_ms`: time (ms) at which each stage of the process's start began (`host.ProcessStart`).
+    """
+
+    engine: Engine
+    where: Where = "process"
+    how: str = "cold"
+    stages_ms: dict[str, float] = {}
+
+
+class LoadingReply(Reply, frozen=True, kw_only=True):
+    """A model that is being loaded. `progress` is 0 to 1, or null if unknown."""
+
+    model: str
+    stage: str
+    progress: float | None
+
+
+class LoadedReply(Reply, frozen=True, kw_only=True):
+    """A model that is loading or loaded.
+
+    `expires_in_s` is null while the model is in use, and if it stays loaded forever. `replicas` is null
+    unless the model may have several processes.
+    """
+
+    id: str
+    state: str
+    where: str
+    in_use: int
+    expires_in_s: float | None
+    size_bytes: int
+    load_ms: float
+    info: dict[str, Any] = msgspec.field(default_factory=dict)
+    replicas: ReplicasInfo | None = None
+
+
+class ModelEntry:
+    """The pool's record of a model that is loading or loaded."""
+
+    def __init__(self, name: str, need_bytes: int) -> None:
+        self.name = name
+        self.need_bytes = need_bytes
+        self.loaded: LoadedEngine | None = None
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.users = 0
+        self.last_used = time.monotonic()
+        self.expiry: asyncio.TimerHandle | None = None
+        self.stage = "waiting for memory"
+        self.fraction: float | None = None
+
+    def report(self, stage: str, fraction: float | None) -> None:
+        """Set stage and progress. Called in the loading thread; no reader needs both to match."""
+        self.stage, self.fraction = stage, fraction
+
+    def describe(self, now: float) -> LoadedReply:
+        """Describe the model for /status, without replicas. `now`: the event loop's time()."""
+        described: dict[str, Any] = {}
+        if self.loaded is not None:
+            info = self.loaded.engine.info
+            described = msgspec.to_builtins(info)
+            described["lora"] = [{"name": a.name, "scale": a.scale} for a in info.lora]
+        return LoadedReply(
+            id=self.name,
+            state="loading" if self.loaded is None else "loaded",
+            where="" if self.loaded is None else self.loaded.where,
+            in_use=self.users,
+            expires_in_s=None if self.expiry is None else max(0.0, self.expiry.when() - now),
+            size_bytes=self.need_bytes,
+            load_ms=described.get("load_ms", 0.0),
+            info=described,
+        )
