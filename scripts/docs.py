@@ -273,7 +273,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "exit-codes": exit_codes,
     "fields-chat": partial(fields, "openai.wire:ChatRequest"),
     "fields-completions": partial(fields, "openai.wire:CompletionRequest"),
-    "fields-embeddings": partial(fields, "openai.wire:EmbeddingRequest"),
+    "fields-embeddings": partial(fields, "openai.routes:EmbeddingRequest"),
     "fields-messages": partial(fields, "anthropic.wire:MessagesRequest"),
     "fields-responses": partial(fields, "responses.wire:ResponsesRequest"),
     "metrics": metrics,

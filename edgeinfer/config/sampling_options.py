@@ -2,7 +2,7 @@
 
 This one table serves the parser (`cli.options`), the chat (`chat.presets`), the catalogue
 (`models.catalog`), the engine (`runtime.requests`) and the endpoint (`server.wire_types`,
-`server.openai.translate`). The defaults are those of `runtime.requests.Sampling`.
+`server.request_fields`). The defaults are those of `runtime.requests.Sampling`.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import BoundedSemaphore
+from typing import Any
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform.process import child_command
@@ -46,6 +47,17 @@ def join_parts(parts: Iterable[str | bytes]) -> tuple[str, tuple[bytes, ...]]:
         else:
             content.append(piece.replace(PICTURE_MARK, ""))
     return "".join(content), tuple(pictures)
+
+
+def content_fields(parts: Iterable[str | bytes], between: str = "") -> dict[str, Any]:
+    """Return the fields `content` and `pictures` of a Message; `between` separates adjacent texts."""
+    separated: list[str | bytes] = []
+    for piece in parts:
+        if separated and isinstance(piece, str) and isinstance(separated[-1], str):
+            separated.append(between)
+        separated.append(piece)
+    content, pictures = join_parts(separated)
+    return {"content": content, "pictures": pictures}
 
 
 _HELPER = "edgeinfer.media.picture_decoder_process"

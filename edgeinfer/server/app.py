@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from edgeinfer.server.anthropic.routes import ANTHROPIC
+from edgeinfer.server.anthropic.messages import ANTHROPIC
 from edgeinfer.server.callers import Caller
 from edgeinfer.server.context import RequestContext, json_reply
 from edgeinfer.server.dialect import Dialect, Operation
@@ -27,7 +27,7 @@ from edgeinfer.server.openai.routes import OPENAI
 from edgeinfer.server.openapi import document
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_body import decode, decode_query
-from edgeinfer.server.responses.routes import RESPONSES
+from edgeinfer.server.responses.responses import RESPONSES
 from edgeinfer.server.tracing import Span
 from edgeinfer.server.web.access import PATH as PAGE
 from edgeinfer.server.web.access import user_of

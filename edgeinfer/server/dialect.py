@@ -1,7 +1,8 @@
 """What all dialects share. A dialect is an HTTP API: OpenAI's, Anthropic's, Ollama's or our own.
 
-Each dialect is a folder next to this file: `wire.py` declares the JSON types, `translate.py` converts
-requests, `render.py` converts answers, and `routes.py` holds the handlers and the `Dialect`.
+Each dialect is a folder next to this file. `wire.py` declares its JSON types. The module of a route
+that generates (`chat.py`, `messages.py`, `responses.py`) has its handler, converts requests for the
+engine, and has the `Renderer` that converts the engine's events. `routes.py` has the other routes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 from starlette.responses import Response
 
 from edgeinfer.runtime.event_stream import CollectedAnswer
-from edgeinfer.runtime.events import Event, Finished, Timings, Usage
+from edgeinfer.runtime.events import Event, Timings, Usage
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.wire_types import WireTimings
 
@@ -148,9 +149,9 @@ class Renderer(ABC):
         """Return the first bytes of the stream, sent when the engine has accepted the request."""
         return b""
 
-    @abstractmethod
     def event(self, index: int, event: Event) -> bytes:
         """Render an event of generation `index`; b"" for an event that this API does not send."""
+        return b""
 
     def closing(self) -> bytes:
         """Return the last bytes of the stream, sent when every generation has ended."""
@@ -160,36 +161,16 @@ class Renderer(ABC):
         """Return the last bytes of a stream that fails; b"" to send the dialect's `error_events`."""
         return b""
 
-    @abstractmethod
     def waiting(self, text: str) -> bytes:
         """Return an event without text, and `text` as a comment, sent in pauses of a stream.
 
         Some clients time out on a stream without events, and do not count comments as events.
         """
+        return sse_comment(text)
 
     @abstractmethod
     def whole(self, answers: list[CollectedAnswer]) -> bytes:
         """Render a response that is not streamed."""
-
-
-def total(answers: list[Finished], n: int | None = None) -> tuple[Usage, Timings]:
-    """Sum the usage of a request's answers, and return the timings of the slowest one.
-
-    Every `n` answers have the same prompt, which is counted once; None: all answers have the same one.
-    """
-    if len(answers) == 1:
-        return answers[0].usage, answers[0].timings
-    firsts = answers[:: n or len(answers)]
-    usage = Usage(
-        prompt_tokens=sum(finished.usage.prompt_tokens for finished in firsts),
-        cached_tokens=sum(finished.usage.cached_tokens for finished in firsts),
-        cached_disk_tokens=sum(finished.usage.cached_disk_tokens for finished in firsts),
-        completion_tokens=sum(finished.usage.completion_tokens for finished in answers),
-        reasoning_tokens=sum(finished.usage.reasoning_tokens for finished in answers),
-    )
-    slowest = max((finished.timings for finished in answers), key=lambda timings: timings.decode_ms)
-    saved_ms = sum(finished.timings.saved_ms for finished in firsts)
-    return usage, msgspec.structs.replace(slowest, saved_ms=saved_ms)
 
 
 def wire_timings(usage: Usage, timings: Timings) -> WireTimings:

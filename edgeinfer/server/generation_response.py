@@ -13,7 +13,7 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -33,7 +33,6 @@ from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import Renderer
 from edgeinfer.server.model_pool import Lease
 from edgeinfer.server.problems import shutting_down
-from edgeinfer.server.request_fields import refuse_pictures
 from edgeinfer.server.tracing import Span
 from edgeinfer.server.wire_types import GenerationFields
 
@@ -42,12 +41,15 @@ from edgeinfer.server.wire_types import GenerationFields
 _INLINE_CHARACTERS = 1024
 
 
+B = TypeVar("B", bound=GenerationFields)
+
+
 class GenerationSpec(msgspec.Struct, frozen=True):
     """What to generate and how to render it; see `answer`."""
 
     body: GenerationFields
-    requests: Callable[[EngineInfo], Sequence[GenerateRequest]]
-    renderer: Callable[[str, EngineInfo], Renderer]
+    requests: Callable[[Any, EngineInfo], Sequence[GenerateRequest]]
+    renderer: Callable[[RequestContext, Any, EngineInfo], Renderer]
 
 
 class GenerationTask(NamedTuple):
@@ -77,16 +79,14 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
     try:
         info = lease.engine.info
         if _may_have_files(context.body or b""):  # decoding 32 MB of base64 takes 30 ms
-            requests = await _read_files(context, functools.partial(spec.requests, info))
+            requests = await _read_files(context, functools.partial(spec.requests, spec.body, info))
         else:
-            requests = spec.requests(info)
-        for request in requests:
-            refuse_pictures(request, info)
+            requests = spec.requests(spec.body, info)
         requests = [_apply_context(context, request) for request in requests]
         if requests[0].tools or any(turn.tool_calls for turn in requests[0].messages):
             context.ignore(await context.endpoint.in_thread(unenforced_fields, requests[0]))
         generations = await submit_all(context, lease, requests)
-        return GenerationTask(lease, requests, generations, spec.renderer(context.model, info))
+        return GenerationTask(lease, requests, generations, spec.renderer(context, spec.body, info))
     except BaseException:
         lease.release()
         raise
@@ -215,15 +215,15 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 async def answer(
     context: RequestContext,
-    body: GenerationFields,
-    requests: Callable[[EngineInfo], Sequence[GenerateRequest]],
-    renderer: Callable[[str, EngineInfo], Renderer],
+    body: B,
+    requests: Callable[[B, EngineInfo], Sequence[GenerateRequest]],
+    renderer: Callable[[RequestContext, B, EngineInfo], Renderer],
     *,
     stream: bool,
 ) -> Response:
     """Return a response that generates the answers to `requests` and sends them.
 
-    `requests` gets the loaded model's EngineInfo, `renderer` also the model's name. Raises Problem and
+    `requests` and `renderer` are called with the loaded model's EngineInfo. Raises Problem and
     EdgeInferError while the status can still say so; later errors end the stream as an event.
     """
     endpoint = context.endpoint
@@ -411,7 +411,8 @@ class _StreamResponse(_GenerationResponse):
                 self.endpoint.log.warning("generation-failed", request_id=context.id, **message)
             problem = context.problem = self.endpoint.problem_of(error, context.id)
             context.outcome = problem.code or "error"
-            renderer = self.task.renderer if self.task else self._spec.renderer(context.model, info)
+            spec = self._spec
+            renderer = self.task.renderer if self.task else spec.renderer(context, spec.body, info)
             return renderer.failure(problem) or context.dialect.error_events(problem, context.id)
         finally:
             if self._direct_writer is not None:

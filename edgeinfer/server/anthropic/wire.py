@@ -286,8 +286,8 @@ class MessageReply(Reply, frozen=True, kw_only=True):
     id: str
     model: str
     content: list[TextOut | ThinkingOut | ToolUseOut]
-    stop_reason: StopReason | None
-    stop_sequence: str | None
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
     usage: AnthropicUsage
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"

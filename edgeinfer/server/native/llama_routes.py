@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -23,17 +24,16 @@ from edgeinfer.runtime.requests import (
     Infill,
     InfillFile,
     JsonSchema,
-    Sampling,
 )
 from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import Renderer, RouteTable, sse, sse_comment, wire_timings
 from edgeinfer.server.generation_response import answer
 from edgeinfer.server.native import wire
-from edgeinfer.server.native.wire import LlamaAnswer, LlamaFields, LlamaLogprob, StopType
-from edgeinfer.server.openai.render import error_body
-from edgeinfer.server.openai.translate import limit_of, prompts, sampling_of
+from edgeinfer.server.native.wire import LlamaAnswer, LlamaFields, LlamaLogprob
+from edgeinfer.server.openai.chat import error_body, logprob_fields
+from edgeinfer.server.openai.completions import TextOrTokens, prompts_of
 from edgeinfer.server.problems import Problem
-from edgeinfer.server.request_fields import common_fields, refuse_infill, stop_strings
+from edgeinfer.server.request_fields import common_fields, refuse_infill, sampling_of
 
 ROUTES = RouteTable()
 
@@ -47,24 +47,26 @@ _NO_PATH = (
 @ROUTES.post("/completion", reply=wire.LlamaAnswer | list[wire.LlamaAnswer], streams=True)
 async def completion(context: RequestContext, body: wire.LlamaCompletion) -> Response:
     """Continue a text, as llama.cpp's server does."""
-    asked = body.prompt
-    text = asked.prompt_string if isinstance(asked, wire.PromptText) else asked
-    all_prompts = prompts(text, "prompt")
-
-    def requests(info: EngineInfo) -> list[GenerateRequest]:
-        shared = _common_fields(body, info) | {"constraint": _constraint(body)}
-        if isinstance(asked, wire.PromptText) and asked.multimodal_data is not None:
-            content, pictures = _read_pictures(asked.prompt_string, asked.multimodal_data)
-            return [GenerateRequest(prompt=content, pictures=pictures, **shared)]
-        return [GenerateRequest(prompt=prompt, **shared) for prompt in all_prompts]
-
+    prompt = body.prompt
+    text = prompt.prompt_string if isinstance(prompt, wire.PromptText) else prompt
+    prompts = prompts_of(text, "prompt")
     return await answer(
         context,
         body,
-        requests,
-        lambda model, info: LlamaRenderer(model, all_prompts, body, _sampling(body, info)),
+        functools.partial(_completion_requests, prompts),
+        functools.partial(LlamaRenderer, prompts),
         stream=body.stream,
     )
+
+
+def _completion_requests(
+    prompts: Sequence[TextOrTokens], body: wire.LlamaCompletion, info: EngineInfo
+) -> list[GenerateRequest]:
+    shared, prompt = _shared_fields(body, info) | {"constraint": _constraint(body)}, body.prompt
+    if isinstance(prompt, wire.PromptText) and prompt.multimodal_data is not None:
+        content, pictures = _read_pictures(prompt.prompt_string, prompt.multimodal_data)
+        return [GenerateRequest(prompt=content, pictures=pictures, **shared)]
+    return [GenerateRequest(prompt=text_or_tokens, **shared) for text_or_tokens in prompts]
 
 
 def _read_pictures(prompt: str, encoded: list[str]) -> tuple[str, tuple[bytes, ...]]:
@@ -78,29 +80,23 @@ def _read_pictures(prompt: str, encoded: list[str]) -> tuple[str, tuple[bytes, .
     return join_parts(parts)
 
 
-def _sampling(body: wire.LlamaFields, info: EngineInfo) -> Sampling:
-    """Convert llama.cpp's sampling fields. Raises InvalidRequestError for a wrong `logit_bias`."""
+def _shared_fields(body: wire.LlamaFields, info: EngineInfo) -> dict[str, Any]:
+    return {
+        **common_fields(msgspec.structs.replace(_with_biases(body), lora=None), info),
+        "max_tokens": None if body.n_predict == -1 else body.n_predict,
+        "logprobs": body.n_probs or (0 if body.return_tokens else None),
+        "lora": None if body.lora is None else adapters_by_id(body.lora, info.lora),
+    }
+
+
+def _with_biases(body: wire.LlamaFields) -> wire.LlamaFields:
+    """Return `body` with pairs of `logit_bias` as a dict. Raises InvalidRequestError for `true`."""
     if not isinstance(body.logit_bias, list):
-        return sampling_of(body, info.sampling)
+        return body
     if any(bias is True for _, bias in body.logit_bias):
         raise InvalidRequestError("logit_bias: use false to ban a token, not true", param="logit_bias")
     biases = {token: -math.inf if bias is False else bias for token, bias in body.logit_bias}
-    sampling = sampling_of(msgspec.structs.replace(body, logit_bias=None), info.sampling)
-    return msgspec.structs.replace(sampling, logit_bias=biases)
-
-
-def _common_fields(body: wire.LlamaFields, info: EngineInfo) -> dict[str, Any]:
-    return {
-        "max_tokens": limit_of(body.n_predict),
-        "sampling": _sampling(body, info),
-        "logprobs": body.n_probs or (0 if body.return_tokens else None),
-        "stop": stop_strings(body.stop),
-        "ignore_eos": body.ignore_eos,
-        "overflow": body.overflow,
-        "speculative": body.speculative,
-        **common_fields(msgspec.structs.replace(body, lora=None)),
-        "lora": None if body.lora is None else adapters_by_id(body.lora, info.lora),
-    }
+    return msgspec.structs.replace(body, logit_bias=biases)
 
 
 def _constraint(body: wire.LlamaCompletion) -> Constraint | None:
@@ -115,22 +111,18 @@ def _constraint(body: wire.LlamaCompletion) -> Constraint | None:
 async def infill(context: RequestContext, body: wire.LlamaInfill) -> Response:
     """Write the text between a prefix and a suffix, as llama.cpp's server does."""
     return await answer(
-        context,
-        body,
-        lambda info: [_infill_request(body, info)],
-        lambda model, info: LlamaRenderer(model, [""], body, _sampling(body, info)),
-        stream=body.stream,
+        context, body, _infill_requests, functools.partial(LlamaRenderer, [""]), stream=body.stream
     )
 
 
-def _infill_request(body: wire.LlamaInfill, info: EngineInfo) -> GenerateRequest:
+def _infill_requests(body: wire.LlamaInfill, info: EngineInfo) -> list[GenerateRequest]:
     refuse_infill(info, "input_suffix")
     gap = Infill(
         prefix=body.input_prefix + body.prompt,
         suffix=body.input_suffix,
         files=tuple(InfillFile(name=e.filename, text=e.text) for e in body.input_extra or ()),
     )
-    return GenerateRequest(infill=gap, **_common_fields(body, info))
+    return [GenerateRequest(infill=gap, **_shared_fields(body, info))]
 
 
 #: Function from the loaded adapters to those that should be loaded.
@@ -197,85 +189,79 @@ async def _change_adapters(context: RequestContext, change: ChangeAdapters) -> t
         return await models.use_adapters(lease, change)
 
 
-_encode = msgspec.json.Encoder().encode
-
-
-def _stop_type(finished: Finished) -> StopType:
-    if finished.is_cut_short:
-        return "limit"
-    return "eos" if finished.stop_sequence is None else "word"
-
-
 class LlamaRenderer(Renderer):
     """Renders /completion and /infill: an answer per prompt, with the prompt if it was text."""
 
     def __init__(
         self,
-        model: str,
-        prompts: Sequence[str | tuple[int, ...]],
+        prompts: Sequence[TextOrTokens],
+        context: RequestContext,
         body: LlamaFields,
-        sampling: Sampling,
+        info: EngineInfo,
     ) -> None:
-        self._model = model
         self._prompts = prompts
+        self._model = context.model
         self._body = body
-        limits = {"n_predict": body.n_predict, "max_tokens": body.n_predict, "stop": body.stop or []}
-        self._settings = msgspec.to_builtins(sampling, str_keys=True) | limits
+        self._info = info
 
     def event(self, index: int, event: Event) -> bytes:
         match event:
             case TextDelta() | ReasoningDelta():
                 return sse(self._answer(index, event.text, event.logprobs))
             case Finished():
-                return sse(self._finish(self._answer(index, "", ()), event))
+                return sse(self._answer(index, finished=event))
         return b""
 
     def failure(self, problem: Problem) -> bytes:
         return b"data: " + error_body(problem, "") + b"\n\n"
 
     def waiting(self, text: str) -> bytes:
-        return sse_comment(text) + sse(self._answer(0, "", ()))
+        return sse_comment(text) + sse(self._answer(0))
 
     def whole(self, answers: list[CollectedAnswer]) -> bytes:
-        bodies = []
-        for index, collected in enumerate(answers):
-            text = collected.reasoning + collected.text
-            whole = self._answer(index, text, collected.logprobs)
-            bodies.append(self._finish(whole, collected.finish))
-        return _encode(bodies[0] if len(bodies) == 1 else bodies)
+        bodies = [
+            self._answer(index, answer.reasoning + answer.text, answer.logprobs, answer.finish)
+            for index, answer in enumerate(answers)
+        ]
+        return msgspec.json.encode(bodies[0] if len(bodies) == 1 else bodies)
 
-    def _answer(self, index: int, text: str, tokens: Sequence[TokenLogprobs]) -> LlamaAnswer:
-        answer = LlamaAnswer(index=index, content=text, stop=False, model=self._model)
+    def _answer(
+        self,
+        index: int,
+        text: str = "",
+        tokens: Sequence[TokenLogprobs] = (),
+        finished: Finished | None = None,
+    ) -> LlamaAnswer:
+        fields = {} if finished is None else self._statistics(index, finished)
         if self._body.return_tokens:
-            ids = [token.chosen.token_id for token in tokens]
-            answer = msgspec.structs.replace(answer, tokens=ids)
+            fields["tokens"] = [token.chosen.token_id for token in tokens]
         if self._body.n_probs:
-            likely = [_logprob(token.chosen, token.top) for token in tokens]
-            answer = msgspec.structs.replace(answer, completion_probabilities=likely)
-        return answer
+            fields["completion_probabilities"] = [_logprob(t.chosen, t.top) for t in tokens]
+        is_last = finished is not None
+        return LlamaAnswer(index=index, content=text, stop=is_last, model=self._model, **fields)
 
-    def _finish(self, answer: LlamaAnswer, finished: Finished) -> LlamaAnswer:
-        prompt = self._prompts[answer.index]
-        return msgspec.structs.replace(
-            answer,
-            stop=True,
-            tokens_predicted=finished.usage.completion_tokens,
-            tokens_evaluated=finished.usage.prompt_tokens,
-            tokens_cached=finished.usage.cached_tokens,
-            prompt=prompt if isinstance(prompt, str) else msgspec.UNSET,
-            generation_settings=self._settings,
-            truncated=False,
-            stop_type=_stop_type(finished),
-            stopping_word=finished.stop_sequence or "",
-            timings=wire_timings(finished.usage, finished.timings),
-        )
+    def _statistics(self, index: int, finished: Finished) -> dict[str, Any]:
+        """Return the fields that only the last event of an answer has."""
+        prompt, body = self._prompts[index], self._body
+        sampling = sampling_of(_with_biases(body), self._info.sampling)
+        limits = {"n_predict": body.n_predict, "max_tokens": body.n_predict, "stop": body.stop or []}
+        stop_type = "eos" if finished.stop_sequence is None else "word"
+        return {
+            "tokens_predicted": finished.usage.completion_tokens,
+            "tokens_evaluated": finished.usage.prompt_tokens,
+            "tokens_cached": finished.usage.cached_tokens,
+            "prompt": prompt if isinstance(prompt, str) else msgspec.UNSET,
+            "generation_settings": msgspec.to_builtins(sampling, str_keys=True) | limits,
+            "truncated": False,
+            "stop_type": "limit" if finished.is_cut_short else stop_type,
+            "stopping_word": finished.stop_sequence or "",
+            "timings": wire_timings(finished.usage, finished.timings),
+        }
 
 
 def _logprob(token: Logprob, top: Sequence[Logprob]) -> LlamaLogprob:
     return LlamaLogprob(
         id=token.token_id,
-        token=token.piece.decode("utf-8", "replace"),
-        bytes=list(token.piece),
-        logprob=max(token.logprob, -9999.0),
+        **logprob_fields(token),
         top_logprobs=[_logprob(other, ()) for other in top] or msgspec.UNSET,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -23,15 +22,15 @@ from edgeinfer.runtime.options import EngineInfo, ReplicasInfo
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.server.connection import unless, until_disconnected
 from edgeinfer.server.context import RequestContext, engine_call, json_reply, with_engine
-from edgeinfer.server.dialect import Dialect, RouteTable, wire_timings
+from edgeinfer.server.dialect import Dialect, Renderer, RouteTable, wire_timings
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.generation_response import answer
 from edgeinfer.server.native import llama_routes, wire
-from edgeinfer.server.openai.render import ERRORS, ChatRenderer, finish_reason
-from edgeinfer.server.openai.wire import ChatRequest, ErrorReply
+from edgeinfer.server.openai.chat import ERRORS, finish_reason
+from edgeinfer.server.openai.wire import ErrorReply
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_body import decode, decode_query
-from edgeinfer.server.request_fields import common_fields, override_sampling, seed_of, stop_strings
+from edgeinfer.server.request_fields import common_fields
 from edgeinfer.server.wire_types import ModelFields, PromptUsage
 
 ROUTES = RouteTable()
@@ -147,50 +146,45 @@ def _piece(raw: bytes) -> str | list[int]:
         return list(raw)
 
 
-class _InferRenderer(ChatRenderer):
+class _InferRenderer(Renderer):
+    def __init__(self, context: RequestContext, body: wire.InferQuery, info: EngineInfo) -> None:
+        self._model = context.model
+
     def whole(self, answers: list[CollectedAnswer]) -> bytes:
         (answer,) = answers
         finished = answer.finish
         reply = wire.InferReply(
             result=answer.text,
-            model=self.model,
+            model=self._model,
             finish_reason=finish_reason(finished),
             timings=wire_timings(finished.usage, finished.timings),
         )
         return msgspec.json.encode(reply)
 
 
-def infer_request(body: wire.InferQuery, info: EngineInfo) -> GenerateRequest:
+def infer_requests(body: wire.InferQuery, info: EngineInfo) -> list[GenerateRequest]:
     """Make a request with one user turn, and the client's or else the model's system prompt."""
     system = info.system_prompt if body.system is None else body.system
     turns = [Message(role="system", content=system)] if system else []
-    sampling = override_sampling(info.sampling, seed=seed_of(body.seed), temperature=body.temperature)
-    user = Message(role="user", content=body.prompt)
-    stop = stop_strings(body.stop) if isinstance(body, wire.InferRequest) else ()
-    shared: dict[str, Any] = {"sampling": sampling, "stop": stop, **common_fields(body)}
+    shared = common_fields(body, info)
     if not info.has_chat_template:
         max_tokens = 256 if body.max_tokens is None else body.max_tokens
-        return GenerateRequest(prompt=body.prompt, max_tokens=max_tokens, **shared)
-    return GenerateRequest(messages=(*turns, user), max_tokens=body.max_tokens, **shared)
+        return [GenerateRequest(prompt=body.prompt, max_tokens=max_tokens, **shared)]
+    turns.append(Message(role="user", content=body.prompt))
+    return [GenerateRequest(messages=tuple(turns), max_tokens=body.max_tokens, **shared)]
 
 
 @ROUTES.get("/infer", query=wire.InferQuery, reply=wire.InferReply, uses_model=True)
 @ROUTES.post("/infer", body=wire.InferRequest, reply=wire.InferReply)
 async def infer(context: RequestContext) -> Response:
     """Answer one prompt from the query (`curl -d '' …/infer?prompt=Hello`) or the body."""
-    request, chat = context.request, ChatRequest(messages=[])
+    request = context.request
     body = (
         decode_query(context, wire.InferQuery)
         if request.method != "POST" or request.query_params
         else await decode(context, wire.InferRequest)
     )
-    return await answer(
-        context,
-        body,
-        lambda info: [infer_request(body, info)],
-        lambda model, info: _InferRenderer(context.id, model, info, chat),
-        stream=False,
-    )
+    return await answer(context, body, infer_requests, _InferRenderer, stream=False)
 
 
 @ROUTES.post("/v1/models/{id}/unload", uses_model=False, is_admin=True)

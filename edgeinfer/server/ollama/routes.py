@@ -1,30 +1,40 @@
-"""Ollama's routes. Clients may pull and delete models only with `edgeinfer serve --ollama`."""
+"""Ollama's other routes (models and embeddings), and its dialect.
+
+Clients may pull and delete models only with `edgeinfer serve --ollama`.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.responses import Response, StreamingResponse
 
 from edgeinfer import __version__
-from edgeinfer.errors import InvalidRequestError
+from edgeinfer.config.sampling_options import BY_FIELD
+from edgeinfer.errors import EdgeInferError, InvalidRequestError
 from edgeinfer.models import lookup
 from edgeinfer.models.progress import PullProgress
+from edgeinfer.runtime.chat_format import reasoning
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.runtime.options import EngineInfo, ModelFiles
+from edgeinfer.runtime.requests import Sampling
 from edgeinfer.server.connection import unless, until_disconnected
 from edgeinfer.server.context import RequestContext, engine_call, json_reply
 from edgeinfer.server.dialect import Dialect, RouteTable, stamp
-from edgeinfer.server.generation_response import answer
+from edgeinfer.server.model_entry import LoadedReply
 from edgeinfer.server.model_names import ollama_name
-from edgeinfer.server.model_pool import AvailableModel, LoadedReply, ModelAdministrator
-from edgeinfer.server.ollama import render, translate, wire
+from edgeinfer.server.model_pool import AvailableModel, ModelAdministrator
+from edgeinfer.server.ollama import chat, wire
+from edgeinfer.server.ollama.chat import durations
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.pulling import Reports, reports_of, source_of
+
+if TYPE_CHECKING:
+    from edgeinfer.models.gguf import GgufHeader
 
 ROUTES = RouteTable()
 
@@ -32,57 +42,6 @@ ROUTES = RouteTable()
 API_VERSION = "0.13.4"
 #: `expires_at` (s from now) of a model that is never unloaded, as Ollama reports it.
 _FOR_EVER_S = 100 * 365 * 86_400.0
-
-
-@ROUTES.post("/api/chat", reply=wire.OllamaChatReply, streams=True)
-async def chat(context: RequestContext, body: wire.OllamaChatRequest) -> Response:
-    """Answer a conversation."""
-    if not body.messages:
-        return await _load_or_unload(context, body, is_chat=True)
-    return await _answer(context, body, lambda info: translate.chat(body, info), is_chat=True)
-
-
-@ROUTES.post("/api/generate", reply=wire.OllamaGenerateReply, streams=True)
-async def generate(context: RequestContext, body: wire.OllamaGenerateRequest) -> Response:
-    """Answer a prompt, continue a raw prompt, or write the text before a suffix."""
-    if not (body.prompt or body.suffix):
-        return await _load_or_unload(context, body, is_chat=False)
-    return await _answer(context, body, lambda info: translate.generate(body, info), is_chat=False)
-
-
-async def _answer(
-    context: RequestContext,
-    body: wire.OllamaFields,
-    request: Callable[[EngineInfo], GenerateRequest],
-    *,
-    is_chat: bool,
-) -> Response:
-    def requests(info: EngineInfo) -> list[GenerateRequest]:
-        context.ignore(translate.ignored_num_ctx(body.options, info))
-        return [request(info)]
-
-    return await answer(
-        context,
-        body,
-        requests,
-        lambda model, info: render.OllamaRenderer(body.model, context, is_chat=is_chat),
-        stream=body.stream is not False,
-    )
-
-
-async def _load_or_unload(
-    context: RequestContext, body: wire.OllamaFields, *, is_chat: bool
-) -> Response:
-    models = context.endpoint.models
-    context.name_model(body.model)
-    keep_alive_s = context.keep_alive_s(body.keep_alive)
-    if keep_alive_s == 0:
-        await models.unload(context.model)
-    else:
-        (await models.acquire(context.model, keep_alive_s)).release()
-    reason, load_ns = "unload" if keep_alive_s == 0 else "load", int(context.seconds * 1e9)
-    renderer = render.OllamaRenderer(body.model, context, is_chat=is_chat)
-    return json_reply(renderer.piece(done=True, done_reason=reason, load_duration=load_ns))
 
 
 @ROUTES.post("/api/embed")
@@ -99,7 +58,7 @@ def embed(
         model=body.model,
         embeddings=[_shorten(vector, body.dimensions) for vector in vectors],
         prompt_eval_count=context.prompt_tokens,
-        **render.durations(context),
+        **durations(context),
     )
 
 
@@ -131,7 +90,37 @@ def _shorten(vector: Sequence[float], dimensions: int | None) -> list[float]:
 @ROUTES.get("/api/tags")
 async def tags(context: RequestContext) -> wire.OllamaTags:
     """List the pulled models."""
-    return render.list_models(await context.endpoint.in_thread(context.endpoint.models.list_available))
+    models = await context.endpoint.in_thread(context.endpoint.models.list_available)
+    names = {model.name for model in models}
+    rows = [_model_row(model, ollama_name(model.name, names)) for model in models]
+    return wire.OllamaTags(models=rows)
+
+
+def _model_row(model: AvailableModel, name: str) -> wire.ListedModel:
+    return wire.ListedModel(
+        name=name,
+        model=name,
+        modified_at=stamp(model.created),
+        size=model.size_bytes,
+        digest=model.sha256,
+        details=_details(model),
+    )
+
+
+def _details(model: AvailableModel, info: EngineInfo | None = None) -> wire.ModelDetails:
+    family = model.architecture or (info.architecture if info else "")
+    return wire.ModelDetails(
+        family=family,
+        families=[family] if family else [],
+        parameter_size=_size(model.n_params or (info.n_params if info else 0)),
+        quantization_level=model.quantization,
+    )
+
+
+def _size(n_params: int) -> str:
+    if not n_params:
+        return ""
+    return f"{n_params / 1e9:.1f}B" if n_params >= 1e9 else f"{n_params / 1e6:.1f}M"
 
 
 @ROUTES.post("/api/show", uses_model=False)
@@ -139,8 +128,110 @@ async def show(context: RequestContext, body: wire.OllamaShowRequest) -> wire.Ol
     """Describe a model and its capabilities."""
     model = await _find_model(context, body.model_name())
     info = context.endpoint.models.info(model.name)
-    shown: wire.OllamaShowReply = await context.endpoint.in_thread(render.describe, model, info)
+    shown: wire.OllamaShowReply = await context.endpoint.in_thread(_describe, model, info)
     return shown
+
+
+_FIM_KEY = "tokenizer.ggml.fim_pre_token_id"
+
+
+def _describe(model: AvailableModel, info: EngineInfo | None) -> wire.OllamaShowReply:
+    """Describe a model for /api/show. Without `info` (not loaded), read its file's header."""
+    files, licence = _files(model.name)
+    header = _header(files)
+    metadata = _metadata(header, info)
+    template = (files.chat_template if files else None) or (header.chat_template if header else "")
+    return wire.OllamaShowReply(
+        parameters=_parameters(files),
+        template=template,
+        details=_details(model, info),
+        model_info=metadata,
+        capabilities=_capabilities(info or _guess(template, metadata, files)),
+        modified_at=stamp(model.created),
+        license=licence,
+        system=files.system_prompt if files else "",
+    )
+
+
+def _files(name: str) -> tuple[ModelFiles | None, str]:
+    # imported here, because few endpoints get /api/show requests
+    from edgeinfer.models.external_stores import stores
+    from edgeinfer.models.reference import resolve
+
+    try:
+        ref = resolve(name)
+        # `ref.files()` would hash the whole file, which can wait until the model is loaded
+        if ref.external is not None:
+            return stores.describe_files(ref.external), ""
+        return ref.files(), ref.entry.licence if ref.entry else ""
+    except EdgeInferError:
+        return None, ""
+
+
+def _header(files: ModelFiles | None) -> GgufHeader | None:
+    from edgeinfer.models.gguf import read_header  # imported here: few endpoints get /api/show requests
+
+    try:
+        return read_header(files.paths[0]) if files else None
+    except EdgeInferError:
+        return None
+
+
+def _metadata(header: GgufHeader | None, info: EngineInfo | None) -> dict[str, Any]:
+    """Return the GGUF metadata; `llama.context_length` and the like are the loaded context."""
+    metadata: dict[str, Any] = {}
+    if header is not None:
+        metadata = {key: _plain(value) for key, value in header.metadata.items()}
+        metadata["general.parameter_count"] = header.n_params
+    if info is not None:
+        metadata.setdefault("general.architecture", info.architecture)
+        metadata.setdefault("general.parameter_count", info.n_params)
+    family = metadata.get("general.architecture", "")
+    metadata.setdefault("general.basename", metadata.get("general.name", family))
+    context_key = f"{family}.context_length"
+    if info is not None and info.n_ctx:
+        metadata[context_key] = min(info.n_ctx, metadata.get(context_key) or info.n_ctx)
+    metadata.pop("tokenizer.chat_template", None)
+    return metadata
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool) else None
+
+
+def _capabilities(info: EngineInfo) -> list[str]:
+    capabilities = {
+        "completion": info.can_generate,
+        "tools": info.can_generate and bool(info.tool_format),
+        "thinking": info.can_think,
+        "insert": info.can_infill,
+        "vision": info.can_see,
+        "embedding": info.can_embed and not info.can_generate,
+    }
+    return [name for name, has in capabilities.items() if has]
+
+
+def _guess(template: str, metadata: dict[str, Any], files: ModelFiles | None) -> EngineInfo:
+    embeds = any(key.endswith((".pooling_type", ".classifier.output_labels")) for key in metadata)
+    return EngineInfo(
+        model="",
+        can_generate=not embeds,
+        can_embed=embeds,
+        can_think=bool(template) and reasoning.detect(template)[1],
+        can_infill=_FIM_KEY in metadata,
+        can_see=bool(files and files.projector),
+        tool_format="by its template" if template else "",
+    )
+
+
+def _parameters(files: ModelFiles | None) -> str:
+    if files is None:
+        return ""
+    base = msgspec.structs.asdict(Sampling())
+    sampling = msgspec.structs.asdict(files.sampling)
+    lines = [f"{name} {sampling[name]}" for name in BY_FIELD if sampling[name] != base[name]]
+    lines += [f"stop {msgspec.json.encode(text).decode()}" for text in files.stop]
+    return "\n".join(lines)
 
 
 @ROUTES.get("/api/ps")
@@ -165,7 +256,7 @@ def _running(loaded: LoadedReply, info: EngineInfo, pulled: AvailableModel) -> w
         model=name,
         size=loaded.size_bytes,
         digest=pulled.sha256 or info.sha256,
-        details=render.details(pulled, info),
+        details=_details(pulled, info),
         expires_at=stamp(time.time() + left_s),
         size_vram=0,
         context_length=info.n_ctx,
@@ -223,7 +314,7 @@ async def _progress_lines(
     except Exception as error:  # noqa: BLE001  the status is sent, so the stream itself must report any failure
         problem = context.endpoint.problem_of(error, context.id)
         context.outcome = problem.code or "error"
-        last = render.error_line(problem, context.id)
+        last = error_line(problem, context.id)
     finally:
         await reports.aclose()
     yield last
@@ -273,14 +364,37 @@ async def _find_model(context: RequestContext, name: str) -> AvailableModel:
     return next((model for model in pulled if model.name == resolved), AvailableModel(name=resolved))
 
 
+#: `Problem.code` → beginning of Ollama's error text, which clients search for.
+_PREFIXES = {
+    "model_not_found": "model not found: ",
+    "context_length_exceeded": "the input length exceeds the context length: ",
+}
+
+
+def error_body(problem: Problem, request_id: str) -> bytes:
+    """Encode `{"error": "…"}`. Ollama's error has no field for `request_id`."""
+    prefix = _PREFIXES.get(problem.code or "", "")
+    return msgspec.json.encode(wire.OllamaError(error=prefix + problem.message))
+
+
+def error_line(problem: Problem, request_id: str) -> bytes:
+    """Encode the error as the last line of a stream."""
+    return error_body(problem, request_id) + b"\n"
+
+
+def waiting_line(text: str) -> bytes:
+    """Return a space, which keeps a stream alive while the model loads: JSON lines have no comments."""
+    return b" "
+
+
 OLLAMA = Dialect(
     name="ollama",
     error_type=wire.OllamaError,
-    error_body=render.error_body,
-    error_events=render.error_line,
+    error_body=error_body,
+    error_events=error_line,
     stream_type="application/x-ndjson",
-    comment=render.waiting_line,
+    comment=waiting_line,
     prefix="/api/",
     checks_body_type=False,
-    operations=ROUTES,
+    operations=[*chat.ROUTES, *ROUTES],
 )

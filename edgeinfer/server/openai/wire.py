@@ -1,4 +1,4 @@
-"""JSON types of OpenAI's chat completions, completions, embeddings and models.
+"""JSON types of OpenAI's chat completions and completions.
 
 Source: OpenAI's OpenAPI document. Additional fields (`top_k`, `grammar`, `keep_alive`, …) have the
 names of llama.cpp's and vLLM's servers.
@@ -15,9 +15,7 @@ from msgspec import Meta
 from edgeinfer.server.wire_types import (
     Effort,
     JsonObject,
-    ModelFields,
     OpenAITemperature,
-    PromptUsage,
     ReasoningBudget,
     RepeatPenalty,
     Reply,
@@ -89,6 +87,13 @@ class FunctionCall(Wire, frozen=True, kw_only=True):
 
     name: ToolName
     arguments: Text | JsonObject
+
+    @property
+    def json_arguments(self) -> str:
+        """The arguments as JSON text."""
+        if isinstance(self.arguments, str):
+            return self.arguments
+        return msgspec.json.encode(self.arguments).decode()
 
 
 class ToolCallParam(Wire, frozen=True, tag="function", tag_field="type"):
@@ -294,8 +299,8 @@ class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
 
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
-#: A text, a list of texts, a list of token ids, or a list of such lists. `translate.prompts` refuses
-#: mixed lists.
+#: A text, a list of texts, a list of token ids, or a list of such lists. `prompts_of` refuses mixed
+#: lists.
 Prompt = Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
 
 
@@ -307,14 +312,6 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     suffix: Text | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
-
-
-class EmbeddingRequest(ModelFields, frozen=True, kw_only=True):
-    """POST /v1/embeddings."""
-
-    input: Prompt
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
 
 
 class ErrorBody(Reply, frozen=True, kw_only=True):
@@ -441,81 +438,3 @@ class Completion(CompletionFields, frozen=True, kw_only=True):
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
-
-
-class Embedding(Reply, frozen=True, kw_only=True):
-    index: int
-    embedding: list[float] | str
-    object: Literal["embedding"] = "embedding"
-
-
-class EmbeddingReply(Reply, frozen=True, kw_only=True):
-    """Response of POST /v1/embeddings."""
-
-    data: list[Embedding]
-    model: str
-    usage: PromptUsage
-    object: Literal["list"] = "list"
-
-
-class ModelMeta(Reply, frozen=True, kw_only=True):
-    """Metadata of a model, as in llama.cpp's server: its training context (tokens)."""
-
-    n_ctx_train: int = 0
-
-
-class ModelArchitecture(Reply, frozen=True, kw_only=True):
-    """Kinds of input and output of a model, as OpenRouter's list of models has them."""
-
-    input_modalities: list[str]
-    output_modalities: list[str] = msgspec.field(default_factory=lambda: ["text"])
-
-
-class ModelCard(Reply, frozen=True, kw_only=True):
-    """A model that requests may name.
-
-    `state` is "cold", "loading" or "loaded"; `size_bytes` is the size of its files. `alias_of` is the
-    model's own name if `id` is an alias, else "". `n_ctx` is the context size (tokens), 0 until the
-    model is loaded.
-
-    Clients look for the context size under different names: `max_model_len` (vLLM), `context_length`
-    (OpenRouter), `max_input_tokens` (Anthropic). Before the model is loaded, they have the context of
-    its training. `type`, `display_name` and `created_at` are Anthropic's.
-    """
-
-    id: str
-    created: int
-    owned_by: str = "local"
-    object: Literal["model"] = "model"
-    type: Literal["model"] = "model"
-    display_name: str = ""
-    created_at: str = ""
-    state: str = "cold"
-    size_bytes: int = 0
-    n_ctx: int = 0
-    max_model_len: int = 0
-    context_length: int = 0
-    max_input_tokens: int = 0
-    meta: ModelMeta = ModelMeta()
-    architecture: ModelArchitecture
-    sha256: str = ""
-    alias_of: str = ""
-
-
-class ModelCapabilities(Reply, frozen=True, kw_only=True):
-    """Capabilities of a model, as in llama.cpp's server: "multimodal" if it accepts pictures."""
-
-    name: str
-    model: str
-    capabilities: list[str]
-
-
-class ModelList(Reply, frozen=True, kw_only=True):
-    """Response of GET /v1/models, with OpenAI's, llama.cpp's and Anthropic's fields in one page."""
-
-    data: list[ModelCard]
-    models: list[ModelCapabilities]
-    object: Literal["list"] = "list"
-    has_more: bool = False
-    first_id: str
-    last_id: str

@@ -8,7 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from edgeinfer.server.openai.wire import FunctionTool, JsonObjectFormat, RefusalPart, TextFormat
+from edgeinfer.server.openai.wire import (
+    FunctionTool,
+    InputTextPart,
+    JsonObjectFormat,
+    RefusalPart,
+    TextFormat,
+    TextPart,
+)
 from edgeinfer.server.wire_types import (
     Effort,
     GenerationFields,
@@ -25,19 +32,8 @@ from edgeinfer.server.wire_types import (
     WireTimings,
 )
 
-_OTHER_PARTS = {"input_audio": "audio input is not supported"}
 #: The only supported value of `include`.
 LOGPROBS = "message.output_text.logprobs"
-
-
-class InputText(Wire, frozen=True, tag="input_text", tag_field="type"):
-    other_types: ClassVar[Mapping[str, str]] = _OTHER_PARTS
-
-    text: Text
-
-
-class PlainText(InputText, frozen=True, tag="text", tag_field="type"):
-    """A text part with the `type` of the chat completions API."""
 
 
 class InputImage(Wire, frozen=True, tag="input_image", tag_field="type"):
@@ -74,7 +70,7 @@ class SummaryText(Wire, frozen=True, tag="summary_text", tag_field="type"):
     text: Text
 
 
-InputPart = InputText | PlainText | InputImage | InputFile
+InputPart = InputTextPart | TextPart | InputImage | InputFile
 MessageContent = str | Annotated[list[InputPart | OutputText | RefusalPart], Meta(max_length=1024)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -280,15 +276,18 @@ class ResponseError(Reply, frozen=True, kw_only=True):
     message: str
 
 
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
 class ResponseReply(Reply, frozen=True, kw_only=True):
     """Response of POST /v1/responses."""
 
     id: str
     created_at: int
     model: str
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    output: list[OutputItem]
-    usage: ResponseUsage | None
+    status: ResponseStatus
+    output: list[OutputItem] = msgspec.field(default_factory=list)
+    usage: ResponseUsage | None = None
     tools: list[dict[str, Any]]
     tool_choice: str | dict[str, Any]
     parallel_tool_calls: bool

@@ -28,8 +28,7 @@ from edgeinfer.platform import paths
 from edgeinfer.server.context import RequestContext, json_reply
 from edgeinfer.server.dialect import Dialect, RouteTable
 from edgeinfer.server.model_pool import AvailableModel
-from edgeinfer.server.openai.render import ERRORS
-from edgeinfer.server.openai.routes import chat_completions
+from edgeinfer.server.openai.chat import ERRORS, chat_completions
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.web import wire
 from edgeinfer.server.web.access import PATH, Access, Web, user_of

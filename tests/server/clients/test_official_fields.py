@@ -13,7 +13,8 @@ import pytest
 from typing_extensions import get_type_hints, is_typeddict
 
 from edgeinfer.server.anthropic.wire import MessagesRequest
-from edgeinfer.server.openai.wire import ChatRequest, CompletionRequest, EmbeddingRequest
+from edgeinfer.server.openai.routes import EmbeddingRequest
+from edgeinfer.server.openai.wire import ChatRequest, CompletionRequest
 from edgeinfer.server.request_body import declaration_of
 from edgeinfer.server.responses.wire import ResponsesRequest
 

@@ -2,15 +2,19 @@
 
 import itertools
 import json
+import threading
+from types import SimpleNamespace
 
 import pytest
-from fake_engine import FakeEngine, StepGate
+from fake_engine import DEFAULT_INFO, FakeEngine, StepGate
 from least_requests import STREAMING
 
 from edgeinfer.errors import ContextLengthError, from_fields, to_fields
 from edgeinfer.runtime.events import Progress
-from edgeinfer.server.anthropic.render import MessageRenderer
+from edgeinfer.server.anthropic.messages import MessageRenderer
+from edgeinfer.server.anthropic.wire import MessagesRequest
 from edgeinfer.server.limits import Limits
+from edgeinfer.server.model_entry import LoadedEngine
 
 TOO_LONG = ContextLengthError(
     "the prompt has 9 tokens and the context 8, which must hold the answer too",
@@ -72,7 +76,8 @@ def test_pause_between_tokens_is_bridged_and_called_by_its_name(serve, path):
 
 
 def test_a_message_begins_once_its_prompt_is_known():
-    renderer = MessageRenderer("msg_1", "fake")
+    context = SimpleNamespace(plain_id="1", model="fake")
+    renderer = MessageRenderer(context, MessagesRequest(messages=[], max_tokens=1), DEFAULT_INFO)
     assert renderer.opening() + renderer.event(0, Progress(0, 9, queued=True)) == b""
     opening = renderer.event(0, Progress(2, 9))
     usage = json.loads(opening.partition(b"data: ")[2].partition(b"\n")[0])["message"]["usage"]
@@ -104,3 +109,22 @@ def test_context_length_error_keeps_its_numbers_across_processes():
     received = from_fields(to_fields(TOO_LONG))
     assert isinstance(received, ContextLengthError)
     assert (received.n_tokens, received.n_ctx, received.param) == (9, 8, "messages")
+
+
+def test_a_field_refused_while_the_model_loads_is_an_error_event(serve):
+    loading = threading.Event()
+
+    def load(name, progress):
+        if name == "slow":
+            loading.wait(60)
+        return LoadedEngine(engine=FakeEngine())
+
+    live_server = serve(load=load, names=("fake", "slow"), limits=Limits(patience_s=0.02))
+    body = {"model": "slow", "prompt": "p", "logit_bias": [[5, True]], "stream": True}
+    try:
+        with live_server.client.stream("POST", "/completion", json=body) as answer:
+            loading.set()
+            (error,) = _events(answer.iter_lines(), 1)
+    finally:
+        loading.set()
+    assert (answer.status_code, error["error"]["param"]) == (200, "logit_bias")
