@@ -103,7 +103,8 @@ def open_model(
     libllama.clear_log()
     names = (ctypes.c_char_p * len(paths))(*(os.fsencode(path) for path in paths))
     is_too_large = sum(map(os.path.getsize, paths)) > read_memory().available_bytes
-    with _without_prefetch() if is_too_large else contextlib.nullcontext():
+    has_known_structs = libllama.is_expected_version()
+    with _without_prefetch() if is_too_large and has_known_structs else contextlib.nullcontext():
         model = libllama.call(llama.llama_model_load_from_splits, names, len(paths), params)
     if not model:
         raise ModelLoadError(f"llama.cpp could not load {paths[0]}: {libllama.recent_reason()}")
@@ -113,19 +114,12 @@ def open_model(
 @contextlib.contextmanager
 def _without_prefetch() -> Iterator[None]:
     """Keep llama.cpp from reading the mapped files at once, by pretending that the machine has NUMA."""
-    if not libllama.is_expected_version():
-        yield
-        return
     device = libllama.ggml_library().ggml_backend_dev_by_type(_CPU)
     registry = _Registry.from_address(libllama.base_library().ggml_backend_dev_backend_reg(device))
     original = _GET_FUNCTION(registry.get_proc_address)
     yes = ctypes.CFUNCTYPE(ctypes.c_bool)(lambda: True)
-
-    def get_function(address: int, name: bytes) -> Any:
-        is_asked = name == b"ggml_backend_cpu_is_numa"
-        return ctypes.cast(yes, ctypes.c_void_p).value if is_asked else original(address, name)
-
-    own = _GET_FUNCTION(get_function)
+    replaced = {b"ggml_backend_cpu_is_numa": ctypes.cast(yes, ctypes.c_void_p).value}
+    own = _GET_FUNCTION(lambda address, name: replaced.get(name) or original(address, name))
     with replace_function(registry, "get_proc_address", own):
         yield
 
