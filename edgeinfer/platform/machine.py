@@ -9,7 +9,6 @@ too: above it the kernel slows the processes down. Standard library only.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import time
@@ -151,14 +150,11 @@ def read_rate(path: str | os.PathLike[str]) -> float:
     """Measure a disk's speed (bytes/s) with `path`, uncached, in 0.4 s; 0.0 if that is impossible."""
     from concurrent.futures import ThreadPoolExecutor
 
-    def read_blocks(fd: int) -> int:
-        n_bytes = 0
-        with contextlib.closing(mmap.mmap(-1, _RATE_BLOCK)) as block:  # O_DIRECT requires whole pages
-            for offset in offsets:  # next() of a range is atomic
-                n_bytes += os.preadv(fd, [block], offset)
-                if time.perf_counter() - began > _RATE_S:
-                    break
-        return n_bytes
+    def read_block(offset: int) -> int:
+        if time.perf_counter() - began > _RATE_S:
+            return 0
+        with mmap.mmap(-1, _RATE_BLOCK) as block:  # O_DIRECT requires whole pages
+            return os.preadv(fd, [block], offset)
 
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
@@ -167,10 +163,9 @@ def read_rate(path: str | os.PathLike[str]) -> float:
     try:
         size = os.fstat(fd).st_size
         start = max(0, size - _RATE_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
-        offsets = iter(range(start, size, _RATE_BLOCK))
         began = time.perf_counter()
         with ThreadPoolExecutor(_RATE_THREADS) as pool:
-            n_bytes = sum(pool.map(read_blocks, [fd] * _RATE_THREADS))
+            n_bytes = sum(pool.map(read_block, range(start, size, _RATE_BLOCK)))
         return n_bytes / max(1e-9, time.perf_counter() - began)
     except OSError:
         return 0.0
