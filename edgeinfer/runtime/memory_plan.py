@@ -153,9 +153,9 @@ _FALLBACK_CTX = 4096
 _USEFUL_KV_BYTES = 1 << 30
 #: Memory (bytes) of the process besides the model.
 _PROCESS_BYTES = 64 << 20
-#: Smallest ring buffer (bytes) for streamed weights. It holds two of the largest weights, so that one
-#: is read while the other is multiplied.
-_RING_BYTES = 64 << 20
+#: Least memory (bytes) for streamed weights. It holds two of the largest ones, so that one is read while
+#: the other is multiplied; each takes up to two pages (of 64 KiB) more than its size.
+_RING_BYTES, _PADDING_BYTES = 64 << 20, 128 << 10
 #: Memory that streaming leaves free: this many bytes, but at least 1/20 of all.
 _STREAMING_MARGIN_BYTES, _STREAMING_MARGIN_SHARE = 100_000_000, 20
 #: Shortest automatic context (tokens, in f16) of a model with streamed weights; it may take an eighth
@@ -178,8 +178,8 @@ class StreamingPlan:
     """The division (bytes) of weights that do not fit into memory.
 
     `pinned_bytes` of the mapped file stay in memory. The other weights of a dense model,
-    `streamed_bytes`, are read from the disk at every step, into a ring of `ring_bytes`. A mixture pins
-    everything except experts, and reads experts into slots of `expert_bytes` (0 for a dense model).
+    `streamed_bytes`, are read from the disk at every step; `ring_bytes` hold those that are used next.
+    A mixture pins everything except experts, and caches experts in `expert_bytes` (0 for a dense model).
     """
 
     pinned_bytes: int
@@ -334,7 +334,7 @@ def plan_streaming(shape: Shape, available_bytes: int, context_bytes: int) -> St
         slots = min(weights_budget - dense_bytes, shape.expert_bytes)
         least = shape.used_expert_bytes // max(1, shape.n_layer)
         return StreamingPlan(dense_bytes, 0, slots, 0) if slots >= least else None
-    ring = max(_RING_BYTES, 2 * shape.layer_tensor_bytes)
+    ring = max(_RING_BYTES, 2 * (shape.layer_tensor_bytes + _PADDING_BYTES))
     pinned = min(weights_budget - ring, dense_bytes)
     if pinned < shape.embedding_bytes:
         return None

@@ -14,8 +14,6 @@ import msgspec
 
 #: Bytes per element of the KV cache.
 _KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-#: Bytes per weight of a layer's finest tensor are assumed to be at most this many times the mean.
-_FINER = 1.5
 #: Matches llama.cpp's names of expert weights.
 _EXPERT_WEIGHT = re.compile(r"_(ch)?exps\.weight$")
 #: Elements per block of a quantized KV type.
@@ -52,7 +50,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     - embedding_bytes, expert_bytes: the parts of the token table and of all experts in `weights_bytes`.
     - unread_bytes: size of a token table of which a token reads one row, because the output is a
       separate tensor; 0 if unknown.
-    - layer_tensor_bytes: size of the largest weight that is not an expert, about.
+    - layer_tensor_bytes: size of the largest weight of a layer that is not an expert; 0 if unknown.
     """
 
     weights_bytes: int
@@ -150,7 +148,6 @@ def make_shape(
         n_layer=keys.number("block_count"),
         embedding_bytes=int(weights_bytes * min(1.0, n_vocab * n_embd / max(1, n_params))),
         expert_bytes=int(weights_bytes * experts),
-        layer_tensor_bytes=int(_FINER * weights_bytes * n_embd * n_ff / n_params) if n_params else 0,
     )
 
 
