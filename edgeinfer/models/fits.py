@@ -62,8 +62,6 @@ _FIRST_RUN_MODELS = """
 _MEMORY_SHARE = 0.95
 #: For a model larger than memory, 1 / this of the memory is reserved for the context.
 _CONTEXT_SHARE = 8
-#: Smallest file (bytes) on which the disk's speed is measured.
-_LEAST_FILE_BYTES = 64 << 20
 #: Measured memory bandwidth, by host name, architecture and number of threads.
 _RATES = CacheTable("memory-rate.json", dict[str, MemoryRate])
 
@@ -191,8 +189,7 @@ def disk_rate() -> float:
     Returns 0.0 if that is impossible.
     """
     files = [path for model in list_pulled() for path in model.paths]
-    large_files = [path for path in files if size_or_zero(path) >= _LEAST_FILE_BYTES]
-    return read_rate(max(large_files, key=size_or_zero)) if large_files else 0.0
+    return read_rate(max(files, key=size_or_zero)) if files else 0.0
 
 
 @cache

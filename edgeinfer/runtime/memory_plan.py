@@ -153,8 +153,8 @@ _FALLBACK_CTX = 4096
 _USEFUL_KV_BYTES = 1 << 30
 #: Memory (bytes) of the process besides the model.
 _PROCESS_BYTES = 64 << 20
-#: Least memory (bytes) for streamed weights. It holds two of the largest ones, so that one is read while
-#: the other is multiplied; each takes up to two pages (of 64 KiB) more than its size.
+#: Least memory (bytes) for streamed weights. It holds two of the largest, so that one is read while the
+#: other is multiplied; each takes up to two pages (of 64 KiB) more than its size.
 _RING_BYTES, _PADDING_BYTES = 64 << 20, 128 << 10
 #: Memory that streaming leaves free: this many bytes, but at least 1/20 of all.
 _STREAMING_MARGIN_BYTES, _STREAMING_MARGIN_SHARE = 100_000_000, 20
@@ -178,8 +178,8 @@ class StreamingPlan:
     """The division (bytes) of weights that do not fit into memory.
 
     `pinned_bytes` of the mapped file stay in memory. The other weights of a dense model,
-    `streamed_bytes`, are read from the disk at every step; `ring_bytes` hold those that are used next.
-    A mixture pins everything except experts, and caches experts in `expert_bytes` (0 for a dense model).
+    `streamed_bytes`, are read from the disk at every step; `ring_bytes` hold those used next. A mixture
+    pins everything except experts, and caches experts in `expert_bytes` (0 for a dense model).
     """
 
     pinned_bytes: int
@@ -274,11 +274,9 @@ def _make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> MemoryPl
         fallback = min(_FALLBACK_CTX, shape.n_ctx_train or _FALLBACK_CTX)
         n_ctx = Chosen(options.n_ctx or fallback, refusal)
     n_cells = choose_cells(n_ctx.value, n_parallel.value, per_token, free)
-    n_seq_max = n_parallel.value
-    if not shape.is_recurrent:
-        n_seq_max = min(_MAX_SEQUENCES, n_seq_max + _SPARE_SEQUENCES)
-    else:
-        n_seq_max += 1  # a scratch id for saving and restoring ranges of states (decision 080)
+    n_seq_max = min(_MAX_SEQUENCES, n_parallel.value + _SPARE_SEQUENCES)
+    if shape.is_recurrent:  # a scratch id for saving and restoring ranges of states (decision 080)
+        n_seq_max = n_parallel.value + 1
     n_batch = min(max(options.n_batch, n_parallel.value), n_cells.value)
     # llama.cpp aborts if fewer outputs are allowed than there are sequence ids
     n_outputs = max(n_seq_max, min(n_batch, n_parallel.value * _OUTPUTS_PER_REQUEST))

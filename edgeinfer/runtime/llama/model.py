@@ -155,11 +155,10 @@ def load_model(
         loaded = _with_context(model, meta, shape, options, plan)
         if plan.from_disk:
             loaded.warnings = (disk_warning(shape, machine, plan, read_rate(files.paths[-1])),)
+            loaded.start_streaming(files, plan.streaming)
     except BaseException:
         free_model(model)
         raise
-    if plan.from_disk:
-        loaded.start_streaming(files, plan.streaming)
     loaded.load_ms = (time.perf_counter() - started) * 1000.0
     return loaded
 
