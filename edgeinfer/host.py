@@ -86,6 +86,8 @@ class EngineHost:
         self, start: ProcessStart | None = None, config: Config | None = None, exec_ns: int = 0
     ) -> None:
         self.start = start or ProcessStart(reason="started without the launcher")
+        #: Listening sockets that the launcher has opened for `serve`; empty without a launcher.
+        self.listeners: tuple[socket.socket, ...] = ()
         self._config = config
         self._cache_report = process_metadata.ProcessRecord(process_metadata.CACHE_REPORT)
         self._replicas = process_metadata.ProcessRecord(process_metadata.REPLICAS)
@@ -108,11 +110,6 @@ class EngineHost:
     def loaded_model(self) -> str:
         """Model of the snapshot from which this process was resumed; "" if it was not."""
         return ""
-
-    @property
-    def listeners(self) -> tuple[socket.socket, ...]:
-        """Listening sockets that the launcher has opened for `serve`; empty without a launcher."""
-        return ()
 
     def resolve(self, model: str) -> ModelRef:
         """Resolve a model's name or path. Raises UsageError, CatalogError for a bad record."""
@@ -208,10 +205,6 @@ class EngineHost:
     def worker(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
         """Load `model` in a worker process; without a launcher, here. Raises what `engine` raises."""
         return self.engine(model, options, progress)
-
-    def worker_start(self, engine: Engine) -> ProcessStart | None:
-        """Return how the worker of `engine` started; None if `engine` is in this process."""
-        return None
 
     def listens_at(self, url: str) -> None:
         """Publish the endpoint's URL for `edgeinfer ps`; on a terminal, print it."""

@@ -67,24 +67,27 @@ def serve(options: argparse.Namespace, host: EngineHost) -> ServeOutcome:
     Raises ServeError if the address cannot be bound or the API key file is readable by others, and what
     `EngineHost.resolve` and `EngineHost.files` raise.
     """
-    name, ref = _default_model(options, host)
+    loader = _default_loader(options, host)
     address = pick(options.host, host.config.serve.host), pick(options.port, host.config.serve.port)
     listeners = list(host.listeners) or lifecycle.bind(*address)
     if _speaks_ollama(options, host):
         listeners += _bind_ollama(options, listeners)
     gate = make_gate(options, host, listeners)
-    loader = ModelLoader(options, name, host, ref)
     return asyncio.run(_serve(options, host, loader, listeners, gate))
 
 
-def _default_model(options: argparse.Namespace, host: EngineHost) -> tuple[str, ModelRef | None]:
-    """Return the default model's name and reference (None if this process was resumed with it)."""
-    model: str = options.model or host.config.default_model
-    if model == host.loaded_model:
-        return model, None
-    ref = host.resolve(model)
-    draft = typed_options.load_options(options, host.config.load).draft
-    return host.files(ref, draft=draft).name, ref
+def _default_loader(
+    options: argparse.Namespace, host: EngineHost, *, is_counted: bool = True
+) -> ModelLoader:
+    """Verify the default model. Raises what `EngineHost.resolve` and `EngineHost.files` raise."""
+    typed: str = options.model or host.config.default_model
+    model = typed if typed == host.loaded_model else host.resolve(typed)
+    load_options = typed_options.load_options(options, host.config.load)
+    files = host.files(model, draft=load_options.draft)
+    if not isinstance(model, str):
+        model = msgspec.structs.replace(model, verified=files)
+    load_options = msgspec.structs.replace(load_options, is_counted=is_counted)
+    return ModelLoader(host, files.name, model, load_options)
 
 
 async def _serve(
@@ -162,12 +165,10 @@ def offline_endpoint(
 
     `names` are further models or GGUF files; if there are any, `ps --usage` does not count the answers.
     """
-    ref = host.resolve(options.model or host.config.default_model)
-    name = host.files(ref).name
+    loader = _default_loader(options, host, is_counted=not names)
     stored, also = pulled_models(), [AvailableModel(name=model_name) for model_name in names]
-    loader = ModelLoader(options, name, host, ref, is_counted=not names)
     callbacks = ModelPoolCallbacks(load=loader, list_pulled=lambda: [*stored(), *also])
-    models = ModelPool(callbacks, default=name, keep_alive_s=host.config.serve.keep_alive_s)
+    models = ModelPool(callbacks, default=loader.name, keep_alive_s=host.config.serve.keep_alive_s)
     limits = Limits(max_requests=1_000_000, max_queue=1_000_000)
     endpoint = Endpoint(models, limits, Log("off"), host)
     return endpoint, EndpointApp(endpoint, Gate(keys=keys.Keys([])))
@@ -182,40 +183,34 @@ async def _purge_daily() -> None:
 class ModelLoader:
     """Loads the default model into this process at first, and all later models into workers.
 
-    `ref` is the default model's reference, None if this process was resumed with that model.
+    `name` is the default model's in requests, `model` its reference, or its full name if this process
+    was resumed with it.
     """
 
     def __init__(
-        self,
-        options: argparse.Namespace,
-        name: str,
-        host: EngineHost,
-        ref: ModelRef | None,
-        *,
-        is_counted: bool = True,
+        self, host: EngineHost, name: str, model: str | ModelRef, options: LoadOptions
     ) -> None:
         self.name = name
         self.host = host
-        self._typed = options.model or host.config.default_model
-        self._ref = ref
-        loading = typed_options.load_options(options, host.config.load)
-        self._options = msgspec.structs.replace(loading, is_counted=is_counted)
+        self._model = model
+        self._options = options
         self._loads_here = True
 
     def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
         """Load a model. Runs in a thread. Raises what the host's `engine` and `worker` raise."""
-        if name == self.name and self._loads_here:
-            self._loads_here = False
-            engine = self.host.engine(self._ref or self._typed, self._options, progress)
-            start = self.host.start
-            return LoadedEngine(engine=engine, how=start.how, stages_ms=start.stages_ms)
-        if name == self.name:
+        if name != self.name:
+            return self._worker(name, self._options.for_another_model(), progress)
+        if not self._loads_here:
             return self.worker(progress)
-        return self._worker(name, self._options.for_another_model(), progress)
+        self._loads_here = False
+        engine = self.host.engine(self._model, self._options, progress)
+        start = self.host.start
+        return LoadedEngine(engine=engine, how=start.how, stages_ms=start.stages_ms)
 
     def worker(self, progress: LoadProgress | None = None, **changed: Any) -> LoadedEngine:
         """Load the default model into a worker; `changed` are other load options."""
-        return self._worker(self._typed, msgspec.structs.replace(self._options, **changed), progress)
+        name = self._model if isinstance(self._model, str) else self._model.name
+        return self._worker(name, msgspec.structs.replace(self._options, **changed), progress)
 
     def n_threads(self) -> int:
         """Return the number of decode threads of the default model."""
@@ -223,9 +218,9 @@ class ModelLoader:
 
     def _worker(self, model: str, options: LoadOptions, progress: LoadProgress | None) -> LoadedEngine:
         engine = self.host.worker(model, options, progress)
-        start = self.host.worker_start(engine)
-        if start is None:
+        if not isinstance(engine, RemoteEngine):  # without a launcher, the model was loaded here
             return LoadedEngine(engine=engine)
+        start = engine.start
         return LoadedEngine(engine=engine, where="worker", how=start.how, stages_ms=start.stages_ms)
 
 

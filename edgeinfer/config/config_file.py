@@ -15,7 +15,7 @@ import msgspec
 
 from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption
 from edgeinfer.errors import ConfigError, OfflineError
-from edgeinfer.platform import paths
+from edgeinfer.platform import listening, paths
 
 
 def key_doc(sentence: str, **limits: Any) -> msgspec.Meta:
@@ -104,8 +104,10 @@ PromptRule = Literal["standing", "billing-header", "day", "environment", "note",
 
 
 class ServeConfig(_Section, frozen=True, kw_only=True):
-    host: Annotated[str, key_doc("Address to bind.")] = "127.0.0.1"
-    port: Annotated[int, key_doc("Port to bind; 0 chooses a free port.", ge=0, le=65535)] = 8080
+    host: Annotated[str, key_doc("Address to bind.")] = listening.HOST
+    port: Annotated[int, key_doc("Port to bind; 0 chooses a free port.", ge=0, le=65535)] = (
+        listening.PORT
+    )
     keep_alive_s: Annotated[
         float,
         key_doc("How long an idle model stays loaded (s); 0 unloads it at once, -1 never.", ge=-1),

@@ -27,8 +27,6 @@ class LoadOption:
 
     #: Whether it may be repeated; the values are then joined with commas.
     many = False
-    #: Whether a snapshot with this option is resumed only by launches that name it too.
-    exact = False
     #: Whether config.toml has a key for it.
     is_configured = True
 
@@ -80,7 +78,6 @@ class AdaptersOption(LoadOption):
     """
 
     many = True
-    exact = True
     is_configured = False
 
     def parse(self, text: str) -> Value:
@@ -96,13 +93,15 @@ class AdaptersOption(LoadOption):
 
 
 class ModelOption(LoadOption):
-    """A model's name, or the path of its file, which is made absolute."""
-
-    exact = True
+    """A model's name, in lower case if letter case does not matter, or its file's absolute path."""
 
     def parse(self, text: str) -> Value:
-        is_path = text.startswith(("/", "./", "../", "~")) or text.lower().endswith(".gguf")
-        return os.path.abspath(os.path.expanduser(text)) if is_path else text
+        if paths.is_model_path(text):
+            return paths.absolute_path(text)
+        name = text.lower()
+        if name.startswith(paths.EXTERNAL_PREFIXES) and "//" not in name:
+            return name.removesuffix(":latest")
+        return text if "/" in text else name
 
 
 #: Value for "none, not even those of the catalogue".
@@ -119,7 +118,7 @@ def _adapter(entry: str) -> tuple[str, float]:
     if not -100 <= scale <= 100:  # true for NaN, too
         raise ValueError(f"the scale {tail} is not between -100 and 100")
     if "/" in entry or entry.endswith(".gguf") or entry.startswith("~"):
-        return os.path.abspath(os.path.expanduser(entry)), scale
+        return paths.absolute_path(entry), scale
     return os.path.join(paths.adapters_path(), entry + ".gguf"), scale
 
 
@@ -134,9 +133,6 @@ def adapters_of(text: str) -> dict[str, tuple[str, float]]:
 def name_of_file(path: str) -> str:
     return os.path.splitext(os.path.basename(path))[0]
 
-
-#: Values that leave the choice to the engine, so that any snapshot fits.
-ENGINE_CHOOSES = (0, "auto")
 
 N_CTX = LoadOption(
     "n_ctx",
@@ -229,37 +225,34 @@ LOAD_OPTIONS = (
 
 def snapshot_options(options: object) -> dict[str, str]:
     """Return the options, as field → text, that need a snapshot of their own: those not default."""
-    return {
-        option.field: str(getattr(options, option.field))
-        for option in LOAD_OPTIONS
-        if option.of_snapshot and getattr(options, option.field) != option.default
-    }
+    values = ((option, getattr(options, option.field)) for option in LOAD_OPTIONS if option.of_snapshot)
+    return {option.field: str(value) for option, value in values if value != option.default}
 
 
-def first_difference(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, str]) -> str:
-    """Return the first wanted option that a snapshot does not have, or "".
+def first_difference(
+    wanted: dict[str, str], requested: dict[str, str], actual: dict[str, str], *, is_named: bool = False
+) -> str:
+    """Return the first option in which a launch differs from a snapshot, or "".
 
-    All are dicts of field → text. The snapshot's build was given `requested`, its load chose `actual`.
+    All are dicts of field → text. The launch asks for `wanted`; the snapshot's build was given
+    `requested`, and its load chose `actual`. An option that the launch leaves out must have been left
+    out of the build, too, unless the launch names the snapshot.
     """
-    for name, value in wanted.items():
-        if value not in (requested.get(name), actual.get(name)):
-            return name
+    for field in wanted if is_named else wanted | requested:
+        built_with = filter(None, (requested.get(field), actual.get(field)))
+        if not any(_is_same(wanted.get(field, ""), value) for value in built_with):
+            return field
     return ""
 
 
-def first_mismatch(wanted: dict[str, str], requested: dict[str, str], actual: dict[str, str]) -> str:
-    """Return `first_difference`, or the first `exact` option that only the snapshot has, or ""."""
-    if adapters := first_difference(wanted, requested, actual):
-        return adapters
-    exact = (option.field for option in LOAD_OPTIONS if option.exact)
-    unrequested = (
-        field
-        for field in exact
-        if wanted.get(field) != requested.get(field)
-        # --draft none asks for nothing else if the model has no draft model anyway
-        and not (field not in requested and wanted.get(field) == NO_DRAFT == actual.get(field))
-    )
-    return next(unrequested, "")
+def _is_same(value: str, other: str) -> bool:
+    """Return whether two values are equal, or two paths of one file, such as a link and its target."""
+    if value == other or not (value.startswith("/") and other.startswith("/")):
+        return value == other
+    try:
+        return os.path.samefile(value, other)
+    except OSError:
+        return False
 
 
 def refuse_out_of_range(options: object) -> None:

@@ -70,9 +70,9 @@ class CommandLine:
     def values(self, option: str) -> list[str]:
         return self._values.get(option, [])
 
-    def value(self, option: str) -> str:
-        """Return the last value of an option such as `--ctx`, "" if it was not typed."""
-        return (self.values(option) or [""])[-1]
+    def value(self, option: str, default: object = "") -> str:
+        """Return the last value of an option such as `--port`, `default` if it was not typed."""
+        return (self.values(option) or [str(default)])[-1]
 
     @property
     def first_word(self) -> str:

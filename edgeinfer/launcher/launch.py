@@ -13,10 +13,11 @@ import sys
 import time
 
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.launcher import builds, messages, process_env, supervise
+from edgeinfer.launcher import builds, messages, selection, supervise
 from edgeinfer.launcher.apps import Apps, LaunchedApp, hint_for
+from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.launcher.terminal import Terminal
-from edgeinfer.platform import process
+from edgeinfer.platform import paths
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ class Launcher:
         for number in supervise.FORWARDED:
             _signal.signal(number, self._forward)
         if self.argv[0] == "serve":
-            self._apps.fds += [listener.detach() for listener in process_env.listen(self.argv)]
+            try:
+                self._apps.fds += listen(self.argv)
+            except EdgeInferError as error:
+                _fail(error)
         if self.argv[0] == "chat":
             self._terminal.watch()
         self._start_verb()
@@ -93,7 +97,10 @@ class Launcher:
         self._is_suspending |= number == _signal.SIGTSTP
         for app in self._apps.running:
             if app.request.role == "verb" or number == _signal.SIGCONT:
-                process.quietly(os.kill, app.supervisor.pid, number)
+                app.signal(number)
+            if app.is_stopped and number in _ASKED_TO_END:
+                app.signal(_signal.SIGCONT)  # it ends only after that
+            app.is_stopped &= number != _signal.SIGCONT
         if self._main is None and number in _ASKED_TO_END:
             _end_by_signal(number)
 
@@ -110,8 +117,12 @@ class Launcher:
         event, _, detail = line.partition(" ")
         if event == "restored":
             self._apps.close_sent_descriptors(app)
-        elif event == "stopped" and app is self._main:
-            self._stop()
+        elif event == "stopped":
+            app.is_stopped = True
+            if app is self._main:
+                self._stop()
+            elif self._asked_to_end:
+                app.signal(_signal.SIGCONT)
         elif event == "failed":
             self._handle_failure(app, detail)
         elif event in ("exit", "signal"):
@@ -208,6 +219,28 @@ class Launcher:
         if code == 0:
             self._builds.start_wanted()
         os._exit(code)
+
+
+def listen(argv: list[str]) -> list[int]:
+    """Listen for `serve` before the model is loaded, so that clients can connect and wait.
+
+    Return the descriptors. The app binds what is missing, and reports why. Raises ServeError for
+    wrong sockets of systemd.
+    """
+    from edgeinfer.platform import listening  # only `serve` needs it
+
+    line, serve = CommandLine(argv), selection.read_config().get("serve", {})
+    sockets = listening.activated_sockets()
+    try:
+        if not sockets:
+            host = line.value("--host", serve.get("host", listening.HOST))
+            port = line.value("--port", serve.get("port", listening.PORT))
+            sockets += listening.bind(host, int(port))
+        if line.has("--ollama") or serve.get("ollama"):
+            sockets += listening.bind(paths.OLLAMA_HOST, paths.ollama_port())
+    except (EdgeInferError, ValueError):
+        pass
+    return [listener.detach() for listener in sockets]
 
 
 def _say(text: str) -> None:

@@ -23,6 +23,9 @@ else:
         return lambda cls: cls
 
 
+#: Resource limits that an app takes over from its launcher: soft limits, since only root may raise hard
+#: ones.
+LIMITS = tuple(f"RLIMIT_{name}" for name in "NOFILE CORE CPU FSIZE DATA AS STACK".split())
 MAX_BYTES = 16 << 20
 MAX_FDS = 64
 _FD_BYTES = 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from edgeinfer.config.load_options import ENGINE_CHOOSES, LOAD_OPTIONS, first_difference, first_mismatch
+from edgeinfer.config.load_options import LOAD_OPTIONS, first_difference
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError
 from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.platform import paths
@@ -53,30 +53,41 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
     snapshot = line.value("--snapshot")
     load = {} if snapshot else config.get("load", {})
     options = {}
-    for option in filter(lambda row: row.flag or row.key, LOAD_OPTIONS):
-        values = line.values(option.flag)
-        text = ",".join(values if option.many else values[-1:]) or str(load.get(option.key, ""))
-        if text and option.of_snapshot:
-            try:
-                value = option.parse(text)
-            except ValueError:
-                continue  # the app's parser refuses the value with an error
-            if value not in ENGINE_CHOOSES:
-                options[option.field] = str(value)
+    for option in (option for option in LOAD_OPTIONS if option.of_snapshot):
+        values = line.values(option.flag) or [str(load.get(option.key, option.default))]
+        try:
+            value = option.parse(",".join(values if option.many else values[-1:]))
+        except ValueError:
+            continue  # the app's parser refuses the value with an error
+        if value != option.default:
+            options[option.field] = str(value)
     bundled = os.environ.get(paths.BUNDLED_MODEL)
-    model = str(config.get("default-model") or bundled or paths.DEFAULT_MODEL)
-    models = {storage.model_prefix_of(name) for name in storage.generations()}
-    if warm := _warm(line.first_word, models):
-        model = warm
-    elif storage.model_prefix(model) not in models:
-        model = line.named_model or model  # no snapshot fits: the error names the typed model
+    default = str(config.get("default-model") or bundled or paths.DEFAULT_MODEL)
+    by_age = reversed(storage.generations().items())
+    folders = {storage.model_prefix_of(name): newest for name, (newest, *_) in by_age}
+    warm = _find_warm(line.first_word, folders)
+    # a model without a snapshot is loaded at once: another one's process would only start a worker
+    model = warm or line.named_model or _find_warm(default, folders) or default
     resume = line.value("--resume") or "auto"
     return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
 
 
-def _warm(word: str, models: set[str]) -> str:
+def _find_warm(word: str, folders: dict[str, str]) -> str:
+    """Return the full name of the model that `word` means, "" if `folders` has no snapshot of it."""
     spellings = (word, f"hf:{word}") if "/" in word else (word,)
-    return next((name for name in spellings if name and storage.model_prefix(name) in models), "")
+    for spelling in filter(None, spellings):
+        if storage.model_prefix(spelling) in folders:
+            return spelling
+    name, _, quantization = word.partition(":")
+    folder = folders.get(storage.model_prefix(name))
+    record = f"{paths.base('data')}/models/{storage.model_prefix(word)}/model.json"
+    if not quantization or folder is None or os.path.exists(record):  # NAME:QUANT was pulled itself
+        return ""
+    try:
+        keys = storage.read_manifest(folder).keys
+    except EdgeInferError:
+        return ""
+    return name if keys.get(storage.QUANTIZATION) == quantization.upper() else ""
 
 
 def read_config() -> dict[str, Any]:
@@ -105,34 +116,35 @@ def find(model: str, options: dict[str, str]) -> tuple[str, storage.Manifest]:
     Returns its folder and manifest. Snapshots that a user named are not considered. Raises
     SnapshotMissingError if there is none, otherwise the error for which the best one is refused.
     """
-    root, has_others = paths.snapshots_path(), False
+    root, prefix = paths.snapshots_path(), storage.model_prefix(model)
     all_of = storage.generations(root, fingerprint.program_tag())
-    names = [name for name in all_of if storage.model_prefix_of(name) == storage.model_prefix(model)]
-    if names:
+    folders = [  # the newest first
+        newest
+        for name, (newest, *_) in all_of.items()
+        if storage.model_prefix_of(name) == prefix and not storage.user_name_of(name)
+    ]
+    if folders:
         _refuse_unsafe(root)
-    candidates: list[tuple[bool, str, str, storage.Manifest]] = []
+    fitting: list[tuple[str, storage.Manifest]] = []
     refused: EdgeInferError | None = None
-    for name in names:
-        folder = all_of[name][0]
+    for folder in folders:
         try:
             manifest = storage.read_manifest(folder)
         except EdgeInferError as error:
             refused = error
             continue
-        if storage.has_user_name(manifest.name, manifest.model, manifest.requested):
-            continue
-        has_others = True
-        if not first_mismatch(options, manifest.requested, manifest.actual):
-            exact = manifest.requested == options
-            candidates.append((exact, storage.generation_of(folder), folder, manifest))
-    for _, _, folder, manifest in sorted(candidates, key=lambda item: item[:2], reverse=True):
+        if not first_difference(options, manifest.requested, manifest.actual):
+            fitting.append((folder, manifest))
+    for folder, manifest in sorted(fitting, key=lambda pair: pair[1].requested != options):
         try:
             fingerprint.refuse_stale(manifest, folder)
         except EdgeInferError as error:
             refused = refused or error
             continue
         return folder, manifest
-    raise refused or _missing(model, options, has_others)
+    assignments = ", ".join(f"{name}={value}" for name, value in options.items())
+    missing = f"with {assignments or 'the default load options'}" if folders else "yet"
+    raise refused or SnapshotMissingError(f"{model} has no snapshot {missing}")
 
 
 def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, storage.Manifest]:
@@ -151,7 +163,7 @@ def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str,
     name = matching[0]
     _refuse_unsafe(root)
     manifest = storage.read_manifest(all_of[name][0])
-    field = first_difference(options, manifest.requested, manifest.actual)
+    field = first_difference(options, manifest.requested, manifest.actual, is_named=True)
     if field:
         had = manifest.requested.get(field) or manifest.actual.get(field, "none")
         raise SnapshotMissingError(
@@ -165,11 +177,3 @@ def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str,
 def _refuse_unsafe(root: str) -> None:
     storage.refuse_unsafe(root, directory=True)
     storage.refuse_unsafe_ancestors(root)
-
-
-def _missing(model: str, options: dict[str, str], has_others: bool) -> EdgeInferError:
-    missing = "yet"
-    if has_others:
-        assignments = ", ".join(f"{name}={value}" for name, value in options.items())
-        missing = f"with {assignments}" if assignments else "without adapters or a draft model"
-    return SnapshotMissingError(f"{model} has no snapshot {missing}")

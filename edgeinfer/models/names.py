@@ -95,14 +95,11 @@ def sanitize_file_name(text: str) -> str:
     return check_file_name(re.sub(r"\.{2,}", ".", plain).strip("-._"))
 
 
-def is_path(text: str) -> bool:
-    """Return whether `text` is a path: it ends in .gguf, or begins with `/`, `./`, `../` or `~`."""
-    is_gguf = text.lower().endswith(".gguf") and ":" not in text
-    return is_gguf or text.startswith(("/", "./", "../", "~"))
+is_path = paths.is_model_path
 
 
 def path_hint(text: str) -> str | None:
-    """Return a hint if `text`, which `is_path` takes for a name, is a file here; otherwise None."""
+    """Return a hint if `text`, which was taken for a name, is a file here; otherwise None."""
     return f"the file in this folder is ./{text}" if Path(text).exists() else None
 
 

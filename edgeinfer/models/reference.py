@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from edgeinfer.config.load_options import LORA, NO_DRAFT
+from edgeinfer.config.load_options import DRAFT, LORA, NO_DRAFT
 from edgeinfer.errors import (
     CatalogError,
     InvalidGgufError,
@@ -33,7 +33,7 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
     """A model that a user has named. `name` is its full name; for a file, the absolute path.
 
     `pulled` or `external` describes it, depending on `kind`. `entry` is its entry in the catalogue, if
-    any. An "absent" model is not on this machine.
+    any. An "absent" model is not on this machine. `verified` are its files if they were just verified.
     """
 
     text: str
@@ -42,6 +42,7 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
     pulled: PulledModel | None = None
     external: ExternalModel | None = None
     entry: Model | None = None
+    verified: ModelFiles | None = None
 
     @property
     def parts(self) -> list[Path]:
@@ -61,8 +62,10 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
         Raises UnknownModelError, ModelNotPulledError, InvalidGgufError if a file is not a valid GGUF or
         was changed after its pull, ChecksumError if another program's file does not match its digest.
         """
+        if self.verified is not None:
+            return self.verified
         files = self._own_files(progress)
-        named = self.entry.draft if self.entry is not None and not draft else draft
+        named = str(DRAFT.parse(self.entry.draft if self.entry is not None and not draft else draft))
         if named in ("", NO_DRAFT):
             return files
         try:
@@ -176,6 +179,7 @@ def _files_of_pulled(pulled: PulledModel, entry: Model | None) -> ModelFiles:
         name=pulled.name,
         paths=tuple(map(str, pulled.paths)),
         sha256=pulled.sha256,
+        quantization=pulled.quantization,
         projector=_projector(pulled, entry),
     )
     if entry is None:

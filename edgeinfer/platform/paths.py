@@ -61,6 +61,12 @@ def shared_with(environment: Mapping[str, str]) -> bool:
     return any(base(kind, environment) == base(kind) for kind in _XDG)
 
 
+def is_model_path(text: str) -> bool:
+    """Return whether `text` is a path: it ends in .gguf, or begins with `/`, `./`, `../` or `~`."""
+    is_gguf = text.lower().endswith(".gguf") and ":" not in text
+    return is_gguf or text.startswith(("/", "./", "../", "~"))
+
+
 def absolute_path(text: str) -> str:
     """Return a path without `~`, `.` and `..`. A link stays, but one before `..` is followed."""
     path = os.path.join(os.getcwd(), os.path.expanduser(text))

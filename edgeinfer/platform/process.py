@@ -1,4 +1,4 @@
-"""Start other processes of this program, set priorities, take over sockets from systemd."""
+"""Start other processes of this program, and set priorities."""
 
 from __future__ import annotations
 
@@ -236,19 +236,6 @@ def keep_lowest_priority() -> None:
     """Give this process's new session the lowest priority, if the process inherited that."""
     if os.getpriority(os.PRIO_PROCESS, 0) == _LOWEST:
         use_lowest_priority()
-
-
-def activated_descriptors() -> list[int]:
-    """Return the listening sockets that systemd passed (sd_listen_fds(3)); children inherit none."""
-    count = os.environ.pop("LISTEN_FDS", "")
-    pid = os.environ.pop("LISTEN_PID", "")
-    os.environ.pop("LISTEN_FDNAMES", None)
-    if not count.isdigit() or pid != str(os.getpid()):
-        return []
-    descriptors = list(range(3, 3 + int(count)))
-    for descriptor in descriptors:
-        os.set_inheritable(descriptor, False)
-    return descriptors
 
 
 def lower_thread_priority() -> None:

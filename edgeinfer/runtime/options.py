@@ -15,15 +15,17 @@ from edgeinfer.runtime.requests import Sampling
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     """A pulled model: the absolute paths of its files, and its settings in models.toml.
 
-    `paths` are the GGUF files in order, several for a split model. `chat_template` replaces the one in
-    the file. `lora` is used if `LoadOptions.lora` is "". `draft` is the name of the draft model and
-    `draft_paths` its files; `no_draft` is why it is left out. `projector` is the path of the GGUF file
-    that encodes pictures, "" without one.
+    `paths` are the GGUF files in order, several for a split model. `quantization` is such as "Q4_K_M",
+    "" if it is not recorded. `chat_template` replaces the one in the file. `lora` is used if
+    `LoadOptions.lora` is "". `draft` is the name of the draft model and `draft_paths` its files;
+    `no_draft` is why it is left out. `projector` is the path of the GGUF file that encodes pictures, ""
+    without one.
     """
 
     name: str
     paths: tuple[str, ...]
     sha256: str = ""
+    quantization: str = ""
     chat_template: str | None = None
     stop: tuple[str, ...] = ()
     sampling: Sampling = Sampling()

@@ -20,7 +20,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import uvicorn
 
-from edgeinfer.errors import EdgeInferError, ServeError
+from edgeinfer.errors import EdgeInferError
+from edgeinfer.platform import listening
 from edgeinfer.server.app import EndpointApp
 from edgeinfer.server.connection import unless
 from edgeinfer.server.endpoint import Endpoint
@@ -29,30 +30,11 @@ from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.logs import capture
 
 _MAX_DESCRIPTORS = 65_536
-_OTHER_ADDRESS = "pick another address: `edgeinfer serve --host 127.0.0.1 --port 0`"
 
 
-def bind(host: str, port: int, backlog: int = 1024) -> list[socket.socket]:
-    """Bind a listening TCP socket to every address of `host` (IPv4 and IPv6). Raises ServeError."""
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        reason = error.strerror or error
-        problem = f"{host} is not an address of this machine: {reason}"
-        raise ServeError(problem, hint=_OTHER_ADDRESS) from error
-    listeners: list[socket.socket] = []
-    for family, _, _, _, address in dict.fromkeys(addresses):
-        if listeners and port == 0:
-            break  # each address would get another free port: use only the first address
-        try:
-            listeners.append(socket.create_server(address, family=family, backlog=backlog))
-        except OSError as error:
-            for listener in listeners:
-                listener.close()
-            reason = os.strerror(error.errno) if error.errno else error
-            problem = f"cannot listen on {host}:{port}: {reason}"
-            raise ServeError(problem, hint=_OTHER_ADDRESS) from error
-    return listeners
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Listen on every TCP address of `host` (IPv4 and IPv6). Raises ServeError."""
+    return [socket.socket(fileno=listener.detach()) for listener in listening.bind(host, port)]
 
 
 def raise_descriptor_limit() -> int:

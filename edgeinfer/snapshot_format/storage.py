@@ -47,6 +47,11 @@ PARK_LOG = "park.log"
 SEPARATOR = "@"
 PROGRAM_SEPARATOR = "-"
 OPTION_SEPARATOR = ","
+#: In no name that a user may choose, so that no such name looks like an option and its value.
+_VALUE_SEPARATOR = "="
+
+#: Key of a manifest's `keys`: the pulled model's quantization, such as "Q4_K_M".
+QUANTIZATION = "quantization"
 
 #: Pid of the parked process in its namespace, so high that no other process there has it.
 PARKED_PID = 30000
@@ -58,9 +63,9 @@ class Manifest:
     """The conditions for resuming a snapshot, and what a restore needs to know.
 
     `requested` are the load options that the build was given, `actual` the values that the load chose.
-    `keys` must equal `fingerprint.machine_keys`. `files` maps the absolute path of each file that the
-    process has mapped or read to its `fingerprint.stamp`; `images` maps the snapshot's own files to
-    their sizes (bytes).
+    `keys` must have all entries of `fingerprint.machine_keys`. `files` maps the absolute path of each
+    file that the process has mapped or read to its `fingerprint.stamp`; `images` maps the snapshot's
+    own files to their sizes (bytes).
     """
 
     def __init__(
@@ -187,9 +192,11 @@ def safe_name(model: str) -> str:
 
 
 def snapshot_name(model: str, requested: dict[str, str], user_name: str = "") -> str:
-    """Return `MODEL`, `MODEL,ctx8192,…` (options that are not default) or `MODEL,USER_NAME`."""
-    suffixes = [user_name] if user_name else [_option_part(*item) for item in sorted(requested.items())]
-    return OPTION_SEPARATOR.join([safe_name(model), *map(safe_name, suffixes)])
+    """Return `MODEL`, `MODEL,ctx=8192,…` (options that are not default) or `MODEL,USER_NAME`."""
+    suffixes = [_option_part(*item) for item in sorted(requested.items())]
+    if user_name:
+        suffixes = [safe_name(user_name)]
+    return OPTION_SEPARATOR.join([safe_name(model), *suffixes])
 
 
 def matching_names(names: Collection[str], requested: str, model: str = "") -> list[str]:
@@ -210,23 +217,21 @@ def refuse_bad_name(user_name: str) -> None:
         )
 
 
-def has_user_name(name: str, model: str, requested: dict[str, str]) -> bool:
-    """Return whether a user chose the name (`warm --name`): only that name resumes it."""
-    return name != snapshot_name(model, requested)
+def user_name_of(name: str) -> str:
+    """Return the part of a snapshot's name that a user chose (`warm --name`), "" if it was derived.
 
-
-def user_name_of(name: str, model: str, requested: dict[str, str]) -> str:
-    """Return the part of a snapshot's name that a user chose, "" if it was derived."""
-    is_named = name and has_user_name(name, model, requested)
-    return name.partition(OPTION_SEPARATOR)[2] if is_named else ""
+    Only launches that name such a snapshot resume it.
+    """
+    suffix = name.partition(OPTION_SEPARATOR)[2]
+    return "" if _VALUE_SEPARATOR in suffix else suffix
 
 
 def _option_part(name: str, value: str) -> str:
-    """Return an option's part of a snapshot's name: `ctx8192`, for files their names and a hash."""
+    """Return an option's part of a snapshot's name: `ctx=8192`, for files their names and a hash."""
     if "/" in value:
         files = "+".join(os.path.basename(path).partition(".gguf")[0] for path in value.split(","))
-        value = f"+{files}+{short_hash(value)}"
-    return name.removeprefix("n_") + value
+        value = f"{files}+{short_hash(value)}"
+    return f"{name.removeprefix('n_')}{_VALUE_SEPARATOR}{safe_name(value)}"
 
 
 def model_prefix(model: str) -> str:

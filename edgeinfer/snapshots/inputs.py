@@ -68,8 +68,8 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
 
     def resumed_from(self, snapshot: str) -> ProcessDescription:
         """Return a copy for a process that was resumed from this snapshot ("" for none)."""
-        given = storage.user_name_of(snapshot, self.model, snapshot_options(self.options))
-        return msgspec.structs.replace(self, snapshot=snapshot, given_name=given)
+        name = storage.user_name_of(snapshot)
+        return msgspec.structs.replace(self, snapshot=snapshot, given_name=name)
 
     def with_adapters(self, adapters: tuple[Adapter, ...]) -> ProcessDescription:
         """Return a copy with other adapters, whose files were read just now."""

@@ -34,7 +34,7 @@ from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.snapshot_format.storage import LINK_FD, WAKE_FD
 from edgeinfer.snapshots.inputs import SnapshotInputs, actual_options, describe, unmapped_files
 from edgeinfer.snapshots.restore import app_process
-from edgeinfer.snapshots.restore.loaded_model import LoadedModel, actual
+from edgeinfer.snapshots.restore.app_host import LoadedModel, chosen_values
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.engine import LlamaEngine
@@ -146,7 +146,7 @@ def load_and_park(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedMo
     stages.begin("")
     parked = ParkedProcess(
         info=engine.info,
-        actual=actual(engine),
+        actual=chosen_values(engine),
         canary=canary,
         files=(*mapped_files(), *unmapped_files(files, options)),
         system_tokens=system_tokens,

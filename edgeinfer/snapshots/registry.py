@@ -95,15 +95,6 @@ def is_own(folder: Path) -> bool:
     return storage.program_of(folder.name) == fingerprint.program_tag()
 
 
-def is_named(folder: Path) -> bool:
-    """Return whether a user chose the snapshot's name (`warm --name`)."""
-    try:
-        manifest = storage.read_manifest(str(folder))
-    except EdgeInferError:
-        return False
-    return storage.has_user_name(manifest.name, manifest.model, manifest.requested)
-
-
 def is_orphan(folder: Path) -> bool:
     """Return whether the program or venv that built the snapshot was removed; False if unreadable."""
     try:
@@ -222,7 +213,12 @@ def by_last_use(root: Path) -> list[Path]:
     Orphans come first, then those that no user named, the longest unused first.
     """
     folders = map(Path, chain(*storage.generations(str(root)).values()))
-    return sorted(folders, key=lambda f: (not is_orphan(f), is_named(f), last_used_s(f)))
+
+    def rank(folder: Path) -> tuple[bool, bool, float]:
+        is_named = bool(storage.user_name_of(storage.name_of(folder.name)))
+        return not is_orphan(folder), is_named, last_used_s(folder)
+
+    return sorted(folders, key=rank)
 
 
 def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: int = 0) -> list[str]:

@@ -1,7 +1,8 @@
-"""List edgeinfer's running processes and the models they have loaded, from /proc.
+"""List running launches and background builds, and the models they have loaded, from /proc.
 
 There are no pid files: a resumed app always has the same pid in its namespace, and a file would outlive
-a `kill -9`. A launcher is recognized by its command line, an app by a launcher among its ancestors.
+a `kill -9`. Launchers and builds are recognized by their command lines, an app by a launcher among its
+ancestors.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
+from edgeinfer.launcher import builds
 from edgeinfer.launcher.argv import LAUNCH_VERBS, with_verb
 from edgeinfer.platform import paths, process_metadata
 from edgeinfer.platform.process_metadata import read_process_record
@@ -25,11 +27,12 @@ T = TypeVar("T")
 
 
 class RunningLaunch(msgspec.Struct, frozen=True, kw_only=True):
-    """A running launch: its command, and the memory of all its processes.
+    """A running launch, or a background build: its command, and the memory of all its processes.
 
-    `pid` is the launcher's. `private_bytes` is anonymous memory, `shared_bytes` file-backed memory,
-    which processes share. The tuples have one entry for each app that reports it: its latest prompt,
-    its replicas, its GPU layers, the snapshot it was resumed from.
+    `pid` is the launcher's or the build's; a build's `verb` is "warm". `private_bytes` is anonymous
+    memory, `shared_bytes` file-backed memory, which processes share. The tuples have one entry for each
+    app that reports it: its latest prompt, its replicas, its GPU layers, the snapshot it was resumed
+    from.
     """
 
     pid: int
@@ -51,7 +54,10 @@ class RunningLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def processes(*, everywhere: bool = False) -> list[RunningLaunch]:
-    """List this user's launches, oldest first, also those with other data folders if `everywhere`."""
+    """List this user's launches and background builds, the oldest first.
+
+    `everywhere`: also those with other data folders.
+    """
     parents, mine = _parents(), os.getpid()
     launches = []
     for pid in parents:
@@ -132,8 +138,10 @@ def _stat(pid: int) -> list[str]:
 
 
 def _typed_command(pid: int) -> list[str] | None:
-    """Return a launcher's verb and arguments; None if the process is not a launcher."""
+    """Return the verb and arguments of a launcher or background build; None for other processes."""
     words = _read(pid, "cmdline").decode(errors="replace").split("\0")[:-1]
+    if builds.JOBS in words[:-2]:
+        return ["warm", words[words.index(builds.JOBS) + 1]]
     for index, word in enumerate(words[:2]):
         if os.path.basename(word) == "edgeinfer":
             command = with_verb(words[index + 1 :])

@@ -304,13 +304,16 @@ CALLS = """
 
 
 def serve_engine(
-    sock: socket.socket, start: ProcessStart, load: Callable[[LoadProgress], Engine]
+    sock: socket.socket, load: Callable[[LoadProgress], tuple[Engine, ProcessStart]]
 ) -> None:
-    """Load an engine and serve it until the client closes the socket; send an error if that fails."""
+    """Load an engine and serve it until the client closes the socket; send an error if that fails.
+
+    `load` also returns how this process started, which may change while it loads.
+    """
     wire = FrameSocket(sock)
     with contextlib.suppress(OSError):  # the client has ended: so does this process
         try:
-            engine = load(lambda stage, fraction: wire.send(Loading(stage, fraction)))
+            engine, start = load(lambda stage, fraction: wire.send(Loading(stage, fraction)))
         except EdgeInferError as error:
             wire.send(CallFailed(0, to_fields(error)))
         else:

@@ -1,13 +1,19 @@
 """`ps` and `stop`, for processes of this home folder and of others."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from other_processes import wait_until
 
 from edgeinfer.cli.main import main
+from edgeinfer.launcher import builds
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import locked
+from edgeinfer.snapshots.builder import jobs
 
 PROGRAM = "import sys\nprint('up', flush=True)\nsys.stdin.read()\n"
 
@@ -56,6 +62,26 @@ def test_another_home_is_left_alone_unless_everywhere_is_asked(
     assert as_json("stop", "--all")["stopped"] == [mine.pid]
     assert other.poll() is None
     assert as_json("stop", "--everywhere", str(other.pid))["stopped"] == [other.pid]
+
+
+def test_background_build_is_listed_and_stopped(list_pids, as_json):
+    lock = paths.private_dir(paths.state_dir()) / jobs.BACKGROUND_LOCK
+    command = [sys.executable, "-P", "-m", builds.JOBS, "m", "{}"]
+    with locked(lock), subprocess.Popen(command) as build:
+        try:
+            wait_until(lambda: build.pid in list_pids(), "the build")
+            (row,) = as_json("ps")["running"]
+            assert (row["verb"], row["arguments"]) == ("warm", ["m"])
+            assert as_json("stop", "--all")["stopped"] == [build.pid]
+        finally:
+            build.kill()
+
+
+def test_launch_that_a_signal_has_stopped_ends_at_once(start_launch, as_json):
+    suspended = start_launch("chat", "m")
+    suspended.send_signal(signal.SIGSTOP)
+    outcome = as_json("stop", "--all")
+    assert (outcome["stopped"], outcome["killed"]) == ([suspended.pid], [])
 
 
 def test_chat_without_its_verb_is_listed(start_launch, list_pids):

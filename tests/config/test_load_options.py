@@ -11,7 +11,7 @@ from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.cli.verbs import doctor
 from edgeinfer.config.config_file import Config, LoadConfig, load_config
-from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption, first_mismatch, snapshot_options
+from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption, snapshot_options
 from edgeinfer.errors import ConfigError, UsageError
 from edgeinfer.host import EngineHost
 from edgeinfer.launcher import selection
@@ -44,24 +44,17 @@ def test_table_is_the_engines_options() -> None:
 
 
 @pytest.mark.parametrize("option", TYPED, ids=lambda option: option.flag)
-def test_typed_option_reaches_the_engine_and_the_launcher(option: LoadOption) -> None:
-    value = other(option)
-    argv = ["run", "m", "hello", option.flag, str(value)]
-    assert getattr(typed_options.load_options(parse(*argv), LoadConfig()), option.field) == value
-    chosen = selection.launch_choice(argv).options
-    assert chosen == ({option.field: str(value)} if option.of_snapshot else {})
+def test_typed_option_reaches_the_engine(option: LoadOption) -> None:
+    typed = parse("run", "m", "hello", option.flag, str(other(option)))
+    assert getattr(typed_options.load_options(typed, LoadConfig()), option.field) == other(option)
 
 
 @pytest.mark.parametrize("option", CONFIGURED, ids=lambda option: option.key)
-def test_configured_option_reaches_the_engine_and_the_launcher(option, tmp_path, monkeypatch) -> None:
-    value = other(option)
+def test_configured_option_reaches_the_engine(option, tmp_path) -> None:
     path = tmp_path / "config.toml"
-    path.write_text(f"[load]\n{option.key} = {msgspec.json.encode(value).decode()}\n")
-    monkeypatch.setenv("EDGEINFER_CONFIG", str(path))
-    loaded = typed_options.load_options(parse("run", "m"), load_config().load)
-    assert getattr(loaded, option.field) == value
-    chosen = selection.launch_choice(["run", "m"]).options
-    assert chosen == ({option.field: str(value)} if option.of_snapshot else {})
+    path.write_text(f"[load]\n{option.key} = {msgspec.json.encode(other(option)).decode()}\n")
+    loaded = typed_options.load_options(parse("run", "m"), load_config(path).load)
+    assert getattr(loaded, option.field) == other(option)
 
 
 NUMBERS = [option for option in TYPED if option.high]
@@ -99,14 +92,6 @@ def test_chats_warm_builds_what_its_own_launch_finds(option: LoadOption) -> None
 def test_options_of_one_model_are_not_used_for_another() -> None:
     mine = LoadOptions(n_ctx=512, lora="/a.gguf")
     assert mine.for_another_model() == LoadOptions(n_ctx=512)
-
-
-def test_no_draft_model_needs_no_snapshot_of_its_own_if_the_model_has_none():
-    assert first_mismatch({"draft": "none"}, {}, {"draft": "none"}) == ""
-    assert first_mismatch({"draft": "none"}, {}, {"draft": "small"}) == "draft"
-    assert (
-        first_mismatch({}, {"draft": "none"}, {"draft": "none"}) == "draft"
-    )  # the catalogue may have a draft model
 
 
 def test_hint_of_a_cold_start_is_the_whole_command():

@@ -102,13 +102,13 @@ def test_wrong_draft_model_ends_a_verb_before_it_starts(local: Path, capsys, mon
 
 def test_snapshots_are_counted_and_go_with_their_model(local: Path, capsys, as_json) -> None:
     root = paths.private_dir(paths.snapshots_dir())
-    for name in ("mine@01", "mine,ctx512@02", "mine+Q8_0@03", "minest@04"):
+    for name in ("mine@01", "mine,ctx=512@02", "mine+Q8_0@03", "minest@04"):
         (root / name).mkdir(mode=0o700)
         (root / name / MANIFEST).touch(mode=0o600)
     main(["pull", str(local), "--name", "mine", "--quiet"])
     capsys.readouterr()
     assert as_json("list", "--pulled")["models"][0]["snapshots"] == 2
-    assert sorted(as_json("rm", "mine", "--yes")["snapshots"]) == ["mine", "mine,ctx512"]
+    assert sorted(as_json("rm", "mine", "--yes")["snapshots"]) == ["mine", "mine,ctx=512"]
     assert sorted(path.name for path in root.iterdir()) == ["mine+Q8_0@03", "minest@04"]
 
 

@@ -29,7 +29,7 @@ def _open(kind: str, smollm2: Path) -> Engine:
     if kind == "fake":
         return fake
     live_server, worker_end = socket.socketpair()
-    serving = (worker_end, ProcessStart(), lambda progress: fake)
+    serving = (worker_end, lambda progress: (fake, ProcessStart()))
     threading.Thread(target=serve_engine, args=serving, daemon=True).start()
     return RemoteEngine(live_server)
 

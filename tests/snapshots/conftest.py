@@ -22,6 +22,7 @@ import httpx2
 import pytest
 from other_processes import descendants, engines_below, free_port, has_ended, wait_until
 
+from edgeinfer.snapshot_format import fingerprint, storage
 from edgeinfer.snapshot_format.criu import probe
 from edgeinfer.snapshot_format.storage import Manifest
 
@@ -47,6 +48,37 @@ def manifest(**fields: object) -> Manifest:
     )
     vars(made).update(fields)
     return made
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
+    folder = tmp_path / "cache/snapshots"
+    folder.mkdir(parents=True, mode=0o700)
+    for path in (folder, folder.parent):
+        path.chmod(0o700)
+    return folder
+
+
+def folder_of(name, generation, program=""):
+    """Return the name of a snapshot's folder; `program` is another installation's tag."""
+    return storage.folder_name(name, generation, program or fingerprint.program_tag())
+
+
+def publish(root, name, generation=1, *, size=4096, program="", keys=(), **fields):
+    """Write a snapshot that a launch accepts; `program` is the path of another installation."""
+    folder = root / folder_of(name, generation, program and storage.short_hash(program))
+    (folder / storage.IMAGES).mkdir(parents=True, mode=0o700)
+    folder.chmod(0o700)
+    files, images = {sys.executable: fingerprint.stamp(sys.executable)}, {storage.MEMORY: size}
+    all_keys = fingerprint.machine_keys() | dict(keys) | ({"program": program} if program else {})
+    document = manifest(name=name, keys=all_keys, files=files, images=images, **fields)
+    text = storage.manifest_text(document).encode()
+    contents = {storage.MEMORY: bytes(size), storage.MANIFEST: text, storage.LOCK: b""}
+    for file, content in contents.items():
+        (folder / file).write_bytes(content)
+        (folder / file).chmod(0o600)
+    return folder
 
 
 def _is_world_accessible(path: Path) -> bool:

@@ -41,11 +41,11 @@ def test_unconfigured_options_are_built_after_their_second_use(user):
     assert user.ask("--ctx", "5").code != 0
     assert user.ask("--ctx", "5").code != 0  # a failed launch does not count as a use
     user.ask("--ctx", "512").check()
-    assert "not built before these options are used again" in user.logged(f"{MODEL},ctx512")
+    assert "not built before these options are used again" in user.logged(f"{MODEL},ctx=512")
     assert user.ask("--ctx", "512").start["how"] == "cold"
     user.logged("built in")
     assert user.ask("--ctx", "512").start["how"] == "resumed"
-    assert f"{MODEL},ctx5: built" not in log.read_text()
+    assert f"{MODEL},ctx=5: built" not in log.read_text()
 
 
 def test_stopping_the_app_does_not_stop_its_endpoint_for_ever(warm):

@@ -69,7 +69,7 @@ def test_from_a_worker_to_its_engine_s_stand_in():
     def load(_progress):
         raise raised_here()
 
-    worker = threading.Thread(target=serve_engine, args=(worker_end, ProcessStart(), load))
+    worker = threading.Thread(target=serve_engine, args=(worker_end, load))
     worker.start()
     with pytest.raises(OutOfMemoryError) as raised:
         RemoteEngine(live_server)

@@ -58,9 +58,9 @@ def test_killing_warm_at_any_stage_leaves_no_half_snapshot(warm):
     assert [s["details"]["name"] for s in listed] == [MODEL]
     # each build removes what a killed one has left
     warm.run("warm", MODEL, "--ctx", "640", "--quiet").check()
-    leftovers = {name for name in folders(warm) - before if not name.startswith(f"{MODEL},ctx640@")}
+    leftovers = {name for name in folders(warm) - before if not name.startswith(f"{MODEL},ctx=640@")}
     assert leftovers == set()
-    warm.run("snapshots", "rm", f"{MODEL},ctx640").check()
+    warm.run("snapshots", "rm", f"{MODEL},ctx=640").check()
 
 
 def test_killed_build_is_no_lasting_failure(warm):

@@ -1,4 +1,4 @@
-"""Parts of snapshots: choosing one, stamps, random seeds, prefetch, limits, what a launch imports."""
+"""Parts of snapshots: builds, stamps, random seeds, prefetch, limits, what a launch imports."""
 
 import ctypes
 import json
@@ -11,31 +11,28 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 from fake_engine import FakeEngine
 from made_models import make_llama
 from other_processes import run, run_python, wait_until
 
 from edgeinfer.cli.main import main
-from edgeinfer.cli.parser import build_parser
 from edgeinfer.cli.verbs.snapshots import SnapshotsResult
-from edgeinfer.config.config_file import Config, SnapshotsConfig
+from edgeinfer.config.config_file import SnapshotsConfig
 from edgeinfer.errors import (
     DiskFullError,
-    SnapshotCorruptError,
     SnapshotMissingError,
     SnapshotStaleError,
     SnapshotUnsafeError,
 )
 from edgeinfer.host import EngineHost, ProcessStart
-from edgeinfer.launcher import builds, launch, messages, process_env, selection, supervise
+from edgeinfer.launcher import builds, launch, messages, supervise
 from edgeinfer.launcher.apps import Apps
 from edgeinfer.launcher.messages import LaunchRequest
-from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes, locked
 from edgeinfer.platform.page_cache import is_cold
@@ -44,123 +41,15 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.snapshot_format import criu, fingerprint, storage
 from edgeinfer.snapshots import registry
 from edgeinfer.snapshots.builder import jobs
-from edgeinfer.snapshots.inputs import SnapshotInputs, describe
-from edgeinfer.snapshots.restore import app_process, loaded_model
+from edgeinfer.snapshots.inputs import SnapshotInputs
+from edgeinfer.snapshots.restore import app_host, app_process
 from edgeinfer.snapshots.restore.app_host import AppHost
+from edgeinfer.workers.remote_engine import RemoteEngine
 
 from ..conftest import ROOT
-from .conftest import manifest
+from .conftest import folder_of, manifest, publish
 
-
-@pytest.fixture
-def root(tmp_path, monkeypatch):
-    monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
-    folder = tmp_path / "cache/snapshots"
-    folder.mkdir(parents=True, mode=0o700)
-    for path in (folder, folder.parent):
-        path.chmod(0o700)
-    return folder
-
-
-def folder_of(name, generation, program=""):
-    """Return the name of a snapshot's folder; `program` is another installation's tag."""
-    return storage.folder_name(name, generation, program or fingerprint.program_tag())
-
-
-def publish(root, name, generation=1, *, model="m", requested=None, actual=None, size=4096, program=""):
-    """Write a snapshot that a launch accepts; `program` is the path of another installation."""
-    folder = root / folder_of(name, generation, program and storage.short_hash(program))
-    (folder / storage.IMAGES).mkdir(parents=True, mode=0o700)
-    folder.chmod(0o700)
-    document = manifest(
-        name=name,
-        model=model,
-        requested=requested or {},
-        actual=actual or {},
-        keys=fingerprint.machine_keys() | ({"program": program} if program else {}),
-        files={sys.executable: fingerprint.stamp(sys.executable)},
-        images={storage.MEMORY: size},
-    )
-    text = storage.manifest_text(document).encode()
-    contents = {storage.MEMORY: bytes(size), storage.MANIFEST: text, storage.LOCK: b""}
-    for file, content in contents.items():
-        (folder / file).write_bytes(content)
-        (folder / file).chmod(0o600)
-    return folder
-
-
-# --- choosing
-
-
-def test_the_model_is_the_first_word_that_has_a_snapshot(root):
-    publish(root, "m")
-    assert selection.launch_choice(["run", "--seed", "4", "m", "hello"]).model == "m"
-    assert selection.launch_choice(["run", "hello"]).model == paths.DEFAULT_MODEL
-    assert selection.launch_choice(["run", "--lora", "m", "hello"]).model == paths.DEFAULT_MODEL
-
-
-@pytest.mark.parametrize(
-    "typed",
-    [
-        ["run", "m", "--max-tokens", "4", "hello"],
-        ["run", "--system", "other", "m", "hello"],
-        ["run", "m", "other"],
-        ["chat", "--plain", "m"],
-        ["batch", "--model", "m", "other", "out"],
-        ["run", "--raw", "--", "m", "--snapshot"],
-    ],
-)
-def test_launcher_and_argparse_agree_on_the_model_wherever_options_stand(root, typed):
-    publish(root, "m")
-    publish(root, "other")
-    parsed = build_parser().parse_args(typed)
-    assert selection.launch_choice(typed).model == "m"
-    assert getattr(parsed, "model_or_prompt", None) or parsed.model == "m"
-    assert selection.launch_choice(typed).snapshot == (parsed.snapshot or "")
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        ("serve other --port 8080", "other"),
-        ("chat other", "other"),
-        ("run other hello", "other"),
-        ("run hello", paths.DEFAULT_MODEL),
-        ("run hello --seed 4", paths.DEFAULT_MODEL),
-        ("serve --port 8080", paths.DEFAULT_MODEL),
-        ("chat", paths.DEFAULT_MODEL),
-        ("batch in.jsonl out.jsonl", paths.DEFAULT_MODEL),
-    ],
-)
-def test_a_cold_start_names_the_model_that_was_typed(root, typed, said):
-    with pytest.raises(SnapshotMissingError, match=f"^{said} has no snapshot yet"):
-        selection.launch_choice(typed.split()).find()
-
-
-@pytest.mark.parametrize(
-    ("made_of", "typed"),
-    [
-        ("ollama/llama3.2", "Ollama/Llama3.2:latest"),
-        ("hf:Someone/Tiny-GGUF:Q8_0", "someone/tiny-gguf:q8_0"),
-        ("qwen3-4b:Q8_0", "Qwen3-4B:q8_0"),
-    ],
-)
-def test_a_model_is_known_however_it_is_spelled(root, made_of, typed):
-    publish(root, storage.snapshot_name(made_of, {}), model=made_of)
-    assert selection.launch_choice(["run", typed, "hello"]).find()[1].model == made_of
-
-
-def test_a_given_name_is_enough_everywhere(root):
-    folder = publish(root, "m,work", 5, requested={"n_ctx": "512"})
-    assert registry.find("work") == folder
-    assert selection.launch_choice(["run", "hello", "--snapshot", "work"]).find()[0] == str(folder)
-    publish(root, "other,work", model="other")
-    with pytest.raises(SnapshotMissingError, match="work is the name of several") as caught:
-        registry.find("work")
-    assert caught.value.hint == "name one of: m,work, other,work"
-    assert selection.find_named("work", "m", {})[1].name == "m,work"
-    with pytest.raises(SnapshotMissingError, match="several snapshots are called work"):
-        selection.find_named("work", "third", {})
+# --- building and removing
 
 
 @pytest.mark.parametrize("verb", [["warm", "m"], ["snapshots", "take"]])
@@ -218,70 +107,11 @@ def test_warm_takes_over_a_background_build_but_waits_for_another(root, monkeypa
 
 def test_running_build_is_listed(root):
     assert jobs.being_built() == []
-    with locked(registry.build_lock(root, "small,ctx512")):
-        assert jobs.being_built() == ["small,ctx512"]
+    with locked(registry.build_lock(root, "small,ctx=512")):
+        assert jobs.being_built() == ["small,ctx=512"]
         building = tuple(jobs.being_built())
         said = SnapshotsResult(snapshots=(), disk_bytes=0, limit_bytes=0, building=building)
-        assert said.human() == "small,ctx512 is being built"
-
-
-def test_options_come_typed_either_way_and_from_the_configuration(root, tmp_path):
-    assert Config().default_model == selection.launch_choice(["run", "hi"]).model == paths.DEFAULT_MODEL
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config/config.toml").write_text('default-model = "d"\n[load]\nctx = 512\n')
-    choice = selection.launch_choice(["run", "hi"])
-    assert (choice.model, choice.options, choice.resume) == ("d", {"n_ctx": "512"}, "auto")
-    choice = selection.launch_choice(["run", "--ctx=1024", "--kv-type", "q8_0", "--resume", "always"])
-    assert (choice.options, choice.resume) == ({"n_ctx": "1024", "kv_type": "q8_0"}, "always")
-    assert selection.launch_choice(["run", "--ctx", "0"]).options == {}
-
-
-def test_an_exact_match_is_preferred_then_the_newest(root):
-    publish(root, "m,ctx512", 3, requested={"n_ctx": "512"}, actual={"n_ctx": "512"})
-    publish(root, "m", 1, actual={"n_ctx": "8192"})
-    publish(root, "m", 2, actual={"n_ctx": "8192"})
-    assert selection.find("m", {})[0].endswith(folder_of("m", 2))
-    assert selection.find("m", {"n_ctx": "512"})[1].name == "m,ctx512"
-    assert selection.find("m", {"n_ctx": "8192"})[1].name == "m"
-    with pytest.raises(SnapshotMissingError, match="n_ctx=99"):
-        selection.find("m", {"n_ctx": "99"})
-    with pytest.raises(SnapshotMissingError):
-        selection.find("other", {})
-
-
-def test_refused_snapshot_is_replaced_by_the_next_that_fits_or_reported(root):
-    fitting = publish(root, "m", 1)
-    spoiled = publish(root, "m,ctx512", 2, requested={"n_ctx": "512"})
-    (spoiled / storage.MEMORY).write_bytes(b"")
-    assert selection.find("m", {})[1].name == "m"
-    (fitting / storage.MEMORY).write_bytes(b"")
-    with pytest.raises(SnapshotCorruptError, match=r"memory\.img"):
-        selection.find("m", {})
-
-
-def test_a_default_option_accepts_any_snapshot_and_another_does_not():
-    engine = FakeEngine()
-    options = LoadOptions(n_ctx=4096, kv_type="q8_0")
-    files = ModelFiles(name="fake", paths=())
-    inputs = SnapshotInputs(model="fake", files=files, options=options)
-    mine = loaded_model.LoadedModel(engine, describe(engine, inputs))
-    assert mine.serves("fake", LoadOptions())
-    assert mine.serves("fake", LoadOptions(n_ctx=4096, n_threads=7))
-    assert not mine.serves("fake", LoadOptions(n_ctx=512))
-    assert not mine.serves("other", LoadOptions())
-    engine.close()
-    assert not mine.serves("fake", LoadOptions())
-
-
-def test_adapters_of_the_catalogue_are_no_choice_once_they_are_loaded(tmp_path):
-    (tmp_path / "a.gguf").write_bytes(b"x")
-    files = ModelFiles(name="fake", paths=(), lora=str(tmp_path / "a.gguf"))
-    inputs = SnapshotInputs(model="fake", files=files, options=LoadOptions())
-    (adapter,) = LoadOptions().adapters(files)
-    loaded = (msgspec.structs.replace(adapter, sha256="ab" * 32),)
-    running = describe(FakeEngine(), inputs).with_adapters(loaded)
-    assert (running.options.lora, running.name) == ("", inputs.name)
-    assert running.depends_on == inputs.depends_on
+        assert said.human() == "small,ctx=512 is being built"
 
 
 # --- stamps
@@ -345,18 +175,18 @@ def test_reseeding_forgets_the_ranges_and_changes_what_is_drawn():
 
 def test_prefetch_reads_only_uncached_pages(tmp_path):
     path = tmp_path / "file"
-    step = loaded_model.STEP_BYTES
+    step = app_host.STEP_BYTES
     path.write_bytes(os.urandom(4 * step + 5000))
     area = Area(0, 3 * step + 5000, "r--s", step, str(path))
     assert not is_cold(path)
-    assert loaded_model.read_ahead(area) == 0
+    assert app_host.read_ahead(area) == 0
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    assert loaded_model.read_ahead(area._replace(high=2 * step)) == 2 * step
+    assert app_host.read_ahead(area._replace(high=2 * step)) == 2 * step
     assert is_cold(path)
-    assert loaded_model.read_ahead(area) >= 5000
-    assert loaded_model.read_ahead(area) == 0
+    assert app_host.read_ahead(area) >= 5000
+    assert app_host.read_ahead(area) == 0
 
 
 @pytest.mark.parametrize(
@@ -417,6 +247,42 @@ def test_a_worker_loads_itself_what_its_snapshot_does_not_serve(model, monkeypat
     assert host.start.how == "cold"
 
 
+def test_worker_reports_the_start_that_its_load_ended_with(monkeypatch):
+    def load(host, *_):
+        host.start = ProcessStart(how="cold", reason="its snapshot does not serve it")
+        return FakeEngine()
+
+    monkeypatch.setattr(AppHost, "engine", load)
+    client_end, worker_end = socket.socketpair()
+    request = LaunchRequest(role="worker", model="m", options=b"{}")
+    start = ProcessStart(how="resumed", snapshot="m")
+    role = (worker_end, request, None, start, [worker_end])
+    worker = threading.Thread(target=app_process._run_role, args=role)
+    worker.start()
+    engine = RemoteEngine(client_end)
+    assert (engine.start.how, engine.start.reason) == ("cold", "its snapshot does not serve it")
+    engine.close()
+    worker.join(60)
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_stopped_worker_is_continued_when_its_launch_ends(ends_first):
+    """Otherwise the endpoint would wait 30 s for its end."""
+    launcher, sent = launch.Launcher(["serve"], 0, 0), {}
+    for name, role in (("app", "verb"), ("worker", "worker"), ("stopped", "worker")):
+        sent[name] = []
+        request = SimpleNamespace(role=role)
+        app = SimpleNamespace(request=request, is_stopped=False, signal=sent[name].append)
+        launcher._apps.running.append(app)
+    launcher._main = launcher._apps.running[0]
+    if ends_first:
+        launcher._forward(signal.SIGTERM, None)
+    launcher._handle_report(app, "stopped")
+    if not ends_first:
+        launcher._forward(signal.SIGTERM, None)
+    assert sent == {"app": [signal.SIGTERM], "worker": [], "stopped": [signal.SIGCONT]}
+
+
 @pytest.mark.parametrize(
     ("ending", "crashes", "alive_s", "is_restarted"),
     [
@@ -463,28 +329,6 @@ def test_a_worker_that_cannot_start_leaves_no_descriptor(monkeypatch, problem, a
         assert isinstance(answer, messages.Failed)
     launcher_end.close()
     app_end.close()
-
-
-@pytest.mark.parametrize("text", [b"load = 5", b"\xff", b"[" * 3000, b'serve = "x"\n[load]\nctx = 512'])
-def test_a_launch_leaves_a_wrong_configuration_to_the_app(tmp_path, monkeypatch, text):
-    monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config/config.toml").write_bytes(text)
-    assert selection.launch_choice(["run", "hi"]).model
-    (listener,) = process_env.listen(["serve", "--port", "0"])
-    listener.close()
-
-
-def test_a_path_has_one_name_for_launcher_and_catalogue(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "real/below").mkdir(parents=True)
-    (tmp_path / "link").symlink_to("real/below")
-    file = make_llama(tmp_path / "real/x.gguf", 64)
-    (tmp_path / "moved.gguf").symlink_to(file)
-    for typed in ("real/x.gguf", "./real//x.gguf", "real/below/../x.gguf", "link/../x.gguf", str(file)):
-        assert resolve(typed).name == str(file)
-        assert storage.safe_name(typed) == storage.safe_name(str(file))
-    assert resolve("./moved.gguf").name == str(tmp_path / "moved.gguf")
 
 
 def test_only_one_background_build_waits_for_another(tmp_path, monkeypatch):
@@ -586,9 +430,9 @@ def test_build_leaves_free_disk_space(root):
 def test_named_snapshot_is_pruned_last(root):
     use(publish(root, "m,mine", 1), 1000)
     use(publish(root, "m", 2), 2000)
-    use(publish(root, "m,ctx512", 3, requested={"n_ctx": "512"}), 3000)
+    use(publish(root, "m,ctx=512", 3, requested={"n_ctx": "512"}), 3000)
     names = [storage.name_of(folder.name) for folder in registry.by_last_use(root)]
-    assert names == ["m", "m,ctx512", "m,mine"]
+    assert names == ["m", "m,ctx=512", "m,mine"]
 
 
 def test_older_generations_and_stale_snapshots_are_pruned(root):

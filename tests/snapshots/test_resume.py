@@ -47,8 +47,11 @@ def test_a_warm_model_is_resumed_and_answers_as_a_cold_one_does(warm):
         assert outcome.result["startup"]["ready_ms"] == stages["ready"]
 
 
-@pytest.mark.parametrize("typed", [MODEL.upper(), MODEL.title()])
+@pytest.mark.parametrize("typed", [MODEL.upper(), MODEL.title(), f"{MODEL}:"])
 def test_a_warm_model_is_resumed_however_it_is_spelled(warm, typed):
+    if typed.endswith(":"):
+        record = json.loads((warm.data / f"data/models/{MODEL}/model.json").read_text())
+        typed += record["quantization"].lower()
     outcome = warm.run("run", typed, "Hi", "--max-tokens", "2", "--json", timeout=60)
     assert outcome.start["how"] == "resumed"
 
@@ -147,7 +150,7 @@ def test_a_parked_process_is_one_thread(warm):
 def test_image_holds_no_user_data(warm):
     plant = {"OPENAI_API_KEY": SECRET, "EDGEINFER_API_KEY": SECRET, "SOMETHING": SECRET}
     warm.run("warm", MODEL, "--ctx", "1024", "--quiet", env=plant, cwd=warm.home).check()
-    folder = warm.snapshot(f"{MODEL},ctx1024")
+    folder = warm.snapshot(f"{MODEL},ctx=1024")
     searched = [path for path in folder.rglob("*") if path.is_file()]
     assert {"memory.img", "pages-1.img"} <= {path.name for path in searched}
     for path in searched:
@@ -155,7 +158,7 @@ def test_image_holds_no_user_data(warm):
         assert SECRET.encode() not in content, path
         assert SECRET.encode("utf-16-le") not in content, path
         assert f"HOME={warm.home}".encode() not in content, path
-    warm.run("snapshots", "rm", f"{MODEL},ctx1024").check()
+    warm.run("snapshots", "rm", f"{MODEL},ctx=1024").check()
 
 
 def test_files_and_folders_are_this_users_alone(warm):

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgeinfer.config.load_options import LOAD_OPTIONS
 from edgeinfer.errors import (
     SnapshotCorruptError,
     SnapshotMissingError,
     SnapshotStaleError,
     SnapshotUnsafeError,
+    UsageError,
 )
 from edgeinfer.launcher import messages
 from edgeinfer.snapshot_format import storage
@@ -68,11 +70,22 @@ def test_two_files_of_the_same_name_have_different_snapshots():
 
 
 def test_names_carry_the_options_or_what_was_given():
-    assert storage.snapshot_name("m", {"n_ctx": "8192", "kv_type": "q8_0"}) == "m,kv_typeq8_0,ctx8192"
+    assert storage.snapshot_name("m", {"n_ctx": "8192", "kv_type": "q8_0"}) == "m,kv_type=q8_0,ctx=8192"
     assert storage.snapshot_name("m", {"n_ctx": "8192"}, "work") == "m,work"
     adapters = {"lora": "/a/red.gguf:0.5,/b/v1.2-blue.gguf"}
-    assert storage.snapshot_name("m", adapters).startswith("m,lora+red+v1.2-blue+")
+    assert storage.snapshot_name("m", adapters).startswith("m,lora=red+v1.2-blue+")
     assert storage.model_prefix_of("m,work") == "m"
+
+
+values = st.text("ab09._+-/:,", min_size=1)
+
+
+@given(st.dictionaries(st.sampled_from([o.field for o in LOAD_OPTIONS]), values, min_size=1))
+def test_no_name_that_a_user_may_choose_is_that_of_options(requested):
+    name = storage.snapshot_name("m", requested)
+    assert storage.user_name_of(name) == ""
+    with pytest.raises(UsageError):
+        storage.refuse_bad_name(name.partition(storage.OPTION_SEPARATOR)[2])
 
 
 def test_generations_are_newest_first_and_only_published_ones(tmp_path):

@@ -166,7 +166,7 @@ def test_take_over_http_builds_once_and_a_killed_endpoint_leaves_none(somebody):
     assert MODEL not in names(somebody)
     somebody.run("warm", MODEL, "--ctx", "512", "--quiet").check()  # removes what the killed build left
     assert {name.partition("@")[0] for name in folders(somebody)} == names(somebody)
-    somebody.run("snapshots", "rm", f"{MODEL},ctx512").check()
+    somebody.run("snapshots", "rm", f"{MODEL},ctx=512").check()
 
 
 def _ask_in_vain(endpoint: Endpoint, route: str) -> None:

@@ -22,11 +22,9 @@ def remote(engine, progress=None):
 
     def load(report):
         report("load", 0.5)
-        return engine
+        return engine, ProcessStart(how="resumed", snapshot="fake")
 
-    worker = threading.Thread(
-        target=serve_engine, args=(worker_end, ProcessStart(how="resumed", snapshot="fake"), load)
-    )
+    worker = threading.Thread(target=serve_engine, args=(worker_end, load))
     worker.start()
     remote_engine = RemoteEngine(live_server, progress)
     try:

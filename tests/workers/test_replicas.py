@@ -82,7 +82,7 @@ class Shop:
         self.sockets.append(worker_end)
         worker = threading.Thread(
             target=serve_engine,
-            args=(worker_end, ProcessStart(how="resumed"), lambda progress: engine),
+            args=(worker_end, lambda progress: (engine, ProcessStart(how="resumed"))),
             daemon=True,
         )
         worker.start()
@@ -187,7 +187,7 @@ def test_worker_whose_decode_loop_has_failed_ends() -> None:
 
     live_server, worker_end = socket.socketpair()
     thread = threading.Thread(
-        target=serve_engine, args=(worker_end, ProcessStart(), lambda progress: Dead())
+        target=serve_engine, args=(worker_end, lambda progress: (Dead(), ProcessStart()))
     )
     thread.start()
     engine = RemoteEngine(live_server)

@@ -24,6 +24,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.host import EngineHost
+from edgeinfer.launcher.argv import LAUNCH_VERBS
 from edgeinfer.platform import paths
 from edgeinfer.snapshot_format import criu, fingerprint, storage
 from edgeinfer.snapshots import registry, running
@@ -308,7 +309,7 @@ class SnapshotsTakeResult(TimedResult, frozen=True, kw_only=True):
         if not self.was_built:
             outcome = f"is what process {self.pid} has loaded, nothing has changed since it was built"
         lines = [f"{d.name} {outcome}; {size}, {self.wall_s:.1f} s"]
-        if storage.has_user_name(d.name, d.model, d.requested):
+        if storage.user_name_of(d.name):
             lines.append(f"to start from it: edgeinfer serve --snapshot {d.name}")
         return "\n".join(lines)
 
@@ -328,7 +329,7 @@ def _take(options: argparse.Namespace, host: EngineHost) -> SnapshotsTakeResult:
 def _resolve_pid(which: str | None) -> int:
     if which is not None and which.isdecimal():
         return _require_own_process(int(which))
-    launches = running.processes()
+    launches = [launch for launch in running.processes() if launch.verb in LAUNCH_VERBS]
     if which is None:
         matches = [launch for launch in launches if launch.verb == "serve"]
         no_match, ambiguous = "no endpoint is running", "several endpoints are running"

@@ -40,7 +40,7 @@ class WarmResult(TimedResult, frozen=True, kw_only=True):
         waited = f"; waited {self.waited_s:.1f} s for another build of it" if self.waited_s else ""
         if self.tool_tokens:
             prefilled += f"; {self.tool_tokens} tokens with tools prefilled on disk"
-        is_named = storage.has_user_name(d.name, d.model, d.requested)
+        is_named = storage.user_name_of(d.name)
         start = f"\nto start from it: edgeinfer chat --snapshot {d.name}" if is_named else ""
         return (
             f"{d.name} is warm: {format_bytes(d.disk_bytes)} on disk, "

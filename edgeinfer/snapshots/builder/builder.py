@@ -206,6 +206,7 @@ class Builder:
         manifest.requested = snapshot_options(inputs.options)
         manifest.actual = parked.actual
         keys = {"sha256": parked.info.sha256, "criu": request.version}
+        keys |= {storage.QUANTIZATION: inputs.files.quantization}
         manifest.keys = fingerprint.machine_keys() | keys
         foreign = [path for path in parked.files if not path.startswith(f"{self._folder}/")]
         # paths as the user names them, too: a link may lead to another file later

@@ -225,7 +225,7 @@ def _find_same(inputs: SnapshotInputs) -> Details | None:
         return None
     requested = snapshot_options(inputs.options_to_repeat)
     has_changed = details.depends_on != inputs.depends_on
-    if has_changed or first_difference(requested, details.requested, details.actual):
+    if has_changed or first_difference(requested, details.requested, details.actual, is_named=True):
         return None
     return details if registry.state_of(Path(folders[0]))[0] else None
 

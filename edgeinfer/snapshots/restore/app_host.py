@@ -1,4 +1,7 @@
-"""The host of an app: it gives the verb its engine, which is resumed, loaded, or a worker's."""
+"""The host of an app: it gives the verb its engine, which is resumed, loaded, or a worker's.
+
+`LoadedModel` is the engine that a parked process has loaded, and that a launch resumes.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from edgeinfer import typed_options
 from edgeinfer.config.config_file import Config, LoadConfig
-from edgeinfer.config.load_options import LOAD_OPTIONS, snapshot_options
+from edgeinfer.config.load_options import LOAD_OPTIONS, first_difference, snapshot_options
 from edgeinfer.errors import (
     DumpError,
     EdgeInferError,
@@ -31,11 +34,16 @@ from edgeinfer.launcher import builds, messages, selection
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import paths, process_metadata
 from edgeinfer.platform.disk import is_locked
+from edgeinfer.platform.machine import read_memory
+from edgeinfer.platform.page_cache import is_cached, is_cold
+from edgeinfer.runtime.events import TextDelta, TokenLogprobs
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import Adapter, LoadOptions
+from edgeinfer.runtime.llama.mappings import HUGEPAGE, Area, Range, advise
+from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
+from edgeinfer.runtime.requests import GenerateRequest, Sampling
 from edgeinfer.snapshot_format import storage
-from edgeinfer.snapshots.inputs import ProcessDescription, SnapshotInputs, describe, stamps_of
-from edgeinfer.snapshots.restore.loaded_model import LoadedModel
+from edgeinfer.snapshots import inputs
+from edgeinfer.snapshots.inputs import ProcessDescription, SnapshotInputs
 
 if TYPE_CHECKING:
     from edgeinfer.models.reference import ModelRef
@@ -46,6 +54,120 @@ if TYPE_CHECKING:
 #: Idle time (s) after which a cold chat or endpoint requests the snapshot that it lacked, and how often
 #: (s) that is checked.
 _REST_S, _LOOK_S = 15.0, 3.0
+CANARY_TOKENS = 4
+_CANARY_PROMPTS = (
+    "The quick brown fox",
+    "jumps over the lazy dog, und der Hund schläft weiter; ни звука не слышно.",
+    "1, 2, 4, 8, 16, 32, 64, 128,",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+)
+#: Bytes that a prefetch reads at a time: the size of a huge page.
+STEP_BYTES = 2 << 20
+
+
+class LoadedModel:
+    """A loaded engine with the description of its load.
+
+    `droppable` is the memory that `app_process.reseed` clears, `weights` the mapped model files.
+    """
+
+    def __init__(self, engine: LlamaEngine, description: ProcessDescription) -> None:
+        self.engine = engine
+        self.description = description
+        self.model = description.model
+        self._entropy = b""
+        self.droppable: list[Range] = []
+        self.weights: list[Area] = []
+
+    @property
+    def is_open(self) -> bool:
+        return self.engine.is_open
+
+    def serves(self, model: str, options: LoadOptions, *, named: bool = False) -> bool:
+        """Return whether this engine is what a launch asks for, which may have `named` its snapshot."""
+        if not self.is_open or model != self.model:
+            return False
+        requested = snapshot_options(self.description.options)
+        actual = chosen_values(self.engine)
+        return not first_difference(snapshot_options(options), requested, actual, is_named=named)
+
+    def engine_for(self, options: LoadOptions) -> Engine:
+        """Return the engine, set to the requested number of threads."""
+        if not self.is_open:
+            raise EngineClosedError("the resumed engine was closed")
+        if options.n_threads:
+            self.engine.resume(options.n_threads, self._entropy)
+        return self.engine
+
+    def resume(self, entropy: bytes) -> None:
+        """Let the engine run again, with new entropy and a thread for each core of this launch."""
+        # a parked process has already imported it
+        from edgeinfer.platform.machine import read_processors
+        from edgeinfer.runtime.memory_plan import choose_threads
+
+        self._entropy = entropy
+        self.engine.resume(choose_threads(0, read_processors()).value, entropy)
+        start_prefetch(self.weights)
+
+    def canary(self) -> bytes:
+        """Return log-probabilities, embeddings or scores of fixed prompts, which a resume must not
+        change.
+        """
+        info = self.engine.info
+        if info.can_rerank:
+            return msgspec.msgpack.encode(self.engine.rerank(_CANARY_PROMPTS[0], _CANARY_PROMPTS[1:]))
+        if info.can_generate:
+            return msgspec.msgpack.encode([self._canary_tokens(prompt) for prompt in _CANARY_PROMPTS])
+        return msgspec.msgpack.encode(self.engine.embed(_CANARY_PROMPTS))
+
+    def _canary_tokens(self, prompt: str) -> list[TokenLogprobs]:
+        request = GenerateRequest(
+            prompt=prompt,
+            max_tokens=CANARY_TOKENS,
+            ignore_eos=True,
+            logprobs=1,
+            cache_prompt=False,
+            sampling=Sampling(temperature=0.0, seed=1),
+        )
+        deltas = [event for event in self.engine.submit(request) if isinstance(event, TextDelta)]
+        return [token for delta in deltas for token in delta.logprobs]
+
+
+def chosen_values(engine: Engine) -> dict[str, str]:
+    """Return the values that the load chose, for the options that select a snapshot."""
+    info = engine.info
+    chosen = {name: str(choice.value) for name, choice in info.choices.items()}
+    sizes = {"n_ctx": str(info.n_ctx), "n_parallel": str(info.n_parallel)}
+    return chosen | sizes | {"lora": inputs.adapters_text(info.lora)}
+
+
+def start_prefetch(mapped: list[Area]) -> None:
+    """Read the uncached parts of mapped files in a thread, if all of them fit into free memory."""
+    cold = []
+    with contextlib.suppress(OSError):  # without a prefetch, page faults read the file
+        cold = [area for area in mapped if is_cold(area.path)]
+    n_bytes = sum(area.high - area.low for area in mapped)
+    if cold and n_bytes <= read_memory().available_bytes:
+        threading.Thread(target=_read_all, args=[cold], name="prefetch", daemon=True).start()
+
+
+def _read_all(cold: list[Area]) -> None:
+    advise((Range(area.low, area.high) for area in cold), HUGEPAGE)
+    with contextlib.suppress(OSError):
+        for area in cold:
+            read_ahead(area)
+
+
+def read_ahead(area: Area) -> int:
+    """Read those bytes of a mapped file that are not cached; return their number. Raises OSError."""
+    into, n_bytes = memoryview(bytearray(STEP_BYTES)), 0
+    stop = area.offset + area.high - area.low
+    with open(area.path, "rb", buffering=0) as file:
+        for offset in range(area.offset, stop, STEP_BYTES):
+            size = min(STEP_BYTES, stop - offset)
+            if not is_cached(file.fileno(), offset + size - 1):
+                n_bytes += os.preadv(file.fileno(), [into[:size]], offset)
+    return n_bytes
 
 
 class AppHost(EngineHost):
@@ -72,15 +194,11 @@ class AppHost(EngineHost):
         self._hint = "" if is_silent else request.hint
         self._named = request.is_named
         self._loaded = loaded
-        self._listeners = listeners
+        self.listeners = listeners
         self._asking = threading.Lock()
         self._note = process_metadata.ProcessRecord(process_metadata.DESCRIPTION)
         self._description: ProcessDescription | None = None
         self._url = ""
-
-    @property
-    def listeners(self) -> tuple[socket.socket, ...]:
-        return self._listeners
 
     @property
     def config(self) -> Config:
@@ -94,6 +212,17 @@ class AppHost(EngineHost):
     def loaded_model(self) -> str:
         """Name of the model with which this process was resumed; "" if none or closed."""
         return self._loaded.model if self._loaded and self._loaded.is_open else ""
+
+    def files(
+        self, model: str | ModelRef, progress: LoadProgress | None = None, *, draft: str = ""
+    ) -> ModelFiles:
+        """Return the files of a model: those of the resumed one, which the launcher has compared.
+
+        Raises what `EngineHost.files` raises.
+        """
+        if self._loaded is not None and model == self.loaded_model:
+            return self._loaded.description.files
+        return super().files(model, progress, draft=draft)
 
     def engine(
         self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
@@ -113,7 +242,8 @@ class AppHost(EngineHost):
             # no worker asks for another one: the launcher would resume this snapshot for it again
             self._loaded.engine.close()
             self._loaded = None
-            self.start = ProcessStart(how="cold", reason=f"the snapshot does not serve {name}")
+            reason = f"the snapshot does not serve {name}"
+            self.start = msgspec.structs.replace(self.start, how="cold", snapshot="", reason=reason)
         if self._loaded is None:
             ref = self.resolve(model) if isinstance(model, str) else model
             engine = self._load_and_describe(ref, options, progress)
@@ -140,12 +270,12 @@ class AppHost(EngineHost):
         self, ref: ModelRef, options: LoadOptions, progress: LoadProgress | None
     ) -> Engine:
         files = self.files(ref, progress, draft=options.draft)
-        inputs = SnapshotInputs(
+        to_build = SnapshotInputs(
             model=ref.name,
             files=files,
             options=options,
             system=files.system_prompt,
-            stamps=stamps_of(files, options),
+            stamps=inputs.stamps_of(files, options),
         )
         expected = self._request.expected_model
         if self._hint and storage.model_prefix(expected) != storage.model_prefix(ref.name):
@@ -156,8 +286,8 @@ class AppHost(EngineHost):
                 reason = error.message
             self.start = msgspec.structs.replace(self.start, reason=reason)
         engine = self._load(files, options, progress)
-        self._say_cold_start(inputs.name)
-        self._describe(engine, describe(engine, inputs))
+        self._say_cold_start(to_build.name)
+        self._describe(engine, inputs.describe(engine, to_build))
         return engine
 
     def _say_cold_start(self, snapshot: str) -> None:
@@ -194,11 +324,12 @@ class AppHost(EngineHost):
         outcome = read_build(self._tell_with_pipe(messages.TakeSnapshot(argv=arguments)), None)
         if outcome.result is None:
             raise from_fields(outcome.error)
+        snapshot, was_built = outcome.result["snapshot"], outcome.result["was_built"]
         return TakenSnapshot(
-            name=outcome.result.snapshot.name,
-            disk_bytes=outcome.result.snapshot.disk_bytes,
-            was_built=outcome.result.was_built,
-            seconds=outcome.result.wall_s,
+            name=snapshot["name"],
+            disk_bytes=snapshot["disk_bytes"],
+            was_built=was_built,
+            seconds=outcome.result["wall_s"],
         )
 
     def worker(
@@ -222,11 +353,6 @@ class AppHost(EngineHost):
         if isinstance(answer, messages.Failed):
             raise from_fields(answer.error)
         return RemoteEngine(socket.socket(fileno=fds[0]), progress)
-
-    def worker_start(self, engine: Engine) -> ProcessStart | None:
-        from edgeinfer.workers.remote_engine import RemoteEngine  # slow import in a cold process: 5 ms
-
-        return engine.start if isinstance(engine, RemoteEngine) else None
 
     def warm_models(self) -> frozenset[str]:
         from edgeinfer.snapshots.registry import list_snapshots  # only the model picker needs it
@@ -302,21 +428,10 @@ def _call_when_rested(engine: Engine, action: Callable[[], None]) -> None:
     action()
 
 
-class _BuiltSnapshot(msgspec.Struct, frozen=True):
-    name: str
-    disk_bytes: int
-
-
-class _BuildResult(msgspec.Struct, frozen=True):
-    snapshot: _BuiltSnapshot
-    wall_s: float
-    was_built: bool = True
-
-
 class BuildEnd(msgspec.Struct, frozen=True):
     """The JSON that `warm` and `snapshots take` end with: a result, or an error's fields."""
 
-    result: _BuildResult | None = None
+    result: dict[str, Any] | None = None
     error: dict[str, str] = {}
 
 

@@ -31,13 +31,11 @@ import msgspec
 
 from edgeinfer.host import ProcessStart
 from edgeinfer.launcher import messages
-from edgeinfer.launcher.messages import LaunchRequest
-from edgeinfer.launcher.process_env import LIMITS
+from edgeinfer.launcher.messages import LIMITS, LaunchRequest
 from edgeinfer.platform import linux, process, tcp
 from edgeinfer.runtime.llama.mappings import Range
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.snapshots.restore.app_host import AppHost
-from edgeinfer.snapshots.restore.loaded_model import LoadedModel
+from edgeinfer.snapshots.restore.app_host import AppHost, LoadedModel
 
 #: Environment variable with the path of a file that gets the modules imported after a resume, for
 #: tests.
@@ -145,7 +143,9 @@ def _run_role(
 
         host = AppHost(start, link, loaded, request=request)
         options = msgspec.json.decode(request.options, type=LoadOptions)
-        serve_engine(sockets[0], start, lambda progress: host.engine(request.model, options, progress))
+        serve_engine(
+            sockets[0], lambda progress: (host.engine(request.model, options, progress), host.start)
+        )
         return 0
     if request.role == "canary" and loaded is not None:
         process.keep_lowest_priority()

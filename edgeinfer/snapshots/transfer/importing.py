@@ -53,7 +53,6 @@ def import_snapshot(image: ImageStore, host: EngineHost, progress: LoadProgress)
     _refuse_other_options(description)
     _store_files(image, description, progress)
     model, requested = description.model, description.requested
-    given_name = storage.user_name_of(description.name, model, requested)
     if description.adapters:  # on this machine, the adapters have other paths
         requested |= {LORA.field: adapters_text([_local(file) for file in description.adapters])}
     known = {option.field: option for option in LOAD_OPTIONS}
@@ -64,7 +63,7 @@ def import_snapshot(image: ImageStore, host: EngineHost, progress: LoadProgress)
         files=host.files(model, draft=options.draft),
         options=options,
         system=description.system,
-        given_name=given_name,
+        given_name=storage.user_name_of(description.name),
     )
     return jobs.build(inputs, host.config.snapshots, progress), signer
 

@@ -2,14 +2,16 @@
 
 import os
 import socket
+import sys
 import time
 
 import httpx2
 import pytest
 from fake_engine import FakeEngine, StepGate
+from other_processes import run
 
 from edgeinfer.cli.main import main
-from edgeinfer.platform.process import activated_descriptors
+from edgeinfer.platform import listening
 from edgeinfer.server import lifecycle
 from edgeinfer.server.lifecycle import RunOptions
 from edgeinfer.server.limits import Limits
@@ -106,8 +108,27 @@ def test_an_abstract_notify_socket_is_understood(monkeypatch):
 def test_sockets_for_another_process_are_ignored(monkeypatch):
     monkeypatch.setenv("LISTEN_FDS", "1")
     monkeypatch.setenv("LISTEN_PID", str(os.getpid() + 1))
-    assert activated_descriptors() == []
+    assert listening.activated_sockets() == []
     assert "LISTEN_FDS" not in os.environ
+
+
+#: Runs `serve` with a listening socket as descriptor 3, and a count that names more.
+MISCOUNTED = """
+import os, socket, sys
+listener = socket.create_server(("127.0.0.1", 0))
+os.dup2(listener.fileno(), 3)
+os.closerange(4, 200)
+os.environ.update(LISTEN_FDS=sys.argv.pop(), LISTEN_PID=str(os.getpid()))
+from edgeinfer.launcher import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("count", ["99", "2", "x", "1 2", "²", "9" * 5000])
+def test_sockets_that_were_not_passed_are_an_error_in_words(count):
+    done = run(sys.executable, "-c", MISCOUNTED, "serve", count, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert f"error: LISTEN_FDS={count[:20]}: not so many descriptors from 3 on" in done.stderr
 
 
 @pytest.mark.parametrize("options", [["--port", "70000"], ["--idle-exit", "0"]])

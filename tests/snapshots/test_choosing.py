@@ -1,0 +1,318 @@
+"""Choosing a snapshot: launcher and app decide alike, whatever was typed or configured."""
+
+import json
+import os
+import random
+import shutil
+import socket
+from collections import Counter
+from itertools import chain
+
+import msgspec
+import pytest
+from fake_engine import DEFAULT_INFO, FakeEngine
+from made_models import make_llama
+
+from edgeinfer import typed_options
+from edgeinfer.cli import endpoint_setup
+from edgeinfer.cli.main import main
+from edgeinfer.cli.parser import build_parser
+from edgeinfer.config.config_file import Config, load_config
+from edgeinfer.config.load_options import LOAD_OPTIONS, snapshot_options
+from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError
+from edgeinfer.host import EngineHost, ProcessStart
+from edgeinfer.launcher import launch, selection
+from edgeinfer.models.reference import ModelRef, resolve
+from edgeinfer.platform import paths
+from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
+from edgeinfer.snapshot_format import storage
+from edgeinfer.snapshots import registry
+from edgeinfer.snapshots.inputs import SnapshotInputs, describe
+from edgeinfer.snapshots.restore.app_host import AppHost, LoadedModel, chosen_values
+
+from .conftest import folder_of, publish
+
+#: Values that a build chooses for options that were left out.
+CHOSEN = {"n_ctx": "4096", "n_parallel": "4", "kv_type": "f16", "lora": "none", "draft": "none"}
+
+
+def spellings(folder) -> dict[str, dict[str, list[str]]]:
+    """Return option → value ("" if it is left out) → how a user may write that."""
+    adapter, draft = f"{folder}/red.gguf", f"{folder}/draft.gguf"
+    return {
+        "n_ctx": {"": ["0"], "512": ["512", "0512"], "4096": ["4096"]},
+        "n_parallel": {"": ["0"], "2": ["2"], "4": ["4", "04"]},
+        "kv_type": {"": ["auto"], "f16": ["f16"], "q8_0": ["q8_0"]},
+        "special_tokens_in_content": {"": ["off"], "on": ["on"]},
+        "lora": {"": [], "none": ["none"], adapter: [adapter, "./x/../red.gguf", "red.gguf:1.0"]},
+        "draft": {
+            "": [],
+            "none": ["none", "NONE"],
+            "small": ["small", "Small"],
+            "small:q8_0": ["small:Q8_0", "SMALL:q8_0"],
+            "hf:a/tiny:q8_0": ["hf:A/Tiny:Q8_0", "HF:a/tiny:q8_0"],
+            draft: [draft, "draft.gguf", "./draft.gguf", "x/../draft.gguf", "link.gguf"],
+        },
+    }
+
+
+def write_launch(generator, spelled, values) -> tuple[list[str], str]:
+    """Return arguments and a config.toml that ask for these values."""
+    arguments, config = [], "[load]\n"
+    for option in (option for option in LOAD_OPTIONS if option.field in spelled):
+        of_value, value = spelled[option.field], values[option.field]
+        text = generator.choice([*of_value[value], *([] if value else [""])])
+        is_typed = option.flag and (not option.key or generator.random() < 0.6)
+        if is_typed and text:
+            arguments += generator.choice([[option.flag, text], [f"{option.flag}={text}"]])
+            text = generator.choice(["", *chain(*of_value.values())])  # the typed one overrides it
+        if text and option.key:
+            number = option.high and text.isdecimal()
+            config += f"{option.key} = {int(text) if number else json.dumps(text)}\n"
+    return arguments, config
+
+
+def load(options: LoadOptions, model: str = "m", files: ModelFiles | None = None) -> LoadedModel:
+    """Return a loaded model whose build was given these options, and chose `CHOSEN` for the others."""
+    files = files or ModelFiles(name=model, paths=())
+    values = CHOSEN | snapshot_options(options)
+    info = msgspec.structs.replace(
+        DEFAULT_INFO,
+        n_ctx=int(values["n_ctx"]),
+        n_parallel=int(values["n_parallel"]),
+        choices={name: Chosen(values[name], "") for name in ("kv_type", "draft")},
+        lora=options.adapters(files),
+    )
+    engine, inputs = FakeEngine(info=info), SnapshotInputs(model=model, files=files, options=options)
+    return LoadedModel(engine, describe(engine, inputs))
+
+
+def test_a_snapshot_serves_exactly_the_launches_with_its_options(root, tmp_path, monkeypatch, cases):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EDGEINFER_CONFIG", str(tmp_path / "config.toml"))
+    (tmp_path / "x").mkdir()
+    for name in ("red.gguf", "draft.gguf"):
+        (tmp_path / name).touch()
+    (tmp_path / "link.gguf").symlink_to("draft.gguf")
+    spelled, parser = spellings(tmp_path), build_parser()
+    generator, outcomes = random.Random(29), Counter()
+
+    def resolve_options(values) -> tuple[dict[str, str], LoadOptions]:
+        """Return the options that the launcher and the app find in a launch."""
+        arguments, config = write_launch(generator, spelled, values)
+        (tmp_path / "config.toml").write_text(config)
+        argv = ["run", "m", "hello", *arguments]
+        app_options = typed_options.load_options(parser.parse_args(argv), load_config().load)
+        launcher_options = selection.launch_choice(argv).options
+        assert launcher_options == snapshot_options(app_options), (argv, config)
+        return launcher_options, app_options
+
+    for _ in range(cases(300)):
+        built = {field: generator.choice(["", *of_value]) for field, of_value in spelled.items()}
+        changed = generator.sample([*spelled], generator.choice([0, 0, 1, 2]))
+        launched = built | {field: generator.choice([*spelled[field]]) for field in changed}
+        fits = all(
+            value == built[field] or (not built[field] and value == CHOSEN.get(field))
+            for field, value in launched.items()
+        )
+        requested, build_options = resolve_options(built)
+        loaded = load(build_options)
+        name, actual = storage.snapshot_name("m", requested), chosen_values(loaded.engine)
+        folder = publish(root, name, requested=requested, actual=actual, size=1)
+        options, launch_options = resolve_options(launched)
+        try:
+            is_resumed = bool(selection.find("m", options))
+        except SnapshotMissingError:
+            is_resumed = False
+        assert is_resumed == loaded.serves("m", launch_options) == fits, (built, launched)
+        outcomes[fits] += 1
+        shutil.rmtree(folder)
+    assert min(outcomes[True], outcomes[False]) > 10
+
+
+def test_the_model_is_the_first_word_that_has_a_snapshot(root):
+    publish(root, "m")
+    assert selection.launch_choice(["run", "--seed", "4", "m", "hello"]).model == "m"
+    assert selection.launch_choice(["run", "hello"]).model == paths.DEFAULT_MODEL
+    assert selection.launch_choice(["run", "--lora", "m", "hello"]).model == paths.DEFAULT_MODEL
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["run", "m", "--max-tokens", "4", "hello"],
+        ["run", "--system", "other", "m", "hello"],
+        ["run", "m", "other"],
+        ["chat", "--plain", "m"],
+        ["batch", "--model", "m", "other", "out"],
+        ["run", "--raw", "--", "m", "--snapshot"],
+    ],
+)
+def test_launcher_and_argparse_agree_on_the_model_wherever_options_stand(root, typed):
+    publish(root, "m")
+    publish(root, "other")
+    parsed = build_parser().parse_args(typed)
+    assert selection.launch_choice(typed).model == "m"
+    assert getattr(parsed, "model_or_prompt", None) or parsed.model == "m"
+    assert selection.launch_choice(typed).snapshot == (parsed.snapshot or "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("serve other --port 8080", "other"),
+        ("chat other", "other"),
+        ("run other hello", "other"),
+        ("run hello", paths.DEFAULT_MODEL),
+        ("run hello --seed 4", paths.DEFAULT_MODEL),
+        ("serve --port 8080", paths.DEFAULT_MODEL),
+        ("chat", paths.DEFAULT_MODEL),
+        ("batch in.jsonl out.jsonl", paths.DEFAULT_MODEL),
+    ],
+)
+def test_a_cold_start_names_the_model_that_was_typed(root, typed, said):
+    with pytest.raises(SnapshotMissingError, match=f"^{said} has no snapshot yet"):
+        selection.launch_choice(typed.split()).find()
+
+
+@pytest.mark.parametrize(
+    ("made_of", "typed"),
+    [
+        ("ollama/llama3.2", "Ollama/Llama3.2:latest"),
+        ("hf:Someone/Tiny-GGUF:Q8_0", "someone/tiny-gguf:q8_0"),
+        ("qwen3-4b:Q8_0", "Qwen3-4B:q8_0"),
+    ],
+)
+def test_a_model_is_known_however_it_is_spelled(root, made_of, typed):
+    publish(root, storage.snapshot_name(made_of, {}), model=made_of)
+    assert selection.launch_choice(["run", typed, "hello"]).find()[1].model == made_of
+
+
+def test_a_given_name_is_enough_everywhere(root):
+    folder = publish(root, "m,work", 5, requested={"n_ctx": "512"})
+    assert registry.find("work") == folder
+    assert selection.launch_choice(["run", "hello", "--snapshot", "work"]).find()[0] == str(folder)
+    publish(root, "other,work", model="other")
+    with pytest.raises(SnapshotMissingError, match="work is the name of several") as caught:
+        registry.find("work")
+    assert caught.value.hint == "name one of: m,work, other,work"
+    assert selection.find_named("work", "m", {})[1].name == "m,work"
+    with pytest.raises(SnapshotMissingError, match="several snapshots are called work"):
+        selection.find_named("work", "third", {})
+
+
+def test_default_model_is_the_configured_one(root, tmp_path):
+    assert Config().default_model == selection.launch_choice(["run", "hi"]).model == paths.DEFAULT_MODEL
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.toml").write_text('default-model = "d"')
+    assert selection.launch_choice(["run", "hi"]).model == "d"
+    assert selection.launch_choice(["run", "hi", "--resume", "always"]).resume == "always"
+
+
+def test_an_exact_match_is_preferred_then_the_newest(root):
+    publish(root, "m,ctx=512", 1, requested={"n_ctx": "512"})
+    for generation in (2, 3):
+        publish(root, "m", generation, actual={"n_ctx": "512"})
+    assert selection.find("m", {})[0].endswith(folder_of("m", 3))
+    assert selection.find("m", {"n_ctx": "512"})[1].name == "m,ctx=512"
+    with pytest.raises(SnapshotMissingError, match="n_ctx=99"):
+        selection.find("m", {"n_ctx": "99"})
+
+
+def test_refused_snapshot_is_replaced_by_the_next_that_fits_or_reported(root):
+    launched = {"n_ctx": "512"}
+    fitting = publish(root, "m", 1, actual=launched)
+    spoiled = publish(root, "m,ctx=512", 2, requested=launched)
+    (spoiled / storage.MEMORY).write_bytes(b"")
+    assert selection.find("m", launched)[1].name == "m"
+    (fitting / storage.MEMORY).write_bytes(b"")
+    with pytest.raises(SnapshotCorruptError, match=r"memory\.img"):
+        selection.find("m", launched)
+
+
+def test_closed_or_other_model_serves_no_launch():
+    mine = load(LoadOptions())
+    assert mine.serves("m", LoadOptions(n_threads=7))
+    assert not mine.serves("other", LoadOptions())
+    mine.engine.close()
+    assert not mine.serves("m", LoadOptions())
+
+
+@pytest.mark.parametrize("typed", ["tiny:F32", "Tiny:f32"])
+def test_a_quantization_is_resumed_from_its_own_snapshot_only(root, tmp_path, typed):
+    file = make_llama(tmp_path / "x.gguf", 64)
+    assert main(["pull", str(file), "--name", "tiny", "--in-place", "--quiet"]) == 0
+    keys = {storage.QUANTIZATION: resolve("tiny").files().quantization}
+    publish(root, "tiny", model="tiny", keys=keys)
+    assert selection.launch_choice(["run", typed, "hello"]).find()[1].model == resolve(typed).name
+    with pytest.raises(SnapshotMissingError, match=r"^tiny:Q8_0 has no snapshot yet"):
+        selection.launch_choice(["run", "tiny:Q8_0", "hello"]).find()
+    # a model that was pulled under the whole name is another one
+    record = paths.models_dir() / "tiny/model.json"
+    (paths.models_dir() / "tiny+f32").mkdir()
+    text = record.read_text().replace('"name": "tiny"', '"name": "tiny:F32"')
+    (paths.models_dir() / "tiny+f32/model.json").write_text(text)
+    assert resolve(typed).name == "tiny:F32"
+    with pytest.raises(SnapshotMissingError, match=f"^{typed} has no snapshot yet"):
+        selection.launch_choice(["run", typed, "hello"]).find()
+
+
+def test_endpoint_verifies_a_file_once_and_names_it_alike_resumed_and_cold(tmp_path, monkeypatch):
+    path = str(make_llama(tmp_path / "tiny.gguf", 64))
+    options = build_parser().parse_args(["serve", path])
+    verify, verified = ModelRef._own_files, []
+
+    def count(ref, progress):
+        verified.append(ref.name)
+        return verify(ref, progress)
+
+    monkeypatch.setattr(ModelRef, "_own_files", count)
+    monkeypatch.setattr(EngineHost, "_load", lambda *_: FakeEngine())
+    loader = endpoint_setup._default_loader(options, EngineHost(config=Config()))
+    loader(loader.name, lambda *_: None)
+    assert verified == [path]
+    loaded = load(LoadOptions(), path, resolve(path).files())
+    app_end, launcher_end = socket.socketpair()
+    with app_end, launcher_end:
+        resumed = AppHost(ProcessStart(how="resumed"), app_end, loaded)
+        assert endpoint_setup._default_loader(options, resumed).name == loader.name == "tiny"
+
+
+def test_model_without_a_snapshot_is_not_resumed_from_that_of_the_default_model(root):
+    publish(root, paths.DEFAULT_MODEL, model=paths.DEFAULT_MODEL)
+    assert selection.launch_choice(["run", "hello"]).find()[1].model == paths.DEFAULT_MODEL
+    with pytest.raises(SnapshotMissingError, match=r"^other has no snapshot yet"):
+        selection.launch_choice(["serve", "other"]).find()
+
+
+def test_adapters_of_the_catalogue_are_no_choice_once_they_are_loaded(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"x")
+    files = ModelFiles(name="fake", paths=(), lora=str(tmp_path / "a.gguf"))
+    inputs = SnapshotInputs(model="fake", files=files, options=LoadOptions())
+    (adapter,) = LoadOptions().adapters(files)
+    loaded = (msgspec.structs.replace(adapter, sha256="ab" * 32),)
+    running = describe(FakeEngine(), inputs).with_adapters(loaded)
+    assert (running.options.lora, running.name) == ("", inputs.name)
+    assert running.depends_on == inputs.depends_on
+
+
+@pytest.mark.parametrize("text", [b"load = 5", b"\xff", b"[" * 3000, b'serve = "x"\n[load]\nctx = 512'])
+def test_a_launch_leaves_a_wrong_configuration_to_the_app(tmp_path, monkeypatch, text):
+    monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.toml").write_bytes(text)
+    assert selection.launch_choice(["run", "hi"]).model
+    (listener,) = launch.listen(["serve", "--port", "0"])
+    os.close(listener)
+
+
+def test_a_path_has_one_name_for_launcher_and_catalogue(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real/below").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real/below")
+    file = make_llama(tmp_path / "real/x.gguf", 64)
+    (tmp_path / "moved.gguf").symlink_to(file)
+    for typed in ("real/x.gguf", "./real//x.gguf", "real/below/../x.gguf", "link/../x.gguf", str(file)):
+        assert resolve(typed).name == str(file)
+        assert storage.safe_name(typed) == storage.safe_name(str(file))
+    assert resolve("./moved.gguf").name == str(tmp_path / "moved.gguf")
