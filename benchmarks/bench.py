@@ -13,7 +13,6 @@ the share of the rate at which a plain loop reads memory in the same run (bench-
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import statistics
@@ -25,9 +24,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 from bench_matmul import peak  # type: ignore[import-not-found]  # its own imports are of the tests
-from common import NAMES, add_out, model_path, peer_program, write_figure
+from common import NAMES, describe, make_parser, model_path, peer_program, spread, summary, write_figure
 from peer_server import Server
 
+from edgeinfer.bench import markdown
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.llama import libllama
@@ -40,6 +40,7 @@ DECODE = 128
 _DECODE_IN_TURN = 32
 _SHORT_RUNS = 8  # of 12 tokens, for the share of the plain loop
 N_CTX = 2048
+_TEXT = "The quick brown fox jumps over the lazy dog, and then it rests. "
 
 
 class Bare:
@@ -60,10 +61,8 @@ class Bare:
 
     def decode(self, tokens: list[int]) -> None:
         array = (self.llama.llama_token * len(tokens))(*tokens)
-        assert (
-            self.llama.llama_decode(self.context, self.llama.llama_batch_get_one(array, len(tokens)))
-            == 0
-        )
+        batch = self.llama.llama_batch_get_one(array, len(tokens))
+        assert self.llama.llama_decode(self.context, batch) == 0
 
     def greedy(self) -> int:
         pointer = self.llama.llama_get_logits_ith(self.context, -1)
@@ -125,10 +124,6 @@ def time_call(work) -> tuple[float, object]:
     return (time.perf_counter() - began) * 1000.0, result
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
 def measure(name: str, rounds: int) -> dict[str, object]:
     path = model_path(name)
     files = ModelFiles(name=name, paths=(str(path),))
@@ -147,9 +142,7 @@ def measure(name: str, rounds: int) -> dict[str, object]:
         rows.setdefault("load_ms bare", []).append(ms)
     assert engine is not None
     assert bare is not None
-    prompt = (engine.tokenize("The quick brown fox jumps over the lazy dog, and then it rests. ") * 64)[
-        :PREFILL
-    ]
+    prompt = (engine.tokenize(_TEXT) * 64)[:PREFILL]
     engine_rates(engine, prompt)
     beside(engine, bare, prompt)
     for _ in range(rounds):
@@ -170,24 +163,10 @@ def llama_bench(path: Path, threads: int) -> dict[str, object]:
     tool = peer_program("llama-bench")
     if tool is None:
         return {}
-    command = [
-        tool,
-        "-m",
-        str(path),
-        "-p",
-        str(PREFILL),
-        "-n",
-        str(DECODE),
-        "-t",
-        str(threads),
-        "-r",
-        "3",
-        "-o",
-        "json",
-    ]
-    rows = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    flags = f"-p {PREFILL} -n {DECODE} -t {threads} -r 3 -o json".split()
+    done = subprocess.run([tool, "-m", path, *flags], check=True, capture_output=True, text=True)
     rates = {}
-    for row in rows:
+    for row in json.loads(done.stdout):
         key = "prefill_tok_s" if row["n_prompt"] else "decode_tok_s"
         rates[f"{key} llama-bench"] = summary(row["samples_ts"])
     return rates
@@ -202,9 +181,8 @@ def _read_by_a_token(path: Path) -> int:
 
 def _ik_rate(folder: str, path: Path, threads: int, *, is_repacked: bool) -> float:
     program = next(Path(folder).rglob("llama-bench"))
-    options = ["-p", "0", "-n", str(_DECODE_IN_TURN), "-t", str(threads), "-r", "1", "-o", "json"]
-    command = [program, "-m", str(path), *options, "-rtr", str(int(is_repacked))]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    flags = f"-p 0 -n {_DECODE_IN_TURN} -t {threads} -r 1 -o json -rtr {int(is_repacked)}".split()
+    done = subprocess.run([program, "-m", path, *flags], check=True, capture_output=True, text=True)
     (row,) = json.loads(done.stdout[done.stdout.index("[") :])
     return float(row["avg_ts"])
 
@@ -217,14 +195,10 @@ def measure_decode(name: str, rounds: int, ik: str) -> dict[str, list[float]]:
     count before and after which the loop is within 10 %.
     """
     path = model_path(name)
-    engine = load_engine(
-        ModelFiles(name=name, paths=(str(path),)), LoadOptions(n_ctx=N_CTX, n_parallel=1)
-    )
+    files = ModelFiles(name=name, paths=(str(path),))
+    engine = load_engine(files, LoadOptions(n_ctx=N_CTX, n_parallel=1))
     threads = engine.info.choices["n_threads"].value
-    prompt = engine.tokenize("The quick brown fox jumps over the lazy dog, and then it rests. " * 2)[
-        :16
-    ]
-    level = libllama.build_info().kernels
+    prompt, level = engine.tokenize(_TEXT * 2)[:16], libllama.build_info().kernels
 
     def decode_rate(n: int = _DECODE_IN_TURN) -> float:
         return run_to_end(engine, prompt, n + 1).timings.decode_tokens_per_s(n + 1)
@@ -268,61 +242,41 @@ def measure_decode(name: str, rounds: int, ik: str) -> dict[str, list[float]]:
 def decode_table(rates: dict[str, dict[str, list[float]]]) -> str:
     """Return the figure's rows: medians with the range of the rounds, in tokens/s."""
     peers = [side for side in next(iter(rates.values())) if side not in ("read", "share", "ours")]
-    lines = [
-        f"| model | GB a token | plain loop, GB/s | ours | share of the loop | {' | '.join(peers)} |",
-        "|" + " --- |" * (5 + len(peers)),
-    ]
+    rows = []
     for model, sides in rates.items():
         size, ours = _read_by_a_token(model_path(model)) / 1e9, statistics.median(sides["ours"])
-        cells = {
-            side: f"{statistics.median(values):.1f} ({min(values):.1f}–{max(values):.1f})"
-            for side, values in sides.items()
-            if values
-        }
+        cells = {side: spread(values, "", 1) for side, values in sides.items() if values}
         share = f"{statistics.median(sides['share']):.0%}" if sides["share"] else "–"
         beside = [f"{cells[peer]}, {ours / statistics.median(sides[peer]):.2f} ×" for peer in peers]
-        lines.append(
-            f"| {model} | {size:.2f} | {cells.get('read', '–')} | {cells['ours']} | {share} | {' | '.join(beside)} |"
-        )
-    return "\n".join(lines) + "\n"
+        rows.append([model, f"{size:.2f}", cells.get("read", "–"), cells["ours"], share, *beside])
+    head = ["model", "GB a token", "plain loop, GB/s", "ours", "share of the loop", *peers]
+    return markdown(head, rows)
 
 
 def table(results: dict[str, dict]) -> str:
-    lines = [
-        "| model | figure | ours | bare llama_decode loop | ours/bare | llama-bench |",
-        "|---|---|---|---|---|---|",
-    ]
-    for model, rows in results.items():
-        for figure, higher in (("load_ms", False), ("prefill_tok_s", True), ("decode_tok_s", True)):
-            own_rates, bare = rows[f"{figure} ours"], rows[f"{figure} bare"]
-            peer = rows.get(f"{figure} llama-bench")
-            cells = [
-                f"{s['median']:.1f} ({s['min']:.1f}–{s['max']:.1f})" if s else "–"
-                for s in (own_rates, bare, peer)
-            ]
-            ratio = own_rates["median"] / bare["median"]
-            mark = " (higher is better)" if higher else " (lower is better)"
-            lines.append(
-                f"| {model} | {figure}{mark} | {cells[0]} | {cells[1]} | {ratio:.3f} | {cells[2]} |"
-            )
-    return "\n".join(lines) + "\n"
+    rows = []
+    for model, measured in results.items():
+        for figure, mark in (
+            ("load_ms", "lower"),
+            ("prefill_tok_s", "higher"),
+            ("decode_tok_s", "higher"),
+        ):
+            sides = [measured.get(f"{figure} {side}") for side in ("ours", "bare", "llama-bench")]
+            edgeinfer, bare, peer = (describe(side, "", 1) if side else "–" for side in sides)
+            ratio = sides[0]["median"] / sides[1]["median"]
+            rows.append([model, f"{figure} ({mark} is better)", edgeinfer, bare, f"{ratio:.3f}", peer])
+    head = ["model", "figure", "ours", "bare llama_decode loop", "ours/bare", "llama-bench"]
+    return markdown(head, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        default=list(NAMES),
-        metavar="NAME",
-        help="smollm2, gemma3, or a shape of random weights such as 4b-q4_k_m",
-    )
+    parser = make_parser(__doc__)
+    models = "smollm2, gemma3, or a shape of random weights such as 4b-q4_k_m"
+    parser.add_argument("--models", nargs="+", default=list(NAMES), metavar="NAME", help=models)
     parser.add_argument("--rounds", type=int, default=5)
-    add_out(parser)
     parser.add_argument("--decode", action="store_true", help="measure only one stream, sides in turn")
-    parser.add_argument(
-        "--ik", default="", metavar="FOLDER", help="folder of a built ik_llama.cpp with llama-bench"
-    )
+    ik = "folder of a built ik_llama.cpp with llama-bench"
+    parser.add_argument("--ik", default="", metavar="FOLDER", help=ik)
     options = parser.parse_args()
     if options.decode:
         rates = {name: measure_decode(name, options.rounds, options.ik) for name in options.models}

@@ -11,15 +11,23 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-from common import add_out, load_only, model_of, model_path, spread, write_figure
+from common import (
+    LineProcess,
+    load_only,
+    make_parser,
+    model_of,
+    model_path,
+    numbers,
+    spread,
+    write_figure,
+)
 
+from edgeinfer.bench import markdown
 from edgeinfer.runtime.llama import libedgeinfer, libllama
 
 SIDES = ("llama.cpp", "ours")
@@ -76,63 +84,46 @@ def serve_steps(side: str, model: str, depth: str, cache: str, variant: str) -> 
 
 def measure(model: Path, cache: str, options: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
     """Return the seconds by rows and side."""
-    command = [sys.executable, __file__, "--side"]
-    model_arguments = [str(model), str(options.depth), cache, options.variant]
-    sides: dict[str, Any] = {}
-    for side in SIDES:
-        sides[side] = subprocess.Popen(
-            [*command, side, *model_arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        print(f"{model.name}, {cache}, {side}: kernels {sides[side].stdout.readline()}", end="")
+    arguments = [str(model), str(options.depth), cache, options.variant]
+    sides = {side: LineProcess(__file__, "--side", side, *arguments) for side in SIDES}
+    for side, process in sides.items():
+        print(f"{model.name}, {cache}, {side}: kernels {process.read()}")
     times_by_rows: dict[int, dict[str, list[float]]] = {
         rows: {side: [] for side in SIDES} for rows in options.rows
     }
     for _ in range(options.runs):
         for rows, times in times_by_rows.items():
             for side, process in sides.items():
-                process.stdin.write(f"{rows}\n")
-                times[side].append(float(process.stdout.readline()))
+                times[side].append(float(process.ask(str(rows))))
     for process in sides.values():
-        process.stdin.close()
-        process.wait()
+        process.close()
     return times_by_rows
 
 
 def table(figures: dict[tuple[str, str], dict[int, dict[str, list[float]]]]) -> str:
-    """Return the rows of the figure."""
-    lines = [
-        "| model | cache | rows | llama.cpp's kernels | ours | of llama.cpp's |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    """Return the figure."""
+    lines = []
     for (model, cache), by_rows in figures.items():
         for rows, times in by_rows.items():
             llama_cpp, edgeinfer = (times[side] for side in SIDES)
             share = statistics.median(edgeinfer) / statistics.median(llama_cpp)
             told = (spread([s * 1000 for s in side], "ms") for side in (llama_cpp, edgeinfer))
-            lines.append(f"| {model} | {cache} | {rows} | {' | '.join(told)} | {share:.2f} |")
-    return "\n".join(lines) + "\n"
+            lines.append([model, cache, str(rows), *told, f"{share:.2f}"])
+    return markdown(["model", "cache", "rows", "llama.cpp's kernels", "ours", "of llama.cpp's"], lines)
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--side"]:
         serve_steps(*sys.argv[2:])
         return
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--shapes", default="small,4b", help="small: SmolLM2; 4b: random weights")
     parser.add_argument("--caches", default="f16,q8_0")
     parser.add_argument("--depth", type=int, default=4096)
-    parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 19, 32, 64, 512])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--variant", default="", help="one of ggml's CPU variants")
     parser.add_argument("--work", type=Path, help="folder in which the generated model is kept")
-    add_out(parser)
-    parser.set_defaults(rows=[1, 2, 4, 8, 19, 32, 64, 512])
     options = parser.parse_args()
     figures = {}
     with tempfile.TemporaryDirectory() as temporary:

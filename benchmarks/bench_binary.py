@@ -5,9 +5,8 @@ first launch, and sizes.
 
 Whole processes are timed from just before exec; sides alternate run by run, each with its own home and
 snapshot. `ready`: /health of an endpoint answers 200. `painted`: a chat has drawn its screen on a
-pseudo-terminal. `cold`: a start without a snapshot, with a prompt of one token (in containers:
-bench_containers.py). If this runs as root, the programs run as an ordinary user (--uid). Medians and
-ranges go to bench-out/binary.md and .json.
+pseudo-terminal. `cold`: a start without a snapshot, with a prompt of one token. If this runs as root,
+the programs run as an ordinary user (--uid). Medians and ranges go to bench-out/binary.md and .json.
 """
 
 from __future__ import annotations
@@ -21,22 +20,30 @@ import pty
 import select
 import shutil
 import signal
-import statistics
 import struct
 import subprocess
 import sys
 import tempfile
 import termios
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from common import add_out, free_port, is_healthy, link_model, write_figure  # noqa: E402  the folders this script is in
+from common import (  # noqa: E402  the folders this script is in
+    describe,
+    free_port,
+    link_model,
+    make_parser,
+    process,
+    summary,
+    wait_healthy,
+    write_figure,
+)
 
+from edgeinfer.bench import markdown  # noqa: E402
 from edgeinfer.shipping.payload import open_shipped, read_index  # noqa: E402
 
 STAGES = ("launcher", "restore", "running", "request")
@@ -62,37 +69,19 @@ class Side:
         self.name = name
         self.command = command
         self.home = home
-        self.uid = uid
         home.mkdir(parents=True)
         if os.geteuid() == 0:
             os.chown(home, uid, uid)
-        # no tty, no colours: only the launch is timed
-        self.environment = {
-            "PATH": "/usr/bin:/bin",
-            "LANG": "C.UTF-8",
-            "TERM": "xterm-256color",
-            "HOME": str(home),
-        }
-        (home / ".config/edgeinfer").mkdir(parents=True)
-        (home / ".config/edgeinfer/config.toml").unlink(missing_ok=True)
-
-    @property
-    def person(self) -> dict[str, Any]:
-        """Arguments of subprocess for running as the ordinary user."""
-        return {"user": self.uid, "group": self.uid, "extra_groups": []} if os.geteuid() == 0 else {}
+        environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "TERM": "xterm-256color"}
+        #: Arguments of subprocess for running as the ordinary user.
+        self.settings: dict[str, Any] = {"env": environment | {"HOME": str(home)}, "cwd": "/"}
+        if os.geteuid() == 0:
+            self.settings |= {"user": uid, "group": uid, "extra_groups": []}
 
     def run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [*self.command, *arguments],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            check=False,
-            timeout=900,
-            cwd="/",
-            **self.person,
-        )
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        command = [*self.command, *arguments]
+        done = subprocess.run(command, check=False, timeout=900, **streams, **self.settings)
         if check and done.returncode:
             raise SystemExit(f"{self.name}: {' '.join(arguments)}: {done.stdout} {done.stderr}")
         return done
@@ -100,11 +89,10 @@ class Side:
     def answer(self, model: str) -> dict[str, float]:
         """Time `run`: its stages by its own clock, and the whole by ours."""
         began = time.monotonic()
-        text = self.run(
-            "run", model, "Name three colours.", "--temperature", "0", "--max-tokens", "1", "--json"
-        ).stdout
+        flags = ("--temperature", "0", "--max-tokens", "1", "--json")
+        done = self.run("run", model, "Name three colours.", *flags)
         exit_ms = (time.monotonic() - began) * 1000
-        result = json.loads(text)["result"]
+        result = json.loads(done.stdout)["result"]
         if result["start"]["how"] != "resumed":
             raise SystemExit(f"{self.name}: {model} was not resumed: {result['start']}")
         return {**{s: result["start"]["stages_ms"][s] for s in STAGES}, "answered and ended": exit_ms}
@@ -113,40 +101,23 @@ class Side:
         """Time `serve`: exec → /health is 200."""
         port = free_port()
         began = time.monotonic()
-        process = subprocess.Popen(
-            [*self.command, "serve", model, "--port", str(port), "--resume", "always"],
-            env=self.environment,
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            **self.person,
-        )
-        try:
-            while not is_healthy(port):
-                if process.poll() is not None:
-                    raise SystemExit(f"{self.name}: serve ended with {process.returncode}")
-                time.sleep(0.002)
+        command = [*self.command, "serve", model, "--port", str(port), "--resume", "always"]
+        with process(command, **self.settings) as serving:
+            wait_healthy(port, serving)
             return {"serve: ready": (time.monotonic() - began) * 1000}
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
 
     def measure_chat(self, model: str) -> dict[str, float]:
         """Time `chat` on a pseudo-terminal: exec → the composer is on the screen."""
         controller, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
         began = time.monotonic()
-        process = subprocess.Popen(
+        chat = subprocess.Popen(
             [*self.command, "chat", model, "--resume", "always"],
-            env=self.environment,
-            cwd="/",
-            stdin=terminal,
-            stdout=terminal,
-            stderr=terminal,
             start_new_session=True,
-            **self.person,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            **streams,
+            **self.settings,
         )
         os.close(terminal)
         seen = b""
@@ -157,11 +128,11 @@ class Side:
                 seen += os.read(controller, 1 << 16)
             return {"chat: painted": (time.monotonic() - began) * 1000}
         finally:
-            process.send_signal(signal.SIGTERM)
+            chat.send_signal(signal.SIGTERM)
             with contextlib.suppress(OSError):  # EIO: the last process has closed the terminal
                 while os.read(controller, 1 << 16):
                     pass
-            process.wait(60)
+            chat.wait(60)
             os.close(controller)
 
 
@@ -174,16 +145,7 @@ def first_launches(side: Side, runs: int) -> dict[str, Any]:
             began = time.monotonic()
             side.run("--version")
             times[which].append((time.monotonic() - began) * 1000)
-    return {which: _spread(values) for which, values in times.items()}
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return {
-        "median": statistics.median(values),
-        "least": min(values),
-        "greatest": max(values),
-        "runs": len(values),
-    }
+    return {which: summary(values) for which, values in times.items()}
 
 
 def sizes(binary: Path) -> dict[str, int]:
@@ -208,14 +170,13 @@ def sizes(binary: Path) -> dict[str, int]:
     }
 
 
-@contextlib.contextmanager
-def sides(options: argparse.Namespace, work: Path) -> Iterator[list[Side]]:
+def make_sides(options: argparse.Namespace, work: Path) -> list[Side]:
     program = work / "edgeinfer"
     shutil.copy(options.binary, program)
     program.chmod(0o755)
     work.chmod(0o755)
     venv = str(Path(sys.executable).parent / "edgeinfer")
-    yield [
+    return [
         Side("shipped file", [str(program)], work / "home-binary", options.uid),
         Side("virtual environment", [venv], work / "home-venv", options.uid),
     ]
@@ -233,71 +194,48 @@ def measure(
         side.answer(name)
     for _ in range(options.runs):
         for side in both:
-            for stages in (
-                side.answer(name),
-                side.ready(name),
-                side.measure_chat(name),
-                cold_start(side, name),
-            ):
-                for stage, ms in stages.items():
-                    runs[side.name].setdefault(stage, []).append(ms)
+            measured = side.answer(name) | side.ready(name) | side.measure_chat(name)
+            for stage, ms in (measured | cold_start(side, name)).items():
+                runs[side.name].setdefault(stage, []).append(ms)
     for side in both:
         side.run("snapshots", "rm", name, check=False)
     path.unlink()
     return {
-        side: {stage: _spread(values) for stage, values in stages.items()}
+        side: {stage: summary(values) for stage, values in stages.items()}
         for side, stages in runs.items()
     }
 
 
 def table(results: dict[str, Any]) -> str:
     """Return Markdown: launches, first launch, sizes."""
-
-    def ms(value: dict[str, float] | None) -> str:
-        return (
-            "–"
-            if value is None
-            else f"{value['median']:.0f} ms ({value['least']:.0f}–{value['greatest']:.0f})"
-        )
-
-    columns = [(model, side) for model, by_side in results["models"].items() for side in by_side]
-    lines = [
-        "| from exec | " + " | ".join(f"{model}, {side}" for model, side in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
+    columns = {
+        f"{model}, {side}": stages
+        for model, by_side in results["models"].items()
+        for side, stages in by_side.items()
+    }
+    stages = next(iter(columns.values()), {})
+    launches = [
+        [stage, *(describe(column[stage], "ms") for column in columns.values())] for stage in stages
     ]
-    stages = list(next(iter(next(iter(results["models"].values())).values()))) if columns else []
-    for stage in stages:
-        lines.append(
-            f"| {stage} | "
-            + " | ".join(ms(results["models"][m][s].get(stage)) for m, s in columns)
-            + " |"
-        )
-    lines += ["", "| `edgeinfer --version`, shipped file | |", "|---|---|"]
-    lines += [f"| {which} launch | {ms(value)} |" for which, value in results["first_launch"].items()]
-    lines += ["", "| size | |", "|---|---|"]
-    lines += [f"| {name} | {size / 1e6:.1f} MB |" for name, size in results["sizes"].items()]
-    return "\n".join(lines) + "\n"
+    firsts = [[f"{which} launch", describe(ms, "ms")] for which, ms in results["first_launch"].items()]
+    sizes = [[part, f"{size / 1e6:.1f} MB"] for part, size in results["sizes"].items()]
+    tables = {("from exec", *columns): launches, ("`edgeinfer --version`, shipped file", ""): firsts}
+    tables["size", ""] = sizes
+    return "\n\n".join(markdown(head, rows) for head, rows in tables.items()) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--binary", type=Path, default=HERE.parent / "dist/edgeinfer")
     parser.add_argument("--models", default="small,7b")
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument(
-        "--uid", type=int, default=1000, help="user that runs the programs if this runs as root"
-    )
-    parser.add_argument(
-        "--work", default=None, help="folder with space for models and snapshots, not on tmpfs"
-    )
-    add_out(parser)
+    uid = "user that runs the programs if this runs as root"
+    parser.add_argument("--uid", type=int, default=1000, help=uid)
+    work = "folder with space for models and snapshots, not on tmpfs"
+    parser.add_argument("--work", default=None, help=work)
     options = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-binary-", dir=options.work) as folder,
-        sides(options, Path(folder)) as both,
-    ):
+    with tempfile.TemporaryDirectory(prefix="bench-binary-", dir=options.work) as folder:
+        both = make_sides(options, Path(folder))
         results: dict[str, Any] = {"sizes": sizes(options.binary), "models": {}}
         results["first_launch"] = first_launches(both[0], min(5, options.runs))
         for name in filter(None, options.models.split(",")):

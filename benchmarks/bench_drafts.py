@@ -22,11 +22,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import random_gguf
-from common import ROOT, add_out, model_path, write_figure
+from common import ROOT, make_parser, model_path, write_figure
 
 from edgeinfer.bench import markdown
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
@@ -139,22 +141,17 @@ def ask(
     engine: LlamaEngine, requests: list[GenerateRequest], speculative: str
 ) -> tuple[float, int, int, list[str]]:
     """Return the rate (tokens/s) of all streams together, draft tokens, accepted ones, and the texts."""
-    engine.between_steps(
-        engine._core.kv.drop_idle
-    )  # otherwise old cells would decide the order of the new ones
+    # otherwise old cells would decide the order of the new ones
+    engine.between_steps(engine._core.kv.drop_idle)
     running = [
         engine.submit(msgspec.structs.replace(r, speculative=speculative, cache_on_disk=False))
         for r in requests
     ]
     answers = [list(stream) for stream in running]
-    ends = [events[-1] for events in answers]
-    rate = 0.0
-    drafted = accepted = 0
-    for last_event in ends:
-        assert isinstance(last_event, Finished)
-        rate += last_event.timings.decode_tokens_per_s(last_event.usage.completion_tokens)
-        drafted += last_event.timings.draft_tokens
-        accepted += last_event.timings.draft_accepted_tokens
+    finished = [event for events in answers for event in events if isinstance(event, Finished)]
+    rate = sum(e.timings.decode_tokens_per_s(e.usage.completion_tokens) for e in finished)
+    drafted = sum(e.timings.draft_tokens for e in finished)
+    accepted = sum(e.timings.draft_accepted_tokens for e in finished)
     texts = ["".join(e.text for e in events if isinstance(e, TextDelta)) for events in answers]
     return rate, drafted, accepted, texts
 
@@ -187,29 +184,25 @@ def measure(
                 n_equal += sum(a == b for a, b in zip(texts["off"], texts["auto"], strict=True))
                 said.setdefault(task, [])
                 said[task] += zip((str(r.prompt) for r in group), texts["off"], strict=True)
-        ratios = [
-            a[0] / o[0] for a, o in zip(figures_by_mode["auto"], figures_by_mode["off"], strict=True)
-        ]
-        equal = f"{n_equal} of {n_texts}"
-        gain = f"{statistics.median(ratios):.2f}"
-        rows.append([name, str(n_streams), task, *_cells(figures_by_mode), gain, equal])
+        pairs = zip(*figures_by_mode.values(), strict=True)
+        gain = f"{statistics.median(auto[0] / off[0] for off, auto in pairs):.2f}"
+        cells = (*_cells(figures_by_mode), gain, f"{n_equal} of {n_texts}")
+        rows.append([name, str(n_streams), task, *cells])
         print(rows[-1], flush=True)
     return rows, said
 
 
 def _cells(figures_by_mode: dict[str, list[tuple[float, int, int]]]) -> list[str]:
-    drafted = sum(figures[1] for figures in figures_by_mode["auto"])
-    share = (
-        f"{sum(figures[2] for figures in figures_by_mode['auto']) / drafted:.0%} of {drafted}"
-        if drafted
-        else "none"
-    )
     cells = []
-    for mode in ("off", "auto"):
-        rates = [figures[0] for figures in figures_by_mode[mode]]
+    for figures in figures_by_mode.values():
+        rates, drafted, accepted = zip(*figures, strict=True)
         middle = statistics.median(rates)
         cells.append(f"{middle:.0f} ± {(max(rates) - min(rates)) / 2 / middle:.0%}")
-    return [*cells, share]
+    return [*cells, _share(sum(accepted), sum(drafted))]  # those of `auto`, the last
+
+
+def _share(accepted: int, drafted: int) -> str:
+    return f"{accepted / drafted:.0%} of {drafted}" if drafted else "none"
 
 
 def prime(engine: LlamaEngine, n_tokens: int) -> None:
@@ -258,8 +251,8 @@ def replay(
                 drafted, accepted = drafted + drafting.drafted, accepted + drafting.accepted
                 past.add("", "", tokens[n_prompt - CONTEXT_TOKENS :])
             rate = n_tokens / spent_s
-            share = f"{accepted / drafted:.0%} of {drafted}" if drafted else "none"
-            cells = [f"{1 / one_s:.1f}", f"{rate:.1f}", share, f"{rate * one_s:.2f}", "–"]
+            rates = (f"{1 / one_s:.1f}", f"{rate:.1f}", _share(accepted, drafted))
+            cells = [*rates, f"{rate * one_s:.2f}", "–"]
             streams = "1, replayed" if uses_past else "1, replayed without past answers"
             rows.append([name, streams, task, *cells])
             print(rows[-1], flush=True)
@@ -305,9 +298,7 @@ def measure_draft_models(options: argparse.Namespace) -> list[list[str]]:
     for pair in options.draft_models:
         large, draft = pair.split(":")
         path, draft_path = widened(large, folder), drafting_model(draft, folder)
-        files = ModelFiles(
-            name="large", paths=(str(path),), draft=draft, draft_paths=(str(draft_path),)
-        )
+        files = files_of("large", path, draft=draft, draft_paths=(str(draft_path),))
         label = f"SmolLM2 of {path.stat().st_size / 1e9:.1f} GB, drafts of {draft}"
         for n_streams in map(int, options.streams.split(",")):
             engine = load_engine(files, LoadOptions(n_ctx=4096, n_parallel=n_streams, draft=draft))
@@ -318,35 +309,31 @@ def measure_draft_models(options: argparse.Namespace) -> list[list[str]]:
     return rows
 
 
+def files_of(name: str, path: Path, **draft: Any) -> ModelFiles:
+    return ModelFiles(name=name, paths=(str(path),), **draft)
+
+
 def curve_of(path: Path) -> StepCurve:
     """Measure the steps of a model."""
-    engine = load_engine(
-        ModelFiles(name="4b", paths=(str(path),)), LoadOptions(n_ctx=1024, n_parallel=1)
-    )
-    try:
+    with closing(load_engine(files_of("4b", path), LoadOptions(n_ctx=1024, n_parallel=1))) as engine:
         engine.warm_up()
         return engine._core.executor.step_costs
-    finally:
-        engine.close()
 
 
 def main() -> None:
     """Write OUT/drafts.md."""
-    parser = argparse.ArgumentParser()
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--streams", default="1,8,32")
     parser.add_argument("--models", default="smollm2,gemma3")
     parser.add_argument("--shape", default="4b-q4_k_m", help="shape of random weights; empty: none")
-    parser.add_argument(
-        "--draft-models",
-        nargs="+",
-        default=[],
-        choices=[f"{large}:{draft}" for large in WIDTHS for draft in DRAFTS],
-        help="also measure draft models",
-    )
+    pairs: dict[str, Any] = {
+        "choices": [f"{large}:{draft}" for large in WIDTHS for draft in DRAFTS],
+        "default": [],
+    }
+    parser.add_argument("--draft-models", nargs="+", help="also measure draft models", **pairs)
     parser.add_argument("--tasks", nargs="+", default=DRAFT_TASKS, help="of draft models")
-    add_out(parser)
     options = parser.parse_args()
     rows = measure_draft_models(options)
     curve = curve_of(model_path(options.shape)) if options.shape else None
@@ -354,16 +341,15 @@ def main() -> None:
         name = {"smollm2": "SmolLM2 135M Q4_1", "gemma3": "Gemma 3 270M Q4_K_M"}[model]
         said: dict[str, list[tuple[str, str]]] = {}
         for n_streams in map(int, options.streams.split(",")):
-            files = ModelFiles(name=name, paths=(str(model_path(model)),))
             n_ctx = 8192  # no eviction: cells out of order would change the sums
-            engine = load_engine(files, LoadOptions(n_ctx=n_ctx, n_parallel=n_streams))
+            options_of_load = LoadOptions(n_ctx=n_ctx, n_parallel=n_streams)
+            engine = load_engine(files_of(name, model_path(model)), options_of_load)
             with tempfile.TemporaryDirectory() as folder:
                 engine.warm_up()
                 engine.open_prefix_cache(BlockStore(Path(folder) / "blocks"))
                 prime(engine, options.tokens)
-                measured_rows, answers = measure(
-                    engine, name, n_streams, options.rounds, options.tokens
-                )
+                sizes = (n_streams, options.rounds, options.tokens)
+                measured_rows, answers = measure(engine, name, *sizes)
                 rows += measured_rows
                 said = said or answers
                 if curve is not None and n_streams == 1:
@@ -371,17 +357,8 @@ def main() -> None:
                         label = f"{options.shape}, answers of {name}"
                         rows += replay(engine, said, curve, label, uses_past=uses_past)
                 engine.close()
-    head = [
-        "model",
-        "streams",
-        "task",
-        "off, tokens/s",
-        "auto, tokens/s",
-        "accepted",
-        "auto to off",
-        "equal texts",
-    ]
-    print(write_figure(options.out, "drafts", markdown(head, rows)))
+    head = ["model", "streams", "task", "off, tokens/s", "auto, tokens/s", "accepted", "auto to off"]
+    print(write_figure(options.out, "drafts", markdown([*head, "equal texts"], rows)))
 
 
 if __name__ == "__main__":

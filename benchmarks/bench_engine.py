@@ -9,18 +9,20 @@ minutes. Writes OUT/bench-engine.md and OUT/bench-engine.json.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import itertools
 import json
 import statistics
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import peer_server
 from bench import Bare, beside, run_to_end
-from common import NAMES, add_out, model_path, peer_program, write_figure
+from common import NAMES, make_parser, model_path, peer_program, percentile, write_figure
 
+from edgeinfer.bench import markdown
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished, Progress, TextDelta
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -29,24 +31,9 @@ from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Message, Sam
 WIDTHS = (1, 2, 4, 8, 16, 32)
 TOKENS = 32
 N_CTX = 8192
-WORDS = [
-    "rivers",
-    "bread",
-    "clocks",
-    "whales",
-    "ink",
-    "bridges",
-    "tea",
-    "salt",
-    "wool",
-    "maps",
-    "snow",
-    "glass",
-    "paper",
-    "iron",
-    "wine",
-    "corn",
-]
+WORDS = (
+    "rivers bread clocks whales ink bridges tea salt wool maps snow glass paper iron wine corn".split()
+)
 GREEDY = Sampling(temperature=0)
 SCHEMA = {
     "type": "object",
@@ -59,20 +46,9 @@ SCHEMA = {
 }
 
 
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
 def request(tokens: list[int], n: int, **fields) -> GenerateRequest:
-    fields_of_request = {
-        "max_tokens": n,
-        "sampling": GREEDY,
-        "ignore_eos": True,
-        "cache_prompt": False,
-        **fields,
-    }
-    return GenerateRequest(prompt=tuple(tokens), **fields_of_request)
+    usual = {"sampling": GREEDY, "ignore_eos": True, "cache_prompt": False}
+    return GenerateRequest(prompt=tuple(tokens), max_tokens=n, **usual | fields)
 
 
 class Ours:
@@ -93,9 +69,8 @@ class Ours:
             if isinstance(event, TextDelta):
                 arrivals.append(time.perf_counter())
             elif isinstance(event, Finished):
-                arrivals += [time.perf_counter()] * max(
-                    0, event.usage.completion_tokens - len(arrivals)
-                )
+                textless = max(0, event.usage.completion_tokens - len(arrivals))
+                arrivals += [time.perf_counter()] * textless
         return arrivals
 
 
@@ -133,19 +108,18 @@ def merge(samples: list[dict]) -> dict:
         "tok_s": statistics.median(rates),
         "tok_s_min": min(rates),
         "tok_s_max": max(rates),
-        "ttft_p50_ms": percentile(ttft, 0.5),
-        "ttft_p95_ms": percentile(ttft, 0.95),
-        "gap_p50_ms": percentile(gaps, 0.5),
-        "gap_p95_ms": percentile(gaps, 0.95),
+        "ttft_p50_ms": percentile(ttft, 50),
+        "ttft_p95_ms": percentile(ttft, 95),
+        "gap_p50_ms": percentile(gaps, 50),
+        "gap_p95_ms": percentile(gaps, 95),
     }
 
 
 def prompts_of(engine: LlamaEngine, width: int, salt: int) -> list[list[int]]:
+    pairs = [f"{WORDS[i % 16]} and {WORDS[i % 16 - 3]}" for i in range(width)]
     return [
-        engine.tokenize(
-            f"{salt}. Write note {i} about {WORDS[i % 16]} and {WORDS[i % 16 - 3]}, with care:"
-        )
-        for i in range(width)
+        engine.tokenize(f"{salt}. Write note {i} about {pair}, with care:")
+        for i, pair in enumerate(pairs)
     ]
 
 
@@ -170,46 +144,46 @@ def single(engine: LlamaEngine, path: Path, rounds: int) -> dict:
     }
 
 
-def widths(engine: LlamaEngine, path: Path, program: str | None, rounds: int) -> dict:
+@contextlib.contextmanager
+def peer(engine: LlamaEngine, path: Path, slots: int) -> Iterator[dict[str, peer_server.Server]]:
+    """Run llama-server with `slots` until the block ends; yield no side without the program."""
+    program, threads = peer_program("llama-server"), engine.info.choices["n_threads"].value
+    if program is None:
+        yield {}
+        return
+    server = peer_server.Server(program, path, slots=slots, n_ctx=N_CTX, threads=threads)
+    with contextlib.closing(server):
+        yield {"llama_server": server}
+
+
+def widths(engine: LlamaEngine, path: Path, rounds: int) -> dict:
     figures = {}
     for width in WIDTHS:
-        server = None
-        if program:
-            threads = engine.info.choices["n_threads"].value
-            server = peer_server.Server(program, path, slots=width, n_ctx=N_CTX, threads=threads)
-        sides = {"ours": Ours(engine), "off": Ours(engine, "off")}
-        sides |= {"llama_server": server} if server else {}
-        samples: dict[str, list[dict]] = {name: [] for name in sides}
-        for side in sides.values():
-            together(side, prompts_of(engine, width, rounds), 4, cache=False)
-        for r in range(rounds):
-            for name in list(sides) if r % 2 else reversed(sides):
-                prompts = prompts_of(engine, width, r)
-                samples[name].append(together(sides[name], prompts, TOKENS, cache=False))
+        with peer(engine, path, width) as peers:
+            sides = {"ours": Ours(engine), "off": Ours(engine, "off")} | peers
+            samples: dict[str, list[dict]] = {name: [] for name in sides}
+            for side in sides.values():
+                together(side, prompts_of(engine, width, rounds), 4, cache=False)
+            for r in range(rounds):
+                for name in list(sides) if r % 2 else reversed(sides):
+                    prompts = prompts_of(engine, width, r)
+                    samples[name].append(together(sides[name], prompts, TOKENS, cache=False))
         figures[width] = {name: merge(s) for name, s in samples.items()}
-        if server:
-            server.close()
         print(width, {name: round(v["tok_s"], 1) for name, v in figures[width].items()}, flush=True)
     return figures
 
 
-def shared_prefix(engine: LlamaEngine, path: Path, program: str | None, rounds: int) -> dict:
+def shared_prefix(engine: LlamaEngine, path: Path, rounds: int) -> dict:
     """Measure 8 concurrent streams that share a 500-token prefix, with a new prefix each round."""
-    server = None
-    if program:
-        threads = engine.info.choices["n_threads"].value
-        server = peer_server.Server(program, path, slots=8, n_ctx=N_CTX, threads=threads)
-    sides = {"ours": Ours(engine)} | ({"llama_server": server} if server else {})
-    samples: dict[str, list[dict]] = {name: [] for name in sides}
-    for r in range(rounds):
-        for name, side in sides.items():
-            prefix = engine.tokenize(
-                f"Rule {r} of {WORDS[r]}: be brief and kind, and say only what you know. " * 60
-            )[:500]
+    with peer(engine, path, 8) as peers:
+        sides = {"ours": Ours(engine)} | peers
+        samples: dict[str, list[dict]] = {name: [] for name in sides}
+        for r in range(rounds):
+            rule = f"Rule {r} of {WORDS[r]}: be brief and kind, and say only what you know. "
+            prefix = engine.tokenize(rule * 60)[:500]
             prompts = [prefix + engine.tokenize(f" Now write about {WORDS[i]}:") for i in range(8)]
-            samples[name].append(together(side, prompts, TOKENS, cache=True))
-    if server:
-        server.close()
+            for name, side in sides.items():
+                samples[name].append(together(side, prompts, TOKENS, cache=True))
     return {name: merge(s) for name, s in samples.items()}
 
 
@@ -221,11 +195,9 @@ def stall(engine: LlamaEngine) -> dict:
     chunks: list[tuple[float, int]] = []
 
     def read_long(generation) -> None:
-        chunks.extend(
-            (time.perf_counter(), e.done_tokens)
-            for e in generation
-            if isinstance(e, Progress) and not e.queued
-        )
+        for event in generation:
+            if isinstance(event, Progress) and not event.queued:
+                chunks.append((time.perf_counter(), event.done_tokens))
 
     other = None
     for event in engine.submit(request(prompt, 400, speculative="off")):
@@ -244,7 +216,7 @@ def stall(engine: LlamaEngine) -> dict:
     return {
         "normal_step_ms": normal,
         "longest_gap_ms": max(gaps[38:]),
-        "p95_gap_ms": percentile(gaps[38:], 0.95),
+        "p95_gap_ms": percentile(gaps[38:], 95),
         "chunk_tokens_median": statistics.median(sizes) if sizes else 0,
         "chunk_ms_max": max(took, default=0.0),
         "bound_ms": 3 * normal + max(took, default=0.0),
@@ -258,9 +230,8 @@ def conversation(engine: LlamaEngine) -> list[float]:
     for i in range(10):
         turns.append(Message(role="user", content=f"And what about {WORDS[i]}?"))
         text = ""
-        for event in engine.submit(
-            GenerateRequest(messages=tuple(turns), sampling=GREEDY, max_tokens=100)
-        ):
+        turn = GenerateRequest(messages=tuple(turns), sampling=GREEDY, max_tokens=100)
+        for event in engine.submit(turn):
             if isinstance(event, TextDelta):
                 text += event.text
             elif isinstance(event, Finished):
@@ -275,23 +246,14 @@ def schema_cost(engine: LlamaEngine, rounds: int) -> dict:
     share = []
     for r in range(rounds + 1):
         for name, constraint in (("free", None), ("schema", JsonSchema(SCHEMA))):
-            prompt = engine.tokenize(
-                f"{r}. A JSON record of a person called {WORDS[r].title()}, with many tags: "
-            )
-            generate_request = request(
-                prompt, 97, constraint=constraint, ignore_eos=constraint is None, speculative="off"
-            )
-            finished_event = list(engine.submit(generate_request))[-1]
-            assert isinstance(finished_event, Finished)
+            prompt = f"{r}. A JSON record of a person called {WORDS[r].title()}, with many tags: "
+            fields = {"constraint": constraint, "ignore_eos": constraint is None, "speculative": "off"}
+            last = list(engine.submit(request(engine.tokenize(prompt), 97, **fields)))[-1]
+            assert isinstance(last, Finished)
             if r:
-                rates[name].append(
-                    finished_event.timings.decode_tokens_per_s(finished_event.usage.completion_tokens)
-                )
+                rates[name].append(last.timings.decode_tokens_per_s(last.usage.completion_tokens))
                 if constraint:
-                    share.append(
-                        finished_event.timings.constraint_ms
-                        / max(1.0, finished_event.timings.decode_ms)
-                    )
+                    share.append(last.timings.constraint_ms / max(1.0, last.timings.decode_ms))
     free, schema = statistics.median(rates["free"]), statistics.median(rates["schema"])
     return {
         "free_tok_s": free,
@@ -303,15 +265,14 @@ def schema_cost(engine: LlamaEngine, rounds: int) -> dict:
 
 def measure(name: str, rounds: int, sections: set[str]) -> dict:
     path = model_path(name)
-    program = peer_program("llama-server")
     options = LoadOptions(n_ctx=min(N_CTX, 4096), n_parallel=max(WIDTHS))
     engine = load_engine(ModelFiles(name=name, paths=(str(path),)), options)
     engine.warm_up()
     before = engine.metrics()
     work = {
         "single": lambda: single(engine, path, rounds),
-        "widths": lambda: widths(engine, path, program, rounds),
-        "shared_prefix": lambda: shared_prefix(engine, path, program, max(2, rounds - 2)),
+        "widths": lambda: widths(engine, path, rounds),
+        "shared_prefix": lambda: shared_prefix(engine, path, max(2, rounds - 2)),
         "stall": lambda: stall(engine),
         "conversation": lambda: conversation(engine),
         "schema": lambda: schema_cost(engine, rounds),
@@ -321,58 +282,46 @@ def measure(name: str, rounds: int, sections: set[str]) -> dict:
         figures[key] = work[key]()
         print(name, key, json.dumps(figures[key], default=str)[:600], flush=True)
     after = engine.metrics()
-    busy = (
-        after.decode_seconds_total
-        + after.prefill_seconds_total
-        - before.decode_seconds_total
-        - before.prefill_seconds_total
+    python, decode, prefill = (
+        getattr(after, f"{part}_seconds_total") - getattr(before, f"{part}_seconds_total")
+        for part in ("python", "decode", "prefill")
     )
-    figures["python_share"] = (after.python_seconds_total - before.python_seconds_total) / max(
-        1e-9, busy
-    )
+    figures["python_share"] = python / max(1e-9, decode + prefill)
     engine.close()
     return figures
 
 
 def table(results: dict[str, dict]) -> str:
-    lines = ["| model | figure | ours | beside | ratio |", "|---|---|---|---|---|"]
-    for model, rows in results.items():
-        if "single" in rows:
-            s = rows["single"]
-            cells = f"{s['ours_tok_s']:.1f} tok/s | bare loop {s['bare_tok_s']:.1f} tok/s | {s['ratio']:.3f}"
-            lines.append(f"| {model} | single stream | {cells} |")
-        for width, sides in rows.get("widths", {}).items():
-            lines.append(f"| {model} | {width} streams | {_against(sides)} |")
-        if "shared_prefix" in rows:
-            lines.append(
-                f"| {model} | 8 streams, 500 shared tokens | {_against(rows['shared_prefix'])} |"
-            )
-        if "stall" in rows:
-            s = rows["stall"]
-            cells = f"longest gap {s['longest_gap_ms']:.0f} ms | bound {s['bound_ms']:.0f} ms (step {s['normal_step_ms']:.1f} ms)"
-            lines.append(
-                f"| {model} | stall beside a 2,000-token prompt | {cells} | "
-                f"{s['longest_gap_ms'] / s['bound_ms']:.2f} |"
-            )
-        if "conversation" in rows:
-            shares = rows["conversation"]
-            lines.append(
-                f"| {model} | cached share of turns 2 to 10 | lowest {min(shares[1:]):.3f} | turn 1 "
-                f"{shares[0]:.3f} | |"
-            )
-        if "schema" in rows:
-            s = rows["schema"]
-            cells = (
-                f"{s['schema_tok_s']:.1f} tok/s | free {s['free_tok_s']:.1f} tok/s | {s['ratio']:.3f}"
-            )
-            lines.append(f"| {model} | JSON schema | {cells} |")
-        lines.append(
-            f"| {model} | Python beside llama.cpp | {rows['python_share']:.3f} of its time | | |"
+    rows = [[model, *row] for model, figures in results.items() for row in _rows(figures)]
+    return markdown(["model", "figure", "ours", "beside", "ratio"], rows)
+
+
+def _rows(figures: dict) -> Iterator[list[str]]:
+    """Yield what was measured of a model."""
+    if s := figures.get("single"):
+        rates = (f"{s['ours_tok_s']:.1f} tok/s", f"bare loop {s['bare_tok_s']:.1f} tok/s")
+        yield ["single stream", *rates, f"{s['ratio']:.3f}"]
+    for width, sides in figures.get("widths", {}).items():
+        yield [f"{width} streams", *_against(sides)]
+    if sides := figures.get("shared_prefix"):
+        yield ["8 streams, 500 shared tokens", *_against(sides)]
+    if s := figures.get("stall"):
+        gap, bound = s["longest_gap_ms"], s["bound_ms"]
+        cells = (
+            f"longest gap {gap:.0f} ms",
+            f"bound {bound:.0f} ms (step {s['normal_step_ms']:.1f} ms)",
         )
-    return "\n".join(lines) + "\n"
+        yield ["stall beside a 2,000-token prompt", *cells, f"{gap / bound:.2f}"]
+    if shares := figures.get("conversation"):
+        cells = (f"lowest {min(shares[1:]):.3f}", f"turn 1 {shares[0]:.3f}")
+        yield ["cached share of turns 2 to 10", *cells, ""]
+    if s := figures.get("schema"):
+        rates = (f"{s['schema_tok_s']:.1f} tok/s", f"free {s['free_tok_s']:.1f} tok/s")
+        yield ["JSON schema", *rates, f"{s['ratio']:.3f}"]
+    yield ["Python beside llama.cpp", f"{figures['python_share']:.3f} of its time", "", ""]
 
 
-def _against(sides: dict) -> str:
+def _against(sides: dict) -> tuple[str, str, str]:
     def words(s: dict) -> str:
         latency = f"TTFT {s['ttft_p50_ms']:.0f}/{s['ttft_p95_ms']:.0f}, gap {s['gap_p50_ms']:.0f}/{s['gap_p95_ms']:.0f} ms"
         return f"{s['tok_s']:.1f} tok/s ({s['tok_s_min']:.1f}–{s['tok_s_max']:.1f}; {latency})"
@@ -381,16 +330,15 @@ def _against(sides: dict) -> str:
     beside = f"llama-server {words(peer)}" if peer else "no llama-server"
     ratio = f"{default['tok_s'] / peer['tok_s']:.2f}" if peer else ""
     drafts = f"; {default['tok_s'] / off['tok_s']:.2f} of itself without drafts" if off else ""
-    return f"{words(default)} | {beside} | {ratio}{drafts}"
+    return words(default), beside, f"{ratio}{drafts}"
 
 
 def main() -> None:
     all_sections = ["single", "widths", "shared_prefix", "stall", "conversation", "schema"]
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(NAMES), choices=list(NAMES))
     parser.add_argument("--sections", nargs="+", default=all_sections, choices=all_sections)
     parser.add_argument("--rounds", type=int, default=3)
-    add_out(parser)
     options = parser.parse_args()
     results = {name: measure(name, options.rounds, set(options.sections)) for name in options.models}
     print(write_figure(options.out, "bench-engine", table(results)))

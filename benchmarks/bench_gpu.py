@@ -12,9 +12,6 @@ random weights, `tiny` a small one.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import http.client
 import json
 import os
 import shutil
@@ -24,14 +21,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench_resume import MODELS, Bench
-from common import CACHE, ROOT, SHAPES, add_out, random_model, spread, write_figure
+from common import CACHE, ROOT, SHAPES, call, make_parser, random_model, spread, write_figure
 
 sys.path.insert(0, str(ROOT / "tests/made"))
 from made_models import make_llama
 
+from edgeinfer.bench import markdown
 from edgeinfer.runtime.layer_plan import Device
 from edgeinfer.runtime.llama import backends
 from edgeinfer.runtime.llama.backends import LoadedBackend, device_line
@@ -106,10 +104,8 @@ class GpuBench(Bench):
         half = str((self.json("show", name)["header"]["n_layer"] + 1) // 2)
         all_sides = [Side("CPU", "none")]
         for device in devices:
-            all_sides += [
-                Side(f"all on {device.name}", "all", (device.name,)),
-                Side(f"{half} on {device.name}", half, (device.name,)),
-            ]
+            for layers in ("all", half):
+                all_sides.append(Side(f"{layers} on {device.name}", layers, (device.name,)))
         for backend in dict.fromkeys(device.backend for device in devices):
             names = tuple(device.name for device in devices if device.backend == backend)
             if len(names) > 1:
@@ -147,7 +143,8 @@ class GpuBench(Bench):
         """Return tokens/s of an uncached prompt, and of its answer."""
         prompt = [97 + (31 * n + 7 * i) % 26 for i in range(self.options.prompt)]
         body = {"prompt": prompt, "n_predict": self.options.tokens, "temperature": 1, "seed": 7}
-        timings = _post(port, body | {"ignore_eos": True, "cache_prompt": False})["timings"]
+        body |= {"ignore_eos": True, "cache_prompt": False}
+        timings = call(port, "/completion", body)["timings"]
         return timings["prompt_per_second"], timings["predicted_per_second"]
 
     def _peer_rates(self, model: Path, devices: list[Device]) -> dict[str, Found]:
@@ -170,62 +167,31 @@ def _has_layers_on_device(port: int) -> bool:
     """Wait until layers are on a device. Raises SystemExit after a timeout."""
     deadline = time.monotonic() + ATTACH_S
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            (model,) = _get(port, "/props")["models"]
-            if model["state"] == "loaded" and model["info"]["choices"]["gpu_layers"]["value"] != "none":
-                return True
+        (model,) = call(port, "/props", method="GET")["models"]
+        if model["state"] == "loaded" and model["info"]["choices"]["gpu_layers"]["value"] != "none":
+            return True
         time.sleep(0.01)
     raise SystemExit("error: no device was attached\n\nhint: edgeinfer doctor")
-
-
-def _get(port: int, path: str) -> Any:
-    link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    with contextlib.closing(link):
-        link.request("GET", path)
-        return json.loads(link.getresponse().read())
-
-
-def _post(port: int, body: dict[str, Any]) -> Any:
-    """Request a completion as soon as the endpoint answers."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        link = http.client.HTTPConnection("127.0.0.1", port, timeout=900)
-        with contextlib.closing(link), contextlib.suppress(ConnectionRefusedError):
-            link.request("POST", "/completion", json.dumps(body), {"content-type": "application/json"})
-            answer = link.getresponse()
-            content = answer.read()
-            if answer.status != 200:
-                raise SystemExit(f"error: {answer.status}: {content.decode()}")
-            return json.loads(content)
-        time.sleep(0.01)
-    raise SystemExit(f"error: nothing answers on port {port}")
 
 
 def table(
     rates_by_model: dict[str, dict[str, Found]], devices: list[Device], absent: list[str], n: int
 ) -> str:
     """Return the figure: devices, then a row for each side, medians with the spread."""
+    if not devices and not absent:
+        absent = ["no backend library"]
     lines = [f"- {device_line(device)}" for device in devices]
-    lines += [
-        f"- no device: {reason}" for reason in absent or ([] if devices else ["no backend library"])
-    ]
-    lines += [
-        "",
-        f"| | attached after | first token | prompt of {n} | answer |",
-        "|---|---|---|---|---|",
-    ]
+    lines += [f"- no device: {reason}" for reason in absent]
+    rows = []
     for name, sides in rates_by_model.items():
         for title, rates in sides.items():
             after = "" if rates.attach_s is None else f"{rates.attach_s:.2f} s"
-            cells = (
-                after,
-                _spread(rates.first_ms, "ms"),
-                *(_spread(r, "/s") for r in (rates.read, rates.written)),
-            )
-            lines.append(f"| {name}, {title} | {' | '.join(cells)} |")
+            tokens = (_spread(samples, "/s") for samples in (rates.read, rates.written))
+            rows.append([f"{name}, {title}", after, _spread(rates.first_ms, "ms"), *tokens])
         if not devices:
-            lines.append(f"| {name}, GPU | no device | | | |")
-    return "\n".join(lines) + "\n"
+            rows.append([f"{name}, GPU", "no device", "", "", ""])
+    head = ["", "attached after", "first token", f"prompt of {n}", "answer"]
+    return "\n".join([*lines, "", markdown(head, rows)])
 
 
 def _spread(values: Sequence[float], unit: str) -> str:
@@ -236,31 +202,23 @@ def _spread(values: Sequence[float], unit: str) -> str:
 
 def main() -> None:
     """Write OUT/gpu.md."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--models",
-        default="small",
-        help=f"of tiny, {', '.join(MODELS)}; SHAPE-TYPE of {', '.join(SHAPES)}",
-    )
+    parser = make_parser(__doc__)
+    models = f"of tiny, {', '.join(MODELS)}; SHAPE-TYPE of {', '.join(SHAPES)}"
+    parser.add_argument("--models", default="small", help=models)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--software", action="store_true", help="use Mesa's software device")
     parser.add_argument("--work", default=None, help="folder with space for models, not on tmpfs")
-    add_out(parser)
     parser.set_defaults(small=None, model_folder=None, keep=False)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-gpu-", dir=options.work) as work:
         bench = GpuBench(options, Path(work))
         devices, absent = bench.prepare()
-        rates_by_model = {
-            name: bench.measure_sides(name, devices) for name in options.models.split(",")
-        }
-    sys.stdout.write(
-        write_figure(options.out, "gpu", table(rates_by_model, devices, absent, options.prompt))
-    )
+        names = options.models.split(",")
+        rates_by_model = {name: bench.measure_sides(name, devices) for name in names}
+    figure = table(rates_by_model, devices, absent, options.prompt)
+    sys.stdout.write(write_figure(options.out, "gpu", figure))
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from common import NAMES, ROOT, add_out, model_path, write_figure
+from common import NAMES, ROOT, load_only, make_parser, model_path, write_figure
 
+from edgeinfer.bench import markdown
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished, TextDelta
-from edgeinfer.runtime.llama import libedgeinfer, libllama
+from edgeinfer.runtime.llama import libedgeinfer
 from edgeinfer.runtime.llama.helpers import perplexity
 from edgeinfer.runtime.llama.libllama import L
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
@@ -77,47 +78,45 @@ class Outcome:
         self.texts.append(text)
 
 
-def compute(engine: LlamaEngine, way: str, all_prompts: list[str], n_tokens: int) -> Outcome:
+def compute(engine: LlamaEngine, requests: list[GenerateRequest], at_once: int = _AT_ONCE) -> Outcome:
     """Compute the texts in groups."""
-    at_once, fields = WAYS[way]
     outcome = Outcome()
-    for first in range(0, len(all_prompts), at_once):
-        running = [
-            engine.submit(
-                GenerateRequest(
-                    prompt=prompt,
-                    sampling=Sampling(temperature=0),
-                    max_tokens=n_tokens,
-                    ignore_eos=True,
-                    **{"speculative": "off", **fields},  # type: ignore[arg-type]
-                )
-            )
-            for prompt in all_prompts[first : first + at_once]
-        ]
+    for first in range(0, len(requests), at_once):
+        running = [engine.submit(request) for request in requests[first : first + at_once]]
         for generation in running:
             outcome.add(iter(generation))
     return outcome
 
 
-def texts_table(name: str, n: int, n_tokens: int) -> list[str]:
-    """Return the rows of a model."""
+def load(name: str) -> LlamaEngine:
     files = ModelFiles(name=name, paths=(str(model_path(name)),))
-    options = LoadOptions(n_ctx=16384, n_parallel=_AT_ONCE)
-    texts = prompts(n)
-    rows: list[str] = []
+    return load_engine(files, LoadOptions(n_ctx=16384, n_parallel=_AT_ONCE))
+
+
+def greedy(prompt: str, n_tokens: int, **fields: object) -> GenerateRequest:
+    usual = {"sampling": Sampling(temperature=0), "ignore_eos": True}
+    return GenerateRequest(prompt=prompt, max_tokens=n_tokens, **{**usual, **fields})
+
+
+def texts_rows(name: str, n: int, n_tokens: int) -> list[list[str]]:
+    """Return the rows of a model."""
+    rows: list[list[str]] = []
     first: Outcome | None = None
     with tempfile.TemporaryDirectory() as folder:
         limits = CacheLimits(max_bytes=4 << 30, margin_bytes=0)
         ways = list(WAYS)
         for group in (ways[:-1], ways[-1:]):
-            with closing(load_engine(files, options)) as engine:
+            with closing(load(name)) as engine:
                 engine.open_prefix_cache(BlockStore(Path(folder), limits))
                 for way in group:
-                    outcome = compute(engine, way, texts, n_tokens)
+                    at_once, fields = WAYS[way]
+                    fields = {"speculative": "off", **fields}
+                    requests = [greedy(prompt, n_tokens, **fields) for prompt in prompts(n)]
+                    outcome = compute(engine, requests, at_once)
                     first = first or outcome
                     same = sum(a == b for a, b in zip(first.texts, outcome.texts, strict=True))
-                    used = f"{outcome.cached} | {outcome.from_disk} | {outcome.drafts}"
-                    rows.append(f"| {name} | {way} | {same} of {n} | {used} |")
+                    used = map(str, (outcome.cached, outcome.from_disk, outcome.drafts))
+                    rows.append([name, way, f"{same} of {n}", *used])
                     print(rows[-1], file=sys.stderr)
                 engine.flush_blocks()
     return rows
@@ -137,49 +136,26 @@ _SCHEMA = {
 
 def texts_of(variant: str, name: str, n: int, n_tokens: int) -> None:
     """Print greedy texts and as many sampled ones, computed in this process with one of ggml's CPU variants."""
-    with tempfile.TemporaryDirectory() as folder:
-        for found in libllama.variant_dirs():
-            for library in found.glob(f"libggml-cpu-{variant}.so"):
-                (Path(folder) / library.name).symlink_to(library)
-        libllama.variant_dirs = lambda: [Path(folder)]
-        files = ModelFiles(name=name, paths=(str(model_path(name)),))
-        with closing(load_engine(files, LoadOptions(n_ctx=16384, n_parallel=_AT_ONCE))) as engine:
-            outcomes = {}
-            for kind in ("greedy", "sampled"):
-                outcome = Outcome()
-                for first in range(0, n, _AT_ONCE):
-                    running = [
-                        engine.submit(variant_request(kind, prompt, seed, n_tokens))
-                        for seed, prompt in enumerate(prompts(n)[first : first + _AT_ONCE], first)
-                    ]
-                    for generation in running:
-                        outcome.add(iter(generation))
-                outcomes[kind] = outcome.texts
-    print(json.dumps(outcomes))
+    load_only(variant)
+    requests = {
+        "greedy": [greedy(prompt, n_tokens, cache_prompt=False) for prompt in prompts(n)],
+        "sampled": [sampled(prompt, n_tokens, seed) for seed, prompt in enumerate(prompts(n))],
+    }
+    with closing(load(name)) as engine:
+        print(json.dumps({kind: compute(engine, group).texts for kind, group in requests.items()}))
 
 
-def variant_request(kind: str, prompt: str, seed: int, n_tokens: int) -> GenerateRequest:
-    """Return a request for a greedy text, or for a sampled one with penalties and a schema."""
-    if kind == "greedy":
-        sampling, constraint = Sampling(temperature=0), None
-    else:
-        sampling = Sampling(
-            temperature=0.8, seed=seed, repeat_penalty=1.1, presence_penalty=0.2, dry_multiplier=0.8
-        )
-        constraint = JsonSchema(schema=_SCHEMA)
-    return GenerateRequest(
-        prompt=prompt,
-        sampling=sampling,
-        constraint=constraint,
-        max_tokens=n_tokens,
-        ignore_eos=constraint is None,
-        cache_prompt=False,
-    )
+def sampled(prompt: str, n_tokens: int, seed: int) -> GenerateRequest:
+    """Return a request for a text with penalties and a schema."""
+    penalties = {"repeat_penalty": 1.1, "presence_penalty": 0.2, "dry_multiplier": 0.8}
+    sampling = Sampling(temperature=0.8, seed=seed, **penalties)
+    fields = {"constraint": JsonSchema(schema=_SCHEMA), "ignore_eos": False, "cache_prompt": False}
+    return greedy(prompt, n_tokens, sampling=sampling, **fields)
 
 
-def variants_table(name: str, variants: list[str], n: int, n_tokens: int) -> list[str]:
+def variants_rows(name: str, variants: list[str], n: int, n_tokens: int) -> list[list[str]]:
     """Return the rows of a model: texts of each variant that equal those of the first."""
-    rows: list[str] = []
+    rows: list[list[str]] = []
     expected: dict[str, list[str]] = {}
     for variant in variants:
         command = [sys.executable, __file__, "--texts-of", variant, name, str(n), str(n_tokens)]
@@ -187,7 +163,7 @@ def variants_table(name: str, variants: list[str], n: int, n_tokens: int) -> lis
         texts: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
         expected = expected or texts
         same = (sum(map(operator.eq, expected[kind], texts[kind])) for kind in texts)
-        rows.append(f"| {name} | {variant} | " + " | ".join(f"{count} of {n}" for count in same) + " |")
+        rows.append([name, variant, *(f"{count} of {n}" for count in same)])
         print(rows[-1], file=sys.stderr)
     return rows
 
@@ -226,7 +202,7 @@ def text_perplexity(model: Path, windows: list[str], kernels: str) -> float:
     return math.exp(total / n_tokens)
 
 
-def perplexity_rows(name: str, n_windows: int) -> list[str]:
+def perplexity_row(name: str, n_windows: int) -> list[str]:
     """Return the row of a model."""
     text = docs()
     step = len(text) // n_windows
@@ -234,12 +210,12 @@ def perplexity_rows(name: str, n_windows: int) -> list[str]:
     edgeinfer, llamas = (
         text_perplexity(model_path(name), windows, kernels) for kernels in ("ours", "llama.cpp")
     )
-    return [f"| {name} | {llamas:.4f} | {edgeinfer:.4f} | {edgeinfer / llamas - 1:+.3%} |"]
+    return [name, f"{llamas:.4f}", f"{edgeinfer:.4f}", f"{edgeinfer / llamas - 1:+.3%}"]
 
 
 def main() -> None:
     """Write OUT/invariance.md and OUT/perplexity.md."""
-    parser = argparse.ArgumentParser()
+    parser = make_parser(__doc__)
     parser.add_argument("--texts", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--windows", type=int, default=16)
@@ -247,7 +223,6 @@ def main() -> None:
     parser.add_argument("--variants", help="CPU variants of ggml, separated by commas")
     parser.add_argument("--score", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--texts-of", nargs=4, help=argparse.SUPPRESS)
-    add_out(parser)
     options = parser.parse_args()
     if options.score:
         score(*options.score)
@@ -256,25 +231,23 @@ def main() -> None:
         variant, name, *numbers = options.texts_of
         texts_of(variant, name, *map(int, numbers))
         return
-    models = options.models.split(",")
+    models, sizes = options.models.split(","), (options.texts, options.tokens)
+
+    def write(name: str, head: list[str], rows: list[list[str]]) -> None:
+        print(write_figure(options.out, name, markdown(head, rows)))
+
     if options.variants:
-        rows = [
-            "| model | variant | equal greedy texts | equal sampled texts |",
-            "| --- | --- | --- | --- |",
-        ]
-        for name in models:
-            rows += variants_table(name, options.variants.split(","), options.texts, options.tokens)
-        print(write_figure(options.out, "variants", "\n".join(rows) + "\n"))
+        variants = options.variants.split(",")
+        rows = [row for name in models for row in variants_rows(name, variants, *sizes)]
+        write("variants", ["model", "variant", "equal greedy texts", "equal sampled texts"], rows)
         return
     if options.windows:
-        rows = ["| model | llama.cpp's kernels | ours | difference |", "| --- | --- | --- | --- |"]
-        rows += [row for name in models for row in perplexity_rows(name, options.windows)]
-        print(write_figure(options.out, "perplexity", "\n".join(rows) + "\n"))
+        rows = [perplexity_row(name, options.windows) for name in models]
+        write("perplexity", ["model", "llama.cpp's kernels", "ours", "difference"], rows)
     if options.texts:
-        head = "| model | way | equal texts | cached tokens | of them from disk | accepted drafts |"
-        rows = [head, "| --- | --- | --- | --- | --- | --- |"]
-        rows += [row for name in models for row in texts_table(name, options.texts, options.tokens)]
-        print(write_figure(options.out, "invariance", "\n".join(rows) + "\n"))
+        rows = [row for name in models for row in texts_rows(name, *sizes)]
+        head = ["model", "way", "equal texts", "cached tokens", "of them from disk", "accepted drafts"]
+        write("invariance", head, rows)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import http.client
 import itertools
-import json
 import os
 import random
 import shutil
@@ -30,13 +28,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 import msgspec
-from common import ROOT, add_out, drop, model_path, peer_program, spread, tree_of, write_figure
+from common import (
+    ROOT,
+    call,
+    drop,
+    make_parser,
+    model_path,
+    peer_command,
+    peer_program,
+    spread,
+    tree_of,
+    write_figure,
+)
 from peer_server import EDGEINFER, Side
 
 from edgeinfer.bench import markdown
@@ -67,12 +76,10 @@ class Case(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Case:
         """Read MODEL-SHARE-RATE. Raises ValueError."""
-        model, share, disk = text.split("-")
-        if model not in MODELS:
+        model, *limits = text.split("-")
+        if model not in MODELS or len(limits) != 2:
             raise ValueError(text)
-        return cls(
-            model, 0.0 if share == "all" else float(share), 0.0 if disk == "full" else float(disk)
-        )
+        return cls(model, *(float(limit) if limit not in ("all", "full") else 0.0 for limit in limits))
 
     def __str__(self) -> str:
         return f"{self.model}-{self.share or 'all'}-{self.disk or 'full'}"
@@ -151,15 +158,10 @@ def make_model(name: str, mount: Path) -> None:
     """Make a model unless a complete one exists."""
     out = mount / f"{name}.gguf"
     if not out.exists():
-        program = Path(__file__).with_name("random_gguf.py")
-        command = [
-            sys.executable,
-            str(program),
-            str(model_path("smollm2")),
-            str(out.with_suffix(".new")),
-        ]
-        subprocess.run([*command, "--different", *MODELS[name]], check=True)
-        out.with_suffix(".new").rename(out)
+        program, new = Path(__file__).with_name("random_gguf.py"), out.with_suffix(".new")
+        command = [sys.executable, program, model_path("smollm2"), new, "--different", *MODELS[name]]
+        subprocess.run(command, check=True)
+        new.rename(out)
         os.sync()
 
 
@@ -204,27 +206,20 @@ def remove_group(folder: Path) -> None:
 def make_side(name: str, command: list[str], model: Path, home: Path, folders: list[Path]) -> Side:
     """Make a side: `edgeinfer`, another build of it (`before`), or `llama-server`, in the groups."""
     if name == "llama-server":
+        command = peer_command(command[0], model, "PORT", slots=1, n_ctx=_N_CTX)
         # repacked weights would be a second copy, which exceeds every limit
-        flags = ["-m", str(model), "--host", "127.0.0.1", "-c", str(_N_CTX), "-np", "1", "-t", "2"]
-        flags += ["--no-repack", "--no-warmup", "--no-webui"]
+        flags = ["--no-repack", "--no-warmup"]
     else:
-        flags = ["serve", str(model), "--log", "off", "--ctx", str(_N_CTX), "--parallel", "1"]
+        flags = ["serve", str(model), *f"--log off --ctx {_N_CTX} --parallel 1 --port PORT".split()]
     join = "".join(f"echo $$ > {folder}/cgroup.procs; " for folder in folders)
     shell = ["sh", "-c", f'{join}exec "$@"', "sh"]
-    environment = {"EDGEINFER_HOME": str(home)}
-    return Side(name, [*shell, *command, *flags, "--port", "PORT"], "", environment)
+    return Side(name, [*shell, *command, *flags], "", {"EDGEINFER_HOME": str(home)})
 
 
 def complete(port: int, prompt: list[int]) -> str:
     """Compute the new tokens of `prompt` and sample one; return its text."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=900)) as link:
-        link.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = link.getresponse()
-        answer = json.loads(response.read())
-    if response.status != 200:
-        raise SystemExit(f"error: {answer}")
-    return str(answer["choices"][0]["text"])
+    return str(call(port, "/v1/completions", body)["choices"][0]["text"])
 
 
 def read_by(pid: int) -> int:
@@ -327,26 +322,22 @@ def table(runs: Sequence[Run]) -> str:
     for case, side in dict.fromkeys((run.case, run.side) for run in runs):
         same = [run for run in runs if (run.case, run.side) == (case, side)]
         per_step = [run.read_bytes / run.n_steps for run in same]
-        shares = [run.read_bytes / run.n_steps * run.steps_per_s / run.disk_bytes_per_s for run in same]
-        rows.append(
-            [
-                case,
-                side,
-                spread([run.prefill_per_s for run in same], "", 1),
-                spread([run.steps_per_s for run in same], "", 2),
-                f"{min(run.n_steps for run in same)}",
-                f"{statistics.median(per_step) / 1e6:,.0f} MB",
-                f"{statistics.median(shares):.0%} of {statistics.median(run.disk_bytes_per_s for run in same) / 1e9:.2f} GB/s",
-                " ".join(sorted({run.digest for run in same})),
-                str(len(same)),
-            ]
-        )
+        shares = [
+            n * run.steps_per_s / run.disk_bytes_per_s for n, run in zip(per_step, same, strict=True)
+        ]
+        disk = statistics.median(run.disk_bytes_per_s for run in same) / 1e9
+        prefill = spread([run.prefill_per_s for run in same], "", 1)
+        steps = spread([run.steps_per_s for run in same], "", 2), str(min(run.n_steps for run in same))
+        read = f"{statistics.median(per_step) / 1e6:,.0f} MB"
+        share = f"{statistics.median(shares):.0%} of {disk:.2f} GB/s"
+        sampled = " ".join(sorted({run.digest for run in same}))
+        rows.append([case, side, prefill, *steps, read, share, sampled, str(len(same))])
     head = ["case", "side", "prefill, tokens/s", "one row, tokens/s", "steps", "read a step"]
     return markdown([*head, "of the disk", "sampled", "runs"], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     every = [
         f"{model}-{share}-{disk}"
         for disk in (1, "full")
@@ -361,16 +352,13 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=8, help="warm-up steps before the measured ones")
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--seconds", type=float, default=30.0, help="most seconds for the steps")
-    parser.add_argument(
-        "--work", type=Path, default=ROOT / "bench-out/larger", help="folder of the image, 8 GB"
-    )
-    parser.add_argument(
-        "--mounted", type=Path, metavar="FOLDER", help="folder of dense.gguf and mixture.gguf"
-    )
+    work = ROOT / "bench-out/larger"
+    parser.add_argument("--work", type=Path, default=work, help="folder of the image, 8 GB")
+    mounted = "folder of dense.gguf and mixture.gguf"
+    parser.add_argument("--mounted", type=Path, metavar="FOLDER", help=mounted)
     parser.add_argument("--models", nargs="*", default=None, choices=MODELS, help="to make first")
     parser.add_argument("--results", type=Path, default=ROOT / "bench-out/larger.jsonl")
     parser.add_argument("--table", action="store_true", help="only make the table from the results")
-    add_out(parser)
     options = parser.parse_args()
     if options.models is None:
         options.models = sorted({case.model for case in options.cases})

@@ -27,9 +27,10 @@ import gguf
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/made"))
-from common import add_out, load_only, write_figure
+from common import LineProcess, load_only, make_parser, numbers, write_figure
 from matmul_ops import TYPES, Bytes, Products, declare, random_weights
 
+from edgeinfer.bench import markdown
 from edgeinfer.runtime.llama import libedgeinfer, libllama
 
 _ROWS, _WIDTH = 4864, 2560
@@ -102,10 +103,8 @@ def serve_side(side: str, level: str, ik: str) -> None:
     for line in sys.stdin:
         next_kind, rows = line.split()
         if next_kind != kind:
-            kind = next_kind
-            weights = [
-                random_weights(kind, _ROWS, _WIDTH)
-            ] * _MATRICES  # each is copied to its own address
+            kind = next_kind  # each matrix is copied to its own address
+            weights = [random_weights(kind, _ROWS, _WIDTH)] * _MATRICES
         used = weights if int(rows) < _MANY else weights[:_MATRICES_OF_MANY]
         products = products_of(kind, used, int(rows), is_repacked=side.endswith("repacked"))
         products.compute(np.random.default_rng(0).normal(size=(int(rows), _WIDTH)))
@@ -141,14 +140,9 @@ def measure(
     kinds: list[str], rows: list[int], rounds: int, level: str, ik: str
 ) -> Iterator[tuple[str, dict[str, dict[int, float]]]]:
     """Yield each type with the medians of rows/s, by side and rows."""
-    command = [sys.executable, __file__, "--level", level, "--ik", ik, "--side"]
     names = ["ours", "plain", "repacked", *(["ik", "ik-repacked"] if ik else [])]
-    sides = {
-        side: subprocess.Popen(
-            [*command, side], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        for side in names
-    }
+    arguments = [__file__, "--level", level, "--ik", ik, "--side"]
+    sides = {side: LineProcess(*arguments, side) for side in names}
     repacked = [k for k in _REPACKED if k != "Q2_K" or libllama.build_info().kernels == "v4"]
     for kind in kinds:
         rates: dict[str, dict[int, float]] = {side: {} for side in sides}
@@ -158,8 +152,7 @@ def measure(
                 for side, process in sides.items():
                     if side == "repacked" and kind not in repacked:
                         continue
-                    process.stdin.write(f"{kind} {n}\n")
-                    times[side] += json.loads(process.stdout.readline())
+                    times[side] += json.loads(process.ask(f"{kind} {n}"))
             for side, seconds in times.items():
                 if seconds:
                     matrices = _MATRICES if n < _MANY else _MATRICES_OF_MANY
@@ -167,62 +160,49 @@ def measure(
                     rates[side][n] = weights / _ROW_WEIGHTS / statistics.median(seconds)
         yield kind, rates
     for process in sides.values():
-        process.stdin.close()
-        process.wait()
+        process.close()
 
 
 def table(
     rates_by_kind: dict[str, dict[str, dict[int, float]]], rows: list[int], peaks: tuple[float, ...]
 ) -> str:
-    """Return the figure's rows: ours, and in brackets the best of each peer."""
+    """Return the figure: ours, and in brackets the best of each peer."""
     peak_g, *reads = peaks
-    lines = [
+    limits = (
         f"Integer peak: {peak_g:.0f} G multiply-accumulates a second. A plain loop reads "
-        f"{reads[0]:.0f} GB a second with one thread, {reads[1]:.0f} with two.\n"
-    ]
+        f"{reads[0]:.0f} GB a second with one thread, {reads[1]:.0f} with two.\n\n"
+    )
     heads = ["1 row" if n == 1 else f"{n} rows" for n in rows]
-    lines = (lines if peak_g else []) + [
-        f"| type | {' | '.join(heads)} | GB/s at {heads[0]} | of the peak at {rows[-1]} |",
-        "| --- |" + " --- |" * (len(rows) + 2),
-    ]
     peers = (("plain", "repacked"), ("ik", "ik-repacked"))
+    lines = []
     for kind, sides in rates_by_kind.items():
-        cells = []
+        own_rates, cells = sides["ours"], []
         for n in rows:
             bests = [
                 max(sides[s][n] for s in peer if n in sides.get(s, {}))
                 for peer in peers
                 if peer[0] in sides
             ]
-            beside = ", ".join(
-                [*(f"{best:.0f}" for best in bests), f"{sides['ours'][n] / max(bests):.2f} x"]
-            )
-            cells.append(f"{sides['ours'][n]:.0f} ({beside})")
-        share = sides["ours"][rows[-1]] * _ROW_WEIGHTS / 1e9 / peak_g if peak_g else 0
+            beside = [*(f"{best:.0f}" for best in bests), f"{own_rates[n] / max(bests):.2f} x"]
+            cells.append(f"{own_rates[n]:.0f} ({', '.join(beside)})")
+        share = f"{own_rates[rows[-1]] * _ROW_WEIGHTS / 1e9 / peak_g:.0%}" if peak_g else "–"
         block, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-        read = sides["ours"][rows[0]] / rows[0] * _ROW_WEIGHTS / block * n_bytes / 1e9
-        lines.append(
-            f"| {kind} | {' | '.join(cells)} | {read:.1f} | {f'{share:.0%}' if share else '–'} |"
-        )
-    return "\n".join(lines) + "\n"
+        read = own_rates[rows[0]] / rows[0] * _ROW_WEIGHTS / block * n_bytes / 1e9
+        lines.append([kind, *cells, f"{read:.1f}", share])
+    head = ["type", *heads, f"GB/s at {heads[0]}", f"of the peak at {rows[-1]}"]
+    return limits * bool(peak_g) + markdown(head, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--types", type=lambda text: text.split(","), default=list(TYPES))
-    parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--rows", type=numbers, default=[1, 2, 4, 8, 16, 32, 64, 512])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--level", default="", choices=["", *_LEVELS], help="level of our kernels; by default the best"
-    )
-    parser.add_argument(
-        "--ik", default="", metavar="FOLDER", help="folder of a built ik_llama.cpp with libggml.so"
-    )
+    level_help = "level of our kernels; by default the best"
+    parser.add_argument("--level", default="", choices=["", *_LEVELS], help=level_help)
+    ik = "folder of a built ik_llama.cpp with libggml.so"
+    parser.add_argument("--ik", default="", metavar="FOLDER", help=ik)
     parser.add_argument("--side", help=argparse.SUPPRESS)
-    add_out(parser)
-    parser.set_defaults(rows=[1, 2, 4, 8, 16, 32, 64, 512])
     options = parser.parse_args()
     if options.side:
         serve_side(options.side, options.level, options.ik)
@@ -234,11 +214,8 @@ def main() -> None:
     rates_by_kind = {}
     for kind, sides in measure(options.types, options.rows, options.rounds, options.level, options.ik):
         rates_by_kind[kind] = sides
-        print(
-            kind,
-            {side: {n: round(r) for n, r in by_rows.items()} for side, by_rows in sides.items()},
-            flush=True,
-        )
+        rounded = {side: {n: round(r) for n, r in rates.items()} for side, rates in sides.items()}
+        print(kind, rounded, flush=True)
     first = "" if options.types == list(TYPES) else options.types[0]
     name = "-".join(filter(None, ["matmul", options.level, first]))
     peaks = tuple(max(pair) for pair in zip(before, peak(level), strict=True))

@@ -26,20 +26,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/made"))
-from common import SHAPES, add_out, drop, model_of, model_path, percentile, write_figure
+from common import SHAPES, drop, make_parser, model_of, model_path, numbers, percentile, write_figure
 from made_decoders import make_lfm2
-from peer_server import (
-    Answer,
-    Messages,
-    Rows,
-    Side,
-    conversation,
-    ms,
-    name_of,
-    ours,
-    theirs,
-    wait_written,
-)
+from peer_server import Answer, Messages, Rows, Side, conversation, name_of, ours, theirs
 
 from edgeinfer.bench import markdown
 
@@ -61,11 +50,9 @@ def turns_section(options: argparse.Namespace, work: Path) -> Rows:
             for side in filter(None, both):
                 side.start()
                 first = 1000 * (n + 100 * number)
-                runs_by_side[side.name].append(_turns(side, range(first, first + n), options))
-                print(
-                    json.dumps({"n": n, "side": side.name} | runs_by_side[side.name][-1]),
-                    file=sys.stderr,
-                )
+                run = _turns(side, range(first, first + n), options)
+                runs_by_side[side.name].append(run)
+                print(json.dumps({"n": n, "side": side.name} | run), file=sys.stderr)
                 side.stop()
         for name, runs in runs_by_side.items():
             medians = {key: statistics.median(row[key] for row in runs) for key in runs[0]}
@@ -85,10 +72,7 @@ def _turns(side: Side, numbers: range, options: argparse.Namespace) -> dict[str,
             answer = side.ask(chat)
             firsts[-1].append(answer.first_s)
             prompts.append(int(answer.usage["prompt_tokens"]))
-            chat += [
-                {"role": "assistant", "content": answer.text},
-                {"role": "user", "content": f"And then, part {round_number + 2}?"},
-            ]
+            chat += next_turn(answer.text, f"And then, part {round_number + 2}?")
     total_s = time.perf_counter() - began
     later = [s for seconds in firsts[1:] for s in seconds]
     return {
@@ -102,30 +86,14 @@ def _turns(side: Side, numbers: range, options: argparse.Namespace) -> dict[str,
 
 
 def turns_table(rows: Rows) -> str:
-    head = [
-        "conversations, in turn",
-        "",
-        "prompt",
-        "all rounds",
-        "first token, round 1",
-        "later, p50",
-        "later, p95",
-        "private memory",
-    ]
-    return markdown(
-        head,
-        [
-            [
-                str(r["n"]),
-                r["side"],
-                f"{r['prompt_tokens']:.0f} tokens",
-                f"{r['total_s']:.1f} s ({r['totals_s'][0]:.1f}–{r['totals_s'][-1]:.1f})",
-                *(ms(r[key]) for key in ("first_round_p50_s", "later_p50_s", "later_p95_s")),
-                f"{r['private_mb']:.0f} MB",
-            ]
-            for r in rows
-        ],
-    )
+    head = ["conversations, in turn", "", "prompt", "all rounds", "first token, round 1"]
+    lines = []
+    for r in rows:
+        total = f"{r['total_s']:.1f} s ({r['totals_s'][0]:.1f}–{r['totals_s'][-1]:.1f})"
+        times = (ms(r[key]) for key in ("first_round_p50_s", "later_p50_s", "later_p95_s"))
+        tokens, private = f"{r['prompt_tokens']:.0f} tokens", f"{r['private_mb']:.0f} MB"
+        lines.append([str(r["n"]), r["side"], tokens, total, *times, private])
+    return markdown([*head, "later, p50", "later, p95", "private memory"], lines)
 
 
 def restart_section(options: argparse.Namespace, work: Path) -> Rows:
@@ -155,7 +123,7 @@ def _next_turns(sides: list[Side], home: Path, options: argparse.Namespace) -> R
     asked = conversation(7, options.long_words)
     row, text = _read_at_first(sides[0], asked, home)
     wait_written(home, int(row["prompt_tokens"]))
-    asked += [{"role": "assistant", "content": text}, {"role": "user", "content": "Why?"}]
+    asked += next_turn(text, "Why?")
     restarts: dict[str, list[tuple[float, float, int]]] = {side.name: [] for side in sides}
     for _ in range(options.runs):
         for side in sides:
@@ -169,34 +137,29 @@ def _next_turns(sides: list[Side], home: Path, options: argparse.Namespace) -> R
 def _restarts(side: Side, home: Path, model: Path, options: argparse.Namespace) -> dict[str, Any]:
     asked = conversation(7, options.long_words)
     row, text = _read_at_first(side, asked, home)
-    turn = [{"role": "assistant", "content": text}, {"role": "user", "content": "Why?"}]
+    following = asked + next_turn(text, "Why?")
     if side.name != "edgeinfer":
-        return row | _summary([_restart(side, asked + turn)])
+        return row | _summary([_restart(side, following)])
     wait_written(home, int(row["prompt_tokens"]))
     again = [_restart(side, asked) for _ in range(options.runs)]
     step_s = _decode_step(side, asked)
-    hot = [_restart(side, asked + turn) for _ in range(options.runs)]
-    cold = [
-        _restart(side, asked + turn, lambda: drop(_files(home, model))) for _ in range(options.runs)
-    ]
+    hot = [_restart(side, following) for _ in range(options.runs)]
+    cold = [_restart(side, following, lambda: drop(_files(home, model))) for _ in range(options.runs)]
     side.kill()
     files = _files(home, model)
     drop(files)
     began = time.perf_counter()
     for path in files[1:]:
         path.read_bytes()
-    return (
-        row
-        | _summary(hot)
-        | {
-            "same_exec_to_first_s": statistics.median(r[0] for r in again),
-            "same_computed_tokens": max(r[2] for r in again),
-            "step_s": step_s,
-            "cold_exec_to_first_s": statistics.median(r[0] for r in cold),
-            "disk_read_s": time.perf_counter() - began,
-            "blocks_mb": sum(path.stat().st_size for path in files if path.suffix == ".block") / 1e6,
-        }
-    )
+    details = {
+        "same_exec_to_first_s": statistics.median(r[0] for r in again),
+        "same_computed_tokens": max(r[2] for r in again),
+        "step_s": step_s,
+        "cold_exec_to_first_s": statistics.median(r[0] for r in cold),
+        "disk_read_s": time.perf_counter() - began,
+        "blocks_mb": sum(path.stat().st_size for path in files if path.suffix == ".block") / 1e6,
+    }
+    return row | _summary(hot) | details
 
 
 def _read_at_first(side: Side, asked: Messages, home: Path) -> tuple[dict[str, Any], str]:
@@ -207,13 +170,9 @@ def _read_at_first(side: Side, asked: Messages, home: Path) -> tuple[dict[str, A
     if not note.exists():
         side.start()
         answer = side.ask(asked)
-        row = {
-            "side": side.name,
-            "prompt_tokens": answer.usage["prompt_tokens"],
-            "prefill_s": answer.first_s
-            if answer.n_cached < answer.usage["prompt_tokens"] // 10
-            else None,
-        }
+        n_tokens = answer.usage["prompt_tokens"]
+        prefill_s = answer.first_s if answer.n_cached < n_tokens // 10 else None
+        row = {"side": side.name, "prompt_tokens": n_tokens, "prefill_s": prefill_s}
         note.write_text(json.dumps([row, answer.text]))
     row, text = json.loads(note.read_text())
     return row, text
@@ -262,42 +221,25 @@ def _restart(
 
 
 def restart_table(rows: Rows) -> str:
-    head = [
-        "after `kill -9`",
-        "",
-        "prompt",
-        "read at first in",
-        "next turn, exec → first token",
-        "worst",
-        "request → first token",
-        "computed",
-        "the same prompt again",
-        "computed",
-        "a decode step there",
-        "next turn, cold page cache",
-        "reading those files",
-    ]
-    return markdown(
-        head,
-        [
-            [
-                r["model"],
-                r["side"],
-                f"{r['prompt_tokens']} tokens",
-                f"{r['prefill_s']:.1f} s" if r["prefill_s"] else "–",
-                *(ms(r[key]) for key in ("exec_to_first_s", "exec_to_first_max_s", "first_s")),
-                f"{r['computed_tokens']} tokens",
-                ms(r.get("same_exec_to_first_s")),
-                f"{r['same_computed_tokens']} tokens" if "same_computed_tokens" in r else "–",
-                ms(r.get("step_s")),
-                ms(r.get("cold_exec_to_first_s")),
-                f"{ms(r['disk_read_s'])} ({r['blocks_mb']:.0f} MB of blocks)"
-                if "disk_read_s" in r
-                else "–",
-            ]
-            for r in rows
-        ],
-    )
+    def tokens(count: int | None) -> str:
+        return "–" if count is None else f"{count} tokens"
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "prompt": lambda r: tokens(r["prompt_tokens"]),
+        "read at first in": lambda r: f"{r['prefill_s']:.1f} s" if r["prefill_s"] else "–",
+        "next turn, exec → first token": lambda r: ms(r["exec_to_first_s"]),
+        "worst": lambda r: ms(r["exec_to_first_max_s"]),
+        "request → first token": lambda r: ms(r["first_s"]),
+        "computed": lambda r: tokens(r["computed_tokens"]),
+        "the same prompt again": lambda r: ms(r.get("same_exec_to_first_s")),
+        "computed then": lambda r: tokens(r.get("same_computed_tokens")),
+        "a decode step there": lambda r: ms(r.get("step_s")),
+        "next turn, cold page cache": lambda r: ms(r.get("cold_exec_to_first_s")),
+        "reading those files": lambda r: ms(r.get("disk_read_s")),
+        "blocks": lambda r: f"{r['blocks_mb']:.0f} MB" if "blocks_mb" in r else "–",
+    }
+    lines = [[r["model"], r["side"], *(cell(r) for cell in columns.values())] for r in rows]
+    return markdown(["after `kill -9`", "", *columns], lines)
 
 
 def edits_section(options: argparse.Namespace, work: Path) -> Rows:
@@ -312,15 +254,11 @@ def edits_section(options: argparse.Namespace, work: Path) -> Rows:
         side = ours(work / f"edits-{name_of(model)}", model, 4096, more_models=[other])
         side.start()
         for case, answer in _edits(side, name_of(other), options.words).items():
-            tokens = answer.usage["prompt_tokens"]
-            rows.append(
-                {
-                    "model": side.model,
-                    "case": case,
-                    "prompt_tokens": tokens,
-                    "computed_tokens": answer.n_computed,
-                }
-            )
+            counts = {
+                "prompt_tokens": answer.usage["prompt_tokens"],
+                "computed_tokens": answer.n_computed,
+            }
+            rows.append({"model": side.model, "case": case, **counts})
             print(json.dumps(rows[-1]), file=sys.stderr)
         side.stop()
     return rows
@@ -329,18 +267,13 @@ def edits_section(options: argparse.Namespace, work: Path) -> Rows:
 def _edits(side: Side, other: str, n_words: int) -> dict[str, Answer]:
     chat = conversation(11, n_words)
     for turn in range(3):
-        answer = side.ask(chat)
-        chat += [
-            {"role": "assistant", "content": answer.text},
-            {"role": "user", "content": f"More {turn}?"},
-        ]
+        chat += next_turn(side.ask(chat).text, f"More {turn}?")
     cases = {"next turn": side.ask(chat)}
     cases["regenerate"] = side.ask(chat)
     cases["edit in the middle"] = side.ask([*chat[:2], {"role": "user", "content": "Something else?"}])
     cases["back to the first branch"] = side.ask(chat)
-    shorter = {"role": "assistant", "content": chat[-2]["content"][-20:]}
-    dropped = [*chat[:-2], shorter, {"role": "user", "content": "And without the reasoning?"}]
-    cases["reasoning dropped"] = side.ask(dropped)
+    dropped = next_turn(chat[-2]["content"][-20:], "And without the reasoning?")
+    cases["reasoning dropped"] = side.ask([*chat[:-2], *dropped])
     side.ask(conversation(12, n_words), model=other)
     cases["after another model"] = side.ask(chat)
     side.unload(side.model)
@@ -352,13 +285,27 @@ def _edits(side: Side, other: str, n_words: int) -> dict[str, Answer]:
 
 
 def edits_table(rows: Rows) -> str:
-    return markdown(
-        ["what happens", "model", "prompt", "computed"],
-        [
-            [r["case"], r["model"], f"{r['prompt_tokens']} tokens", f"{r['computed_tokens']} tokens"]
-            for r in rows
-        ],
-    )
+    keys = ("prompt_tokens", "computed_tokens")
+    lines = [[r["case"], r["model"], *(f"{r[key]} tokens" for key in keys)] for r in rows]
+    return markdown(["what happens", "model", "prompt", "computed"], lines)
+
+
+def next_turn(answer: str, question: str) -> Messages:
+    return [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
+
+
+def ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1000:.0f} ms"
+
+
+def wait_written(home: Path, n_tokens: int) -> None:
+    """Wait until the blocks of `n_tokens` are on disk and no file is being written."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        files = list((home / "cache").rglob("*.block"))
+        if len(files) >= n_tokens // 256 and not list((home / "cache").rglob("*.new")):
+            return
+        time.sleep(0.1)
 
 
 Section = Callable[[argparse.Namespace, Path], Rows]
@@ -384,39 +331,29 @@ def work_folder(named: str, permanent: Path | None = None) -> Iterator[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--sections", default=",".join(SECTIONS))
-    parser.add_argument("--conversations", default="4,10,40", help="N of `turns`")
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="rounds of `turns`, whose sides alternate"
-    )
+    parser.add_argument("--conversations", type=numbers, default=[4, 10, 40], help="N of `turns`")
+    repeats = "rounds of `turns`, whose sides alternate"
+    parser.add_argument("--repeats", type=int, default=3, help=repeats)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--words", type=int, default=980, help="words of a conversation (some 1,000 tokens)"
-    )
-    parser.add_argument(
-        "--long-words", type=int, default=7900, help="tokens of the long prompts of `restart`"
-    )
+    size = "words of a conversation (some 1,000 tokens)"
+    parser.add_argument("--words", type=int, default=980, help=size)
+    long_words = "tokens of the long prompts of `restart`"
+    parser.add_argument("--long-words", type=int, default=7900, help=long_words)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument(
-        "--shapes", default="small", help=f"models of `restart`: small, {', '.join(SHAPES)}"
-    )
-    parser.add_argument(
-        "--alone",
-        action="store_true",
-        help="without llama-server, which prefills a 4B's 8,000 tokens three times: half an hour",
-    )
-    parser.add_argument(
-        "--brief", action="store_true", help="only the next turn of `restart`, with a hot page cache"
-    )
+    shapes = f"models of `restart`: small, {', '.join(SHAPES)}"
+    parser.add_argument("--shapes", default="small", help=shapes)
+    alone = "without llama-server, which prefills a 4B's 8,000 tokens three times: half an hour"
+    parser.add_argument("--alone", action="store_true", help=alone)
+    brief = "only the next turn of `restart`, with a hot page cache"
+    parser.add_argument("--brief", action="store_true", help=brief)
     parser.add_argument("--model", type=Path, default=None, help="default: the small test model")
     parser.add_argument("--work", default="", help="folder in which the homes are made")
     parser.add_argument("--keep", type=Path, help="folder of homes that are kept")
-    add_out(parser)
     options = parser.parse_args()
     options.model = options.model or model_path("smollm2")
     options.shapes = options.shapes.split(",")
-    options.conversations = [int(n) for n in options.conversations.split(",")]
     with work_folder(options.work, options.keep) as work:
         for name in options.sections.split(","):
             section, table = SECTIONS[name]

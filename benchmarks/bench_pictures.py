@@ -14,7 +14,6 @@ gap             the longest gap of eight streams of text, without a picture and 
 
 from __future__ import annotations
 
-import argparse
 import base64
 import io
 import itertools
@@ -27,8 +26,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/made"))
 import numpy as np
-from bench_memory import work_folder
-from common import add_out, model_path, spread, write_figure
+from bench_memory import next_turn, work_folder
+from common import make_parser, model_path, spread, write_figure
 from made_projectors import Encoder, make_projector, rename_tokens
 from peer_server import Answer, Messages, Side, conversation, ours, text_of, theirs
 from PIL import Image
@@ -87,11 +86,6 @@ def about_text(number: int) -> Messages:
     return [{"role": "user", "content": f"{text_of(number, _WORDS + _INSTEAD)} What is in it?"}]
 
 
-def go_on(chat: Messages, answer: Answer, question: str) -> Messages:
-    answered = {"role": "assistant", "content": answer.text or "Nothing."}
-    return [*chat, answered, {"role": "user", "content": question}]
-
-
 def one_run(side: Side, number: int, *, brief: bool) -> dict[str, Answer]:
     """Measure all cases of one picture, with `brief` only those of one conversation about it. The
     server is started before, and restarted here.
@@ -101,10 +95,9 @@ def one_run(side: Side, number: int, *, brief: bool) -> dict[str, Answer]:
     chats = {} if brief else {"text ": about_text(number + 400)}
     chats[""] = about_picture(number + 100, number)
     for kind, chat in chats.items():
-        answers[f"{kind}first"] = side.ask(chat)
-        chat = go_on(chat, answers[f"{kind}first"], "Where was it taken?")
-        answers[f"{kind}second"] = side.ask(chat)
-        chats[kind] = go_on(chat, answers[f"{kind}second"], "And when was it taken?")
+        for turn, question in (("first", "Where was it taken?"), ("second", "And when was it taken?")):
+            answers[kind + turn] = side.ask(chat)
+            chat += next_turn(answers[kind + turn].text or "Nothing.", question)
     if not brief:
         answers["new"] = side.ask(new)
     time.sleep(_SETTLE_S)
@@ -151,11 +144,9 @@ def table(answers_by_side: Found, gaps: dict[str, dict[str, list[float]]]) -> st
     for case in [case for case in CASES if case in measured]:
         rows.append([CASES[case]])
         for answers in answers_by_side.values():
-            case_answers = answers[case]
-            rows[-1].append(spread([1000 * answer.first_s for answer in case_answers], "ms"))
-            rows[-1].append(
-                f"{max(answer.n_computed for answer in case_answers)} of {case_answers[0].usage['prompt_tokens']}"
-            )
+            first = spread([1000 * answer.first_s for answer in answers[case]], "ms")
+            n_computed = max(answer.n_computed for answer in answers[case])
+            rows[-1] += [first, f"{n_computed} of {answers[case][0].usage['prompt_tokens']}"]
     for kind in next(iter(gaps.values())):
         rows.append([kind])
         for sides in gaps.values():
@@ -167,17 +158,15 @@ def table(answers_by_side: Found, gaps: dict[str, dict[str, list[float]]]) -> st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--gap-runs", type=int, default=3)
     parser.add_argument("--brief", action="store_true", help="only one conversation about each picture")
-    add_out(parser)
     options = parser.parse_args()
     with work_folder("") as work:
         model = rename_tokens(work / "gemma-3-270m.gguf", model_path("gemma3"), {}, _TEMPLATE)
-        projector = make_projector(
-            work / "mmproj-random.gguf", "gemma3", 640, image=512, encoder=_SIGLIP_BASE
-        )
+        mmproj = work / "mmproj-random.gguf"
+        projector = make_projector(mmproj, "gemma3", 640, image=512, encoder=_SIGLIP_BASE)
         slots = _STREAMS + 1
         peer = theirs(model, _N_CTX, slots=slots, flags=["--mmproj", str(projector)])
         both = [side for side in (ours(work / "home", model, _N_CTX, parallel=slots), peer) if side]

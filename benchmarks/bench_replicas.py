@@ -8,7 +8,6 @@ tokens; the configurations take turns, and each begins with a new, resumed endpo
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -21,9 +20,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_serve import process, wait_healthy
-from common import add_out, free_port, memory_of, model_of, model_path, tree_of, write_figure
+from common import (
+    free_port,
+    make_parser,
+    memory_of,
+    model_of,
+    model_path,
+    process,
+    tree_of,
+    wait_healthy,
+    write_figure,
+)
 from peer_server import EDGEINFER, ask
+
+from edgeinfer.bench import markdown
 
 CLIENTS = 16
 
@@ -68,29 +78,21 @@ def measure(
     name: str, configurations: list[tuple[int, int]], rounds: int, seconds: float, tokens: int
 ) -> str:
     """Measure all configurations; return the table."""
-    rates: dict[tuple[int, int], list[float]] = {configuration: [] for configuration in configurations}
-    sizes: dict[tuple[int, int], list[int]] = {configuration: [] for configuration in configurations}
+    samples: dict[tuple[int, int], list[tuple[float, int]]] = {pair: [] for pair in configurations}
     for _ in range(rounds):
         for configuration in configurations:
             with endpoint(name, *configuration) as (port, pid):
-                rates[configuration].append(rate(port, name, seconds, tokens))
-                sizes[configuration].append(sum(memory_of(below, "Pss") for below in tree_of(pid)))
-                print(
-                    configuration, rates[configuration][-1], sizes[configuration][-1], file=sys.stderr
-                )
-    rows = [
-        f"| {replicas} | {threads} | {statistics.median(samples):.0f} | {min(samples):.0f}–{max(samples):.0f}"
-        f" | {statistics.median(sizes[replicas, threads]) / 1e6:.0f} MB |"
-        for (replicas, threads), samples in rates.items()
-    ]
-    return "\n".join(
-        [
-            f"| replicas of {name} | threads each | tokens/s, {CLIENTS} clients | range | memory (PSS) of all |",
-            "|---|---|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
+                tokens_per_s = rate(port, name, seconds, tokens)
+                size = sum(memory_of(below, "Pss") for below in tree_of(pid))
+                samples[configuration].append((tokens_per_s, size))
+                print(configuration, tokens_per_s, size, file=sys.stderr)
+    rows = []
+    for configuration, measured in samples.items():
+        rates, sizes = zip(*measured, strict=True)
+        cells = (f"{statistics.median(rates):.0f}", f"{min(rates):.0f}–{max(rates):.0f}")
+        rows.append([*map(str, configuration), *cells, f"{statistics.median(sizes) / 1e6:.0f} MB"])
+    head = [f"replicas of {name}", "threads each", f"tokens/s, {CLIENTS} clients", "range"]
+    return markdown([*head, "memory (PSS) of all"], rows)
 
 
 def configuration(text: str) -> tuple[int, int]:
@@ -100,7 +102,7 @@ def configuration(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     cores = len(os.sched_getaffinity(0))
     default = [(1, cores), (2, max(1, cores // 2)), (4, max(1, cores // 4))]
     parser.add_argument("--configurations", type=configuration, nargs="+", default=default)
@@ -109,19 +111,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12)
     parser.add_argument("--tokens", type=int, default=48, help="tokens of each answer")
     parser.add_argument("--models", type=Path, help="folder in which random models are made and kept")
-    add_out(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-replicas-") as work:
         os.environ["EDGEINFER_HOME"] = work
         model = model_of(options.shape, model_path("smollm2"), options.models or Path(work))
-        for arguments in (
-            ["pull", str(model), "--name", options.shape, "--in-place"],
-            ["warm", options.shape],
-        ):
+        pull = ["pull", str(model), "--name", options.shape, "--in-place"]
+        for arguments in (pull, ["warm", options.shape]):
             subprocess.run([*EDGEINFER, *arguments, "--quiet"], check=True)
-        table = measure(
-            options.shape, options.configurations, options.rounds, options.seconds, options.tokens
-        )
+        limits = (options.rounds, options.seconds, options.tokens)
+        table = measure(options.shape, options.configurations, *limits)
         print(write_figure(options.out, "replicas", table))
 
 

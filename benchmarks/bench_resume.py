@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import json
 import mmap
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -32,11 +30,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common import add_out, drop, is_healthy, memory_of, model_path, peer_program, tree_of, write_figure
+from common import (
+    call,
+    describe,
+    drop,
+    make_parser,
+    memory_of,
+    model_path,
+    peer_program,
+    process,
+    summary,
+    tree_of,
+    wait_healthy,
+    write_figure,
+)
 
+from edgeinfer.bench import markdown
 from edgeinfer.platform.machine import read_memory
 
-HERE = Path(__file__).parent
+EDGEINFER = str(Path(sys.executable).parent / "edgeinfer")
 MODELS = {"small": 0, "7b": 32, "14b": 64}
 PROMPT = "Name three colours."
 #: A prompt of one token for these models, whose first token needs hardly any prefill.
@@ -57,16 +69,9 @@ class Bench:
             self.results = json.loads((options.out / "resume.json").read_text())
 
     def edgeinfer(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [str(Path(sys.executable).parent / "edgeinfer"), *arguments]
-        return subprocess.run(
-            command,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            check=False,
-            timeout=900,
-        )
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        command = [EDGEINFER, *arguments]
+        return subprocess.run(command, env=self.environment, check=False, timeout=900, **streams)
 
     def json(self, *arguments: str) -> dict[str, Any]:
         done = self.edgeinfer(*arguments, "--json")
@@ -115,15 +120,8 @@ class Bench:
         out = self.models / f"random-{name}.gguf"
         if not out.exists():
             out.parent.mkdir(parents=True, exist_ok=True)
-            command = [
-                sys.executable,
-                str(HERE / "random_gguf.py"),
-                str(tokenizer),
-                str(out),
-                "--layers",
-                str(MODELS[name]),
-            ]
-            subprocess.run(command, check=True)
+            program = [sys.executable, Path(__file__).with_name("random_gguf.py"), tokenizer, out]
+            subprocess.run([*program, "--layers", str(MODELS[name])], check=True)
             os.sync()  # so that its pages are not written while launches are measured
         return out
 
@@ -148,11 +146,9 @@ class Bench:
 
     def _one_token(self, name: str, model: Path, few: int) -> dict[str, Any]:
         """Time a prompt of one token, by edgeinfer and by llama-server started in two ways, in turn."""
-        ways = (
-            {"default": (), "no-repack, no-warmup": ("--no-repack", "--no-warmup")}
-            if self.server
-            else {}
-        )
+        ways = {"default": (), "no-repack, no-warmup": ("--no-repack", "--no-warmup")}
+        if not self.server:
+            ways = {}
         runs: dict[str, list[dict[str, float]]] = {"ours": [], **{way: [] for way in ways}}
         for n in range(self.options.runs):
             runs["ours"].append(self._launch(name, "--raw", prompt=ONE_TOKEN))
@@ -168,6 +164,7 @@ class Bench:
         """
         steps: dict[str, list[float]] = {"resumed": [], "fresh": []}
         ports = {"resumed": 18310, "fresh": 18311}
+        fields = {"max_tokens": self.options.tokens, "temperature": 1, "speculative": "off"}
         with (
             self._endpoint(name, ports["resumed"], "--resume=always"),
             self._endpoint(name, ports["fresh"], "--resume=never"),
@@ -176,19 +173,11 @@ class Bench:
                 _complete(port)
             for n in range(15):
                 for side in sorted(steps, reverse=bool(n % 2)):
-                    answer = _complete(
-                        ports[side], max_tokens=self.options.tokens, temperature=1, speculative="off"
-                    )
-                    steps[side].append(answer["timings"]["predicted_per_token_ms"])
-        medians = {side: statistics.median(values) for side, values in steps.items()}
-        pairs = [
-            fresh / resumed for resumed, fresh in zip(steps["resumed"], steps["fresh"], strict=True)
-        ]
-        return {f"{side}_step_ms": value for side, value in medians.items()} | {
-            "rate_ratio": statistics.median(pairs),
-            "least": min(pairs),
-            "greatest": max(pairs),
-        }
+                    timings = _complete(ports[side], **fields)["timings"]
+                    steps[side].append(timings["predicted_per_token_ms"])
+        ratios = [fresh / resumed for resumed, fresh in zip(*steps.values(), strict=True)]
+        medians = {f"{side}_step_ms": statistics.median(values) for side, values in steps.items()}
+        return medians | summary(ratios)
 
     def _warm(self, name: str, size: int) -> dict[str, float]:
         """Compare `warm` with a cold start and writing as many bytes; medians in seconds of three
@@ -209,12 +198,8 @@ class Bench:
                 _touch(min(3 * size, read_memory().available_bytes // 2))
                 durations_s[key].append(step())
         medians_s = {key: statistics.median(values) for key, values in durations_s.items()}
-        bare = medians_s["cold_s"] + medians_s["write_s"]
-        return medians_s | {
-            "ratio": medians_s["wall_s"] / bare,
-            "least": min(durations_s["wall_s"]),
-            "greatest": max(durations_s["wall_s"]),
-        }
+        ratio = medians_s["wall_s"] / (medians_s["cold_s"] + medians_s["write_s"])
+        return medians_s | {"ratio": ratio} | summary(durations_s["wall_s"])
 
     def _write_s(self, size: int) -> float:
         """Return the seconds to write `size` bytes to a new file of this disk, synced."""
@@ -253,56 +238,32 @@ class Bench:
 
     @contextlib.contextmanager
     def _waiting(self, name: str) -> Iterator[subprocess.Popen[bytes]]:
-        command = [str(Path(sys.executable).parent / "edgeinfer"), "run", name, "--max-tokens", "1"]
-        process = subprocess.Popen(
-            command, env=self.environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
-        )
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+        command = [EDGEINFER, "run", name, "--max-tokens", "1"]
+        waiting = subprocess.Popen(command, env=self.environment, **pipes)
         while "edgeinfer" not in [
-            Path(f"/proc/{pid}/comm").read_text().strip() for pid in tree_of(process.pid)[2:]
+            Path(f"/proc/{pid}/comm").read_text().strip() for pid in tree_of(waiting.pid)[2:]
         ]:
             time.sleep(0.02)
         time.sleep(0.5)
-        yield process
-        process.communicate(b"Hi")
+        yield waiting
+        waiting.communicate(b"Hi")
 
     @contextlib.contextmanager
     def _endpoint(self, name: str, port: int, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-        command = [
-            str(Path(sys.executable).parent / "edgeinfer"),
-            "serve",
-            name,
-            "--port",
-            str(port),
-            "--log",
-            "off",
-            *more,
-        ]
-        process = subprocess.Popen(
-            command, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
-        try:
-            yield process
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
+        command = [EDGEINFER, "serve", name, "--port", str(port), "--log", "off", *more]
+        with process(command, env=self.environment, stderr=None) as serving:
+            wait_healthy(port, serving, 120)
+            yield serving
 
     def _peer(self, model: Path, *flags: str) -> dict[str, float]:
-        command = [str(self.server), "-m", str(model), "--port", "18390", "-c", "4096", *flags]
+        command = [self.server, "-m", model, "--port", "18390", "-c", "4096", *flags]
         began = time.monotonic()
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        try:
-            while not is_healthy(18390):
-                if process.poll() is not None:
-                    raise SystemExit("llama-server ended")
-                time.sleep(0.005)
+        with process(command) as server:
+            wait_healthy(18390, server)
             healthy = (time.monotonic() - began) * 1000
             _complete(18390)
             return {"healthy": healthy, "first_token": (time.monotonic() - began) * 1000}
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
 
     def _cold_cache(self, name: str, model: Path) -> dict[str, Any]:
         """Time launches with nothing of model and snapshot in the page cache, and reading only the
@@ -334,124 +295,82 @@ def _touch(size: int) -> None:
 
 
 def _complete(port: int, **more: float | str) -> Any:
-    """Request a completion over HTTP, by default of one token, as soon as the endpoint answers."""
-    body = json.dumps({"prompt": ONE_TOKEN, "max_tokens": 1, "temperature": 0} | more)
-    deadline = time.monotonic() + 120
-    while True:
-        link = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-        try:
-            link.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-            answer = link.getresponse()
-            content = answer.read()
-            if answer.status == 200:
-                return json.loads(content)
-        except OSError:
-            pass
-        finally:
-            link.close()
-        if time.monotonic() > deadline:
-            raise SystemExit(f"nothing answers on port {port}")
-        time.sleep(0.01)
+    """Request a completion over HTTP, by default of one token."""
+    body = {"prompt": ONE_TOKEN, "max_tokens": 1, "temperature": 0} | more
+    return call(port, "/v1/completions", body)
 
 
 def medians(runs: list[dict[str, float]]) -> dict[str, Any]:
-    """Return the median of each name over the runs, with minimum, maximum and count."""
-    names = runs[0]
+    """Return the `summary` of each name over the runs, rounded."""
     return {
-        name: {
-            "median": round(statistics.median(r[name] for r in runs), 1),
-            "least": round(min(r[name] for r in runs), 1),
-            "greatest": round(max(r[name] for r in runs), 1),
-            "runs": len(runs),
-        }
-        for name in names
+        name: {key: round(value, 1) for key, value in summary([run[name] for run in runs]).items()}
+        for name in runs[0]
     }
+
+
+def first_token(launches: dict[str, Any]) -> str:
+    """Describe the time to the first token, with the tokens to prefill."""
+    return f"{describe(launches['first_token'], 'ms')}, {launches['prompt_tokens']['median']:.0f}"
+
+
+#: Title of a row → the cell of a model's figures.
+ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "model file": lambda f: f"{f['file_bytes'] / 1e9:.2f} GB",
+    "exec → launcher's main": lambda f: describe(f["resumed"]["launcher"], "ms"),
+    "exec → CRIU started": lambda f: describe(f["resumed"]["restore"], "ms"),
+    "exec → Python runs again": lambda f: describe(f["resumed"]["running"], "ms"),
+    "exec → **running with its request**": lambda f: describe(f["resumed"]["request"], "ms"),
+    "exec → **first token**, a prompt of one token": lambda f: describe(
+        f["one_token"]["ours"]["first_token"], "ms"
+    ),
+    "`llama-server`, the same": lambda f: describe(f["one_token"]["default"]["first_token"], "ms"),
+    "`llama-server --no-repack --no-warmup`, the same": lambda f: describe(
+        f["one_token"]["no-repack, no-warmup"]["first_token"], "ms"
+    ),
+    "exec → first token, a chat's prompt (tokens to prefill)": lambda f: first_token(f["resumed"]),
+    "the same, cold start": lambda f: first_token(f["cold"]),
+    "the same, resumed, nothing in the page cache": lambda f: describe(
+        f["cold_cache"]["first_token"], "ms"
+    ),
+    "reading the snapshot from this disk": lambda f: describe(f["cold_cache"]["read"], "ms"),
+    "one decode step, resumed": lambda f: f"{f['decode']['resumed_step_ms']:.1f} ms",
+    "one decode step, freshly loaded": lambda f: f"{f['decode']['fresh_step_ms']:.1f} ms",
+    "decode rate, resumed : fresh": lambda f: describe(f["decode"], "", 3),
+    "private memory, idle": lambda f: f"{f['memory']['idle_private_bytes'] / 1e6:.0f} MB",
+    "four copies : one (PSS)": lambda f: f"{f['memory']['four_to_one']:.2f}",
+    "snapshot on disk": lambda f: f"{f['snapshot']['disk_bytes'] / 1e6:.0f} MB",
+    "`warm`": lambda f: describe(f["warm"], "s", 1),
+    "`warm` : cold start and writing as much": lambda f: f"{f['warm']['ratio']:.2f}",
+}
 
 
 def table(results: dict[str, Any]) -> str:
     """Return the measurements as Markdown."""
-    lines = ["| | " + " | ".join(results["models"]) + " |", "|---|" + "---|" * len(results["models"])]
 
-    def row(title: str, pick: Any) -> None:
-        cells = []
-        for figures in results["models"].values():
-            with contextlib.suppress(KeyError, TypeError):
-                cells.append(pick(figures))
-                continue
-            cells.append("–")
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    def cell(figures: dict[str, Any], pick: Callable[[dict[str, Any]], str]) -> str:
+        with contextlib.suppress(KeyError, TypeError):
+            return pick(figures)
+        return "–"
 
-    def ms(value: dict[str, float]) -> str:
-        return f"{value['median']:.0f} ms ({value['least']:.0f}–{value['greatest']:.0f})"
-
-    row("model file", lambda f: f"{f['file_bytes'] / 1e9:.2f} GB")
-    row("exec → launcher's main", lambda f: ms(f["resumed"]["launcher"]))
-    row("exec → CRIU started", lambda f: ms(f["resumed"]["restore"]))
-    row("exec → Python runs again", lambda f: ms(f["resumed"]["running"]))
-    row("exec → **running with its request**", lambda f: ms(f["resumed"]["request"]))
-    row(
-        "exec → **first token**, a prompt of one token",
-        lambda f: ms(f["one_token"]["ours"]["first_token"]),
-    )
-    row("`llama-server`, the same", lambda f: ms(f["one_token"]["default"]["first_token"]))
-    row(
-        "`llama-server --no-repack --no-warmup`, the same",
-        lambda f: ms(f["one_token"]["no-repack, no-warmup"]["first_token"]),
-    )
-    prompt = "a chat's prompt (tokens to prefill)"
-    row(
-        f"exec → first token, {prompt}",
-        lambda f: f"{ms(f['resumed']['first_token'])}, {f['resumed']['prompt_tokens']['median']:.0f}",
-    )
-    row(
-        "the same, cold start",
-        lambda f: f"{ms(f['cold']['first_token'])}, {f['cold']['prompt_tokens']['median']:.0f}",
-    )
-    row("the same, resumed, nothing in the page cache", lambda f: ms(f["cold_cache"]["first_token"]))
-    row("reading the snapshot from this disk", lambda f: ms(f["cold_cache"]["read"]))
-    row("one decode step, resumed", lambda f: f"{f['decode']['resumed_step_ms']:.1f} ms")
-    row("one decode step, freshly loaded", lambda f: f"{f['decode']['fresh_step_ms']:.1f} ms")
-    row(
-        "decode rate, resumed : fresh",
-        lambda f: (
-            f"{f['decode']['rate_ratio']:.3f} "
-            f"({f['decode']['least']:.2f}–{f['decode']['greatest']:.2f})"
-        ),
-    )
-    row("private memory, idle", lambda f: f"{f['memory']['idle_private_bytes'] / 1e6:.0f} MB")
-    row("four copies : one (PSS)", lambda f: f"{f['memory']['four_to_one']:.2f}")
-    row("snapshot on disk", lambda f: f"{f['snapshot']['disk_bytes'] / 1e6:.0f} MB")
-    row(
-        "`warm`",
-        lambda f: f"{f['warm']['wall_s']:.1f} s ({f['warm']['least']:.1f}–{f['warm']['greatest']:.1f})",
-    )
-    row("`warm` : cold start and writing as much", lambda f: f"{f['warm']['ratio']:.2f}")
-    return "\n".join(lines) + "\n"
+    models = results["models"]
+    rows = [[title, *(cell(models[name], pick) for name in models)] for title, pick in ROWS.items()]
+    return markdown(["", *models], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--small", type=Path, help="the small model; left out: the tests'")
     parser.add_argument("--models", default="small,7b,14b")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=32, help="tokens of a steady decode")
-    parser.add_argument(
-        "--parts",
-        default="resumed,one_token,cold,memory,decode,cold_cache,warm",
-        help="parts to measure",
-    )
-    parser.add_argument(
-        "--keep", action="store_true", help="keep results of other models and parts in --out"
-    )
-    parser.add_argument(
-        "--model-folder", help="folder of the random models; by default they are removed"
-    )
-    parser.add_argument(
-        "--work", default=None, help="folder with space for models and snapshots, not on tmpfs"
-    )
-    add_out(parser)
+    every = "resumed,one_token,cold,memory,decode,cold_cache,warm"
+    parser.add_argument("--parts", default=every, help="parts to measure")
+    keep = "keep results of other models and parts in --out"
+    parser.add_argument("--keep", action="store_true", help=keep)
+    folder = "folder of the random models; by default they are removed"
+    parser.add_argument("--model-folder", help=folder)
+    work = "folder with space for models and snapshots, not on tmpfs"
+    parser.add_argument("--work", default=None, help=work)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-resume-", dir=options.work) as work:
         bench = Bench(options, Path(work))

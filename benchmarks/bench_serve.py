@@ -22,20 +22,30 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import NAMES, ROOT, add_out, free_port, model_path, peer_program, percentile, write_figure
+from common import (
+    NAMES,
+    LineProcess,
+    free_port,
+    make_parser,
+    model_path,
+    numbers,
+    peer_command,
+    peer_program,
+    percentile,
+    process,
+    wait_healthy,
+    write_figure,
+)
 
-from edgeinfer.bench import Answer, Target
+from edgeinfer.bench import Answer, Target, markdown
 from edgeinfer.bench import ask as stream
 
 PARALLEL = 32
@@ -50,15 +60,12 @@ def prompt(number: int) -> str:
     There are 1,728 sets of topics, so that few answers repeat a past one, from which they would be
     drafted.
     """
-    parts = [TOPICS[number // len(TOPICS) ** k % len(TOPICS)] for k in range(3)]
-    said = (
-        f"Write entry {number}, about {parts[0]}, {parts[1]} and {parts[2]}, in a few plain sentences."
-    )
-    return f"You are writing for an encyclopedia. {said}"
+    first, second, third = (TOPICS[number // len(TOPICS) ** k % len(TOPICS)] for k in range(3))
+    entry = f"Write entry {number}, about {first}, {second} and {third}, in a few plain sentences."
+    return f"You are writing for an encyclopedia. {entry}"
 
 
 # --- one client
-# --------------------------------------------------------------------------------
 
 
 async def ask(target: Target, number: int, tokens: int, **fields: Any) -> Answer:
@@ -98,79 +105,14 @@ def figures(samples: list[Answer], wall: float) -> dict[str, float]:
 
 
 # --- the sides
-# --------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def process(command: list[str], env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    started = subprocess.Popen(
-        command,
-        env={**os.environ, **(env or {})},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=ROOT,
-    )
-    try:
-        yield started
-    finally:
-        started.send_signal(signal.SIGTERM)
-        try:
-            started.wait(15)
-        except subprocess.TimeoutExpired:
-            started.kill()
-            started.wait()
-
-
-def wait_healthy(port: int, started: subprocess.Popen[bytes], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        assert started.poll() is None, "the server ended"
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as s:
-            s.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
-            if s.recv(64).startswith(b"HTTP/1.1 200"):
-                return
-        time.sleep(0.005)
-    raise SystemExit("the server did not become healthy")
 
 
 CLI = [sys.executable, "-c", "import sys; from edgeinfer.cli.main import main; sys.exit(main())"]
 
 
 def our_command(model: Path, port: int, threads: int) -> list[str]:
-    return [
-        *CLI,
-        "serve",
-        str(model),
-        "--port",
-        str(port),
-        "--log",
-        "off",
-        "--parallel",
-        str(PARALLEL),
-        "--ctx",
-        str(CONTEXT),
-        "--threads",
-        str(threads),
-    ]
-
-
-def their_command(server: str, model: Path, port: int, threads: int) -> list[str]:
-    return [
-        server,
-        "-m",
-        str(model),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "-np",
-        str(PARALLEL),
-        "-c",
-        str(CONTEXT),
-        "-t",
-        str(threads),
-        "--no-webui",
-    ]
+    shape = f"--parallel {PARALLEL} --ctx {CONTEXT} --threads {threads}"
+    return [*CLI, "serve", str(model), "--port", str(port), "--log", "off", *shape.split()]
 
 
 class Server:
@@ -190,21 +132,14 @@ class Server:
         return figures(*asyncio.run(closed_loop(ask_for(tokens), width, requests, first)))
 
 
-class BareEngine:
+class BareEngine(LineProcess):
     """The engine without HTTP, driven by the same schedule in a separate process."""
 
-    def __init__(self, name: str, threads: int, stack: contextlib.ExitStack) -> None:
-        command = [sys.executable, __file__, "--engine", str(threads), "--models", name]
-        self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
-        stack.enter_context(self._child)
+    def __init__(self, name: str, threads: int) -> None:
+        super().__init__(__file__, "--engine", str(threads), "--models", name)
 
     def measure(self, width: int, requests: int, tokens: int, first: int) -> dict[str, float]:
-        if self._child.stdin is None or self._child.stdout is None:
-            raise SystemExit("the engine's process has no pipes")
-        print(f"{width},{requests},{tokens},{first}", file=self._child.stdin, flush=True)
-        return dict(json.loads(self._child.stdout.readline()))
+        return dict(json.loads(self.ask(f"{width},{requests},{tokens},{first}")))
 
 
 def engine_main(model: Path, threads: int) -> None:
@@ -249,7 +184,6 @@ def engine_main(model: Path, threads: int) -> None:
 
 
 # --- sections
-# --------------------------------------------------------------------------------
 
 
 def load_section(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -268,9 +202,10 @@ def load_section(name: str, options: argparse.Namespace) -> list[dict[str, Any]]
             "without drafts": Server(port, model.stem, speculative="off"),
         }
         if options.bare:
-            sides["engine"] = BareEngine(name, options.threads, stack)
+            sides["engine"] = stack.enter_context(contextlib.closing(BareEngine(name, options.threads)))
         if llama_server:
-            start(their_command(llama_server, model, other, options.threads), other)
+            shape = {"slots": PARALLEL, "n_ctx": CONTEXT, "threads": options.threads}
+            start(peer_command(llama_server, model, other, **shape), other)
             sides["llama-server"] = Server(other, "m")
         for width in options.widths:
             rounds: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
@@ -297,11 +232,7 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| model | clients | side | tokens/s | spread | edgeinfer to it | TTFT p50 ms | TTFT p95 ms | "
-        "between tokens p50 / p95 ms |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
         low, high = row["spread"]["tokens_per_s"]
         if row["side"] == "edgeinfer":
@@ -310,19 +241,16 @@ def table(rows: list[dict[str, Any]]) -> str:
             a["tokens_per_s"] / b["tokens_per_s"]
             for a, b in zip(own_rounds, row["rounds"], strict=True)
         )
-        lines.append(
-            f"| {row['model']} | {row['width']} | {row['side']} | {row['tokens_per_s']:.1f} | "
-            f"{low:.1f}–{high:.1f} | {ratio:.2f} | {row['ttft_p50_ms']:.0f} "
-            f"| {row['ttft_p95_ms']:.0f} | {row['itl_p50_ms']:.1f} / {row['itl_p95_ms']:.1f} |"
-        )
-    return "\n".join(lines)
+        rates = (f"{row['tokens_per_s']:.1f}", f"{low:.1f}–{high:.1f}", f"{ratio:.2f}")
+        first = (f"{row[f'ttft_p{p}_ms']:.0f}" for p in (50, 95))
+        between = f"{row['itl_p50_ms']:.1f} / {row['itl_p95_ms']:.1f}"
+        lines.append([row["model"], str(row["width"]), row["side"], *rates, *first, between])
+    head = ["model", "clients", "side", "tokens/s", "spread", "edgeinfer to it", "TTFT p50 ms"]
+    return markdown([*head, "TTFT p95 ms", "between tokens p50 / p95 ms"], lines)
 
 
 def main() -> None:
-    def numbers(text: str) -> list[int]:
-        return [int(word) for word in text.split(",")]
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--models", type=lambda s: s.split(","), default=list(NAMES))
     parser.add_argument("--widths", type=numbers, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=4)
@@ -331,7 +259,6 @@ def main() -> None:
     parser.add_argument("--bare", action="store_true")
     parser.add_argument("--figure", default="serve", help="name of the table")
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
-    add_out(parser)
     options = parser.parse_args()
     if options.engine:
         engine_main(model_path(options.models[0]), options.engine)

@@ -9,7 +9,6 @@ store      200 conversations of 100 turns: list and search
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import fcntl
@@ -28,23 +27,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, write_figure
+from common import ROOT, make_parser, summary, write_figure
+
+from edgeinfer.bench import markdown
 
 EDGEINFER = Path(sys.executable).with_name("edgeinfer")
 PARAGRAPH = "A paragraph with **bold words** and `code` in it, long enough to be wrapped at least once at eighty columns, as most.\n"
 CODE = "```python\nfor i in range(10):\n    print(i)  # {}\n```\n"
 PROMPT = "Count from one to one hundred in words."
-
-
-def spread(values: list[float], unit: str) -> dict[str, Any]:
-    """Return median, minimum and maximum."""
-    return {
-        "median": statistics.median(values),
-        "min": min(values),
-        "max": max(values),
-        "n": len(values),
-        "unit": unit,
-    }
 
 
 # start
@@ -64,9 +54,8 @@ def at_terminal(arguments: list[str]) -> tuple[float, float]:
         for fd in (0, 1, 2):
             os.dup2(slave, fd)
         os.environ["TERM"] = "xterm-256color"
-        os.execv(
-            EDGEINFER, [str(EDGEINFER), "chat", "--temperature", "0", "--max-tokens", "8", *arguments]
-        )
+        limits = ("--temperature", "0", "--max-tokens", "8")
+        os.execv(EDGEINFER, [str(EDGEINFER), "chat", *limits, *arguments])
     os.close(slave)
     seen = Screen(master)
     painted = seen.until(lambda text: "Ask something" in text) - began
@@ -81,23 +70,18 @@ def at_terminal(arguments: list[str]) -> tuple[float, float]:
     return painted * 1000, first * 1000
 
 
-_OURS = frozenset(
-    re.findall(
-        r"[A-Za-z]+",
-        "Say one. Ask something writing reading tok/s context F1 help Esc stops smollm2-135m-instruct "
-        "resumed in ms"
-        " cold start you asked for a",
-    )
-)
+#: Words of the question, the composer and the status line.
+_OURS = """
+    Say one Ask something writing reading tok s context F help Esc stops smollm m instruct resumed in ms cold
+    start you asked for a
+""".split()
 
 
 def _has_answer(text: str) -> bool:
-    """Return whether the screen has a word after the question that is neither ours nor the status
-    line's.
-    """
+    """Return whether the screen has a word after the question that is not one of _OURS."""
     _, mark, after = text.rpartition("\u276f")
     plain = re.sub(r"\x1b\[[0-9;?<>=]*[a-zA-Z]", " ", after)
-    return bool(mark) and any(word not in _OURS for word in re.findall(r"[A-Za-z]+", plain))
+    return bool(mark) and not set(re.findall(r"[A-Za-z]+", plain)).issubset(_OURS)
 
 
 class Screen:
@@ -129,10 +113,9 @@ def bench_start(runs: int) -> dict[str, Any]:
         for side, arguments in sides.items():
             times_by_side[side].append(at_terminal(arguments))
     return {
-        side: {
-            "first_paint": spread([p for p, _ in pairs], "ms"),
-            "first_token": spread([f for _, f in pairs], "ms"),
-        }
+        side: dict(
+            zip(("first_paint", "first_token"), map(summary, zip(*pairs, strict=True)), strict=True)
+        )
         for side, pairs in times_by_side.items()
     }
 
@@ -162,10 +145,9 @@ async def _scroll(updates: int) -> dict[str, Any]:
         transcript = app.chat.transcript
         entries = []
         for number in range(100):
-            entries.append(Question(Turn(id=2 * number + 1, content=f"Question {number}")))
-            entries.append(
-                AnswerEntry(Turn(id=2 * number + 2, role="assistant", content=long_text(104)))
-            )
+            answer = Turn(id=2 * number + 2, role="assistant", content=long_text(104))
+            question = Turn(id=2 * number + 1, content=f"Question {number}")
+            entries += [Question(question), AnswerEntry(answer)]
         began = time.monotonic()
         transcript.show(entries)
         await pilot.pause()
@@ -173,9 +155,11 @@ async def _scroll(updates: int) -> dict[str, Any]:
         total = sum(len(e.lines(transcript.text_width)) for e in entries)
         transcript._relayout()
         await pilot.pause()
-        scrolled = await _rate(
-            pilot, updates, lambda _: transcript.scroll_to(y=transcript.scroll_y - 7, animate=False)
-        )
+
+        def scroll(_: int) -> None:
+            transcript.scroll_to(y=transcript.scroll_y - 7, animate=False)
+
+        scrolled = await _rate(pilot, updates, scroll)
         transcript.scroll_end(animate=False)
         await pilot.pause()
         growing = AnswerEntry(Turn(id=999, role="assistant", status="streaming"), streaming=True)
@@ -225,14 +209,10 @@ def bench_streaming(model: str, rounds: int) -> dict[str, Any]:
         sides["nothing"].append(_into_nothing(engine))
         sides["app"].append(asyncio.run(_into_app(engine)))
     engine.close()
-    bare, app = statistics.median(sides["nothing"]), statistics.median(sides["app"])
-    pairs = [1 - a / n for n, a in zip(sides["nothing"], sides["app"], strict=True)]
-    return {
-        "nothing": spread(sides["nothing"], "tok/s"),
-        "app": spread(sides["app"], "tok/s"),
-        "cost": 1 - app / bare,
-        "pairs": spread(pairs, ""),
-    }
+    bare, app = (statistics.median(rates) for rates in sides.values())
+    pairs = [1 - app_rate / bare_rate for bare_rate, app_rate in zip(*sides.values(), strict=True)]
+    measured = {side: summary(rates) for side, rates in sides.items()}
+    return measured | {"cost": 1 - app / bare, "pairs": summary(pairs)}
 
 
 def _into_nothing(engine: Any) -> float:
@@ -286,27 +266,18 @@ def bench_store(runs: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         store = ConversationStore.open(Path(folder) / "c.db")
+        new = "INSERT INTO conversation VALUES (?, ?, 'm', '', '{}', ?, '', 1, ?, NULL)"
+        columns = "id, conversation_id, parent_id, role, content, status, created_ms"
+        add = f"INSERT INTO turn ({columns}) VALUES (?, ?, ?, ?, ?, 'complete', 1)"
         store.db.execute("BEGIN")
         for number in range(1, 201):
-            store.db.execute(
-                "INSERT INTO conversation VALUES (?, ?, 'm', '', '{}', ?, '', 1, ?, NULL)",
-                (number, f"Conversation {number}", 100 * number, number),
-            )
+            store.db.execute(new, (number, f"Conversation {number}", 100 * number, number))
             for turn in range(100):
-                text = f"turn {turn} of {number}: {PARAGRAPH * 3} {'zebra' if (number, turn) == (77, 50) else ''}"
-                store.db.execute(
-                    "INSERT INTO turn (id, conversation_id, parent_id, role, content, status, "
-                    "created_ms)"
-                    " VALUES (?, ?, ?, ?, ?, ?, 1)",
-                    (
-                        100 * (number - 1) + turn + 1,
-                        number,
-                        100 * (number - 1) + turn if turn else None,
-                        "assistant" if turn % 2 else "user",
-                        text,
-                        "complete",
-                    ),
-                )
+                first, role = 100 * (number - 1), "assistant" if turn % 2 else "user"
+                rare = "zebra" if (number, turn) == (77, 50) else ""
+                text = f"turn {turn} of {number}: {PARAGRAPH * 3} {rare}"
+                parent = first + turn if turn else None
+                store.db.execute(add, (first + turn + 1, number, parent, role, text))
         store.db.execute("COMMIT")
         calls: dict[str, Callable[[], object]] = {
             "list": lambda: store.listing(),
@@ -315,9 +286,7 @@ def bench_store(runs: int) -> dict[str, Any]:
             "search a prefix": lambda: store.search("conv"),
             "open one": lambda: store.turns(77),
         }
-        return {
-            name: spread([_time_ms(call) for _ in range(runs)], "ms") for name, call in calls.items()
-        }
+        return {name: summary([_time_ms(call) for _ in range(runs)]) for name, call in calls.items()}
 
 
 def _time_ms(call: Callable[[], object]) -> float:
@@ -330,77 +299,49 @@ def _time_ms(call: Callable[[], object]) -> float:
 
 
 def table(figures: dict[str, Any]) -> str:
-    rows = [("what", "median", "least … most", "n", "wanted"), ("---",) * 5]
+    rows = []
 
-    def add(name: str, value: dict[str, Any], limit: str = "") -> None:
-        unit = value["unit"]
-        rows.append(
-            (
-                name,
-                f"{value['median']:.1f} {unit}",
-                f"{value['min']:.1f} … {value['max']:.1f}",
-                str(value["n"]),
-                limit,
-            )
-        )
+    def add(name: str, value: dict[str, Any], unit: str = "ms", limit: str = "") -> None:
+        ends = f"{value['least']:.1f} … {value['greatest']:.1f}"
+        rows.append([name, f"{value['median']:.1f} {unit}", ends, str(value["runs"]), limit])
 
     for side, values in figures.get("start", {}).items():
-        add(
-            f"exec → first paint, {side}",
-            values["first_paint"],
-            "≤ 200 ms" if side == "resumed" else "",
-        )
+        limit = "≤ 200 ms" if side == "resumed" else ""
+        add(f"exec → first paint, {side}", values["first_paint"], limit=limit)
         add(f"Enter → first token, {side}", values["first_token"])
-    if "scroll" in figures:
-        scroll = figures["scroll"]
+    if scroll := figures.get("scroll"):
         for kind in ("scroll", "stream"):
             rate = f"{scroll[kind]['updates_per_s']:.1f} updates/s"
-            rows.append(
-                (
-                    f"{kind} in {scroll['lines']:,} lines",
-                    rate,
-                    f"{scroll[kind]['core_share']:.0%} of a core",
-                    "",
-                    "≥ 30/s, < 50 %",
-                )
-            )
-    if "streaming" in figures:
-        streaming = figures["streaming"]
-        add("engine into nothing", streaming["nothing"])
-        add("engine into the app", streaming["app"])
-        rows.append(("cost of showing it", f"{streaming['cost']:.1%}", "", "", "≤ 5 %"))
+            share = f"{scroll[kind]['core_share']:.0%} of a core"
+            rows.append([f"{kind} in {scroll['lines']:,} lines", rate, share, "", "≥ 30/s, < 50 %"])
+    if streaming := figures.get("streaming"):
+        add("engine into nothing", streaming["nothing"], "tok/s")
+        add("engine into the app", streaming["app"], "tok/s")
+        rows.append(["cost of showing it", f"{streaming['cost']:.1%}", "", "", "≤ 5 %"])
     for name, value in figures.get("store", {}).items():
-        add(f"200 × 100 turns: {name}", value, "< 50 ms")
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+        add(f"200 × 100 turns: {name}", value, limit="< 50 ms")
+    return markdown(["what", "median", "least … most", "n", "wanted"], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("parts", nargs="*", default=["start", "scroll", "streaming", "store"])
     parser.add_argument("--runs", type=int, default=12)
-    parser.add_argument(
-        "--model", default="", help="a GGUF for `streaming`; left out: the pulled default"
-    )
+    model = "a GGUF for `streaming`; left out: the pulled default"
+    parser.add_argument("--model", default="", help=model)
     options = parser.parse_args()
-    out = ROOT / "bench-out"
-    out.mkdir(exist_ok=True)
-    record = out / "tui.json"
+    runs = options.runs
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "start": lambda: bench_start(runs),
+        "scroll": lambda: asyncio.run(_scroll(200)),
+        "streaming": lambda: bench_streaming(options.model or default_model(), max(5, runs // 2)),
+        "store": lambda: bench_store(max(20, runs)),
+    }
+    record = options.out / "tui.json"
     figures = json.loads(record.read_text()) if record.exists() else {}
-    for section in options.parts:
-        if section == "start":
-            figures[section] = bench_start(options.runs)
-        elif section == "scroll":
-            figures[section] = asyncio.run(_scroll(200))
-        elif section == "streaming":
-            figures[section] = bench_streaming(
-                options.model or default_model(), max(5, options.runs // 2)
-            )
-        elif section == "store":
-            figures[section] = bench_store(max(20, options.runs))
+    figures |= {name: parts[name]() for name in options.parts}
+    print(write_figure(options.out, "tui", table(figures)))
     record.write_text(json.dumps(figures, indent=2))
-    print(write_figure(out, "tui", table(figures)))
 
 
 def default_model() -> str:

@@ -6,17 +6,20 @@ import argparse
 import atexit
 import contextlib
 import http.client
+import json
 import os
 import re
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from edgeinfer.platform.machine import describe_machine
 
@@ -101,6 +104,14 @@ def peer_program(name: str) -> str | None:
     return fetched or shutil.which(name)
 
 
+def peer_command(
+    program: str, model: Path, port: int | str, *, slots: int, n_ctx: int, threads: int = 2
+) -> list[str]:
+    """Return the command of a llama-server, whose context has `n_ctx` cells for all slots together."""
+    shape = f"--port {port} -np {slots} -c {n_ctx} -t {threads}"
+    return [program, "-m", str(model), "--host", "127.0.0.1", *shape.split(), "--no-webui"]
+
+
 def free_port() -> int:
     """Return a free port of 127.0.0.1."""
     with socket.socket() as probe:
@@ -134,13 +145,71 @@ def biggest_below(pid: int) -> int:
     return max(tree_of(pid)[1:], key=lambda child: memory_of(child, "Rss"))
 
 
-def is_healthy(port: int) -> bool:
-    """Return whether an endpoint of this machine answers GET /health with 200."""
-    link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    with contextlib.closing(link), contextlib.suppress(OSError):
-        link.request("GET", "/health")
-        return link.getresponse().status == 200
-    return False
+@contextlib.contextmanager
+def process(command: Sequence[str | Path], **settings: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server without terminal and output until the block ends. `settings` are those of Popen."""
+    quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    started = subprocess.Popen(command, **{**quiet, "cwd": ROOT, **settings})
+    try:
+        yield started
+    finally:
+        started.send_signal(signal.SIGTERM)
+        try:
+            started.wait(60)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            started.wait()
+
+
+def wait_healthy(port: int, started: subprocess.Popen[bytes], seconds: float = 60) -> None:
+    """Wait until an endpoint of this machine answers GET /health with 200. Raises SystemExit."""
+    deadline = time.monotonic() + seconds
+    while started.poll() is None and time.monotonic() < deadline:
+        link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        with contextlib.closing(link), contextlib.suppress(OSError):
+            link.request("GET", "/health")
+            if link.getresponse().status == 200:
+                return
+        time.sleep(0.002)
+    raise SystemExit(f"error: {started.args}: no healthy endpoint, exit status {started.poll()}")
+
+
+def call(port: int, path: str, body: object = None, method: str = "POST") -> Any:
+    """Return the JSON reply of an endpoint of this machine, waited for while nothing listens there.
+
+    Raises SystemExit for a status other than 200, and after two minutes without a listener.
+    """
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        link = http.client.HTTPConnection("127.0.0.1", port, timeout=900)
+        with contextlib.closing(link), contextlib.suppress(ConnectionRefusedError):
+            headers = {"Content-Type": "application/json"}
+            link.request(method, path, body and json.dumps(body), headers)
+            response = link.getresponse()
+            reply = response.read()
+            if response.status != 200:
+                raise SystemExit(f"error: {path}: {response.status}: {reply[:400]!r}")
+            return json.loads(reply)
+        time.sleep(0.01)
+    raise SystemExit(f"error: nothing answers on port {port}")
+
+
+class LineProcess:
+    """A Python program that answers each line of its standard input with a line."""
+
+    def __init__(self, *arguments: str) -> None:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen([sys.executable, *arguments], text=True, bufsize=1, **pipes)
+
+    def read(self) -> str:
+        return self._process.stdout.readline().strip()
+
+    def ask(self, line: str) -> str:
+        self._process.stdin.write(f"{line}\n")
+        return self.read()
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
 def drop(files: list[Path]) -> None:
@@ -157,21 +226,34 @@ def percentile(values: list[float], p: float) -> float:
     return ordered[min(len(ordered) - 1, round(p / 100 * (len(ordered) - 1)))]
 
 
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Return the median of a measurement, with minimum, maximum and number of its runs."""
+    ends = {"least": min(values), "greatest": max(values)}
+    return {"median": statistics.median(values), **ends, "runs": len(values)}
+
+
 def spread(values: Sequence[float], unit: str, digits: int = 0) -> str:
     """Format the median of a measurement in its unit, with minimum and maximum."""
-    middle = statistics.median(values)
-    return f"{middle:.{digits}f} {unit} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+    return describe(summary(values), unit, digits)
 
 
-def add_out(parser: argparse.ArgumentParser) -> None:
-    """Add `--out`, the folder that `write_figure` writes to."""
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / "bench-out",
-        metavar="FOLDER",
-        help="docs/figures: for the docs",
-    )
+def describe(measured: dict[str, float], unit: str, digits: int = 0) -> str:
+    """Format a `summary` in its unit."""
+    middle, low, high = (f"{measured[key]:.{digits}f}" for key in ("median", "least", "greatest"))
+    return " ".join(filter(None, [middle, unit, f"({low}–{high})"]))
+
+
+def make_parser(text: str) -> argparse.ArgumentParser:
+    """Make a parser whose help shows `text`, with `--out`, the folder that `write_figure` writes to."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawTextHelpFormatter)
+    out: dict[str, Any] = {"type": Path, "default": ROOT / "bench-out", "metavar": "FOLDER"}
+    parser.add_argument("--out", **out, help="docs/figures: for the docs")
+    return parser
+
+
+def numbers(text: str) -> list[int]:
+    """Read a list of numbers, as in `1,2,4`: the type of an option."""
+    return [int(word) for word in text.split(",")]
 
 
 def write_figure(folder: Path, name: str, table: str) -> str:
@@ -191,24 +273,18 @@ def head() -> str:
 
 
 def _commit() -> str:
-    git = ["git", "-C", str(ROOT)]
-    done = subprocess.run(
-        [*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=False
-    )
-    but_figures = ["--", ":/", ":!docs/figures"]  # benchmarks write these files
-    changed = subprocess.run(
-        [*git, "status", "--porcelain", "-uno", *but_figures],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return (done.stdout.strip() or "unknown") + (" with changes" if changed.stdout.strip() else "")
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    but_figures = ("--", ":/", ":!docs/figures")  # benchmarks write these files
+    changed = git("status", "--porcelain", "-uno", *but_figures)
+    return (git("rev-parse", "--short=10", "HEAD") or "unknown") + " with changes" * bool(changed)
 
 
 def _llama() -> str:
-    from edgeinfer.runtime.llama import (
-        libllama,  # imported late, because a benchmark of the chat's drawing does not need it
-    )
+    # imported late, because a benchmark of the chat's drawing does not need it
+    from edgeinfer.runtime.llama import libllama
 
     info = libllama.build_info()
     variant = f"CPU variant {info.cpu_variant}, kernels {info.kernels or 'its own'}"

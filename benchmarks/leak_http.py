@@ -16,30 +16,21 @@ import contextlib
 import json
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_serve import CONTEXT, wait_healthy
-from common import biggest_below, free_port, head, model_path
+from bench_serve import CONTEXT
+from common import biggest_below, free_port, head, model_path, process, wait_healthy
+from peer_server import EDGEINFER
 
-LAUNCHER = [
-    sys.executable,
-    "-c",
-    "import sys; sys.argv[0] = 'edgeinfer'; from edgeinfer.launcher import main; sys.exit(main())",
-]
-LOAD = ["--ctx", "2048", "--parallel", "2"]
+LOAD = ("--ctx", str(CONTEXT), "--parallel", "8")
 MODEL = model_path("smollm2")
-PARALLEL = 8
-
 COLUMNS = (
     "app_fds",
     "launcher_fds",
@@ -47,74 +38,37 @@ COLUMNS = (
     "num_requests_waiting",
     "kv_cache_usage_ratio",
 )
+GAUGES = re.compile(
+    r"^edgeinfer_(num_requests_\w+|kv_cache_usage_ratio|http_requests_in_flight)\S* (\S+)$",
+    re.MULTILINE,
+)
+#: Fields of every seventh request: streams, several answers, a whole one, a schema and a wrong field.
+FIELDS: tuple[dict[str, object], ...] = (
+    {"stream": True},
+    {"n": 2},
+    {"logprobs": True, "top_logprobs": 2},
+    {"stream": True},
+    {"structured_outputs": {"choice": ["yes", "no"]}},
+    {"temperature": 9},
+    {},
+)
 
 
 @contextlib.contextmanager
-def home_with(model: Path, names: list[str], load: Sequence[str] = LOAD) -> Iterator[dict[str, str]]:
-    """Yield an environment whose home has `model` under every name, warmed with these options. Raises
-    CalledProcessError.
-    """
-    home = tempfile.mkdtemp(prefix="edgeinfer-bench-", dir="/var/tmp")
-    env = os.environ | {"EDGEINFER_HOME": home}
-    try:
-        for name in names:
-            subprocess.run(
-                [*LAUNCHER, "pull", str(model), "--in-place", "--name", name, "--quiet"],
-                env=env,
-                check=True,
-                capture_output=True,
-            )
-            subprocess.run([*LAUNCHER, "warm", name, *load], env=env, check=True, capture_output=True)
+def warm_home() -> Iterator[dict[str, str]]:
+    """Yield an environment whose home has MODEL as `one`, warmed. Raises CalledProcessError."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp", ignore_cleanup_errors=True) as home:
+        env = os.environ | {"EDGEINFER_HOME": home}
+        pull = ["pull", str(MODEL), "--in-place", "--name", "one", "--quiet"]
+        for verb in (pull, ["warm", "one", *LOAD]):
+            subprocess.run([*EDGEINFER, *verb], env=env, check=True, capture_output=True)
         yield env
-    finally:
-        shutil.rmtree(home, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def endpoint(
-    env: dict[str, str], name: str, port: int, *more: str, load: Sequence[str] = LOAD
-) -> Iterator[tuple[subprocess.Popen[str], list[dict[str, Any]]]]:
-    """Yield a served model and its log, which grows."""
-    command = [*LAUNCHER, "serve", name, "--port", str(port), "--log", "json", *load, *more]
-    log: list[dict[str, Any]] = []
-    served = subprocess.Popen(
-        command, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    )
-
-    def read() -> None:
-        for line in served.stderr or ():
-            with contextlib.suppress(ValueError):
-                log.append(json.loads(line))
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        yield served, log
-    finally:
-        served.send_signal(signal.SIGTERM)
-        served.wait(30)
-        reader.join(5)
 
 
 def body(number: int) -> bytes:
-    """Make a request: streams, whole answers, several answers, schemas and wrong fields in turn."""
-    asked: dict[str, object] = {
-        "messages": [{"role": "user", "content": f"Word {number}?"}],
-        "max_tokens": 2,
-        "seed": number,
-    }
-    kind = number % 7
-    if kind in (0, 3):
-        asked["stream"] = True
-    elif kind == 1:
-        asked |= {"n": 2}
-    elif kind == 2:
-        asked |= {"logprobs": True, "top_logprobs": 2}
-    elif kind == 4:
-        asked |= {"structured_outputs": {"choice": ["yes", "no"]}}
-    elif kind == 5:
-        asked |= {"temperature": 9}
-    return json.dumps(asked).encode()
+    messages = [{"role": "user", "content": f"Word {number}?"}]
+    usual = {"messages": messages, "max_tokens": 2, "seed": number}
+    return json.dumps(usual | FIELDS[number % len(FIELDS)]).encode()
 
 
 async def send(port: int, number: int) -> None:
@@ -146,32 +100,16 @@ def settle(port: int, launcher: int) -> dict[str, float]:
     """Return the figures as soon as nothing runs any more."""
     deadline = time.monotonic() + 30
     while True:
-        text = subprocess.run(
-            ["curl", "-s", f"http://127.0.0.1:{port}/metrics"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        gauges = {
-            m[1]: float(m[2])
-            for m in re.finditer(
-                r"^edgeinfer_(num_requests_\w+|kv_cache_usage_ratio|http_requests_in_flight)\S* (\S+)$",
-                text,
-                re.M,
-            )
-        }
-        if (
-            not any(v for k, v in gauges.items() if k != "kv_cache_usage_ratio")
-            or time.monotonic() > deadline
-        ):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
+            gauges = {name: float(value) for name, value in GAUGES.findall(reply.read().decode())}
+        is_idle = not any(value for name, value in gauges.items() if name != "kv_cache_usage_ratio")
+        if is_idle or time.monotonic() > deadline:
             break
         time.sleep(0.05)
     app = biggest_below(launcher)
     rss = int(Path(f"/proc/{app}/statm").read_text().split()[1]) * 4096 / (1 << 20)
-    fds = {
-        f"{name}_fds": len(os.listdir(f"/proc/{pid}/fd"))
-        for name, pid in (("app", app), ("launcher", launcher))
-    }
+    pids = {"app_fds": app, "launcher_fds": launcher}
+    fds = {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in pids.items()}
     return {"rss_mib": rss} | fds | gauges
 
 
@@ -184,11 +122,8 @@ def main() -> None:
     rows = []
     print(f"{head()}\n\n{MODEL.name}, {options.clients} clients\n")
     print(f"| requests | seconds | RSS MiB | {' | '.join(COLUMNS)} |\n{'|---' * (3 + len(COLUMNS))}|")
-    load = ("--ctx", str(CONTEXT), "--parallel", str(PARALLEL))
-    with (
-        home_with(MODEL, ["one"], load) as env,
-        endpoint(env, "one", port, "--resume", "always", load=load) as (served, _),
-    ):
+    serve = [*EDGEINFER, "serve", "one", "--port", str(port), "--log", "off", *LOAD, "--resume=always"]
+    with warm_home() as env, process(serve, env=env) as served:
         wait_healthy(port, served)
         began = time.monotonic()
         for begin in range(0, options.requests, 1000):
@@ -200,16 +135,10 @@ def main() -> None:
             print("| " + " | ".join(map(str, said)) + " |", flush=True)
     grown = rows[-1]["rss_mib"] / rows[min(1, len(rows) - 1)]["rss_mib"] - 1
     print(f"\nmemory after the first two thousand: {grown:+.1%}")
-    unfinished = (
-        rows[-1]["num_requests_running"]
-        + rows[-1]["num_requests_waiting"]
-        + rows[-1]["http_requests_in_flight"]
-    )
-    if (
-        grown > 0.05
-        or unfinished
-        or any(rows[-1][name] > rows[0][name] + 2 for name in ("app_fds", "launcher_fds"))
-    ):
+    waiting = ("num_requests_running", "num_requests_waiting", "http_requests_in_flight")
+    is_unfinished = any(rows[-1][name] for name in waiting)
+    has_more_fds = any(rows[-1][name] > rows[0][name] + 2 for name in ("app_fds", "launcher_fds"))
+    if grown > 0.05 or is_unfinished or has_more_fds:
         raise SystemExit("something leaks")
 
 

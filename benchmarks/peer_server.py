@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench_serve import wait_healthy
-from common import ROOT, free_port, is_healthy, memory_of, peer_program, tree_of
+from common import ROOT, call, free_port, memory_of, peer_command, peer_program, tree_of, wait_healthy
 
 from edgeinfer import bench
 from edgeinfer.bench import Target
@@ -135,15 +134,14 @@ class Side:
                 self._process.wait(60)
             self.kill()
 
+    close = stop
+
     def ask(self, messages: Messages, **more: Any) -> Answer:
         return ask(self.port, messages, **{"model": self.model, **more})
 
     def unload(self, model: str) -> None:
         """Unload a model (only ours), and wait until it is gone."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request("POST", f"/v1/models/{model}/unload")
-        if (status := connection.getresponse().status) != 200:
-            raise SystemExit(f"unload {model}: {status}")
+        call(self.port, f"/v1/models/{model}/unload")
 
     def private_mb(self) -> float:
         """Return the private memory of all its processes."""
@@ -188,73 +186,20 @@ def theirs(model: Path, n_ctx: int, *, slots: int = 4, flags: Sequence[str] = ()
     program = peer_program("llama-server")
     if program is None:
         return None
-    command = [
-        program,
-        "-m",
-        str(model),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "PORT",
-        "-t",
-        "2",
-        "--no-webui",
-    ]
-    command += ["-np", str(slots), "-c", str(n_ctx * slots), *flags]
-    return Side("llama-server", command, model.stem, {})
+    command = peer_command(program, model, "PORT", slots=slots, n_ctx=n_ctx * slots)
+    return Side("llama-server", [*command, *flags], model.stem, {})
 
 
-def wait_written(home: Path, n_tokens: int) -> None:
-    """Wait until the blocks of `n_tokens` are on disk and no file is being written."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        files = list((home / "cache").rglob("*.block"))
-        if len(files) >= n_tokens // 256 and not list((home / "cache").rglob("*.new")):
-            return
-        time.sleep(0.1)
-
-
-def ms(seconds: float | None) -> str:
-    return "–" if seconds is None else f"{seconds * 1000:.0f} ms"
-
-
-class Server:
-    """One llama-server process. Its context has cells for all slots together; it inherits our libgomp
-    spin count, so that only the programs differ. `flags` come last.
+class Server(Side):
+    """A running llama-server that completes tokens. It inherits our libgomp spin count, so that only the
+    programs differ.
     """
 
-    def __init__(
-        self,
-        program: str,
-        model: Path,
-        *,
-        slots: int,
-        n_ctx: int,
-        threads: int,
-        flags: Sequence[str] = (),
-    ) -> None:
-        self.port = free_port()
+    def __init__(self, program: str, model: Path, *, slots: int, n_ctx: int, threads: int) -> None:
+        command = peer_command(program, model, "PORT", slots=slots, n_ctx=n_ctx, threads=threads)
+        super().__init__("llama-server", command, model.stem, {})
+        self.start()
         self.target = Target(url=f"http://127.0.0.1:{self.port}")
-        command = [
-            program,
-            "-m",
-            str(model),
-            "-np",
-            str(slots),
-            "-c",
-            str(n_ctx),
-            "-t",
-            str(threads),
-            "--port",
-            str(self.port),
-            *flags,
-        ]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while not is_healthy(self.port):
-            if time.monotonic() > deadline or self._process.poll() is not None:
-                raise RuntimeError("llama-server did not start")
-            time.sleep(0.05)
 
     def stream(self, prompt: list[int], n: int, *, cache: bool) -> list[float]:
         """Generate n tokens greedily; return the arrival time of each, in seconds of time.perf_counter."""
@@ -263,7 +208,3 @@ class Server:
         answer = asyncio.run(bench.ask(self.target, "/v1/completions", {"prompt": prompt, **fields}))
         textless = max(0, answer.completion_tokens - len(answer.arrivals))
         return [began + arrival_s for arrival_s in (*answer.arrivals, *answer.arrivals[-1:] * textless)]
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(30)

@@ -9,6 +9,7 @@ alike, and with `--experts 64` a mixture.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,9 @@ import gguf.quants
 import numpy as np
 from gguf import GGMLQuantizationType as Q
 from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/made"))
+from made_families import finish, read_keys
 
 _HEADS = 32
 #: Number of topics to which a mixture's tokens belong by their numbers, and divisor for the experts of
@@ -63,19 +67,10 @@ def random_rows(kind: Q, rows: int, width: int, rng: np.random.Generator) -> NDA
 
 def copy_tokenizer(writer: gguf.GGUFWriter, source: Path) -> int:
     """Copy everything under `tokenizer.`; return the vocabulary's size."""
-    reader = gguf.GGUFReader(source)
-    size = 0
-    for name, field in reader.fields.items():
-        if not name.startswith("tokenizer."):
-            continue
-        value = field.contents()
-        if name == "tokenizer.ggml.tokens":
-            size = len(value)
-        kind = field.types[0]
-        writer.add_key_value(
-            name, value, kind, sub_type=field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        )
-    return size
+    keys = read_keys(gguf.GGUFReader(source), "tokenizer.")
+    for name, (value, kind, of) in keys.items():
+        writer.add_key_value(name, value, kind, sub_type=of)
+    return len(keys["tokenizer.ggml.tokens"][0])
 
 
 def add_shape(
@@ -146,10 +141,7 @@ def write(
         add(f"blk.{n}.ffn_down.weight", width, feed_forward, better)
         for norm in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{n}.{norm}.weight", ones)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer, out)
 
 
 def write_different(
@@ -242,13 +234,9 @@ def widen(small: Path, out: Path, feed_forward: int) -> None:
     reader = gguf.GGUFReader(small)
     writer = gguf.GGUFWriter(out, "llama")
     writer.add_feed_forward_length(feed_forward)
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name not in (
-            "general.architecture",
-            "llama.feed_forward_length",
-        ):
-            of = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), field.types[0], sub_type=of)
+    for name, (value, kind, of) in read_keys(reader).items():
+        if name not in ("general.architecture", "llama.feed_forward_length"):
+            writer.add_key_value(name, value, kind, sub_type=of)
     rng = np.random.default_rng(1)
     for tensor in reader.tensors:
         data, kind = tensor.data, tensor.tensor_type
@@ -259,10 +247,7 @@ def widen(small: Path, out: Path, feed_forward: int) -> None:
             more = np.zeros_like(random_rows(kind, rows, feed_forward - columns, rng))
             data = np.concatenate([data, more], axis=1)
         writer.add_tensor(tensor.name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer, out)
 
 
 def main() -> None:
@@ -283,17 +268,11 @@ def main() -> None:
         sizes = {"layers": options.layers, "width": options.width, "experts": options.experts}
         write_different(options.tokenizer, options.out, feed_forward=options.feed_forward, **sizes)
         return
-    write(
-        options.tokenizer,
-        options.out,
-        layers=options.layers,
-        width=options.width,
-        feed_forward=options.feed_forward,
-        key_value_heads=options.key_value_heads,
-        head_size=options.head_size or options.width // _HEADS,
-        n_ctx=options.context,
-        kind=options.type,
-    )
+    sizes = {
+        name: getattr(options, name) for name in ("layers", "width", "feed_forward", "key_value_heads")
+    }
+    sizes |= {"head_size": options.head_size or options.width // _HEADS, "n_ctx": options.context}
+    write(options.tokenizer, options.out, kind=options.type, **sizes)
     print(f"{options.out}: {options.out.stat().st_size / 1e9:.2f} GB")
 
 

@@ -11,7 +11,6 @@ user gets the table without it. Writes OUT/readme.md; the benchmarks' own output
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from bench_larger import new_home
-from common import ROOT, add_out, spread, write_figure
+from common import ROOT, make_parser, spread, write_figure
 
 from edgeinfer.bench import markdown
 
@@ -144,18 +143,14 @@ def table() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add_out(parser)
-    options = parser.parse_args()
+    options = make_parser(__doc__).parse_args()
     shutil.rmtree(PARTS, ignore_errors=True)
     WORK.mkdir(exist_ok=True)
     names = list(BENCHMARKS)
     if os.geteuid():
         names.remove("larger")
-        print(
-            "readme_table: the row of the model larger than memory is left out: it needs root",
-            file=sys.stderr,
-        )
+        left_out = "the row of the model larger than memory is left out: it needs root"
+        print(f"readme_table: {left_out}", file=sys.stderr)
     for name in names:
         run_benchmark(name)
     print(write_figure(options.out, "readme", table()))

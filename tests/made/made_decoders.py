@@ -8,11 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-from made_families import FAMILIES, FF, HEAD, HEADS, E, Family, Shapes, write_family
+from made_families import (
+    FAMILIES,
+    FF,
+    GATED,
+    HEAD,
+    HEADS,
+    RMS,
+    E,
+    Family,
+    Shapes,
+    read_keys,
+    write_family,
+)
 
 _N_CTX = 4096
-_GATED = {"ffn_gate": (FF, E), "ffn_up": (FF, E), "ffn_down": (E, FF)}
-_RMS = {"attn_norm": (E,), "ffn_norm": (E,)}
 _LATENT = 32
 _ROTATED = 32
 _PLAIN = 16
@@ -20,8 +30,8 @@ _DEEPSEEK2 = Family(
     "deepseek2",
     {"output_norm": (E,)},
     lambda _: {
-        **_RMS,
-        **_GATED,
+        **RMS,
+        **GATED,
         "attn_q_a": (_LATENT, E),
         "attn_q_a_norm": (_LATENT,),
         "attn_q_b": (HEADS * (_PLAIN + _ROTATED), _LATENT),
@@ -73,9 +83,9 @@ def make_mamba(path: Path, vocabulary_of: Path) -> Path:
 def _lfm2_layer(number: int) -> Shapes:
     if number % 2:
         heads = {"attn_q": (E, E), "attn_k": (HEAD, E), "attn_v": (HEAD, E), "attn_output": (E, E)}
-        return _RMS | _GATED | heads | {"attn_q_norm": (HEAD,), "attn_k_norm": (HEAD,)}
+        return RMS | GATED | heads | {"attn_q_norm": (HEAD,), "attn_k_norm": (HEAD,)}
     taps = {"shortconv.conv": (E, 3)}
-    return _RMS | _GATED | taps | {"shortconv.in_proj": (3 * E, E), "shortconv.out_proj": (E, E)}
+    return RMS | GATED | taps | {"shortconv.in_proj": (3 * E, E), "shortconv.out_proj": (E, E)}
 
 
 def make_lfm2(path: Path, vocabulary_of: Path, layers: int = 4) -> Path:
@@ -95,10 +105,10 @@ def _qwen35_layer(number: int) -> Shapes:
     norms = {"attn_norm": (E,), "post_attention_norm": (E,)}
     if number % 2:
         heads = {"attn_q": (2 * E, E), "attn_k": (E, E), "attn_v": (E, E), "attn_output": (E, E)}
-        return norms | _GATED | heads | {"attn_q_norm": (HEAD,), "attn_k_norm": (HEAD,)}
+        return norms | GATED | heads | {"attn_q_norm": (HEAD,), "attn_k_norm": (HEAD,)}
     linear = {"attn_qkv": (3 * E, E), "attn_gate": (E, E), "ssm_conv1d": (3 * E, 4), "ssm_out": (E, E)}
     scalars = {"ssm_beta": (HEADS, E), "ssm_alpha": (HEADS, E), "ssm_norm": (HEAD,)}
-    return norms | _GATED | linear | scalars
+    return norms | GATED | linear | scalars
 
 
 def make_qwen35(path: Path, vocabulary_of: Path) -> Path:
@@ -129,10 +139,9 @@ def _make(
 ) -> Path:
     """Write a family's model with the tokenizer of another, with its chat template or without."""
     writer = gguf.GGUFWriter(path, family.architecture)
-    n_vocab = 0
-    for name, value, kind, sub_type in _vocabulary(vocabulary_of):
-        if name == "tokenizer.ggml.tokens":
-            n_vocab = len(value)
+    keys = _vocabulary(vocabulary_of)
+    n_vocab = len(keys["tokenizer.ggml.tokens"][0])
+    for name, (value, kind, sub_type) in keys.items():
         if template or "chat_template" not in name:
             writer.add_key_value(name, value, kind, sub_type=sub_type)
     writer.add_vocab_size(n_vocab)
@@ -141,12 +150,6 @@ def _make(
 
 
 @functools.cache
-def _vocabulary(source: Path) -> list[tuple[str, Any, Any, Any]]:
+def _vocabulary(source: Path) -> dict[str, tuple[Any, Any, Any]]:
     """Read the tokenizer's keys of a model's file, which takes a second."""
-    fields = []
-    for name, field in gguf.GGUFReader(source).fields.items():
-        if name.startswith("tokenizer."):
-            kind = field.types[0]
-            sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            fields.append((name, field.contents(), kind, sub_type))
-    return fields
+    return read_keys(gguf.GGUFReader(source), "tokenizer.")

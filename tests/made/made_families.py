@@ -55,8 +55,8 @@ class Family:
 
 _ATTENTION = {"attn_q": (E, E), "attn_k": (E, E), "attn_v": (E, E), "attn_output": (E, E)}
 _BIASED = {"attn_q+": (E, E), "attn_k+": (E, E), "attn_v+": (E, E), "attn_output": (E, E)}
-_GATED = {"ffn_gate": (FF, E), "ffn_up": (FF, E), "ffn_down": (E, FF)}
-_RMS = {"attn_norm": (E,), "ffn_norm": (E,)}
+GATED = {"ffn_gate": (FF, E), "ffn_up": (FF, E), "ffn_down": (E, FF)}
+RMS = {"attn_norm": (E,), "ffn_norm": (E,)}
 _EXPERTS = {
     "ffn_gate_inp": (EXPERTS, E),
     "ffn_gate_exps": (EXPERTS, FF, E),
@@ -122,22 +122,22 @@ _RWKV6 = {
 
 def _jamba(n: int) -> Shapes:
     mixed = _ATTENTION if n % 2 else _SSM | _JAMBA_NORMS
-    return _RMS | mixed | (_GATED if n % 2 else _EXPERTS)
+    return RMS | mixed | (GATED if n % 2 else _EXPERTS)
 
 
 FAMILIES: dict[str, Family] = {
-    "Llama": Family("llama", _PLAIN, lambda _: _RMS | _ATTENTION | _GATED),
+    "Llama": Family("llama", _PLAIN, lambda _: RMS | _ATTENTION | GATED),
     "Mixtral (a mixture of experts)": Family(
-        "llama", _PLAIN, lambda _: _RMS | _ATTENTION | _EXPERTS, _TWO_OF
+        "llama", _PLAIN, lambda _: RMS | _ATTENTION | _EXPERTS, _TWO_OF
     ),
-    "Qwen2": Family("qwen2", _PLAIN, lambda _: _RMS | _BIASED | _GATED),
+    "Qwen2": Family("qwen2", _PLAIN, lambda _: RMS | _BIASED | GATED),
     "Qwen3": Family(
         "qwen3",
         _PLAIN,
-        lambda _: _RMS | _ATTENTION | _GATED | {"attn_q_norm": (HEAD,), "attn_k_norm": (HEAD,)},
+        lambda _: RMS | _ATTENTION | GATED | {"attn_q_norm": (HEAD,), "attn_k_norm": (HEAD,)},
     ),
     "Qwen2-VL (M-RoPE)": Family(
-        "qwen2vl", _PLAIN, lambda _: _RMS | _BIASED | _GATED, {"rope.dimension_sections": [4, 6, 6, 0]}
+        "qwen2vl", _PLAIN, lambda _: RMS | _BIASED | GATED, {"rope.dimension_sections": [4, 6, 6, 0]}
     ),
     "Falcon": Family(
         "falcon",
@@ -222,7 +222,7 @@ _CROSS = {f"cross_attn_{letter}": (E, E) for letter in "qkvo"} | {"cross_attn_no
 
 def _t5(n: int) -> Shapes:
     first = {} if n else {"attn_rel_b": (_BUCKETS, HEADS)}
-    return _RMS | _T5_ATTENTION | _GATED | first
+    return RMS | _T5_ATTENTION | GATED | first
 
 
 _T5 = Family(
@@ -256,6 +256,20 @@ def write_family(writer: gguf.GGUFWriter, path: Path, family: Family, n_vocab: i
     for tensor, shape in _tensors(family, n_vocab):
         writer.add_tensor(tensor, _values(tensor, shape, rng))
     return finish(writer, path)
+
+
+def read_keys(reader: gguf.GGUFReader, prefix: str = "") -> dict[str, tuple[Any, Any, Any]]:
+    """Read the keys of a GGUF file: name → value, type, and type of an array's elements."""
+    keys = {}
+    for name, key in reader.fields.items():
+        if name.startswith(prefix) and not name.startswith("GGUF."):
+            kind = key.types[0]
+            keys[name] = (
+                key.contents(),
+                kind,
+                key.types[-1] if kind == gguf.GGUFValueType.ARRAY else None,
+            )
+    return keys
 
 
 def finish(writer: gguf.GGUFWriter, path: Path) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
-from made_families import finish
+from made_families import finish, read_keys
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,11 @@ def copy_model(
     """
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name == "general.architecture":
-            continue
-        value, kind = field.contents(), field.types[0]
+    for name, (value, kind, of) in read_keys(reader).items():
         if name == "tokenizer.ggml.tokens" and names:
             value = [names.get(token, token) for token in value]
-        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(name, value, kind, sub_type=inner)
+        if name != "general.architecture":
+            writer.add_key_value(name, value, kind, sub_type=of)
     for tensor in reader.tensors:
         data, dtype = change(tensor)
         writer.add_tensor(tensor.name, data, raw_dtype=dtype)

@@ -29,7 +29,7 @@ def post(
 
 
 def connect(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), 20)
+    return socket.create_connection(("127.0.0.1", port), 60)
 
 
 def read_all(client: socket.socket) -> bytes:

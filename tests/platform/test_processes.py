@@ -101,7 +101,7 @@ def test_child_that_is_asked_dies_with_its_parent() -> None:
         wait_until(lambda: command_name(child) == "sleep", "the child to run")
         parent.kill()
     try:
-        wait_until(lambda: has_ended(child), "the child to end", 30.0)
+        wait_until(lambda: has_ended(child), "the child to end")
     finally:
         if not has_ended(child):
             os.kill(child, signal.SIGKILL)
