@@ -26,6 +26,8 @@ sys.path += [str(HERE), str(ROOT / "benchmarks"), str(ROOT / "tests/made")]
 import common  # noqa: E402  it lies elsewhere
 from install import build_cache, install, table  # noqa: E402
 
+from edgeinfer.bench import markdown  # noqa: E402
+
 FIRST = "Make a file hello.txt with the word hello in it."
 SECOND = "Now say in a sentence what you did."
 _SECONDS = 300
@@ -35,9 +37,7 @@ _SMALL = "smollm2-135m-instruct"
 
 
 class Session(msgspec.Struct, kw_only=True):
-    """What became of a client. `second` is where its second turn begins in `requests`, -1 the last
-    with a prompt.
-    """
+    """What a client sent. Its second turn begins at `second` of `requests`; -1: the last with a prompt."""
 
     version: str = "?"
     failure: str = ""
@@ -66,7 +66,7 @@ class Session(msgspec.Struct, kw_only=True):
 
     @property
     def cached_tokens(self) -> str:
-        """Remembered tokens of the first request of the second turn: its largest prompt."""
+        """Cached tokens of the second turn's largest prompt."""
         later = self.requests if self.second < 0 else self.requests[self.second :]
         read = [request for request in later if request["prompt_tokens"]]
         if self.second < 0:
@@ -106,17 +106,14 @@ class Server:
         return [request for request in asked if request["route"] not in _OF_LAUNCH]
 
     def bodies(self) -> list[Path]:
-        """Return the bodies that the endpoint has kept (scripted.py)."""
+        """Return the files with request bodies that the endpoint wrote (scripted.py)."""
         return sorted((self._home / "requests").iterdir())
 
     def _lines(self) -> list[dict[str, Any]]:
-        """The log, without what the launcher says."""
+        """Return the objects of the log, without lines of the launcher and unfinished ones."""
         lines = self._log.read_bytes().splitlines(keepends=True)
-        return [
-            msgspec.json.decode(line)
-            for line in lines
-            if line.startswith(b"{") and line.endswith(b"\n")
-        ]
+        whole = (line for line in lines if line.startswith(b"{") and line.endswith(b"\n"))
+        return list(map(msgspec.json.decode, whole))
 
     def close(self) -> None:
         self._process.terminate()
@@ -125,7 +122,7 @@ class Server:
 
 @contextlib.contextmanager
 def servers() -> Iterator[Any]:
-    """`at(engine)`: the endpoint with this engine, started when it is asked for."""
+    """Yield a function that returns the endpoint with an engine, which it starts if necessary."""
     with (
         tempfile.TemporaryDirectory(prefix="edgeinfer-clients-") as folder,
         contextlib.ExitStack() as stack,
@@ -153,7 +150,7 @@ def servers() -> Iterator[Any]:
 
 
 def drive(name: str, server: Server, model: str) -> Session:
-    """Install a client and let it run its session."""
+    """Install a client, and run its session."""
     client = table()[name]
     programs = install(name)
     begin = len(server.requests())
@@ -161,9 +158,7 @@ def drive(name: str, server: Server, model: str) -> Session:
     try:
         if "agent" in client:
             session.second = _agent(client, programs, server) - begin
-            session.version = (client.get("python") or client["node"])[0].rpartition(
-                "=" if "python" in client else "@"
-            )[2]
+            session.version = re.split("[=@]", (client.get("python") or client["node"])[0])[-1]
         else:
             session.version = _program(client, programs, server.url, model)
     except (AssertionError, subprocess.TimeoutExpired) as error:
@@ -173,17 +168,17 @@ def drive(name: str, server: Server, model: str) -> Session:
 
 
 def _program(client: dict[str, Any], programs: Path, url: str, model: str) -> str:
-    """Run a script with the client's packages; the version that it prints at its end."""
-    script = HERE / "sessions" / client["session"]
-    if script.suffix == ".mjs":  # imports are looked for beside the file
-        beside = programs.parents[1] / script.name
-        beside.write_text(script.read_text())
-        return _run(["node", str(beside), url, model], {}, Path.cwd()).split()[-1]
-    return _run([str(programs / "python"), str(script), url, model], {}, Path.cwd()).split()[-1]
+    """Run a script with the client's packages; return the version that it prints last."""
+    script, program = HERE / "sessions" / client["session"], str(programs / "python")
+    if script.suffix == ".mjs":  # imports are looked for in the file's folder
+        program, source = "node", script
+        script = programs.parents[1] / source.name
+        script.write_text(source.read_text())
+    return _run([program, str(script), url, model], {}, Path.cwd()).split()[-1]
 
 
 def _agent(client: dict[str, Any], programs: Path, server: Server) -> int:
-    """Two turns through `edgeinfer launch`; how many requests there were before the second."""
+    """Have two turns through `edgeinfer launch`; return the number of requests before the second."""
     with tempfile.TemporaryDirectory(prefix="edgeinfer-agent-") as folder:
         home = Path(folder) / "home"
         work = Path(folder) / "work"
@@ -226,23 +221,17 @@ def _run(command: list[str], environment: dict[str, str], folder: Path) -> str:
 def main() -> int:
     """Drive the clients that were named, or all."""
     clients = sys.argv[1:] or list(table())
-    rows = [
-        "| client | version | answers | calls | hints and moved lines | remembered in turn 2 |",
-        "|---" * 6 + "|",
-    ]
-    failed = []
+    rows, failed = [], []
     with servers() as url_of:
         for name in clients:
             engine = table()[name]["engine"]
             session = drive(name, url_of(engine), _SMALL if engine == "model" else "reader")
             failed += [name] if session.failure else []
-            outcome = f"failed: {session.failure}" if session.failure else session.cached_tokens
-            print(f"{name} {session.version}: {outcome}", flush=True)
-            cells = (name, session.version, engine, session.calls, session.hints)
-            rows.append(
-                f"| {' | '.join(cells)} | {'failed' if session.failure else session.cached_tokens} |"
-            )
-    text = "\n".join(rows) + "\n"
+            outcome = "failed" if session.failure else session.cached_tokens
+            print(f"{name} {session.version}: {outcome} {session.failure}", flush=True)
+            rows.append([name, session.version, engine, session.calls, session.hints, outcome])
+    head = ["client", "version", "answers", "calls", "hints and moved lines", "cached in turn 2"]
+    text = markdown(head, rows)
     if sys.argv[1:]:
         print(text)
     else:

@@ -23,6 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from matmul_ops import use_level
+from raw_logits import decode
 
 from edgeinfer.runtime.llama import libedgeinfer, libllama
 
@@ -154,16 +155,10 @@ def compute(
     n_tokens = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
     first = 0
     for n in steps:
-        batch = llama.llama_batch_init(n, 0, 1)
-        batch.n_tokens = n
         if recorder:
             recorder.begin_step()
-        for i in range(n):
-            batch.token[i], batch.pos[i] = ((first + i) * 37 + 11) % min(250, n_tokens), first + i
-            batch.n_seq_id[i] = batch.logits[i] = 1
-            batch.seq_id[i][0] = 0
-        assert llama.llama_decode(context, batch) == 0
-        llama.llama_batch_free(batch)
+        tokens = [(position * 37 + 11) % min(250, n_tokens) for position in range(first, first + n)]
+        decode(context, tokens, first)
         first += n
     logits = np.ctypeslib.as_array(llama.llama_get_logits_ith(context, -1), (n_tokens,))
     computed.logits = [float(x) for x in logits]

@@ -53,7 +53,7 @@ class Family:
     n_layers: int = LAYERS
 
 
-_ATTENTION = {"attn_q": (E, E), "attn_k": (E, E), "attn_v": (E, E), "attn_output": (E, E)}
+_ATTENTION = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), (E, E))
 _BIASED = {"attn_q+": (E, E), "attn_k+": (E, E), "attn_v+": (E, E), "attn_output": (E, E)}
 GATED = {"ffn_gate": (FF, E), "ffn_up": (FF, E), "ffn_down": (E, FF)}
 RMS = {"attn_norm": (E,), "ffn_norm": (E,)}
@@ -106,12 +106,8 @@ _RWKV6 = {
     "time_mix_decay": (E,),
     "time_mix_decay_w1": (_MIX, E),
     "time_mix_decay_w2": (E, _MIX),
-    "time_mix_key": (E, E),
-    "time_mix_value": (E, E),
-    "time_mix_receptance": (E, E),
-    "time_mix_gate": (E, E),
+    **{f"time_mix_{name}": (E, E) for name in ("key", "value", "receptance", "gate", "output")},
     "time_mix_ln+": (E,),
-    "time_mix_output": (E, E),
     "channel_mix_lerp_k": (1, 1, E),
     "channel_mix_lerp_r": (1, 1, E),
     "channel_mix_key": (FF, E),
@@ -264,11 +260,8 @@ def read_keys(reader: gguf.GGUFReader, prefix: str = "") -> dict[str, tuple[Any,
     for name, key in reader.fields.items():
         if name.startswith(prefix) and not name.startswith("GGUF."):
             kind = key.types[0]
-            keys[name] = (
-                key.contents(),
-                kind,
-                key.types[-1] if kind == gguf.GGUFValueType.ARRAY else None,
-            )
+            of = key.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            keys[name] = key.contents(), kind, of
     return keys
 
 

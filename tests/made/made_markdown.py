@@ -12,22 +12,8 @@ SIGNS = """
 \\[ | \\] | $ | $$ | http://a.b | https://é.example/x_y_ | mailto:a@b.c | javascript: | www. | a@b.c | : | // |
 a | b c | word | 7 | é | 你好 | 👩‍🚀
 """.replace("\n", " | ").split(" | ")
-SIGNS += [
-    "|",
-    "| a | b |\n",
-    "|--|:-:|\n",
-    " | ",
-    "\n",
-    "\n",
-    "\n",
-    "\n\n",
-    " ",
-    "  ",
-    "    ",
-    "\t",
-    "\r",
-    "\r\n",
-]
+SIGNS += ["|", "| a | b |\n", "|--|:-:|\n", " | ", "\n", "\n", "\n", "\n\n"]
+SIGNS += [" ", "  ", "    ", "\t", "\r", "\r\n"]
 SIGNS += ["\0", "\x1b[1m", "\u2028", "\u202e", "\u00a0", "\ufeff", "\ud800", "\x0b", "\x0c", "\x85"]
 #: Texts of Markdown's signs, well formed and not.
 MARKDOWN = st.lists(st.sampled_from(SIGNS), max_size=40).map("".join)

@@ -26,16 +26,24 @@ LORA_LAYERS = 30
 LORA_RANK = 4
 
 
-def make_bert(path: Path, pooling: int, *, head: bool = False) -> Path:
-    """A BERT of random numbers, with a reranking head or without."""
-    rng = np.random.default_rng(7)
-    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"\u2581{word}" for word in WORDS)]
-    writer = gguf.GGUFWriter(path, "bert")
-    writer.add_context_length(N_CTX)
+ATTENTION = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), (N_EMBD, N_EMBD))
+
+
+def _start(path: Path, architecture: str, n_ctx: int) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(n_ctx)
     writer.add_embedding_length(N_EMBD)
     writer.add_feed_forward_length(N_FF)
     writer.add_block_count(N_LAYER)
     writer.add_head_count(4)
+    return writer
+
+
+def make_bert(path: Path, pooling: int, *, head: bool = False) -> Path:
+    """A BERT of random numbers, with a reranking head or without."""
+    rng = np.random.default_rng(7)
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"\u2581{word}" for word in WORDS)]
+    writer = _start(path, "bert", N_CTX)
     writer.add_layer_norm_eps(1e-12)
     writer.add_causal_attention(False)
     writer.add_pooling_type(gguf.PoolingType(pooling))
@@ -51,8 +59,7 @@ def make_bert(path: Path, pooling: int, *, head: bool = False) -> Path:
     if head:
         writer.add_classifier_output_labels(["relevance"])
 
-    layer = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), (N_EMBD, N_EMBD))
-    layer |= {"ffn_up": (N_FF, N_EMBD), "ffn_down": (N_EMBD, N_FF)}
+    layer = ATTENTION | {"ffn_up": (N_FF, N_EMBD), "ffn_down": (N_EMBD, N_FF)}
     layer |= dict.fromkeys(("attn_output_norm", "layer_output_norm"), (N_EMBD,))
     shapes = {"token_embd": (len(tokens), N_EMBD), "token_types": (2, N_EMBD)}
     shapes |= {"position_embd": (N_CTX, N_EMBD), "token_embd_norm": (N_EMBD,)}
@@ -112,12 +119,7 @@ def make_llama(path: Path, n_ctx: int = 256, *, fim: tuple[str, ...] = (), pooli
     `fim` are keys of `FIM`: the tokens for filling gaps that it has. `pooling` 0 is not named.
     """
     rng = np.random.default_rng(11)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(n_ctx)
-    writer.add_embedding_length(N_EMBD)
-    writer.add_feed_forward_length(N_FF)
-    writer.add_block_count(N_LAYER)
-    writer.add_head_count(4)
+    writer = _start(path, "llama", n_ctx)
     writer.add_head_count_kv(4)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(N_EMBD // 4)
@@ -131,19 +133,11 @@ def make_llama(path: Path, n_ctx: int = 256, *, fim: tuple[str, ...] = (), pooli
         "{% if add_generation_prompt %}<|turn|>assistant: {% endif %}"
     )
 
-    def add(name: str, *shape: int, offset: float = 0.0) -> None:
-        writer.add_tensor(f"{name}.weight", (offset + rng.normal(0, 0.3, shape)).astype(np.float32))
-
-    add("token_embd", n_vocab, N_EMBD)
-    add("output_norm", N_EMBD, offset=1.0)
-    add("output", n_vocab, N_EMBD)
-    for layer in range(N_LAYER):
-        block = f"blk.{layer}"
-        add(f"{block}.attn_norm", N_EMBD, offset=1.0)
-        add(f"{block}.ffn_norm", N_EMBD, offset=1.0)
-        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
-            add(f"{block}.{name}", N_EMBD, N_EMBD)
-        add(f"{block}.ffn_gate", N_FF, N_EMBD)
-        add(f"{block}.ffn_up", N_FF, N_EMBD)
-        add(f"{block}.ffn_down", N_EMBD, N_FF)
+    layer = {"attn_norm": (N_EMBD,), "ffn_norm": (N_EMBD,), **ATTENTION}
+    layer |= {"ffn_gate": (N_FF, N_EMBD), "ffn_up": (N_FF, N_EMBD), "ffn_down": (N_EMBD, N_FF)}
+    shapes = {"token_embd": (n_vocab, N_EMBD), "output_norm": (N_EMBD,), "output": (n_vocab, N_EMBD)}
+    shapes |= {f"blk.{n}.{name}": shape for n in range(N_LAYER) for name, shape in layer.items()}
+    for name, shape in shapes.items():
+        values = float(name.endswith("_norm")) + rng.normal(0, 0.3, shape)
+        writer.add_tensor(f"{name}.weight", values.astype(np.float32))
     return finish(writer, path)

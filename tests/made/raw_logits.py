@@ -38,23 +38,26 @@ def read(path: Path, tokens: Sequence[int], *, adapters: dict[Path, float] | Non
     """Logits of every position, [tokens, vocabulary]."""
     with loaded(path) as model:
         context = _context(model)
-        batch = L.llama_batch_init(len(tokens), 0, 1)
         try:
             _set_adapters(model, context, adapters or {})
-            batch.n_tokens = len(tokens)
-            for index, token in enumerate(tokens):
-                batch.token[index] = token
-                batch.pos[index] = index
-                batch.n_seq_id[index] = 1
-                batch.seq_id[index][0] = 0
-                batch.logits[index] = 1
-            assert L.llama_decode(context, batch) == 0
+            decode(context, tokens)
             width = L.llama_vocab_n_tokens(L.llama_model_get_vocab(model))
             rows = [L.llama_get_logits_ith(context, index) for index in range(len(tokens))]
             return np.array([np.ctypeslib.as_array(row, (width,)) for row in rows])
         finally:
-            L.llama_batch_free(batch)
             L.llama_free(context)
+
+
+def decode(context: object, tokens: Sequence[int], first: int = 0) -> None:
+    """Compute tokens at the positions from `first` on, each with its logits."""
+    batch = L.llama_batch_init(len(tokens), 0, 1)
+    batch.n_tokens = len(tokens)
+    for index, token in enumerate(tokens):
+        batch.token[index], batch.pos[index] = token, first + index
+        batch.n_seq_id[index] = batch.logits[index] = 1
+        batch.seq_id[index][0] = 0
+    assert L.llama_decode(context, batch) == 0
+    L.llama_batch_free(batch)
 
 
 def _set_adapters(model: object, context: object, adapters: dict[Path, float]) -> None:
