@@ -33,6 +33,7 @@ _POLL_S = 0.2
 #: With less free space (bytes), a full disk is the likely cause of any failure of pip.
 _NEAR_FULL_BYTES = 1 << 20
 _CHECK_PIP = "check pip's configuration and its index: `pip config list`"
+_CHECK_NETWORK = "check the network; HTTPS_PROXY names a proxy, PIP_INDEX_URL a mirror"
 _PIP_OPTIONS = """
     --no-deps --only-binary :all: --no-input --disable-pip-version-check --no-cache-dir
     --progress-bar off
@@ -112,8 +113,9 @@ def _download(source: WheelFile, wheel_folder: Path, job: Job, index: int, n_par
 
 def _run_watched(command: list[str], work: Path, job: Job) -> tuple[int, str]:
     """Run pip and report how its files grow; return its exit status and its output."""
-    # pip then writes unfinished wheels to the folder whose size is reported
-    environment = os.environ | {"TMPDIR": str(work)}
+    # pip then writes unfinished wheels to the folder whose size is reported, and gives up after 45 s
+    # if a proxy hangs (with its own default of five retries after 90 s)
+    environment = {"PIP_RETRIES": "2"} | os.environ | {"TMPDIR": str(work)}
     pipe = subprocess.PIPE  # not a file, which a full disk would leave without the cause
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT
@@ -153,6 +155,8 @@ def _error(source: WheelFile, output: str, work: Path) -> Exception:
         return DiskFullError(f"{problem}; earlier wheels are kept")
     if re.search(r"\b40[13]\b", output):
         return AuthenticationError(f"{source}: the index refuses access: {last}", hint=_CHECK_PIP)
+    if "Retry(total=0," in output:
+        return DownloadError(f"{source}: pip cannot reach the package index", hint=_CHECK_NETWORK)
     if re.search(r"No matching distribution|404|HTTP error 410", output):
         return SourceNotFoundError(f"{source}: pip finds no such package: {last}", hint=_CHECK_PIP)
     return DownloadError(f"{source}: pip failed: {last}", hint=_CHECK_PIP)

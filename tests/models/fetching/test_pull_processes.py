@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import zipfile
 from pathlib import Path
@@ -209,6 +210,22 @@ def test_full_disk_while_pip_fetches_is_named_with_the_wheel_and_the_free_space(
     message = json.loads(out)["error"]["message"]
     assert "the disk is full: tiny-model 1.0 does not fit" in message
     assert "are free on the disk of" in message
+
+
+def test_proxy_that_never_answers_is_tried_three_times_and_named_as_the_network(index, monkeypatch):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "https://index.example/simple")
+    monkeypatch.setenv("PIP_DEFAULT_TIMEOUT", "0.3")
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        with pytest.raises(DownloadError, match="pip cannot reach the package index") as caught:
+            pull("wheel:tiny-model==1.0/tiny_model/tiny.gguf", options=PullOptions(name="tiny"))
+        proxy.setblocking(False)
+        for _ in range(3):
+            proxy.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+    assert "HTTPS_PROXY" in (caught.value.hint or "")
 
 
 def test_wheels_that_cannot_fit_are_refused_before_pip_runs(index) -> None:
