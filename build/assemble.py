@@ -16,7 +16,7 @@ from edgeinfer.shipping.bundle import HEADER_BYTES, field
 
 
 def with_field(bootloader: bytes, key: bytes, value: str) -> bytes:
-    """The bootloader with one of its fields set."""
+    """Return the bootloader with one of its fields set."""
     at = payload.find_field(bootloader, key)
     field = key + value.encode()
     if len(field) >= payload.FIELD_BYTES:

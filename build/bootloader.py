@@ -49,9 +49,7 @@ def cache_dir() -> Path:
 
 
 def build(cache: Path | None = None) -> Path:
-    """The compiled bootloader; from the cache when PyInstaller's version and handover.c are the
-    same.
-    """
+    """Return the compiled bootloader, from the cache if PyInstaller and handover.c have not changed."""
     version = importlib.metadata.version("pyinstaller")
     key = hashlib.sha256(b"".join(p.read_bytes() for p in SOURCES)).hexdigest()[:16]
     folder = (cache or cache_dir()) / "bootloader"

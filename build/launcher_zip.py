@@ -74,9 +74,7 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
 
 
 def extensions(root: Path = ROOT) -> set[str]:
-    """Names of extension modules (`.so`) the launcher may import: they must be among the
-    application's.
-    """
+    """Return the extension modules (`.so`) that the launcher may import, all of the application."""
     path = [str(root), *(p for p in sys.path if p and p != str(root))]
     graph = modulegraph.ModuleGraph(path, excludes=EXCLUDES)
     for name in ROOTS:
@@ -98,7 +96,7 @@ def write(out: Path, root: Path = ROOT) -> int:
 
 
 def _pyc(code: CodeType) -> bytes:
-    """An unchecked hash-based .pyc: neither a time nor a source is looked at.
+    """Compile to an unchecked hash-based .pyc: Python compares it with no source file.
 
     marshal marks what has further references and what is interned, which depends on the process: here
     all of it has, and so are the one-letter strings, which a process has once.

@@ -27,7 +27,7 @@ FILES = {
 
 
 def page() -> str:
-    """The whole page in man(7) markup."""
+    """Return the man page in man(7) markup."""
     parser = build_parser()
     lines = [
         f'.TH EDGEINFER 1 "" "edgeinfer {__version__}" "User Commands"',

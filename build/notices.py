@@ -113,9 +113,7 @@ def write(tree: Path, work: Path, backends: Path, bom: Path) -> list[Component]:
 
 
 def _collected(work: Path) -> set[Path]:
-    """The files PyInstaller took, from its own lists. The first of each kind is the application's, the
-    second the start's.
-    """
+    """Return the files that PyInstaller packed, from its lists: the application's, then the first start's."""
     found: set[Path] = set()
     for name in ("PYZ-00.toc", "PYZ-01.toc", "COLLECT-00.toc", "PKG-01.toc"):
         for entry in _entries(ast.literal_eval((work / name).read_text())):
@@ -124,7 +122,7 @@ def _collected(work: Path) -> set[Path]:
 
 
 def _entries(value: Any) -> list[tuple[str, str, str]]:
-    """Every `(name, path, type)` in PyInstaller's nested lists."""
+    """Yield every `(name, path, type)` in PyInstaller's nested lists."""
     if isinstance(value, tuple) and len(value) == 3 and all(isinstance(v, str) for v in value):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -175,7 +173,7 @@ def _licence(dist: importlib.metadata.Distribution) -> str:
 
 
 def _debian(collected: set[Path], texts: Path) -> list[Component]:
-    """Packages of the libraries and modules that came from the system."""
+    """Return the packages of the libraries and modules that came from the system."""
     files = sorted(str(p) for p in collected if str(p).startswith(("/lib/", "/usr/lib/")))
     packages = _owners(files)
     found = []
@@ -193,7 +191,7 @@ def _debian(collected: set[Path], texts: Path) -> list[Component]:
 
 
 def _owners(files: list[str]) -> set[str]:
-    """The packages of files, whichever of /lib and /usr/lib they were installed as."""
+    """Return the packages of files, whichever of /lib and /usr/lib they were installed as."""
     spellings = {
         p
         for f in files
@@ -211,7 +209,7 @@ def _owners(files: list[str]) -> set[str]:
 
 
 def _debian_licence(text: Path) -> str:
-    """The short names in a machine-readable copyright file, the commonest first."""
+    """Return the short names in a machine-readable copyright file, the commonest first."""
     if not text.is_file():
         return "see its text"
     names = re.findall(r"^License: *([^\n]+)", text.read_text("utf-8", "replace"), re.MULTILINE)
@@ -231,7 +229,7 @@ def _criu(tree: Path, texts: Path) -> list[Component]:
 
 
 def _headers(share: Path, texts: Path) -> list[Component]:
-    """The packages of headers that are compiled into the Vulkan backend."""
+    """Return the packages of headers that are compiled into the Vulkan backend."""
     if not (share / "packages.tsv").is_file():
         return []
     shutil.copytree(share / "doc", texts / "vulkan")
@@ -239,7 +237,7 @@ def _headers(share: Path, texts: Path) -> list[Component]:
 
 
 def _listed(table: Path, texts: Path, more: tuple[str, ...] = ()) -> list[Component]:
-    """The packages of a packages.tsv (scripts/debian.sh), whose copyright files lie in `texts`."""
+    """Return the packages of a packages.tsv (scripts/debian.sh), whose copyright files lie in `texts`."""
     found = []
     for line in table.read_text().splitlines():
         name, version, source, source_version, digest = line.split("\t")
@@ -258,7 +256,7 @@ def _llama_cpp(texts: Path) -> Component:
 
 
 def _page_library(texts: Path) -> Component:
-    """The one vendored file of the chat page; its notice names the version."""
+    """Return the one vendored file of the chat page; its notice names the version."""
     notice = HERE.parent / "edgeinfer/server/web/static/preact.LICENSE.txt"
     version = re.search(r"npm package htm ([\d.]+),", notice.read_text())[1]  # type: ignore[index]
     copied = _copy(texts / "htm", [notice])

@@ -41,7 +41,7 @@ def pack(
     *,
     machine: str = platform.machine(),
 ) -> Packed:
-    """The payload of `tree`, whose programs are for `machine` (as `uname -m` says it).
+    """Return the payload of `tree`, whose programs are for `machine` (as `uname -m` says it).
 
     Executables in `relocate` are packed in their neutral form. `cache` keeps compressed blocks.
     """
@@ -61,9 +61,7 @@ def pack(
 
 
 def _scan(tree: Path) -> tuple[list[str], list[tuple[str, str]]]:
-    """Every file, and every link: those of the folder, and one for each file whose content stands
-    earlier already.
-    """
+    """Return all files, and all links: the folder's, and one for each file that equals an earlier one."""
     files: list[str] = []
     links: list[tuple[str, str]] = []
     first: dict[str, str] = {}
@@ -91,7 +89,7 @@ def _scan(tree: Path) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _group(tree: Path, files: list[str]) -> list[list[str]]:
-    """Blocks of neighbours: libraries with libraries, the rest with the rest."""
+    """Group files into blocks of neighbours: libraries with libraries, the rest with the rest."""
     blocks: list[list[str]] = []
     for wanted in (True, False):
         size = BLOCK_BYTES
@@ -124,9 +122,7 @@ def _block(
 
 
 def _compressed(raw: bytes, cache: Path, *, is_x86_code: bool) -> bytes:
-    """`raw` as xz, from the cache when these bytes were compressed before: xz takes 20 s of a build
-    otherwise.
-    """
+    """Compress `raw` as xz, or return it from the cache: xz takes 20 s of a build."""
     filters: list[dict[str, int]] = [
         {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": max(1 << 16, len(raw))}
     ]

@@ -124,7 +124,7 @@ def renew(folder: Path, days: int) -> None:
 
 
 def find_programs() -> dict[str, Path]:
-    """The shipped files by machine: the one built here, and those of others that lie beside it."""
+    """Return the shipped files by machine: the one built here, and others next to it."""
     found = {arch: DIST / f"edgeinfer-{arch}" for arch in ARCHITECTURES}
     found[platform.machine()] = DIST / "edgeinfer"
     found = {arch: path for arch, path in found.items() if path.exists()}

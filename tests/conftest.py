@@ -234,7 +234,7 @@ def _together(item: pytest.Item) -> str:
 
 
 def _room(item: pytest.Item) -> str:
-    """The folder of tests/ that a test stands in."""
+    """Return the folder of tests/ that contains a test."""
     return item.path.relative_to(ROOT).parts[1]
 
 

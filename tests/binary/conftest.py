@@ -102,7 +102,7 @@ class Machine:
         return [sys.executable, str(BARE), str(self.root), *options, "--", PROGRAM, *args]
 
     def environment(self, **more: str | None) -> dict[str, str]:
-        """The user's environment; None leaves a variable out."""
+        """Return the user's environment; None leaves a variable out."""
         usual = {"HOME": HOME, "LANG": "C.UTF-8", "TERM": "xterm-256color", "PATH": "/usr/local/bin"}
         return {name: value for name, value in (usual | more).items() if value is not None}
 
@@ -118,7 +118,7 @@ class Machine:
         )
 
     def json(self, *args: str, **more: str):
-        """The result of a verb run with --json."""
+        """Return the result of a verb run with --json."""
         document = json.loads(self.run(*args, "--json", **more).stdout.splitlines()[-1])
         return document.get("result", document)
 

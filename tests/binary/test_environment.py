@@ -45,7 +45,7 @@ def test_user_without_a_home_is_told_so_before_anything_is_unpacked(machine):
 
 
 def wait_for_exit(terminal):
-    """The exit status, and all that was shown."""
+    """Wait for the end; return the exit status and the whole output."""
     terminal.expect(pexpect.EOF)
     terminal.close()
     return terminal.exitstatus, terminal.before

@@ -162,7 +162,7 @@ def test_update_beside_a_running_version(used, second, binary, tmp_path):
 
 
 def wait_for_port(process):
-    """The port in what `serve` says on stderr when it is ready."""
+    """Return the port that `serve` prints on stderr when it is ready."""
     said = []
     for line in process.stderr:
         said.append(line)
@@ -190,7 +190,7 @@ def test_kernels_of_our_own_open_on_the_oldest_libc(used):
 
 
 def elf_files(app):
-    """The programs and libraries of an unpacked application but CRIU's."""
+    """Return the programs and libraries of an unpacked application but CRIU's."""
     files = (
         p
         for p in sorted(app.rglob("*"))

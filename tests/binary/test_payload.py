@@ -33,7 +33,7 @@ COOKIE = payload.COOKIE.pack(payload.COOKIE_MAGIC, payload.COOKIE.size, 0, 0, 31
 
 
 def write_tree(folder):
-    """A folder like the application's: text, two equal libraries, a link, an executable that names its
+    """Write a folder like the application's: text, two equal libraries, a link, an executable that names its
     own folder.
     """
     (folder / "lib").mkdir(parents=True)
@@ -49,7 +49,7 @@ def write_tree(folder):
 
 
 def elf(length):
-    """The least that is a 64-bit ELF file with an interpreter of `length` bytes."""
+    """Return a minimal 64-bit ELF file with an interpreter of `length` bytes."""
     header = bytearray(64)
     header[:4] = b"\x7fELF"
     struct.pack_into("<Q", header, 32, 64)
@@ -59,7 +59,7 @@ def elf(length):
 
 
 def ship(tree, folder, *, version="1.0", relocate=(), boot=b"\x7fELF", name="edgeinfer"):
-    """A shipped file whose bootloader is `boot` and its fields, and whose archive is a cookie alone."""
+    """Write a shipped file whose bootloader is `boot` and its fields, and whose archive is a cookie alone."""
     packed = pack.pack(tree, version, relocate, folder / "cache")
     (folder / "boot").write_bytes(boot + FIELDS)
     (folder / "archive").write_bytes(COOKIE)
@@ -111,9 +111,8 @@ def test_file_of_another_processor_is_finished_here(tmp_path, monkeypatch, numbe
         of_libraries = next(e.block for e in index.files if e.path == "lib/liba.so")
         file.seek(shipped.payload_offset + index.blocks[of_libraries].offset)
         block_header = file.read(24)
-    assert (
-        block_header[14] == 4
-    ) == has_x86_filter  # the filter's number, behind xz's magic and the block's size
+    # the filter's number stands after xz's magic and the block's size
+    assert (block_header[14] == 4) == has_x86_filter
     assert (unpack.ensure_unpacked(tmp_path / "edgeinfer") / "note").read_text() == "hello\n"
 
 

@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 
 def build_cache() -> Path:
-    """Where scripts/setup.sh keeps what it makes."""
+    """Return the folder in which scripts/setup.sh keeps its builds."""
     named = os.environ.get("EDGEINFER_BUILD_CACHE")
     if named:
         return Path(named)
@@ -20,12 +20,12 @@ def build_cache() -> Path:
 
 
 def table() -> dict[str, dict[str, Any]]:
-    """The clients by name, as clients.toml has them."""
+    """Return the clients of clients.toml by name."""
     return tomllib.loads((HERE / "clients.toml").read_text("utf-8"))
 
 
 def install(name: str) -> Path:
-    """Install a client if its pins are not there yet; the folder of its programs.
+    """Install a client, unless its pinned versions are there; return the folder of its programs.
 
     Raises CalledProcessError where pip or npm fails.
     """
@@ -41,7 +41,7 @@ def install(name: str) -> Path:
 
 
 def programs(name: str) -> Path:
-    """The folder of an installed client's programs."""
+    """Return the folder of an installed client's programs."""
     client = table()[name]
     usual = "bin" if "python" in client else "node_modules/.bin"
     return build_cache() / "clients" / name / client.get("programs", usual)

@@ -53,7 +53,7 @@ _DROPPED_FIELDS = {"metadata", "client_metadata", "user", "prompt_cache_key", "s
 
 
 def scrub(value: Any, field: str = "") -> Any:
-    """The value with other words."""
+    """Return a JSON value with each word replaced by another one."""
     if isinstance(value, dict):
         fields = {key: inner for key, inner in value.items() if key not in _DROPPED_FIELDS}
         if field == "properties":  # names of fields, whatever they are
@@ -72,7 +72,7 @@ def scrub(value: Any, field: str = "") -> Any:
 
 
 def _other(match: re.Match[str]) -> str:
-    """A word of the same length, always the same for the same word."""
+    """Return a word of the same length, always the same for the same word."""
     word = match[0]
     digest = int.from_bytes(hashlib.blake2b(word.lower().encode(), digest_size=4).digest(), "little")
     n_missing = len(word)

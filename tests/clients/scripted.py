@@ -37,7 +37,7 @@ N_CTX = 65_536
 
 
 class ScriptedEngine:
-    """Reads with `real` and answers with what `choose` gives for a request."""
+    """Prefills with `real`, and answers a request with the events that `choose` returns."""
 
     def __init__(self, real: Engine, choose: Callable[[GenerateRequest], Sequence[Event]]) -> None:
         self._real = real
@@ -47,7 +47,7 @@ class ScriptedEngine:
         return getattr(self._real, name)
 
     def submit(self, request: GenerateRequest) -> EventStream:
-        """Read the prompt, then play the script. Raises as the real engine does."""
+        """Prefill the prompt, then play the script. Raises as the real engine does."""
         reading = self._real.submit(
             msgspec.structs.replace(
                 request, max_tokens=0, constraint=None, tool_choice=ToolChoice(), continue_final=False
@@ -71,7 +71,7 @@ class ScriptedEngine:
             stream.put(error)
 
     def _end(self, finished: Finished, script: Sequence[Event]) -> Finished:
-        """The end of the reading with the script's tokens."""
+        """Return the prefill's last event with the usage of the scripted answer."""
         said = "".join(e.text if isinstance(e, TextDelta) else _arguments(e) for e in script)
         usage = msgspec.structs.replace(
             finished.usage, completion_tokens=max(1, len(self._real.tokenize(said)))
@@ -85,7 +85,7 @@ def _arguments(event: Event) -> str:
 
 
 def answer(request: GenerateRequest) -> Sequence[Event]:
-    """One call of a tool in the first turn; a sentence else."""
+    """Return the scripted answer: a tool call in the first turn, otherwise a sentence."""
     roles = [message.role for message in request.messages]
     if roles and roles[-1] == "tool":
         return [TextDelta(AFTER_TOOL)]
@@ -117,7 +117,7 @@ def _call(tools: Sequence[Tool]) -> Sequence[Event]:
 
 
 def _value(schema: dict[str, Any]) -> Any:
-    """A value of a field's type."""
+    """Return a value of the type that a field's schema names."""
     if schema.get("enum"):
         return schema["enum"][0]
     kind = schema.get("type", "string")
@@ -127,7 +127,7 @@ def _value(schema: dict[str, Any]) -> Any:
 
 
 def reader(folder: Path, vocabulary_of: Path) -> Engine:
-    """The engine that reads: made and loaded."""
+    """Make and load the engine that prefills the prompts."""
     from made_decoders import make_reader
 
     path = make_reader(folder / "reader.gguf", vocabulary_of, N_CTX)
@@ -136,7 +136,7 @@ def reader(folder: Path, vocabulary_of: Path) -> Engine:
 
 
 def keep_bodies(folder: Path) -> None:
-    """Keep what is read of every request, in order, as it came."""
+    """Write the body of every request to `folder`, numbered in order."""
     plain = request_body.read_body
     count = 0
 

@@ -29,9 +29,8 @@ class Browser:
     def __init__(self, profile: Path) -> None:
         to_read, self._to = os.pipe()
         self._from, to_write = os.pipe()
-        high = [
-            os.dup2(fd, fd + 200) for fd in (to_read, to_write)
-        ]  # above 3 and 4, where they must be
+        # they must become 3 and 4, which may be taken now
+        high = [os.dup2(fd, fd + 200) for fd in (to_read, to_write)]
 
         def place() -> None:
             os.dup2(high[0], 3)
@@ -109,13 +108,8 @@ class Page:
         self.call("Emulation.setFocusEmulationEnabled", enabled=True)  # visible, next to other tabs too
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         return self.browser.call(method, self.session, **params)
@@ -177,15 +171,12 @@ class Page:
 
     def key(self, key: str, modifiers: int = 0) -> None:
         """Press a key; `modifiers`: 1 Alt, 2 Ctrl, 8 Shift."""
-        code = KEYS.get(key, ord(key[0].upper()))
-        common = {
-            "key": key,
-            "code": key if len(key) > 1 else f"Key{key.upper()}",
-            "windowsVirtualKeyCode": code,
-        }
+        name = key if len(key) > 1 else f"Key{key.upper()}"
+        event = {"key": key, "code": name, "modifiers": modifiers}
+        event["windowsVirtualKeyCode"] = KEYS.get(key, ord(key[0].upper()))
         text = {"text": "\r"} if key == "Enter" and not modifiers else {}
-        self.call("Input.dispatchKeyEvent", type="keyDown", modifiers=modifiers, **common, **text)
-        self.call("Input.dispatchKeyEvent", type="keyUp", modifiers=modifiers, **common)
+        self.call("Input.dispatchKeyEvent", type="keyDown", **event, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def shot(self, path: Path) -> None:
         """Write a picture of the page."""
@@ -194,27 +185,22 @@ class Page:
 
     def problems(self) -> list[str]:
         """Return what the console holds against the page: errors, exceptions, refusals by the CSP."""
-        self.js("0")
-        messages = []
-        for event in self.browser.events:
-            if event.get("sessionId") != self.session:
-                continue
-            if event["method"] == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
-                messages.append(
-                    f"{event['params']['entry']['text']} {event['params']['entry'].get('url', '')}"
-                )
-            if event["method"] == "Runtime.exceptionThrown":
-                messages.append(json.dumps(event["params"]["exceptionDetails"])[:500])
-        return messages
+        entries = [event["entry"] for event in self._events("Log.entryAdded")]
+        messages = [
+            f"{entry['text']} {entry.get('url', '')}" for entry in entries if entry["level"] == "error"
+        ]
+        exceptions = self._events("Runtime.exceptionThrown")
+        return messages + [json.dumps(event["exceptionDetails"])[:500] for event in exceptions]
 
     def requests(self) -> list[str]:
-        """Return the URLs that the page has asked for."""
-        self.js("0")
-        return [
-            event["params"]["request"]["url"]
-            for event in self.browser.events
-            if event.get("sessionId") == self.session and event["method"] == "Network.requestWillBeSent"
-        ]
+        """Return the URLs that the page has requested."""
+        return [event["request"]["url"] for event in self._events("Network.requestWillBeSent")]
+
+    def _events(self, method: str) -> list[dict[str, Any]]:
+        """Return the parameters of this tab's events so far."""
+        self.js("0")  # its answer comes after earlier events
+        events = (event for event in self.browser.events if event.get("sessionId") == self.session)
+        return [event["params"] for event in events if event["method"] == method]
 
 
 @contextlib.contextmanager

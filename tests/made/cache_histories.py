@@ -115,7 +115,7 @@ class Histories:
             self.compute(self.rng.choice(self.active), pieces)
 
     def truncate(self) -> None:
-        """A cut inside a picture drops it whole."""
+        """Truncate a sequence; a cut inside a picture drops the whole picture."""
         if not self.active:
             return
         seq = self.rng.choice(self.active)
@@ -126,7 +126,7 @@ class Histories:
             pieces.pop()
 
     def shift(self) -> None:
-        """Only a text is shifted."""
+        """Shift a sequence, if it is only text."""
         seq = self.rng.choice(self.active) if self.active else None
         if seq and len(self.pieces) == 2 and len(seq.tokens) > 6 and self.kv.shift(seq, 2, 3):
             del self.held[seq.seq_id][2:5]

@@ -1,10 +1,10 @@
-"""What drives a chat session in tests: an answer to its end, and a front end that allows every call."""
+"""Drivers of a chat session in tests: read an answer to its end, and a front end that allows every call."""
 
 from edgeinfer.tools.approval import Decision
 
 
 def consume(answer):
-    """Follow an answer to its end, and store it; return its turn."""
+    """Read an answer to its end, and store it; return its turn."""
     for event in answer.generation:
         answer.add(event)
         answer.flush()

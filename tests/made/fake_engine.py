@@ -1,4 +1,4 @@
-"""A scripted engine for the tests of the fronts: the same protocol, no model, no llama.cpp.
+"""A scripted engine for tests of the front ends: the real interface, no model, no llama.cpp.
 
 A script is what one generation does: events, errors, `Delay` and `StepGate`. The fake checks requests
 as the engine does, ends a cancelled generation where it stands, leaves out the reasoning beyond a
@@ -144,7 +144,7 @@ class FakeEngine:
 
     @property
     def is_open(self) -> bool:
-        """Tell if `close` was not called yet."""
+        """Return whether `close` was not called yet."""
         return not self._closed
 
     def health(self) -> str:
@@ -194,7 +194,7 @@ class FakeEngine:
     def tokenize(
         self, text: str, *, add_special: bool = False, parse_special: bool = False
     ) -> list[int]:
-        """One token a byte."""
+        """Return one token for each byte."""
         return list(text.encode())
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
@@ -203,7 +203,7 @@ class FakeEngine:
         return bytes(tokens)
 
     def apply_template(self, request: GenerateRequest) -> str:
-        """`role: content` a line, tools by name and options first."""
+        """Write `role: content` lines, after the names of tools and options."""
         tools, options = request.tools, request.template_options
         head = f"tools: {', '.join(t.name for t in tools)}\n" if tools else ""
         head += f"options: {', '.join(options)}\n" if options else ""
@@ -220,23 +220,23 @@ class FakeEngine:
             raise InvalidRequestError(message, param="messages")
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
-        """A unit vector from a hash of each text."""
+        """Return a unit vector from a hash of each text."""
         return [
             _vector(text.encode() if isinstance(text, str) else bytes(t % 256 for t in text))
             for text in texts
         ]
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        """The share of the query's words that a document has."""
+        """Return the share of the query's words that each document has."""
         query_terms = set(query.lower().split())
         return [len(query_terms & set(d.lower().split())) / max(1, len(query_terms)) for d in documents]
 
     def agent_prefix(self, agent: str, salt: str = "") -> list[int]:
-        """Nothing is kept."""
+        """Return no tokens: no preamble is cached."""
         return []
 
     def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
-        """Take them by their names; no file is read."""
+        """Replace the adapters, without reading files."""
         self._info = msgspec.structs.replace(self._info, lora=tuple(adapters))
         return self._info.lora
 

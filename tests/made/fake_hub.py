@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Fault:
-    """What goes wrong with one answer. `cut_after`: bytes of the body before the connection is
+    """The faults of one response. `cut_after`: bytes of the body before the connection is
     dropped.
     """
 
@@ -34,7 +34,7 @@ class Fault:
 
 @dataclass
 class Seen:
-    """One request, as the server saw it."""
+    """A request that the server received."""
 
     method: str
     path: str
@@ -44,13 +44,13 @@ class Seen:
 
 class _QuietServer(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that is killed resets its connection: that is what the tests do."""
+        """Ignore connections that are reset: tests kill their clients."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
 
 class FaultServer:
-    """Serves files by path, with faults by order of GET requests; keeps what it has seen.
+    """Serves files by path, with faults in the order of GET requests; records the requests.
 
     `served` counts body bytes.
     """
@@ -88,7 +88,7 @@ class FaultServer:
 
 
 class HubHandler(BaseHTTPRequestHandler):
-    """Answers one connection as the hub it belongs to says."""
+    """Answers the requests of one connection."""
 
     hub: FaultServer
     protocol_version = "HTTP/1.1"
@@ -166,7 +166,7 @@ class HubHandler(BaseHTTPRequestHandler):
         self.body(body, start, stop, etag, fault)
 
     def span(self, headers: dict[str, str], etag: str, fault: Fault, size: int) -> tuple[int, int]:
-        """First byte and end of what is asked for; (0, size) is the whole file."""
+        """Return the first byte and the end of the requested range; (0, size) is the whole file."""
         requested_range = headers.get("range", "")
         if (
             fault.ignore_range

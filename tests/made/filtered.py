@@ -1,4 +1,4 @@
-"""Run a command under a seccomp filter that allows everything, as every process of WSL2 and most containers is.
+"""Run a command under a seccomp filter that allows everything, as in WSL2 and most containers.
 
 usage: filtered.py PROGRAM ARG...
 """

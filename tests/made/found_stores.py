@@ -1,4 +1,4 @@
-"""Stores of other programs in the home folder, in their own layouts, and pictures of their content."""
+"""Stores of other programs in the home folder, in their own layouts, and records of their content."""
 
 import json
 import os
@@ -51,7 +51,7 @@ class OllamaStore:
         return path
 
     def replace(self, content: bytes) -> None:
-        """Other bytes under their own digest, as if they had been fetched."""
+        """Replace the model's file by other bytes under their digest, as a new pull does."""
         self.layers[0] = ("model", content)
         self.file = self.link = self.blob(content)
         self.write_manifest()
@@ -114,7 +114,7 @@ STORES = (OllamaStore, HubCache, StudioFolder)
 
 
 def picture(root: Path) -> dict[str, tuple[object, ...]]:
-    """Everything of a tree that writing to it would change, access times left out."""
+    """Return all that a write to a tree would change: content, modes, links and times except access."""
     seen: dict[str, tuple[object, ...]] = {}
     for path in (root, *sorted(root.rglob("*"))):
         info = path.lstat()

@@ -7,7 +7,7 @@ _WORDS = ["name", "age", "tags", "city", "a/b", "über", "x y", 'q"t', "id", "it
 
 
 def schema(seed: int) -> dict[str, Any]:
-    """The schema of this seed. Texts and lists are kept short, so that a small model ends them."""
+    """Return the schema of a seed. Texts and lists are kept short, so that a small model ends them."""
     rng = random.Random(seed)
     generated = _object(rng, 2) if rng.random() < 0.7 else _any(rng, 2)
     if rng.random() < 0.3:
@@ -131,7 +131,7 @@ _NUMBERS: list[dict[str, Any]] = [
 
 
 def wild(seed: int) -> dict[str, Any]:
-    """A schema whose parts were thrown together: often contradictory, or more than a grammar can do."""
+    """Return a schema of random parts: often contradictory, or beyond what a grammar can express."""
     rng = random.Random(seed)
     return {**_wild(rng, 3), "$defs": {"x": _wild(rng, 0)}}
 

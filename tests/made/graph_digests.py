@@ -1,4 +1,4 @@
-"""Every tensor of a few steps of models, as digests, with one of ggml's CPU variants and the kernels of its level.
+"""Print digests of every tensor of some steps of models, with one of ggml's CPU variants and our kernels of its level.
 
 A program, because a process has one variant.
 

@@ -1,4 +1,4 @@
-"""The least that a route takes: path → body; and the text of what it answers."""
+"""Minimal request bodies by path, and the text of their replies."""
 
 import json
 from collections.abc import Iterable

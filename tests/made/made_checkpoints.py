@@ -19,7 +19,7 @@ KEPT = tuple(range(3, N_TOKENS, 4))
 
 
 def weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Values that BF16 holds exactly, float32: norms around 1, matrices that keep a signal's size."""
+    """Return values that BF16 represents exactly, float32: norms around 1, matrices that keep a signal's size."""
     count = math.prod(shape)
     raw = np.frombuffer(hashlib.shake_128(name.encode()).digest(count), np.int8).reshape(shape)
     if "norm" in name:
@@ -31,13 +31,13 @@ def weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def picture(side: int) -> np.ndarray:
-    """The picture that is encoded: 8-bit RGB of as many rows and columns."""
+    """Return the picture that is encoded: 8-bit RGB, `side` rows and columns."""
     raw = hashlib.shake_128(b"picture").digest(side * side * 3)
     return np.frombuffer(raw, np.uint8).reshape(side, side, 3)
 
 
 def token_ids() -> list[int]:
-    """The tokens that are read."""
+    """Return the tokens of the prompt."""
     return [3 + byte % (N_VOCAB - 3) for byte in hashlib.shake_128(b"tokens").digest(N_TOKENS)]
 
 
@@ -88,7 +88,7 @@ def byte_symbols() -> list[str]:
 
 
 def tiny_byte_level() -> dict:
-    """A byte-level tokenizer.json of only ASCII, with the special tokens 0 to 2."""
+    """Return a byte-level tokenizer.json of only ASCII, with the special tokens 0 to 2."""
     special = ["<pad>", "<s>", "</s>"]
     tokens = [*special, *byte_symbols()[: N_VOCAB - len(special) - 1], "th"]
     return {

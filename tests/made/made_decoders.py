@@ -1,4 +1,4 @@
-"""Models of random weights, some megabytes each, for shapes that the two real models lack.
+"""Models of random weights, some megabytes each, with shapes that the two real models lack.
 
 The vocabulary is SmolLM2's; what they say means nothing.
 """

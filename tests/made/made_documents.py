@@ -8,7 +8,7 @@ _NAMESPACE = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
 
 
 def make_pdf(lines: Sequence[str]) -> bytes:
-    """A PDF of as many pages; one without a line has a black square and no text."""
+    """Make a PDF with a page for each line; an empty line gives a page with a black square and no text."""
     objects = [b"<< /Type /Catalog /Pages 2 0 R >>", b""]
     objects.append(b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>")
     pages = []
@@ -30,7 +30,7 @@ def make_pdf(lines: Sequence[str]) -> bytes:
 
 
 def make_docx(paragraphs: Sequence[str], *, head: str = "") -> bytes:
-    """A DOCX file; a tab in a paragraph is one in the file too."""
+    """Make a DOCX file of paragraphs, with their tabs; `head` comes before its XML."""
     tab = "</w:t><w:tab/><w:t>"
     body = "".join(
         f"<w:p><w:r><w:t>{paragraph.replace(chr(9), tab)}</w:t></w:r></w:p>" for paragraph in paragraphs

@@ -24,7 +24,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def add_byte_vocabulary(writer: gguf.GGUFWriter, more: tuple[str, ...] = ()) -> int:
-    """A token a byte, an end, a turn and `more` special ones; how many there are."""
+    """Add a token for each byte, two special ones (end, turn) and `more`; return their number."""
     tokens = [*byte_symbols(), "<|end|>", "<|turn|>", *more]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")

@@ -22,7 +22,7 @@ def raw_entry(key: str, kind: int, value: bytes) -> bytes:
 
 
 def entry(key: str, value: Value) -> bytes:
-    """A key and its value, of the type that Python's type suggests."""
+    """Encode a key and its value, with the GGUF type for the Python type."""
     match value:
         case bool():
             return raw_entry(key, 7, bytes([value]))
@@ -60,7 +60,7 @@ def gguf_file(
     magic: bytes = b"GGUF",
     version: int = 3,
 ) -> bytes:
-    """The parts of a file, joined; the counts that it claims may be wrong."""
+    """Join the parts of a file; `n_tensors` and `n_entries` may be wrong counts for its header."""
     n_tensors = len(tensors) if n_tensors is None else n_tensors
     n_entries = len(entries) if n_entries is None else n_entries
     head = magic + struct.pack("<IQQ", version, n_tensors, n_entries) + b"".join([*entries, *tensors])
@@ -85,7 +85,7 @@ MODEL_KEYS: dict[str, Value] = {
 
 
 def split_keys(index: int, count: int) -> dict[str, Value]:
-    """Keys of the part `index` (from 0) of a split model."""
+    """Return the keys of the part `index` (from 0) of a split model."""
     return {"split.no": U16(index), "split.count": U16(count)}
 
 
@@ -95,7 +95,7 @@ def gguf_bytes(
     *,
     seed: int = 0,
 ) -> bytes:
-    """A small valid GGUF with MODEL_KEYS and `keys`.
+    """Return a small valid GGUF file with MODEL_KEYS and `keys`.
 
     `tensors` are (name, number of 32-bit floats, a multiple of 8).
     """

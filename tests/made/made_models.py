@@ -40,7 +40,7 @@ def _start(path: Path, architecture: str, n_ctx: int) -> gguf.GGUFWriter:
 
 
 def make_bert(path: Path, pooling: int, *, head: bool = False) -> Path:
-    """A BERT of random numbers, with a reranking head or without."""
+    """Write a BERT with random weights, with a reranking head or without."""
     rng = np.random.default_rng(7)
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"\u2581{word}" for word in WORDS)]
     writer = _start(path, "bert", N_CTX)
@@ -88,7 +88,7 @@ def make_adapter(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     alpha: float = 1.0,
 ) -> str:
-    """A LoRA adapter for modules of SmolLM2 that visibly changes what it says. `alpha` is in ranks."""
+    """Write a LoRA adapter for modules of SmolLM2 that changes its answers. `alpha` is in ranks."""
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_string("general.type", "adapter")
@@ -114,7 +114,7 @@ FIM = {
 
 
 def make_llama(path: Path, n_ctx: int = 256, *, fim: tuple[str, ...] = (), pooling: int = 0) -> Path:
-    """A Llama of random numbers with a token a byte: it chatters at thousands of tokens a second.
+    """Write a Llama with random weights and a token per byte: it decodes thousands of tokens a second.
 
     `fim` are keys of `FIM`: the tokens for filling gaps that it has. `pooling` 0 is not named.
     """

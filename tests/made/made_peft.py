@@ -11,7 +11,7 @@ ALPHA = 6
 
 
 def make_peft(folder: Path, name: str, modules: tuple[str, ...], **config: object) -> Path:
-    """An adapter of the golden checkpoint `name` for every module whose name ends with one of `modules`."""
+    """Write an adapter of the golden checkpoint `name` for every module whose name ends with one of `modules`."""
     folder.mkdir(parents=True, exist_ok=True)
     about = {
         "peft_type": "LORA",
@@ -32,7 +32,7 @@ def make_peft(folder: Path, name: str, modules: tuple[str, ...], **config: objec
 
 
 def pairs(name: str, modules: tuple[str, ...]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Each adapted module's A [rank, in] and B [out, rank]."""
+    """Return A [rank, in] and B [out, rank] of each adapted module."""
     factors = {}
     for tensor, shape in golden(name)["tensors"].items():
         module = tensor.removesuffix(".weight")

@@ -19,7 +19,7 @@ _PIECES = (
 
 
 def nasty_strings(count: int = 1000) -> list[str]:
-    """Strings of one to seven pieces, some with a space between."""
+    """Return strings of one to seven pieces, some joined by spaces."""
     strings = []
     for number in range(count):
         raw = hashlib.shake_128(f"nasty {number}".encode()).digest(16)
@@ -29,5 +29,5 @@ def nasty_strings(count: int = 1000) -> list[str]:
 
 
 def digest(ids: Sequence[int]) -> int:
-    """A short digest of token ids, 16 bits."""
+    """Return a digest of token ids, 16 bits."""
     return zlib.crc32(b" ".join(str(int(token_id)).encode() for token_id in ids)) & 0xFFFF

@@ -41,7 +41,7 @@ def run_python(program: str, *arguments: object, **settings: Any) -> str:
 
 
 def wait_until(condition: Callable[[], T], awaited: str, seconds: float = 120.0) -> T:
-    """Wait for `condition` to be true, looking often; return what it returned. Fails with `awaited`."""
+    """Wait until `condition` is true; return its value. After `seconds`, fail with the text `awaited`."""
     turns = threading.Event()
     for _ in range(int(seconds / _PAUSE_S)):
         if outcome := condition():
@@ -51,7 +51,7 @@ def wait_until(condition: Callable[[], T], awaited: str, seconds: float = 120.0)
 
 
 def descendants(pid: int) -> list[int]:
-    """Every process below `pid`, a parent before its children; none once it has ended."""
+    """Return the pids below `pid`, each parent before its children; [] once `pid` has ended."""
     pids = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():  # whichever thread started it
@@ -62,7 +62,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def command_name(pid: int) -> str:
-    """The name of a process, at most 15 bytes; "" once it has ended."""
+    """Return the name of a process, at most 15 bytes; "" once it has ended."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
@@ -70,7 +70,7 @@ def command_name(pid: int) -> str:
 
 
 def engines_below(pid: int) -> list[int]:
-    """The processes below a launcher that hold an engine, the launched one first."""
+    """Return the processes below a launcher that have an engine, the launched one first."""
     return [
         process
         for process in descendants(pid)
@@ -79,7 +79,7 @@ def engines_below(pid: int) -> list[int]:
 
 
 def has_ended(pid: int) -> bool:
-    """Tell whether a process has ended, reaped or not."""
+    """Return whether a process has ended, reaped or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
     except OSError:

@@ -12,7 +12,7 @@ from edgeinfer.runtime.llama import libllama
 
 @contextlib.contextmanager
 def loaded(path: Path, *, vocab_only: bool = False) -> Iterator[object]:
-    """The model in a file."""
+    """Yield the model in a file."""
     libllama.lib()
     parameters = L.llama_model_default_params()
     parameters.n_gpu_layers = 0
@@ -35,7 +35,7 @@ def _context(model: object) -> object:
 
 
 def read(path: Path, tokens: Sequence[int], *, adapters: dict[Path, float] | None = None) -> np.ndarray:
-    """Logits of every position, [tokens, vocabulary]."""
+    """Return the logits of every position, [tokens, vocabulary]."""
     with loaded(path) as model:
         context = _context(model)
         try:

@@ -176,6 +176,6 @@ def _page(endpoint: Endpoint, port: int, keys: Sequence[str]) -> Web:
 
 
 def with_page(live_server: Served, keys: Sequence[str] = ()) -> Served:
-    """Switch on the chat page of an endpoint."""
+    """Switch on the chat page of an endpoint; return it."""
     live_server.endpoint.web = _page(live_server.endpoint, live_server.port, keys)
     return live_server

@@ -1,4 +1,4 @@
-"""Run a program and see every socket of the internet that it or a child of it makes or connects.
+"""Run a program and record every internet socket that it or a child creates or connects.
 
 The kernel tells (a seccomp filter with a listener): nothing in the program is patched, native libraries
 and children are seen too. Linux on x86-64.
@@ -30,7 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def run_seen(start: Callable[[], subprocess.Popen[str]]) -> tuple[subprocess.Popen[str], Watch]:
-    """Start a program with `start` so that its sockets are seen; the program, and who sees them."""
+    """Start a program with `start` and watch its sockets; return the program and the watch."""
     parts: list[Any] = []
 
     def begin() -> None:  # the filter holds for this thread and what it starts
@@ -84,7 +84,7 @@ class Watch(threading.Thread):
 
 
 def _install() -> int:
-    """Tell a listener of every socket() of the internet and every connect() of this thread; the listener."""
+    """Report this thread's socket() calls of the internet and all its connect() calls to a listener; return that."""
     load = struct.Struct("<HBBI").pack
     program = b"".join(
         (

@@ -27,7 +27,7 @@ MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 
 @contextmanager
 def moto() -> Iterator[str]:
-    """The address of an S3 server that knows every key and keeps its objects in memory."""
+    """Yield the address of an S3 server that accepts every key and has its objects in memory."""
     process = subprocess.Popen(
         [sys.executable, "-c", _MOTO], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -41,7 +41,7 @@ def moto() -> Iterator[str]:
 
 @contextmanager
 def docker_registry(program: Path, folder: Path) -> Iterator[str]:
-    """HOST:PORT of a registry that keeps its blobs under `folder`."""
+    """Yield HOST:PORT of a registry that stores its blobs under `folder`."""
     address = f"127.0.0.1:{free_port()}"
     config: dict[str, Any] = {
         "version": "0.1",
@@ -62,7 +62,7 @@ def docker_registry(program: Path, folder: Path) -> Iterator[str]:
 
 
 def push(address: str, name: str, tag: str, layers: list[tuple[str, bytes]]) -> str:
-    """Push an artifact of (media type, content) layers; its manifest's digest."""
+    """Push an artifact of (media type, content) layers; return its manifest's digest."""
     base = f"http://{address}/v2/{name}"
 
     def send(method: str, url: str, body: bytes, kind: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def sdk(transport):
-    """The SDK's own server: tools of every kind, progress, roots."""
+    """Run a server of the SDK: tools of every kind, progress, roots."""
     from mcp.server.mcpserver import Context, MCPServer
 
     server = MCPServer("everything")
@@ -80,7 +80,7 @@ def text(number, content):
 
 
 def plain():
-    """Two tools, by hand: the SDK's server takes a second to start."""
+    """Serve two tools without the SDK, whose server takes a second to start."""
     whole = {"type": "integer"}
     schema = {"type": "object", "properties": {"a": whole, "b": whole}, "required": ["a", "b"]}
     add = {"name": "add", "description": "Add two numbers.", "inputSchema": schema}
@@ -141,7 +141,7 @@ def progressing(number, params):
 
 
 def endless():
-    """Lists whose pages never end."""
+    """Send lists whose pages never end."""
     for line in sys.stdin:
         message = json.loads(line)
         page = {"tools": [{**TOOL, "name": f"t{i}"} for i in range(10)], "nextCursor": "more"}
@@ -162,7 +162,7 @@ SHAPES = {
 
 
 def shaped():
-    """Every answer in an unusual shape."""
+    """Send every answer in an unusual shape."""
     sys.stdout.reconfigure(encoding="utf-8")
     for line in sys.stdin:
         message = json.loads(line)

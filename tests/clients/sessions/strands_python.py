@@ -15,7 +15,7 @@ agent = Agent(model=endpoint, callback_handler=None)
 
 
 async def answer_to(prompt: str) -> str:
-    """The answer, joined from the stream's texts."""
+    """Return the answer, joined from the stream's texts."""
     return "".join([event["data"] async for event in agent.stream_async(prompt) if "data" in event])
 
 
