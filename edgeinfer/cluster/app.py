@@ -37,9 +37,7 @@ _ROUTER = "edgeinfer.cluster.app.PrefixRouter"
 class ModelDeployment(EndpointReplica):
     """The Ray actor of one replica."""
 
-    async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, settings: ModelSettings
-    ) -> None:
+    async def __init__(self, settings: ModelSettings) -> None:  # type: ignore[misc]  # Ray awaits it
         super().__init__(settings, serve.get_replica_context().replica_id.unique_id)
         self._export = MetricsExport()
         await self.ready()
@@ -75,9 +73,8 @@ def application(arguments: Mapping[str, object]) -> serve.Application:
     """
     settings = read_settings(arguments)
     models = {model.model: _deployment(model) for model in settings.models}
-    front = serve.deployment(
-        name="edgeinfer", max_ongoing_requests=_MANY, ray_actor_options={"num_cpus": 0}
-    )(FrontDeployment)
+    options = {"max_ongoing_requests": _MANY, "ray_actor_options": {"num_cpus": 0}}
+    front = serve.deployment(name="edgeinfer", **options)(FrontDeployment)
     return front.bind(models, settings.start_s, settings.hosts)
 
 
@@ -124,10 +121,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         request = _request(pending_request)
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
-        by_id = {
-            replica.replica_id: replica
-            for replica in self.select_available_replicas(candidate_replicas)
-        }
+        available = self.select_available_replicas(candidate_replicas)
+        by_id = {replica.replica_id: replica for replica in available}
         warm_replica = self._affinity.find(request.prefix_hashes, by_id) if request else None
         # of equally busy replicas, Serve takes the first of the list: shuffle it
         everyone = random.sample(candidate_replicas, len(candidate_replicas))

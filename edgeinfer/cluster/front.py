@@ -57,22 +57,16 @@ class FrontEnd:
             return json_reply({"status": "ok"})
         if request.method == "GET" and route is app.match_route("/v1/models"):
             card = {"object": "model", "created": 0, "owned_by": "edgeinfer"}
-            return json_reply(
-                {"object": "list", "data": [{"id": name, **card} for name in self._models]}
-            )
+            cards = [{"id": name, **card} for name in self._models]
+            return json_reply({"object": "list", "data": cards})
         body = await request.body()
         fields = decode_json(body)
         named = _model_in_path(route) or requested_model(fields) or self._first
         if named not in self._models:
             message = f"this application has no model {named!r}: it has {', '.join(self._models)}"
             raise Problem(404, message, param="model", code="model_not_found")
-        forwarded = Request(
-            request.method,
-            _target(request.scope),
-            strip_hop_by_hop(tuple(request.headers.items())),
-            body,
-            prefix_hashes(fields),
-        )
+        headers, hashes = strip_hop_by_hop(tuple(request.headers.items())), prefix_hashes(fields)
+        forwarded = Request(request.method, _target(request.scope), headers, body, hashes)
         return await self._forward(named, forwarded, route.dialect)
 
     async def _forward(self, named: str, request: Request, dialect: Dialect) -> Response:

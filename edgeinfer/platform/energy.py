@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+from edgeinfer.platform.machine import read_text
 
 _SYS = Path("/sys")
 _NONE = (
@@ -24,7 +25,7 @@ class _Kind(NamedTuple):
 
     def measures(self, file: Path) -> bool:
         label = self.label.format(file.name.partition("_")[0])
-        return _text(file.with_name(label)).startswith(self.name)
+        return read_text(file.with_name(label)).startswith(self.name)
 
 
 #: Kinds of files in order of preference. Only the first readable kind is used: they overlap.
@@ -77,12 +78,6 @@ class EnergyMeter:
         return sum((b - a) % wrap for a, b, wrap in pairs) / 1e6
 
 
-def _text(path: Path) -> str:
-    with contextlib.suppress(OSError, ValueError):
-        return path.read_text().strip()
-    return ""
-
-
 def _number(path: Path) -> int | None:
-    text = _text(path)
+    text = read_text(path)
     return int(text) if text.isdecimal() else None

@@ -62,11 +62,8 @@ def refuse_threads() -> None:
 
 def map_this_user(uid: int, gid: int) -> None:
     """In a new user namespace, map this user and group to themselves."""
-    for name, text in (
-        ("uid_map", f"{uid} {uid} 1"),
-        ("setgroups", "deny"),
-        ("gid_map", f"{gid} {gid} 1"),
-    ):
+    texts = {"uid_map": f"{uid} {uid} 1", "setgroups": "deny", "gid_map": f"{gid} {gid} 1"}
+    for name, text in texts.items():
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 

@@ -99,8 +99,8 @@ def read_gpus() -> tuple[str, ...]:
     """Return the vendors of GPUs on the PCI bus, of "AMD", "Intel" and "NVIDIA"."""
     vendors = set()
     for folder in Path("/sys/bus/pci/devices").glob("*"):
-        if _text(folder / "class").startswith("0x03"):
-            vendors.add(_GPU_VENDORS.get(_text(folder / "vendor"), ""))
+        if read_text(folder / "class").startswith("0x03"):
+            vendors.add(_GPU_VENDORS.get(read_text(folder / "vendor"), ""))
     return tuple(sorted(vendors - {""}))
 
 
@@ -176,7 +176,7 @@ def read_rate(path: str | os.PathLike[str]) -> float:
 def _physical_cores(cpus: set[int], root: Path) -> int:
     def core(cpu: int) -> str:
         siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        return _text(siblings) or str(cpu)
+        return read_text(siblings) or str(cpu)
 
     return len({core(cpu) for cpu in cpus}) or 1
 
@@ -185,8 +185,8 @@ def _cpu_quota(root: Path) -> float | None:
     """Return the smallest CPU quota of our control groups (CPUs); None without a limit."""
     quotas = []
     for folder in _groups(root, "cpu"):
-        older = [_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
-        fields = _text(folder / "cpu.max").split() or older
+        older = [read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        fields = read_text(folder / "cpu.max").split() or older
         # without a limit, the quota is "max" or -1
         if len(fields) == 2 and all(word.isdecimal() for word in fields):
             quotas.append(int(fields[0]) / max(1, int(fields[1])))
@@ -201,7 +201,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[int, int, Path]]:
             ("memory.high", "memory.current", ""),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
-            limit, used = _text(folder / limit_file), _text(folder / used_file)
+            limit, used = read_text(folder / limit_file), read_text(folder / used_file)
             if limit.isdecimal() and used.isdecimal():
                 stat = _table(folder / "memory.stat")
                 cache = sum(stat.get(f"{prefix}{age}_file", 0) for age in ("inactive", "active"))
@@ -210,7 +210,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[int, int, Path]]:
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of our control group and of its ancestors, upwards, for a controller."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         top = root / "sys/fs/cgroup"
         if controllers:  # version 1: each controller has its own tree
@@ -224,21 +224,22 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
         yield top
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file of /proc or /sys without white space around it; "" if unreadable."""
     try:
         return path.read_text().strip()
-    except OSError:
+    except (OSError, ValueError):
         return ""
 
 
 def _table(path: Path) -> dict[str, int]:
-    pairs = (line.split() for line in _text(path).splitlines())
+    pairs = (line.split() for line in read_text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdecimal()}
 
 
 def describe_machine() -> str:
     """Return cores, processor, memory and kernel: "2 cores of AMD EPYC 9754, 24 GiB, Linux 6.1"."""
-    lines = _text(Path("/proc/cpuinfo")).splitlines()
+    lines = read_text(Path("/proc/cpuinfo")).splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     processor = names[0] if names else "an unknown processor"
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgeinfer.errors import ChecksumError, EdgeInferError, ShippingError
+from edgeinfer.errors import EdgeInferError, ShippingError
 from edgeinfer.models import names, store
 from edgeinfer.models.progress import Job, progress_on
 from edgeinfer.models.pull_plan import FetchedFile
@@ -53,14 +53,10 @@ def read(shipped: Shipped) -> PulledModel:
     try:
         record = msgspec.json.decode(raw, type=PulledModel)
     except msgspec.MsgspecError as error:
-        raise _damage_error(f"{shipped.path} is damaged: its model has no record") from error
+        raise payload.damage_error(shipped.path, "its model has no record") from error
     if field(record) != shipped.model:
-        raise _damage_error(f"{shipped.path} is damaged: its model does not match its name")
+        raise payload.damage_error(shipped.path, "its model does not match its name")
     return record
-
-
-def _damage_error(message: str) -> ChecksumError:
-    return ChecksumError(message, hint="download the file again")
 
 
 def bring_out(shipped: Shipped, job: Job) -> PulledModel:
@@ -71,7 +67,7 @@ def bring_out(shipped: Shipped, job: Job) -> PulledModel:
         if (
             record is None
             or record.sha256 != bundled.sha256
-            or not all(path.is_file() for path in record.paths)
+            or not all(map(Path.is_file, record.paths))
         ):
             record = _store(shipped, bundled, work, job)
     (app_root() / f"{shipped.model}.model").touch()
@@ -107,7 +103,7 @@ def _take(shipped: Shipped, bundled: PulledFile, start: int, work: Path, job: Jo
         digest = sha256_of_part(source.fileno(), start, bundled.size_bytes, copy)
     if digest != bundled.sha256:
         target.unlink()
-        raise _damage_error(f"{name} in {shipped.path} is damaged")
+        raise payload.damage_error(shipped.path, f"{name} in it was changed after the build")
     return FetchedFile(path=target, file_name=name, found_sha256=digest)
 
 

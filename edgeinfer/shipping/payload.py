@@ -131,11 +131,11 @@ def read_index(file: BinaryIO, shipped: Shipped) -> Index:
     file.seek(shipped.payload_offset)
     magic, length = struct.unpack("<8sQ", file.read(16))
     if magic != PAYLOAD_MAGIC or length > min(MAX_INDEX_BYTES, shipped.payload_length):
-        raise _damage_error(shipped.path, "its payload does not start with an index")
+        raise damage_error(shipped.path, "its payload does not start with an index")
     raw = file.read(length)
     index = parse_index(raw)
     if index is None or index.name != shipped.app:
-        raise _damage_error(shipped.path, "its index was changed after the build")
+        raise damage_error(shipped.path, "its index was changed after the build")
     return index
 
 
@@ -172,9 +172,9 @@ def block_bytes(fd: int, shipped: Shipped, block: Block) -> bytes:
     try:
         raw = lzma.decompress(packed)
     except lzma.LZMAError as error:
-        raise _damage_error(shipped.path, f"a block cannot be read: {error}") from error
+        raise damage_error(shipped.path, f"a block cannot be read: {error}") from error
     if len(raw) != block.raw:
-        raise _damage_error(shipped.path, "a block's length differs from the index")
+        raise damage_error(shipped.path, "a block's length differs from the index")
     return raw
 
 
@@ -187,11 +187,12 @@ def split_block(
         content = view[offset : offset + entry.size]
         offset += entry.size
         if hashlib.sha256(content).hexdigest() != entry.sha256:
-            raise _damage_error(path, f"{entry.path} in it was changed after the build")
+            raise damage_error(path, f"{entry.path} in it was changed after the build")
         yield entry, content
 
 
-def _damage_error(path: Path, reason: str) -> ChecksumError:
+def damage_error(path: Path, reason: str) -> ChecksumError:
+    """Return the error of a damaged shipped file."""
     hint = "download the file again and compare it with its SHA256SUMS"
     return ChecksumError(f"{path} is damaged: {reason}", hint=hint)
 
