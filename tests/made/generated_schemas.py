@@ -25,20 +25,16 @@ def _any(rng: random.Random, depth: int) -> dict[str, Any]:
 
 def _string(rng: random.Random, _depth: int) -> dict[str, Any]:
     low = rng.randrange(0, 4)
-    return rng.choice(
-        [
-            {"type": "string", "minLength": low, "maxLength": low + rng.randrange(1, 12)},
-            {"type": "string", "maxLength": 8},
-            {
-                "type": "string",
-                "pattern": rng.choice(
-                    ["^[a-z]{2,5}$", "^[A-Z]{2}-[0-9]{3}$", "^(yes|no|maybe)$", "^\\S{1,6}$"]
-                ),
-            },
-            {"type": "string", "format": rng.choice(["date", "date-time", "time", "uuid", "ipv4"])},
-            {"type": ["string", "null"], "maxLength": 5},
-        ]
-    )
+    high = low + rng.randrange(1, 12)
+    pattern = rng.choice(["^[a-z]{2,5}$", "^[A-Z]{2}-[0-9]{3}$", "^(yes|no|maybe)$", "^\\S{1,6}$"])
+    rules: list[dict[str, Any]] = [
+        {"minLength": low, "maxLength": high},
+        {"maxLength": 8},
+        {"pattern": pattern},
+        {"format": rng.choice(["date", "date-time", "time", "uuid", "ipv4"])},
+        {"type": ["string", "null"], "maxLength": 5},
+    ]
+    return {"type": "string"} | rng.choice(rules)
 
 
 def _integer(rng: random.Random, _depth: int) -> dict[str, Any]:
@@ -89,12 +85,8 @@ def _object(rng: random.Random, depth: int) -> dict[str, Any]:
 
 def _array(rng: random.Random, depth: int) -> dict[str, Any]:
     low = rng.randrange(0, 3)
-    return {
-        "type": "array",
-        "items": _any(rng, depth - 1),
-        "minItems": low,
-        "maxItems": low + rng.randrange(0, 3),
-    }
+    items = _any(rng, depth - 1)
+    return {"type": "array", "items": items, "minItems": low, "maxItems": low + rng.randrange(0, 3)}
 
 
 def _tuple(rng: random.Random, depth: int) -> dict[str, Any]:
@@ -168,11 +160,8 @@ def _wild_object(rng: random.Random, depth: int) -> dict[str, Any]:
     drawn: dict[str, Any] = {"type": "object", "properties": properties}
     drawn["required"] = rng.sample([*sorted(properties), "z"], rng.randrange(0, len(properties) + 1))
     drawn["additionalProperties"] = rng.choice([False, _wild(rng, 0)])
-    for key, value in (
-        ("patternProperties", {"^q": _wild(rng, 0)}),
-        ("minProperties", 1),
-        ("maxProperties", 3),
-    ):
+    rules = {"patternProperties": {"^q": _wild(rng, 0)}, "minProperties": 1, "maxProperties": 3}
+    for key, value in rules.items():
         if rng.random() < 0.2:
             drawn[key] = value
     return drawn
