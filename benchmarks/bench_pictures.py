@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/made"))
 import numpy as np
 from bench_memory import next_turn, work_folder
 from common import make_parser, model_path, spread, write_figure
-from made_projectors import Encoder, make_projector, rename_tokens
+from made_projectors import Encoder, copy_model, make_projector
 from peer_server import Answer, Messages, Side, conversation, ours, text_of, theirs
 from PIL import Image
 
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--brief", action="store_true", help="only one conversation about each picture")
     options = parser.parse_args()
     with work_folder("") as work:
-        model = rename_tokens(work / "gemma-3-270m.gguf", model_path("gemma3"), {}, _TEMPLATE)
+        model = copy_model(work / "gemma-3-270m.gguf", model_path("gemma3"), {}, _TEMPLATE)
         mmproj = work / "mmproj-random.gguf"
         projector = make_projector(mmproj, "gemma3", 640, image=512, encoder=_SIGLIP_BASE)
         slots = _STREAMS + 1
