@@ -21,6 +21,7 @@ from edgeinfer.runtime.model_shape import (
     Buffers,
     Shape,
     make_buffers,
+    outputs_without_memory,
     round_up_cells,
     with_tensors,
 )
@@ -139,9 +140,9 @@ MAX_DRAFT = 15
 #: sequence ids for texts that later requests may continue.
 DRAFT_BATCH = 128
 DRAFT_SPARE_SEQUENCES = 8
-#: Tokens with logits per step and request. The logits of a token are a float per token of the
-#: vocabulary.
-_OUTPUTS_PER_REQUEST = 8
+#: Tokens with logits per step and request, and most tokens per step if they take no more memory. The
+#: logits of a token are a float per token of the vocabulary.
+_OUTPUTS_PER_REQUEST, _MAX_FREE_OUTPUTS = 8, 256
 #: Sequence ids besides the parallel ones: 16 for idle conversations, and one for saving KV blocks.
 _SPARE_SEQUENCES = 17
 _MAX_SEQUENCES = 256
@@ -278,8 +279,9 @@ def _make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> MemoryPl
     if shape.is_recurrent:  # a scratch id for saving and restoring ranges of states (decision 080)
         n_seq_max = n_parallel.value + 1
     n_batch = min(max(options.n_batch, n_parallel.value), n_cells.value)
+    n_free = min(_MAX_FREE_OUTPUTS, outputs_without_memory(shape, n_batch))
     # llama.cpp aborts if fewer outputs are allowed than there are sequence ids
-    n_outputs = max(n_seq_max, min(n_batch, n_parallel.value * _OUTPUTS_PER_REQUEST))
+    n_outputs = max(n_seq_max, min(n_batch, max(n_free, n_parallel.value * _OUTPUTS_PER_REQUEST)))
     buffers = make_buffers(
         shape, n_cells.value, kv_type.value, n_seq_max=n_seq_max, n_ubatch=n_batch, n_outputs=n_outputs
     )

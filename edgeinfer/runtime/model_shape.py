@@ -188,6 +188,14 @@ def make_buffers(
     )
 
 
+def outputs_without_memory(shape: Shape, n_ubatch: int) -> int:
+    """Return how many tokens of a micro-batch may have logits without a larger compute buffer.
+
+    Logits take the memory that the layers before them needed, as in `make_buffers`.
+    """
+    return n_ubatch * (3 * shape.n_ff + shape.n_embd + shape.n_query) // max(1, shape.n_vocab)
+
+
 def round_up_cells(n_cells: int) -> int:
     """Round a number of cells up as llama.cpp does."""
     return (n_cells + CELL_STEP - 1) // CELL_STEP * CELL_STEP

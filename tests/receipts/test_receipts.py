@@ -164,6 +164,28 @@ def test_copies_of_a_batch_and_an_answer_from_the_cache_verify(engines: Engines)
 
 
 @pytest.mark.model
+def test_a_check_computes_prompt_and_answer_in_one_step(engines: Engines) -> None:
+    engine = engines["smollm2"]
+    (receipt,) = _receipts(engine, _request("cut by length"))
+    n_steps = engine.metrics().steps_total
+    assert verify(receipt, engine).verdict == "verified"
+    assert engine.metrics().steps_total == n_steps + 1
+
+
+@pytest.mark.model
+def test_checks_next_to_an_answer_verify_and_do_not_change_it(engines: Engines) -> None:
+    engine = engines["smollm2"]
+    checked = _receipts(engine, *map(_request, ("sampled", "schema", "stop strings", "cut by length")))
+    long = _request(ignore_eos=True, max_tokens=150)
+    (alone,) = answers(engine, [long])
+    with ThreadPoolExecutor() as pool:
+        generation = engine.submit(long)
+        verdicts = pool.map(lambda receipt: verify(receipt, engine).verdict, checked * 2)
+        assert collect(generation).text == alone.text
+        assert set(verdicts) == {"verified"}
+
+
+@pytest.mark.model
 def test_a_cancelled_answer_verifies_as_far_as_it_goes(engines: Engines) -> None:
     engine = engines["smollm2"]
     request = _request(ignore_eos=True, max_tokens=1500)

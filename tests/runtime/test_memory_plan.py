@@ -22,7 +22,7 @@ from edgeinfer.runtime.memory_plan import (
     make_plan,
     plan_streaming,
 )
-from edgeinfer.runtime.model_shape import Shape, make_shape, with_tensors
+from edgeinfer.runtime.model_shape import Shape, make_buffers, make_shape, with_tensors
 from edgeinfer.runtime.options import LoadOptions
 
 from .conftest import machine
@@ -124,6 +124,14 @@ LARGE_OUTPUT = msgspec.structs.replace(DENSE, embedding_bytes=int(2.3 * GIB))
 
 def plan_of(shape: Shape) -> MemoryPlan:
     return make_plan(shape, LoadOptions(n_ctx=4096, n_parallel=4), machine(64 * GIB))
+
+
+@pytest.mark.parametrize(("shape", "n_outputs"), [(DENSE, 204), (EXPERTS, 106), (TINY, 60)])
+def test_more_tokens_have_logits_where_these_take_no_memory(shape: Shape, n_outputs: int) -> None:
+    plan = plan_of(shape)
+    limits = {"n_seq_max": plan.n_seq_max, "n_ubatch": plan.n_batch, "n_outputs": 1}
+    fewest = make_buffers(shape, plan.n_cells.value, plan.kv_type.value, **limits)
+    assert (plan.n_outputs, plan.buffers.compute_bytes) == (n_outputs, fewest.compute_bytes)
 
 
 def devices_with(*free_gib: float) -> tuple[Device, ...]:

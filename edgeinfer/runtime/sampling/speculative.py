@@ -418,20 +418,3 @@ class Drafting:
         for acceptance, is_right in compare(self._predicted, sampled):
             acceptance.record(is_right=is_right)
         self._predicted = []
-
-
-class ReplayDrafting(Drafting):
-    """Drafts the tokens of an earlier `answer`: each step verifies as many as it has rows for."""
-
-    def __init__(self, answer: Sequence[int], n_prompt: int) -> None:
-        super().__init__(None, limit=0)
-        self._answer, self._n_prompt = answer, n_prompt
-
-    def propose(
-        self, tokens: Sequence[int], room: int, budget: DraftBudget, split: Split = single_tokens
-    ) -> list[int]:
-        n = len(tokens) - self._n_prompt
-        return list(self._answer[n : min(n + room, len(self._answer) - 1)])
-
-    def record_acceptance(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
-        """Do nothing, because replayed tokens are no predictions."""

@@ -78,7 +78,7 @@ class BatchPlanner:
         return by_adapters[self._context_adapters]
 
     def _fits_decode_step(self, seq: Sequence) -> bool:
-        if seq.pictures.is_pending(seq.n_past):
+        if seq.pictures.is_pending(seq.n_past) or self._replayable(seq):
             return False
         if seq.n_pending == 1 or not self.kv.supports_truncation:
             return seq.is_decoding
@@ -185,13 +185,13 @@ class BatchPlanner:
         if entries and are_all_long and self._decode_budget.grant_step((awaited or prefilling)[0]):
             return
         prompts = self._short_or_long(awaited) if awaited else prefilling
-        pending = [s.n_pending for s in prompts]
+        pending = [s.n_pending + len(self._replayable(s)) for s in prompts]
         token_budget = self.chunk_sizer.token_budget(self.batch.room, self.batch.n_tokens, pending)
-        for seq in prompts:
+        for seq, n_pending in zip(prompts, pending, strict=True):
             if token_budget <= 0 or self.batch.n_outputs >= self.batch.max_outputs:
                 return
             n_used = self.batch.n_tokens
-            if not self.kv.make_room(n_used + min(token_budget, seq.n_pending)):
+            if not self.kv.make_room(n_used + min(token_budget, n_pending)):
                 token_budget = min(token_budget, self.kv.free_cells - n_used)
                 if token_budget <= 0:
                     if not entries:
@@ -210,7 +210,10 @@ class BatchPlanner:
         return short if is_turn_of_short else long
 
     def _add_chunk(self, seq: Sequence, max_tokens: int) -> BatchEntry:
-        """Add the next tokens of a prompt, up to `max_tokens`, a checkpoint, a picture, or its end."""
+        """Add the next tokens of a prompt, up to `max_tokens`, a checkpoint, a picture, or its end.
+
+        The tokens of an answer that the request replays follow, as drafts: all are known, too.
+        """
         n_past = seq.n_past
         if not self.kv.supports_truncation:
             max_tokens = min(max_tokens, tokens_to_next_checkpoint(n_past, len(seq.tokens)))
@@ -222,10 +225,22 @@ class BatchPlanner:
         is_last = n_past + len(tokens) == len(seq.tokens)
         has_output = is_last and seq.max_tokens > 0
         n_outputs = len(tokens) if has_logprobs else int(has_output)
-        seq_id = seq.cached_seq.seq_id
+        first_output = self.batch.n_outputs + n_outputs - 1
+        drafts: list[int] = []
+        if is_last and not has_logprobs:
+            room = min(self.batch.max_outputs - first_output, self.n_ctx - len(seq.tokens)) - 1
+            drafts += self._replayable(seq)[: max(0, min(max_tokens - len(tokens), room))]
+        tokens += drafts
+        seq_id, n_outputs = seq.cached_seq.seq_id, n_outputs + len(drafts)
         self.batch.add(tokens, seq.position, seq_id, outputs=n_outputs, adapters=seq.adapters)
-        first_output = self.batch.n_outputs - 1
-        return BatchEntry(seq, first_output, tokens, has_output=has_output, is_prefill=True)
+        return BatchEntry(seq, first_output, tokens, drafts, has_output=has_output, is_prefill=True)
+
+    def _replayable(self, seq: Sequence) -> tuple[int, ...]:
+        """Return the tokens of a replayed answer that can be computed before they are sampled."""
+        replay = seq.request.replay
+        if replay is None or not self.kv.supports_truncation:
+            return ()
+        return replay.answer[:-1][seq.n_generated : max(0, seq.max_tokens - 1)]
 
     def _preempt_other_than(self, seq: Sequence) -> None:
         """Preempt the youngest other sequence. Called if no cell is free and the batch is empty."""

@@ -31,7 +31,7 @@ from edgeinfer.runtime.requests import (
 )
 from edgeinfer.runtime.sampling.draft_model import DraftModel, RequestDrafter
 from edgeinfer.runtime.sampling.grammar import Constraints, Lark, TokenMatcher
-from edgeinfer.runtime.sampling.speculative import Drafting, ReplayDrafting, SuffixDrafter
+from edgeinfer.runtime.sampling.speculative import Drafting, SuffixDrafter
 from edgeinfer.runtime.scheduler.sequence import Sequence
 from edgeinfer.runtime.vision import PromptPictures, Span, Vision
 
@@ -82,7 +82,7 @@ class InputProcessor:
             tokens=PromptTokens(tokens),
             sampler=Sampler(self.vocab, s, seed=seed, n_ctx=self.n_ctx),
             detokenizer=detokenizer,
-            drafting=self._drafting(request, len(tokens)),
+            drafting=self._drafting(request),
             max_tokens=self._max_tokens(request, len(tokens)),
             n_keep=self._n_keep(request, tokens) if request.overflow == "shift" else 0,
             matcher=matcher,
@@ -205,10 +205,9 @@ class InputProcessor:
         close = self.vocab.tokenize(chat.reasoning_close, parse_special=True)
         return ReasoningBudget(n_tokens, close, opened=detokenizer.is_reasoning)
 
-    def _drafting(self, request: GenerateRequest, n_prompt: int) -> Drafting:
-        if request.replay is not None:
-            return ReplayDrafting(request.replay.answer, n_prompt)
-        drafter = None if request.speculative == "off" else SuffixDrafter(self.vocab.n_vocab)
+    def _drafting(self, request: GenerateRequest) -> Drafting:
+        has_drafts = request.speculative != "off" and request.replay is None
+        drafter = SuffixDrafter(self.vocab.n_vocab) if has_drafts else None
         return Drafting(drafter, limit=MAX_DRAFT, is_forced=request.speculative == "ngram")
 
     def _max_tokens(self, request: GenerateRequest, n_prompt: int) -> int:

@@ -86,5 +86,6 @@ class OutputProcessor:
         # forced tokens may be equal to all drafts left: compute the last one again, to get its logits
         accepted_end = min(accepted_end, len(seq.tokens) - 1)
         n_drafts = len(entry.drafts)
-        seq.drafting.record_acceptance(seq.tokens, n_drafts, n_drafts - (seq.n_past - accepted_end))
+        if not entry.is_prefill:  # the tokens of a replayed answer are no predictions
+            seq.drafting.record_acceptance(seq.tokens, n_drafts, n_drafts - (seq.n_past - accepted_end))
         self._executor.kv.truncate(seq.cached_seq, accepted_end)
