@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from edgeinfer import __version__
 from edgeinfer.errors import ConfigError, ReceiptError
+from edgeinfer.platform.disk import path_errors
 from edgeinfer.platform.ed25519 import SigningKey, fingerprint, is_signed_by, parse_key
 from edgeinfer.runtime.events import Finished, FinishReason, TokenRecord
 from edgeinfer.runtime.options import EngineInfo
@@ -38,7 +39,6 @@ _Name = Annotated[str, Meta(max_length=1024)]
 _Tokens = Annotated[
     tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...], Meta(min_length=1, max_length=_MAX_TOKENS)
 ]
-_Seconds = Annotated[float, Meta(ge=0)]
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,7 +98,7 @@ class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
     n_answer: int
     finish_reason: FinishReason
     index: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
-    seconds: _Seconds
+    seconds: Annotated[float, Meta(ge=0)]
     content_sha256: _Digest
     sha256: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
     signature: Signature | None = None
@@ -164,6 +164,8 @@ def make_receipt(
         logprobs=tuple(logprobs),
         stop_sequence=finished.stop_sequence,
     )
+    # as they are after decoding: a temperature of 0 is 0.0
+    sampling = msgspec.to_builtins(request.sampling, str_keys=True)
     receipt = Receipt(
         version=1,
         program=__version__,
@@ -177,7 +179,7 @@ def make_receipt(
         kv_type=str(info.choices["kv_type"].value),
         n_ctx=info.n_ctx,
         time=datetime.now().astimezone(),
-        sampling=_with_floats(request.sampling),
+        sampling=msgspec.convert(sampling, Sampling, str_keys=True),
         constraint_sha256=constraint_digest(request, content.salt),
         n_prompt=len(record.prompt),
         n_answer=len(record.answer),
@@ -213,12 +215,6 @@ def _why_refused(request: GenerateRequest, record: TokenRecord, info: EngineInfo
     return ""
 
 
-def _with_floats(sampling: Sampling) -> Sampling:
-    """Return the options as they are after decoding: a temperature of 0 is 0.0."""
-    document = msgspec.to_builtins(sampling, str_keys=True)
-    return msgspec.convert(document, Sampling, str_keys=True)
-
-
 #: Request fields that a receipt stores elsewhere, or that change when an answer is computed, but never
 #: its tokens.
 _SERVER_FIELDS = (
@@ -244,13 +240,8 @@ def _sha256(value: Any) -> str:
     return hashlib.sha256(msgspec.json.encode(value)).hexdigest()
 
 
-def parse(data: bytes) -> Receipt:
-    """Parse an untrusted receipt. Raises ReceiptError that says what is wrong with it."""
-    return to_receipt(parse_json(data))
-
-
 def parse_json(data: bytes) -> Any:
-    """Parse a receipt's JSON, which must not repeat keys. Raises ReceiptError."""
+    """Parse untrusted JSON of a receipt, which must not repeat keys. Raises ReceiptError."""
     if len(data) > MAX_BYTES:
         raise ReceiptError(f"the receipt has {len(data):,} bytes; at most {MAX_BYTES:,} are allowed")
     try:
@@ -262,7 +253,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def to_receipt(document: Any) -> Receipt:
-    """Convert a parsed document. Raises ReceiptError."""
+    """Convert a parsed document. Raises ReceiptError that says what is wrong with it."""
     try:
         receipt = msgspec.convert(document, Receipt, str_keys=True)
         if unknown := document["sampling"].keys() - set(Sampling.__struct_fields__):
@@ -292,11 +283,9 @@ def load_key(path: str) -> SigningKey | None:
     if not path:
         return None
     file = Path(path).expanduser()
-    try:
+    with path_errors(f"receipts.key: {file}", "name a file that you may read", ConfigError):
         is_shared = file.stat().st_mode & 0o077
         key = parse_key(file.read_text("utf-8", errors="replace"))
-    except OSError as error:
-        raise ConfigError(f"receipts.key: {file}: {error.strerror}") from error
     if is_shared:
         problem = f"receipts.key: other users of this machine may open {file}"
         raise ConfigError(problem, hint=f"chmod 600 {file}")

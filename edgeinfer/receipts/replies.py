@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 import msgspec
@@ -15,6 +15,10 @@ from edgeinfer.runtime.event_stream import CollectedAnswer, CollectedCall
 #: Keys of an answer's text and reasoning in whole replies, choices, messages and content blocks.
 _TEXT_KEYS = ("content", "text", "response", "result")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_ARGUMENT_KEYS = ("arguments", "partial_json", "input")
+#: Keys of objects, or lists of them, that have these: the first ones in each answer.
+_ANSWER_KEYS = ("message", "delta", "content", "output")
+_OTHER_KEYS = ("choices", "content_block", "tool_calls", "function", "item", "part", "response")
 #: Events that end a stream without `[DONE]`.
 _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "response.failed")
 
@@ -62,7 +66,7 @@ class Quote(msgspec.Struct, kw_only=True):
         calls = [call for _, call in sorted(answer.calls.items())]
         quoted = [call for _, call in sorted(self.calls.items())]
         if len(quoted) < len(calls):  # Ollama's API leaves out a call that a limit cut
-            calls = [call for call in calls if _decode(call) is not None]
+            calls = [call for call in calls if _canonical(call.arguments)]
         return len(quoted) == len(calls) and all(map(_is_call, quoted, calls))
 
 
@@ -70,19 +74,16 @@ def _is_call(quoted: list[Any], call: CollectedCall) -> bool:
     name, arguments = quoted
     if isinstance(arguments, str) and arguments:
         return (name, arguments) == (call.name, call.arguments)
-    pair = (arguments or {}, _decode(call) or {})
-    try:
-        return name == call.name and len({json.dumps(value, sort_keys=True) for value in pair}) == 1
-    except RecursionError:
-        return False
+    return name == call.name and _canonical(arguments) == (_canonical(call.arguments) or "{}")
 
 
-def _decode(call: CollectedCall) -> dict[str, Any] | None:
+def _canonical(arguments: str | dict[str, Any]) -> str:
+    """Return a call's arguments as JSON with sorted keys, "" if they are not a whole object."""
     try:
-        arguments = json.loads(call.arguments or "{}")
+        decoded = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        return json.dumps(decoded, sort_keys=True) if isinstance(decoded, dict) else ""
     except (ValueError, RecursionError):
-        return None
-    return arguments if isinstance(arguments, dict) else None
+        return ""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +117,8 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
                     yield f"{name}:{number}", error
                     continue
                 document = parse_json(line + file.read(MAX_BYTES))
-            if isinstance(document, list) and not _are_answers(document):
+            # a list is the answers to several prompts if its last one has all receipts
+            if isinstance(document, list) and not any("receipts" in d for d in _dicts(document[-1:])):
                 problem = "this is a list; `jq -c .[]` writes its replies as lines"
                 yield f"{name}:{number}", ReceiptError(problem)
                 continue
@@ -146,11 +148,6 @@ def _is_last(document: Any, *, is_event: bool) -> bool:
     return document.get("done") is not False  # Ollama's API streams lines
 
 
-def _are_answers(documents: list[Any]) -> bool:
-    """Return whether a list is a reply to several prompts: its last answer has all receipts."""
-    return bool(documents) and isinstance(documents[-1], dict) and "receipts" in documents[-1]
-
-
 def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], int]:
     """Return the receipts of a reply, and the number of its answers.
 
@@ -176,7 +173,7 @@ def _entries(documents: list[dict[str, Any]], source: str) -> tuple[list[Entry],
         if document.keys() & {"receipt", "receipts"}
         for receipt in _list(document.get("receipts")) or [document.get("receipt")]
     ]
-    quotes = quote_answers(documents)
+    quotes = _quote_answers(documents)
     entries = [
         Entry(source=source, document=receipt, quotes=tuple(quotes.get(index, ())))
         for index, receipt in enumerate(receipts)
@@ -185,101 +182,65 @@ def _entries(documents: list[dict[str, Any]], source: str) -> tuple[list[Entry],
     return entries, max(len(receipts), len(quotes), 1)
 
 
-def quote_answers(documents: list[dict[str, Any]]) -> dict[int, list[Quote]]:
+def _quote_answers(documents: list[dict[str, Any]]) -> dict[int, list[Quote]]:
     """Return each copy of every answer of a reply, by the answer's index."""
     copies: dict[int, dict[str, Quote]] = {}
     for document in documents:
-        for index, copy, field, text, number in _fragments(document):
+        copy, pieces = _copy_and_pieces(document)
+        for index, field, text, number in pieces:
             quote = copies.setdefault(index, {}).setdefault(copy, Quote(has_calls=copy != "part"))
             # an item after a call repeats the text before it
             quote.add(field, text, number, may_repeat=bool(copy))
     return {index: list(quotes.values()) for index, quotes in copies.items()}
 
 
-#: (index of the answer, which copy of it, field of a quote or a call, text, number of the call)
-_Fragment = tuple[int, str, str, Any, int]
+#: (index of the answer, field of a quote or a call, its text, number of the call)
+_Piece = tuple[int, str, Any, int]
 
 
-def _fragments(document: dict[str, Any]) -> Iterator[_Fragment]:
-    """Yield the pieces of answers in a reply, or in an event of a stream."""
-    kind, index = str(document.get("type")), _number(document.get("index"))
-    if kind.startswith("response."):
-        yield from _of_response_event(kind, document)
-        return
-    for choice in _dicts(document.get("choices")):
-        number = _number(choice.get("index"))
-        yield number, "", "text", "", 0
-        for message in (choice, choice.get("delta"), choice.get("message")):
-            yield from _of_message(message, number)
-    if kind.startswith("content_block_"):  # Anthropic's; its index is the block's
-        for block in (document.get("content_block"), document.get("delta")):
-            yield from _of_message(block, number=index)
-    else:
-        for message in (document, document.get("message")):
-            yield from _of_message(message, index)
-    if "output" in document:
-        yield from _of_items(document)
+def _copy_and_pieces(document: dict[str, Any]) -> tuple[str, Iterable[_Piece]]:
+    """Return the pieces of answers in a reply, or in an event of a stream, and which copy they are of.
 
-
-def _of_response_event(kind: str, event: dict[str, Any]) -> Iterator[_Fragment]:
-    """Yield the pieces of an event of the Responses API, whose streams repeat an answer as contents
-    ("done"), as parts, as items, and as a whole ("output").
+    Streams of the Responses API repeat an answer as contents ("done"), as parts, as items, and as a
+    whole ("response").
     """
-    number = _number(event.get("output_index"))
-    if kind == "response.created":
-        yield 0, "", "text", "", 0
+    kind, index = _string(document.get("type")), _number(document.get("index"))
+    if kind.startswith("content_block_"):  # Anthropic's; its index is the block's
+        return "", _pieces(document, 0, index)
+    if not kind.startswith("response."):
+        return "response" if "output" in document else "", _pieces(document, index, 0)
+    number = _number(document.get("output_index"))
     if kind.endswith(".delta"):
-        fields = [field for field in ("arguments", "reasoning") if field in kind]
-        yield 0, "", fields[0] if fields else "text", str(event.get("delta")), number
-    elif kind.endswith(".added"):
-        yield from _of_message(event.get("item", event.get("part")), number=number)
-    elif "part" in event or "item" in event:
-        copy = "part" if "part" in event else "item"
-        yield from _of_message(event[copy], copy=copy, number=number)
-    elif isinstance(response := event.get("response"), dict):
-        yield from _of_items(response)
-    else:
-        yield from _of_message(event, copy="done", number=number)
+        field = next((field for field in ("arguments", "reasoning") if field in kind), "text")
+        return "", [(0, field, _string(document.get("delta")), number)]
+    copy = next((key for key in ("part", "item", "response") if key in document), "done")
+    is_first = kind.endswith((".created", ".added"))
+    return "" if is_first else copy, _pieces(document, 0, number)
 
 
-def _of_items(response: dict[str, Any]) -> Iterator[_Fragment]:
-    yield 0, "output", "text", "", 0
-    for number, item in enumerate(_dicts(response.get("output"))):
-        yield from _of_message(item, copy="output", number=number)
-
-
-def _of_message(
-    message: Any, index: int = 0, *, copy: str = "", number: int = 0
-) -> Iterator[_Fragment]:
-    """Yield text, reasoning and calls of a message, an item, a content block or their like."""
-    if not isinstance(message, dict):
-        return
-    blocks = list(enumerate([message], number))
-    if isinstance(content := message.get("content"), list):
-        yield index, copy, "text", "", 0
-        blocks += enumerate(_dicts(content), number)
-    for position, block in blocks:
-        is_reasoning = "reasoning" in str(block.get("type"))
+def _pieces(document: dict[str, Any], index: int, number: int) -> Iterator[_Piece]:
+    """Yield text, reasoning and calls of an object of a reply, and of the objects in it."""
+    pending = [(document, index, number)]
+    while pending:
+        node, index, number = pending.pop()
+        if node.keys() & set(_ANSWER_KEYS):
+            yield index, "text", "", 0  # an answer without text is one, too
+        is_reasoning = "reasoning" in _string(node.get("type"))
         for key in (*_TEXT_KEYS, *_REASONING_KEYS):
-            if isinstance(text := block.get(key), str):
-                is_text = key in _TEXT_KEYS and not is_reasoning
-                yield index, copy, "text" if is_text else "reasoning", text, 0
-        yield from _of_call(block, index, copy, position)
-    for position, call in enumerate(_dicts(message.get("tool_calls"))):
-        function = call.get("function", call)
-        if isinstance(function, dict):
-            position = _number(function.get("index", call.get("index", position)))
-            yield from _of_call(function, index, copy, position)
-
-
-def _of_call(call: dict[str, Any], index: int, copy: str, number: int) -> Iterator[_Fragment]:
-    values = [call[key] for key in ("arguments", "partial_json", "input") if key in call]
-    if values and isinstance(name := call.get("name"), str):
-        namespace = call.get("namespace")
-        yield index, copy, "name", f"{namespace}.{name}" if namespace else name, number
-    for arguments in values:
-        if isinstance(arguments, str | dict) and arguments:
-            yield index, copy, "arguments", arguments, number
+            if isinstance(text := node.get(key), str):
+                yield index, "text" if key in _TEXT_KEYS and not is_reasoning else "reasoning", text, 0
+        arguments = [node[k] for k in _ARGUMENT_KEYS if isinstance(node.get(k), str | dict)]
+        if arguments and isinstance(name := node.get("name"), str):
+            namespace = node.get("namespace")
+            yield index, "name", f"{namespace}.{name}" if namespace else name, number
+        yield from ((index, "arguments", a, number) for a in arguments if a)
+        children = list[tuple[dict[str, Any], int, int]]()
+        for key in (*_ANSWER_KEYS, *_OTHER_KEYS):
+            inner = node.get(key)
+            for i, child in enumerate(_dicts(inner if isinstance(inner, list) else [inner])):
+                own = _number(child.get("index", number + i))
+                children.append((child, own, 0) if key == "choices" else (child, index, own))
+        pending += reversed(children)
 
 
 def _list(value: Any) -> list[Any]:
@@ -288,6 +249,10 @@ def _list(value: Any) -> list[Any]:
 
 def _dicts(value: Any) -> list[dict[str, Any]]:
     return [element for element in _list(value) if isinstance(element, dict)]
+
+
+def _string(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _number(value: Any) -> int:

@@ -7,6 +7,7 @@ with the receipt's, within a tolerance, and the verdict says so.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from edgeinfer.errors import ReceiptError
 from edgeinfer.receipts.receipt import Content, Receipt, constraint_digest, request_fields
 from edgeinfer.receipts.replies import Quote
 from edgeinfer.runtime.event_stream import CollectedAnswer
-from edgeinfer.runtime.events import FinishReason, TokenRecord
+from edgeinfer.runtime.events import Finished, FinishReason, TokenRecord
 from edgeinfer.runtime.interface import Engine, Generation
 from edgeinfer.runtime.requests import GenerateRequest, Replay
 from edgeinfer.runtime.revision import KERNEL_REVISION
@@ -29,9 +30,8 @@ MEAN_TOLERANCE, MOST_TOLERANCE = 0.15, 1.0
 _ROUNDING = 0.001
 #: Revisions for one kind of processor are within this range (`revision.py`).
 _REVISIONS = 1000
-_TOO_FEW_LOGPROBS = "the receipt does not have a log-probability for each token"
 
-Verdict = Literal["verified", "within tolerance", "differs"]
+Verdict = Literal["verified", "within tolerance", "not checked", "differs"]
 
 
 class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,24 +43,25 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a check. `position` is the index of the first different token, or the answer's length.
+    """Result of a check. One of a receipt that was not checked has only `verdict` and `reason`.
 
-    At that position the receipt has `expected`, and this engine generates `chosen`; None is an end.
-    `mean_difference` and `most_difference` are those of log-probabilities, if only these were compared.
-    `text` is that of the tokens, None if they were not generated again, and `is_text_compared` says
-    whether it was compared with the response's text. `seconds` is the time of the check,
-    `generation_seconds` that of the answer.
+    `position` is the index of the first different token, or the answer's length. There the receipt has
+    `expected`, and this engine generates `chosen`; None is an end. `mean_difference` and
+    `most_difference` are those of log-probabilities, if only these were compared. `text` is that of the
+    tokens, None if they were not generated again, and `is_text_compared` says whether it was compared
+    with the response's text. `signer` is "" without a signature: then anyone may have written what is
+    not generated again. `seconds` is the time of the check, `generation_seconds` that of the answer.
     """
 
     verdict: Verdict
     reason: str = ""
-    model: str
+    model: str = ""
     signer: str = ""
-    kernel_revision: int
+    kernel_revision: int = KERNEL_REVISION
     own_revision: int = KERNEL_REVISION
-    n_prompt: int
-    n_answer: int
-    finish_reason: FinishReason
+    n_prompt: int = 0
+    n_answer: int = 0
+    finish_reason: FinishReason | None = None
     text: str | None = None
     is_text_compared: bool = False
     position: int | None = None
@@ -69,7 +70,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     mean_difference: float | None = None
     most_difference: float | None = None
     seconds: float = 0.0
-    generation_seconds: float
+    generation_seconds: float = 0.0
 
 
 def with_content(receipt: Receipt, whole: Receipt) -> Receipt:
@@ -123,6 +124,11 @@ class ReceiptCheck:
     def _is_exact(self) -> bool:
         return self._receipt.kernel_revision == KERNEL_REVISION
 
+    @property
+    def _is_whole(self) -> bool:
+        """Return whether the answer ended by itself."""
+        return self._receipt.finish_reason in ("stop", "tool_calls")
+
     def _difference(self) -> str:
         """Describe how the answer differs, "" if it does not. Raises ReceiptError."""
         content = self._receipt.content
@@ -130,8 +136,24 @@ class ReceiptCheck:
             hint = "check it with its content: `edgeinfer verify RECEIPT --content FILE`"
             raise ReceiptError("the receipt is private: it has no prompt and answer", hint=hint)
         request = self._request(content)
-        compare = self._replay if self._is_exact else self._compare_logprobs
-        return self._limits(content, request) or compare(content, request)
+        if contradiction := self._contradiction(content, request):
+            return contradiction
+        # one more token shows whether the answer continues; before a tolerance, only the prompt counts
+        n = len(content.answer) + self._is_whole if self._is_exact else 1
+        replay = Replay(answer=content.answer[:n], time=self._receipt.time)
+        generated = self._generate(msgspec.structs.replace(request, replay=replay, max_tokens=n))
+        record = generated.finish.record
+        assert record is not None
+        if record.irreproducible:
+            problem = f"this engine cannot check receipts: {record.irreproducible}"
+            raise ReceiptError(problem, hint="check it on the CPU, or on another machine")
+        position = _first_difference(record.prompt, content.prompt)
+        if position is not None:
+            return f"the prompt of the request differs from token {position} on"
+        if not self._is_exact:
+            return self._compare_logprobs(content, request.lora)
+        difference = self._compare_tokens(content, record, generated.finish)
+        return difference or self._compare_text(generated, request.prompt)
 
     def _other_model(self) -> str:
         """Describe how the model differs. Raises ReceiptError if another load could be compared."""
@@ -179,7 +201,7 @@ class ReceiptCheck:
                 raise ReceiptError(f"the adapter {adapter.name!r} is not loaded", hint=hint)
         return tuple((loaded[adapter.sha256], adapter.scale) for adapter in self._receipt.adapters)
 
-    def _limits(self, content: Content, request: GenerateRequest) -> str:
+    def _contradiction(self, content: Content, request: GenerateRequest) -> str:
         """Return which number of the receipt contradicts the others, "" if none does.
 
         Raises ReceiptError if the receipt does not fit this engine's vocabulary or context.
@@ -202,51 +224,42 @@ class ReceiptCheck:
             return "the digest of schema, grammar and tools does not match"
         if (n_prompt, n_answer) != (receipt.n_prompt, receipt.n_answer):
             return "the numbers of tokens contradict each other"
-        most = receipt.n_ctx - n_prompt
-        if request.max_tokens is not None:
-            most = min(most, request.max_tokens)
+        limit = receipt.n_ctx if request.max_tokens is None else request.max_tokens
+        most = min(receipt.n_ctx - n_prompt, limit)
         if n_answer > most:
             return f"the answer has {n_answer} tokens, but its limit was {most}"
         if receipt.finish_reason == "length" and n_answer < most:
             return f"the answer was not cut off by length: it has {n_answer} of {most} tokens"
+        if len(content.logprobs) != n_answer:
+            return "the receipt does not have a log-probability for each token"
         return ""
 
-    def _replay(self, content: Content, request: GenerateRequest) -> str:
-        """Describe how the answer differs from this engine's, "" if it does not."""
-        reason, answer = self._receipt.finish_reason, content.answer
-        is_whole = reason in ("stop", "tool_calls")  # one more token shows whether the answer continues
-        generated = self._generate(request, answer, len(answer) + is_whole)
-        finished, record = generated.finish, _record(generated)
-        if difference := _prompt_difference(record, content):
-            return difference
-        position = _first_difference(record.answer, answer)
+    def _compare_tokens(self, content: Content, record: TokenRecord, finished: Finished) -> str:
+        """Describe how tokens, log-probabilities or the end differ, "" if they do not."""
+        position = _first_difference(record.answer, content.answer)
         if position is not None:
-            return self._token_difference(record, answer, position)
-        if is_whole and (finished.reason, finished.stop_sequence) != (reason, content.stop_sequence):
+            return self._token_difference(record, content.answer, position)
+        reason = self._receipt.finish_reason
+        end, expected_end = (finished.reason, finished.stop_sequence), (reason, content.stop_sequence)
+        if self._is_whole and end != expected_end:
             return f"the answer ends with {finished.reason!r}, but the receipt says {reason!r}"
-        if len(content.logprobs) != len(answer):
-            return _TOO_FEW_LOGPROBS
         for i, (computed, value) in enumerate(zip(record.logprobs, content.logprobs, strict=False)):
-            if computed is not None and value is not None and not abs(computed - value) <= _ROUNDING:
-                difference = f"is {computed:.3f}, but the receipt says {value:.3f}"
-                return f"the log-probability of token {i} {difference}"
+            if not _is_rounded(value, computed):
+                return f"the log-probability of token {i} is {computed}, but the receipt says {value}"
+        return ""
+
+    def _compare_text(self, generated: CollectedAnswer, prompt: str | tuple[int, ...] | None) -> str:
+        """Describe how a copy of the answer next to the receipt differs, "" if none does."""
         self._findings |= {"text": generated.text, "is_text_compared": bool(self._quotes)}
-        prompt = request.prompt or ""
-        if not isinstance(prompt, str):
+        if isinstance(prompt, tuple):
             prompt = self._engine.detokenize(prompt).decode("utf-8", "replace")
-        is_cut = reason in ("cancelled", "deadline")
-        return next(
-            (d for q in self._quotes if (d := q.difference(generated, prompt=prompt, is_cut=is_cut))),
-            "",
-        )
+        is_cut = self._receipt.finish_reason in ("cancelled", "deadline")
+        for quote in self._quotes:
+            if difference := quote.difference(generated, prompt=prompt or "", is_cut=is_cut):
+                return difference
+        return ""
 
-    def _generate(
-        self, request: GenerateRequest, answer: tuple[int, ...], max_tokens: int
-    ) -> CollectedAnswer:
-        replay = Replay(answer=answer, time=self._receipt.time)
-        return self._collect(msgspec.structs.replace(request, replay=replay, max_tokens=max_tokens))
-
-    def _collect(self, request: GenerateRequest) -> CollectedAnswer:
+    def _generate(self, request: GenerateRequest) -> CollectedAnswer:
         generation = self._generation = self._engine.submit(request)
         if self._is_cancelled:
             generation.cancel()
@@ -272,21 +285,16 @@ class ReceiptCheck:
         text = self._engine.detokenize([token]).decode("utf-8", "replace")
         return TokenChoice(id=token, text=text, logprob=logprob)
 
-    def _compare_logprobs(self, content: Content, request: GenerateRequest) -> str:
+    def _compare_logprobs(self, content: Content, lora: tuple[tuple[str, float], ...] | None) -> str:
         """Describe how far the log-probabilities exceed the tolerance, "" if they do not."""
-        first = self._generate(request, content.answer[:1], 1)  # only to render the prompt
-        if difference := _prompt_difference(_record(first), content):
-            return difference
-        if len(content.logprobs) != len(content.answer):
-            return _TOO_FEW_LOGPROBS
         teacher = GenerateRequest(
             prompt=content.prompt + content.answer,
             prompt_logprobs=0,
             max_tokens=0,
             cache_prompt=False,
-            lora=request.lora,
+            lora=lora,
         )
-        logprobs = self._collect(teacher).prompt
+        logprobs = self._generate(teacher).prompt
         assert logprobs is not None
         computed = [token.chosen.logprob for token in logprobs.tokens[len(content.prompt) - 1 :]]
         pairs = zip(computed, content.logprobs, strict=True)
@@ -303,19 +311,11 @@ class ReceiptCheck:
         )
 
 
-def _record(answer: CollectedAnswer) -> TokenRecord:
-    """Return the tokens of a replay. Raises ReceiptError if this engine cannot reproduce them."""
-    record = answer.finish.record
-    assert record is not None
-    if record.irreproducible:
-        problem = f"this engine cannot check receipts: {record.irreproducible}"
-        raise ReceiptError(problem, hint="check it on the CPU, or on another machine")
-    return record
-
-
-def _prompt_difference(record: TokenRecord, content: Content) -> str:
-    position = _first_difference(record.prompt, content.prompt)
-    return "" if position is None else f"the prompt of the request differs from token {position} on"
+def _is_rounded(value: float | None, logprob: float | None) -> bool:
+    """Return whether a receipt has `value` for a log-probability: None if it is forced or infinite."""
+    if value is None:
+        return logprob is None or math.isinf(logprob)
+    return logprob is not None and abs(logprob - value) <= _ROUNDING
 
 
 def _first_difference(tokens: tuple[int, ...], expected: tuple[int, ...]) -> int | None:

@@ -195,7 +195,7 @@ def test_the_receipt_of_the_last_answer_verifies(smollm2, store, front, tmp_path
         commander.run("/receipt my again.json")
         assert front.said.endswith("`edgeinfer verify 'my again.json'`")
         verdicts = [
-            ReceiptCheck(receipts.parse((tmp_path / name).read_bytes()), engine).run()
+            ReceiptCheck(receipts.to_receipt(json.loads((tmp_path / name).read_bytes())), engine).run()
             for name in ("name-a-ship.receipt.json", "my again.json")
         ]
     assert [result.verdict for result in verdicts] == ["verified"] * 2

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,42 +21,39 @@ from edgeinfer.cli.result import Result
 from edgeinfer.errors import EdgeInferError, ReceiptError, UsageError
 from edgeinfer.host import EngineHost
 from edgeinfer.platform.disk import path_errors
-from edgeinfer.receipts import receipt as receipts
-from edgeinfer.receipts.receipt import Receipt
+from edgeinfer.receipts.receipt import Receipt, parse_json, to_receipt
 from edgeinfer.receipts.replies import Entry, find_receipts, read_replies
-from edgeinfer.receipts.verify import ReceiptCheck, TokenChoice, Verification, with_content
+from edgeinfer.receipts.verify import ReceiptCheck, TokenChoice, Verdict, Verification, with_content
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.safe_text import escape_hidden
 from edgeinfer.units import format_ms
 
 #: Most receipts of a sample that are named because they differ or were refused.
 _MOST_NAMED = 20
-#: Exit status if only log-probabilities were compared: the kernel revisions differ.
-WITHIN_TOLERANCE = 9
-#: Exit status if a payload log has no receipt.
-NOTHING_CHECKED = 10
+#: Exit status of each verdict, from the best to the worst; and without a receipt in a payload log.
+_STATUSES: dict[Verdict, int] = {"verified": 0, "within tolerance": 9, "not checked": 5, "differs": 1}
+_NOTHING_CHECKED = 10
 #: Descriptions of answers that did not end by themselves.
 _CUT = {"cancelled": "that was cancelled", "deadline": "that reached its deadline"}
+#: What a verdict leaves open.
+_ONLY_TOKENS = "only the tokens in the receipt were compared, not the text"
+_UNSIGNED = "not signed: anyone can make such a receipt, so it does not show who answered, or when"
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """A receipt's verification, or why it could not be checked; `source` is its file and line.
+class Check(Verification, frozen=True, kw_only=True):
+    """The verification of a receipt of a file; `source` is its file and line.
 
     `lacks_text`: the response's text is missing or was not compared.
     """
 
     source: str
-    verification: Verification | None = None
-    error: str = ""
     lacks_text: bool = False
 
     @property
-    def verdict(self) -> str:
-        return self.verification.verdict if self.verification else "not checked"
-
-    @property
-    def reason(self) -> str:
-        return self.verification.reason if self.verification else self.error
+    def notes(self) -> list[str]:
+        """Statements about what the verdict leaves open."""
+        is_unsigned = self.verdict in ("verified", "within tolerance") and not self.signer
+        return [_ONLY_TOKENS] * self.lacks_text + [_UNSIGNED] * is_unsigned
 
 
 class VerifyResult(Result, frozen=True, kw_only=True):
@@ -67,65 +65,64 @@ class VerifyResult(Result, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """Exit status: 1 if an answer differs, 5 if a receipt could not be checked, 9 if one is only
-        within the tolerance, 10 if there is none.
-        """
-        if not self.checks:
-            return NOTHING_CHECKED
+        """Exit status of the worst verdict."""
         verdicts = {check.verdict for check in self.checks}
-        statuses = {"differs": 1, "not checked": 5, "within tolerance": WITHIN_TOLERANCE}
-        return next((status for verdict, status in statuses.items() if verdict in verdicts), 0)
+        statuses = [status for verdict, status in _STATUSES.items() if verdict in verdicts]
+        return statuses[-1] if statuses else _NOTHING_CHECKED
 
     def human(self) -> str:
-        if not self.checks:
-            return f"nothing was checked: {self._without() or 'the log is empty'}"
-        if len(self.checks) == self.n_receipts == 1 and self.checks[0].verification:
-            note = f"\n{_NO_TEXT}" if self.checks[0].lacks_text else ""
-            return describe(self.checks[0].verification) + note + self._without("\n", "more ")
-        kinds = ("verified", "within tolerance", "differs", "not checked")
-        verdicts = [check.verdict for check in self.checks]
-        counts = [f"{verdicts.count(kind)} {kind}" for kind in kinds if kind in verdicts]
-        suspects = [check for check in self.checks if check.reason]
-        lines = [f"{c.source}: {c.verdict}: {c.reason}" for c in suspects[:_MOST_NAMED]]
-        if len(suspects) > _MOST_NAMED:
-            lines.append(f"and {len(suspects) - _MOST_NAMED} more")
-        if n_texts := sum(check.lacks_text for check in self.checks):
-            lines.append(f"{n_texts} of them: {_NO_TEXT}")
-        n_checked = sum(check.verification is not None for check in self.checks)
-        lines.append(f"checked {n_checked} of {self.n_receipts} receipts: {', '.join(counts)}")
-        return "\n".join(map(escape_hidden, lines)) + self._without("\n", "more ")
+        return "\n".join(self._lines())
 
-    def _without(self, start: str = "", more: str = "") -> str:
-        noun = "answer has" if self.without_receipt == 1 else "answers have"
+    def _lines(self) -> Iterator[str]:
         n = self.without_receipt
-        return f"{start}{n} {more}{noun} no receipt" if n else ""
+        has_none = f"{'answer has' if n == 1 else 'answers have'} no receipt"
+        if not self.checks:
+            yield f"nothing was checked: {f'{n} {has_none}' if n else 'the log is empty'}"
+            return
+        [first, *others] = self.checks
+        if self.n_receipts == 1 and not others and first.verdict != "not checked":
+            yield from [*describe(first), *first.notes]
+        else:
+            yield from map(escape_hidden, self._summary())
+        if n:
+            yield f"{n} more {has_none}"
+
+    def _summary(self) -> Iterator[str]:
+        suspects = [check for check in self.checks if check.reason]
+        for check in suspects[:_MOST_NAMED]:
+            yield f"{check.source}: {check.verdict}: {check.reason}"
+        if len(suspects) > _MOST_NAMED:
+            yield f"and {len(suspects) - _MOST_NAMED} more"
+        for note, n in Counter(note for check in self.checks for note in check.notes).items():
+            yield f"{n} of them: {note}"
+        n_of = Counter(check.verdict for check in self.checks)
+        counts = ", ".join(f"{n_of[verdict]} {verdict}" for verdict in _STATUSES if verdict in n_of)
+        n_checked = len(self.checks) - n_of["not checked"]
+        yield f"checked {n_checked} of {self.n_receipts} receipts: {counts}"
 
 
-_NO_TEXT = "only the tokens in the receipt were compared, not the text"
-
-
-def describe(result: Verification) -> str:
-    """Describe the verdict, with the first token that differs."""
-    signer = f", signed by {result.signer}" if result.signer else ", not signed"
+def describe(result: Verification) -> Iterator[str]:
+    """Yield lines that describe the verdict, with the first token that differs."""
     tokens = f"{result.n_answer} tokens"
-    if cut := _CUT.get(result.finish_reason):
+    if cut := _CUT.get(result.finish_reason or ""):
         tokens = f"the first {tokens} of an answer {cut},"
-    lines = [f"{result.verdict}: {tokens} of {result.model}{signer}"]
+    signer = f", signed by {result.signer}" if result.signer else ""
+    yield f"{result.verdict}: {tokens} of {result.model}{signer}"
     if result.reason:
-        lines.append(result.reason)
+        yield result.reason
     if result.position is not None:
-        lines += [f"  receipt: {_token(result.expected)}", f"  engine:  {_token(result.chosen)}"]
+        yield f"  receipt: {_token(result.expected)}"
+        yield f"  engine:  {_token(result.chosen)}"
     if result.own_revision != result.kernel_revision:
-        lines.append(
+        yield (
             f"the receipt is of kernel revision {result.kernel_revision}, and this program has "
             f"{result.own_revision}: only log-probabilities were compared"
         )
     if result.mean_difference is not None:
         most = f"at most {result.most_difference:.3f}"
-        lines.append(f"they differ by {result.mean_difference:.3f} on average, {most}")
+        yield f"they differ by {result.mean_difference:.3f} on average, {most}"
     times = (format_ms(result.seconds * 1000), format_ms(result.generation_seconds * 1000))
-    lines.append(f"checked in {times[0]}; generation took {times[1]}")
-    return "\n".join(lines)
+    yield f"checked in {times[0]}; generation took {times[1]}"
 
 
 def _token(choice: TokenChoice | None) -> str:
@@ -158,12 +155,12 @@ def run(options: argparse.Namespace, host: EngineHost) -> VerifyResult:
     """Check receipts; exit status 0 if all answers verify. Raises UsageError, ReceiptError."""
     if (options.receipt is None) == (options.log is None):
         raise UsageError("give a receipt, or a payload log with --log", hint="edgeinfer verify --help")
-    sample, unread = list[Entry](), list[Check]()
+    checks, sample = list[Check](), list[Entry]()
     spare, least = list[Entry](), 1.0
     n_receipts = n_without = 0
     for source, documents in _replies(options):
         if isinstance(documents, ReceiptError):
-            unread.append(Check(source=source, error=documents.message))
+            checks.append(_to_check(source, documents))
             continue
         entries, n_answers = find_receipts(documents, source)
         n_receipts += len(entries)
@@ -174,14 +171,15 @@ def run(options: argparse.Namespace, host: EngineHost) -> VerifyResult:
                 sample.append(entry)
             elif draw < least:  # the one to check if the share of few receipts is none
                 spare, least = [entry], draw
-    if options.receipt and not n_receipts and not unread:
+    if options.receipt and not n_receipts and not checks:
         hint = "`edgeinfer run --receipt FILE` writes one, and requests ask for it by `receipt: true`"
         raise ReceiptError(f"{options.receipt} contains no receipt", hint=hint)
-    outcomes = list(_check_all(sample or spare, options, host))
-    if n_receipts == 1 and not unread and isinstance(outcome := outcomes[0][1], EdgeInferError):
-        raise outcome  # the error of a single receipt is the command's
-    checks = (*unread, *itertools.starmap(_to_check, outcomes))
-    return VerifyResult(checks=checks, n_receipts=n_receipts, without_receipt=n_without)
+    is_single = n_receipts == 1 and not checks
+    for entry, outcome in _check_all(sample or spare, options, host):
+        if is_single and isinstance(outcome, EdgeInferError):
+            raise outcome
+        checks.append(_to_check(entry.source, outcome, is_lone=entry.is_lone))
+    return VerifyResult(checks=tuple(checks), n_receipts=n_receipts, without_receipt=n_without)
 
 
 def _replies(options: argparse.Namespace) -> Iterator[tuple[str, list[Any] | ReceiptError]]:
@@ -199,11 +197,11 @@ def _replies(options: argparse.Namespace) -> Iterator[tuple[str, list[Any] | Rec
 
 
 def _read(document: Any, content: str | None) -> Receipt:
-    receipt = receipts.to_receipt(document)
+    receipt = to_receipt(document)
     if content is None:
         return receipt
     with path_errors(content, "check the path"):
-        return with_content(receipt, receipts.parse(Path(content).read_bytes()))
+        return with_content(receipt, to_receipt(parse_json(Path(content).read_bytes())))
 
 
 def _load(receipt: Receipt, options: argparse.Namespace, host: EngineHost) -> Engine:
@@ -220,38 +218,26 @@ def _check_all(
     sample: list[Entry], options: argparse.Namespace, host: EngineHost
 ) -> Iterator[tuple[Entry, Verification | EdgeInferError]]:
     """Check a sample, model by model; yield an error for a receipt that cannot be checked."""
-    pairs = list[tuple[Entry, Receipt]]()
-    for entry in sample:
-        try:
-            pairs.append((entry, _read(entry.document, options.content)))
-        except ReceiptError as error:
-            yield entry, error
-    pairs.sort(key=_load_key)
-    for _, group in itertools.groupby(pairs, key=_load_key):
-        same = list(group)
-        try:
-            engine = _load(same[0][1], options, host)
-        except EdgeInferError as error:
-            yield from [(entry, error) for entry, _ in same]
-            continue
-        with contextlib.closing(engine):
-            for entry, receipt in same:
-                yield entry, _check(entry, receipt, engine)
+    for _, entries in itertools.groupby(sorted(sample, key=_load_key), key=_load_key):
+        with contextlib.ExitStack() as loaded:
+            engine: Engine | None = None
+            for entry in entries:
+                try:
+                    receipt = _read(entry.document, options.content)
+                    if engine is None:
+                        engine = loaded.enter_context(contextlib.closing(_load(receipt, options, host)))
+                    yield entry, ReceiptCheck(receipt, engine, entry.quotes).run()
+                except EdgeInferError as error:
+                    yield entry, error
 
 
-def _check(entry: Entry, receipt: Receipt, engine: Engine) -> Verification | EdgeInferError:
-    try:
-        return ReceiptCheck(receipt, engine, entry.quotes).run()
-    except EdgeInferError as error:
-        return error
-
-
-def _to_check(entry: Entry, outcome: Verification | EdgeInferError) -> Check:
+def _to_check(source: str, outcome: Verification | EdgeInferError, *, is_lone: bool = True) -> Check:
     if isinstance(outcome, EdgeInferError):
-        return Check(source=entry.source, error=outcome.message)
-    is_compared = entry.is_lone or outcome.is_text_compared or outcome.verdict == "differs"
-    return Check(source=entry.source, verification=outcome, lacks_text=not is_compared)
+        return Check(source=source, verdict="not checked", reason=outcome.message)
+    lacks_text = not (is_lone or outcome.is_text_compared or outcome.verdict == "differs")
+    return Check(source=source, lacks_text=lacks_text, **msgspec.structs.asdict(outcome))
 
 
-def _load_key(pair: tuple[Entry, Receipt]) -> tuple[str, str]:
-    return pair[1].model, pair[1].kv_type
+def _load_key(entry: Entry) -> list[str]:
+    values = (entry.document.get(key) for key in ("model", "kv_type"))  # which may be anything
+    return [value if isinstance(value, str) else "" for value in values]
