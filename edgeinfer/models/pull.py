@@ -60,9 +60,8 @@ def pull(
     with locked_work_folder(plan.ref, FETCHED_IS_KEPT) as work:
         pulled = None if options.again else _find_unchanged(plan, job)
         if pulled is not None and (not options.sha256 or pulled.sha256 == plan.sha256):
-            _refuse_other_type(pulled, options.quantize)
-            if options.name or names.is_path(text) or sources.looks_like_source(text):
-                _refuse_other_source(pulled, plan, in_place=options.in_place)
+            is_entry = not (options.name or names.is_path(text) or sources.looks_like_source(text))
+            _refuse_difference(pulled, options, () if is_entry else plan.candidates)
             return pulled
         fetched, source = fetch_first_working(plan, work, job, options)
         if fetched[0].checkpoint and not plan.quantize:
@@ -70,22 +69,21 @@ def pull(
         return _publish(plan, fetched, source, work, job)
 
 
-def _refuse_other_type(pulled: PulledModel, type_name: str) -> None:
-    if type_name and pulled.quantization != type_name.upper():
-        command = f"`edgeinfer quantize {pulled.name} {type_name}`"
-        hint = f"quantize it: {command}, or fetch it again: --again"
-        raise UsageError(f"{pulled.name} is here already, in {pulled.quantization}", hint=hint)
-
-
-def _refuse_other_source(pulled: PulledModel, plan: PullPlan, *, in_place: bool) -> None:
-    """Raise UsageError if the stored model is from elsewhere, or a copy that should be in place."""
-    if pulled.source not in map(_source_text, plan.candidates):
+def _refuse_difference(
+    pulled: PulledModel, options: PullOptions, candidates: tuple[tuple[sources.Source, ...], ...]
+) -> None:
+    """Raise UsageError if the stored model has another type or place, or none of these sources."""
+    way = "give this one another name (`--name NAME`)"
+    if options.quantize and pulled.quantization != options.quantize.upper():
+        difference = f"in {pulled.quantization}"
+        way = f"quantize it: `edgeinfer quantize {pulled.name} {options.quantize}`"
+    elif candidates and pulled.source not in map(_source_text, candidates):
         difference = f"from {pulled.source}"
-    elif in_place and not pulled.in_place:
+    elif options.in_place and not pulled.in_place:
         difference = "as a copy"
     else:
         return
-    hint = "give this one another name (`--name NAME`), or replace the other one: --again"
+    hint = f"{way}, or fetch it again: --again"
     raise UsageError(f"{pulled.name} is here already, {difference}", hint=hint)
 
 
