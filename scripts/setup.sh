@@ -71,7 +71,7 @@ make_venv() {
   [ "$python" != none ] || die "no Python 3.11 to 3.14 with venv" "apt-get install python3-venv, or PYTHON=FILE names one"
   say "virtual environment with $("$python" --version) in .venv"
   rm -rf .venv && "$python" -m venv .venv
-  pip install -q --upgrade pip  # scripts written by older pips import `re`: 3 ms a start
+  pip install -q --upgrade --retries 0 pip  # scripts written by older pips import `re`: 3 ms a start. Not worth a wait
 }
 
 pip() {  # quietly; if it fails, the last line that names an error is the reason

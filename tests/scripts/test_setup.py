@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,26 @@ def test_packages_that_cannot_be_had_end_it_with_one_sentence(tmp_path: Path, mo
     error, hint = read_error(start_set_up(tmp_path, mode=mode, **nowhere))
     assert error.startswith("error: pip: ERROR: ")
     assert "HTTPS_PROXY names a proxy" in hint
+
+
+@pytest.mark.needs("time")
+def test_proxy_that_never_answers_ends_it_after_four_tries(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        process = start_set_up(
+            tmp_path,
+            mode="lint",
+            HTTPS_PROXY=address,
+            PIP_DEFAULT_TIMEOUT="1",
+            PIP_CONFIG_FILE=os.devnull,
+            PIP_FIND_LINKS="",
+        )
+        assert read_error(process)[0] == "error: pip: cannot reach the package index"
+        for _ in range(4):  # pip's own update is tried once, the first package three times
+            proxy.accept()[0].close()
+        proxy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
 
 
 def test_installer_that_fails_in_the_background_ends_all_at_once(tmp_path: Path) -> None:
