@@ -166,8 +166,9 @@ def serving(
             yield live_server
         finally:
             if not outcome.done():
-                live_server.drain()
-                live_server.drain()
+                with contextlib.suppress(RuntimeError):  # the first signal may have closed the loop
+                    live_server.drain()
+                    live_server.drain()
             outcome.result(60)
 
 
