@@ -29,32 +29,29 @@ from edgeinfer.server.wire_types import (
     WireTimings,
 )
 
-#: Content blocks of tools that Anthropic's servers run. They are removed from the conversation.
-_SERVER_BLOCKS = tuple(
-    "server_tool_use web_search_tool_result web_fetch_tool_result "
-    "code_execution_tool_result bash_code_execution_tool_result "
-    "text_editor_code_execution_tool_result tool_search_tool_result advisor_tool_result "
-    "mcp_tool_listing redacted_thinking fallback tool_addition tool_removal".split()
-)
-_OTHER_BLOCKS = {
-    "image": "only user turns and tool results may contain it",
-    "container_upload": "containers are not supported",
-    "browser_state": "there is no browser tool",
-    "search_result": "send the search results as text",
-    "compaction": "conversations are not summarized",
-    "mcp_tool_use": "the endpoint calls no MCP servers",
-    "mcp_tool_result": "the endpoint calls no MCP servers",
-    # these are supported in other turns
-    "thinking": "only assistant turns may contain it",
-    "tool_use": "only assistant turns may contain it",
-    "tool_result": "only user turns may contain it",
-    "document": "only user turns may contain it",
-}
-
 
 class TextBlock(Wire, frozen=True, tag="text", tag_field="type"):
-    other_types: ClassVar[Mapping[str, str]] = _OTHER_BLOCKS
-    dropped_types: ClassVar = _SERVER_BLOCKS
+    other_types: ClassVar[Mapping[str, str]] = {
+        "image": "only user turns and tool results may contain it",
+        "container_upload": "containers are not supported",
+        "browser_state": "there is no browser tool",
+        "search_result": "send the search results as text",
+        "compaction": "conversations are not summarized",
+        "mcp_tool_use": "the endpoint calls no MCP servers",
+        "mcp_tool_result": "the endpoint calls no MCP servers",
+        # these are supported in other turns
+        "thinking": "only assistant turns may contain it",
+        "tool_use": "only assistant turns may contain it",
+        "tool_result": "only user turns may contain it",
+        "document": "only user turns may contain it",
+    }
+    #: Content blocks of tools that Anthropic's servers run. They are removed from the conversation.
+    dropped_types: ClassVar = tuple(
+        "server_tool_use web_search_tool_result web_fetch_tool_result "
+        "code_execution_tool_result bash_code_execution_tool_result "
+        "text_editor_code_execution_tool_result tool_search_tool_result advisor_tool_result "
+        "mcp_tool_listing redacted_thinking fallback tool_addition tool_removal".split()
+    )
 
     text: Text
 

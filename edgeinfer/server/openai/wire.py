@@ -239,24 +239,21 @@ LogitBias = Annotated[
 ]
 
 
-#: Fields of other servers → what to use here, for the error text.
-OTHER_SERVERS_FIELDS = {
-    "ebnf": "use structured_outputs.grammar",
-    "regex": "use structured_outputs.regex",
-    "guided_json": "use structured_outputs.json",
-    "guided_regex": "use structured_outputs.regex",
-    "guided_choice": "use structured_outputs.choice",
-    "guided_grammar": "use structured_outputs.grammar",
-    "json_schema": "use response_format",
-    "min_tokens": "a minimum length is not supported",
-    "prompt_logprobs": "use echo with logprobs on /v1/completions",
-}
-
-
 class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
     """Base of /v1/chat/completions and /v1/completions."""
 
-    refused: ClassVar[Mapping[str, str]] = OTHER_SERVERS_FIELDS
+    #: Fields of other servers → what to use here.
+    refused: ClassVar[Mapping[str, str]] = {
+        "ebnf": "use structured_outputs.grammar",
+        "regex": "use structured_outputs.regex",
+        "guided_json": "use structured_outputs.json",
+        "guided_regex": "use structured_outputs.regex",
+        "guided_choice": "use structured_outputs.choice",
+        "guided_grammar": "use structured_outputs.grammar",
+        "json_schema": "use response_format",
+        "min_tokens": "a minimum length is not supported",
+        "prompt_logprobs": "use echo with logprobs on /v1/completions",
+    }
 
     temperature: OpenAITemperature | None = None
     logit_bias: LogitBias | None = None
