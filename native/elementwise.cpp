@@ -62,49 +62,38 @@ struct Share {
 
 // ---- UNARY (of x) and GLU (of x and g)
 
-typedef Floats (*Function)(Floats x, Floats g, const float *parameters);
 typedef void (*Map)(const float *x, const float *g, float *y, int n, const float *parameters);
-template <Function f> void map(const float *x, const float *g, float *y, int n, const float *parameters) {
+template <class F> void map(const float *x, const float *g, float *y, int n, const float *parameters) {
     int i = 0;
-    for (; i + kLanes <= n; i += kLanes) store(y + i, f(load(x + i), load(g + i), parameters));
-    if (i < n) store_some(y + i, f(load_some(x + i, n - i), load_some(g + i, n - i), parameters), n - i);
-}
-#define FUNCTION(name, result) INLINE Floats name(Floats x, Floats g, const float *p) { return (void)g, (void)p, (result); }
-FUNCTION(tanh, tanh_of(x))
-FUNCTION(elu, x > 0 ? x : expm1_of(x))
-FUNCTION(sigmoid, sigmoid_of(x))
-FUNCTION(gelu, gelu_of(x))
-FUNCTION(gelu_quick, gelu_quick_of(x))
-FUNCTION(gelu_erf, gelu_erf_of(x))
-FUNCTION(silu, silu_of(x))
-FUNCTION(exponential, exp_of(x))
-FUNCTION(exponential_less_one, expm1_of(x))
-FUNCTION(softplus, softplus_of(x))
-FUNCTION(xielu, fma(all(p[3]), x, x > 0 ? x * x * p[2] : (expm1_of(no_more(x, p[4])) - x) * p[1]))
-FUNCTION(geglu, gelu_of(x) * g)
-FUNCTION(geglu_quick, gelu_quick_of(x) * g)
-FUNCTION(geglu_erf, gelu_erf_of(x) * g)
-FUNCTION(swiglu, silu_of(x) * g)
-FUNCTION(swiglu_clamp, silu_of(no_more(x, p[3])) * no_less(no_more(g, p[3]), -p[3]))
-INLINE Floats swiglu_oai(Floats x, Floats g, const float *p) {
-    x = no_more(x, p[3]), g = no_less(no_more(g, p[3]), -p[3]);
-    return x / (exp_of(x * -p[2]) + 1.0f) * (g + 1.0f);
+    for (; i + kLanes <= n; i += kLanes) store(y + i, F::of(load(x + i), load(g + i), parameters));
+    if (i < n) store_some(y + i, F::of(load_some(x + i, n - i), load_some(g + i, n - i), parameters), n - i);
 }
 
 Map map_of(const ggml_tensor *op) {
-#define UNARY(name, function) case GGML_UNARY_OP_##name: return map<function>;
-#define GLU(name, function) case GGML_GLU_OP_##name: return map<function>;
-    if (op->op == GGML_OP_UNARY) {
+#define CASE(name, result) \
+    case GGML_##name: { struct F { static INLINE Floats of(Floats x, Floats g, const float *p) { return result; } }; return map<F>; }
+    if (op->op == GGML_OP_UNARY)
         switch (ggml_get_unary_op(op)) {
-            UNARY(TANH, tanh) UNARY(ELU, elu) UNARY(SIGMOID, sigmoid) UNARY(GELU, gelu) UNARY(GELU_QUICK, gelu_quick)
-            UNARY(GELU_ERF, gelu_erf) UNARY(SILU, silu) UNARY(EXP, exponential) UNARY(EXPM1, exponential_less_one)
-            UNARY(SOFTPLUS, softplus) UNARY(XIELU, xielu)
+            CASE(UNARY_OP_TANH, tanh_of(x))
+            CASE(UNARY_OP_ELU, x > 0 ? x : expm1_of(x))
+            CASE(UNARY_OP_SIGMOID, sigmoid_of(x))
+            CASE(UNARY_OP_GELU, gelu_of(x))
+            CASE(UNARY_OP_GELU_QUICK, gelu_quick_of(x))
+            CASE(UNARY_OP_GELU_ERF, gelu_erf_of(x))
+            CASE(UNARY_OP_SILU, silu_of(x))
+            CASE(UNARY_OP_EXP, exp_of(x))
+            CASE(UNARY_OP_EXPM1, expm1_of(x))
+            CASE(UNARY_OP_SOFTPLUS, softplus_of(x))
+            CASE(UNARY_OP_XIELU, fma(all(p[3]), x, x > 0 ? x * x * p[2] : (expm1_of(no_more(x, p[4])) - x) * p[1]))
             default: return nullptr;
         }
-    }
     switch (ggml_get_glu_op(op)) {
-        GLU(GEGLU, geglu) GLU(SWIGLU, swiglu) GLU(SWIGLU_OAI, swiglu_oai) GLU(GEGLU_ERF, geglu_erf)
-        GLU(GEGLU_QUICK, geglu_quick) GLU(SWIGLU_CLAMP, swiglu_clamp)
+        CASE(GLU_OP_GEGLU, gelu_of(x) * g)
+        CASE(GLU_OP_GEGLU_QUICK, gelu_quick_of(x) * g)
+        CASE(GLU_OP_GEGLU_ERF, gelu_erf_of(x) * g)
+        CASE(GLU_OP_SWIGLU, silu_of(x) * g)
+        CASE(GLU_OP_SWIGLU_CLAMP, silu_of(no_more(x, p[3])) * no_less(no_more(g, p[3]), -p[3]))
+        CASE(GLU_OP_SWIGLU_OAI, scaled_silu_of(no_more(x, p[3]), p[2]) * (no_less(no_more(g, p[3]), -p[3]) + 1.0f))
         default: return nullptr;
     }
 }
@@ -125,28 +114,29 @@ void compute_map(const ggml_compute_params *params, const ggml_tensor *op) {
 
 // ---- normalization of rows
 
+// Calls f(row, where its elements are in src[0], and in the result) for this thread's rows
+template <class F> void each_row(const ggml_compute_params *params, const ggml_tensor *op, F f) {
+    const Share share(params, ggml_nrows(op));
+    for (int64_t row = share.first; row < share.end; row++) f(row, (const float *)row_of(op->src[0], row), (float *)row_of(op, row));
+}
 void scale_row(float *y, int n, float scale) {
     for (int i = 0; i < n; i++) y[i] *= scale;
 }
 void compute_norm(const ggml_compute_params *params, const ggml_tensor *op) {
     const int n = op->ne[0];
-    const Share share(params, ggml_nrows(op));
-    for (int64_t row = share.first; row < share.end; row++) {
-        const float *x = (const float *)row_of(op->src[0], row);
-        float *y = (float *)row_of(op, row);
+    each_row(params, op, [&](int64_t, const float *x, float *y) {
         const float mean = sum_of(n, ADDS_VECTOR { return sum + load_some(x + i, n); }) / n;
         for (int i = 0; i < n; i++) y[i] = x[i] - mean;
         const float variance = sum_of(n, ADDS_VECTOR { const Floats v = load_some(y + i, n); return fma(v, v, sum); }) / n;
         scale_row(y, n, 1.0f / std::sqrt(variance + parameter(op, 0)));
-    }
+    });
 }
 
 void compute_soft_max(const ggml_compute_params *params, const ggml_tensor *op) {
     const ggml_tensor *mask = op->src[1];
     const float *sinks = op->src[2] ? (const float *)op->src[2]->data : nullptr, scale = parameter(op, 0);
     const int n_all = op->ne[0];
-    const Share share(params, ggml_nrows(op));
-    for (int64_t row = share.first; row < share.end; row++) {
+    each_row(params, op, [&](int64_t row, const float *x, float *y) {
         int64_t head = 0;
         const char *added = nullptr;
         if (mask || sinks) {  // the softmax of a router has neither, and short rows
@@ -156,8 +146,7 @@ void compute_soft_max(const ggml_compute_params *params, const ggml_tensor *op) 
         }
         const float slope = slope_of(parameter(op, 1), head, op->ne[2]);
         const bool is_half = mask && mask->type == GGML_TYPE_F16;
-        const float *x = (const float *)row_of(op->src[0], row);
-        float *y = (float *)row_of(op, row), most = sinks ? sinks[head] : -INFINITY;
+        float most = sinks ? sinks[head] : -INFINITY;
         Floats largest[kParts];
         for (Floats &part : largest) part = all(most);
         each_vector(0, n_all, EACH_VECTOR {
@@ -178,7 +167,7 @@ void compute_soft_max(const ggml_compute_params *params, const ggml_tensor *op) 
         });
         if (std::isnan(sum)) std::fill_n(y, n_all, NAN);  // as of a row without any position: another sign of NaN on each processor
         else scale_row(y, n_all, 1 / sum);
-    }
+    });
 }
 
 // ---- rotary positions, pairs of neighbours: ggml's, as gcc compiles it for x86-64, up to the rest of a row, where AVX2 and AVX-512 differ
@@ -205,17 +194,15 @@ void compute_rope(const ggml_compute_params *params, const ggml_tensor *op) {
     float *turns = (float *)params->wdata + params->ith * 2 * width, *across = turns + width;
     Integers even{}, odd{};
     for (int i = 0; i < kLanes; i++) even[i] = i & ~1, odd[i] = i | 1;
-    const Share share(params, ggml_nrows(op));
-    for (int64_t row = share.first, token = -1; row < share.end; row++) {
+    int64_t token = -1;
+    each_row(params, op, [&](int64_t row, const float *x, float *y) {
         if (token != row / op->ne[1]) token = row / op->ne[1], turn_pairs(op, positions[token % op->ne[2]], turns, across);
-        const float *x = (const float *)row_of(op->src[0], row);
-        float *y = (float *)row_of(op, row);
         if (n < width && x != y) memcpy(y, x, width * sizeof(float));
         each_vector(0, n, EACH_VECTOR {
             const Floats v = load_some(x + first + i, n), some = __builtin_shuffle(v, odd) * load_some(across + i, n);
             store_some(y + first + i, fma(__builtin_shuffle(v, even), load_some(turns + i, n), some), n);
         });
-    }
+    });
 }
 
 // ---- state-space layers (Mamba)
@@ -343,13 +330,12 @@ void compute_dots(const ggml_compute_params *params, const ggml_tensor *op) {
             weights += minor / (x->ne[2] / w->ne[2]) * w->nb[2] + major / (x->ne[3] / w->ne[3]) * w->nb[3];
             from += minor * x->nb[2] + major * x->nb[3], to += minor * op->nb[2] + major * op->nb[3];
         }
-        if (w->type == GGML_TYPE_F32) {
-            products((const float *)weights, w->nb[1] / sizeof(float), n, from, x->nb[1], to, op->nb[1], columns, k);
-        } else if (w->type == GGML_TYPE_F16) {
-            products((const uint16_t *)weights, w->nb[1] / sizeof(uint16_t), n, from, x->nb[1], to, op->nb[1], columns, k);
-        } else {
+        const auto multiply = [&](const auto *row, size_t pitch) { products(row, pitch / sizeof *row, n, from, x->nb[1], to, op->nb[1], columns, k); };
+        if (w->type == GGML_TYPE_F32) multiply((const float *)weights, w->nb[1]);
+        else if (w->type == GGML_TYPE_F16) multiply((const uint16_t *)weights, w->nb[1]);
+        else {
             for (int r = 0; r < n; r++) ggml_get_type_traits(w->type)->to_float(weights + r * w->nb[1], rows + r * k, k);
-            products(rows, k, n, from, x->nb[1], to, op->nb[1], columns, k);
+            multiply(rows, k * sizeof(float));
         }
     }
 }
@@ -367,8 +353,7 @@ typedef void (*Compute)(const ggml_compute_params *, const ggml_tensor *);
 Compute compute_of(const ggml_tensor *op) {
     if (!is_floats(op) || !is_floats(op->op == GGML_OP_MUL_MAT || op->op == GGML_OP_MUL_MAT_ID ? op->src[1] : op->src[0])) return nullptr;
     switch (op->op) {
-        case GGML_OP_GLU: return is_floats(op->src[1]) && map_of(op) ? compute_map : nullptr;
-        case GGML_OP_UNARY: return map_of(op) ? compute_map : nullptr;
+        case GGML_OP_UNARY: case GGML_OP_GLU: return is_floats(op->src[1]) && map_of(op) ? compute_map : nullptr;
         case GGML_OP_NORM: return compute_norm;
         case GGML_OP_SOFT_MAX: return compute_soft_max;
         case GGML_OP_ROPE: return op->op_params[2] == GGML_ROPE_TYPE_NORMAL ? compute_rope : nullptr;
@@ -385,8 +370,7 @@ class Elementwise : public ggml::cpu::tensor_traits {
         return true;
     }
     bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override { return compute_of(op)(params, op), true; }
-};
-Elementwise g_elementwise;
+} g_elementwise;
 
 }  // namespace
 

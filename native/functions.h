@@ -51,10 +51,11 @@ INLINE Floats expm1_of(Floats x) {
 }
 INLINE Floats sigmoid_of(Floats x) { return 1.0f / (exp_of(-x) + 1.0f); }
 INLINE Floats silu_of(Floats x) { return x / (exp_of(-x) + 1.0f); }
+INLINE Floats scaled_silu_of(Floats x, float scale) { return x / (exp_of(x * -scale) + 1.0f); }
 INLINE Floats gelu_of(Floats x) {  // x / 2 * (1 + tanh(u)) is x * sigmoid(2 u)
     return x / (exp_of(-x * fma(x * x, all(0.0713548163f), all(1.59576912f))) + 1.0f);
 }
-INLINE Floats gelu_quick_of(Floats x) { return x / (exp_of(x * -1.702f) + 1.0f); }
+INLINE Floats gelu_quick_of(Floats x) { return scaled_silu_of(x, 1.702f); }
 INLINE Floats gelu_erf_of(Floats x) {  // by erfc(|x / sqrt(2)|) = e^(-x^2 / 2) * t * a polynomial of t
     const Floats z = size_of(x) * 0.707106781f, t = 1.0f / fma(z, all(0.5f), all(1.0f));
     const Floats p = polynomial(t, {0.28208789f, 0.28232983f, 0.24361412f, 0.19986789f, -0.017903311f, 0.26222688f, -0.47045618f,
