@@ -106,8 +106,9 @@ _RWKV6 = {
     "time_mix_decay": (E,),
     "time_mix_decay_w1": (_MIX, E),
     "time_mix_decay_w2": (E, _MIX),
-    **{f"time_mix_{name}": (E, E) for name in ("key", "value", "receptance", "gate", "output")},
+    **{f"time_mix_{name}": (E, E) for name in ("key", "value", "receptance", "gate")},
     "time_mix_ln+": (E,),
+    "time_mix_output": (E, E),  # after the norm: the order decides what is drawn, and so the digests
     "channel_mix_lerp_k": (1, 1, E),
     "channel_mix_lerp_r": (1, 1, E),
     "channel_mix_key": (FF, E),
