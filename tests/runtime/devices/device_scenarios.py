@@ -242,7 +242,8 @@ def close_during_a_hang() -> dict[str, object]:
     with engine() as opened:
         opened.attach_devices(OffloadRequest(layers="all"))
         assert opened.wait_for_devices(_PATIENCE_S)
-        next(iter(ask(opened, 64)))
+        stream = iter(ask(opened, 400))
+        next(stream)
         fail("hang 0")
         while not Path(os.environ["FAILING_VULKAN"] + ".hangs").exists():
             time.sleep(0.01)
