@@ -33,7 +33,6 @@ from common import ROOT, make_parser, model_path, write_figure
 from edgeinfer.bench import markdown
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished, TextDelta
-from edgeinfer.runtime.memory_plan import MAX_DRAFT
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Sampling
@@ -238,14 +237,15 @@ def replay(
                 tokens, answer = engine.tokenize(prompt), engine.tokenize(text)
                 drafter = SuffixDrafter(engine.info.n_vocab)
                 drafter.answers = past.of("") if uses_past and task in tasks else None
-                drafting, n_prompt = Drafting(drafter, limit=MAX_DRAFT), len(tokens)
+                drafting, n_prompt = Drafting(drafter), len(tokens)
                 while (done := len(tokens) - n_prompt) < len(answer):
                     drafts = drafting.propose(tokens, len(answer) - done - 1, DraftBudget(curve, 1, 1))
                     right = 0
                     while right < len(drafts) and drafts[right] == answer[done + right]:
                         right += 1
-                    tokens += answer[done : done + right + 1]
-                    drafting.record_acceptance(tokens, len(drafts), right)
+                    sampled = answer[done : done + right + 1]
+                    tokens += sampled
+                    drafting.record(sampled, n_drafted=len(drafts), n_accepted=right)
                     spent_s += curve.seconds(1, 1 + len(drafts)) or 0.0
                 n_tokens += len(answer)
                 drafted, accepted = drafted + drafting.drafted, accepted + drafting.accepted

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from edgeinfer.errors import EngineClosedError, InvalidRequestError, ModelLoadError, OutOfMemoryError
+from edgeinfer.errors import EngineClosedError, InvalidRequestError
 from edgeinfer.platform.machine import read_machine
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat, TemplateFacts, load_chat_format
 from edgeinfer.runtime.embeddings import Embedder
@@ -36,7 +36,7 @@ from edgeinfer.runtime.requests import (
     default_sampling,
     limit_preparation,
 )
-from edgeinfer.runtime.sampling.draft_model import DraftModel, attach
+from edgeinfer.runtime.sampling.draft_model import DraftModel
 from edgeinfer.runtime.sampling.grammar import Constraints
 from edgeinfer.runtime.scheduler.batch_invariance import why_irreproducible
 from edgeinfer.runtime.scheduler.engine_core import EngineCore
@@ -55,17 +55,11 @@ def load_engine(
 ) -> LlamaEngine:
     """Load a model into this process. Raises ModelLoadError, OutOfMemoryError, UsageError."""
     with ExitStack() as on_error:
-        draft = None
-        try:
-            draft = DraftModel(files) if files.draft_paths else None
-        except (ModelLoadError, OutOfMemoryError) as error:
-            if options.draft:
-                raise
-            files = msgspec.structs.replace(files, no_draft=str(error))
-        if draft is not None:
-            on_error.callback(draft.free)
-        loaded = load_model(files, options, progress, draft.shape if draft else None)
+        draft = DraftModel(files, options)
+        on_error.callback(draft.free)
+        loaded = load_model(files, options, progress, draft.shape)
         on_error.callback(loaded.free)
+        draft.open(loaded)
         engine = LlamaEngine(files, options, loaded, draft)
         on_error.pop_all()
         return engine
@@ -75,14 +69,9 @@ class LlamaEngine:
     """An `Engine` in this process, over llama.cpp. The first request starts its decode thread."""
 
     def __init__(
-        self,
-        files: ModelFiles,
-        options: LoadOptions,
-        loaded: LlamaModel,
-        draft: DraftModel | None = None,
+        self, files: ModelFiles, options: LoadOptions, loaded: LlamaModel, draft: DraftModel
     ) -> None:
-        self._loaded = loaded
-        self._draft = attach(draft, files, options, loaded)
+        self._loaded, self._draft = loaded, draft
         self._context = loaded.llama_context()
         self._lora = LoraAdapters(loaded.model, self._context, options.adapters(files))
         self._chat_format = load_chat_format(template_facts(files, options, loaded))
@@ -107,7 +96,7 @@ class LlamaEngine:
             n_ctx_train=loaded.n_ctx_train,
             vision=self._vision,
             vision_error=vision_error,
-            draft_model=self._draft,
+            draft_model=draft,
         )
         self._gpu = GpuOffloader(
             files,
@@ -327,8 +316,7 @@ class LlamaEngine:
         self._core.kv.drop_idle()
         self._embedder.close()
         self._loaded.stop_streaming()
-        if self._draft is not None:
-            self._draft.park()
+        self._draft.park()
 
     def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None:
         """Prepare a restored engine: use `n_threads` (0: as before), and mix `entropy` into seeds.
@@ -337,8 +325,7 @@ class LlamaEngine:
         """
         self._input_processor.entropy = entropy
         if self._loaded.plan.from_disk:
-            draft = self._draft.shape if self._draft is not None else None
-            plan = make_plan(self._loaded.shape, self._options, read_machine(), draft)
+            plan = make_plan(self._loaded.shape, self._options, read_machine(), self._draft.shape)
             self._loaded.start_streaming(self._files, plan.streaming)
         if n_threads:
             self._set_threads(n_threads)
@@ -347,7 +334,7 @@ class LlamaEngine:
         self._loaded.n_threads = n_threads
         self._context.set_threads(n_threads)
         self._embedder.set_threads(n_threads)
-        if self._draft is not None:
+        if self._draft.shape is not None:
             self._draft.context.set_threads(n_threads)
 
     def between_steps(self, work: Callable[[], Any]) -> Any:
@@ -385,8 +372,7 @@ class LlamaEngine:
             self._vision.close()
         self._embedder.close()
         self._lora.close()
-        if self._draft is not None:
-            self._draft.free()
+        self._draft.free()
         self._loaded.free()
 
 

@@ -134,8 +134,6 @@ def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_byte
     return Chosen(round_up_cells(n_cells), f"{_CELLS_PER_SEQUENCE} for each of {n_parallel} sequences")
 
 
-#: Most draft tokens that a step verifies for one sequence.
-MAX_DRAFT = 15
 #: Most tokens that a draft model computes at once, so that other requests need not wait; and its
 #: sequence ids for texts that later requests may continue.
 DRAFT_BATCH = 128

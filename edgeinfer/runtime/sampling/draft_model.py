@@ -9,97 +9,137 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from edgeinfer.config.load_options import UNFIT_DRAFT_HINT
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, OutOfMemoryError
 from edgeinfer.runtime.kv_cache import CachedSequence, KvCache, common_prefix
 from edgeinfer.runtime.llama import libllama
-from edgeinfer.runtime.llama.context import Batch
+from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.model import LlamaModel, model_shape, open_context, read_meta
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.llama.weights import free_model, open_model
 from edgeinfer.runtime.memory_plan import DRAFT_BATCH, DRAFT_SPARE_SEQUENCES
-from edgeinfer.runtime.model_shape import draft_problem
+from edgeinfer.runtime.model_shape import Shape, draft_problem
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.sampling.grammar import TokenMatcher
 from edgeinfer.runtime.sampling.logprobs import LogSum
-from edgeinfer.runtime.sampling.speculative import Acceptance, DraftBudget, Run, compare, join
+from edgeinfer.runtime.sampling.speculative import (
+    Acceptance,
+    DraftBudget,
+    Drafting,
+    Run,
+    SuffixDrafter,
+    compare,
+    join,
+)
 
 #: Acceptance rates are learned for groups of tokens, by the probability that the draft model gives
 #: them: the bounds of the groups, and the rates assumed at first.
 _PROBABILITIES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
 _START = (0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
-#: Rate assumed for tokens that are not drafted yet, and how many tokens it counts as in a request: few,
-#: so that wrong drafts end soon.
-_MEAN_START = 0.7
-_MEAN_TOKENS = 3
-#: If a grammar forces a text, its usual tokens are drafted without the draft model, as long as their
-#: rate is at least the second number; at first it is assumed to be the first. The model may choose
-#: other tokens for the text: `"/` instead of `"`.
+#: Rate assumed of tokens that are not drafted yet, and its weight (tokens): wrong drafts end soon.
+_MEAN_START, _MEAN_TOKENS = 0.7, 3
+#: If a grammar forces a text, its usual tokens are drafted without the draft model: the rate assumed at
+#: first, and the least rate. The model may choose other tokens for the text: `"/` instead of `"`.
 _LIKELY_START, _LIKELY_LEAST = 0.95, 0.8
-#: Each step without a draft moves what was learned towards what was assumed by this share of the
-#: difference, so that a draft model that was wrong, or slow, is tried again.
+#: Each step without a draft moves what was learned towards what was assumed, by this share of the
+#: difference: a draft model that was wrong, or slow, is tried again.
 _RECOVERY = 0.0008
 #: What drafts may lose before any has gained, and the most that gains let later ones lose, in steps of
 #: one row; the share of each token's time that they may lose besides.
-_FIRST_LOSS, _MOST_LOSS = 32.0, 200.0
-_LOSS_SHARE = 0.01
-#: The draft model prefills missing text if the rest of the answer is likely to repay that. The rest is
-#: assumed to be as long as the answer so far, and at least this long (tokens). Prefill of a token costs
-#: the second number's share of a draft token.
+_FIRST_LOSS, _MOST_LOSS, _LOSS_SHARE = 32.0, 200.0, 0.01
+#: The rest of an answer, whose gain must repay the prefill of missing text, is assumed to be as long as
+#: the answer so far, and at least this long (tokens).
 _LEAST_ANSWER_TOKENS = 64
+#: Cost of prefilling a token, relative to drafting one.
 _PREFILL_SHARE = 0.25
 #: Weight of a new measurement in the average cost of a draft token.
 _WEIGHT = 0.1
 
 
 class DraftModel:
-    """A draft model's weights and, after `open`, its context. Raises ModelLoadError.
+    """The draft model of an engine: its weights and, after `open`, its context.
+
+    A draft model of models.toml is left out with a warning if it does not fit or cannot be loaded; then
+    `shape` is None, as without a draft model.
 
     `cost` of a draft token is in steps of one row of the large model; `least_cost` is the cost of
     reading its weights. `balance` is what drafts may still lose, in the same unit: their gains less
     their costs, and a share of all time. When it is used up, nothing is drafted.
+
+    Raises ModelLoadError, OutOfMemoryError for a requested draft model.
     """
 
-    def __init__(self, files: ModelFiles) -> None:
-        self._model = open_model(files.draft_paths)
-        self.vocab = Vocab(self._model)
-        self.shape = model_shape(self._model, read_meta(self._model))
+    def __init__(self, files: ModelFiles, options: LoadOptions) -> None:
+        self._files, self._options = files, options
+        self._problem = files.no_draft
+        self._model: Any = None
+        self.shape: Shape | None = None
+        self.context = LlamaContext(None)
         self.rates = [Acceptance(rate) for rate in _START]
         self.mean, self.likely = Acceptance(_MEAN_START), Acceptance(_LIKELY_START)
         self.balance = _FIRST_LOSS
+        self.log_sum = LogSum()
+        if files.draft_paths:
+            with self._leave_out_if_unfit():
+                self._model = open_model(files.draft_paths)
+                self.vocab = Vocab(self._model)
+                self.shape = model_shape(self._model, read_meta(self._model))
 
-    def _misfit(self, loaded: LlamaModel) -> str:
-        """Return why it cannot draft for `loaded`, "" if it can."""
-        if not loaded.plan.has_draft:
-            return "there is not enough memory for it"
-        problem = draft_problem(self.shape, loaded.shape)
-        spellings = ((self.vocab.raw_text(i), loaded.vocab.raw_text(i)) for i in range(self.n_vocab))
-        if problem or all(draft == large for draft, large in spellings):
-            return problem
-        return "its vocabulary differs: its tokens are spelled differently"
+    @property
+    def _warning(self) -> str:
+        return f"{self._files.draft} cannot draft for {self._files.name}: {self._problem}"
 
-    def open(self, loaded: LlamaModel, options: LoadOptions) -> None:
-        """Make a context for drafts of `loaded`.
+    @contextmanager
+    def _leave_out_if_unfit(self) -> Iterator[None]:
+        """Leave the draft model out if the block fails; raise the error if it was requested."""
+        try:
+            yield
+        except (ModelLoadError, OutOfMemoryError) as error:
+            self.free()
+            self._problem = error.message
+            if self._options.draft:
+                raise type(error)(self._warning, hint=error.hint) from error
 
-        Raises ModelLoadError if it cannot draft for it, OutOfMemoryError.
+    def open(self, loaded: LlamaModel) -> None:
+        """Make a context for drafts of `loaded`, and record the draft model in its choices.
+
+        Raises ModelLoadError if a requested one cannot draft for it, OutOfMemoryError.
         """
+        if self.shape is not None:
+            with self._leave_out_if_unfit():
+                self._make_context(loaded, self.shape)
+        source = "as asked" if self._options.draft else "set in models.toml"
+        if self.shape is None:
+            loaded.choices["draft"] = Chosen("none", self._problem or "no draft model is set")
+            loaded.warnings += (self._warning,) if self._files.draft else ()
+        else:
+            loaded.choices["draft"] = Chosen(self._files.draft, source)
+
+    def _make_context(self, loaded: LlamaModel, shape: Shape) -> None:
         self.n_vocab = min(loaded.vocab.n_vocab, self.vocab.n_vocab)
-        if problem := self._misfit(loaded):
+        spellings = ((self.vocab.raw_text(i), loaded.vocab.raw_text(i)) for i in range(self.n_vocab))
+        problem = draft_problem(shape, loaded.shape)
+        if not loaded.plan.has_draft:
+            problem = "there is not enough memory for it"
+        elif not problem and any(draft != large for draft, large in spellings):
+            problem = "its vocabulary differs: its tokens are spelled differently"
+        if problem:
             raise ModelLoadError(problem, hint=UNFIT_DRAFT_HINT)
         n_sequences = loaded.n_parallel + DRAFT_SPARE_SEQUENCES
-        kv_type = loaded.choices["kv_type"].value if self.shape.can_quantize_kv else "f16"
+        kv_type = loaded.choices["kv_type"].value if shape.can_quantize_kv else "f16"
         self.context = open_context(
             self._model,
-            msgspec.structs.replace(options, kv_type=kv_type),
+            msgspec.structs.replace(self._options, kv_type=kv_type),
             n_cells=loaded.n_cells,
             n_batch=DRAFT_BATCH,
             n_seq_max=n_sequences,
@@ -111,18 +151,18 @@ class DraftModel:
         n_cells = self.context.n_cells
         self.kv = KvCache(self.context, n_cells=n_cells, n_seq_max=n_sequences, window=window)
         weights_bytes = loaded.shape.weights_bytes_per_token
-        self.cost = self.least_cost = self.shape.weights_bytes_per_token / weights_bytes
+        self.cost = self.least_cost = shape.weights_bytes_per_token / weights_bytes
 
-    def compute(self, cached_seq: CachedSequence, tokens: Sequence[int], *, outputs: int) -> bool:
-        """Append `tokens` to a sequence, the last `outputs` with logits, and charge `balance`.
+    def compute(self, cached_seq: CachedSequence, tokens: Sequence[int]) -> bool:
+        """Append `tokens` to a sequence, the last one with logits, and charge `balance`.
 
         Return False if they are more than a batch, of another vocabulary, or if there is no room.
         """
         is_valid = len(tokens) <= DRAFT_BATCH and max(tokens) < self.n_vocab
-        if not is_valid or not self.kv.make_room(len(tokens)):
+        if not (is_valid and self.kv.make_room(len(tokens))):
             return False
         self._batch.clear()
-        self._batch.add(tokens, len(cached_seq.tokens), cached_seq.seq_id, outputs=outputs)
+        self._batch.add(tokens, len(cached_seq.tokens), cached_seq.seq_id, outputs=1)
         if self._batch.decode(self.context):
             self.kv.remove_unrecorded_cells(cached_seq)
             return False
@@ -130,13 +170,19 @@ class DraftModel:
         self.balance -= self.price(len(tokens))
         return True
 
+    def price(self, n_tokens: int) -> float:
+        """Return the cost of computing `n_tokens` together."""
+        return self.cost * max(1.0, n_tokens * _PREFILL_SHARE)
+
     def note_cost(self, cost: float) -> None:
         """Record the cost of a draft token, smoothed: one bad measurement must not end drafting."""
         self.cost *= 1.0 + _WEIGHT * (min(max(cost / self.cost, 0.5), 2.0) - 1.0)
 
-    def price(self, n_tokens: int) -> float:
-        """Return the cost of computing `n_tokens` together."""
-        return self.cost * max(1.0, n_tokens * _PREFILL_SHARE)
+    def recover(self) -> None:
+        """Move what was learned towards what was assumed."""
+        self.mean.recover(_MEAN_START, _RECOVERY)
+        self.likely.recover(_LIKELY_START, _RECOVERY)
+        self.cost += _RECOVERY * (self.least_cost - self.cost)
 
     def earn(self, gain: float) -> None:
         """Let drafts lose `gain` more."""
@@ -144,60 +190,32 @@ class DraftModel:
 
     def park(self) -> None:
         """Forget all texts, and give the memory of the cells back to the OS. Only while idle."""
-        self.kv.drop_idle()
-        self.context.cells.release_pages()
+        if self.shape is not None:
+            self.kv.drop_idle()
+            self.context.cells.release_pages()
 
     def free(self) -> None:
         """Free context and weights. Idempotent."""
+        self.context.free()
         if self._model:
-            if hasattr(self, "context"):
-                self.context.free()
             free_model(self._model)
-            self._model = None
+        self._model = self.shape = None
 
 
-def attach(
-    draft: DraftModel | None, files: ModelFiles, options: LoadOptions, loaded: LlamaModel
-) -> DraftModel | None:
-    """Let `draft` draft for `loaded`, and record the draft model in its choices.
-
-    A draft model of the catalogue is left out with a warning if it does not fit or cannot be loaded.
-    Raises ModelLoadError, OutOfMemoryError.
-    """
-    problem, prefix = files.no_draft, f"{files.draft} cannot draft for {files.name}: "
-    if draft is not None:
-        try:
-            draft.open(loaded, options)
-        except (ModelLoadError, OutOfMemoryError) as error:
-            draft.free()
-            problem = error.message
-            if options.draft:
-                raise type(error)(prefix + problem, hint=error.hint) from error
-        else:
-            source = "as asked" if options.draft else "set in models.toml"
-            loaded.choices["draft"] = Chosen(files.draft, source)
-            return draft
-    loaded.choices["draft"] = Chosen("none", problem or "no draft model is set")
-    if files.draft:
-        loaded.warnings += (prefix + problem,)
-    return None
-
-
-class RequestDrafter:
-    """Drafts tokens for one request with a draft model. `banned` tokens are never sampled."""
+class ModelDrafting(Drafting):
+    """Drafts with a draft model or from the text, whichever promises more tokens a second."""
 
     def __init__(
         self,
+        drafter: SuffixDrafter,
+        matcher: TokenMatcher | None,
+        *,
         model: DraftModel,
         request: GenerateRequest,
         sampler: Sampler,
-        *,
-        matcher: TokenMatcher | None,
-        banned: npt.NDArray[np.int64] | None,
     ) -> None:
-        self._model, self._request = model, request
-        self._sampler = sampler
-        self._matcher, self._banned = matcher, banned
+        super().__init__(drafter, matcher)
+        self._model, self._request, self._sampler = model, request, sampler
         # drafting a token without sampling it uses no random number, which would change later tokens
         is_greedy = request.sampling.temperature <= 0
         self._drafts_likely, self._drafts_forced = is_greedy, is_greedy or request.logprobs is None
@@ -207,41 +225,33 @@ class RequestDrafter:
         self._drafted: list[Run] = []
         #: Steps of one row that a token takes without drafts.
         self._token_cost = 1.0
-        self._log_sum = LogSum()
 
-    def draft(
-        self, tokens: Sequence[int], limit: int, budget: DraftBudget, least_rate: float
+    def _choose_runs(
+        self, from_text: list[Run], tokens: Sequence[int], limit: int, budget: DraftBudget
     ) -> list[Run]:
-        """Draft some `limit` tokens if `budget` may reach a higher rate than `least_rate`."""
+        began, model = time.perf_counter(), self._model
         self._drafted, self._token_cost = [], 1.0 / budget.rate
         self._n_prompt = self._n_prompt or len(tokens)
-        model = self._model
         model.earn(_LOSS_SHARE * self._token_cost)
-        n, rate = 0, 0.0
-        if self._mean.rate > budget.least_chance(limit, model.cost):
-            n, rate = budget.best([Run((0,), self._mean)] * limit, draft_cost=model.cost)
-        if not n or rate <= least_rate:
-            self._recover()
-            return []
-        n_done, n_most = len(tokens) - self._n_prompt, self._request.max_tokens
-        n_left = max(_LEAST_ANSWER_TOKENS, n_done)
-        n_left = n_left if n_most is None else min(n_left, n_most - n_done)
-        pending = self._catch_up(tokens, n_left * (self._token_cost - 1.0 / rate))
-        if pending:
+        _, rate = budget.best(self._expect(limit))
+        if rate <= budget.best(from_text)[1]:
+            self._mean.recover(_MEAN_START, _RECOVERY)
+            model.recover()
+            return from_text
+        if pending := self._catch_up(tokens, self._token_cost - 1.0 / rate):
             self._draft(pending, limit, budget)
             model.balance -= max((cost for _, cost, _ in budget.totals(self._drafted)), default=0.0)
-        return self._drafted
+        budget.model_s += time.perf_counter() - began
+        return max(from_text, self._drafted, key=lambda runs: budget.best(runs)[1])
 
-    def _recover(self) -> None:
-        model = self._model
-        for learned in (self._mean, model.mean):
-            learned.recover(_MEAN_START, _RECOVERY)
-        model.likely.recover(_LIKELY_START, _RECOVERY)
-        model.cost += _RECOVERY * (model.least_cost - model.cost)
+    def _expect(self, n: int) -> list[Run]:
+        """Return `n` runs that are still to be drafted."""
+        return [Run((0,), self._mean, self._model.cost)] * n
 
-    def _catch_up(self, tokens: Sequence[int], worth: float) -> list[int]:
-        """Prefill missing text if that takes at most `worth` steps of one row; return the last tokens,
-        which are still to be computed, or none if it would take longer.
+    def _catch_up(self, tokens: Sequence[int], gain: float) -> list[int]:
+        """Prefill missing text if the rest of the answer, which may `gain` so much a token, repays it.
+
+        Return the last tokens, which are still to be computed; none if it takes longer.
         """
         model, request = self._model, self._request
         if self._cached is None and min(tokens) >= 0:  # the draft model cannot read pictures
@@ -252,11 +262,15 @@ class RequestDrafter:
         n = min(common_prefix(self._cached.tokens, tokens), len(tokens) - 1)
         model.kv.truncate(self._cached, n)
         pending = list(tokens[n:])
-        if model.price(len(pending)) > min(worth, model.balance):
+        n_done = len(tokens) - self._n_prompt
+        n_left = max(_LEAST_ANSWER_TOKENS, n_done)
+        if request.max_tokens is not None:
+            n_left = min(n_left, request.max_tokens - n_done)
+        if model.price(len(pending)) > min(n_left * gain, model.balance):
             return []
         if len(pending) <= DRAFT_BATCH:
             return pending
-        model.compute(self._cached, pending[:DRAFT_BATCH], outputs=0)
+        model.compute(self._cached, pending[:DRAFT_BATCH])
         return []
 
     def _draft(self, pending: list[int], limit: int, budget: DraftBudget) -> None:
@@ -264,12 +278,14 @@ class RequestDrafter:
         assert self._cached is not None
         model, runs = self._model, self._drafted
         sampler, matcher = self._sampler.copy(), self._matcher and self._matcher.copy()
-        likely = self._draft_likely(sampler, matcher)
         is_end = False
         while not is_end:
-            pending = [*pending, *likely]
+            pending = [*pending, *self._draft_likely(sampler, matcher)]
+            n, _ = budget.best([*runs, *self._expect(limit - len(join(runs)))])
+            if n <= len(runs) or (matcher is not None and matcher.is_done):
+                break
             began = time.perf_counter()
-            if not model.compute(self._cached, pending, outputs=1):
+            if not model.compute(self._cached, pending):
                 break
             budget.cost += model.price(len(pending))
             try:
@@ -284,11 +300,7 @@ class RequestDrafter:
             sampler.accept(forced)
             pending = [token, *forced]
             runs.append(Run(pending, model.rates[bisect_right(_PROBABILITIES, probability)]))
-            likely = self._draft_likely(sampler, matcher)
-            expected = [*runs, *[Run((0,), self._mean)] * (limit - len(join(runs)))]
-            n, _ = budget.best(expected, draft_cost=model.cost, n_drafted=len(runs))
-            is_done = matcher is not None and matcher.is_done
-            is_end = n <= len(runs) or is_done or model.vocab.is_eos(token)
+            is_end = model.vocab.is_eos(token)
 
     def _draft_likely(self, sampler: Sampler, matcher: TokenMatcher | None) -> list[int]:
         """Draft the text that must come next, without the draft model; return its tokens."""
@@ -302,16 +314,16 @@ class RequestDrafter:
     def _pick(self, sampler: Sampler, matcher: TokenMatcher | None) -> tuple[int, float]:
         """Sample as the request will; return the token and its probability at temperature 1."""
         model = self._model
-        logits: npt.NDArray[np.float32] = model.context.all_logits(1, model.vocab.n_vocab)[0]
-        if self._banned is not None:
-            logits[self._banned] = -np.inf
+        logits = model.context.all_logits(1, model.vocab.n_vocab)[0]
+        if self._request.ignore_eos:
+            logits[list(model.vocab.eos_tokens)] = -np.inf
         if matcher is not None:
             matcher.mask_into(logits)
         token = sampler.sample(model.context.pointer, -1, logits)
-        return token, math.exp(float(logits[token]) - self._log_sum(logits))
+        return token, math.exp(float(logits[token]) - model.log_sum(logits))
 
-    def record(self, sampled: Sequence[int]) -> None:
-        """Learn which tokens of the latest draft were sampled."""
+    def record(self, sampled: Sequence[int], *, n_drafted: int, n_accepted: int) -> None:
+        super().record(sampled, n_drafted=n_drafted, n_accepted=n_accepted)
         for acceptance, is_right in compare(self._drafted, sampled):
             self._model.earn(self._token_cost * is_right)
             for learned in (acceptance, self._mean, self._model.mean):
@@ -319,7 +331,8 @@ class RequestDrafter:
         self._drafted = []
 
     def close(self) -> None:
-        """Keep the request's text in the draft model for later requests. Idempotent."""
+        """Release past answers, and keep the text in the draft model for later requests. Idempotent."""
+        super().close()
         if self._cached is not None:
             self._model.kv.release(self._cached, keep=self._request.cache_prompt)
             self._cached = None

@@ -103,11 +103,7 @@ class AnswerFile:
         """
         suffix = text[-max(_GRAMS) :].tolist()
         for table, n in _TABLES:
-            if len(suffix) < n:
-                continue
-            index = self._word(table + _hash(suffix[-n:]))
-            if not n <= index < RING:
-                continue
+            index = min(max(0, self._word(table + _hash(suffix[-n:]))), RING)
             first = max(0, index - LONGEST)
             length = common_suffix(self.read(first, index - first), text)
             if length >= n:

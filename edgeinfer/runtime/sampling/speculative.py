@@ -15,10 +15,11 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, takewhile
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
+from edgeinfer.runtime.sampling.grammar import TokenMatcher
 from edgeinfer.runtime.sampling.past_answers import (
     CONTEXT_TOKENS,
     LONGEST,
@@ -27,6 +28,8 @@ from edgeinfer.runtime.sampling.past_answers import (
     common_suffix,
 )
 
+#: Most draft tokens that a step verifies for one sequence.
+MAX_DRAFT = 15
 #: Numbers of rows for which the cost of a step is measured; between them it is interpolated. The last
 #: one is measured when such a step first runs, because its logits would add to the size of a snapshot.
 _ROWS = (1, 2, 4, 8, 16, 32)
@@ -127,11 +130,10 @@ class DraftBudget:
         self._row_cost, self._rows = curve.cost, float(rows)
         #: Cost of the step and its drafts so far, in steps of one row.
         self.cost, self._expected = curve.cost(n_sequences), float(n_sequences)
-        step_s = curve.seconds(n_sequences, rows)
         #: Time (s) of a step with one row; 0 before the first measurement.
-        self.row_s = step_s / curve.cost(rows) if step_s else 0.0
+        self.row_s = curve.seconds(n_sequences, 1) or 0.0
         #: Least cost of a draft token's row; None until it is asked for.
-        self._least_row: float | None = None if step_s else math.inf
+        self._least_row: float | None = None if self.row_s else math.inf
         #: Time (s) that a draft model took for this step.
         self.model_s = 0.0
 
@@ -140,16 +142,10 @@ class DraftBudget:
         """Expected tokens in the time that a step of one row takes."""
         return self._expected / self.cost
 
-    def best(
-        self, runs: Sequence[Run], *, draft_cost: float = 0.0, n_drafted: int = 0
-    ) -> tuple[int, float]:
-        """Return how many `runs` of a sequence to verify for the highest `rate`, and that rate.
-
-        All but the first `n_drafted` must still be drafted, at a cost of `draft_cost` each.
-        """
+    def best(self, runs: Sequence[Run]) -> tuple[int, float]:
+        """Return how many `runs` of a sequence to verify for the highest `rate`, and that rate."""
         best, best_rate = 0, self.rate
         for n, (gain, cost, _) in enumerate(self.totals(runs), 1):
-            cost += max(0, n - n_drafted) * draft_cost
             total = (self._expected + gain) / (self.cost + cost)
             if total > best_rate and gain * self.cost > _MARGIN * cost * self._expected:
                 best, best_rate = n, total
@@ -160,13 +156,14 @@ class DraftBudget:
 
         Forced tokens after an accepted one are no cost: without drafts they would be computed, too.
         """
-        gain, chance = 0.0, 1.0
+        gain, chance, draft_cost = 0.0, 1.0, 0.0
         rows, cost_before = self._rows, self._row_cost(self._rows)
         for run in runs:
             chance *= run.acceptance.rate
             gain += chance
+            draft_cost += run.draft_cost
             rows += 1 + (len(run.tokens) - 1) * (1.0 - chance)
-            yield gain, self._row_cost(rows) - cost_before, rows
+            yield gain, self._row_cost(rows) - cost_before + draft_cost, rows
 
     def take(self, runs: Sequence[Run]) -> list[int]:
         """Add the runs that `best` chooses to the step, and return their tokens."""
@@ -178,16 +175,13 @@ class DraftBudget:
             self._least_row = None
         return join(runs[:n])
 
-    def least_chance(self, n: int, draft_cost: float = 0.0) -> float:
-        """Return how probable a first draft token must be to save time.
-
-        It may be followed by up to `n - 1` right ones, and each costs `draft_cost` to draft. All
-        sequences ask with the same `n`, or a smaller one.
-        """
+    @property
+    def least_chance(self) -> float:
+        """Probability that a first draft token must have to save time, even if all others are right."""
         if self._least_row is None:
             cost, rows = self._row_cost, self._rows
-            self._least_row = min((cost(rows + i) - cost(rows)) / i for i in range(1, n + 1))
-        return _MARGIN * (self._least_row + draft_cost) * self._expected / self.cost
+            self._least_row = min((cost(rows + i) - cost(rows)) / i for i in range(1, MAX_DRAFT + 1))
+        return _MARGIN * self._least_row * self._expected / self.cost
 
 
 #: Acceptance rate assumed before the first verification, by the minimum length of the match (tokens);
@@ -217,10 +211,14 @@ class Acceptance:
 
 
 class Run(NamedTuple):
-    """A draft token, and the tokens that the request's grammar forces after it."""
+    """A draft token, and the tokens that the request's grammar forces after it.
+
+    `draft_cost` is 0.0 unless the token must still be drafted.
+    """
 
     tokens: Sequence[int]
     acceptance: Acceptance
+    draft_cost: float = 0.0
 
 
 def join(runs: Sequence[Run]) -> list[int]:
@@ -318,14 +316,9 @@ class SuffixDrafter:
 
     def _find_in_text(self) -> tuple[int, int]:
         text, n = self._text, self._n
-        if n < _LENGTHS[0] + 1:
-            return 0, 0
-        ends = (text[1 : n - 1] == text[n - 1]).nonzero()[0] + 2
-        if len(ends):
-            ends = ends[text[ends - 2] == text[n - 2]]
+        ends, length = (text[: n - 1] == text[n - 1]).nonzero()[0] + 1, 1
         if not len(ends):
             return 0, 0
-        length = _LENGTHS[0]
         while len(ends) > 1 and length < LONGEST:
             longer = ends[ends > length]
             longer = longer[text[longer - 1 - length] == text[n - 1 - length]]
@@ -341,36 +334,21 @@ class SuffixDrafter:
         return self._rates[self._is_past][bisect_right(_LENGTHS, length) - 1]
 
 
-class ModelDrafter(Protocol):
-    """Interface of `draft_model.RequestDrafter`: one sequence's use of a draft model."""
-
-    def draft(
-        self, tokens: Sequence[int], limit: int, budget: DraftBudget, least_rate: float
-    ) -> list[Run]: ...
-
-    def record(self, sampled: Sequence[int]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-#: Splits draft tokens into runs, as `TokenMatcher.runs` does.
-Split = Callable[[Sequence[int]], list[list[int]]]
-
-
-def single_tokens(tokens: Sequence[int]) -> list[list[int]]:
-    return [[token] for token in tokens]
-
-
 class Drafting:
-    """Drafts tokens for one sequence. `is_forced`: drafts from the text at any cost, as requested."""
+    """Drafts tokens for one sequence, from its text. `matcher` is the parser of its constraint.
 
-    def __init__(self, drafter: SuffixDrafter | None, *, limit: int, is_forced: bool = False) -> None:
-        self._drafter, self._limit = drafter, limit
-        self._is_forced = is_forced
-        #: The draft model's drafter; None if there is none.
-        self.model: ModelDrafter | None = None
+    `is_forced`: at any cost, as requested. Without a `drafter`, nothing is drafted.
+    """
+
+    def __init__(
+        self,
+        drafter: SuffixDrafter | None,
+        matcher: TokenMatcher | None = None,
+        *,
+        is_forced: bool = False,
+    ) -> None:
+        self._drafter, self._matcher, self._is_forced = drafter, matcher, is_forced
         self._predicted: list[Run] = []
-        self._predicted_from = 0
         self.drafted = self.accepted = 0
 
     def use_answers(self, answers: AnswerFile | None) -> None:
@@ -379,42 +357,36 @@ class Drafting:
             self._drafter.answers = answers
 
     def close(self) -> None:
-        """Release past answers and the draft model. Idempotent."""
+        """Release past answers. Idempotent."""
         self.use_answers(None)
-        if self.model is not None:
-            self.model.close()
 
-    def propose(
-        self, tokens: Sequence[int], room: int, budget: DraftBudget, split: Split = single_tokens
-    ) -> list[int]:
+    def propose(self, tokens: Sequence[int], room: int, budget: DraftBudget) -> list[int]:
         """Return the draft tokens of this step, at most `room`."""
-        self._predicted, self._predicted_from = [], len(tokens)
-        drafter, limit = self._drafter, min(self._limit, room)
+        drafter, limit = self._drafter, min(MAX_DRAFT, room)
         if drafter is None or limit <= 0:
             return []
-        least_chance = 0.0 if self._is_forced else budget.least_chance(self._limit)
+        least_chance = 0.0 if self._is_forced else budget.least_chance
         if least_chance > 1.0:
             return []
-        parts = split(drafter.draft(tokens, limit, least_chance))
+        draft = drafter.draft(tokens, limit, least_chance)
+        parts = self._matcher.runs(draft) if self._matcher is not None else [[token] for token in draft]
         starts = accumulate(map(len, parts), initial=0)
         runs = [Run(p, drafter.acceptance(i)) for p, i in zip(parts, starts, strict=False)]
         self._predicted = runs
         if self._is_forced:
             return join(runs)[:limit]
-        if self.model is not None:
-            began = time.perf_counter()
-            drafted = self.model.draft(tokens, limit, budget, budget.best(runs)[1])
-            budget.model_s += time.perf_counter() - began
-            runs = max(runs, drafted, key=lambda runs: budget.best(runs)[1])
-        return budget.take(runs)[:limit]
+        return budget.take(self._choose_runs(runs, tokens, limit, budget))[:limit]
 
-    def record_acceptance(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
-        """Learn from `tokens` which drafts were right: `accepted` of the `drafted` tokens were."""
-        self.drafted += drafted
-        self.accepted += accepted
-        sampled = tokens[self._predicted_from :]
-        if self.model is not None:
-            self.model.record(sampled)
+    def _choose_runs(
+        self, from_text: list[Run], tokens: Sequence[int], limit: int, budget: DraftBudget
+    ) -> list[Run]:
+        """Return the draft `from_text`, or one that promises a higher rate."""
+        return from_text
+
+    def record(self, sampled: Sequence[int], *, n_drafted: int, n_accepted: int) -> None:
+        """Learn from the tokens that the step `sampled` which drafts were right."""
+        self.drafted += n_drafted
+        self.accepted += n_accepted
         for acceptance, is_right in compare(self._predicted, sampled):
             acceptance.record(is_right=is_right)
         self._predicted = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgeinfer.runtime.kv_cache import AdapterKey
 from edgeinfer.runtime.recurrent_checkpoints import tokens_to_next_checkpoint
-from edgeinfer.runtime.sampling.speculative import DraftBudget, single_tokens
+from edgeinfer.runtime.sampling.speculative import DraftBudget
 from edgeinfer.runtime.scheduler.batch_invariance import BatchInvariance
 from edgeinfer.runtime.scheduler.executor import Executor
 from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, DecodeBudget
@@ -26,19 +26,16 @@ class BatchPlanner:
         self.kv, self.batch = executor.kv, executor.batch
         self.adapters, self.step_costs = executor.adapters, executor.step_costs
         self.queue, self.prefixes = queue, queue.prefixes
-        self.chunk_sizer = executor.chunk_sizer
+        self.chunk_sizer, self._counters = executor.chunk_sizer, executor.counters
         self.batch_invariance = batch_invariance
         self.n_ctx = n_ctx
         self._context_adapters: AdapterKey = ()
         self._is_turn_of_long = self._was_picture = False
         self._n_decode_steps = 0
         self._decode_budget = DecodeBudget(self.chunk_sizer)
-        #: Time (s) that a draft model took for the planned batch.
-        self.draft_s = 0.0
 
     def fill_batch(self) -> list[BatchEntry]:
         """Fill the batch and return its entries, [] if no sequence has anything to compute."""
-        self.draft_s = 0.0
         ready = self._ready_sequences()
         for seq in [s for s in ready if len(s.tokens) >= self.n_ctx]:
             if not self._shift_or_end(seq):
@@ -157,7 +154,8 @@ class BatchPlanner:
             seq_id, n_outputs = seq.cached_seq.seq_id, 1 + len(drafts)
             self.batch.add(tokens, seq.position, seq_id, outputs=n_outputs, adapters=seq.adapters)
             entries.append(BatchEntry(seq, first_output, tokens, drafts))
-        self.draft_s = draft_budget.model_s
+        self._counters.decode_seconds_total += draft_budget.model_s
+        self._counters.python_seconds_total -= draft_budget.model_s  # the whole step is added to it
         return entries
 
     def _max_invariant_tokens(self, *, is_unbatched: bool) -> int:
@@ -174,8 +172,7 @@ class BatchPlanner:
             return []
         n_answer_left = seq.max_tokens - seq.n_generated - 1
         max_drafts = min(max_drafts, n_answer_left, self.n_ctx - len(seq.tokens) - 1)
-        split = single_tokens if seq.matcher is None else seq.matcher.runs
-        return seq.drafting.propose(seq.tokens, max_drafts, draft_budget, split)
+        return seq.drafting.propose(seq.tokens, max_drafts, draft_budget)
 
     def _add_prefill(self, prefilling: list[Sequence], entries: list[BatchEntry]) -> None:
         """Add chunks of the short or of the long prompts; of prefill-only ones without others."""

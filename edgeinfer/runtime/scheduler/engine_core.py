@@ -116,9 +116,7 @@ class EngineCore:
             return
         self.counters.steps_total += 1  # now: a client may read it once it has its answer
         self._output_processor.process(entries)
-        draft_s = self._planner.draft_s
-        self.counters.decode_seconds_total += draft_s
-        self.counters.python_seconds_total += time.perf_counter() - began - decode_s - draft_s
+        self.counters.python_seconds_total += time.perf_counter() - began - decode_s
         self.prefixes.write_blocks(is_idle=False)
 
     def _fail_unencoded(self, running: list[Sequence]) -> None:

@@ -14,7 +14,6 @@ from edgeinfer.runtime.chat_format.detokenizer import Detokenizer, ReasoningBudg
 from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.llama.sampler import Sampler
 from edgeinfer.runtime.llama.vocab import FimTokens, Vocab
-from edgeinfer.runtime.memory_plan import MAX_DRAFT
 from edgeinfer.runtime.options import ModelFiles
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import (
@@ -29,7 +28,7 @@ from edgeinfer.runtime.requests import (
     limit_preparation,
     random_bytes,
 )
-from edgeinfer.runtime.sampling.draft_model import DraftModel, RequestDrafter
+from edgeinfer.runtime.sampling.draft_model import DraftModel, ModelDrafting
 from edgeinfer.runtime.sampling.grammar import Constraints, Lark, TokenMatcher
 from edgeinfer.runtime.sampling.speculative import Drafting, SuffixDrafter
 from edgeinfer.runtime.scheduler.sequence import Sequence
@@ -53,7 +52,7 @@ class InputProcessor:
     entropy: bytes = b""
     vision: Vision | None = None
     vision_error: str = ""
-    draft_model: DraftModel | None = None
+    draft_model: DraftModel
 
     @limit_preparation()
     def make_sequence(self, request: GenerateRequest) -> Sequence:
@@ -77,12 +76,13 @@ class InputProcessor:
         s = request.sampling
         random_seed = int.from_bytes(random_bytes(4, self.entropy), "little")
         seed = random_seed if s.seed is None else s.seed
-        seq = Sequence(
+        sampler = Sampler(self.vocab, s, seed=seed, n_ctx=self.n_ctx)
+        return Sequence(
             request=request,
             tokens=PromptTokens(tokens),
-            sampler=Sampler(self.vocab, s, seed=seed, n_ctx=self.n_ctx),
+            sampler=sampler,
             detokenizer=detokenizer,
-            drafting=self._drafting(request),
+            drafting=self._drafting(request, sampler, matcher),
             max_tokens=self._max_tokens(request, len(tokens)),
             n_keep=self._n_keep(request, tokens) if request.overflow == "shift" else 0,
             matcher=matcher,
@@ -91,11 +91,6 @@ class InputProcessor:
             pictures=PromptPictures(self.vision, spans),
             deadline=time.monotonic() + request.deadline_s if request.deadline_s is not None else None,
         )
-        if self.draft_model is not None and request.speculative == "auto" and request.replay is None:
-            seq.drafting.model = RequestDrafter(
-                self.draft_model, request, seq.sampler, matcher=matcher, banned=seq.banned_tokens
-            )
-        return seq
 
     def _tokenize(
         self, request: GenerateRequest, chat: ProcessedChat | None, spans: list[Span]
@@ -205,10 +200,15 @@ class InputProcessor:
         close = self.vocab.tokenize(chat.reasoning_close, parse_special=True)
         return ReasoningBudget(n_tokens, close, opened=detokenizer.is_reasoning)
 
-    def _drafting(self, request: GenerateRequest) -> Drafting:
+    def _drafting(
+        self, request: GenerateRequest, sampler: Sampler, matcher: TokenMatcher | None
+    ) -> Drafting:
         has_drafts = request.speculative != "off" and request.replay is None
         drafter = SuffixDrafter(self.vocab.n_vocab) if has_drafts else None
-        return Drafting(drafter, limit=MAX_DRAFT, is_forced=request.speculative == "ngram")
+        model, is_forced = self.draft_model, request.speculative == "ngram"
+        if drafter is None or model.shape is None or is_forced:
+            return Drafting(drafter, matcher, is_forced=is_forced)
+        return ModelDrafting(drafter, matcher, model=model, request=request, sampler=sampler)
 
     def _max_tokens(self, request: GenerateRequest, n_prompt: int) -> int:
         if request.max_tokens is not None:

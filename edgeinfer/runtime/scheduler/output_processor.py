@@ -78,14 +78,11 @@ class OutputProcessor:
             self.queue.end(seq, reason)
 
     def _verify_drafts(self, entry: BatchEntry) -> None:
-        seq = entry.seq
-        if not entry.drafts:
-            seq.drafting.record_acceptance(seq.tokens, 0, 0)
-            return
-        accepted_end = common_prefix(seq.cached_seq.tokens, seq.tokens, seq.n_past - len(entry.drafts))
+        seq, n_drafts = entry.seq, len(entry.drafts)
+        n_past = seq.n_past - n_drafts
+        sampled = seq.tokens[n_past:]
         # forced tokens may be equal to all drafts left: compute the last one again, to get its logits
-        accepted_end = min(accepted_end, len(seq.tokens) - 1)
-        n_drafts = len(entry.drafts)
+        n_accepted = min(common_prefix(entry.drafts, sampled), len(sampled) - 1)
         if not entry.is_prefill:  # the tokens of a replayed answer are no predictions
-            seq.drafting.record_acceptance(seq.tokens, n_drafts, n_drafts - (seq.n_past - accepted_end))
-        self._executor.kv.truncate(seq.cached_seq, accepted_end)
+            seq.drafting.record(sampled, n_drafted=n_drafts, n_accepted=n_accepted)
+        self._executor.kv.truncate(seq.cached_seq, n_past + n_accepted)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from edgeinfer.runtime.kv_cache import CachedSequence
-from edgeinfer.runtime.memory_plan import MAX_DRAFT
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.sampling import draft_model, speculative
-from edgeinfer.runtime.sampling.draft_model import DraftModel, RequestDrafter
+from edgeinfer.runtime.sampling.draft_model import DraftModel, ModelDrafting
 from edgeinfer.runtime.sampling.speculative import (
+    MAX_DRAFT,
     Acceptance,
     DraftBudget,
     Drafting,
@@ -59,14 +59,14 @@ class Draft(DraftModel):
         self.cost = self.least_cost = TOKEN_S / row_s
         self.clock = clock
 
-    def compute(self, cached_seq: CachedSequence, tokens: Sequence[int], *, outputs: int) -> bool:
+    def compute(self, cached_seq: CachedSequence, tokens: Sequence[int]) -> bool:
         self.clock[0] += TOKEN_S * max(1.0, len(tokens) / 4)
         cached_seq.tokens.extend(tokens)
         self.balance -= self.price(len(tokens))
         return True
 
 
-class Drafter(RequestDrafter):
+class Drafter(ModelDrafting):
     def _pick(self, *args: object) -> tuple[int, float]:
         return 0, 0.9
 
@@ -89,13 +89,12 @@ SAMPLER: Any = SimpleNamespace(copy=lambda: SAMPLER, accept=lambda tokens: None)
 
 
 def draft_from_text() -> Drafting:
-    return Drafting(Text(*[0] * MAX_DRAFT), limit=MAX_DRAFT)
+    return Drafting(Text(*[0] * MAX_DRAFT))
 
 
 def draft_with(draft: Draft) -> Drafting:
-    drafting, request = Drafting(Text(), limit=MAX_DRAFT), GenerateRequest(prompt="x")
-    drafting.model = Drafter(draft, request, SAMPLER, matcher=None, banned=None)
-    return drafting
+    request = GenerateRequest(prompt="x")
+    return Drafter(Text(), None, model=draft, request=request, sampler=SAMPLER)
 
 
 def spent_s(
@@ -125,7 +124,7 @@ def spent_s(
             while n_right < len(drafts) and following[n_right] == 0:
                 n_right += 1
             tokens.extend(following[: n_right + 1])
-            drafting.record_acceptance(tokens, len(drafts), n_right)
+            drafting.record(following[: n_right + 1], n_drafted=len(drafts), n_accepted=n_right)
         running = [stream for stream in running if len(stream[2]) < len(stream[0])]
     return clock[0] - began
 

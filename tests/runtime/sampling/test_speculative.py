@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from edgeinfer.runtime.sampling.speculative import (
     Run,
     StepCurve,
     SuffixDrafter,
-    single_tokens,
 )
 
 from ..conftest import answer, ask
@@ -41,17 +41,22 @@ FULL = curve(lambda rows: 0.010 * rows)
 
 
 class Always(SuffixDrafter):
-    """Drafts the same tokens."""
+    """Drafts up to `n_tokens` times the same token."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_tokens: int = 15) -> None:
         super().__init__(n_vocab=2)
-        self._rate = Acceptance(0.5)
+        self._n_tokens, self._rate = n_tokens, Acceptance(0.5)
 
     def acceptance(self, position: int) -> Acceptance:
         return self._rate
 
     def draft(self, tokens: Sequence[int], limit: int, least_chance: float = 0.0) -> list[int]:
-        return [1] * limit
+        return [1] * min(limit, self._n_tokens)
+
+
+def parser(runs: Callable[[list[int]], list[list[int]]]) -> Any:
+    """A constraint's parser that splits draft tokens by `runs`."""
+    return SimpleNamespace(runs=runs)
 
 
 def make_runs(chances: Sequence[float], n_forced: int = 0) -> list[Run]:
@@ -73,7 +78,7 @@ def decode(drafting: Drafting, answer: Sequence[int], costs: StepCurve) -> list[
         while right < len(drafts) and drafts[right] == continuation[right]:
             right += 1
         tokens += continuation[: right + 1]
-        drafting.record_acceptance(tokens, len(drafts), right)
+        drafting.record(continuation[: right + 1], n_drafted=len(drafts), n_accepted=right)
         drafted.append(len(drafts))
     return drafted
 
@@ -136,18 +141,18 @@ def test_past_answers_are_drafted_where_the_text_has_no_longer_match(tmp_path: P
 
 def test_nothing_is_drafted_before_a_step_was_measured() -> None:
     budget = DraftBudget(StepCurve(), 1, 1)
-    assert Drafting(Always(), limit=7).propose([0], 8, budget) == []
+    assert Drafting(Always(7)).propose([0], 8, budget) == []
 
 
 def test_a_text_that_becomes_predictable_is_drafted_again() -> None:
-    drafting = Drafting(Always(), limit=7)
+    drafting = Drafting(Always(7))
     drafted = decode(drafting, [2] * 100 + [1] * 100, CHEAP)
     assert drafted[90] == 0
     assert 7 in drafted[100:]
 
 
 def test_a_named_drafter_drafts_at_any_price() -> None:
-    drafting = Drafting(Always(), limit=4, is_forced=True)
+    drafting = Drafting(Always(4), is_forced=True)
     assert decode(drafting, [2] * 20, FULL)[:10] == [4] * 10
 
 
@@ -276,10 +281,10 @@ def test_forced_tokens_make_a_doubtful_draft_worse() -> None:
 
 def test_chance_below_the_least_never_pays() -> None:
     budget = DraftBudget(CHEAP, 8, 8)
-    least = budget.least_chance(15)
+    least = budget.least_chance
     assert take(budget, [least - 0.01] + [1.0] * 14) == 0
     assert take(budget, [least + 0.01] + [1.0] * 14) == 15
-    assert budget.least_chance(15) != least
+    assert budget.least_chance != least
 
 
 def test_short_matches_that_cannot_pay_are_not_looked_for() -> None:
@@ -294,16 +299,16 @@ def test_short_matches_that_cannot_pay_are_not_looked_for() -> None:
 
 def test_draft_ends_where_a_constraint_forbids_it() -> None:
     budget = DraftBudget(FREE, 1, 1)
-    split = lambda tokens: single_tokens(tokens[:2])  # noqa: E731
-    assert Drafting(Always(), limit=4).propose([0], 8, budget, split) == [1, 1]
+    matcher = parser(lambda tokens: [[token] for token in tokens[:2]])
+    assert Drafting(Always(4), matcher).propose([0], 8, budget) == [1, 1]
 
 
 def test_forced_tokens_that_the_text_lacks_are_drafted_and_teach_it_nothing() -> None:
     drafter = Always()
-    drafting = Drafting(drafter, limit=4)
-    drafts = drafting.propose([0], 8, DraftBudget(FREE, 1, 1), lambda tokens: [[1, 7, 8, 9, 10]])
+    drafting = Drafting(drafter, parser(lambda tokens: [[1, 7, 8, 9, 10]]))
+    drafts = drafting.propose([0], 4, DraftBudget(FREE, 1, 1))
     assert drafts == [1, 7, 8, 9]  # as many as there is room for
-    drafting.record_acceptance([0, 1, 7, 8, 9, 10, 2], 4, 4)
+    drafting.record([1, 7, 8, 9, 10, 2], n_drafted=4, n_accepted=4)
     once = Acceptance(0.5)
     once.record(is_right=True)
     assert drafter.acceptance(0).rate == once.rate
@@ -316,6 +321,6 @@ def test_cost_of_more_rows_than_are_measured_goes_on_as_before_them() -> None:
 
 
 def test_room_and_no_drafter() -> None:
-    assert Drafting(None, limit=4).propose([0], 8, DraftBudget(FREE, 1, 1)) == []
-    assert Drafting(Always(), limit=4).propose([0], 2, DraftBudget(FREE, 1, 1)) == [1, 1]
-    assert Drafting(Always(), limit=4).propose([0], 0, DraftBudget(FREE, 1, 1)) == []
+    assert Drafting(None).propose([0], 8, DraftBudget(FREE, 1, 1)) == []
+    assert Drafting(Always()).propose([0], 2, DraftBudget(FREE, 1, 1)) == [1, 1]
+    assert Drafting(Always()).propose([0], 0, DraftBudget(FREE, 1, 1)) == []
