@@ -12,14 +12,14 @@ from edgeinfer.errors import EdgeInferError, StoreError
 from edgeinfer.platform.ed25519 import SigningKey
 from edgeinfer.receipts.receipt import Receipt, Refusal, make_receipt
 from edgeinfer.runtime.event_stream import CollectedAnswer, RepetitionWatch
-from edgeinfer.runtime.events import CacheReport, Event, Finished, Progress
+from edgeinfer.runtime.events import CacheReport, Event, Finished
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.tools.tool_use import ToolUse, uses_of
 
 
-class AnswerWriter:
+class AnswerWriter(CollectedAnswer):
     """Stores an answer while it is generated: `turn` is its first state, `done` the last or None."""
 
     def __init__(
@@ -31,6 +31,7 @@ class AnswerWriter:
         info: EngineInfo,
         on_end: Callable[[Turn], None],
     ) -> None:
+        super().__init__(turn.content, turn.reasoning)
         self.turn = turn
         self.request = request
         self.generation = generation
@@ -40,35 +41,20 @@ class AnswerWriter:
         self._store = store
         self._info = info
         self._on_end = on_end
-        self._calls: tuple[ToolUse, ...] = ()
-        self._all = CollectedAnswer(turn.content, turn.reasoning)
+        self._uses: tuple[ToolUse, ...] = ()
         self._new = CollectedAnswer()
         self._watch = RepetitionWatch()
         self._repeats = False
 
-    @property
-    def text(self) -> str:
-        return self._all.text
-
-    @property
-    def reasoning(self) -> str:
-        return self._all.reasoning
-
-    @property
-    def progress(self) -> Progress | None:
-        """Latest progress of the prefill, None before the first report."""
-        return self._all.progress
-
     def receipt(self, key: SigningKey | None) -> Receipt | Refusal:
         """Make the receipt of the answer, signed by `key` if there is one."""
-        finished = self._all.last_event
-        if finished is None:
+        if self.last_event is None:
             return Refusal(refused="the answer is not finished, or it failed")
-        return make_receipt(self.request, finished, self._info, key=key)
+        return make_receipt(self.request, self.last_event, self._info, key=key)
 
     def add(self, event: Event) -> None:
         """Add one event of the generation; `Finished` ends the answer."""
-        self._all.add(event)
+        super().add(event)
         self._new.add(event)
         if isinstance(event, Finished):
             self._finish(event)
@@ -117,7 +103,7 @@ class AnswerWriter:
             saved_s=finished.timings.saved_ms / 1000,
         )
         if finished.reason == "tool_calls":
-            self._calls = uses_of(self._all)
+            self._uses = uses_of(self)
         self.cache_report = CacheReport.of(self.turn.model, finished)
         is_repeated = self._repeats and finished.reason == "cancelled"
         error = "the answer repeated itself" if is_repeated else ""
@@ -129,7 +115,7 @@ class AnswerWriter:
                 self.turn,
                 content=self.text,
                 reasoning=self.reasoning,
-                calls=self._calls,
+                calls=self._uses,
                 status=status,
                 error=error,
                 stats=stats,

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from edgeinfer.tools.loop import CallFrontEnd, ChatTools
 
 _TITLE_CELLS = 60
+#: The turn of a new answer, its request and its generation.
+_Submitted = tuple[Turn, GenerateRequest, Generation]
 #: Byte offset of the locks on drafts in the lease file; the locks on conversations are before it.
 _DRAFTS = 1 << 40
 
@@ -263,14 +265,14 @@ class ChatSession:
         head = self.head
         if head is None or (head.role != "user" and not head.calls):
             raise UsageError("there is no question to answer", hint="type one")
-        return self._begin(head.id)
+        return self._begin(lambda engine: self._submit(engine, head.id))
 
     def regenerate(self) -> AnswerWriter:
         """Answer the last question again; earlier answers stay as alternatives."""
         question = self.question
         if question is None:
             raise UsageError("there is no answer to regenerate", hint="ask something first")
-        return self._begin(question.id)
+        return self._begin(lambda engine: self._submit(engine, question.id))
 
     def continue_answer(self) -> AnswerWriter:
         """Continue the last answer in the same turn. Raises UsageError if it was not cut off."""
@@ -282,17 +284,14 @@ class ChatSession:
             or not head.content
         ):
             raise UsageError("the last answer was not cut off", hint="`/regen` answers again")
-        engine = self.idle_engine()
-        lease = self.store.acquire(self.conversation.id)
-        try:
+
+        def submit(engine: Engine) -> _Submitted:
             request = with_record(self.prompt.request(self.path, continue_final=True))
             generation = engine.submit(request)
             self.store.reopen(head.id)
-        except BaseException:
-            lease.release()
-            raise
-        reopened = msgspec.structs.replace(head, status="streaming", error="")
-        return self._run(engine, reopened, request, generation, lease)
+            return msgspec.structs.replace(head, status="streaming", error=""), request, generation
+
+        return self._begin(submit)
 
     @property
     def calls(self) -> Turn | None:
@@ -337,24 +336,32 @@ class ChatSession:
         It should not if the user stopped a call or has left the branch. Raises StoreError.
         """
         try:
-            self.store.set_calls(turn.id, calls)
+            self.store.update_turn(turn.id, calls=calls)
         finally:
             self._calls_leases.pop(turn.id, Lease()).release()
         self._replace(msgspec.structs.replace(turn, calls=calls))
         is_here = self.conversation.head_id == turn.id
         return is_here and all(use.status != "stopped" for use in calls)
 
-    def _begin(self, question_id: int) -> AnswerWriter:
+    def _begin(self, submit: Callable[[Engine], _Submitted]) -> AnswerWriter:
+        """Submit a request while the conversation is locked; the end of its answer unlocks it."""
         engine = self.idle_engine()
         lease = self.store.acquire(self.conversation.id)
         try:
-            turn, request, generation = self._submit(engine, question_id)
+            turn, request, generation = submit(engine)
         except BaseException:
             lease.release()
             raise
-        return self._run(engine, turn, request, generation, lease)
+        self._turns[turn.id] = turn
 
-    def _submit(self, engine: Engine, question_id: int) -> tuple[Turn, GenerateRequest, Generation]:
+        def on_end(done: Turn) -> None:
+            lease.release()
+            self._replace(done)
+
+        self.answer = AnswerWriter(self.store, turn, request, generation, engine.info, on_end)
+        return self.answer
+
+    def _submit(self, engine: Engine, question_id: int) -> _Submitted:
         blank = Turn(
             conversation_id=self.conversation.id,
             parent_id=question_id,
@@ -375,18 +382,6 @@ class ChatSession:
             generation.cancel()
             raise
         return stored, request, generation
-
-    def _run(
-        self, engine: Engine, turn: Turn, request: GenerateRequest, generation: Generation, lease: Lease
-    ) -> AnswerWriter:
-        self._turns[turn.id] = turn
-
-        def on_end(done: Turn) -> None:
-            lease.release()
-            self._replace(done)
-
-        self.answer = AnswerWriter(self.store, turn, request, generation, engine.info, on_end)
-        return self.answer
 
     def _replace(self, turn: Turn) -> None:
         if turn.conversation_id == self.conversation.id:
@@ -466,7 +461,7 @@ class ChatSession:
 
     def drop_turns_before(self, turn_id: int, summary: str) -> None:
         """Stop sending the turns before `turn_id` to the model; send `summary` instead, if any."""
-        self.store.drop_turns_before(turn_id, summary)
+        self.store.update_turn(turn_id, cut_summary=summary)
         self._turns[turn_id] = msgspec.structs.replace(self.turn(turn_id), cut_summary=summary)
 
     @property

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from edgeinfer.tools import self_running
-from edgeinfer.tools.mcp_client import CallResult, ToolInfo
+from edgeinfer.tools.mcp_client import CallResult, ToolInfo, ToolServer
 from edgeinfer.tools.tool_use import Progress, Stop
 
 TEXT = {"type": "string"}
@@ -50,14 +50,14 @@ def tool_info(
     return ToolInfo(name=name, description=description, parameters=schema, read_only=read_only)
 
 
-class Builtin:
+class Builtin(ToolServer):
     """A tool server in this process: the method `_NAME(stop, …)` is the tool NAME. Thread-safe."""
 
     #: The server's name in the user's `allow` and `deny`, and before the tool's in `files__read`.
     server: str
 
-    def __init__(self, tools: Iterable[ToolInfo]) -> None:
-        self._tools = list(tools)
+    def __init__(self, tools: Iterable[ToolInfo], enabled: Sequence[str]) -> None:
+        self._tools = [tool for tool in tools if tool.name in enabled]
 
     def tools(self) -> list[ToolInfo]:
         return self._tools
@@ -66,27 +66,13 @@ class Builtin:
         """Return why the tools cannot be used on this machine or in this folder, or ""."""
         return ""
 
-    def argument_error(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return which arguments are missing, unknown or of the wrong type, or ""."""
-        schema = next(tool.parameters for tool in self._tools if tool.name == name)
-        types = {key: value["type"] for key, value in schema["properties"].items()}
-        return argument_names_error(schema, arguments) or "; ".join(
+    def argument_error(self, tool: ToolInfo, arguments: dict[str, Any]) -> str:
+        types = {key: value["type"] for key, value in tool.parameters["properties"].items()}
+        return super().argument_error(tool, arguments) or "; ".join(
             f"{key} must be of type {types[key]}"
             for key, value in arguments.items()
             if not isinstance(value, _TYPES[types[key]])
         )
-
-    def canonical(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments with links in paths resolved, as they are judged, shown and used."""
-        return arguments
-
-    def warning(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return why this call needs approval even if a pattern allows it, or ""."""
-        return ""
-
-    def preview(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return the change that the call would make to a file, as a diff; "" if it changes none."""
-        return ""
 
     def call(
         self,
@@ -96,7 +82,8 @@ class Builtin:
         on_progress: Progress | None = None,
     ) -> CallResult:
         """Run a tool; errors are its result. Raises StoppedError."""
-        if wrong := self.argument_error(name, arguments):
+        tool = next(tool for tool in self._tools if tool.name == name)
+        if wrong := self.argument_error(tool, arguments):
             return CallResult(f"wrong arguments: {wrong}", is_error=True)
         try:
             result = getattr(self, f"_{name}")(stop or Stop(), **arguments)
@@ -104,13 +91,3 @@ class Builtin:
         except (RefusedError, OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             return CallResult(reason or type(error).__name__, is_error=True)
-
-
-def argument_names_error(schema: dict[str, Any], arguments: dict[str, Any]) -> str:
-    """Return which arguments are missing or unknown according to the schema, or ""."""
-    required, properties = schema.get("required"), schema.get("properties", {})
-    required = required if isinstance(required, list) else []
-    is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
-    unknown = [name for name in arguments if is_closed and name not in properties]
-    said = [f"missing argument: {name}" for name in required if name not in arguments]
-    return "; ".join([*said, *(f"unknown argument: {name}" for name in unknown)])

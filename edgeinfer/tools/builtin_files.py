@@ -43,37 +43,34 @@ _GREP_S, _GREP_FILES = 10, 64
 _MAX_DEPTH = 64
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WHOLE = {"type": "integer", "minimum": 1}
-TOOLS = {
-    info.name: info
-    for info in (
-        tool_info(
-            "read",
-            "Read a text file of the folder. Lines are numbered from 1.",
-            {"path": TEXT},
-            {"first_line": _WHOLE, "lines": _WHOLE},
-            read_only=True,
-        ),
-        tool_info(
-            "glob",
-            "List files whose path matches a pattern such as **/*.py.",
-            {"pattern": TEXT},
-            read_only=True,
-        ),
-        tool_info(
-            "grep",
-            "Search the folder's text files for an extended regular expression; glob limits the files.",
-            {"pattern": TEXT},
-            {"glob": TEXT},
-            read_only=True,
-        ),
-        tool_info("write", "Write a whole file.", {"path": TEXT, "content": TEXT}),
-        tool_info(
-            "edit",
-            "Replace a text that occurs exactly once in a file.",
-            {"path": TEXT, "old": TEXT, "new": TEXT},
-        ),
-    )
-}
+TOOLS = (
+    tool_info(
+        "read",
+        "Read a text file of the folder. Lines are numbered from 1.",
+        {"path": TEXT},
+        {"first_line": _WHOLE, "lines": _WHOLE},
+        read_only=True,
+    ),
+    tool_info(
+        "glob",
+        "List files whose path matches a pattern such as **/*.py.",
+        {"pattern": TEXT},
+        read_only=True,
+    ),
+    tool_info(
+        "grep",
+        "Search the folder's text files for an extended regular expression; glob limits the files.",
+        {"pattern": TEXT},
+        {"glob": TEXT},
+        read_only=True,
+    ),
+    tool_info("write", "Write a whole file.", {"path": TEXT, "content": TEXT}),
+    tool_info(
+        "edit",
+        "Replace a text that occurs exactly once in a file.",
+        {"path": TEXT, "old": TEXT, "new": TEXT},
+    ),
+)
 
 
 class BuiltinFiles(Builtin):
@@ -87,7 +84,7 @@ class BuiltinFiles(Builtin):
     server = "files"
 
     def __init__(self, folder: Path, enabled: Sequence[str]) -> None:
-        super().__init__(TOOLS[name] for name in TOOLS if name in enabled)
+        super().__init__(TOOLS, enabled)
         self._folder = folder.resolve()
         own_folders = (paths.config_dir(), paths.data_dir(), paths.cache_dir(), paths.state_dir())
         self._own_folders = [path.resolve() for path in own_folders]

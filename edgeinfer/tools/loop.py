@@ -21,7 +21,6 @@ from edgeinfer.runtime.requests import Tool, ToolChoice
 from edgeinfer.safe_text import escape_hidden
 from edgeinfer.tools import approval
 from edgeinfer.tools.approval import Approvals, Decision, Level
-from edgeinfer.tools.builtin import argument_names_error
 from edgeinfer.tools.mcp_client import ToolInfo
 from edgeinfer.tools.tool_use import Stop, StoppedError, ToolUse, safe_text
 from edgeinfer.tools.toolbox import BoundTool, Toolbox
@@ -275,27 +274,21 @@ class ChatTools:
         if bound is None:
             return use.end("failed", "there is no such tool")
         front.show_use(use, "starting…")
-        self.toolbox.start(bound.server, stop)
+        server = self.toolbox.start(bound.server, stop)
         # starting the server may have changed the list
         bound = self.toolbox.bound_tools().get(use.name)
         if bound is None:
             return use.end("failed", "its server no longer has this tool")
-        builtin = self.toolbox.builtin.get(bound.server)
-        schema, tool = bound.info.parameters, bound.info.name
-        if (
-            wrong := builtin.argument_error(tool, arguments)
-            if builtin
-            else argument_names_error(schema, arguments)
-        ):
+        if wrong := server.argument_error(bound.info, arguments):
             return use.end("failed", safe_text(f"wrong arguments: {wrong}", 2000))
-        arguments = builtin.canonical(tool, arguments) if builtin else arguments
+        arguments = server.canonical(bound.info.name, arguments)
         level = self._level(bound, arguments, conversation)
         if level == "deny":
             return use.end("refused", "the configuration denies this call")
-        warning = builtin.warning(tool, arguments) if builtin else ""
+        warning = server.warning(bound.info.name, arguments)
         if level == "allow" and not bound.is_new and not warning:
             return bound, arguments
-        card = self._card(use, bound, arguments, warning)
+        card = _card(use, bound, arguments, warning, server.preview(bound.info.name, arguments))
         decision = front.decide(card)
         if decision.choice != "no":
             self._note_decision(decision, bound, card, conversation)
@@ -305,24 +298,6 @@ class ChatTools:
             reason = f": {decision.reason}" if decision.reason else ""
             return use.end("refused", f"the user said no{reason}")
         return bound, arguments
-
-    def _card(self, use: ToolUse, bound: BoundTool, arguments: _Arguments, warning: str) -> Card:
-        server, tool = bound.server, bound.info.name
-        builtin = self.toolbox.builtin.get(server)
-        warnings = [
-            warning,
-            "its server has added or changed this tool since you first saw it" if bound.is_new else "",
-            "its server says that it may destroy data" if bound.info.destructive else "",
-        ]
-        return Card(
-            id=use.id,
-            server=server,
-            tool=tool,
-            arguments=arguments,
-            pattern=approval.pattern_for(server, tool, arguments),
-            diff=builtin.preview(tool, arguments) if builtin else "",
-            warning="; ".join(filter(None, warnings)),
-        )
 
     def _note_decision(
         self, decision: Decision, bound: BoundTool, card: Card, conversation: object
@@ -365,6 +340,24 @@ class ChatTools:
         took_ms = (time.monotonic() - start_s) * 1000
         text = safe_text(result.text, _MOST_RESULT_BYTES)
         return use.end("failed" if result.is_error else "done", text or "(empty)", took_ms)
+
+
+def _card(use: ToolUse, bound: BoundTool, arguments: _Arguments, warning: str, diff: str) -> Card:
+    server, tool = bound.server, bound.info.name
+    warnings = [
+        warning,
+        "its server has added or changed this tool since you first saw it" if bound.is_new else "",
+        "its server says that it may destroy data" if bound.info.destructive else "",
+    ]
+    return Card(
+        id=use.id,
+        server=server,
+        tool=tool,
+        arguments=arguments,
+        pattern=approval.pattern_for(server, tool, arguments),
+        diff=diff,
+        warning="; ".join(filter(None, warnings)),
+    )
 
 
 def _made_calls(rounds: Rounds) -> set[tuple[str, str, str]]:

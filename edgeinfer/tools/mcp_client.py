@@ -84,7 +84,33 @@ class _Pending:
                     return None
 
 
-class McpClient:
+class ToolServer:
+    """What a call is checked for before it is made. Built-in servers check more."""
+
+    def argument_error(self, tool: ToolInfo, arguments: dict[str, Any]) -> str:
+        """Return which arguments are missing, unknown or of the wrong type, or ""."""
+        schema = tool.parameters
+        required, properties = schema.get("required"), schema.get("properties", {})
+        required = required if isinstance(required, list) else []
+        is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+        unknown = [name for name in arguments if is_closed and name not in properties]
+        missing = [f"missing argument: {name}" for name in required if name not in arguments]
+        return "; ".join([*missing, *(f"unknown argument: {name}" for name in unknown)])
+
+    def canonical(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments with links in paths resolved, as they are judged, shown and used."""
+        return arguments
+
+    def warning(self, name: str, arguments: dict[str, Any]) -> str:
+        """Return why this call needs approval even if a pattern allows it, or ""."""
+        return ""
+
+    def preview(self, name: str, arguments: dict[str, Any]) -> str:
+        """Return the change that the call would make to a file, as a diff; "" if it changes none."""
+        return ""
+
+
+class McpClient(ToolServer):
     """A session with a tool server, which the constructor starts. Thread-safe.
 
     With `is_apart` the server runs outside of `folder`, where a model's commands may have changed

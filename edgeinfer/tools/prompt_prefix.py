@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
-
 from edgeinfer.runtime.interface import Engine
+from edgeinfer.runtime.kv_cache import common_prefix
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 
 
@@ -16,6 +15,5 @@ def prefill_request(engine: Engine, tools: tuple[Tool, ...], system: str) -> Gen
         messages = (*first, Message(role="user", content=question))
         return engine.tokenize_chat(GenerateRequest(messages=messages, tools=tools))
 
-    pairs = zip(tokens("Why?"), tokens("0 or 1"), strict=False)
-    shared = takewhile(lambda pair: pair[0] == pair[1], pairs)
-    return GenerateRequest(prompt=tuple(pair[0] for pair in shared), max_tokens=0)
+    a, b = tokens("Why?"), tokens("0 or 1")
+    return GenerateRequest(prompt=tuple(a[: common_prefix(a, b)]), max_tokens=0)

@@ -24,12 +24,10 @@ from edgeinfer.tools.tool_use import Stop, StoppedError
 #: Most bytes of a command's output; a command that writes more is killed.
 MAX_OUTPUT = 1 << 20
 _WHERE = "It runs in the folder, in a sandbox without a network, and sees nothing outside of it."
-TOOLS = {
-    "shell": tool_info("shell", f"Run a shell command. {_WHERE}", {"command": TEXT}),
-    "python": tool_info(
-        "python", f"Run a Python program, which prints its results. {_WHERE}", {"code": TEXT}
-    ),
-}
+TOOLS = (
+    tool_info("shell", f"Run a shell command. {_WHERE}", {"command": TEXT}),
+    tool_info("python", f"Run a Python program, which prints its results. {_WHERE}", {"code": TEXT}),
+)
 #: Python program that executes the file /command. The code itself must not be an argument, which all
 #: users could see.
 _PYTHON_CODE = "exec(compile(open('/command', 'rb').read(), '<string>', 'exec'))"
@@ -44,7 +42,7 @@ class Sandbox(Builtin):
     server = "sandbox"
 
     def __init__(self, folder: Path, enabled: Sequence[str], timeout_s: float) -> None:
-        super().__init__(TOOLS[name] for name in TOOLS if name in enabled)
+        super().__init__(TOOLS, enabled)
         self._folder = folder.resolve()
         self._timeout_s = timeout_s
         frozen = getattr(sys, "frozen", False)

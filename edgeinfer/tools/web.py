@@ -41,7 +41,7 @@ class Web(Builtin):
         self._names = [host.lower() for host in hosts]
         self._networks = [network for host in hosts if (network := _network(host))]
         description = f"Fetch a web page as text. Hosts: {', '.join(hosts)}"
-        super().__init__([tool_info("fetch", description, {"url": TEXT})] if "fetch" in enabled else [])
+        super().__init__([tool_info("fetch", description, {"url": TEXT})], enabled)
 
     def unavailable(self) -> str:
         return "" if self._names else "no host is listed: set tools.fetch-hosts in config.toml"

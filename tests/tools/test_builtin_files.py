@@ -25,7 +25,7 @@ def files(tmp_path):
     (folder / "src" / "c.bin").write_bytes(b"two\0")
     (tmp_path / "secret").write_text("two")
     (folder / "out").symlink_to(tmp_path / "secret")
-    return BuiltinFiles(folder, tuple(TOOLS))
+    return BuiltinFiles(folder, [tool.name for tool in TOOLS])
 
 
 def call(files, name, **arguments):
@@ -105,10 +105,11 @@ def test_a_stop_ends_grep_and_a_walk_over_empty_folders(files, tmp_path, monkeyp
         files.call("glob", {"pattern": "*"}, stop)
 
 
-def test_a_change_whose_diff_takes_long_is_shown_by_its_arguments(files, tmp_path):
+def test_a_change_without_a_diff_is_shown_by_its_arguments(files, tmp_path):
     rows = "".join(f"{i * 7 % 101}\n" for i in range(50_000))
     (tmp_path / "project" / "rows.txt").write_text(f"{rows}end\n")
     assert files.preview("edit", {"path": "rows.txt", "old": "end", "new": "END"}) == ""
+    assert files.preview("write", {"path": "src/c.bin", "content": "x"}) == "", "it is not text"
 
 
 @pytest.mark.parametrize("ending", ["\r", "\x0b", "\x85", "\u2028", " ", ""])
@@ -119,10 +120,6 @@ def test_a_diff_shows_every_change(files, ending):
     assert files.preview("write", {"path": "a.txt", "content": "one\ntwo\nthree"}).endswith(
         "-three\n+three\n\\ no newline"
     )
-
-
-def test_a_change_without_a_diff_is_shown_by_its_arguments(files):
-    assert files.preview("write", {"path": "src/c.bin", "content": "x"}) == ""
 
 
 def test_a_call_follows_no_link(files, tmp_path):
@@ -189,7 +186,7 @@ def test_edgeinfers_own_folders_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path / "own"))
     config_path().parent.mkdir(parents=True)
     (config_path().parent / "keys").write_text("secret")
-    files = BuiltinFiles(tmp_path, tuple(TOOLS))
+    files = BuiltinFiles(tmp_path, [tool.name for tool in TOOLS])
     path = str((config_path().parent / "keys").relative_to(tmp_path))
     assert "edgeinfer's data folders" in call(files, "read", path=path)
     assert call(files, "grep", pattern="secret") == "nothing found"

@@ -9,8 +9,8 @@ from tools_here import tools_config
 from edgeinfer.errors import ToolServerError
 from edgeinfer.tools import loop
 from edgeinfer.tools.approval import Decision
-from edgeinfer.tools.builtin import argument_names_error
 from edgeinfer.tools.loop import ChatTools
+from edgeinfer.tools.mcp_client import ToolInfo, ToolServer
 from edgeinfer.tools.sandbox import Sandbox
 from edgeinfer.tools.tool_use import ToolUse
 from edgeinfer.tools.toolbox import records_path
@@ -224,7 +224,7 @@ def test_call_with_wrong_arguments_asks_for_nothing(open_tools, arguments, wrong
     ],
 )
 def test_a_servers_schema_names_missing_and_unknown_arguments(schema, said):
-    assert argument_names_error(schema, {"a": 1}) == said
+    assert ToolServer().argument_error(ToolInfo(name="t", parameters=schema), {"a": 1}) == said
 
 
 def test_rounds_are_limited(open_tools, monkeypatch):

@@ -146,22 +146,16 @@ def test_an_error_keeps_its_data_and_a_refusal_its_message(connect, over_http):
         client.call("go", {})
 
 
+LINK = {"type": "resource_link", "uri": "file:///a"}
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [
         ({"type": "text", "text": None}, ""),
         ({"type": "text"}, ""),
-        ({"type": "resource_link", "uri": "file:///a"}, "[file:///a]"),
-        (
-            {
-                "type": "resource_link",
-                "uri": "file:///a",
-                "name": "a",
-                "mimeType": "x/y",
-                "description": "d",
-            },
-            "[file:///a · a · x/y · d]",
-        ),
+        (LINK, "[file:///a]"),
+        (LINK | {"name": "a", "mimeType": "x/y", "description": "d"}, "[file:///a · a · x/y · d]"),
         ({"type": "resource", "resource": {"uri": "x:", "text": None}}, ""),
         ({"type": "resource", "resource": {"uri": "x:", "blob": "AAEC"}}, "[x:, of no type: not text]"),
         (

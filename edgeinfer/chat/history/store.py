@@ -146,8 +146,7 @@ class ConversationStore:
         """Set columns of a conversation, e.g. its title, model or sampling."""
         if set(fields) - {"draft"}:
             fields["updated_ms"] = self.clock()
-        with store_errors(self.name):
-            self._set("conversation", conversation_id, fields)
+        self._set("conversation", conversation_id, fields)
 
     def conversation(self, conversation_id: int) -> Conversation:
         """Return a conversation. Raises StoreError if there is none."""
@@ -158,8 +157,7 @@ class ConversationStore:
 
     def delete(self, conversation_id: int) -> None:
         """Hide a conversation; `undelete` restores it until it is purged, a day later."""
-        with store_errors(self.name):
-            self._set("conversation", conversation_id, {"deleted_ms": self.clock()})
+        self._set("conversation", conversation_id, {"deleted_ms": self.clock()})
 
     def undelete(self, conversation_id: int) -> None:
         """Restore a deleted conversation. Raises StoreError if it has been purged."""
@@ -239,14 +237,9 @@ class ConversationStore:
             self.db.execute("DELETE FROM journal WHERE turn_id = ?", (turn.id,))
             self._set("conversation", turn.conversation_id, {"updated_ms": self.clock()})
 
-    def set_calls(self, turn_id: int, calls: tuple[ToolUse, ...]) -> None:
-        with store_errors(self.name):
-            self._set("turn", turn_id, {"calls": calls})
-
-    def drop_turns_before(self, turn_id: int, summary: str) -> None:
-        """Record that earlier turns are no longer sent to the model, but `summary`, if any."""
-        with store_errors(self.name):
-            self._set("turn", turn_id, {"cut_summary": summary})
+    def update_turn(self, turn_id: int, **fields: Any) -> None:
+        """Set columns of a turn, e.g. its `calls` or `cut_summary`."""
+        self._set("turn", turn_id, fields)
 
     def clean_up(self) -> int:
         """Mark unfinished answers of ended processes as interrupted; return their number."""
@@ -317,7 +310,7 @@ class ConversationStore:
             f"SELECT c.id, c.title, c.model, {_COUNT} AS turns, c.updated_ms FROM conversation c"
             " WHERE c.deleted_ms IS NULL AND turns > 0 ORDER BY c.updated_ms DESC, c.id DESC LIMIT ?"
         )
-        return list(map(_summary, self._rows(sql, limit)))
+        return [Summary(*row) for row in self._rows(sql, limit)]
 
     def search(self, query_text: str, limit: int = 60) -> list[Summary]:
         """Return summaries of conversations that contain all words: by title first, then the newest.
@@ -333,7 +326,7 @@ class ConversationStore:
             rows = self.db.execute(_SEARCH, {"query": query, "limit": limit}).fetchall()
             turn_ids = msgspec.json.encode([row[5] for row in rows]).decode()
             snippets = dict(self.db.execute(_SNIPPETS, (query, turn_ids)))
-        return [_summary(row, " ".join(snippets.get(row[5], "").split())) for row in rows]
+        return [Summary(*row[:5], " ".join(snippets.get(row[5], "").split())) for row in rows]
 
     def past_questions(self, limit: int = 200) -> list[str]:
         """Return the texts of earlier questions, newest first, without repetitions."""
@@ -383,7 +376,8 @@ class ConversationStore:
     def _set(self, table: str, row_id: int, fields: dict[str, Any]) -> None:
         columns = ", ".join(f"{name} = ?" for name in fields)
         values = [_column(name, value) for name, value in fields.items()]
-        self.db.execute(f"UPDATE {table} SET {columns} WHERE id = ?", (*values, row_id))
+        with store_errors(self.name):
+            self.db.execute(f"UPDATE {table} SET {columns} WHERE id = ?", (*values, row_id))
 
 
 def other_writer_error() -> UsageError:
@@ -405,11 +399,6 @@ def _read(kind: type[T], row: Sequence[Any]) -> T:
             _log.warning("%s %s: %s cannot be read: %s", kind.__name__, row[0], name, error)
             del values[name]
     return kind(**values)
-
-
-def _summary(row: Sequence[Any], snippet: str = "") -> Summary:
-    number, title, model, turns, updated_ms = row[:5]
-    return Summary(number, title, model, turns, updated_ms, snippet)
 
 
 def match_query(text: str) -> str:
