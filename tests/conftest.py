@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -430,6 +431,20 @@ def _real(name: str) -> Path:
     path = TEST_MODELS / name
     assert path.is_file(), f"{path} is missing: run `scripts/setup.sh test`"
     return path
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk of 1 MiB, which only root can mount."""
+    if os.getuid() != 0:
+        pytest.skip("not root")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", folder]
+    if subprocess.run(mount, check=False, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -391,29 +391,21 @@ def test_a_copy_of_a_file_that_another_process_migrated_is_dropped(tmp_path, mon
     assert list(tmp_path.glob("*.new*")) == []
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="not root")
-def test_a_disk_too_full_for_the_copy_leaves_the_store_as_it_was(tmp_path):
-    folder = tmp_path / "home"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]
-    if subprocess.run(mount, check=False, stderr=subprocess.DEVNULL).returncode:
-        pytest.skip("a tmpfs cannot be mounted here")
-    try:
-        store_of_schema(folder / "c.db", 2)
-        before = (folder / "c.db").read_bytes()
-        with open(folder / "fill", "wb", buffering=0) as fill, contextlib.suppress(OSError):
-            while fill.write(bytes(4096)):
-                continue
-        with pytest.raises(StoreError) as refused:
-            ConversationStore.open(folder / "c.db")
-        assert refused.value.hint.startswith("free some disk space")
-        assert (folder / "c.db").read_bytes() == before
-        (folder / "fill").unlink()
-        assert {path.name for path in folder.iterdir()} <= {"c.db", "c.db-wal", "c.db-shm"}
-        with contextlib.closing(ConversationStore.open(folder / "c.db")) as store:
-            assert store.turns(3)[30].content == "about zebras"
-    finally:
-        subprocess.run(["umount", folder], check=True)
+def test_a_disk_too_full_for_the_copy_leaves_the_store_as_it_was(small_disk):
+    path = small_disk / "c.db"
+    store_of_schema(path, 2)
+    before = path.read_bytes()
+    with open(small_disk / "fill", "wb", buffering=0) as fill, contextlib.suppress(OSError):
+        while fill.write(bytes(4096)):
+            continue
+    with pytest.raises(StoreError) as refused:
+        ConversationStore.open(path)
+    assert refused.value.hint.startswith("free some disk space")
+    assert path.read_bytes() == before
+    (small_disk / "fill").unlink()
+    assert {path.name for path in small_disk.iterdir()} <= {"c.db", "c.db-wal", "c.db-shm"}
+    with contextlib.closing(ConversationStore.open(path)) as store:
+        assert store.turns(3)[30].content == "about zebras"
 
 
 def test_a_conversations_id_is_never_given_again(store, tmp_path):
@@ -496,6 +488,11 @@ class Deleted:
         return not self.store.overdue() and not self._blocks.has(self._name)
 
 
+def run_hi(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
+
+
 @pytest.fixture
 def deleted_conversation():
     conversation = Deleted()
@@ -519,8 +516,7 @@ async def test_textual_chat_purges_deleted_conversations(tmp_path, deleted_conve
 
 
 def test_run_purges_deleted_conversations(deleted_conversation, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", None)
-    assert main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
+    run_hi(monkeypatch)
     wait_until(deleted_conversation.is_gone, "the conversation to be purged")
 
 
@@ -532,9 +528,8 @@ def test_run_does_not_wait_for_the_purge(deleted_conversation, monkeypatch):
         assert answered.wait(60)
         return forget(*arguments)
 
-    monkeypatch.setattr(sys, "stdin", None)
     monkeypatch.setattr(store_module, "forget_conversations", forget_late)
-    assert main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
+    run_hi(monkeypatch)
     assert not deleted_conversation.is_gone()
     answered.set()
     wait_until(deleted_conversation.is_gone, "the conversation to be purged")
@@ -553,10 +548,9 @@ def test_purging_erases_the_answers_kept_for_drafts(deleted_conversation):
 
 def test_run_migrates_no_store_of_an_older_version(deleted_conversation, monkeypatch):
     """`update` tries a new version in the user's home folder, and may keep the old one."""
-    monkeypatch.setattr(sys, "stdin", None)
     with contextlib.closing(sqlite3.connect(store_path())) as db:
         db.execute("PRAGMA user_version = 1")
-        assert main(["run", "hi"], FixedHost(FakeEngine([words("Hello")]))) == 0
+        run_hi(monkeypatch)
         assert db.execute("PRAGMA user_version").fetchone() == (1,)
     assert not deleted_conversation.is_gone()
 
