@@ -326,7 +326,8 @@ class ConversationStore:
             rows = self.db.execute(_SEARCH, {"query": query, "limit": limit}).fetchall()
             turn_ids = msgspec.json.encode([row[5] for row in rows]).decode()
             snippets = dict(self.db.execute(_SNIPPETS, (query, turn_ids)))
-        return [Summary(*row[:5], " ".join(snippets.get(row[5], "").split())) for row in rows]
+        texts = (" ".join(snippets.get(row[5], "").split()) for row in rows)
+        return [Summary(*(*row[:5], text)) for row, text in zip(rows, texts, strict=True)]
 
     def past_questions(self, limit: int = 200) -> list[str]:
         """Return the texts of earlier questions, newest first, without repetitions."""

@@ -56,7 +56,8 @@ _LIKELY_START, _LIKELY_LEAST = 0.95, 0.8
 _RECOVERY = 0.0008
 #: What drafts may lose before any has gained, and the most that gains let later ones lose, in steps of
 #: one row; the share of each token's time that they may lose besides.
-_FIRST_LOSS, _MOST_LOSS, _LOSS_SHARE = 32.0, 200.0, 0.01
+_FIRST_LOSS, _MOST_LOSS = 32.0, 200.0
+_LOSS_SHARE = 0.01
 #: The rest of an answer, whose gain must repay the prefill of missing text, is assumed to be as long as
 #: the answer so far, and at least this long (tokens).
 _LEAST_ANSWER_TOKENS = 64
@@ -215,7 +216,8 @@ class ModelDrafting(Drafting):
         sampler: Sampler,
     ) -> None:
         super().__init__(drafter, matcher)
-        self._model, self._request, self._sampler = model, request, sampler
+        self._model, self._request = model, request
+        self._sampler = sampler
         # drafting a token without sampling it uses no random number, which would change later tokens
         is_greedy = request.sampling.temperature <= 0
         self._drafts_likely, self._drafts_forced = is_greedy, is_greedy or request.logprobs is None

@@ -156,8 +156,9 @@ class DraftBudget:
 
         Forced tokens after an accepted one are no cost: without drafts they would be computed, too.
         """
-        gain, chance, draft_cost = 0.0, 1.0, 0.0
-        rows, cost_before = self._rows, self._row_cost(self._rows)
+        gain, chance = 0.0, 1.0
+        rows, draft_cost = self._rows, 0.0
+        cost_before = self._row_cost(rows)
         for run in runs:
             chance *= run.acceptance.rate
             gain += chance
@@ -347,7 +348,8 @@ class Drafting:
         *,
         is_forced: bool = False,
     ) -> None:
-        self._drafter, self._matcher, self._is_forced = drafter, matcher, is_forced
+        self._drafter, self._matcher = drafter, matcher
+        self._is_forced = is_forced
         self._predicted: list[Run] = []
         self.drafted = self.accepted = 0
 
