@@ -17,9 +17,10 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +115,14 @@ def write(tree: Path, work: Path, backends: Path, bom: Path) -> list[Component]:
 
 def _collected(work: Path) -> set[Path]:
     """Return the files that PyInstaller packed, from its lists: the application's, then the first start's."""
-    found: set[Path] = set()
+    paths: set[Path] = set()
     for name in ("PYZ-00.toc", "PYZ-01.toc", "COLLECT-00.toc", "PKG-01.toc"):
-        for entry in _entries(ast.literal_eval((work / name).read_text())):
-            found.add(Path(entry[1]))
-    return found
+        paths |= {Path(path) for _, path, _ in _entries(ast.literal_eval((work / name).read_text()))}
+    return paths
 
 
 def _entries(value: Any) -> list[tuple[str, str, str]]:
-    """Yield every `(name, path, type)` in PyInstaller's nested lists."""
+    """List every `(name, path, type)` in PyInstaller's nested lists."""
     if isinstance(value, tuple) and len(value) == 3 and all(isinstance(v, str) for v in value):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -139,24 +139,17 @@ def _distributions(collected: set[Path], texts: Path) -> list[Component]:
         code = [f for f in files if not any(part.endswith(".dist-info") for part in f.parts)]
         if name in ("edgeinfer", "pyinstaller") or not any(str(f.resolve()) in wanted for f in code):
             continue
-        legal = [
-            f
-            for f in files
-            if re.search(r"(?i)(licen[cs]e|copying|notice|authors)", f.name + _legal_folder(f))
-            and f.is_file()
-        ]
-        copied = _copy(texts / name, [f for f in legal if f.suffix not in (".py", ".pyc", ".so")])
-        found.append(
-            Component(
-                name, dist.version, "pypi", _licence(dist), copied, f"pkg:pypi/{name}@{dist.version}"
-            )
-        )
+        copied = _copy(texts / name, [f for f in files if _is_legal(f) and f.is_file()])
+        source = f"pkg:pypi/{name}@{dist.version}"
+        found.append(Component(name, dist.version, "pypi", _licence(dist), copied, source))
     return found
 
 
-def _legal_folder(file: Path) -> str:
-    """Return "licenses" for a file below that folder of a distribution: PDFium's are named by library."""
-    return "licenses" if re.search(r"\.dist-info/licenses/", file.as_posix()) else ""
+def _is_legal(file: Path) -> bool:
+    """Return whether a distribution's file is a licence or notice, by its name or folder."""
+    inside = ".dist-info/licenses/" in file.as_posix()  # PDFium's are named by library
+    named = re.search(r"(?i)licen[cs]e|copying|notice|authors", file.name)
+    return bool(inside or named) and file.suffix not in (".py", ".pyc", ".so")
 
 
 def _licence(dist: importlib.metadata.Distribution) -> str:
@@ -164,12 +157,9 @@ def _licence(dist: importlib.metadata.Distribution) -> str:
     for value in (meta.get("License-Expression"), meta.get("License")):
         if value and len(value) < 60 and value != "UNKNOWN":
             return SPDX.get(value.lower().strip(), value)
-    classifiers = [
-        c.rpartition("::")[2].strip()
-        for c in meta.get_all("Classifier") or []
-        if c.startswith("License")
-    ]
-    return " OR ".join(SPDX.get(c.lower(), c) for c in classifiers) or "see its text"
+    classifiers = [c for c in meta.get_all("Classifier") or [] if c.startswith("License")]
+    names = [c.rpartition("::")[2].strip() for c in classifiers]
+    return " OR ".join(SPDX.get(name.lower(), name) for name in names) or "see its text"
 
 
 def _debian(collected: set[Path], texts: Path) -> list[Component]:
@@ -183,29 +173,26 @@ def _debian(collected: set[Path], texts: Path) -> list[Component]:
         name = package.partition(":")[0]
         text = Path("/usr/share/doc") / name / "copyright"
         copied = _copy(texts / f"debian-{name}", [text] if text.is_file() else [])
-        url = f"pkg:deb/debian/{source}@{source_version}?arch=source"
-        found.append(
-            Component(name, version, "deb", KNOWN.get(name) or _debian_licence(text), copied, url)
-        )
+        found.append(_debian_component((name, version, source, source_version, ""), text, copied))
     return found
+
+
+def _debian_component(row: Sequence[str], text: Path, inside: tuple[str, ...]) -> Component:
+    """Return the component of a row of packages.tsv (scripts/debian.sh), whose copyright file is `text`."""
+    name, version, source, source_version, digest = row
+    licence = KNOWN.get(name) or _debian_licence(text)
+    url = f"pkg:deb/debian/{source}@{source_version}?arch=source"
+    return Component(name, version, "deb", licence, inside, url, digest)
 
 
 def _owners(files: list[str]) -> set[str]:
     """Return the packages of files, whichever of /lib and /usr/lib they were installed as."""
-    spellings = {
-        p
-        for f in files
-        for r in (f, os.path.realpath(f))
-        for p in (r, r.removeprefix("/usr"), f"/usr{r}")
-    }
-    out = subprocess.run(
-        ["dpkg-query", "-S", *sorted(spellings)], capture_output=True, text=True, check=False
-    ).stdout
-    return {
-        line.partition(": ")[0].split(",")[0]
-        for line in out.splitlines()
-        if not line.startswith("diversion ")
-    }
+    known = {*files, *map(os.path.realpath, files)}
+    spellings = sorted({s for path in known for s in (path, path.removeprefix("/usr"), f"/usr{path}")})
+    command = ["dpkg-query", "-S", *spellings]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    named = (line for line in lines if not line.startswith("diversion "))
+    return {line.partition(": ")[0].split(",")[0] for line in named}
 
 
 def _debian_licence(text: Path) -> str:
@@ -237,16 +224,13 @@ def _headers(share: Path, texts: Path) -> list[Component]:
 
 
 def _listed(table: Path, texts: Path, more: tuple[str, ...] = ()) -> list[Component]:
-    """Return the packages of a packages.tsv (scripts/debian.sh), whose copyright files lie in `texts`."""
-    found = []
+    """Return the packages of a packages.tsv, whose copyright files lie in `texts`."""
+    components = []
     for line in table.read_text().splitlines():
-        name, version, source, source_version, digest = line.split("\t")
-        text = texts / name / "copyright"
-        licence = KNOWN.get(name) or _debian_licence(text)
-        inside = (f"share/licences/{texts.name}/{name}/copyright", *more)
-        url = f"pkg:deb/debian/{source}@{source_version}?arch=source"
-        found.append(Component(name, version, "deb", licence, inside, url, digest))
-    return found
+        row = line.split("\t")
+        inside = (f"share/licences/{texts.name}/{row[0]}/copyright", *more)
+        components.append(_debian_component(row, texts / row[0] / "copyright", inside))
+    return components
 
 
 def _llama_cpp(texts: Path) -> Component:
@@ -265,19 +249,18 @@ def _page_library(texts: Path) -> Component:
 
 def _llama_commit() -> str:
     code = "from edgeinfer.runtime.llama.libllama import build_info; print(build_info().ggml_commit)"
-    return (
-        _run(os.path.join(os.path.dirname(sys.executable), "python"), "-c", code).strip() or "unknown"
-    )
+    return _run(str(Path(sys.executable).with_name("python")), "-c", code).strip() or "unknown"
 
 
 def _bootloader(texts: Path) -> Component:
     dist = importlib.metadata.distribution("pyinstaller")
     legal = [Path(str(dist.locate_file(f))) for f in dist.files or [] if f.name == "COPYING.txt"]
-    licence = "GPL-2.0-or-later WITH Bootloader-exception"
-    copied = _copy(texts / "pyinstaller", legal)
-    return Component(
-        "pyinstaller", dist.version, "pypi", licence, copied, f"pkg:pypi/pyinstaller@{dist.version}"
+    licence, source = (
+        "GPL-2.0-or-later WITH Bootloader-exception",
+        f"pkg:pypi/pyinstaller@{dist.version}",
     )
+    copied = _copy(texts / "pyinstaller", legal)
+    return Component("pyinstaller", dist.version, "pypi", licence, copied, source)
 
 
 def _copy(folder: Path, files: list[Path]) -> tuple[str, ...]:
@@ -310,21 +293,16 @@ def _cyclonedx(components: list[Component]) -> dict[str, Any]:
             "purl": c.purl,
         }
         spdx = c.kind != "deb" or c.name in KNOWN  # Debian's short names are not SPDX's
-        part["licenses"] = (
-            [{"expression": c.licence}]
-            if spdx and _is_spdx(c.licence)
-            else [{"license": {"name": c.licence}}]
-        )
+        is_expression = spdx and _is_spdx(c.licence)
+        part["licenses"] = [
+            {"expression": c.licence} if is_expression else {"license": {"name": c.licence}}
+        ]
         if c.source:
             part["externalReferences"] = [{"type": "distribution", "url": c.source}]
         if c.sha256:
             part["hashes"] = [{"alg": "SHA-256", "content": c.sha256}]
         parts.append(part)
-    when = (
-        datetime.fromtimestamp(int(os.environ["SOURCE_DATE_EPOCH"]), UTC)
-        .isoformat()
-        .replace("+00:00", "Z")
-    )
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(int(os.environ["SOURCE_DATE_EPOCH"])))
     main = {"type": "application", "bom-ref": "edgeinfer", "name": "edgeinfer", "version": __version__}
     serial = uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(parts, sort_keys=True))
     return {
