@@ -39,7 +39,7 @@ FLAGS = [
 
 
 def cache_dir() -> Path:
-    """Where built and fetched things are kept between builds."""
+    """Return the folder in which built and fetched things are kept between builds."""
     named = os.environ.get("EDGEINFER_BUILD_CACHE")
     return (
         Path(named)

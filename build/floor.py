@@ -110,7 +110,7 @@ def lower_all(folder: Path) -> None:
 
 
 def is_elf(path: Path) -> bool:
-    """True for a file that begins as ELF files do."""
+    """Return whether a file begins as ELF files do."""
     with path.open("rb") as file:
         return file.read(4) == b"\x7fELF"
 
@@ -124,7 +124,7 @@ def _sections(raw: bytearray) -> Iterator[_Section]:
 
 
 def _drop_newer(raw: bytearray, section: _Section, names: _Section) -> list[_Needed]:
-    """Unlink the versions newer than FLOOR from the lists of needed versions; returns them.
+    """Unlink the versions newer than FLOOR from the lists of needed versions; return them.
 
     A list that would end empty keeps its first entry marked as weak: libc then needs not have that version.
     """

@@ -101,7 +101,7 @@ def _table(rows: dict[str, str]) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """Plain text in roff: backslashes, hyphens that are typed, and lines that would start a macro."""
+    """Escape plain text for roff: backslashes, typed hyphens, and lines that would start a macro."""
     escaped = text.replace("\\", r"\e").replace("-", r"\-").replace("`", r"\(ga").replace("…", "...")
     return r"\&" + escaped if escaped.startswith((".", "'")) else escaped
 

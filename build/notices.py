@@ -1,5 +1,4 @@
-"""What is inside the shipped file: every component with its licence, its texts, and a CycloneDX list of
-all of them.
+"""List what the shipped file contains: components with licences and texts, and all as CycloneDX.
 
 Components are found, not listed by hand: the Python distributions whose files PyInstaller collected,
 the Debian packages whose libraries it copied, CRIU's packages, those of the headers in the Vulkan
@@ -280,8 +279,8 @@ def _run(*command: str) -> str:
 
 
 def _cyclonedx(components: list[Component]) -> dict[str, Any]:
-    """CycloneDX 1.5. Its serial number comes from its content and its time from SOURCE_DATE_EPOCH, so
-    builds are alike.
+    """Return the components as CycloneDX 1.5. Equal builds give equal lists: the serial number comes from
+    the content, and the time from SOURCE_DATE_EPOCH.
     """
     parts = []
     for c in components:

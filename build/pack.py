@@ -131,9 +131,8 @@ def _compressed(raw: bytes, cache: Path, *, is_x86_code: bool) -> bytes:
     kept = cache / f"{hashlib.sha256(raw + repr(filters).encode()).hexdigest()}.xz"
     if kept.exists():
         return kept.read_bytes()
-    data = lzma.compress(
-        raw, format=lzma.FORMAT_XZ, check=lzma.CHECK_NONE, filters=filters
-    )  # the index has SHA-256
+    # without a check: the index has SHA-256
+    data = lzma.compress(raw, format=lzma.FORMAT_XZ, check=lzma.CHECK_NONE, filters=filters)
     cache.mkdir(parents=True, exist_ok=True)
     scratch = kept.with_name(f"{kept.name}.{os.getpid()}")
     scratch.write_bytes(data)
@@ -149,9 +148,7 @@ def _join(
     data: list[bytes],
     relocate: tuple[str, ...],
 ) -> Packed:
-    """Index and blocks. Offsets of blocks count from the payload's start, so the index's own length has
-    to settle first.
-    """
+    """Join index and blocks. Offsets count from the payload's start, so the index's length settles first."""
     start = 0
     for _ in range(8):
         document = {

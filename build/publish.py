@@ -250,7 +250,7 @@ def _time() -> str:
 
 
 def provenance() -> dict[str, Any]:
-    """From what, and by what, the files were made."""
+    """Describe from what, and by what, the files were made."""
     commit = _run("git", "rev-parse", "HEAD")
     components = json.loads((DIST / "edgeinfer.cdx.json").read_text())["components"]
     inputs = [{"uri": part["purl"]} for part in components]

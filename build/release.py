@@ -105,7 +105,7 @@ def check_libpython() -> None:
 
 
 def freeze() -> Path:
-    """Run PyInstaller; returns its output folder."""
+    """Run PyInstaller; return its output folder."""
     dist = WORK / "pyinstaller"
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "PyInstaller", "-y", "--log-level", "WARN", "--distpath", dist]
@@ -173,9 +173,7 @@ def _strip(internal: Path) -> None:
 
 
 def publish(tree: Path, out: Path) -> None:
-    """Licences, the list of components, the man page, completions and the note on installing: into the
-    tree and beside it.
-    """
+    """Write licences, components, man page, completions and INSTALL.md into the tree and beside it."""
     share = tree / "share"
     (share / "completions").mkdir(parents=True, exist_ok=True)
     notices.write(tree, WORK / "cache/app", BACKENDS, out / "edgeinfer.cdx.json")
@@ -241,7 +239,7 @@ def _check_whole(tree: Path) -> None:
 
 
 def checksums(folder: Path) -> None:
-    """SHA256SUMS of everything published in `folder`, for `sha256sum -c`."""
+    """Write SHA256SUMS of everything published in `folder`, for `sha256sum -c`."""
     names = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "SHA256SUMS")
     lines = [f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(folder)}\n" for p in names]
     (folder / "SHA256SUMS").write_text("".join(lines))

@@ -74,7 +74,7 @@ def _add_libraries(tree: Path) -> None:
 
 
 def _describe(info: Path) -> None:
-    """Need what the binding needs instead of the binding, and name the platform."""
+    """Replace the binding among the needed packages by what it needs, and name the platform."""
     needs = importlib.metadata.requires(BINDING) or []
     lines = "".join(f"Requires-Dist: {need}\n" for need in needs if "extra" not in need)
     metadata = (info / "METADATA").read_text()

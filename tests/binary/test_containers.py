@@ -54,7 +54,7 @@ class Podman:
         (self.secret / "key").symlink_to("..data/key")
 
     def mount_as_kubelet(self) -> None:
-        """fsGroupChangePolicy OnRootMismatch: the volume's root alone, where it does not fit yet."""
+        """Give the volume's root to the group as fsGroupChangePolicy OnRootMismatch does."""
         info = self.volume.stat()
         if info.st_gid != GROUP or info.st_mode & 0o2770 != 0o2770:
             os.chown(self.volume, 0, GROUP)

@@ -85,7 +85,7 @@ class Updates:
             return update.back(self.program, folder)
 
     def refusal(self):
-        """Update in vain; returns the error's code. Nothing is changed and nothing lies about."""
+        """Return the code of an update's error, after which nothing is changed or left over."""
         with pytest.raises(EdgeInferError) as caught:
             self.update()
         assert self.program.read_bytes() == self.before
