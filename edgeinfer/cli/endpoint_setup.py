@@ -82,12 +82,11 @@ def _default_loader(
     """Verify the default model. Raises what `EngineHost.resolve` and `EngineHost.files` raise."""
     typed: str = options.model or host.config.default_model
     model = typed if typed == host.loaded_model else host.resolve(typed)
-    load_options = typed_options.load_options(options, host.config.load)
-    files = host.files(model, draft=load_options.draft)
+    loading = typed_options.load_options(options, host.config.load)
+    files = host.files(model, draft=loading.draft)
     if not isinstance(model, str):
         model = msgspec.structs.replace(model, verified=files)
-    load_options = msgspec.structs.replace(load_options, is_counted=is_counted)
-    return ModelLoader(host, files.name, model, load_options)
+    return ModelLoader(host, files.name, model, msgspec.structs.replace(loading, is_counted=is_counted))
 
 
 async def _serve(

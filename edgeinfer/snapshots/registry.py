@@ -215,8 +215,8 @@ def by_last_use(root: Path) -> list[Path]:
     folders = map(Path, chain(*storage.generations(str(root)).values()))
 
     def rank(folder: Path) -> tuple[bool, bool, float]:
-        is_named = bool(storage.user_name_of(storage.name_of(folder.name)))
-        return not is_orphan(folder), is_named, last_used_s(folder)
+        user_name = storage.user_name_of(storage.name_of(folder.name))
+        return not is_orphan(folder), bool(user_name), last_used_s(folder)
 
     return sorted(folders, key=rank)
 

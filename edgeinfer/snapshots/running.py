@@ -1,8 +1,7 @@
 """List running launches and background builds, and the models they have loaded, from /proc.
 
 There are no pid files: a resumed app always has the same pid in its namespace, and a file would outlive
-a `kill -9`. Launchers and builds are recognized by their command lines, an app by a launcher among its
-ancestors.
+a `kill -9`. A launcher or build is recognized by its command line, an app by its launcher.
 """
 
 from __future__ import annotations
@@ -54,10 +53,7 @@ class RunningLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def processes(*, everywhere: bool = False) -> list[RunningLaunch]:
-    """List this user's launches and background builds, the oldest first.
-
-    `everywhere`: also those with other data folders.
-    """
+    """List this user's launches and builds, oldest first; of all data folders if `everywhere`."""
     parents, mine = _parents(), os.getpid()
     launches = []
     for pid in parents:

@@ -125,6 +125,9 @@ def test_a_snapshot_serves_exactly_the_launches_with_its_options(root, tmp_path,
         except SnapshotMissingError:
             is_resumed = False
         assert is_resumed == loaded.serves("m", launch_options) == fits, (built, launched)
+        assert not loaded.serves("other", build_options)
+        loaded.engine.close()
+        assert not loaded.serves("m", build_options)
         outcomes[fits] += 1
         shutil.rmtree(folder)
     assert min(outcomes[True], outcomes[False]) > 10
@@ -228,14 +231,6 @@ def test_refused_snapshot_is_replaced_by_the_next_that_fits_or_reported(root):
     (fitting / storage.MEMORY).write_bytes(b"")
     with pytest.raises(SnapshotCorruptError, match=r"memory\.img"):
         selection.find("m", launched)
-
-
-def test_closed_or_other_model_serves_no_launch():
-    mine = load(LoadOptions())
-    assert mine.serves("m", LoadOptions(n_threads=7))
-    assert not mine.serves("other", LoadOptions())
-    mine.engine.close()
-    assert not mine.serves("m", LoadOptions())
 
 
 @pytest.mark.parametrize("typed", ["tiny:F32", "Tiny:f32"])

@@ -504,13 +504,8 @@ def test_spin_count_is_set_while_libgomp_is_mapped_and_not_inherited(
 
 
 LIMITED = """
-import resource
-import select
-import sys
-import time
-from types import SimpleNamespace
+import resource, sys
 from edgeinfer.launcher.messages import LaunchRequest
-from edgeinfer.models.reference import resolve
 from edgeinfer.snapshots.restore import app_process
 env = "A=1" if len(sys.argv) == 1 else "EDGEINFER_DEBUG=1"
 app_process.adopt_environment(LaunchRequest(role="verb", env=(env,), limits={"RLIMIT_CORE": "4096"}))
