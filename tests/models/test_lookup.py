@@ -9,6 +9,7 @@ from found_stores import HubCache, OllamaStore
 from made_gguf import gguf_bytes
 
 from edgeinfer.cli.endpoint_setup import pulled_models
+from edgeinfer.cli.main import main
 from edgeinfer.errors import CatalogError, EdgeInferError, UnknownModelError, UsageError
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.lookup import similar_names
@@ -103,22 +104,22 @@ def test_models_of_this_machine_are_suggested_with_their_store(pool: ModelPool) 
 
 
 @pytest.mark.parametrize("verb", ["pull", "show", "rm --yes", "chat", "warm", "serve --port 0"])
-def test_ollamas_way_of_writing_a_size_is_corrected_by_every_verb(as_json, capsys, verb: str) -> None:
+def test_ollamas_way_of_writing_a_size_is_corrected_by_every_verb(capsys, verb: str) -> None:
     name, *options = verb.split()
-    if name in ("chat", "serve"):
-        from edgeinfer.cli.main import main
-
-        assert main([name, "qwen3:4b", *options]) == 3
-        assert "hint: did you mean qwen3-4b?" in capsys.readouterr().err
-        return
-    error = as_json(name, "qwen3:4b", *options, code=3)
-    assert (error["code"], error["message"]) == ("unknown-model", "no model is called 'qwen3:4b'")
-    assert error["hint"].startswith("did you mean qwen3-4b? ")
+    assert main([name, "qwen3:4b", *options]) == 3
+    error = "error: no model is called 'qwen3:4b'\n\nhint: did you mean qwen3-4b? "
+    assert capsys.readouterr().err.startswith(error)
 
 
 @pytest.mark.parametrize("word", PROMPTS)
 def test_a_prompt_of_one_word_is_not_taken_for_a_misspelt_name(word: str) -> None:
     assert find_unless_misspelt(word, "main") is None
+
+
+def test_names_that_begin_as_typed_come_first_and_a_letter_is_near_none() -> None:
+    first, *others = similar_names("smollm2", CATALOG)
+    assert (first, first in others) == ("smollm2-135m-instruct", False)
+    assert similar_names("x", CATALOG) == []
 
 
 def test_what_cannot_be_a_name_is_refused() -> None:
