@@ -221,10 +221,8 @@ class FakeEngine:
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
         """Return a unit vector from a hash of each text."""
-        return [
-            _vector(text.encode() if isinstance(text, str) else bytes(t % 256 for t in text))
-            for text in texts
-        ]
+        raw = (t.encode() if isinstance(t, str) else bytes(token % 256 for token in t) for t in texts)
+        return list(map(_vector, raw))
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
         """Return the share of the query's words that each document has."""
@@ -328,23 +326,18 @@ class _Player(threading.Thread):
         self._script = list(script)
         self._request = request
         self._on_end = on_end
-        self._changed = threading.Condition()
         self._began = time.monotonic()
         self._first_ms = 0.0
         self.prompt_tokens, self.n_tokens = prompt_tokens, 0
         self.n_reasoning = 0
         self.cancelled = threading.Event()
-        self.stream = EventStream(self._cancel)
-
-    def _cancel(self) -> None:
-        self.cancelled.set()
+        self.stream = EventStream(self.cancelled.set)
 
     def run(self) -> None:
         last_event: Event | EngineError | None = None
         self.stream.put(Progress(self.prompt_tokens, self.prompt_tokens))
         for item in self._script:
-            last_event = self._ending(item)
-            if last_event is not None:
+            if last_event := self._ending(item):
                 break
             self._play(item)
         if last_event is None:
@@ -389,9 +382,8 @@ class _Player(threading.Thread):
             completion_tokens=self.n_tokens,
             reasoning_tokens=self.n_reasoning,
         )
-        timings = Timings(
-            ttft_ms=self._first_ms, decode_ms=max(0.0, self._elapsed_ms() - self._first_ms)
-        )
+        decode_ms = max(0.0, self._elapsed_ms() - self._first_ms)
+        timings = Timings(ttft_ms=self._first_ms, decode_ms=decode_ms)
         divergence = Divergence(cause="nothing" if self._request.cache_prompt else "off")
         return Finished(reason=reason, usage=usage, timings=timings, divergence=divergence)
 

@@ -14,9 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Fault:
-    """The faults of one response. `cut_after`: bytes of the body before the connection is
-    dropped.
-    """
+    """The faults of one response. `cut_after`: bytes of the body before the connection is dropped."""
 
     status: int = 0
     cut_after: int | None = None
@@ -168,11 +166,8 @@ class HubHandler(BaseHTTPRequestHandler):
     def span(self, headers: dict[str, str], etag: str, fault: Fault, size: int) -> tuple[int, int]:
         """Return the first byte and the end of the requested range; (0, size) is the whole file."""
         requested_range = headers.get("range", "")
-        if (
-            fault.ignore_range
-            or not requested_range
-            or (headers.get("if-range", etag) != etag and not fault.ignore_if_range)
-        ):
+        is_outdated = headers.get("if-range", etag) != etag and not fault.ignore_if_range
+        if fault.ignore_range or not requested_range or is_outdated:
             return 0, size
         first, _, last = requested_range.removeprefix("bytes=").partition("-")
         return int(first), min(size, int(last) + 1) if last else size
@@ -185,9 +180,8 @@ class HubHandler(BaseHTTPRequestHandler):
         if etag and not (partly and fault.partial_without_etag):
             self.send_header("ETag", etag)
         if partly:
-            self.send_header(
-                "Content-Range", f"bytes {claimed}-{stop - 1}/{len(body) + fault.extra_length}"
-            )
+            total = len(body) + fault.extra_length
+            self.send_header("Content-Range", f"bytes {claimed}-{stop - 1}/{total}")
         if fault.no_length:
             self.send_header("Connection", "close")
         else:

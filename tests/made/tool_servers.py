@@ -104,7 +104,7 @@ def raw_text(content):
 
 def deaf():
     """Read nothing once the tools are listed."""
-    raw(lambda number, params: None, lambda: [TOOL], reads=lambda method: method != "tools/list")
+    raw(lambda number, params: None, reads=lambda method: method != "tools/list")
 
 
 def mute():
@@ -133,9 +133,8 @@ def progressing(number, params):
     """Report progress ten times in 2.5 s, or for ever, and answer."""
     token = params["_meta"]["progressToken"]
     for step in itertools.count() if params["arguments"].get("forever") else range(10):
-        _send(
-            {"method": "notifications/progress", "params": {"progressToken": token, "progress": step}}
-        )
+        told = {"progressToken": token, "progress": step}
+        _send({"method": "notifications/progress", "params": told})
         time.sleep(0.25)
     text(number, "done")
 
@@ -193,8 +192,7 @@ def forward():
 
 
 def refusing(number, params):
-    failure = {"code": -32602, "message": "bad", "data": {"why": "no such city"}}
-    _send({"id": number, "error": failure})
+    _send({"id": number, "error": {"code": -32602, "message": "bad", "data": {"why": "no such city"}}})
 
 
 def parts(number, params):
