@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -233,14 +234,9 @@ def test_a_longer_a_shorter_and_another_ending_differ(engines: Engines) -> None:
 
 
 @pytest.mark.model
-def test_another_question_or_seed_differs(engines: Engines) -> None:
+def test_another_seed_or_option_differs(engines: Engines) -> None:
     engine = engines["smollm2"]
     (receipt,) = _receipts(engine, _request("penalties"))
-    asked = _content(receipt).request
-    request = {**asked, "messages": [{**asked["messages"][0], "content": "Lie to me."}]}
-    assert (
-        "the prompt of the request differs" in verify(_forge(receipt, request=request), engine).reason
-    )
     for change in ({"seed": 6}, {"temperature": 1.4}, {"repeat_penalty": 3.0}, {"logit_bias": {}}):
         sampling = msgspec.structs.replace(receipt.sampling, **change)
         forged = _forge(msgspec.structs.replace(receipt, sampling=sampling))
@@ -254,11 +250,13 @@ def test_each_changed_field_of_a_receipt_is_noticed(engines: Engines) -> None:
     receipt = sign(_receipts(engine, _request())[0], key)
     assert verify(receipt, engine).signer == key.fingerprint
     document = json.loads(msgspec.json.encode(receipt))
-    for field, changed in _changes(document):
-        try:
+    for field, changed in _changes(document, random.Random(7)):
+        # an unsigned receipt is one, and a default may be left out
+        if re.fullmatch(r"(sampling\..*|signature|content.stop_sequence) left out", field):
+            continue
+        verdict = "differs"
+        with contextlib.suppress(EdgeInferError):
             verdict = verify(receipts.to_receipt(changed), engine).verdict
-        except EdgeInferError:
-            verdict = "differs"
         assert verdict == "differs", field
     # a forger can compute digests, and not the signature
     forged = msgspec.structs.replace(receipt, model="qwen3-4b")
@@ -266,25 +264,25 @@ def test_each_changed_field_of_a_receipt_is_noticed(engines: Engines) -> None:
     assert "signature" in verify(forged, engine).reason
 
 
-def _changes(document: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the document with each of its values changed, or left out."""
-    for key, value in list(document.items()):
-        without = {name: field for name, field in document.items() if name != key}
-        # an unsigned receipt is one, and a default may be left out
-        if path != "sampling." and f"{path}{key}" not in ("signature", "content.stop_sequence"):
-            yield f"{path}{key} left out", without
-        if isinstance(value, dict):
-            for name, changed in _changes(value, f"{path}{key}."):
-                yield name, {**document, key: changed}
-        else:
-            yield f"{path}{key}", {**document, key: _other(value)}
+def _changes(value: Any, dice: random.Random, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the document with a value changed or left out: each one, and of a list three at most."""
+    if isinstance(value, dict):
+        for key, field in value.items():
+            inner = f"{path}.{key}".removeprefix(".")
+            yield f"{inner} left out", {name: other for name, other in value.items() if name != key}
+            for name, changed in _changes(field, dice, inner):
+                yield name, {**value, key: changed}
+    elif isinstance(value, list):
+        for i in dice.sample(range(len(value)), min(3, len(value))):
+            for name, changed in _changes(value[i], dice, path):
+                yield name, [*value[:i], changed, *value[i + 1 :]]
+    else:
+        yield path, _other(value)
 
 
 def _other(value: Any) -> Any:
     if isinstance(value, str):
         return value[:-1] + ("1" if value[-1:] == "0" else "0")
-    if isinstance(value, list):
-        return [*value[:-1], 2 if value[-1:] == [1] else 1]
     return not value if isinstance(value, bool) else (value or 0) + 1
 
 
@@ -298,20 +296,6 @@ _UNCHECKED = (
 ).split()
 
 
-def _leaves(value: Any, dice: random.Random, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the document with another leaf; of a long list, a few elements are changed."""
-    if isinstance(value, dict):
-        for key, field in value.items():
-            for name, changed in _leaves(field, dice, f"{path}.{key}".removeprefix(".")):
-                yield name, {**value, key: changed}
-    elif isinstance(value, list):
-        for i in sorted(dice.sample(range(len(value)), min(3, len(value)))):
-            for name, changed in _leaves(value[i], dice, path):
-                yield f"{name}[{i}]", [*value[:i], changed, *value[i + 1 :]]
-    else:
-        yield path, _other(value)
-
-
 @pytest.mark.model
 @pytest.mark.parametrize("kind", ["cut by length", "schema", "tools", "stop strings", "grammar"])
 def test_a_forger_who_computes_the_digests_again_is_noticed(
@@ -321,14 +305,14 @@ def test_a_forger_who_computes_the_digests_again_is_noticed(
     (receipt,) = _receipts(engine, _request(kind))
     document = json.loads(msgspec.json.encode(receipt))
     paths = set()
-    for path, changed in (pair for _ in range(cases(2)) for pair in _leaves(document, dice)):
-        path = path.partition("[")[0]
-        if any(f"{path}.".startswith(f"{field}.") for field in _UNCHECKED):
+    for name, changed in (pair for _ in range(cases(2)) for pair in _changes(document, dice)):
+        path = name.partition(" ")[0]
+        if path == "content" or any(f"{path}.".startswith(f"{field}.") for field in _UNCHECKED):
             continue
         verdict = "refused"
         with contextlib.suppress(EdgeInferError):
             verdict = verify(_forge(receipts.to_receipt(changed)), engine).verdict
-        assert verdict in ("refused", "differs"), path
+        assert verdict in ("refused", "differs"), name
         paths.add(path)
     assert {"content.prompt", "content.answer", "content.logprobs", "model_sha256"} < paths
 
@@ -471,8 +455,6 @@ _EXAMPLE: dict[str, Any] = json.loads(
 _FORGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "an ignored field of the request": ({}, {"cache_salt": "x"}),
     "an unknown field of the request": ({}, {"judged": "true"}),
-    "the digest of the schema": ({"constraint_sha256": "ab" * 32}, {}),
-    "a newer revision": ({"kernel_revision": 900}, {}),
     "no revision": ({"kernel_revision": 900_000}, {}),
 }
 
