@@ -71,6 +71,6 @@ extern Stream *g_stream;
 void stream_note(const ggml_tensor *op, bool is_accepted);  // called for each product, in the order of the next graph
 // Called by one thread before a product; firsts[e]: number of columns of the experts before e.
 void stream_begin(const ggml_tensor *op, const int32_t *firsts, int n_threads);
-const uint8_t *stream_weight(const ggml_tensor *op);  // called by each thread; waits for the weight
-// Waits for one expert. A thread asks for them in order, and at the end for the index after the last.
-const uint8_t *stream_expert(const ggml_tensor *op, int thread, int expert);
+// Called by each thread; waits for a weight (expert 0), or for an expert. A thread asks for experts in order, at the end for the
+// index after the last.
+const uint8_t *stream_slice(const ggml_tensor *op, int thread, int expert);

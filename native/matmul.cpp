@@ -774,7 +774,7 @@ template <class T> struct Operation {
         auto bound = [&](int thread) -> int32_t { return is_in_order && thread ? units : (int64_t)units * thread / params->nth; };
         units_of(params->ith).store({bound(params->ith), bound(params->ith + 1)}, std::memory_order_relaxed);
         g_barrier(params->threadpool);
-        if (g_stream) weights = stream_weight(op);
+        if (g_stream && !ids) weights = stream_slice(op, params->ith, 0);
 
         Range taken{};
         auto next_unit = [&] {
@@ -790,7 +790,7 @@ template <class T> struct Operation {
             after = next_unit();
             if (unit < before) before = 0, p = product(expert = 0);
             while (unit >= before + p.units()) before += p.units(), p = product(++expert);
-            if (is_in_order && reached < expert) p.weights = stream_expert(op, params->ith, reached = expert);
+            if (is_in_order && reached < expert) p.weights = stream_slice(op, params->ith, reached = expert);
             const int step = p.step(), row = std::min((unit - before) * step, rows - step), skipped = (unit - before) * step - row;
             const int soon = after < 0 ? row : std::clamp((after - before) * step, 0, rows - step);
             const uint8_t *from = p.weights + row * w->nb[1], *ahead = p.weights + soon * w->nb[1];
@@ -805,7 +805,7 @@ template <class T> struct Operation {
             else compute_many(p, row, skipped, from, ahead, own);
             added.add(row + skipped, step - skipped);
         }
-        if (ids && g_stream) stream_expert(op, params->ith, experts);
+        if (ids && g_stream) stream_slice(op, params->ith, experts);
     }
 
     void sort_by_expert(Place *places, int32_t *firsts) const {

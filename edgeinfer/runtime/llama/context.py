@@ -250,7 +250,8 @@ class Batch:
         code = self._adapters.run(
             lambda: self._run(context.pointer), context.adapters, self.n_tokens, self.n_outputs
         )
-        streaming.check()
+        if streaming.active is not None:
+            streaming.active.check()
         return code
 
     def _run(self, pointer: Any) -> int:

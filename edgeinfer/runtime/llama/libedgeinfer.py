@@ -25,7 +25,7 @@ _EXTRA_TYPES = "_Z39ggml_backend_cpu_get_extra_buffer_typesv"
 _FUNCTIONS = {
     "kernels": "kernels version dependent_operation cells_written cells_freed "
     "adapter_open adapter_close adapters_begin adapters_end "
-    "stream_start stream_end stream_aim stream_statistics stream_stop",
+    "stream_start stream_end stream_follow stream_statistics stream_stop",
     "guard": "guard reason guarded_call",
     "cells": "cells cells_get cells_set",
 }
