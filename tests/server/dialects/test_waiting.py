@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,6 @@ from edgeinfer.runtime.events import Progress
 from edgeinfer.server.anthropic.messages import MessageRenderer
 from edgeinfer.server.anthropic.wire import MessagesRequest
 from edgeinfer.server.limits import Limits
-from edgeinfer.server.model_entry import LoadedEngine
 
 TOO_LONG = ContextLengthError(
     "the prompt has 9 tokens and the context 8, which must hold the answer too",
@@ -109,22 +107,3 @@ def test_context_length_error_keeps_its_numbers_across_processes():
     received = from_fields(to_fields(TOO_LONG))
     assert isinstance(received, ContextLengthError)
     assert (received.n_tokens, received.n_ctx, received.param) == (9, 8, "messages")
-
-
-def test_a_field_refused_while_the_model_loads_is_an_error_event(serve):
-    loading = threading.Event()
-
-    def load(name, progress):
-        if name == "slow":
-            loading.wait(60)
-        return LoadedEngine(engine=FakeEngine())
-
-    live_server = serve(load=load, names=("fake", "slow"), limits=Limits(patience_s=0.02))
-    body = {"model": "slow", "prompt": "p", "logit_bias": [[5, True]], "stream": True}
-    try:
-        with live_server.client.stream("POST", "/completion", json=body) as answer:
-            loading.set()
-            (error,) = _events(answer.iter_lines(), 1)
-    finally:
-        loading.set()
-    assert (answer.status_code, error["error"]["param"]) == (200, "logit_bias")

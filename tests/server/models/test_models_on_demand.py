@@ -124,6 +124,15 @@ def test_a_streaming_client_gets_comments_while_its_model_loads(serve, loader):
     assert '"I am b"' in "".join(said)
 
 
+def test_a_field_refused_after_the_load_is_an_error_event(serve, loader):
+    loader.holds["b"] = threading.Event()
+    live_server = serve(load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02))
+    body = {"model": "b", "prompt": "p", "logit_bias": [[5, True]], "stream": True}
+    with live_server.client.stream("POST", "/completion", json=body) as answer:
+        loader.holds["b"].set()
+        assert any('"param":"logit_bias"' in line for line in answer.iter_lines())
+
+
 def test_failed_load_is_a_status_or_stream_error_and_is_retried(serve, loader):
     loader.refusals["b"] = ModelLoadError("the file is damaged")
     live_server = serve(
