@@ -95,10 +95,11 @@ INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 // ---- formats (ggml-common.h): read() hands out blocks of kSub weights in order, kSub / 4 vectors of bytes each. A weight
 // is d * (byte - kZero) + m; m is 0 unless kMin. kMost is the largest byte. A group of kGroup weights has kBytes.
 
-// Properties of a format for the kernels. kVectors hold a block; kActs weights meet 32 bytes of activations; kMost matters
-// where the dot instruction saturates. kMostBySpan: most columns for which spans as lanes are faster: 2 where twice 16 rows, read and
-// prefetched, exceed the L1 cache; 0 where arithmetic takes longest. kBursts: see few_by_span(). kMostFew: most columns for which
-// weights are unpacked in registers; sums of 16 bits take so many that for four, those of few types suffice.
+// Properties of a format for the kernels. A block takes kVectors vectors; 32 bytes of activations are kActs of them. kMost is used
+// only where the dot instruction saturates. kMostBySpan is the largest number of columns for which few_by_span() is faster: 2 where
+// 16 rows that are read and 16 that are prefetched exceed the L1 cache, 0 where arithmetic takes longest. kBursts: see there.
+// kMostFew is the largest number of columns for which weights are unpacked in registers: for AVX2's sums of 16 bits, which need
+// more of these, four columns fit for only a few types.
 template <int sub, bool min, int most> struct Shape {
     static constexpr int kSub = sub, kVectors = sub / 4, kActs = 32, kMost = most, kChunk = 512;
     static constexpr bool kFloat = false, kPairs = false, kMin = min, kTakesRows = sub == 32;
@@ -762,7 +763,7 @@ template <class T> struct Operation {
             return Product{weights + (ids ? expert * w->nb[2] : 0), op, ids ? places + first : nullptr,
                            Layout(count, k / T::kActs, rows, T::kMostFew, most_by_span, pitch), bytes + first * column_bytes(), extras + first * column_extras()};
         };
-        int at = 0, units = 0;  // activation blocks and units of all products
+        int at = 0, units = 0;  // numbers of activation blocks, and of units of work, in the products so far
         const int all = n * (k / T::kActs), begin = (int64_t)all * params->ith / params->nth,
                   end = (int64_t)all * (params->ith + 1) / params->nth;
         for (int expert = 0; expert < experts; expert++) {

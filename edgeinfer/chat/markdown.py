@@ -48,7 +48,7 @@ def parser() -> MarkdownIt:
     if parser.linkify is not None:
         parser.linkify.set({"fuzzy_link": False, "fuzzy_email": False})
     interrupts: Any = {"alt": ["paragraph", "reference", "blockquote", "list"]}
-    # as on GitHub: a fence whose first line has pipes does not begin a table
+    # GitHub's rule: a fence whose first line has pipes does not begin a table
     parser.block.ruler.before("table", "fence_before_table", fence, interrupts)
     parser.block.ruler.before("fence", "formula_block", _formula_block, interrupts)
     parser.inline.ruler.before("escape", "formula", _formula)
@@ -139,7 +139,7 @@ class GrowingMarkdown:
         else:
             content = text[fence.end() : closing_line.start() if closing_line else None]
             lines, newline, last = content.rpartition("\n")
-            content = lines + newline + last * bool(last.strip(" \t"))  # as the parser does
+            content = lines + newline + last * bool(last.strip(" \t"))  # the parser does so, too
             block = [_token("fence", content, fence[3])]
         if closing_line is None or closing_line.end() == len(text):
             return [block], 0, 0

@@ -94,7 +94,7 @@ class ChatSession:
 
     @property
     def retries_after_shortening(self) -> bool:
-        """Return whether the last answer failed without text, and older turns have been dropped."""
+        """Return whether to retry: the last answer failed without text, and turns were dropped."""
         failed = self.head is not None and self.head.failed_without_text
         return failed and any(t.cut_summary is not None for t in self.path)
 

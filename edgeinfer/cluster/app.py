@@ -124,7 +124,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         available = self.select_available_replicas(candidate_replicas)
         by_id = {replica.replica_id: replica for replica in available}
         warm_replica = self._affinity.find(request.prefix_hashes, by_id) if request else None
-        # of equally busy replicas, Serve takes the first of the list: shuffle it
+        # Serve takes the first of equally busy replicas, so the list is shuffled
         everyone = random.sample(candidate_replicas, len(candidate_replicas))
         return [everyone] if warm_replica is None else [[by_id[warm_replica]], everyone]
 

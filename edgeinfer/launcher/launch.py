@@ -78,7 +78,7 @@ class Launcher:
     # --- running
 
     def _turn(self) -> None:
-        # without this copy, a new app could reuse the descriptor number of one that poll reported
+        # copied, because an app that starts in this loop may get the descriptor of one that ended
         apps = list(self._apps.running)
         for fd, _ in self._poll.poll():
             if self._builds.has_ended(fd):

@@ -164,7 +164,7 @@ def make_receipt(
         logprobs=tuple(logprobs),
         stop_sequence=finished.stop_sequence,
     )
-    # as they are after decoding: a temperature of 0 is 0.0
+    # the values are those after decoding: a temperature of 0 is 0.0
     sampling = msgspec.to_builtins(request.sampling, str_keys=True)
     receipt = Receipt(
         version=1,

@@ -156,7 +156,7 @@ def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], 
     documents = _dicts(documents)
     last = documents[-1] if documents else {}
     while isinstance(body := last.get("response"), dict) and isinstance(body.get("body"), dict):
-        last = body["body"]  # of a batch
+        last = body["body"]  # a line of `batch` has the reply there
         documents = [last]
     if "content_sha256" in last:
         return [Entry(source=source, document=last, is_lone=True)], 1

@@ -159,7 +159,7 @@ class RequestContext:
         """Set `model`, and `adapter` if the request names a LoRA adapter in place of a model.
 
         If there is only one model, any name means it, unless clients may pull others. The header
-        `x-edgeinfer-model` tells the client if the model has another name than it sent. Raises
+        `x-edgeinfer-model` tells the client the model's name if it differs from the one sent. Raises
         UnknownModelError.
         """
         models = self.endpoint.models

@@ -310,7 +310,7 @@ class ModelPool:
             try:
                 loaded.engine.use_adapters(adapters)
             except EdgeInferError:
-                del self._adapters[entry.name]  # so that the next load can succeed without adapters
+                del self._adapters[entry.name]  # the next load can succeed without it
                 loaded.engine.close()
                 raise
         return loaded

@@ -275,14 +275,14 @@ def place_verified(
     remote = download.Remote(
         url=source, file_name=file.name, origin=source, size_bytes=file.size_bytes, sha256=file.sha256
     )
-    n_needed = file.size_bytes  # of the copy; `fetch` checks for the download
+    n_needed = file.size_bytes  # space for the copy; `fetch` checks that for the download
     if os.stat(folder).st_dev == os.stat(target.parent).st_dev:
         n_needed += file.size_bytes - disk.size_or_zero(folder / (file.name + download.PART))
     disk.require_free_space(target.parent, n_needed, f"{file.name}, fetched and then copied,")
     job.begin("downloading", file.name, total=file.size_bytes)
     partial = download.fetch(remote, folder, job)
     with open(disk.open_regular(partial), "rb") as fetched, disk.durable_file(target, mode) as out:
-        # of the bytes that are written, not of a file that may change before they are
+        # the digest of the bytes that are written: the file may change before they are
         digest = disk.sha256_of_part(
             fetched.fileno(), 0, file.size_bytes, lambda chunk, _done: out.write(chunk)
         )
@@ -354,7 +354,7 @@ def back(program: Path, folder: Path) -> str:
     app = payload.open_shipped(previous).app
     if app == payload.open_shipped(program).app:
         problem = "the previous version is this one"
-        raise ShippingError(problem, hint="`edgeinfer update` gets the newest")
+        raise ShippingError(problem, hint="`edgeinfer update` installs the newest version")
     candidate = program.with_name(f".{program.name}-back")
     try:
         _place(previous, candidate)
@@ -367,7 +367,7 @@ def back(program: Path, folder: Path) -> str:
 def _swap(program: Path, candidate: Path, folder: Path) -> None:
     """Keep `program` as the previous file, and replace it by `candidate` with one rename."""
     previous = folder / PREVIOUS
-    with unpack.locked():  # so that no other process removes a version meanwhile
+    with unpack.locked():  # no other process may remove a version meanwhile
         _place(program, folder / ".previous")
         _name_source(candidate)  # after each step, even a crash, both applications have their file
         os.replace(folder / ".previous", previous)

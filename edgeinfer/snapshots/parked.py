@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 #: Packages of edgeinfer of which every module is imported before the dump.
 OWN_PACKAGES = "cli chat runtime server snapshots tui workers".split()
-#: Other modules that a launch would import. tests/snapshots/test_resume.py checks that none is missing.
+#: Modules that a launch would import, too. tests/snapshots/test_resume.py checks that none is missing.
 LAZY_MODULES = """
     asyncio.selector_events asyncio.unix_events bz2 concurrent.futures.thread decimal encodings.ascii
     encodings.idna encodings.latin_1 encodings.utf_8_sig glob http.client json lzma

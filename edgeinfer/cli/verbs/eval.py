@@ -114,7 +114,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError("`answer` is the number of a choice, so it needs `choices`")
         if self.choices and (not self.prompt or self.answer not in range(len(self.choices))):
             raise ValueError(
-                "`choices` need a `prompt`, and the right one's number as `answer` (from 0)"
+                "`choices` need a `prompt`, and as `answer` the index of the right choice (from 0)"
             )
         from edgeinfer.runtime.sampling.grammar import follows  # imported here: llguidance takes 100 ms
 

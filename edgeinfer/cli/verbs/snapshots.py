@@ -183,7 +183,7 @@ def _add_take(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> Result:
-    """Run an action on snapshots. Raises SnapshotError and subclasses, UsageError."""
+    """Run the action typed after `snapshots` (default: `list`). Raises SnapshotError, UsageError."""
     action = options.action or "list"
     if action not in _ACTIONS:
         from edgeinfer.cli.verbs import snapshots_transfer  # imported here: it takes 20 ms

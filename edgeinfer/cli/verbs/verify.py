@@ -206,7 +206,7 @@ def _read(document: Any, content: str | None) -> Receipt:
 
 def _load(receipt: Receipt, options: argparse.Namespace, host: EngineHost) -> Engine:
     name = options.model or receipt.model
-    if not options.model and name.startswith(("/", ".", "~")):  # a receipt opens no files
+    if not options.model and name.startswith(("/", ".", "~")):  # a stranger's receipt opens no file
         raise ReceiptError(f"the receipt's model is a file, {name!r}", hint="name a model: `--model`")
     load = typed_options.load_options(options, host.config.load)
     if options.kv_type is None:
@@ -239,5 +239,5 @@ def _to_check(source: str, outcome: Verification | EdgeInferError, *, is_lone: b
 
 
 def _load_key(entry: Entry) -> list[str]:
-    values = (entry.document.get(key) for key in ("model", "kv_type"))  # which may be anything
+    values = (entry.document.get(key) for key in ("model", "kv_type"))  # values of any type
     return [value if isinstance(value, str) else "" for value in values]

@@ -6,7 +6,7 @@
     LMSTUDIO/PUBLISHER/REPOSITORY/FILE.gguf
 
 Models are called `hf:OWNER/REPO:QUANT` and `lmstudio/PUBLISHER/REPOSITORY:QUANT`. LM Studio stores no
-digests, so its files are not hashed.
+digests, so its files cannot be verified.
 """
 
 from __future__ import annotations

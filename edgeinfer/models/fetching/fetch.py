@@ -185,7 +185,7 @@ def _projector_beside(model: Path, work: Path, job: Job) -> list[FetchedFile]:
 
 
 def writable_by_others(path: Path) -> bool:
-    """Return whether another user than root could change or replace the file at `path`."""
+    """Return whether a user other than root and this one could change or replace the file `path`."""
     folder = path.parent.stat()
     return _others_write(path.stat()) or (not folder.st_mode & stat.S_ISVTX and _others_write(folder))
 

@@ -45,7 +45,7 @@ _CHECK_EVERY = 16
 _WIDE = re.compile(r"\d{6}")
 #: Characters other than \n at which `splitlines` splits.
 _LINE_BREAKS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-#: String methods that compare all characters with all of the argument's. 16 comparisons cost 1.
+#: String methods that compare each character with each of the argument's: 16 comparisons cost 1 unit.
 _QUADRATIC = ("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim")
 #: The filters that chat templates use; jinja2's others can produce long output, or are for web pages.
 _FILTERS = """

@@ -52,7 +52,7 @@ _MISSING = {
 failed: dict[str, str] = {}
 
 _lock = threading.Lock()
-#: Loaded backends with devices → ggml's handle.
+#: ggml's handle of each loaded backend that has devices, by the backend's name.
 _handles: dict[str, int] = {}
 
 
@@ -139,7 +139,7 @@ def load(name: str, tried: LoadedBackend | None = None) -> BackendOutcome:
 def _load(file: BackendFile) -> BackendOutcome:
     beside = os.path.join(os.path.dirname(file.path), _VULKAN_LOADER)
     if file.name == "vulkan" and os.path.isfile(beside):
-        ctypes.CDLL(beside)  # so that the linker resolves the backend's dependency to this file
+        ctypes.CDLL(beside)  # the linker then resolves the backend's dependency to it
     warning = find_cublas(file.path) if file.name == "cuda" else ""
     lines: list[str] = []
     handle = _handles.get(file.name, 0)

@@ -298,7 +298,7 @@ def call(function: Any, *args: Any) -> Any:
     struct = (len(plain), ctypes.byref(params), ctypes.sizeof(params)) if params else (0, None, 0)
     if not guard.edgeinfer_guarded_call(address, words, *struct, result):
         raise DecodeError(f"llama.cpp's {function.__name__} failed: {_thrown()}")
-    is_pointer = hasattr(function.restype, "contents")  # as an unguarded call, return a typed one
+    is_pointer = hasattr(function.restype, "contents")  # an unguarded call returns a typed one, too
     return ctypes.cast(result.value, function.restype) if is_pointer else result.value
 
 

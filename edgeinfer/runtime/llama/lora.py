@@ -156,7 +156,7 @@ class LoraAdapters:
         return by_stamp
 
     def add_model(self, model: Any, by_stamp: AdaptersByStamp) -> None:
-        """Update a second model's adapters too, at first `by_stamp`. Raises ModelLoadError."""
+        """Update a second model's adapters too, beginning with `by_stamp`. Raises ModelLoadError."""
         self._load_missing(model, by_stamp, self._named)
         self._models.append((model, by_stamp))
 

@@ -77,7 +77,7 @@ class BlockSaver:
         pending = self._pending.get(cached_seq)
         if pending is None:
             if self.folder.is_idle:
-                self._queued.clear()  # so that blocks that were deleted are saved again
+                self._queued.clear()  # some may have been deleted since: save these again
             root = self.folder.names.root(cached_seq.adapters, cached_seq.salt)
             pending = self._pending[cached_seq] = _PendingWrite(Chain([root]))
             cached_seq.n_unchanged = 0

@@ -217,7 +217,7 @@ class Constraints:
         self._cache_size = cache_size
         self._vocab: Vocab | None = None
         self._tokenizer: Any = None
-        self._digits: npt.NDArray[np.bool_]  # of the tokens that begin with a digit
+        self._digits: npt.NDArray[np.bool_]  # whether each token begins with a digit
 
     def compile(self, constraint: Constraint | Lark, vocab: Vocab, salt: str = "") -> TokenMatcher:
         """Return a compiled constraint, of which each request uses a `copy`.
@@ -345,7 +345,7 @@ def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
         if not constraint.options or not all(constraint.options):
             problem = "a choice needs options, and none may be empty"
             raise UnsupportedConstraintError(problem, param="options")
-        # as one terminal, because alternatives of a rule count against the parser's limit
+        # one terminal, because alternatives of a rule count against the parser's limit
         return "start: OPTION\nOPTION: " + " | ".join(map(quote, constraint.options)), "options"
     return to_lark(constraint.gbnf), "gbnf"
 

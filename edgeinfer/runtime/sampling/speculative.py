@@ -214,7 +214,7 @@ class Acceptance:
 class Run(NamedTuple):
     """A draft token, and the tokens that the request's grammar forces after it.
 
-    `draft_cost` is 0.0 unless the token must still be drafted.
+    `draft_cost` is the cost of drafting the token, in steps of one row; 0.0 if it is drafted already.
     """
 
     tokens: Sequence[int]

@@ -182,7 +182,7 @@ class StepCancellation:
     def __init__(self, request_abort: Callable[[], None]) -> None:
         self._request_abort = request_abort
         self._lock = threading.Lock()
-        self._sequences: list[Sequence] = []  # of the running step
+        self._sequences: list[Sequence] = []  # those of the running step
         self._began = self._expected_s = 0.0
         self._allowed_loss_s = _MAX_LOST_S
 

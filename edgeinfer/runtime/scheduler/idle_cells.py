@@ -59,7 +59,7 @@ class IdleCells:
         return all(not c.in_use and cache.saver.would_store(c) for c in idle)
 
     def release_some(self) -> None:
-        """Drop all sequences at first, then give back 256 MiB per call. Only while idle."""
+        """First drop all sequences, then give back 256 MiB per call. Only while idle."""
         if self._ranges:
             self._context.cells.release_pages([self._ranges.pop()])
             return

@@ -119,7 +119,7 @@ def _read_receipt(body: bytes) -> Receipt:
 
 
 async def _check_in_turn(context: RequestContext, engine: Engine, check: ReceiptCheck) -> Verification:
-    """Wait for a slot of the engine, then run the check. Raises QueueFullError, what `run` raises."""
+    """Wait for a slot of the engine, then run the check. Raises QueueFullError, and what `run` does."""
     endpoint, caller = context.endpoint, context.caller.turn
     has_slot = False
     endpoint.admit_generations(context.model, engine.info.n_parallel, 1, caller)

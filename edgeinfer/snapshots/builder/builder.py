@@ -86,7 +86,7 @@ class Builder:
         self._stages.begin("verify")
         manifest = self._manifest(parked)
         if checks.ask_resumed_process(manifest, str(self._folder), "canary") != parked.canary:
-            problem = "the new snapshot computes different tokens than the process it was made from"
+            problem = "the new snapshot computes other tokens than the process from which it was made"
             raise RestoreError(f"{problem}; it was deleted")
         self._stages.begin("")
         details = self._details(manifest, parked, baked)
