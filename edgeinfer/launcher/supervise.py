@@ -51,7 +51,7 @@ def resume(
     user, group = os.getuid(), os.getgid()
     status_read, status_write = os.pipe()
     wake_read, wake_write = os.pipe()
-    os.write(wake_write, b"!")  # the parked process waits for this byte
+    os.write(wake_write, b"!")  # the parked process (snapshots/parked.py: _sleep) waits for this byte
 
     def work(tell: Tell) -> NoReturn:
         linux.become_init(flags, user, group)

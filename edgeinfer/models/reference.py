@@ -112,7 +112,7 @@ def resolve(text: str) -> ModelRef:
 
     Raises UsageError if `text` cannot be a reference, CatalogError if a stored record is damaged.
     """
-    if names.is_path(text):
+    if paths.is_model_path(text):
         return ModelRef(text=text, kind="file", name=paths.absolute_path(text))
     if pulled := find_pulled(text):
         entry = load_catalog().get(pulled.base)
@@ -133,7 +133,7 @@ def find(text: str) -> ModelRef | None:
 
     Raises CatalogError if a stored record is damaged.
     """
-    if any(map(str.isspace, text)) and not names.is_path(text):
+    if any(map(str.isspace, text)) and not paths.is_model_path(text):
         return None  # at once: most prompts have spaces
     try:
         ref = resolve(text)

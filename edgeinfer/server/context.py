@@ -14,13 +14,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from edgeinfer.agents.known_agents import agent_of
 from edgeinfer.config.config_file import PromptRule
 from edgeinfer.errors import UnknownModelError
-from edgeinfer.receipts.receipt import Receipt, Refusal
+from edgeinfer.receipts.receipt import Receipt, Refusal, with_record
 from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import CacheReport, Finished
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.requests import Message
+from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.server.callers import NOBODY, Caller
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
@@ -117,6 +118,21 @@ class RequestContext:
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.started
+
+    def apply(self, request: GenerateRequest) -> GenerateRequest:
+        """Apply what the HTTP request implies: normalized texts, the key's cache salt, the adapter."""
+        lora = ((self.adapter, 1.0),) if self.adapter else None
+        is_first = all(turn.role != "assistant" for turn in request.messages)
+        agent = agent_of(self.headers.get("user-agent", "")) if request.tools and is_first else ""
+        if request.record_tokens or self.endpoint.payload_log is not None:
+            request = with_record(request)
+        return msgspec.structs.replace(
+            request,
+            messages=self.normalize(request.messages, stores_prefix=request.cache_prompt),
+            cache_salt=self.add_salt(request.cache_salt),
+            preamble=agent,
+            lora=request.lora if request.lora is not None else lora,
+        )
 
     def normalize(
         self, turns: Sequence[Message], *, stores_prefix: bool = False

@@ -19,9 +19,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from edgeinfer.agents.known_agents import agent_of
 from edgeinfer.errors import EdgeInferError, EngineClosedError
-from edgeinfer.receipts.receipt import Receipt, Refusal, load_key, make_receipt, with_record
+from edgeinfer.receipts.receipt import Receipt, Refusal, load_key, make_receipt
 from edgeinfer.runtime.chat_format.chat_format import unenforced_fields
 from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Event, Finished, Parsed, Progress
@@ -82,7 +81,7 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
             requests = await _read_files(context, functools.partial(spec.requests, spec.body, info))
         else:
             requests = spec.requests(spec.body, info)
-        requests = [_apply_context(context, request) for request in requests]
+        requests = [context.apply(request) for request in requests]
         if requests[0].tools or any(turn.tool_calls for turn in requests[0].messages):
             context.ignore(await context.endpoint.in_thread(unenforced_fields, requests[0]))
         generations = await submit_all(context, lease, requests)
@@ -110,22 +109,6 @@ def _may_have_files(body: bytes) -> bool:
     """Return whether a body may contain a picture or document, in any API and with JSON escapes."""
     markers = (b"image", b"multimodal_data", b"file_data", b'"document"', b"\\u00")
     return any(marker in body for marker in markers)
-
-
-def _apply_context(context: RequestContext, request: GenerateRequest) -> GenerateRequest:
-    """Apply what the HTTP request implies: prompt normalization, the key's cache salt, the adapter."""
-    lora = ((context.adapter, 1.0),) if context.adapter else None
-    is_first = all(turn.role != "assistant" for turn in request.messages)
-    agent = agent_of(context.headers.get("user-agent", "")) if request.tools and is_first else ""
-    if request.record_tokens or context.endpoint.payload_log is not None:
-        request = with_record(request)
-    return msgspec.structs.replace(
-        request,
-        messages=context.normalize(request.messages, stores_prefix=request.cache_prompt),
-        cache_salt=context.add_salt(request.cache_salt),
-        preamble=agent,
-        lora=request.lora if request.lora is not None else lora,
-    )
 
 
 async def submit_all(

@@ -10,7 +10,7 @@ import msgspec
 from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.requests import NO_PENALTIES, Sampling
+from edgeinfer.runtime.requests import NO_PENALTIES, GenerateRequest, Sampling
 from edgeinfer.server.wire_types import GenerationFields, Wire
 from edgeinfer.units import parse_duration
 
@@ -70,6 +70,15 @@ def seed_of(seed: int | None) -> int | None:
         return seed
     digest = hashlib.blake2b(seed.to_bytes(9, "little", signed=True), digest_size=4).digest()
     return min(int.from_bytes(digest, "little"), 0xFFFF_FFFE)
+
+
+def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
+    """Return `n` copies of a request. Their seeds are `seed`, `seed + 1`, … if the request has one."""
+    seed = request.sampling.seed
+    if n == 1 or seed is None:
+        return [request] * n
+    samplings = [msgspec.structs.replace(request.sampling, seed=seed_of(seed + i)) for i in range(n)]
+    return [msgspec.structs.replace(request, sampling=sampling) for sampling in samplings]
 
 
 #: Reasoning efforts that no model was trained with → the nearest one.

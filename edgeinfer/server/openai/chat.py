@@ -48,7 +48,7 @@ from edgeinfer.server.generation_response import answer
 from edgeinfer.server.metrics import version_of
 from edgeinfer.server.openai import wire
 from edgeinfer.server.problems import Problem
-from edgeinfer.server.request_fields import common_fields, reasoning, seed_of
+from edgeinfer.server.request_fields import common_fields, copies, reasoning
 
 ROUTES = RouteTable()
 
@@ -191,15 +191,6 @@ def constraint_of(body: wire.OpenAIFields) -> Constraint | None:
         first, second, *_ = by_field
         raise InvalidRequestError(f"{second} cannot be combined with {first}", param=second)
     return next(iter(by_field.values()), None)
-
-
-def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
-    """Return `n` copies of a request. Their seeds are `seed`, `seed + 1`, … if the request has one."""
-    seed = request.sampling.seed
-    if n == 1 or seed is None:
-        return [request] * n
-    samplings = [msgspec.structs.replace(request.sampling, seed=seed_of(seed + i)) for i in range(n)]
-    return [msgspec.structs.replace(request, sampling=sampling) for sampling in samplings]
 
 
 _encode = msgspec.json.Encoder().encode

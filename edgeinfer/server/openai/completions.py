@@ -25,14 +25,8 @@ from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import RouteTable
 from edgeinfer.server.generation_response import answer
 from edgeinfer.server.openai import wire
-from edgeinfer.server.openai.chat import (
-    OpenAIRenderer,
-    constraint_of,
-    copies,
-    finish_reason,
-    logprob_fields,
-)
-from edgeinfer.server.request_fields import common_fields, refuse_infill
+from edgeinfer.server.openai.chat import OpenAIRenderer, constraint_of, finish_reason, logprob_fields
+from edgeinfer.server.request_fields import common_fields, copies, refuse_infill
 
 ROUTES = RouteTable()
 #: The text or the token ids of a prompt.
