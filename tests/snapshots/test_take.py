@@ -45,7 +45,8 @@ def _processors_for_the_build():
 
 
 def take(person, *arguments: str):
-    return person.run("snapshots", "take", *arguments, "--quiet", "--json")
+    """Run `take`, which can take minutes at idle priority next to other programs."""
+    return person.run("snapshots", "take", *arguments, "--quiet", "--json", timeout=280)
 
 
 class Stream(threading.Thread):
