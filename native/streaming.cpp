@@ -137,6 +137,7 @@ struct Stream {
             const ssize_t some = pread(file.fd, r.to + n, r.bytes - n, r.offset + n);
             if (some > 0) n += some;
             else if (!some) return kShort;
+            else if (errno == EINVAL && fcntl(file.fd, F_GETFL) & O_DIRECT) fcntl(file.fd, F_SETFL, 0);  // after a short read
             else if (errno != EINTR) return errno;
         }
         if (!(fcntl(file.fd, F_GETFL) & O_DIRECT)) posix_fadvise(file.fd, r.offset, r.bytes, POSIX_FADV_DONTNEED);
@@ -379,9 +380,11 @@ struct Stream {
         while (!cached.empty()) evict(*cached.back(), 0);
         if (!g_is_damaged.exchange(false)) return code;
         for (const File &f : files) {  // later steps must not compute with the zeros of on_bus_error
-            mmap(f.low, f.high - f.low, PROT_READ, MAP_SHARED | MAP_FIXED, f.fd, f.offset);
+            if (mmap(f.low, f.high - f.low, PROT_READ, MAP_SHARED | MAP_FIXED, f.fd, f.offset) == MAP_FAILED) g_is_damaged = true;
             madvise(f.low, f.high - f.low, MADV_RANDOM);
         }
+        for (auto &[data, w] : weights)
+            if (w.kind == kPinned && !w.slices[0].n_reads) w.slices[0].at = nullptr;  // read in bulk, not by page faults
         return code;
     }
     ~Stream() {

@@ -125,7 +125,7 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
         dict[str, str],
         key_doc(
             'Other names for models, e.g. `"gpt-4o" = "qwen3-4b"`, `"claude-*" = "default"`. '
-            'If only one model is here, it answers to every name unless `"*"` is set.'
+            'If only one model is here, it answers to every name unless `"*"` or `ollama` is set.'
         ),
     ] = {}
     log_payloads: Annotated[

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 #: Verb that loads a model → how many words must follow the first word if that is a model's name: `run
 #: WORD` has only a prompt, `run WORD WORD` a model and a prompt.
 LAUNCH_VERBS = {"chat": 0, "run": 1, "serve": 0, "batch": 0}
@@ -31,21 +29,29 @@ def options_and_words(
     """Separate a command line into its options, each followed by its value, and its other words.
 
     `["-n", "5", "hi", "--x=1"]` gives `["-n", "5", "--x=1"]` and `["hi"]`. All words after `--` count
-    as other words, and so does a word that begins with `-` and is a number or contains a space.
+    as other words. An option before another one has no value: argparse refuses the command then.
     """
     options: list[str] = []
     positional: list[str] = []
-    remaining = iter(argv)
-    for word in remaining:
+    remaining = list(argv)
+    while remaining:
+        word = remaining.pop(0)
         if word == "--":
-            positional += remaining
-        elif word[:1] != "-" or word == "-" or word[1].isdigit() or " " in word.partition("=")[0]:
+            return options, positional + remaining
+        if not _is_option(word):
             positional.append(word)
-        else:
-            options.append(word)
-            if "=" not in word and word not in switches:
-                options += islice(remaining, 1)
+            continue
+        options.append(word)
+        takes_value = "=" not in word and word not in switches
+        if takes_value and remaining and not _is_option(remaining[0]):
+            options.append(remaining.pop(0))
     return options, positional
+
+
+def _is_option(word: str) -> bool:
+    """Return whether argparse takes a word for an option: not a number, and without a space."""
+    is_number = word[1:2] in tuple("0123456789.")
+    return word[:1] == "-" and word != "-" and not is_number and " " not in word.partition("=")[0]
 
 
 class CommandLine:
@@ -55,14 +61,15 @@ class CommandLine:
         self.verb = argv[0]
         options, self._words = options_and_words(argv[1:])
         self._values: dict[str, list[str]] = {}
-        remaining = iter(options)
-        for option in remaining:
-            name, has_value, value = option.partition("=")
-            values = self._values.setdefault(name, [])
+        name = ""
+        for word in options:
+            if not _is_option(word):
+                self._values[name].append(word)
+                continue
+            name, has_value, value = word.partition("=")
+            self._values.setdefault(name, [])
             if has_value:
-                values.append(value)
-            elif name not in SWITCHES:
-                values += islice(remaining, 1)
+                self._values[name].append(value)
 
     def has(self, option: str) -> bool:
         return option in self._values

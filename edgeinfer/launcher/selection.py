@@ -74,8 +74,10 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
 
 def _find_warm(word: str, folders: dict[str, str]) -> str:
     """Return the full name of the model that `word` means, "" if `folders` has no snapshot of it."""
-    spellings = (word, f"hf:{word}") if "/" in word else (word,)
-    for spelling in filter(None, spellings):
+    if not word:
+        return ""
+    plain = word.lower().removesuffix(":latest").removeprefix("hf.co/").removeprefix("huggingface.co/")
+    for spelling in (word, plain, f"ollama/{plain}", f"hf:{plain}"):
         if storage.model_prefix(spelling) in folders:
             return spelling
     name, _, quantization = word.partition(":")
@@ -85,7 +87,7 @@ def _find_warm(word: str, folders: dict[str, str]) -> str:
         return ""
     try:
         keys = storage.read_manifest(folder).keys
-    except EdgeInferError:
+    except (EdgeInferError, OSError):
         return ""
     return name if keys.get(storage.QUANTIZATION) == quantization.upper() else ""
 

@@ -19,6 +19,8 @@ from edgeinfer.models.names import plain_name
 from edgeinfer.platform.paths import EXTERNAL_PREFIXES
 
 _OLLAMA, _HUGGING_FACE, _LM_STUDIO = EXTERNAL_PREFIXES
+#: Prefixes of sources in which letter case matters.
+_CASE_MATTERS = ("http", "file:", "s3:", "/")
 #: Least similarity (0 to 1) of a misspelt name to the one that is suggested.
 _LEAST_LIKENESS = 0.7
 
@@ -38,8 +40,10 @@ M = TypeVar("M", bound=NamedModel)
 
 def find(text: str, models: Collection[M]) -> M | None:
     """Return the model among those of this machine that `text` means; None if there is none."""
-    by_name = {plain_name(name): model for model in models for name in model.other_names}
+    others = [(name, model) for model in reversed(list(models)) for name in model.other_names]
+    by_name = {plain_name(name): model for name, model in others if not name.startswith(_CASE_MATTERS)}
     by_name |= {plain_name(model.name): model for model in models}
+    by_name |= dict(others)
     by_name |= {model.name: model for model in models}
     return next((by_name[name] for name in (text, *spellings(text)) if name in by_name), None)
 

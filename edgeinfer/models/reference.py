@@ -6,6 +6,7 @@ A model reference is a path, a name of a model that was pulled or that another p
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Literal
@@ -27,6 +28,8 @@ from edgeinfer.models.external_stores.reader import ExternalModel
 from edgeinfer.models.store import PulledFile, PulledModel, find_pulled, list_pulled
 from edgeinfer.platform import paths
 from edgeinfer.runtime.options import ModelFiles
+
+_ROOT = 0  # user id
 
 
 class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +120,8 @@ def resolve(text: str) -> ModelRef:
     if pulled := find_pulled(text):
         entry = load_catalog().get(pulled.base)
         return ModelRef(text=text, kind="pulled", name=pulled.name, pulled=pulled, entry=entry)
-    if external := stores.find(text):
+    external = stores.find(text)
+    if external is not None and not _hides_the_catalogue(text, external):
         return ModelRef(text=text, kind="external", name=external.name, external=external)
     if sources.looks_like_source(text):
         if not stores.is_name(text):
@@ -126,6 +130,16 @@ def resolve(text: str) -> ModelRef:
     ref = names.find_reference(text)
     entry = load_catalog().get(ref.name) if ref is not None else None
     return ModelRef(text=text, kind="absent", name=str(ref or text), entry=entry)
+
+
+def _hides_the_catalogue(text: str, model: ExternalModel) -> bool:
+    """Return whether another user, who is not root, has given a name of the catalogue to a file."""
+    if stores.is_name(text) or "/" in text:
+        return False
+    ref = names.find_reference(text)
+    existing = filter(os.path.exists, model.paths)
+    is_foreign = any(os.stat(path).st_uid not in (_ROOT, os.getuid()) for path in existing)
+    return is_foreign and ref is not None and ref.name in load_catalog()
 
 
 def find(text: str) -> ModelRef | None:

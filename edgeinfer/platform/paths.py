@@ -69,7 +69,9 @@ def is_model_path(text: str) -> bool:
 
 def absolute_path(text: str) -> str:
     """Return a path without `~`, `.` and `..`. A link stays, but one before `..` is followed."""
-    path = os.path.join(os.getcwd(), os.path.expanduser(text))
+    path = os.path.expanduser(text)
+    if not path.startswith("/"):
+        path = os.path.join(os.getcwd(), path)
     if os.pardir in path.split("/"):
         path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
     return os.path.normpath(path)

@@ -89,9 +89,9 @@ class GpuOffloader:
         return True
 
     def stop(self) -> bool:
-        """Stop attaching devices soon; return whether that was begun, so that a driver may hang."""
+        """Stop attaching devices soon; return whether a driver is in use or loading, so may hang."""
         self._closing.set()
-        return self._thread is not None
+        return self._device_context is not None or not self.wait(0)
 
     def close(self) -> None:
         """Free the device context. Only after `stop`, and after the decode thread has ended."""

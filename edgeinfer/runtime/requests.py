@@ -333,14 +333,16 @@ def check_tools(request: GenerateRequest) -> None:
     choice, names = request.tool_choice, [tool.name for tool in request.tools]
     if choice.mode == "none":
         return
-    if choice.mode in ("required", "named") and not names:
-        _refuse("tool_choice", f'"{choice.mode}" needs tools, but the request has none')
+    if choice.mode == "required" and not names:
+        _refuse("tool_choice", "a call is required, but the request has no tools")
     if len(names) > _MAX_TOOLS:
         _refuse("tools", f"at most {_MAX_TOOLS} tools are allowed")
     for i, name in enumerate(names):
-        if not name or len(name) > _MAX_TOOL_NAME or not name.isprintable() or name in names[:i]:
-            limits = f"unique, printable and at most {_MAX_TOOL_NAME} characters long"
+        if not name or len(name) > _MAX_TOOL_NAME or not name.isprintable():
+            limits = f"printable and at most {_MAX_TOOL_NAME} characters long"
             _refuse(f"tools[{i}].name", f"the name must be {limits}")
+        if name in names[:i]:
+            _refuse(f"tools[{i}].name", f"two tools are called {name!r}")
     if choice.mode == "named" and choice.name not in names:
         _refuse("tool_choice", f"there is no tool named {choice.name!r}")
 

@@ -26,7 +26,7 @@ from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Event, Finished, Parsed, Progress
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.runtime.requests import GenerateRequest, check_tools
 from edgeinfer.server.connection import Connection, DirectWriter, until_disconnected
 from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import Renderer
@@ -81,6 +81,7 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
             requests = await _read_files(context, functools.partial(spec.requests, spec.body, info))
         else:
             requests = spec.requests(spec.body, info)
+        check_tools(requests[0])
         requests = [context.apply(request) for request in requests]
         if requests[0].tools or any(turn.tool_calls for turn in requests[0].messages):
             context.ignore(await context.endpoint.in_thread(unenforced_fields, requests[0]))
@@ -121,6 +122,9 @@ async def submit_all(
     """
     endpoint, engine = context.endpoint, lease.engine
     caller, has_slots = context.caller.turn, False
+    if requests[0].n_pictures and not engine.info.can_see:
+        # the engine refuses and says why; such a request must not wait for a slot
+        await endpoint.preparation.submit(engine, requests[0], caller)
     endpoint.admit_generations(context.model, engine.info.n_parallel, len(requests), caller)
     generations: list[Generation] = []
     context.is_queued = True

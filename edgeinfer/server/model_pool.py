@@ -107,7 +107,7 @@ class ModelPool:
             return self.default
         alias = self._aliases.by_name(name)
         pattern = self._aliases.by_pattern(name) if alias is None else None
-        for target in (alias or name, pattern):
+        for target in (name, pattern) if alias is None else (alias,):
             if target and (model := self._find(target)):
                 return model
         missing = alias or pattern or name.removesuffix(LATEST)
@@ -116,10 +116,11 @@ class ModelPool:
         raise UnknownModelError(f"There is no model '{missing}'{note}", hint=hint)
 
     def _find(self, name: str) -> str | None:
-        if name in (DEFAULT, self.default):
-            return self.default
-        if name in self._entries:  # without a search on the disk
-            return name
+        for spelled in (name, name.removesuffix(LATEST)):  # without a search on the disk
+            if spelled in (DEFAULT, self.default):
+                return self.default
+            if spelled in self._entries:
+                return spelled
         model = lookup.find(name, self._models())
         return None if model is None else model.name
 

@@ -16,7 +16,7 @@ import msgspec
 
 from edgeinfer.launcher import builds
 from edgeinfer.launcher.argv import LAUNCH_VERBS, with_verb
-from edgeinfer.platform import paths, process_metadata
+from edgeinfer.platform import paths, process, process_metadata
 from edgeinfer.platform.process_metadata import read_process_record
 from edgeinfer.runtime.events import CacheReport
 from edgeinfer.runtime.options import LayersInfo, ReplicasInfo
@@ -136,8 +136,8 @@ def _stat(pid: int) -> list[str]:
 def _typed_command(pid: int) -> list[str] | None:
     """Return the verb and arguments of a launcher or background build; None for other processes."""
     words = _read(pid, "cmdline").decode(errors="replace").split("\0")[:-1]
-    if builds.JOBS in words[:-2]:
-        return ["warm", words[words.index(builds.JOBS) + 1]]
+    if words[-4:-2] in (["-m", builds.JOBS], [process.MODULE_SWITCH, builds.JOBS]):
+        return ["warm", words[-2]]
     for index, word in enumerate(words[:2]):
         if os.path.basename(word) == "edgeinfer":
             command = with_verb(words[index + 1 :])

@@ -24,7 +24,7 @@ from edgeinfer.cli.verbs import launch
 from edgeinfer.config.config_file import Config
 from edgeinfer.errors import UsageError, kebab
 from edgeinfer.host import EngineHost
-from edgeinfer.launcher.argv import LAUNCH_VERBS, SWITCHES, with_verb
+from edgeinfer.launcher.argv import LAUNCH_VERBS, SWITCHES, CommandLine, options_and_words, with_verb
 from edgeinfer.snapshots.running import RunningLaunch
 
 
@@ -137,6 +137,14 @@ def test_prompt_may_begin_with_a_dash():
     for typed in (["run", "-5"], ["run", "- what is this?"], ["run", "--", "--raw"], ["run", "-"]):
         options = build_parser().parse_args(typed)
         assert (options.model_or_prompt, options.raw) == (typed[-1], False)
+
+
+def test_unknown_option_takes_no_option_for_its_value(capsys):
+    typed = "run m hi --cold --ctx 512".split()
+    assert main(typed) == 2
+    assert "unrecognized arguments: --cold" in capsys.readouterr().err
+    assert CommandLine(typed).values("--ctx") == ["512"]
+    assert options_and_words(["--min-p", "-.5", "hi"]) == (["--min-p", "-.5"], ["hi"])
 
 
 def test_launcher_knows_every_option_without_a_value():

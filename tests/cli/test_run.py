@@ -47,7 +47,9 @@ class ScriptedHost(EngineHost):
 
 @pytest.fixture
 def engine():
-    return script_engine(ReasoningDelta("hm"), "Red, ", "green.", END, system_prompt="You are brief.")
+    return script_engine(
+        ReasoningDelta("hm"), "Red, ", "green.", END, system_prompt="You are brief.", can_see=True
+    )
 
 
 def run(engine, *typed):

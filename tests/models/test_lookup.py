@@ -1,7 +1,9 @@
 """One rule for names of models on the command line and in every API; suggestions for misspelt ones."""
 
+import os
 import random
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,9 @@ from made_gguf import gguf_bytes
 from edgeinfer.cli.endpoint_setup import pulled_models
 from edgeinfer.cli.main import main
 from edgeinfer.errors import CatalogError, EdgeInferError, UnknownModelError, UsageError
+from edgeinfer.models import reference
 from edgeinfer.models.catalog import load_catalog
-from edgeinfer.models.lookup import similar_names
+from edgeinfer.models.lookup import find, similar_names
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import find_unless_misspelt, resolve
 from edgeinfer.models.store import list_pulled
@@ -24,6 +27,12 @@ PROMPTS = (
     "hi code Hello tiny Привет 你好 12:30 yes: ... -5 covid-19 2024-11-29 3.14 192.168.0.1 H2O C3PO "
     "mp3 B2B k8s utf-8 sha-256 room-101 catch-22 7-zip R2-D2 e-mail x-ray self-made well-known Hallo."
 ).split()
+
+
+@dataclass
+class Named:
+    name: str
+    other_names: tuple[str, ...]
 
 
 @pytest.fixture
@@ -125,3 +134,20 @@ def test_names_that_begin_as_typed_come_first_and_a_letter_is_near_none() -> Non
 def test_what_cannot_be_a_name_is_refused() -> None:
     with pytest.raises(UsageError, match="not a model name"):
         resolve("a b")
+
+
+def test_letter_case_matters_in_addresses_of_files():
+    models = [Named("a1", ("https://h/A.gguf",)), Named("a2", ("https://h/a.gguf",))]
+    for model in models:
+        assert find(model.other_names[0], models) is model
+    assert find("https://h/a.gguf", models[:1]) is None
+
+
+def test_catalogues_name_is_no_model_of_another_user(monkeypatch):
+    external = OllamaStore(gguf_bytes(seed=7))
+    external.write_manifest(external.root / "manifests/registry.ollama.ai/library/phi-4/latest")
+    assert resolve("phi-4").kind == "external"
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    monkeypatch.setattr(reference, "_ROOT", 54321)
+    assert resolve("phi-4").kind == "absent"
+    assert resolve("ollama/phi-4").kind == "external"

@@ -184,6 +184,9 @@ def test_a_cold_start_names_the_model_that_was_typed(root, typed, said):
         ("ollama/llama3.2", "Ollama/Llama3.2:latest"),
         ("hf:Someone/Tiny-GGUF:Q8_0", "someone/tiny-gguf:q8_0"),
         ("qwen3-4b:Q8_0", "Qwen3-4B:q8_0"),
+        ("ollama/llama3.2", "llama3.2"),
+        ("qwen3-4b", "Qwen3-4B:latest"),
+        ("hf:Someone/Tiny-GGUF:Q8_0", "hf.co/someone/tiny-gguf:q8_0"),
     ],
 )
 def test_a_model_is_known_however_it_is_spelled(root, made_of, typed):

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import signal
@@ -153,7 +154,7 @@ def read_output(output: int) -> dict[str, bool]:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             message = f"the output file has a line that is not an answer: {error}"
             raise UsageError(message, hint="name another output file") from error
-        has_failed = line.response is None or line.response.get("status_code", 0) >= 400
+        has_failed = line.response is None or (line.response.get("status_code") or 0) >= 400
         answers[line.custom_id] = has_failed and answers.get(line.custom_id, True)
         whole += len(raw)
     os.ftruncate(output, whole)
@@ -172,6 +173,7 @@ def _without_failed(path: Path, output: int, failed: set[str]) -> Iterator[int]:
     mode = stat.S_IMODE(os.fstat(output).st_mode)
     with path_errors(path, "name another output file"), durable_file(path.resolve(), mode) as file:
         copy = os.dup(file.fileno())
+        fcntl.fcntl(copy, fcntl.F_SETFL, os.O_APPEND)
         try_lock(copy)
         for raw in _whole_lines(output):
             if msgspec.json.decode(raw, type=_Answer).custom_id not in failed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 import time
 
 from edgeinfer.errors import DecodeError
@@ -56,21 +57,26 @@ class Streaming:
     def stop(self) -> None:
         """Stop streaming and free its memory. Idempotent; no step may be running."""
         global active
-        if active is self:
-            self.kernels.edgeinfer_stream_stop()
+        with _lock:
+            if active is not self:
+                return
             active = None
+        self.kernels.edgeinfer_stream_stop()
 
 
 #: The streaming in this process, whose `check` must follow each step.
 active: Streaming | None = None
+#: Held while `active` is cleared, and while statistics are read, which any thread may do.
+_lock = threading.Lock()
 
 
 def statistics() -> StreamingStatistics:
     """Return the statistics of streaming in this process, zeros without streaming."""
-    if active is None:
-        return StreamingStatistics()
     numbers = (ctypes.c_double * len(StreamingStatistics.__struct_fields__))()
-    active.kernels.edgeinfer_stream_statistics(numbers)
+    with _lock:
+        if active is None:
+            return StreamingStatistics()
+        active.kernels.edgeinfer_stream_statistics(numbers)
     read_bytes, waited_s, *counts = numbers
     return StreamingStatistics(int(read_bytes), waited_s, *map(int, counts))
 

@@ -60,12 +60,14 @@ class InputProcessor:
 
         Raises InvalidRequestError, ContextLengthError, UnsupportedConstraintError.
         """
+        param = "messages" if request.messages else "prompt"
+        if request.n_pictures:
+            self._checked_vision(request, param)
         check_request(request, self.vocab.n_vocab)
         if request.overflow == "shift" and not self.can_shift:
             raise InvalidRequestError(
                 'overflow: the context of this model cannot be shifted; use "refuse"', param="overflow"
             )
-        param = "messages" if request.messages else "prompt"
         check_length(request.length, self.n_ctx, param, self.n_ctx_train)
         chat = self.chat_format.process(request) if request.messages else None
         spans: list[Span] = []

@@ -52,12 +52,13 @@ class Prefixes:
 
     @property
     def has_writes(self) -> bool:
-        return self.prefix_cache is not None and self.prefix_cache.saver.has_work
+        cache = self.prefix_cache  # another thread may close it
+        return cache is not None and cache.saver.has_work
 
     def write_blocks(self, *, is_idle: bool) -> None:
         """Save one block of an ended sequence, if there is time for it."""
-        if self.prefix_cache is not None:
-            self.prefix_cache.saver.step(is_idle=is_idle)
+        if (cache := self.prefix_cache) is not None:
+            cache.saver.step(is_idle=is_idle)
 
     def count_cached_in_memory(self, seq: Sequence) -> int:
         """Return how many tokens of a prompt can be reused from the KV cache in memory."""

@@ -65,11 +65,12 @@ async def _answer(
 
 async def _load_or_unload(context: RequestContext, body: wire.OllamaFields) -> Response:
     models = context.endpoint.models
-    context.name_model(body.model)
     keep_alive_s = context.keep_alive_s(body.keep_alive)
     if keep_alive_s == 0:
+        context.model = models.resolve(body.model)  # no other name may unload the only model
         await models.unload(context.model)
     else:
+        context.name_model(body.model)
         (await models.acquire(context.model, keep_alive_s)).release()
     reason, load_ns = "unload" if keep_alive_s == 0 else "load", int(context.seconds * 1e9)
     renderer = OllamaRenderer(context, body)

@@ -278,6 +278,12 @@ def test_request_without_prompt_loads_and_unloads(serve, path):
         assert ("other:latest" in running) is (reason == "load")
 
 
+def test_only_a_models_own_name_unloads_it(serve):
+    live_server = serve(FakeEngine())
+    assert live_server.post("/api/generate", {"model": "typo", "keep_alive": "10m"}).status_code == 200
+    assert live_server.post("/api/generate", {"model": "typo", "keep_alive": 0}).status_code == 404
+
+
 def test_show_lists_capabilities_of_a_loaded_model(live_server):
     shown = live_server.post("/api/show", {"model": "fake"}).json()
     assert shown["capabilities"] == ["completion", "tools", "thinking", "insert"]

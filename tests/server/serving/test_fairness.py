@@ -57,6 +57,33 @@ def test_key_is_not_refused_for_the_requests_of_others(serve, until, limits):
     assert not live_server.endpoint.engine_slots
 
 
+_PIXEL = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAACAkQBADs="
+_TOOL = {"type": "function", "function": {"name": "twice", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tool_choice": "required"},
+        {"tools": [_TOOL, _TOOL]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": _PIXEL}}]}
+            ]
+        },
+    ],
+    ids=["required", "same name", "picture"],
+)
+def test_wrong_requests_are_refused_without_a_wait_for_a_slot(serve, until, body):
+    gate = StepGate()
+    live_server = serve(_slow_engine(gate), keys=KEYS)
+    asking = [live_server.pool.submit(_ask, live_server, BUSY, "slow") for _ in range(12)]
+    until(lambda: live_server.endpoint.generation_counts["fake"] == 12, "twelve requests to wait")
+    assert _ask(live_server, BUSY, **body).status_code == 400
+    gate.opened.set()
+    assert [future.result().status_code for future in asking] == [200] * 12
+
+
 def test_only_key_may_use_all_slots(serve, until):
     gate = StepGate()
     engine = FakeEngine([[gate]])
