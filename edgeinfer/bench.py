@@ -156,7 +156,9 @@ async def _post(target: Target, path: str, body: Any) -> tuple[int, list[tuple[f
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
     except (OSError, httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
-        raise ServeError(f"{target.url} does not answer: {error or 'the answer has no end'}") from error
+        raise ServeError(
+            f"{target.url} does not answer: {str(error) or type(error).__name__}"
+        ) from error
 
 
 async def ask(target: Target, path: str, body: dict[str, Any]) -> Answer:

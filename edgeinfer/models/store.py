@@ -87,7 +87,7 @@ class PulledFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a pulled model, model.json. `base` is its name in the catalogue, or its own."""
+    """Record of a pulled model (model.json). `base` is its catalogue entry's name, else its own."""
 
     name: str
     base: str

@@ -45,7 +45,7 @@ def sampling_of(options: Wire, base: Sampling) -> Sampling:
     If it sets any option but the seed, the default penalties are dropped.
     """
     values: dict[str, Any] = {field: getattr(options, field, None) for field in BY_FIELD}
-    if values["repeat_penalty"] is None:  # vLLM's name for the same option
+    if values["repeat_penalty"] is None:  # vLLM calls it repetition_penalty
         values["repeat_penalty"] = getattr(options, "repetition_penalty", None)
     if values["top_k"] == -1:  # other servers write -1 for "off", which is 0 here
         values["top_k"] = 0

@@ -282,7 +282,9 @@ def test_hint_about_an_option_leads_to_the_help_that_describes_it(verb, capsys):
             assert command[1] == name
             with pytest.raises(SystemExit):
                 parser.parse_args([command[2]])
-            assert re.search(rf"^  (-\w \S+, )?{flag}\b", capsys.readouterr().out, re.MULTILINE), flag
+            assert re.search(rf"^  (-\w( \S+)?, )?{flag}\b", capsys.readouterr().out, re.MULTILINE), (
+                flag
+            )
 
 
 def _texts(path: Path) -> Iterator[str]:

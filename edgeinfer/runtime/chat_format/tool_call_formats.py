@@ -165,7 +165,7 @@ def hold_back(text: str, markers: Sequence[str]) -> tuple[str, str]:
 def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
     """Split `text` at its first marker: (text before, marker, text after).
 
-    Without a marker: (text, "", the end of the text if it may be the beginning of a marker).
+    Without a marker: (text before, "", end of `text`); the end is "" unless it may begin a marker.
     """
     places = [(start, -len(marker)) for marker in markers if (start := text.find(marker)) >= 0]
     if not places:

@@ -318,7 +318,7 @@ def context_params(
     n_threads: int,
     n_outputs: int = 0,
 ) -> Any:
-    """Make the parameters of a context. A KV type of "auto" means f16, 0 `n_outputs` llama.cpp's."""
+    """Make a context's parameters. KV type "auto" is f16; `n_outputs=0` keeps llama.cpp's default."""
     llama = libllama.lib()
     kv_type = "f16" if options.kv_type == "auto" else options.kv_type
     params = llama.llama_context_default_params()
