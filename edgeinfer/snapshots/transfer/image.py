@@ -34,7 +34,7 @@ SIGNER = "io.edgeinfer.snapshot.signer"
 #: Largest manifest or config (bytes) that is read.
 MAX_BYTES = 4 << 20
 #: A file's or snapshot's name: no separators, no leading dot.
-Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_+-][A-Za-z0-9._+,-]*\Z", max_length=200)]
+Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_+-][A-Za-z0-9._+,=-]*\Z", max_length=200)]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
