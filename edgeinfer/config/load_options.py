@@ -100,7 +100,7 @@ class ModelOption(LoadOption):
             return paths.absolute_path(text)
         name = text.lower()
         if name.startswith(paths.EXTERNAL_PREFIXES) and "//" not in name:
-            return name.removesuffix(":latest")
+            return name.removesuffix(paths.LATEST)
         return text if "/" in text else name
 
 

@@ -76,7 +76,8 @@ def _find_warm(word: str, folders: dict[str, str]) -> str:
     """Return the full name of the model that `word` means, "" if `folders` has no snapshot of it."""
     if not word:
         return ""
-    plain = word.lower().removesuffix(":latest").removeprefix("hf.co/").removeprefix("huggingface.co/")
+    plain = word.lower().removesuffix(paths.LATEST)
+    plain = plain.removeprefix("hf.co/").removeprefix("huggingface.co/")
     for spelling in (word, plain, f"ollama/{plain}", f"hf:{plain}"):
         if storage.model_prefix(spelling) in folders:
             return spelling

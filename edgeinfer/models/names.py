@@ -21,8 +21,6 @@ _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
-#: The tag that Ollama adds to a name without one.
-LATEST = ":latest"
 
 
 class Reference(msgspec.Struct, frozen=True):
@@ -50,7 +48,7 @@ def model_name(text: str) -> str:
 
 def plain_name(text: str) -> str:
     """Return a model's name in lower case and without the tag `:latest`, for comparisons."""
-    return text.lower().removesuffix(LATEST)
+    return text.lower().removesuffix(paths.LATEST)
 
 
 def parse_reference(text: str) -> Reference:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "smollm2-135m-instruct"
 #: Environment variable by which the shipped file names the model that it contains.
 BUNDLED_MODEL = "EDGEINFER_BUNDLED_MODEL"
+#: The tag that Ollama adds to a model's name without one.
+LATEST = ":latest"
 #: Prefixes of the names of other programs' models: Ollama's, Hugging Face's, LM Studio's.
 EXTERNAL_PREFIXES = ("ollama/", "hf:", "lmstudio/")
 #: Where Ollama's clients look for Ollama; the variable names another port.

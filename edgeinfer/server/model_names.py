@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 
 from edgeinfer.models import lookup
 from edgeinfer.models.external_stores.ollama import PREFIX
-from edgeinfer.models.names import LATEST, plain_name
+from edgeinfer.models.names import plain_name
+from edgeinfer.platform.paths import LATEST
 
 #: In `[serve.aliases]`, a target that stands for the endpoint's default model.
 DEFAULT = "default"

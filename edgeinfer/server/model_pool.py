@@ -18,9 +18,9 @@ import msgspec
 from edgeinfer.errors import EdgeInferError, OutOfMemoryError, UnknownModelError
 from edgeinfer.host import LoadProgress
 from edgeinfer.models import lookup
-from edgeinfer.models.names import LATEST
 from edgeinfer.models.progress import OnProgress
 from edgeinfer.platform.machine import read_memory
+from edgeinfer.platform.paths import LATEST
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, EngineInfo
 from edgeinfer.server.model_entry import LoadedEngine, LoadedReply, LoadingReply, ModelEntry

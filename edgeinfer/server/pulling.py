@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.models import names, sources
 from edgeinfer.models.progress import OnProgress, PullProgress
+from edgeinfer.platform import paths
 
 #: Prefixes of the addresses of Hugging Face repositories; without `https://` they are sources.
 _HUBS = ("https://huggingface.co/", "https://hf.co/")
@@ -51,7 +52,7 @@ def source_of(name: str) -> str:
     Raises InvalidRequestError for other sources, because clients must not make the server read its
     files or connect to other servers.
     """
-    plain = name.removesuffix(names.LATEST)
+    plain = name.removesuffix(paths.LATEST)
     plain = plain.removeprefix("https://") if plain.startswith(_HUBS) else plain
     if not (names.is_path(plain) or sources.looks_like_source(plain)):
         return plain

@@ -182,7 +182,7 @@ def safe_name(model: str) -> str:
     """Turn a model's name or path into a file name: `a/b.gguf` → `b.gguf+1f2e3d4c` (with a hash)."""
     plain = model.lower()
     if plain.startswith(paths.EXTERNAL_PREFIXES):  # these programs ignore letter case and `:latest`
-        plain = plain.removesuffix(":latest") if plain.startswith("ollama/") else plain
+        plain = plain.removesuffix(paths.LATEST) if plain.startswith("ollama/") else plain
         model = f"{plain}+{short_hash(plain)}"
     elif "/" in model or model.endswith(".gguf"):
         path = paths.absolute_path(model)

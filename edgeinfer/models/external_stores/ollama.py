@@ -24,7 +24,6 @@ from edgeinfer.platform import paths
 PREFIX = paths.EXTERNAL_PREFIXES[0]
 _SERVICE = "/usr/share/ollama/.ollama/models"
 _REGISTRY, _LIBRARY = "registry.ollama.ai", "library"
-_TAG = ":latest"
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _KIND = "application/vnd.ollama.image."
 
@@ -80,7 +79,7 @@ def _name(manifest: Path) -> str:
     registry, namespace, model, tag = manifest.parts[-4:]
     prefix = [] if registry == _REGISTRY else [registry]
     prefix += [] if not prefix and namespace == _LIBRARY else [namespace]
-    return PREFIX + "/".join([*prefix, f"{model}:{tag}"]).removesuffix(_TAG)
+    return PREFIX + "/".join([*prefix, f"{model}:{tag}"]).removesuffix(paths.LATEST)
 
 
 def _layers(raw: bytes, manifest: Path) -> dict[str, _Layer]:
