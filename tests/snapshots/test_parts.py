@@ -35,7 +35,6 @@ from edgeinfer.launcher.apps import Apps
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes, locked
-from edgeinfer.platform.page_cache import is_cold
 from edgeinfer.runtime.llama.mappings import Area
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.snapshot_format import criu, fingerprint, storage
@@ -173,20 +172,21 @@ def test_reseeding_forgets_the_ranges_and_changes_what_is_drawn():
 # --- prefetch
 
 
-def test_prefetch_reads_only_uncached_pages(tmp_path):
+@pytest.mark.parametrize("uncached", [0, 1, 2])
+def test_prefetch_reads_only_uncached_steps(tmp_path, uncached):
     path = tmp_path / "file"
     step = app_host.STEP_BYTES
-    path.write_bytes(os.urandom(4 * step + 5000))
-    area = Area(0, 3 * step + 5000, "r--s", step, str(path))
-    assert not is_cold(path)
+    sizes = [step, step, 5000]
+    path.write_bytes(os.urandom(step + sum(sizes)))
+    area = Area(0, sum(sizes), "r--s", step, str(path))
     assert app_host.read_ahead(area) == 0
-    with open(path, "rb") as file:
+    with open(path, "rb", buffering=0) as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        assert app_host.read_ahead(area._replace(high=2 * step)) == 2 * step
-        while not is_cold(path):  # the kernel's own read-ahead may be reading the rest
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    assert app_host.read_ahead(area) >= 5000
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
+        for index in {0, 1, 2} - {uncached}:
+            os.pread(file.fileno(), 1, step + sum(sizes[: index + 1]) - 1)
+    assert app_host.read_ahead(area) == sizes[uncached]
     assert app_host.read_ahead(area) == 0
 
 
