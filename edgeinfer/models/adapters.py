@@ -26,7 +26,7 @@ _log = logging.getLogger("edgeinfer.models")
 
 
 class PulledAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored adapter. `base` is the model it was converted for, `n_tensors` its A and B pairs."""
+    """A stored LoRA adapter, converted for the model `base`. It has `n_tensors` pairs of A and B."""
 
     name: str
     path: str
@@ -36,12 +36,12 @@ class PulledAdapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def adapter_path(name: str) -> Path:
-    """Return the path at which the adapter `name` is or would be stored. Raises UsageError."""
+    """Return the path that the adapter `name` has or would have. Raises UsageError for a bad name."""
     return paths.adapters_dir() / f"{names.model_name(name)}.gguf"
 
 
 def list_adapters() -> list[PulledAdapter]:
-    """List the stored adapters by name, without damaged ones (a warning names them)."""
+    """List the stored adapters in order of name; skip damaged ones with a warning."""
     adapters = []
     for path in sorted(paths.adapters_dir().glob("*.gguf")):
         try:
@@ -87,7 +87,7 @@ def pull_adapter(
     plan = plan_pull(text, load_catalog(), options.name)
     planned = plan.ref.name
     source = plan.candidates[0][0]
-    if isinstance(source, sources.HubQuant):  # parsed as a model's: an adapter has no quantization
+    if isinstance(source, sources.HubQuant):  # leave out `:TYPE`
         planned = source.repo.replace("/", ".").lower()
     ref = Reference(names.model_name(options.name or planned))
     job = Job(progress, None, options.retry_policy)

@@ -45,7 +45,7 @@ _BITS_PER_WEIGHT = {
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
-    """A table of models.toml."""
+    """Base of the tables of models.toml. An unknown key is an error."""
 
 
 _SamplingKeys = msgspec.defstruct(
@@ -65,11 +65,11 @@ _SamplingKeys = msgspec.defstruct(
 )
 
 
-#: Keys of samplers that were removed after 0.2. models.toml may still have them; they are ignored.
+#: Keys of samplers that version 0.2 still had. They are ignored in models.toml.
 _OLD_SAMPLERS = frozenset({"typical-p", "mirostat", "mirostat-tau", "mirostat-eta"})
 
 
-class SamplingDefaults(_SamplingKeys):  # type: ignore[misc, valid-type]  # its fields are the table's
+class SamplingDefaults(_SamplingKeys):  # type: ignore[misc, valid-type]  # its fields are computed
     """The sampling options that a model's entry sets; None leaves the usual default."""
 
     def chosen_options(self) -> dict[str, float]:

@@ -70,7 +70,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """How well a model runs on this machine: a group for `list`, and the estimated speed.
 
     `tokens_per_s` is for one stream with a short context. `why` explains the group. `shortage` says
-    that other programs use too much memory right now; nothing else depends on them.
+    that other programs use too much memory right now; the other fields ignore other programs.
     """
 
     group: Group
@@ -103,7 +103,7 @@ def needed_bytes(size_bytes: int) -> int:
 
 
 class Estimator:
-    """Estimates models for this machine. The machine is measured once, when this is created."""
+    """Estimates models for this machine. The machine is measured when the estimator is created."""
 
     def __init__(self) -> None:
         self.catalog = load_catalog()
@@ -184,10 +184,7 @@ def _speed_from_disk(size_bytes: int, active_share: float, room_bytes: int, spee
 
 @cache
 def disk_rate() -> float:
-    """Return the disk's speed (bytes/s), measured for 0.4 s on the largest pulled model.
-
-    Returns 0.0 if that is impossible.
-    """
+    """Return the disk's speed (bytes/s), measured for 0.4 s on the largest pulled model, or 0.0."""
     files = [path for model in list_pulled() for path in model.paths]
     return read_rate(max(files, key=size_or_zero)) if files else 0.0
 
@@ -205,7 +202,7 @@ def cards() -> tuple[Device, ...]:
 
 @cache
 def memory_rate() -> MemoryRate:
-    """Return the highest memory bandwidth measured so far; measure (0.2 s) until one run was idle."""
+    """Return the highest memory bandwidth measured; measure again (0.2 s) if the machine was busy."""
     machine = f"{platform.node()} {platform.machine()} {memory_threads()}"
     stored = _RATES.read().get(machine)
     if stored is not None and not stored.busy:

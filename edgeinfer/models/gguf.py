@@ -99,7 +99,7 @@ _ALIGNMENTS = [1 << power for power in range(21)]
 MAX_DIMS = 4
 MAX_TENSOR_NAME_BYTES = 63
 MAX_ELEMENTS = 2**63 - 1
-#: Most layers of a model: llama.cpp aborts with more, or with none (LLAMA_MAX_LAYERS).
+#: Maximum number of layers of a model: llama.cpp aborts with more, or with none (LLAMA_MAX_LAYERS).
 MAX_LAYERS = 512
 #: Limits far above any known model, so that a number in the file cannot cause a long loop.
 MAX_METADATA = 1 << 16
@@ -409,7 +409,7 @@ class _Walker:
         self.offset = start
 
     def _step_over_strings(self, key: str, count: int) -> None:
-        """Step over `count` strings. unpack_from refuses an offset past the end."""
+        """Step over `count` strings. `unpack_from` raises an error for an offset past the end."""
         unpack = _U64.unpack_from
         view = self.view
         position = self.offset

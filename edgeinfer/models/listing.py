@@ -39,7 +39,7 @@ class ModelSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnusableModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of another program that cannot be used: why, and what to do."""
+    """A model of another program that cannot be used: `problem` says why, `fix` what to do."""
 
     name: str
     store: str
@@ -52,7 +52,7 @@ Listed = tuple[ModelSummary | UnusableModel, Sequence[str | Path]]
 
 
 def every_model(catalog: Catalog) -> Iterator[Listed]:
-    """Yield the pulled models, then other programs', then those of the catalogue that are not here."""
+    """Yield the pulled models, other programs' models, then catalogue entries that are not pulled."""
     pulled = list_pulled()
     for model in pulled:
         yield _of_pulled(model, catalog.get(model.base)), model.paths
@@ -85,7 +85,7 @@ def _of_pulled(model: PulledModel, entry: Model | None) -> ModelSummary:
 
 def _of_external(model: ExternalModel) -> ModelSummary | UnusableModel:
     try:
-        parts = stores.headers(model, vocabulary=False)  # reading it takes 0.2 s a file
+        parts = stores.headers(model, vocabulary=False)  # reading a vocabulary takes 0.2 s
     except CatalogError as error:
         problem, fix = model.problem or error.message, model.fix or hint(error)
         return UnusableModel(name=model.name, store=model.store, problem=problem, fix=fix)

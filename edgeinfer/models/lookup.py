@@ -1,8 +1,8 @@
-"""The rule for names of models that command line, chat and every API share, and "did you mean".
+"""Find models by name, by one rule for the command line, the chat and every API; suggest similar names.
 
-A model here has a name, and maybe others: a pulled one its source and `NAME:QUANT`. Letter case and the
-tag `:latest`, which Ollama adds, do not matter. `ollama/` and `hf:` may be left out; a model that has
-the name without them comes first.
+A local model has a name and maybe further ones: a pulled model has its source and `NAME:QUANT`. Letter
+case and the tag `:latest`, which Ollama adds, do not matter. The prefixes `ollama/` and `hf:` may be
+left out, unless another model has the name without the prefix.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from edgeinfer.platform.paths import EXTERNAL_PREFIXES
 _OLLAMA, _HUGGING_FACE, _LM_STUDIO = EXTERNAL_PREFIXES
 #: Prefixes of sources in which letter case matters.
 _CASE_MATTERS = ("http", "file:", "s3:", "/")
-#: Least similarity (0 to 1) of a misspelt name to the one that is suggested.
+#: Minimum similarity (0 to 1) of a misspelt name to the one that is suggested.
 _LEAST_LIKENESS = 0.7
 
 
 class NamedModel(Protocol):
-    """A model of this machine. All models' own names take precedence over `other_names`."""
+    """A model of this machine. A model's `name` takes precedence over any model's `other_names`."""
 
     @property
     def name(self) -> str: ...
@@ -39,7 +39,7 @@ M = TypeVar("M", bound=NamedModel)
 
 
 def find(text: str, models: Collection[M]) -> M | None:
-    """Return the model among those of this machine that `text` means; None if there is none."""
+    """Return the model of `models` that `text` names; None if there is none."""
     others = [(name, model) for model in reversed(list(models)) for name in model.other_names]
     by_name = {plain_name(name): model for name, model in others if not name.startswith(_CASE_MATTERS)}
     by_name |= {plain_name(model.name): model for model in models}
@@ -61,7 +61,7 @@ def spellings(text: str) -> Iterator[str]:
 
 
 def did_you_mean(text: str, catalog: Iterable[str], local_names: Iterable[str] = ()) -> str | None:
-    """Return a hint with the nearest names of the catalogue and of models here; None without any."""
+    """Return a hint with the most similar names in the catalogue and of local models, or None."""
     near = similar_names(text, catalog, local_names)
     return f"did you mean {' or '.join(near)}? `edgeinfer list` shows every model" if near else None
 
@@ -70,7 +70,7 @@ def similar_names(text: str, catalog: Iterable[str], local_names: Iterable[str] 
     """Return up to three names for which `text` may be a misspelling, the likeliest first.
 
     Only letters and digits are compared: Ollama's `qwen3:4b` is like `qwen3-4b`. A quantization at the
-    end is compared apart, and added to names of the catalogue.
+    end is compared separately, and added to names of the catalogue.
     """
     from difflib import get_close_matches  # slow import (5 ms), only needed after a mistake
 

@@ -21,16 +21,16 @@ Stage = Literal[
     "scoring", "reading", "done",
 ]  # fmt: skip
 
-#: Note in the errors after which the next pull continues.
+#: Part of an error message if the next pull can continue the interrupted one.
 FETCHED_IS_KEPT = "downloaded data is kept"
 #: Shortest time (s) between two reports of a stage.
 _INTERVAL_S = 0.1
-#: The rate is the mean of this time (s), so that it follows a changing connection.
+#: Time (s) over which the rate is averaged: short, so that the rate follows a changing connection.
 _WINDOW_S = 5.0
 
 
 class PullProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a task is: the position in `file`, the `index`-th (from 0) of `n_files`.
+    """The progress of a task: its position in `file`, the `index`-th (from 0) of `n_files`.
 
     `done_bytes` counts bytes; while quantizing it counts tensors, while scoring tokens. `left_s` is the
     estimated remaining time. None means unknown.
@@ -52,7 +52,7 @@ OnProgress = Callable[[PullProgress], None]
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """When to give up a server: after `attempts` in succession that fetched nothing.
+    """Limits after which a server is given up: `attempts` in succession that fetched nothing.
 
     `pause_s` is the first pause between attempts; pauses double, up to 30 s. `connect_s` and
     `silence_s` are the time limits of a connection and of a pause in the data.
@@ -186,7 +186,7 @@ def progress_text(now: PullProgress) -> str:
 
 
 def amount_text(now: PullProgress) -> str:
-    """Return the known part of `12.0 MB of 98.4 MB, 3.1 MB/s, 28 s left`."""
+    """Return amount, rate and remaining time, as far as known: `12.0 MB of 98.4 MB, 3.1 MB/s`."""
     parts: list[str] = []
     counted = _COUNTS.get(now.stage)
     if counted and now.total_bytes:
@@ -202,7 +202,7 @@ def amount_text(now: PullProgress) -> str:
 
 
 class ProgressLines:
-    """Writes a line for each stage and note and every few seconds, or `in_place` on a terminal."""
+    """Writes a line for each stage and note, and every few seconds; `in_place` rewrites one line."""
 
     def __init__(
         self, out: TextIO, interval_s: float = _PLAIN_INTERVAL_S, *, in_place: bool = False

@@ -12,7 +12,7 @@ from edgeinfer.models.gguf import GgufHeader
 
 _ARCHITECTURE = "clip"
 _OTHER_PROJECTOR = "use the projector (mmproj-….gguf) that was made for this model"
-#: Largest values of numbers in a projector's header from which llama.cpp computes sizes.
+#: Key of a projector's header → largest accepted value. llama.cpp computes sizes from these numbers.
 _MOST = {
     "image_size": 4096,
     "patch_size": 256,
@@ -26,10 +26,10 @@ _MOST = {
     "preproc_max_tiles": 256,
     "image_min_pixels": 1 << 24,
 }
-#: Most tiles per side into which a picture is cut; known models use up to 5.
+#: Maximum number of tiles per side into which a picture is cut; known models use up to 5.
 _MOST_TILES = 8
-#: Most patches of a picture: 1600, or 16 for each number of the embedding's width, whichever is more.
-#: Known models have up to 15. Attention takes their square: 16,384 of width 128 took 30 to 60 s.
+#: Maximum number of patches of a picture: 1600, or 16 times the embedding's width, if more (known
+#: models: 15 times). Attention costs their square: 16,384 patches of width 128 took 30 to 60 s.
 _PATCHES = 1600
 _PATCHES_BY_WIDTH = 16
 

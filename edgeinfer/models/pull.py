@@ -72,7 +72,7 @@ def pull(
 def _refuse_difference(
     pulled: PulledModel, options: PullOptions, candidates: tuple[tuple[sources.Source, ...], ...]
 ) -> None:
-    """Raise UsageError if the stored model has another type or place, or none of these sources."""
+    """Raise UsageError if the stored model's quantization, source or place is not the requested one."""
     way = "give this one another name (`--name NAME`)"
     if options.quantize and pulled.quantization != options.quantize.upper():
         difference = f"in {pulled.quantization}"
@@ -105,7 +105,7 @@ def _type_in_source(plan: PullPlan) -> str:
 
 
 def _find_unchanged(plan: PullPlan, job: Job) -> PulledModel | None:
-    """Return the stored model if its files are unchanged, hashing those with another mtime, or None."""
+    """Return the stored model, None if its files have changed. Files with another mtime are hashed."""
     record = store.read_record(names.pulled_folder(plan.ref))
     if record is None:
         return None
@@ -218,7 +218,7 @@ def _difference(file: FetchedFile, size_bytes: int, promises: dict[str, str], jo
 def _set_aside(file: FetchedFile, work: Path) -> str:
     if not file.is_ours:
         return "the file was not changed"
-    if not file.pinned:  # it is the copy of a local file, which is still there
+    if not file.pinned:  # a copy of a local file, which still exists
         file.path.unlink()
         return "the copy was removed"
     bad = work / (file.file_name + ".bad")

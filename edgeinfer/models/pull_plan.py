@@ -94,7 +94,7 @@ def _of_entry(entry: Model, ref: Reference, given_ref: Reference | None) -> Pull
 
 
 def _in_quant(entry: Model, ref: Reference) -> tuple[tuple[sources.Source, ...], ...]:
-    """Return sources of the same model in quantization `ref.quant`; only Hugging Face has some."""
+    """Return sources of the same model in quantization `ref.quant`: Hugging Face repositories."""
     parts = chain(*entry.parsed_sources())
     repos = [source for source in parts if isinstance(source, sources.HubFile | sources.HubQuant)]
     if not repos:

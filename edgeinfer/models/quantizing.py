@@ -196,8 +196,8 @@ def run_child(module: str, *args: str, job: Job, failure: str = "") -> dict[str,
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 
-#: Where llama.cpp's statistics of a tensor are: its name, offset (bytes) and number of its sums, the
-#: same of its counts.
+#: Position of a tensor's statistics in an importance matrix: name of the tensor, offset (bytes) and
+#: number of its sums, offset (bytes) and number of its counts.
 Span = tuple[str, int, int, int, int]
 
 
@@ -255,7 +255,7 @@ def run_quantizer(source: Path, target: Path, kind: int, job: Job, options: Quan
 def _quantizer_error(event: dict[str, object], target: Path, kind: int) -> CatalogError | DiskFullError:
     message = str(event["message"])
     free = free_bytes(target.parent)
-    failed_write = "iostream error" in message  # llama.cpp says nothing else if a write fails
+    failed_write = "iostream error" in message  # llama.cpp's only message if a write fails
     if event["kind"] == "no-room" or failed_write or (free < 1 << 24 and "imatrix" not in message):
         problem = f"the disk of {target.parent} is full: the {FILE_TYPES[kind]} file does not fit"
         return DiskFullError(f"{problem}: {message}")

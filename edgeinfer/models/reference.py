@@ -125,7 +125,7 @@ def resolve(text: str) -> ModelRef:
         return ModelRef(text=text, kind="external", name=external.name, external=external)
     if sources.looks_like_source(text):
         if not stores.is_name(text):
-            sources.parse(text)  # raises if it is not valid
+            sources.parse(text)  # raises UsageError if `text` is not a valid source
         return ModelRef(text=text, kind="absent", name=text)
     ref = names.find_reference(text)
     entry = load_catalog().get(ref.name) if ref is not None else None
@@ -148,7 +148,7 @@ def find(text: str) -> ModelRef | None:
     Raises CatalogError if a stored record is damaged.
     """
     if any(map(str.isspace, text)) and not paths.is_model_path(text):
-        return None  # at once: most prompts have spaces
+        return None  # most prompts have spaces: save the search
     try:
         ref = resolve(text)
     except UsageError:
@@ -162,7 +162,8 @@ def find(text: str) -> ModelRef | None:
 def find_unless_misspelt(word: str, default_model: str) -> ModelRef | None:
     """Like `find`, but raise UnknownModelError if `word` is almost a name, so probably not a prompt.
 
-    It has a digit or a hyphen and resembles a name, or a name begins with it ("gemma", but not "hi").
+    Such a word resembles a name and has a digit or a hyphen, or a name begins with it ("gemma", but
+    not "hi").
     """
     ref = find(word)
     if ref is None and re.fullmatch(r"[\w.:-]+", word):
@@ -209,7 +210,7 @@ def _files_of_pulled(pulled: PulledModel, entry: Model | None) -> ModelFiles:
 
 
 def _projector(pulled: PulledModel, entry: Model | None) -> str:
-    """Return the catalogue's projector, the pulled or a neighbouring one, or "", as a path."""
+    """Return the path of the projector: the catalogue's, the pulled or a neighbouring one, or ""."""
     if entry is not None and entry.projector and entry.projector_source is None:
         path = Path(entry.projector).expanduser().absolute()
         projectors.check(path)

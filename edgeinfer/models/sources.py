@@ -24,7 +24,7 @@ import msgspec
 from edgeinfer.errors import UsageError
 from edgeinfer.models.gguf import parse_file_type
 
-#: Quantization if a repository is named without one, as in most such programs.
+#: Quantization if a repository is named without one, as in llama-server.
 DEFAULT_QUANT = "Q4_K_M"
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
@@ -165,7 +165,7 @@ def _oci(text: str) -> OciArtifact:
 
 
 def is_address(url: str) -> bool:
-    """Return whether a URL has no spaces, and no host or port that cannot exist."""
+    """Return whether a URL has no spaces, and a host and port that can exist."""
     try:
         parts = urlsplit(url)
         (parts.hostname or "").encode("idna")  # raises at a label that the resolver would refuse

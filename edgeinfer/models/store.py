@@ -38,8 +38,8 @@ T = TypeVar("T")
 def locked_work_folder(ref: Reference, kept: str = "", suffix: str = "") -> Iterator[Path]:
     """Lock a model and yield a folder for unfinished files, which is removed if it is empty.
 
-    `kept` ends the error of a full disk: what is not lost. `suffix` distinguishes an adapter's folder
-    from a model's. Raises ModelBusyError, DiskFullError, and CatalogError for other errors of the disk.
+    `kept` says in the error of a full disk which data is not lost. `suffix` distinguishes an adapter's
+    folder from a model's. Raises ModelBusyError, DiskFullError, CatalogError for other disk errors.
     """
     work = paths.models_dir() / PARTIAL / (ref.folder + suffix)
     try:
@@ -87,7 +87,7 @@ class PulledFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of a pulled model (model.json). `base` is its catalogue entry's name, else its own."""
+    """Record of a pulled model (model.json). `base` is its catalogue entry's name, otherwise `name`."""
 
     name: str
     base: str
@@ -144,7 +144,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of its file; for a split model, of the files' digests in order."""
+        """SHA-256 of the model's file; for a split model, of the files' digests in order."""
         return names.combined_digest([file.sha256 for file in self.files])
 
 

@@ -13,7 +13,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.snapshot_format import fingerprint, storage
 
-#: Options with the value "auto", for which a load chooses a value by the free memory.
+#: Options that may be "auto": a load then chooses their values by the free memory.
 _CHOICES = ("kv_type", "flash_attention")
 
 
@@ -40,7 +40,7 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def depends_on(self) -> str:
-        """SHA-256 (hex) of program, machine, files and options. Raises OSError without a file."""
+        """SHA-256 (hex) of program, machine, files and options. Raises OSError if a file is missing."""
         adapters = self.options.adapters(self.files) if self.adapters is None else self.adapters
         inputs = (self.files, snapshot_options(self.options), self.system, _without_digests(adapters))
         stamps = fingerprint.package_stamps()
@@ -72,7 +72,7 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, snapshot=snapshot, given_name=name)
 
     def with_adapters(self, adapters: tuple[Adapter, ...]) -> ProcessDescription:
-        """Return a copy with other adapters, whose files were read just now."""
+        """Return a copy with these adapters instead, and with new stamps of their files."""
         from_catalogue = LoadOptions().adapters(self.files)
         lora = "" if _without_digests(adapters) == from_catalogue else adapters_text(adapters)
         options = msgspec.structs.replace(self.options, lora=lora)

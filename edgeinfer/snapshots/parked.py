@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 #: Packages of edgeinfer of which every module is imported before the dump.
 OWN_PACKAGES = "cli chat runtime server snapshots tui workers".split()
-#: Modules that a launch would import, too. tests/snapshots/test_resume.py checks that none is missing.
+#: Other modules that a launch would import. tests/snapshots/test_resume.py checks that none is missing.
 LAZY_MODULES = """
     asyncio.selector_events asyncio.unix_events bz2 concurrent.futures.thread decimal encodings.ascii
     encodings.idna encodings.latin_1 encodings.utf_8_sig glob http.client json lzma
@@ -139,7 +139,7 @@ def load_and_park(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedMo
         system_tokens = engine.prefill_system(inputs.system)
     stages.begin("warm up")
     engine.warm_up()
-    # this also reads every weight once, in the way of a prefill and of a decode step
+    # computing the canary also reads every weight once, in the way of a prefill and of a decode step
     canary = loaded.canary()
     engine.park()
     loaded.weights = mapped_weights()
@@ -205,7 +205,7 @@ def main() -> None:
         problem = error if isinstance(error, EdgeInferError) else DumpError(f"parking failed: {error}")
         messages.send(link, messages.Failed(error=to_fields(problem)))
         os._exit(1)
-    # read now, because a restored process has lost these flags
+    # read before the dump: a restored process has lost the flags that mark these ranges
     loaded.droppable = app_process.read_droppable_ranges()
     resumed_ns = _sleep(link, parked, loaded)
     link = socket.socket(fileno=LINK_FD)
@@ -225,7 +225,7 @@ def _sleep(link: socket.socket, parked: ParkedProcess, loaded: LoadedModel) -> i
 
 
 if __name__ == "__main__":
-    # this file runs as `__main__`; other modules know the classes of the imported module
+    # import this file: other modules do not know the classes of `__main__`, as which it runs
     from edgeinfer.snapshots import parked
 
     parked.main()

@@ -162,7 +162,7 @@ def list_own() -> list[Path]:
 
 
 def find(name: str) -> Path:
-    """Find a snapshot by its full name, user's name, or only model. Raises SnapshotMissingError."""
+    """Find a snapshot by its full name, a user's name, or its model. Raises SnapshotMissingError."""
     root = str(paths.snapshots_dir())
     all_of = storage.generations(root) | storage.generations(root, fingerprint.program_tag())
     of_model = [key for key in all_of if storage.model_prefix_of(key) == storage.model_prefix(name)]
@@ -188,7 +188,7 @@ def remove_snapshot(folder: Path) -> None:
 
 
 def remove_snapshots_of(model: str) -> list[str]:
-    """Remove all snapshots of a model that was removed itself; return their names."""
+    """Remove all snapshots of a removed model; return their names."""
     for failure in list_failures():
         if storage.model_prefix_of(failure.name) == storage.model_prefix(model):
             forget_failure(failure.name)
@@ -222,9 +222,9 @@ def by_last_use(root: Path) -> list[Path]:
 
 
 def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: int = 0) -> list[str]:
-    """Remove snapshots until `need_bytes` more fit limit and disk; return their names.
+    """Remove snapshots until another `need_bytes` fit the configured limit and the disk.
 
-    This program's snapshot `keep` stays.
+    This program's snapshot `keep` stays. Returns the names of the removed ones.
     """
     kept = storage.generations(str(root), fingerprint.program_tag()).get(keep, [])
     sizes = {folder: disk_bytes(folder) for folder in by_last_use(root)}
@@ -251,7 +251,7 @@ def remove_stale(root: Path) -> list[str]:
 
 
 _FAILURE_SUFFIX = ".failed"
-#: Errors that may be gone at the next try, so they do not prevent it.
+#: Errors whose cause may pass by itself: a build that failed with one may be repeated.
 _PASSING = (DiskFullError, InterruptedByUser, OutOfMemoryError, SnapshotsUnavailableError)
 
 

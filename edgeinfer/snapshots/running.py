@@ -102,7 +102,7 @@ def loaded_below(pid: int) -> tuple[ProcessDescription, ...]:
 
 
 def shares_folders(pid: int) -> bool:
-    """Return whether a process uses our data folders; True if its environment is unreadable."""
+    """Return whether a process uses this one's data folders; True if its environment is unreadable."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

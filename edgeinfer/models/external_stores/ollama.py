@@ -116,7 +116,7 @@ def _weights(files: Mapping[str, ExternalFile]) -> ExternalFile:
     return files["model"]
 
 
-#: At most this many stop strings are used, of at most this many characters.
+#: Greatest number of stop strings that are used, and the greatest length (characters) of one.
 _STOPS, _STOP_CHARACTERS = 32, 200
 
 

@@ -87,14 +87,14 @@ def _look(file: ExternalFile) -> _Seen:
     return _Seen(info.st_size, info.st_mtime_ns, info.st_ino, file.sha256)
 
 
-#: Most entries of a folder that are read; real stores have tens.
+#: Maximum number of entries of a folder that are read; real stores have tens.
 MAX_ENTRIES = 20_000
 #: Longest manifest, template or settings file (bytes).
 MAX_TEXT_BYTES = 1 << 20
 
 
 class UnusableError(Exception):
-    """A model that cannot be used, or a folder that cannot be read; a search continues."""
+    """Raised for an unusable model or an unreadable folder. A search continues with the next one."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -103,7 +103,7 @@ class UnusableError(Exception):
 
 
 class ExternalStore(ABC):
-    """Another program's models, called `prefix…`. In the hint `fix`, "{}" stands for a model's name."""
+    """Another program's model store. Names begin with `prefix`; "{}" in the hint `fix` is the rest."""
 
     name: ClassVar[str]
     prefix: ClassVar[str]
@@ -118,13 +118,13 @@ class ExternalStore(ABC):
         """Yield every model below `root`, a path without symlinks. Raises UnusableError."""
 
     def unusable(self, name: str, error: UnusableError) -> ExternalModel:
-        """Return a model that cannot be used because of `error`."""
+        """Return the entry of a model that `error` makes unusable, with a hint."""
         fix = error.hint or self.fix.replace("{}", name.removeprefix(self.prefix))
         return ExternalModel(name=name, store=self.name, problem=error.message, fix=fix)
 
 
 def entries(folder: Path) -> list[Path]:
-    """List what is in a folder, by name, without hidden entries; [] if it is missing.
+    """List the paths in a folder in order of name, without hidden ones; [] if the folder is missing.
 
     Raises UnusableError.
     """
@@ -144,7 +144,7 @@ def folders(folder: Path) -> list[Path]:
 
 
 def ggufs(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield the paths of `.gguf` files up to `depth` folders deep, not through linked folders."""
+    """Yield the paths of `.gguf` files up to `depth` folders deep; do not follow links to folders."""
     for path in entries(folder):
         if path.name.lower().endswith(".gguf"):
             yield path
@@ -177,7 +177,7 @@ def resolve_inside(path: Path, store: Path) -> tuple[str, os.stat_result]:
 
 
 def small_file(path: Path, store: Path) -> bytes:
-    """Return the content of a file of at most MAX_TEXT_BYTES. Raises UnusableError."""
+    """Return a file's content. Raises UnusableError, also for more than MAX_TEXT_BYTES."""
     real, info = resolve_inside(path, store)
     if info.st_size > MAX_TEXT_BYTES:
         raise UnusableError(f"{real} has {info.st_size} bytes; at most {MAX_TEXT_BYTES} are read")

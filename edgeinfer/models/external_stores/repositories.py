@@ -30,7 +30,7 @@ _REPO = re.compile(r"models--([A-Za-z0-9][\w.-]*?)--([A-Za-z0-9][\w.-]*)", re.AS
 
 
 class _RepositoryStore(ExternalStore):
-    """A store of repositories, with GGUF files up to `depth` folders deep. Names omit `suffix`."""
+    """A store of repositories, with GGUFs up to `depth` folders deep. Model names omit `suffix`."""
 
     depth: int
     suffix: str
@@ -89,7 +89,7 @@ class HuggingFaceCache(_RepositoryStore):
     suffix = ""
 
     def roots(self, environment: Mapping[str, str]) -> list[Path]:
-        """Return the cache's folder, from the first of its variables that is set."""
+        """Return the cache's folder, by the first environment variable for it that is set."""
         for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
             if environment.get(variable):
                 return [Path(environment[variable]).expanduser()]
@@ -122,7 +122,7 @@ class HuggingFaceCache(_RepositoryStore):
 
 
 def _main(root: Path, repo: Path, revisions: list[Path]) -> str:
-    """Return the revision of branch `main`, or of the newest folder if that is not here."""
+    """Return the cached revision of the branch `main`; if there is none, the newest cached revision."""
     revision_names = [revision.name for revision in revisions]
     if (repo / "refs/main").is_file():
         revision_name = reader.small_file(repo / "refs/main", root).decode("ascii", "replace").strip()

@@ -93,7 +93,7 @@ def settings(model: ExternalModel, header: gguf.GgufHeader) -> OllamaSettings:
 
 
 def verified_files(model: ExternalModel, progress: Progress | None = None) -> ModelFiles:
-    """Check headers and digests; return the files.
+    """Return a model's files after checking their headers and digests.
 
     Raises ModelNotPulledError, InvalidGgufError, ChecksumError.
     """
@@ -129,13 +129,13 @@ def describe_files(model: ExternalModel) -> ModelFiles:
 
 
 def digest(model: ExternalModel) -> str:
-    """Return a model's SHA-256 by the names of its files; "" if a name has none."""
+    """Return a model's SHA-256, from the digests in its files' names; "" if a name has none."""
     digests = [file.sha256 for file in model.files]
     return names.combined_digest(digests) if all(digests) else ""
 
 
 def not_found_error(text: str) -> ModelNotPulledError:
-    """Make the error for the name of an Ollama or LM Studio model that is not there."""
+    """Make the error for a name of an Ollama or LM Studio model that neither program has."""
     store = next(s for s in _STORES if text.lower().startswith(s.prefix))
     roots = " or ".join(dict.fromkeys(map(str, store.roots(os.environ))))
     typed = text[len(store.prefix) :]

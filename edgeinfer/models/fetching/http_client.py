@@ -83,7 +83,7 @@ def read_small(response: httpx2.Response, origin: str) -> bytes:
 
 
 def range_headers(start: int, validator: str) -> dict[str, str]:
-    """Return the request headers for the bytes from `start` on, if the file has this validator."""
+    """Return headers that request the bytes from `start` on, if the file still has this validator."""
     headers = {"Accept-Encoding": "identity", "User-Agent": "edgeinfer"}
     if start:
         headers["Range"] = f"bytes={start}-"
@@ -93,7 +93,7 @@ def range_headers(start: int, validator: str) -> dict[str, str]:
 
 
 def parse_range(response: httpx2.Response, start: int) -> tuple[int, int | None]:
-    """Return where the response's body begins in the file, and the file's length, None if unknown.
+    """Return where the response's body begins in the file, and the file's length (None if unknown).
 
     `start` is the requested beginning. Raises DownloadError or RetryableError for another range.
     """

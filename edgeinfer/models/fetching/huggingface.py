@@ -46,7 +46,7 @@ def resolve(source: HubFile | HubQuant) -> list[Remote]:
 
 
 def _projectors(chosen: list[str], listed: dict[str, Any]) -> list[Any]:
-    """Return the repository's smallest projector in a list, [] if it needs none."""
+    """Return a list of the repository's smallest projector, [] if no chosen file is a model."""
     if not _ggufs(chosen) or is_projector(chosen[0]):
         return []
     projectors = [file for path, file in listed.items() if is_projector(path)]

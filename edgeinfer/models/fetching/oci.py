@@ -166,7 +166,7 @@ class Registry:
             headers={"Authorization": self._authorization} if self._authorization else {},
         )
 
-    # --- images of snapshots: `snapshots.transfer.image.ImageStore`
+    # --- the methods of `snapshots.transfer.image.ImageStore`, which stores exported snapshots
 
     def read_blob(self, digest: str, _size: int) -> bytes:
         return self.send("GET", f"{self.base}/blobs/{digest}", {}).content
@@ -230,7 +230,7 @@ class Registry:
             return Answer(response.status_code, response.headers, response.url, content)
 
     def _is_ours(self, url: httpx2.URL) -> bool:
-        """Return whether an address is on the registry's host: others never get its credentials."""
+        """Return whether an address is on the registry's host: only that host gets its credentials."""
         return (url.scheme, url.host, url.port) == (self._url.scheme, self._url.host, self._url.port)
 
     def _authorize(self, challenge: str) -> str:

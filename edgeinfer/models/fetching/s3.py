@@ -84,7 +84,7 @@ def _remote(source: StoredObject, client: Any, key: str, file_name: str) -> Remo
 
 
 def _sha256(head: dict[str, Any]) -> str:
-    """Return an object's SHA-256 (hex), "" if the store has none of the whole object."""
+    """Return an object's SHA-256 (hex), "" if the store has none, or only one for each part."""
     digest = head.get("ChecksumSHA256", "")
     if not digest or "-" in digest or head.get("ChecksumType", "FULL_OBJECT") != "FULL_OBJECT":
         return ""

@@ -98,7 +98,7 @@ def _wheel(source: WheelFile, folder: Path, job: Job, index: int, n_parts: int) 
 
 def _download(source: WheelFile, wheel_folder: Path, job: Job, index: int, n_parts: int) -> None:
     work = wheel_folder / "unfinished"
-    shutil.rmtree(work, ignore_errors=True)  # pip cannot continue them
+    shutil.rmtree(work, ignore_errors=True)  # pip cannot continue an unfinished download
     work.mkdir(parents=True)
     options = ("--dest", str(work), f"{source.package}=={source.version}")
     command = [*_pip(source), "download", *_PIP_OPTIONS, *options]
@@ -112,11 +112,11 @@ def _download(source: WheelFile, wheel_folder: Path, job: Job, index: int, n_par
 
 
 def _run_watched(command: list[str], work: Path, job: Job) -> tuple[int, str]:
-    """Run pip and report how its files grow; return its exit status and its output."""
-    # pip then writes unfinished wheels to the folder whose size is reported, and gives up after 45 s
-    # if a proxy hangs (with its own default of five retries after 90 s)
+    """Run pip and report how its files grow; return pip's exit status and output."""
+    # TMPDIR: pip writes unfinished wheels to the folder whose size is reported. PIP_RETRIES: if a proxy
+    # hangs, pip gives up after 45 s (with its default of five retries, after 90 s)
     environment = {"PIP_RETRIES": "2"} | os.environ | {"TMPDIR": str(work)}
-    pipe = subprocess.PIPE  # not a file, which a full disk would leave without the cause
+    pipe = subprocess.PIPE  # not a file: on a full disk, it would lack pip's error
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT
     ) as process:

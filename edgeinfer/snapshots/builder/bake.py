@@ -114,7 +114,7 @@ def _scan(memory: Path, progress: Callable[[float], None]) -> list[Range]:
                         begin = zeros.pop().low
                     zeros.append(Range(begin, start + block + BLOCK_BYTES))
             progress((start + len(chunk)) / size)
-        fallocate = ctypes.CDLL(None).fallocate  # its failure is ignored: the zeros then stay
+        fallocate = ctypes.CDLL(None).fallocate  # a failure is ignored: the zeros then stay in the file
         for begin, stop in zeros:
             fallocate(file.fileno(), _PUNCH_HOLE, ctypes.c_long(begin), ctypes.c_long(stop - begin))
     return zeros

@@ -2,7 +2,7 @@
 
 `python -m edgeinfer.snapshots.builder.builder FD FOLDER` runs it. FD is a socket to the process that
 wants the build (`builder.jobs`) and sends a BuildRequest. The answers are `Stage` messages, then a
-`Payload` with the snapshot's details, or `Failed`. It is a process of its own because only a process
+`Payload` with the snapshot's details, or `Failed`. It is a separate process because only a process
 with one thread may clone itself into new namespaces.
 
 The snapshot becomes visible by a rename at the very end: when all is on the disk, and a process resumed
@@ -47,7 +47,7 @@ from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import checks
 
 _DUMP_TIMEOUT_S = 600
-#: Question to a build's init: with which status did the parked process end?
+#: Message that asks a build's init with which status the parked process ended.
 _DIED = b"died"
 _NEAR_FULL_BYTES = 16 << 20
 
@@ -319,7 +319,7 @@ def wait_for_payload(link: socket.socket, on_stage: Callable[[messages.Stage], N
 
 
 def main() -> None:
-    """Build as the command line and the first message say; delete the folder of a failed build."""
+    """Build the snapshot that the BuildRequest on FD describes; delete the folder of a failed build."""
     order, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
     content = wait_for_payload(order, lambda _stage: None)
     if content is None:
@@ -373,7 +373,7 @@ def repeated_randomness(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    # this file runs as `__main__`; other modules know the classes of the imported module
+    # import this file: other modules do not know the classes of `__main__`, as which it runs
     from edgeinfer.snapshots.builder import builder
 
     builder.main()

@@ -84,7 +84,7 @@ class LoadedModel:
         return self.engine.is_open
 
     def serves(self, model: str, options: LoadOptions, *, named: bool = False) -> bool:
-        """Return whether this engine is what a launch asks for, which may have `named` its snapshot."""
+        """Return whether the engine fits a launch; if it `named` the snapshot, it may omit options."""
         if not self.is_open or model != self.model:
             return False
         requested = snapshot_options(self.description.options)
@@ -92,7 +92,7 @@ class LoadedModel:
         return not first_difference(snapshot_options(options), requested, actual, is_named=named)
 
     def engine_for(self, options: LoadOptions) -> Engine:
-        """Return the engine, set to the requested number of threads."""
+        """Return the engine, set to the number of threads in `options`. Raises EngineClosedError."""
         if not self.is_open:
             raise EngineClosedError("the resumed engine was closed")
         if options.n_threads:
@@ -239,7 +239,7 @@ class AppHost(EngineHost):
         name = model if isinstance(model, str) else model.name
         is_served = self._loaded is not None and self._loaded.serves(name, options, named=self._named)
         if self._is_worker and self._loaded is not None and not is_served:
-            # no worker asks for another one: the launcher would resume this snapshot for it again
+            # a worker must load the model itself: for another one, this snapshot would be resumed again
             self._loaded.engine.close()
             self._loaded = None
             reason = f"the snapshot does not serve {name}"
@@ -396,7 +396,7 @@ class AppHost(EngineHost):
         note = f"{name}: not built before these options are used again"
         if builds.was_logged(note):
             return False
-        with contextlib.suppress(OSError, EdgeInferError):  # a full disk or a state folder of others
+        with contextlib.suppress(OSError, EdgeInferError):  # full disk, or another user's folder
             builds.log(note)
         return True
 

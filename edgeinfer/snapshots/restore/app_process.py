@@ -186,7 +186,7 @@ def read_droppable_ranges() -> list[Range]:
 
 
 def clear_random_state(ranges: list[Range]) -> None:
-    """Drop these pages before a dump and after a restore: CRIU 4.1 would repeat them."""
+    """Drop pages of random state before a dump and after a restore: CRIU 4.1 would restore them."""
     for low, high in ranges:
         linux.forget_pages(low, high - low)
 
@@ -197,7 +197,7 @@ def reseed(entropy: bytes, ranges: list[Range]) -> bytes:
     seed = linux.getrandom(64) + entropy
     ssl.RAND_add(seed, 64.0)
     random.seed(linux.getrandom(32) + entropy)
-    tempfile._name_sequence = None  # type: ignore[attr-defined]  # it reseeds when the pid changes, and ours does not
+    tempfile._name_sequence = None  # type: ignore[attr-defined]  # reseeded only if the pid changes: here it does not
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed(list(linux.getrandom(64)))
@@ -218,7 +218,7 @@ def adopt_environment(request: LaunchRequest) -> None:
         os.chdir(request.cwd)
     os.umask(request.umask)
     processors = set(map(int, request.affinity))
-    for thread in os.listdir("/proc/self/task") if processors else ():  # includes the engine's threads
+    for thread in os.listdir("/proc/self/task") if processors else ():  # also the engine's threads
         with contextlib.suppress(OSError):  # the thread ended, or the processor is offline
             os.sched_setaffinity(int(thread), processors)
     for name, value in request.limits.items():
@@ -265,7 +265,7 @@ def main() -> NoReturn:
 
 
 if __name__ == "__main__":
-    # this file runs as `__main__`; other modules know the classes of the imported module
+    # import this file: other modules do not know the classes of `__main__`, as which it runs
     from edgeinfer.snapshots.restore import app_process
 
     app_process.main()

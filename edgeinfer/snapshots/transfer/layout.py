@@ -35,7 +35,7 @@ class _Index(msgspec.Struct):
 
 
 class Layout:
-    """The image in `folder`, which is created by the first write (an `ImageStore`)."""
+    """An `ImageStore` with one image in `folder`, which the first write creates."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

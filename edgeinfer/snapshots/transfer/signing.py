@@ -61,7 +61,7 @@ def _write_private(name: str, text: str) -> None:
 
 
 def trusted_keys() -> dict[str, str]:
-    """Return trusted fingerprint → day (2026-11-29). Raises SnapshotUnsafeError."""
+    """Return the trusted keys: fingerprint → day of trust (2026-11-29). Raises SnapshotUnsafeError."""
     rows = (line.split() for line in _read_private(SIGNERS).splitlines())
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
