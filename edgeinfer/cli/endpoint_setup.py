@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from edgeinfer.models.reference import ModelRef
 
 T = TypeVar("T")
-#: File descriptors for files, models and workers; the rest is for connections.
+#: Number of file descriptors reserved for files, models and workers; connections may use the others.
 _OWN_DESCRIPTORS = 128
 
 _PURGE_EVERY_S = 24 * 3600
@@ -62,7 +62,7 @@ FRESH_S = 2.0
 
 
 def serve(options: argparse.Namespace, host: EngineHost) -> ServeOutcome:
-    """Serve until a signal, or until `--idle-exit` is over.
+    """Serve until a signal, or until no request has arrived for the time of `--idle-exit`.
 
     Raises ServeError if the address cannot be bound or the API key file is readable by others, and what
     `EngineHost.resolve` and `EngineHost.files` raise.
@@ -79,7 +79,7 @@ def serve(options: argparse.Namespace, host: EngineHost) -> ServeOutcome:
 def _default_loader(
     options: argparse.Namespace, host: EngineHost, *, is_counted: bool = True
 ) -> ModelLoader:
-    """Verify the default model. Raises what `EngineHost.resolve` and `EngineHost.files` raise."""
+    """Verify the default model; return its loader. Raises like `EngineHost.resolve` and `files`."""
     typed: str = options.model or host.config.default_model
     model = typed if typed == host.loaded_model else host.resolve(typed)
     loading = typed_options.load_options(options, host.config.load)
@@ -225,14 +225,14 @@ class ModelLoader:
 
 @dataclass
 class ReplicaLoader:
-    """Loads the default model as several replicas in workers, which may crash one by one."""
+    """Loads several replicas of the default model, each in a worker: a crash ends only one replica."""
 
     loader: ModelLoader
     count: int
     on_change: Callable[[ReplicasInfo], None]
 
     def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
-        """Load a model. Runs in a thread. Raises what `ModelLoader` raises."""
+        """Load the replicas, or another model. Runs in a thread. Raises what `ModelLoader` raises."""
         if name != self.loader.name:
             return self.loader(name, progress)
         loaded: list[LoadedEngine] = []
@@ -249,7 +249,7 @@ class ReplicaLoader:
 
 
 def _sizes(first: EngineInfo | None) -> dict[str, Any]:
-    """Return the context options of the first replica, so that the other ones do not differ."""
+    """Return the context options of the `first` replica, with which the others are loaded."""
     if first is None:
         return {}
     sizes = {"n_ctx": first.n_ctx, "n_parallel": first.n_parallel}
@@ -369,7 +369,7 @@ def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> 
 
 
 def _check_certificate(cert: str, key: str) -> None:
-    """Raise ServeError unless OpenSSL accepts both files, which are then read again."""
+    """Raise ServeError unless OpenSSL accepts the certificate and its key."""
     import ssl  # only for TLS: it takes 10 ms
 
     try:

@@ -39,7 +39,7 @@ from edgeinfer.host import EngineHost
 from edgeinfer.launcher.argv import with_verb
 from edgeinfer.safe_text import without_controls
 
-#: Verbs of other programs → ours.
+#: Verb of another program → verb of edgeinfer.
 _OTHER_NAMES = {
     "models": "list",
     "ls": "list",
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None, host: EngineHost | None = None) -> i
         _print_error(error, as_json=as_json)
         return error_text.exit_code(error)
     except BrokenPipeError:
-        # the reader of stdout has ended
+        # the program that reads stdout has ended
         _drop_output()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None, host: EngineHost | None = None) -> i
 
 
 def _refuse_unknown_verb(typed: Sequence[str]) -> None:
-    """Raise UsageError if the first word is not a verb, with what was probably meant."""
+    """Raise UsageError if the first word is not a verb; the hint suggests a similar verb."""
     word = typed[0]
     if word.startswith("-") or word in VERBS:
         return
@@ -121,7 +121,7 @@ def _refuse_unknown_verb(typed: Sequence[str]) -> None:
 
 
 def _is_model(word: str) -> bool:
-    from edgeinfer.models.reference import find  # imported here: it takes 30 ms, only after a mistake
+    from edgeinfer.models.reference import find  # slow import (30 ms), only after a mistake
 
     try:
         return find(word) is not None
@@ -149,7 +149,7 @@ def _print_result(result: Result, *, as_json: bool) -> None:
 
 
 def _drop_output() -> None:
-    """Replace stdout, so that Python does not fail at exit when it flushes."""
+    """Replace stdout by /dev/null, so that Python can flush it at exit without an error."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 

@@ -33,7 +33,7 @@ EXAMPLES = "examples"
 
 
 class Verb(NamedTuple):
-    """A verb in the table: its summary in `--help`, and examples (without `edgeinfer`)."""
+    """A row of the table of verbs: summary in `--help`, and examples (without `edgeinfer`)."""
 
     summary: str
     examples: tuple[str, ...]
@@ -128,14 +128,14 @@ VERBS = {
 
 LINUX_ONLY = ("bench", "warm", "snapshots", "ps", "stop", "update")
 _WITHOUT_JSON = ("chat", "serve")
-#: Actions of other programs → ours.
+#: Action of another program → action of edgeinfer.
 _OTHER_COMMANDS = {"remove": "rm", "delete": "rm", "ls": "list"}
 #: Verb → hint if more words were typed than it takes.
 _EXTRA_WORD_HINTS = {
     "run": 'put the prompt in quotes: `edgeinfer run "What is photosynthesis?"`',
     "config": "`edgeinfer config` shows the path of the file: set keys there",
 }
-#: Most possible values that an error lists.
+#: Greatest number of allowed values that an error lists.
 _MOST_LISTED = 10
 
 
@@ -160,7 +160,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # typeshed: overloads
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse options and positionals in any order; what follows a verb or an agent is left alone."""
+        """Parse options and positionals in any order, but not the words after a verb or an agent."""
         actions = self._get_positional_actions()
         if any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in actions):
             return super().parse_known_args(args, namespace)
@@ -293,7 +293,7 @@ def add_action(
     *examples: str,
     json: bool = True,
 ) -> argparse.ArgumentParser:
-    """Add an action of a verb, such as `snapshots show`."""
+    """Add an action of a verb, such as `snapshots show`; return the action's parser."""
     return actions.add_parser(
         name,
         help=summary,
@@ -331,7 +331,7 @@ def wants_json(typed: Sequence[str]) -> bool:
 
 
 def nearest(word: str, candidates: Sequence[str]) -> str:
-    """Return the candidate nearest to `word`, or that begins with it; "" if there is none."""
+    """Return the candidate most similar to `word`, or one that begins with it; "" if none does."""
     from edgeinfer.models.lookup import similar_names  # only needed after a mistake
 
     return next(iter(similar_names(word, (), candidates)), "")

@@ -18,7 +18,7 @@ _HINT = "name another file for --receipt"
 
 
 class ReceiptFile(msgspec.Struct, frozen=True):
-    """A file for a receipt. If that is private, FILE.content has prompt and answer instead of it."""
+    """A file for a receipt. Prompt and answer of a private receipt are in FILE.content instead."""
 
     path: Path
 

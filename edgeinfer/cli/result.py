@@ -12,7 +12,7 @@ SCHEMA = "edgeinfer/1"
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What a verb returns. `exit_code` is the exit status, 0 if nothing is wrong."""
+    """The result of a verb. `exit_code` is the exit status, 0 if nothing is wrong."""
 
     @property
     def exit_code(self) -> int:

@@ -105,7 +105,7 @@ class Apps:
             fds.append(worker_link.detach())
             try:
                 self.start(choice, request, fds)
-                # an app that has ended gets none, and its worker ends as the link closes
+                # if `app` has ended, sending fails, and the worker ends because its link closes
                 started = messages.WorkerStarted()
                 process.quietly(messages.send, app.link, started, [client_link.fileno()])
             finally:

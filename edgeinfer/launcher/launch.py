@@ -99,7 +99,7 @@ class Launcher:
             if app.request.role == "verb" or number == _signal.SIGCONT:
                 app.signal(number)
             if app.is_stopped and number in _ASKED_TO_END:
-                app.signal(_signal.SIGCONT)  # it ends only after that
+                app.signal(_signal.SIGCONT)  # a suspended app ends only after SIGCONT
             app.is_stopped &= number != _signal.SIGCONT
         if self._main is None and number in _ASKED_TO_END:
             _end_by_signal(number)
@@ -224,8 +224,8 @@ class Launcher:
 def listen(argv: list[str]) -> list[int]:
     """Listen for `serve` before the model is loaded, so that clients can connect and wait.
 
-    Return the descriptors. The app binds what is missing, and reports why. Raises ServeError for
-    wrong sockets of systemd.
+    Return the descriptors. If an address cannot be bound, the app tries again and reports the error.
+    Raises ServeError for wrong sockets of systemd.
     """
     from edgeinfer.platform import listening  # only `serve` needs it
 

@@ -66,7 +66,7 @@ def launch_choice(argv: list[str]) -> LaunchChoice:
     by_age = reversed(storage.generations().items())
     folders = {storage.model_prefix_of(name): newest for name, (newest, *_) in by_age}
     warm = _find_warm(line.first_word, folders)
-    # a model without a snapshot is loaded at once: another one's process would only start a worker
+    # a named model without a snapshot is loaded: a process with another model would start a worker
     model = warm or line.named_model or _find_warm(default, folders) or default
     resume = line.value("--resume") or "auto"
     return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
@@ -84,7 +84,7 @@ def _find_warm(word: str, folders: dict[str, str]) -> str:
     name, _, quantization = word.partition(":")
     folder = folders.get(storage.model_prefix(name))
     record = f"{paths.base('data')}/models/{storage.model_prefix(word)}/model.json"
-    if not quantization or folder is None or os.path.exists(record):  # NAME:QUANT was pulled itself
+    if not quantization or folder is None or os.path.exists(record):  # NAME:QUANT is a model of its own
         return ""
     try:
         keys = storage.read_manifest(folder).keys
@@ -94,7 +94,7 @@ def _find_warm(word: str, folders: dict[str, str]) -> str:
 
 
 def read_config() -> dict[str, Any]:
-    """Return config.toml without sections that are no tables; {} if it is missing or unreadable.
+    """Return config.toml without sections that are not tables; {} if it is missing or unreadable.
 
     The app reports what is wrong.
     """

@@ -79,9 +79,9 @@ class Terminal:
         time.sleep(_DYING_S)
         import termios
 
-        # in a shell's mode, Ctrl-C sends a signal; in an app's, it is input
+        # ISIG (Ctrl-C sends a signal) is set by a shell's mode, not by a full-screen app's
         if termios.tcgetattr(self._fd)[3] & termios.ISIG:
-            os.write(self._fd, RESTORE)  # a shell has already set its own modes
+            os.write(self._fd, RESTORE)  # the shell has set its modes
         else:
             self.restore()
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from edgeinfer.server.endpoint import Endpoint
 
-#: The run ends after so many temporary failures in a row: requests cannot be their cause.
+#: Number of temporary failures in a row that ends the run: no single request can be their cause.
 _MOST_FAILURES_IN_A_ROW = 16
 
 
@@ -129,7 +129,7 @@ def answer(
     path: Path,
     models: Sequence[str] = (),
 ) -> BatchResult:
-    """Append the answers that `path` lacks; `models` are further ones. Raises what `run` raises."""
+    """Append missing answers to `path`. Requests may also name `models`. Raises what `run` raises."""
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(_open_output(path))
         answers = read_output(output)

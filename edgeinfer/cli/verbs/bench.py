@@ -122,7 +122,7 @@ def _target(text: str) -> Target:
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> BenchResult:
-    """Measure models and servers in turn. Raises UsageError, ServeError, what `host.files` raises."""
+    """Measure models and servers in turn. Raises UsageError, ServeError, and like `host.files`."""
     plan = msgspec.convert(vars(options), Plan)
     if not plan.pp and not plan.tg:
         raise UsageError("-p 0 with -n 0 leaves nothing to measure", hint="leave out one of them")

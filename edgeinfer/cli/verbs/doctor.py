@@ -45,7 +45,7 @@ _MARKS = {"ok": "ok  ", "todo": "todo", "warn": "warn", "fail": "FAIL"}
 class Finding(msgspec.Struct, frozen=True):
     """What the check `name` has found; `fix` is a command or advice.
 
-    The status "todo" is a next step on a new machine; "warn" means slower or less, "fail" no answers.
+    Status "todo": a next step on a new machine; "warn": slow, or a missing feature; "fail": no answers.
     """
 
     status: Status
@@ -164,7 +164,7 @@ def _gpu() -> list[Finding]:
 def _backend(
     answer: LoadedBackend | MissingBackend, cards: tuple[str, ...], *, is_used: bool
 ) -> Finding:
-    """Describe a GPU library: its devices, or why it finds none. `is_used`: another one finds a GPU."""
+    """Describe a GPU library: its devices, or why it finds none. `is_used`: a library finds a GPU."""
     if isinstance(answer, MissingBackend):
         bus = f"{' and '.join(cards)} on the bus" if cards else "no GPU on the bus"
         description = f"{describe(answer)}; {bus}"

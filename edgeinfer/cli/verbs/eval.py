@@ -44,9 +44,9 @@ from edgeinfer.snapshot_format import fingerprint
 CHECKS = ("exact", "contains", "regex", "schema", "number", "choices", "judge")
 _NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _FENCED = re.compile(r"\s*```\w*\n(.*)\n\s*```\s*", re.DOTALL)
-#: Most seconds that the check of one answer may take.
+#: Time limit (s) of the check of one answer.
 _CHECK_S = 2.0
-#: Most characters of a system prompt in a candidate's name.
+#: Maximum number of characters of a system prompt in a candidate's name.
 _LABEL_CHARACTERS = 24
 #: Stands for a missing response, e.g. after a temporary failure; the next run asks again.
 _UNANSWERED = {"status_code": 0, "body": {"error": {"message": "not answered yet"}}}
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A question (`prompt` or `messages`) and one check of its answer.
 
-    `exact`, `contains`: one of these texts. `number`: the last number in the answer, ± `tolerance`.
+    `exact`, `contains`: the answer is or has one of these texts. `number`: its last one ± `tolerance`.
     `choices`: continuations of the prompt, of which number `answer` (from 0) must be the likeliest.
     `judge`: a criterion that the judge model checks.
     """
@@ -278,7 +278,7 @@ def _candidate(
 
 
 def _engine_stamp(host: EngineHost) -> list[Any]:
-    """Return what else can change answers: the processor, GPUs, and the versions of libraries."""
+    """Return the processor, the GPUs and the versions of libraries: they can change answers, too."""
     llama = importlib.util.find_spec("llama_cpp")
     folders = [libedgeinfer.folder(), backends.shipped_dir(), backends.added_dir()]
     folders += [Path(path, "lib") for path in (llama and llama.submodule_search_locations) or ()]

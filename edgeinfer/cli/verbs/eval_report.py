@@ -11,9 +11,9 @@ from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import table
 
 _Z = 1.96
-#: Most characters of an answer in a report.
+#: Maximum number of characters of an answer in a report.
 _SHOWN = 80
-#: Most rows of a table; the web page shows longer ones as plain text.
+#: Maximum number of rows of a table; the web page shows longer ones as plain text.
 _ROWS = 25
 
 

@@ -29,7 +29,7 @@ from edgeinfer.server.guards import keys
 from edgeinfer.shipping.shipped import program_file
 from edgeinfer.snapshots.running import RunningLaunch, processes
 
-#: An endpoint that was started for an agent exits after so many seconds without a request. Its cached
+#: Time (s) without a request after which an endpoint that was started for an agent exits. Its cached
 #: prefixes stay on disk.
 IDLE_EXIT_S = 600
 
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> Result:
     if not options.agent:
         return AgentsResult(agents=tuple(map(_describe_agent, AGENTS.values())))
     agent = AGENTS[options.agent]
-    find_program(agent)  # raises if it is missing, before a model is loaded
+    find_program(agent)  # raises if the agent is not installed: check it before a model is loaded
     remote, model, n_ctx = _find_endpoint(agent, options, host)
     print(f"{agent.title} asks {model} at {remote.url}", file=sys.stderr)  # noqa: T201
     recalling = threading.Thread(target=_prefill_preamble, args=(agent, remote, model), daemon=True)
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> Result:
 
 
 def _prefill_preamble(agent: Agent, remote: RemoteEndpoint, model: str) -> None:
-    """Let the endpoint load the agent's cached system prompt meanwhile; a failure only costs time."""
+    """Let the endpoint load the agent's cached system prompt now; if that fails, it does so later."""
     cwd = Path.cwd()
     is_repository = any((folder / ".git").exists() for folder in (cwd, *cwd.parents))
     body = {"agent": agent.name, "folder": str(cwd), "is_repository": is_repository}
@@ -174,7 +174,7 @@ def _url(host: str, port: str) -> str:
 
 
 def serve_command(typed: str, config: Config, n_ctx: int | None = None) -> list[str]:
-    """Return a command that starts an endpoint; its port is another one if the configured is taken."""
+    """Return a command that starts an endpoint, on a free port if the configured one is taken."""
     arguments = [*own_command(), "serve", typed, "--log", "json"]
     arguments += ["--host", "127.0.0.1", "--idle-exit", str(IDLE_EXIT_S)]
     arguments += ["--port", str(free_port(config.serve.port))]

@@ -137,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, host: EngineHost) -> ListResult:
     """List models. Raises ConfigError if models.toml is invalid; warns about an invalid config.toml."""
     try:
-        host.config  # noqa: B018  it is read here
+        host.config  # noqa: B018  reads config.toml
     except ConfigError as error:
         sys.stderr.write(f"warning: {error.message}\n")
     catalog = load_catalog()

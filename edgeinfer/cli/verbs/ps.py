@@ -21,7 +21,7 @@ _USAGE_DAYS = 30
 
 
 class PsResult(Result, frozen=True, kw_only=True):
-    """This user's running edgeinfer processes with this data folder; with any, if `--everywhere`."""
+    """This user's running processes of edgeinfer with this data folder, or any with `--everywhere`."""
 
     running: tuple[RunningLaunch, ...]
 

@@ -149,7 +149,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> Result:
 
 
 def _check_external(source: str) -> PullResult | None:
-    """Verify a model that another program has stored; None if none has, or it can be pulled by name."""
+    """Verify a model in another program's store; None if there is none, or it is in the catalogue."""
     ref = resolve(source)
     stored = ref.external
     is_ours = stored is None or stored.problem or names.plain_name(source) in load_catalog()

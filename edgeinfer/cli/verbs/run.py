@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 
 class Startup(msgspec.Struct, frozen=True, kw_only=True):
-    """Times (ms) of the start: `ready_ms` from exec until the model is ready.
+    """Times (ms): the model is ready after `ready_ms` = `start_ms` (process) + `load_ms` (model).
 
-    That is `start_ms` (process) plus `load_ms` (model). `prefill_ms` comes after it.
+    `ready_ms` begins with exec. `prefill_ms` comes after it.
     """
 
     ready_ms: float
@@ -253,7 +253,7 @@ def _with_stdin(prompt: str) -> str:
 
 @contextlib.contextmanager
 def _stopped_by_ctrl_c(stop: Callable[[], object]) -> Iterator[None]:
-    """Call `stop` at the first Ctrl-C or SIGTERM, and at the end; the second ends the process."""
+    """Call `stop` at the first Ctrl-C or SIGTERM, and at the end; a second signal ends the process."""
 
     def handle(number: int, _frame: object) -> None:
         stop()
@@ -277,7 +277,7 @@ def _generate(
         for event in generation:
             if isinstance(event, TextDelta | ReasoningDelta):
                 if repeats:
-                    continue  # the engine decoded it before it was cancelled
+                    continue  # decoded before the cancellation
                 n_kept = watch.add(event.text)
                 if n_kept is not None:
                     repeats = True

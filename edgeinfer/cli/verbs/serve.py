@@ -11,7 +11,7 @@ from edgeinfer.cli.parser import ENDPOINT, add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.host import EngineHost
 
-#: Most replicas in one endpoint.
+#: Maximum number of replicas in one endpoint.
 _MOST_REPLICAS = 64
 
 

@@ -67,7 +67,7 @@ def _end(pid: int) -> bool:
     try:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-            os.kill(pid, signal.SIGCONT)  # a stopped process ends only after that
+            os.kill(pid, signal.SIGCONT)  # a suspended process ends only after SIGCONT
         if select.select([handle], [], [], GRACE_S)[0]:
             return True
         with contextlib.suppress(ProcessLookupError):

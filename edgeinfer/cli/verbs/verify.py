@@ -28,9 +28,9 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.safe_text import escape_hidden
 from edgeinfer.units import format_ms
 
-#: Most receipts of a sample that are named because they differ or were refused.
+#: Maximum number of receipts of a sample that are named because they differ or were refused.
 _MOST_NAMED = 20
-#: Exit status of each verdict, from the best to the worst; and without a receipt in a payload log.
+#: Exit status of each verdict, from the best to the worst; and that of a log without receipts.
 _STATUSES: dict[Verdict, int] = {"verified": 0, "within tolerance": 9, "not checked": 5, "differs": 1}
 _NOTHING_CHECKED = 10
 #: Descriptions of answers that did not end by themselves.
@@ -169,7 +169,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> VerifyResult:
             draw = random.random()
             if draw < options.sample:
                 sample.append(entry)
-            elif draw < least:  # the one to check if the share of few receipts is none
+            elif draw < least:  # checked if the sample stays empty
                 spare, least = [entry], draw
     if options.receipt and not n_receipts and not checks:
         hint = "`edgeinfer run --receipt FILE` writes one, and requests ask for it by `receipt: true`"
@@ -206,7 +206,7 @@ def _read(document: Any, content: str | None) -> Receipt:
 
 def _load(receipt: Receipt, options: argparse.Namespace, host: EngineHost) -> Engine:
     name = options.model or receipt.model
-    if not options.model and name.startswith(("/", ".", "~")):  # a stranger's receipt opens no file
+    if not options.model and name.startswith(("/", ".", "~")):  # foreign receipts must not open files
         raise ReceiptError(f"the receipt's model is a file, {name!r}", hint="name a model: `--model`")
     load = typed_options.load_options(options, host.config.load)
     if options.kv_type is None:
@@ -239,5 +239,5 @@ def _to_check(source: str, outcome: Verification | EdgeInferError, *, is_lone: b
 
 
 def _load_key(entry: Entry) -> list[str]:
-    values = (entry.document.get(key) for key in ("model", "kv_type"))  # values of any type
+    values = (entry.document.get(key) for key in ("model", "kv_type"))  # unchecked JSON: any type
     return [value if isinstance(value, str) else "" for value in values]
