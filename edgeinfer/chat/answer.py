@@ -20,7 +20,7 @@ from edgeinfer.tools.tool_use import ToolUse, uses_of
 
 
 class AnswerWriter(CollectedAnswer):
-    """Stores an answer while it is generated: `turn` is its first state, `done` the last or None."""
+    """Stores an answer while it is generated: `turn` is its first state; `done`, its last, or None."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ MAX_BYTES = 4 << 20
 #: Prefix of the numbered names of pasted texts.
 PASTED = "pasted text"
 
-#: Most files of an attached folder; its hidden subfolders and these are left out.
+#: Maximum number of files of an attached folder. Hidden subfolders are left out, and those named here.
 _MAX_FILES = 1000
 _LEFT_OUT = ("CVS", "node_modules", "__pycache__")
 

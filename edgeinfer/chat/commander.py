@@ -29,13 +29,13 @@ T = TypeVar("T")
 
 
 class FrontEnd(Protocol):
-    """What commands need of a front end: the Textual screen, or lines on a terminal."""
+    """The methods of a front end that commands call: the Textual screen, or lines on a terminal."""
 
     def show_text(self, text: str) -> None:
         """Show text of the app, e.g. the result of a command."""
 
     def show_changed(self) -> None:
-        """Show the open conversation anew, after a command has changed or replaced it."""
+        """Show the open conversation again, after a command has changed or replaced it."""
 
     def show_answer(self, answer: AnswerWriter) -> None:
         """Drive an answer to its end and show it."""
@@ -369,7 +369,7 @@ class Commander:
 
 
 def sessions_text(session: ChatSession, query: str) -> str:
-    """Return the conversations with these words (all for ""): number, length, title, and snippet."""
+    """List the conversations that match `query` (all for ""): number, length, title, and snippet."""
     summaries = session.store.search(query, 20)
     if not summaries:
         return "No conversation contains these words." if query else "No conversations yet."

@@ -131,7 +131,7 @@ def help_text() -> str:
 
 _MENTION = re.compile(r'(?<!\S)@"?([^\s"]*)$')
 
-#: Most completions that are offered.
+#: Maximum number of completions that are offered.
 LIMIT = 60
 
 

@@ -58,7 +58,7 @@ def first_kept(session: ChatSession, engine: Engine) -> Turn:
 
 
 def larger_context(engine: Engine, n_tokens: int) -> int:
-    """Return a context length for `n_tokens` and an answer; 0 if the model was trained on fewer."""
+    """Return a context length for `n_tokens` and an answer; 0 if the model supports fewer tokens."""
     n_ctx = 1 << (n_tokens + ANSWER_TOKENS).bit_length()
     return n_ctx if engine.info.n_ctx < n_ctx <= engine.info.n_ctx_train else 0
 
@@ -70,7 +70,7 @@ def fitting_start(engine: Engine, text: str) -> str:
 
 
 def summary_request(session: ChatSession, engine: Engine, first_sent: Turn) -> GenerateRequest:
-    """Return the request for a summary of the turns before `first_sent`; too old text is left out."""
+    """Return the request for a summary of the turns before `first_sent`; it may omit old text."""
     path = session.path
     summary, sent = sent_part(path)
     before = sent[: [t.id for t in sent].index(first_sent.id)]

@@ -31,8 +31,8 @@ _FORMULA_ENDS = {"\\[": "\\]", "$$": "$$"}
 _TASK = re.compile(r"\[([ xX])\] ")
 _BLANK_LINES = re.compile(r"(?:[ \t]*\n)+")
 _FENCE = re.compile(r"( {0,3})(`{3,}(?=[^`\n]*\n)|~{3,})([^\n]*)\n")
-#: A longer block (characters) is shown as text: the last block is parsed again with each piece, which
-#: takes up to 0.2 s. A code block costs less than 0.1 µs per character.
+#: A block or code block with more characters is shown as text: the last block is parsed again with each
+#: piece, which takes up to 0.2 s. A code block costs less than 0.1 µs per character.
 _MAX_BLOCK, _MAX_CODE = 16 << 10, 256 << 10
 
 
@@ -139,7 +139,7 @@ class GrowingMarkdown:
         else:
             content = text[fence.end() : closing_line.start() if closing_line else None]
             lines, newline, last = content.rpartition("\n")
-            content = lines + newline + last * bool(last.strip(" \t"))  # the parser does so, too
+            content = lines + newline + last * bool(last.strip(" \t"))  # as markdown-it does
             block = [_token("fence", content, fence[3])]
         if closing_line is None or closing_line.end() == len(text):
             return [block], 0, 0

@@ -275,7 +275,7 @@ class Repl:
         stop = self.session.tools.running if self.session.tools is not None else None
         self.show_text(text)
         self._write("? ")
-        with contextlib.suppress(OSError):  # `select` fails for a text in memory, and on Windows
+        with contextlib.suppress(OSError):  # `select` fails for a StringIO, and on Windows
             # poll: a blocking read would go on after a stop, and take the user's next line
             while not select.select([self._source], [], [], 0.1)[0] and not (stop and stop.is_set):
                 pass

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptContext:
-    """Builds requests from turns; holds what they need besides: conversation, engine and tools."""
+    """Builds requests from turns, with the options of the conversation, the engine and the tools."""
 
     conversation: Conversation
     engine: Engine | None

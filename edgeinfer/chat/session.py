@@ -215,7 +215,7 @@ class ChatSession:
         self._draft_of = 0
 
     def open_last(self) -> str:
-        """Open the newest conversation that no other window has open; return a note ("": none)."""
+        """Open the newest conversation that no other window has open; return a note or ""."""
         conversations = self.store.listing()
         for n_skipped, conversation in enumerate(conversations):
             self.open(conversation.id)

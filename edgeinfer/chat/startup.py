@@ -63,7 +63,7 @@ def describe_start(start: ProcessStart) -> str:
 
 
 class Engines:
-    """Loads the first model here, others into workers; closes the previous engine. It blocks."""
+    """Loads the first model in this process, others in workers. Only the newest engine stays open."""
 
     def __init__(self, host: EngineHost, options: LoadOptions) -> None:
         self.host = host

@@ -210,7 +210,7 @@ class Answering:
 
     def _show_progress(self, use: ToolUse, progress: str) -> None:
         tools = self._session.tools
-        if tools is not None and tools.running is not None:  # they may have ended meanwhile
+        if tools is not None and tools.running is not None:  # the calls may have ended meanwhile
             self._view.calling = f"{call_name(use)} {progress}" if progress else "calling…"
         if not progress:
             self._view.show_use(use)

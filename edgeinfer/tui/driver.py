@@ -40,7 +40,7 @@ class TerminalDriver(LinuxDriver):
         self._n_early = 0
 
     def _get_terminal_size(self) -> tuple[int, int]:
-        """Return the window's current size; COLUMNS and LINES give the size at the shell's start."""
+        """Return the window's size, not COLUMNS and LINES, which are those of the shell's start."""
         with contextlib.suppress(OSError):
             columns, rows = os.get_terminal_size(self.fileno)
             if columns > 0 and rows > 0:
@@ -52,7 +52,7 @@ class TerminalDriver(LinuxDriver):
         self._n_early = self._waiting_bytes()
 
     def _waiting_bytes(self) -> int:
-        """Return how many bytes were typed before raw mode, when the terminal made Enter a newline."""
+        """Return the number of bytes typed before raw mode, in which Enter was still a newline."""
         count = array("i", [0])
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.fileno, termios.FIONREAD, count)

@@ -109,7 +109,7 @@ def _setup(theme: str) -> ChatSetup:
 
 async def _play(pilot: Pilot[Any]) -> None:
     app = cast(ChatApp, pilot.app)
-    with contextlib.suppress(TimeoutError):  # launches then take some milliseconds longer
+    with contextlib.suppress(TimeoutError):  # an incomplete rehearsal costs launches only milliseconds
         async with asyncio.timeout(_LONGEST_S):
             await _perform(app, pilot)
     app.leave()

@@ -50,10 +50,10 @@ class StatusPart(NamedTuple):
     shortens: bool = False
 
 
-#: Least width of the terminal (cells) with a hint; without it there is more room for the parts.
+#: Minimum width of the terminal (cells) with a hint; without it there is more room for the parts.
 _LEAST_FOR_HINT = 60
 
-#: Least length (cells) to which a part is shortened; otherwise it is left out.
+#: Minimum length (cells) to which a part is shortened; otherwise it is left out.
 _SHORTEST = 14
 
 
@@ -122,7 +122,7 @@ class Loader:
         threading.Thread(target=self._load, args=arguments, name=f"load {model}", daemon=True).start()
 
     def finish(self, message: Ended) -> bool:
-        """Return whether `message` is from the newest load; if so, nothing is loading any more."""
+        """Note the end of the newest load; return False if `message` is from an older one."""
         if message.serial != self._serial:
             return False
         self.progress = ""

@@ -31,7 +31,7 @@ from edgeinfer.runtime.prefix_cache.block_folder import forget_conversations
 from edgeinfer.tools.tool_use import ToolUse
 
 _log = logging.getLogger("edgeinfer.chat")
-#: An unfinished answer without a new piece for this time (ms) may be of a dead process.
+#: Time (ms) without new text after which the process that writes an unfinished answer may be dead.
 STALE_MS = 60_000
 
 #: How long (ms) deleted conversations are kept, for undo.
@@ -40,7 +40,7 @@ UNDO_MS = 24 * 3600 * 1000
 #: Marks around matched words in a snippet; stored text that a terminal shows contains neither.
 MARK, UNMARK = "\x02", "\x03"
 
-#: Most turns that a search examines, the newest first.
+#: Maximum number of turns that a search examines, the newest first.
 HITS = 4000
 
 _COUNT = "(SELECT count(*) FROM turn t WHERE t.conversation_id = c.id AND t.role = 'user')"

@@ -32,7 +32,7 @@ _KEYS = "Enter use or pull · ^W warm · ^X stop · Esc"
 _KEYS_NARROW = "Enter use or pull · Esc"
 _OFFERED = "These suit this machine; Enter fetches one and starts the chat. Type to see others."
 _ANY = "Enter starts the chat with the marked model, which is fetched first if it is not here either."
-#: Least width (cells) of a list with all columns; a narrower one shows only names and sizes.
+#: Minimum width (cells) of a list with all columns; a narrower one shows only names and sizes.
 _ROOM_FOR_ALL = 56
 
 
