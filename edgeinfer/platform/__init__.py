@@ -1,4 +1,4 @@
 """The platform: CPUs, memory, processes, disks, sockets, and the paths of our folders.
 
-It knows nothing of models and requests. The launcher's modules need only the standard library.
+Nothing here depends on models or requests. The launcher's modules need only the standard library.
 """

@@ -154,7 +154,7 @@ def _install(code: bytes) -> None:
     program = _Program(len(code) // 8, code)
     if libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0):
         number = ctypes.get_errno()
-        if number not in (errno.EINVAL, errno.ENOSYS):  # otherwise the kernel has no seccomp filters
+        if number not in (errno.EINVAL, errno.ENOSYS):  # these two: no seccomp in the kernel
             raise OSError(number, f"prctl(PR_SET_SECCOMP): {os.strerror(number)}")
 
 

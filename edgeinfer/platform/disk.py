@@ -163,7 +163,7 @@ def share_blocks(source: int, target: int, start: int = 0, length: int = 0) -> b
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file; return False if another one has locked it."""
+    """Lock an open file; return False if it is locked through another descriptor."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -175,7 +175,7 @@ def try_lock(descriptor: int) -> bool:
 def locked(path: str | Path, busy: Callable[[], None] | None = None) -> Iterator[int]:
     """Hold the lock of a file, created if missing, during the block; yield its descriptor.
 
-    If another process or thread holds it, `busy` is called, which may raise; then this waits.
+    If another process or thread holds the lock, `busy` is called, which may raise, before the wait.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
@@ -246,7 +246,7 @@ def size_or_zero(path: Path) -> int:
 
 
 T = TypeVar("T")
-#: Most entries of a CacheTable; the oldest are dropped first.
+#: Maximum number of entries of a CacheTable; the oldest are dropped first.
 MOST_ENTRIES = 1000
 
 
@@ -267,7 +267,7 @@ class CacheTable(Generic[T]):
             return {}
 
     def put(self, key: str, value: T) -> None:
-        """Store a value; if that fails, nothing happens."""
+        """Store a value; ignore an error of the disk."""
         import msgspec
 
         table = self.read()

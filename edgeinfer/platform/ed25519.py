@@ -19,8 +19,8 @@ from edgeinfer.errors import EdgeInferError
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
-#: What precedes the bytes of a key in its DER form: PKCS #8 for a private key, SubjectPublicKeyInfo for
-#: a public one (RFC 8410).
+#: Prefix of a key's bytes in DER form: PKCS #8 for a private key, SubjectPublicKeyInfo for a public one
+#: (RFC 8410).
 _PKCS8 = bytes.fromhex("302e020100300506032b657004220420")
 _SPKI = bytes.fromhex("302a300506032b6570032100")
 _BEGIN, _END = "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----"

@@ -15,7 +15,7 @@ _NONE = (
 
 
 class _Kind(NamedTuple):
-    """A kind of files with an energy (µJ) or power (µW), next to a `label` that begins with `name`."""
+    """Files with an energy (µJ) or power (µW), each next to a file `label` that begins with `name`."""
 
     source: str
     files: str

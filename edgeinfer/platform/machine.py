@@ -132,7 +132,7 @@ def read_memory_rate() -> MemoryRate:
 
     threads = memory_threads()
     busy = os.getloadavg()[0] > read_processors().logical_cpus / 4
-    memchr = ctypes.CDLL(None).memchr  # it is vectorized, and ctypes releases the GIL
+    memchr = ctypes.CDLL(None).memchr  # memchr is vectorized, and ctypes releases the GIL
     memchr.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t)
     memchr.restype = ctypes.c_void_p
     size = _RATE_ROUND_BYTES // threads
@@ -147,7 +147,7 @@ def read_memory_rate() -> MemoryRate:
 
 
 def read_rate(path: str | os.PathLike[str]) -> float:
-    """Measure a disk's speed (bytes/s) with `path`, uncached, in 0.4 s; 0.0 if that is impossible."""
+    """Measure a disk's speed (bytes/s) by reading `path` uncached for 0.4 s; 0.0 if that fails."""
     from concurrent.futures import ThreadPoolExecutor
 
     def read_block(offset: int) -> int:

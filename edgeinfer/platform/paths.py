@@ -37,7 +37,7 @@ _XDG = {
 
 
 def ollama_port() -> int:
-    """Return the port of `serve --ollama`; an invalid value of the variable is ignored."""
+    """Return the port of `serve --ollama`; an invalid EDGEINFER_OLLAMA_PORT is ignored."""
     named = os.environ.get(_OLLAMA_VARIABLE, "")
     return int(named) if named.isdecimal() and 0 < int(named) <= 65_535 else _OLLAMA_PORT
 
@@ -59,7 +59,7 @@ def base(kind: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def shared_with(environment: Mapping[str, str]) -> bool:
-    """Return whether a process with these environment variables uses one of our folders."""
+    """Return whether a process with these environment variables shares a folder with this one."""
     return any(base(kind, environment) == base(kind) for kind in _XDG)
 
 

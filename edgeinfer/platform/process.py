@@ -41,9 +41,9 @@ def ask_child(
     patience_s: float = 30.0,
     stop: threading.Event | None = None,
 ) -> tuple[bytes, str]:
-    """Run our `module`, which a file or a driver may crash; return its output, and how it ended.
+    """Run our `module` in a child that may crash; return its output, and how it ended.
 
-    It is killed after `patience_s`, or when `stop` is set. Raises OSError if no process can be started.
+    The child is killed after `patience_s`, or when `stop` is set. Raises OSError if it cannot start.
     """
     import contextlib
     import subprocess
@@ -61,7 +61,7 @@ def ask_child(
         finally:
             child.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(1.0)  # a call of a driver may never return: it stays behind
+                child.wait(1.0)  # a driver's call may never return: leave the child
         if code is None:
             return b"", "was stopped" if stop.is_set() else f"took more than {patience_s:.0f} s"
         # pread, because the offset is shared with processes that may go on writing
@@ -102,7 +102,7 @@ def fork_and_exec(
 
 
 def open_missing_streams() -> None:
-    """Open closed standard streams on /dev/null, or files would get their numbers. Raises OSError."""
+    """Open closed standard streams on /dev/null, so that no file gets their numbers. Raises OSError."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             null = os.open("/dev/null", os.O_RDWR)
@@ -155,12 +155,12 @@ def die_with_parent(number: int = _SIGKILL) -> None:
 
 
 def die_with_parent_hook(number: int = _SIGKILL) -> Callable[[], None] | None:
-    """Return a `preexec_fn`: the kernel will end the child when this thread ends, also after exec."""
+    """Return a `preexec_fn` that lets the kernel end the child, also after exec, with this thread."""
     if sys.platform != "linux":
         return None
     import ctypes
 
-    # looked up before the fork, after which little is safe
+    # look `prctl` up before the fork, because few calls are safe after it
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def prepare() -> None:

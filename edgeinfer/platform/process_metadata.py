@@ -44,7 +44,7 @@ def read_process_record(pid: int, name: str, kind: type[T]) -> T | None:
     except OSError:
         return None
     for number in numbers:
-        with contextlib.suppress(OSError, msgspec.MsgspecError):  # the process may close it meanwhile
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # the process may end meanwhile
             if os.readlink(f"{folder}/{number}").startswith(f"/memfd:{name}"):
                 with open(f"{folder}/{number}", "rb") as file:
                     return msgspec.json.decode(file.read(), type=kind)

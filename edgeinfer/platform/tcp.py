@@ -1,7 +1,7 @@
 """Find out which user is at the other end of a local TCP connection, or listens on a port.
 
-The kernel answers that for one connection by netlink (sock_diag(7)) in 40 µs. If netlink is forbidden,
-the tables in /proc/net are read, which takes 3.5 ms.
+For one connection, the kernel answers by netlink (sock_diag(7)) in 40 µs. If netlink is forbidden, the
+tables in /proc/net are read, which takes 3.5 ms.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def _has_wildcard(pattern: str) -> bool:
 
 
 def _glob(pattern: str, text: str, flags: int = 0, wildcard: str = ".*") -> bool:
-    # not fnmatch: paths and commands contain brackets and question marks
+    # not fnmatch, which gives brackets and question marks in paths and commands a meaning
     atoms = (wildcard if atom == "*" else re.escape(_literal(atom)) for atom in _ATOM.findall(pattern))
     return re.fullmatch("".join(atoms), text, flags | re.DOTALL) is not None
 
@@ -124,7 +124,7 @@ def _is_allowed(pattern: str, name: str, text: str) -> bool:
         return _unescape(pattern) == text
     if url := _URL_PATTERN.fullmatch(pattern):
         call = _url(text)
-        # without its final `*`: `a.org*` must not match a.org.example
+        # remove the host's final `*`: `a.org*` must not match a.org.example
         host = re.sub(r"(?<=[^:])\*$", "", url[2])
         path = url[3] or ("/" if host == url[2] else "/*")
         return (
@@ -152,7 +152,7 @@ def _url(text: str) -> tuple[str, str, str] | None:
 
 
 def _spellings(value: Any, folder: Path) -> Iterator[str]:
-    """Yield what an argument may mean: members of a list, other spellings of a path or a URL."""
+    """Yield the meanings of an argument: members of a list, other spellings of a path or a URL."""
     if isinstance(value, dict | list):
         for member in value.values() if isinstance(value, dict) else value:
             yield from _spellings(member, folder)
@@ -169,7 +169,7 @@ def _spellings(value: Any, folder: Path) -> Iterator[str]:
         lexical = os.path.normpath(folder / path)
         for absolute in (lexical, os.path.realpath(lexical), os.path.realpath(folder / path)):
             for spelling in (absolute, os.path.relpath(absolute, folder)):
-                # with a slash: a pattern for a folder also matches paths below it
+                # add a slash, so that a pattern for the folder and all paths below it matches, too
                 yield from (spelling, f"{spelling}/")
 
 
@@ -265,11 +265,11 @@ class Approvals:
         self._by_conversation.setdefault(conversation, []).append(pattern)
 
     def allow_always(self, text: str) -> None:
-        """Allow calls that match a pattern, also in config.toml. Raises ConfigError."""
+        """Allow calls that match a pattern, and add the pattern to config.toml. Raises ConfigError."""
         self.allow.append(parse(text))
 
         def add(listed: list[str] | None) -> list[str]:
-            listed = [] if listed is None else listed  # the list as in the file, with its comments
+            listed = [] if listed is None else listed  # tomlkit's list, with its comments
             listed.append(text)
             return listed
 

@@ -22,7 +22,7 @@ class RefusedError(Exception):
 
 
 def home_folder_error(folder: Path) -> str:
-    """Return the error for a folder that contains the home folder, which tools may not use; else ""."""
+    """Return the error for a `folder` that tools may not use: one that has the home folder; or ""."""
     with suppress(RuntimeError):  # this user has no home folder
         if Path.home().resolve().is_relative_to(folder):
             return f"{folder} contains your home folder: start in a project folder"
@@ -30,7 +30,7 @@ def home_folder_error(folder: Path) -> str:
 
 
 def self_running_warning(path: str) -> str:
-    """Return a warning if other programs execute this file by themselves (`.envrc`), else ""."""
+    """Return a warning if other programs execute this file by themselves (`.envrc`), or ""."""
     names = {name.lower() for name in self_running.NAMES}
     name = next((name for name in path.split("/") if name.lower() in names), "")
     return f"other programs execute files in {name} automatically" if name else ""
@@ -53,7 +53,7 @@ def tool_info(
 class Builtin(ToolServer):
     """A tool server in this process: the method `_NAME(stop, …)` is the tool NAME. Thread-safe."""
 
-    #: The server's name in the user's `allow` and `deny`, and before the tool's in `files__read`.
+    #: The server's name in patterns of `allow` and `deny`, and in tool names such as `files__read`.
     server: str
 
     def __init__(self, tools: Iterable[ToolInfo], enabled: Sequence[str]) -> None:

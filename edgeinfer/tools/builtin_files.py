@@ -36,7 +36,7 @@ _MAX_FILE = 4 << 20
 _MAX_LINES, _MAX_FOUND = 2000, 200
 _MAX_VISITED = 50_000
 _LINE_CHARACTERS = 400
-#: Most pairs of equal lines for which a diff is made, which takes up to 3 s.
+#: Maximum number of pairs of equal lines for which a diff is made, which takes up to 3 s.
 _MAX_PAIRS = 10_000_000
 #: Time limit (s) of a search, and number of files for each run of grep.
 _GREP_S, _GREP_FILES = 10, 64
@@ -149,7 +149,7 @@ class BuiltinFiles(Builtin):
 
     @contextmanager
     def _open(self, path: str) -> Iterator[int]:
-        """Yield the descriptor of a file. Raises RefusedError if it is no file or too large."""
+        """Yield the descriptor of a file. Raises RefusedError for a folder, or a large file."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with self._parent(path) as (holder, name):
             descriptor = os.open(name, flags, dir_fd=holder)
@@ -224,7 +224,7 @@ class BuiltinFiles(Builtin):
                     below.clear()
                 if self._is_own(folder):
                     below[:], names = [], []
-                # check at least once in each folder: many may have no files
+                # "": check `stop` at least once in each folder, because many may have no files
                 for name in ("", *sorted(names)):
                     if stop.is_set:
                         raise StoppedError("stopped")
@@ -240,8 +240,8 @@ class BuiltinFiles(Builtin):
 def _grep_files(pattern: str, opened: dict[int, str], left_s: float, stop: Stop) -> list[str]:
     """Return matching lines as `NAME:NUMBER: TEXT`. `opened` maps descriptors to names.
 
-    Raises RefusedError, StoppedError. A process can be ended after a time limit; Python's `re` would
-    hold the GIL. The user's PATH is not searched for grep: a command may have put one there.
+    Raises RefusedError, StoppedError. Grep can be ended after a time limit; Python's `re` would hold
+    the GIL. The user's PATH is not searched for grep: a command may have put another grep there.
     """
     program = shutil.which("grep", path=FIXED_PATH)
     if program is None:
@@ -289,7 +289,7 @@ def _rows(text: str) -> list[str]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether a path matches: `**/` is any folders; a pattern without `/` is for names."""
+    """Return whether a path matches: `**/` is any folders; a pattern without `/` matches file names."""
     if "/" not in pattern and pattern != "**":
         return fnmatch.fnmatchcase(os.path.basename(name), pattern)
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.replace("**/", ""))

@@ -26,7 +26,7 @@ from edgeinfer.tools.tool_use import Stop, StoppedError, ToolUse, safe_text
 from edgeinfer.tools.toolbox import BoundTool, Toolbox
 
 _MOST_SHOWN = 4000
-#: Most rounds of calls per question, and most bytes of a result that the model gets.
+#: Maximum number of rounds of calls per question, and of bytes of a result that the model gets.
 _MOST_ROUNDS, _MOST_RESULT_BYTES = 10, 32 << 10
 #: Lines and characters of a card's page on a terminal.
 _PAGE_LINES, _PAGE_CHARACTERS = 40, 4000
@@ -114,7 +114,7 @@ def _pages(text: str) -> list[str]:
 
 
 class CallFrontEnd(Protocol):
-    """What the loop needs of a front end. Calls come from the loop's thread or a tool call's."""
+    """The methods of a front end that the loop calls, in its own thread or in that of a tool call."""
 
     def decide(self, card: Card) -> Decision:
         """Ask the user whether a call may run, and wait for the decision."""

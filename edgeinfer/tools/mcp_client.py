@@ -35,10 +35,10 @@ from edgeinfer.tools.tool_use import Progress, Stop, StoppedError, safe_text
 
 #: Supported protocol versions, newest first; a server chooses one.
 VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
-#: Most pages, entries and bytes of a list.
+#: Maximum number of pages, entries and bytes of a list.
 _MAX_PAGES, _MAX_ENTRIES = 64, 2000
 _MAX_LIST_BYTES = 4 << 20
-#: Most bytes of a notice's list of names.
+#: Maximum number of bytes of a notice's list of names.
 _MAX_NAMES = 500
 _METHOD_NOT_FOUND = -32601
 _START_S = 60.0
@@ -68,7 +68,7 @@ class _Pending:
         self.began_s = self.heard_s = time.monotonic()
 
     def note_sent(self, sent: Future[None]) -> None:
-        """End the wait with the error, if the request could not be sent."""
+        """If the request could not be sent, let `wait` return the error."""
         if not sent.cancelled() and (error := sent.exception()) is not None:
             self.answer.put(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
@@ -85,7 +85,7 @@ class _Pending:
 
 
 class ToolServer:
-    """What a call is checked for before it is made. Built-in servers check more."""
+    """Checks of a call before it is made. Built-in servers override them."""
 
     def argument_error(self, tool: ToolInfo, arguments: dict[str, Any]) -> str:
         """Return which arguments are missing, unknown or of the wrong type, or ""."""

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 #: Largest message (bytes); a larger one ends the session.
 MAX_MESSAGE = 16 << 20
-#: Most seconds to wait for an answer, even if the server reports progress.
+#: Maximum seconds to wait for an answer, even if the server reports progress.
 MAX_ANSWER_S = 3600.0
 #: Seconds that a child has to end by itself, then after SIGTERM; also for HTTP's DELETE.
 _CLOSE_S = 0.5
-#: Most messages that wait to be sent; further ones fail.
+#: Maximum number of messages that wait to be sent; further ones fail.
 _MAX_UNSENT = 1000
 #: Timeout (s) of an HTTP post that expects no answer.
 _NOTIFY_S = 10.0

@@ -21,7 +21,7 @@ from edgeinfer.tools.mcp_servers import path_outside
 from edgeinfer.tools.self_running import SelfRunning
 from edgeinfer.tools.tool_use import Stop, StoppedError
 
-#: Most bytes of a command's output; a command that writes more is killed.
+#: Maximum number of bytes of a command's output; a command that writes more is killed.
 MAX_OUTPUT = 1 << 20
 _WHERE = "It runs in the folder, in a sandbox without a network, and sees nothing outside of it."
 TOOLS = (
@@ -32,12 +32,12 @@ TOOLS = (
 #: users could see.
 _PYTHON_CODE = "exec(compile(open('/command', 'rb').read(), '<string>', 'exec'))"
 _VARIABLES = {"PATH": FIXED_PATH, "LANG": "C.UTF-8", "TERM": "dumb", "HOME": "/tmp", "TMPDIR": "/tmp"}  # noqa: S108
-#: otherwise Python would run modules below HOME before the sandbox exists
+#: Without this, Python would run modules below HOME before the sandbox exists.
 _VARIABLES["PYTHONNOUSERSITE"] = "1"
 
 
 class Sandbox(Builtin):
-    """Runs the model's commands in a sandbox: they may change only `folder`, and take `timeout_s`."""
+    """Runs the model's commands in a sandbox, which may change only `folder`, for up to `timeout_s`."""
 
     server = "sandbox"
 

@@ -23,10 +23,10 @@ from edgeinfer.platform.confinement import refuse_hidden_memory
 from edgeinfer.platform.process import die_with_parent
 from edgeinfer.tools.self_running import NEW_FILES, SelfRunning
 
-#: Most memory of all processes together, and most disk space that one call may take (bytes).
+#: Maximum memory of all processes together, and maximum disk space that one call may take (bytes).
 MEMORY_BYTES, DISK_BYTES = 2 << 30, 2 << 30
 _PROCESSES, _FILES = 256, 256
-#: Most sockets of all processes together; each may take two buffers of 208 KiB, the kernel's default.
+#: Maximum number of sockets of all processes; each may take two buffers of 208 KiB (kernel's default).
 SOCKETS = 2048
 _FILE_BYTES = 512 << 20
 _ROOT_OPTIONS = "size=256m,nr_inodes=16k,mode=755"
@@ -67,7 +67,7 @@ def main() -> int:
         signal.signal(signal.SIGTERM, lambda *_: os.kill(init, signal.SIGKILL))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         status = os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) & 255
-        # the parent was killed; otherwise it calls `restore` itself and reports
+        # a living parent calls `restore` itself and reports; this parent was killed
         if os.getppid() != parent:
             files.restore()
         return status
@@ -99,7 +99,7 @@ def _run(job: Job, read_only: set[str], user: int, group: int) -> int:
         _write("/proc/sys/kernel/pid_max", str(300 + _PROCESSES))
     before = _free(job.folder)
     _change_root(job, read_only)
-    # before the command, which can change these files
+    # record the files before the command can change them
     files = SelfRunning(job.folder, looks_below=False)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     child = os.fork()
@@ -121,7 +121,7 @@ def _change_root(job: Job, read_only: set[str]) -> None:
         target = _NEW_ROOT + path
         if os.path.islink(path):
             os.makedirs(os.path.dirname(target), exist_ok=True)
-            with contextlib.suppress(FileExistsError):  # it lies in a folder that is bound already
+            with contextlib.suppress(FileExistsError):  # its folder is bound already
                 os.symlink(os.readlink(path), target)
         elif os.path.exists(path):
             os.makedirs(target if os.path.isdir(path) else os.path.dirname(target), exist_ok=True)

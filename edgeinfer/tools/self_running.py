@@ -15,9 +15,9 @@ NAMES = """
     HEAD
 """.split()
 _OF_BARE_REPOSITORY = ["config", "config.worktree", "commondir", "hooks"]
-#: Most names that are searched in subfolders, the nearest first (30 ms).
+#: Maximum number of names that are searched in subfolders, the nearest first (30 ms).
 MAX_NAMES = 20_000
-#: Most files that one command may create: more could hide one from the search.
+#: Maximum number of files that one command may create: more could hide one from the search.
 NEW_FILES = 100_000
 _MAX_REPORTED = 20
 #: A file's times may be older than the clock, by a tick of the kernel (ns).
@@ -60,9 +60,9 @@ class SelfRunning:
 
     def restore(self) -> str:
         """Rename self-running files that an ended command created; return what was done, or ""."""
-        # only the owner may fchmod, so call it only if it is needed
+        # only the owner may call fchmod, so call it only if the mode has changed
         if stat.S_IMODE(os.fstat(self._descriptor).st_mode) != self._mode:
-            # first: in a folder without permissions nothing is visible
+            # restore the mode first: in a folder without permissions nothing is visible
             os.fchmod(self._descriptor, self._mode)
         ending = f".from-sandbox-{os.urandom(4).hex()}"
         renamed: list[str] = []

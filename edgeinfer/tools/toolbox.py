@@ -29,9 +29,9 @@ from edgeinfer.tools.sandbox import Sandbox
 from edgeinfer.tools.tool_use import Stop, StoppedError, safe_text, shown_name
 from edgeinfer.tools.web import Web
 
-#: Most characters of a tool's description that the model gets.
+#: Maximum number of characters of a tool's description that the model gets.
 _MOST_DESCRIPTION = 4000
-#: Most tools in a request.
+#: Maximum number of tools in a request.
 _MOST_TOOLS = 128
 
 
@@ -56,7 +56,7 @@ def records_path() -> Path:
 
 
 class Toolbox:
-    """Starts the enabled tool servers and keeps their sessions. Thread-safe; `close` ends them all."""
+    """Starts the enabled tool servers and holds their sessions, which `close` ends. Thread-safe."""
 
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
         self.config = config
