@@ -34,11 +34,11 @@ from edgeinfer.errors import ServeError
 from edgeinfer.platform.energy import EnergyMeter
 from edgeinfer.safe_text import without_controls
 
-#: Most bytes of an answer that are read, and most seconds.
+#: Maximum number of bytes of an answer that are read, and maximum seconds.
 _MOST_BYTES, _MOST_S = 64 << 20, 1800.0
 _READ_BYTES, _CONNECT_S = 64 << 10, 10.0
 _CHARACTERS_OF_ERROR = 300
-#: Most concurrent answers; each is read by a thread.
+#: Maximum number of concurrent answers; each is read by a thread.
 MOST_STREAMS = 256
 _STREAMS = ThreadPoolExecutor(MOST_STREAMS, "stream")
 
@@ -62,7 +62,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer. `arrivals`: seconds to each event with text; unknown `cached_tokens` are None."""
+    """An answer. `arrivals`: seconds until each event with text; `cached_tokens` is None if unknown."""
 
     arrivals: tuple[float, ...]
     total_s: float
@@ -150,8 +150,7 @@ async def _post(target: Target, path: str, body: Any) -> tuple[int, list[tuple[f
         with await in_thread(_connect, url) as connection:
             try:
                 return await in_thread(_exchange, connection, request, began)
-            # shut down to end the reading thread of a cancelled task; not by TLS, which could send
-            # unencrypted
+            # end the thread that reads for a cancelled task; TLS's own shutdown could send unencrypted
             finally:
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
@@ -211,7 +210,7 @@ _WORDS = (
 #: End of a prompt after which any chat model answers longer than is measured.
 _LONG = ". Now count from one to ten thousand in words: one, two, three, four, five, six,"
 _TURN = ". And what is more:"
-#: Request fields of llama.cpp and edgeinfer; without them if a server refuses them.
+#: Request fields of llama.cpp and edgeinfer. A server that refuses them is asked without them.
 _FIELDS: dict[str, Any] = {"ignore_eos": True, "speculative": "off"}
 _FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", _FIELDS),
@@ -224,7 +223,7 @@ _FEW, _MORE = 32, 160
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure, in how many rounds. 0 for `pp` or `tg` skips that test.
+    """The tests to run, and the number of rounds. 0 for `pp` or `tg` skips that test.
 
     `pp`, `tg` and `depths` are tokens of prompt, answer and cached prefix; `streams` are concurrent
     answers.
@@ -364,7 +363,7 @@ def _rate(tokens: int, seconds: float, joules: float | None) -> Sample:
 
 
 def noise_ms() -> float:
-    """Return the time (ms) of a fixed job, which shows how busy the machine is."""
+    """Return the time (ms) of hashing 16 MiB, which shows how busy the machine is."""
     began = time.perf_counter()
     hashlib.sha256(_NOISE).digest()
     return (time.perf_counter() - began) * 1000

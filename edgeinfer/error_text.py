@@ -1,6 +1,6 @@
 """The exit status and hint of each error class, and errors as text for people.
 
-A class without a row has its parent's. A hint that needs names is given where the error is raised
+A class without a row has that of its parent class. A hint that needs names is an argument of the error
 (`hint=`).
 """
 

@@ -1,4 +1,4 @@
-"""What a verb needs of its process: the engine, and the connection to the launcher.
+"""The host of a verb, which gives it an engine and connects it to the launcher.
 
 The host loads the model in this process, returns the engine of the resumed snapshot, or starts a
 worker; the verb sees no difference. It also knows how this process started.
@@ -78,7 +78,7 @@ def _slow_stages_on_stderr() -> LoadProgress:
 
 
 class EngineHost:
-    """A verb's engines without a launcher: loaded in this process. `AppHost` uses the launcher."""
+    """A host without a launcher: it loads engines in this process. `AppHost` uses the launcher."""
 
     _is_worker = False
 
@@ -194,7 +194,7 @@ class EngineHost:
         self._replicas.write(replicas)
 
     def _reached(self, stage: str) -> None:
-        """Record when a stage is first reached, less the time between a failed load and the next."""
+        """Record when a stage is first reached; the time from a failed load to the next is left out."""
         stages = self.start.stages_ms
         now_ms = round((time.monotonic_ns() - self._exec_ns) / 1e6, 1)
         if stage == "load" and stage in stages and "ready" not in stages:

@@ -9,14 +9,14 @@ from typing import Any
 
 #: Characters between two hashes: about as long as a KV block (256 tokens).
 _STRIDE = 1024
-#: Most hashes of a prompt: of a longer text, only the first 262,144 characters count.
+#: Maximum number of hashes of a prompt: of a longer text, only the first 262,144 characters count.
 _MAX_HASHES = 256
-#: Most hashes in the map (about 30 MB).
+#: Maximum number of hashes in the map (about 30 MB).
 _MAX_ENTRIES = 200_000
 
 
 class PrefixAffinity:
-    """Maps prefix hashes to the replica that prefilled them last. Full, it drops the oldest use."""
+    """Maps prefix hashes to the replica that prefilled them last. If full, drops the oldest entry."""
 
     def __init__(self, max_entries: int = _MAX_ENTRIES) -> None:
         self._max_entries = max_entries

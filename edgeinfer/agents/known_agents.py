@@ -27,7 +27,7 @@ _ANSWER_SHARE = 8
 _ANSWER_TOKENS = 8192
 #: Default of `room_tokens`: context for answers and tool results.
 _ROOM_TOKENS = 4096
-#: Least context (tokens) at which Claude Code can be told to compact.
+#: Minimum context (tokens) at which Claude Code can be told to compact.
 _CLAUDE_WINDOW = 100_000
 
 
@@ -41,7 +41,7 @@ class AgentTarget(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def answer_tokens(self) -> int:
-        """Most tokens of an answer."""
+        """Maximum number of tokens of an answer."""
         return min(_ANSWER_TOKENS, self.n_ctx // _ANSWER_SHARE)
 
 
@@ -68,7 +68,7 @@ class Agent(NamedTuple):
 
     @property
     def needs_tokens(self) -> int:
-        """Least context (tokens) with which the agent works."""
+        """Minimum context (tokens) with which the agent works."""
         return self.first_tokens + self.room_tokens
 
 
@@ -94,7 +94,7 @@ def claude(target: AgentTarget, _folder: Path) -> AgentSetup:
     models = ("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
     sizes = ("OPUS", "SONNET", "HAIKU")
     window = {}
-    if target.n_ctx >= _CLAUDE_WINDOW:  # with less, it compacts only after a request was refused
+    if target.n_ctx >= _CLAUDE_WINDOW:  # below that, it compacts only after a refusal
         window["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(target.n_ctx)
     variables = {
         "ANTHROPIC_BASE_URL": target.url,

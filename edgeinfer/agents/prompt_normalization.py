@@ -30,7 +30,7 @@ def _lines(*patterns: str) -> re.Pattern[str]:
 
 
 class Rule(NamedTuple):
-    """Moves what `pattern` matches in system turns to `to`; without pattern, a function does it."""
+    """Moves matches of `pattern` in system turns to `to`; a rule without a pattern is a function."""
 
     name: PromptRule
     description: str
@@ -80,14 +80,14 @@ NAMES = tuple(rule.name for rule in RULES)
 
 #: Tags around reminders, which clients write into user turns.
 _REMINDER = ("<system-reminder>", "</system-reminder>")
-#: Most reminders that are remembered, and most characters of one.
+#: Maximum number of reminders that are remembered, and of characters of one.
 _MAX_REMINDERS = 256
 _MAX_REMINDER_LENGTH = 16_384
 #: Opening tag of Codex's turn about its environment, and its parts that name folders.
 _CONTEXT = "<environment_context>"
 _CWD = re.compile(r"^ *<cwd>.*</cwd>\n", re.MULTILINE)
 _ROOTS = ("<workspace_roots>", "</workspace_roots>")
-#: Matches goose's note about time, folder and tasks, which is elsewhere in each request.
+#: Matches goose's note about time, folder and tasks, whose position differs in each request.
 _NOTE = re.compile(r"\n*<info-msg>\nIt is currently .*?</info-msg>\n*", re.DOTALL)
 
 
@@ -276,17 +276,17 @@ _DAY_LINE = re.compile(r"(?:[Tt]oday's date(?: is|:)|[Cc]urrent date:|<current_d
 _GIT = re.compile(r"((?:Is a git repository|Is directory a git repo): )(true|false|yes|no)\b")
 #: Characters of a project's path that agents replace by `-` to name its memory folder.
 _NOT_IN_SLUG = re.compile(r"[^A-Za-z0-9]")
-#: Most characters between the last line that names the folder and the user's text.
+#: Maximum number of characters between the last line that names the folder and the user's text.
 _MARKUP = 80
 
 
 def predict_prefix(text: str, folder: str, day: date, *, is_repository: bool) -> str:
     """Return the prefix of an earlier prompt as it will be in another folder and on another day.
 
-    Agents name both before the user's first words, so `launch` can prefill this while the agent starts.
-    Otherwise a new session of Codex with a 4B model takes at least three times as long to its first
-    token (decision 087). If the prediction is wrong, the prompt is prefilled from the difference on. A
-    `text` that names no folder is returned unchanged.
+    Agents name folder and day before the user's first words, so `launch` can prefill this prefix while
+    the agent starts. Otherwise a new session of Codex with a 4B model takes at least three times as
+    long to its first token (decision 087). If the prediction is wrong, the prompt is prefilled from the
+    difference on. A `text` that names no folder is returned unchanged.
     """
     folders = _FOLDER.findall(text)
     if not folders:
@@ -317,7 +317,7 @@ def _with_day(line: str, day: date) -> str:
 
 
 def _end_of_lines(text: str, names: tuple[str, ...]) -> int:
-    """Return the end of the last line about the folder, plus the markup that follows it."""
+    """Return the position after the last line about the folder and the markup that follows it."""
     last = max(text.rfind(name) + len(name) for name in names)
     last = max([last, *(match.end() for match in _GIT.finditer(text))])
     line_end = text.find("\n", last) + 1 or len(text)

@@ -28,8 +28,8 @@ from edgeinfer.cluster.replica import EndpointReplica
 
 #: The front end's limit of running requests: none in practice, because each replica has its own.
 _MANY = 10_000
-#: Interval (s) at which Serve counts waiting requests. With its default of 10 s, a model that is scaled
-#: to 0 would start so much later.
+#: Interval (s) at which Serve counts waiting requests. Serve's default would delay the start of a model
+#: that is scaled to 0 by up to 10 s.
 _COUNT_S = 0.2
 _ROUTER = "edgeinfer.cluster.app.PrefixRouter"
 

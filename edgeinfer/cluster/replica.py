@@ -25,7 +25,7 @@ from edgeinfer.cluster.messages import (
 )
 from edgeinfer.platform import process
 
-#: How long (s) a start may take, e.g. to load 15 GB from a slow disk. Ray's own limit is longer.
+#: Time limit (s) of a start, which may load 15 GB from a slow disk. Ray's own limit is longer.
 _READY_S = 600.0
 _HEALTH_S = 10.0
 #: How long (s) the process may take to end after SIGTERM, before it is killed.

@@ -46,7 +46,7 @@ _LoadKeys = msgspec.defstruct(
 )
 
 
-class LoadConfig(_LoadKeys):  # type: ignore[misc, valid-type]  # its fields are the table's
+class LoadConfig(_LoadKeys):  # type: ignore[misc, valid-type]  # its fields are computed
     """[load]: default values of load options."""
 
     def __post_init__(self) -> None:
@@ -287,7 +287,7 @@ def _parse(
 
 
 def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], where: str) -> None:
-    """Raise ConfigError for a key that is no field of `struct`; `where` begins the message."""
+    """Raise ConfigError for a key that is not a field of `struct`; `where` begins the message."""
     fields = {f.encode_name: f.type for f in msgspec.structs.fields(struct)}
     for key, value in document.items():
         if key not in fields:

@@ -22,10 +22,10 @@ class LoadOption:
     """A load option. Its value is one of `choices`, or an integer from `low` to `high` if that is set.
 
     Its flag is `--name` if `is_typed`, its key in config.toml is `name`; without a `name` it has
-    neither. With `of_snapshot`, each value needs a snapshot of its own.
+    neither. With `of_snapshot`, each value needs a separate snapshot.
     """
 
-    #: Whether it may be repeated; the values are then joined with commas.
+    #: Whether the flag may be repeated; the values are then joined with commas.
     many = False
     #: Whether config.toml has a key for it.
     is_configured = True
@@ -104,7 +104,7 @@ class ModelOption(LoadOption):
         return text if "/" in text else name
 
 
-#: Value for "none, not even those of the catalogue".
+#: Value that switches off also the adapters and the draft model of the catalogue.
 NO_ADAPTERS = NO_DRAFT = "none"
 UNFIT_DRAFT_HINT = "use a smaller model of the same family, or --draft none"
 
@@ -224,7 +224,7 @@ LOAD_OPTIONS = (
 
 
 def snapshot_options(options: object) -> dict[str, str]:
-    """Return the options, as field → text, that need a snapshot of their own: those not default."""
+    """Return field → value (as text) of the options that select a snapshot and are not default."""
     values = ((option, getattr(options, option.field)) for option in LOAD_OPTIONS if option.of_snapshot)
     return {option.field: str(value) for option, value in values if value != option.default}
 

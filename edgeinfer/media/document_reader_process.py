@@ -59,7 +59,7 @@ def main() -> int:
     Image.preinit()
     charset = _CHARSET.search(data[:4096])
     codec = charset[1].decode("latin-1") if charset else "cp1252"
-    # Python imports the code of a codec at its first use, but after `limit` no file can be opened
+    # use each codec once: its first use imports it, but after `limit` no file can be opened
     for late in ("utf-16-le", "cp437", "utf-8-sig", codec):
         with suppress(LookupError):
             codecs.lookup(late)

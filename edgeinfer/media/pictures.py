@@ -62,7 +62,7 @@ def content_fields(parts: Iterable[str | bytes], between: str = "") -> dict[str,
 
 _HELPER = "edgeinfer.media.picture_decoder_process"
 MAX_FILE_BYTES = 32 << 20
-#: How long (s) to wait for the decoder process, whose CPU time has a lower limit.
+#: Time limit (s) of the decoder process; the limit of its CPU time is lower.
 _PATIENCE_S = 60.0
 _DATA_URI = re.compile(r"data:[\w.+/-]*(;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
 _MAGIC = re.compile(

@@ -61,7 +61,7 @@ class Signature(_Part, frozen=True, kw_only=True):
 
 
 class Content(_Part, frozen=True, kw_only=True, omit_defaults=True):
-    """The conversation. `request`: the fields of `GenerateRequest` that are not default.
+    """The conversation of a receipt. `request`: the fields of `GenerateRequest` that are not default.
 
     `salt` is drawn for each receipt, so that digests do not reveal equal conversations. `logprobs` are
     those of the answer's tokens, null for a token that a constraint forced.
@@ -128,7 +128,7 @@ class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Why an answer has no receipt."""
+    """The reason for which an answer has no receipt."""
 
     refused: str
 

@@ -16,7 +16,7 @@ from edgeinfer.runtime.event_stream import CollectedAnswer, CollectedCall
 _TEXT_KEYS = ("content", "text", "response", "result")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _ARGUMENT_KEYS = ("arguments", "partial_json", "input")
-#: Keys of objects, or lists of them, that have these: the first ones in each answer.
+#: Keys of the objects, or lists of objects, in which `_TEXT_KEYS` stand; the first are in each answer.
 _ANSWER_KEYS = ("message", "delta", "content", "output")
 _OTHER_KEYS = ("choices", "content_block", "tool_calls", "function", "item", "part", "response")
 #: Events that end a stream without `[DONE]`.
@@ -49,7 +49,7 @@ class Quote(msgspec.Struct, kw_only=True):
 
         `prompt` may come first (`echo`). `is_cut`: the end of the text, or of a call, was kept back.
         """
-        raw = answer.reasoning + answer.text  # some APIs join both
+        raw = answer.reasoning + answer.text  # some APIs join reasoning and text
 
         def is_one_of(text: str, *texts: str) -> bool:
             return text in texts or (is_cut and any(whole.startswith(text) for whole in texts))
@@ -87,7 +87,7 @@ def _canonical(arguments: str | dict[str, Any]) -> str:
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A receipt as it was found, with each copy of its answer; a `lone` one is a file of its own."""
+    """A receipt in a reply, with each copy of its answer. `is_lone`: the receipt is the whole file."""
 
     source: str = ""
     document: dict[str, Any]
@@ -224,7 +224,7 @@ def _pieces(document: dict[str, Any], index: int, number: int) -> Iterator[_Piec
     while pending:
         node, index, number = pending.pop()
         if node.keys() & set(_ANSWER_KEYS):
-            yield index, "text", "", 0  # an answer without text is one, too
+            yield index, "text", "", 0  # an empty text is compared, too
         is_reasoning = "reasoning" in _string(node.get("type"))
         for key in (*_TEXT_KEYS, *_REASONING_KEYS):
             if isinstance(text := node.get(key), str):

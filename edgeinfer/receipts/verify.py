@@ -43,7 +43,7 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a check. One of a receipt that was not checked has only `verdict` and `reason`.
+    """Result of a check. If the receipt was not checked, only `verdict` and `reason` are set.
 
     `position` is the index of the first different token, or the answer's length. There the receipt has
     `expected`, and this engine generates `chosen`; None is an end. `mean_difference` and
@@ -138,7 +138,7 @@ class ReceiptCheck:
         request = self._request(content)
         if contradiction := self._contradiction(content, request):
             return contradiction
-        # one more token shows whether the answer continues; before a tolerance, only the prompt counts
+        # one more token shows whether the answer continues; with a tolerance, only the prompt counts
         n = len(content.answer) + self._is_whole if self._is_exact else 1
         replay = Replay(answer=content.answer[:n], time=self._receipt.time)
         generated = self._generate(msgspec.structs.replace(request, replay=replay, max_tokens=n))
@@ -156,7 +156,7 @@ class ReceiptCheck:
         return difference or self._compare_text(generated, request.prompt)
 
     def _other_model(self) -> str:
-        """Describe how the model differs. Raises ReceiptError if another load could be compared."""
+        """Describe how the model differs. Raises ReceiptError if it fits with other load options."""
         receipt, info = self._receipt, self._engine.info
         is_newer = receipt.kernel_revision % _REVISIONS > KERNEL_REVISION % _REVISIONS
         if is_newer or receipt.kernel_revision >= 2 * _REVISIONS:

@@ -1,1 +1,1 @@
-"""The shipped file: its payload, unpacking it, running from it, a model inside it."""
+"""The one-file program ("shipped file"): its payload, unpacking, running from it, a model inside it."""

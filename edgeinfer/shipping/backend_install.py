@@ -18,11 +18,11 @@ from edgeinfer.snapshot_format.storage import refuse_unsafe_ancestors
 
 
 def install(name: str, channel: update.Channel, job: Job) -> str:
-    """Install the library of the backend `name`; return what was done, in words.
+    """Install the library of the backend `name`; return a sentence about what was done.
 
     Raises ShippingError without a driver, a safe folder, or a library for this llama.cpp, and
-    DownloadError, ChecksumError, ReleaseUntrustedError, DiskFullError. Then an installed library is as
-    before, or, if its JSON file cannot be written, not opened until the next try.
+    DownloadError, ChecksumError, ReleaseUntrustedError, DiskFullError. After an error, an installed
+    library is as before, or, if its JSON file cannot be written, not opened until the next try.
     """
     if driver := backends.driver_problem():
         raise ShippingError(f"nothing was installed: {driver.reason}", hint=driver.fix or None)
@@ -53,7 +53,7 @@ def install(name: str, channel: update.Channel, job: Job) -> str:
 
 
 def remove(name: str) -> None:
-    """Remove the added library of the backend `name`, and what was fetched of it. Raises UsageError."""
+    """Remove the installed library of the backend `name`, and its downloads. Raises UsageError."""
     library = backends.added_dir() / backends.file_name(name)
     own = (library.name, backends.facts_path(library).name)
     with update.locked():
@@ -65,5 +65,5 @@ def remove(name: str) -> None:
 
 
 def _leftovers(library: Path) -> list[Path]:
-    """List what unfinished downloads, and processes that were killed, left next to `library`."""
+    """List the files next to `library` that unfinished downloads and killed processes have left."""
     return update.list_files(library.parent, f"{library.stem}*.part*", f".{library.stem}.*.new")

@@ -3,7 +3,7 @@
 The bundle section of the file (`shipping.payload`) starts with a u64 length and JSON of that length,
 the model's record; its files follow, each at a page boundary. llama.cpp maps a GGUF from its first
 byte, so each becomes a file of the store: a clone of the same blocks if the file system supports that
-(btrfs, xfs), otherwise one copy, which is hashed meanwhile.
+(btrfs, xfs), otherwise a copy, which is hashed at the same time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import PAGE, Shipped
 from edgeinfer.shipping.unpack import app_root
 
-#: Offset of the first file in the section; the record is shorter.
+#: Offset (bytes) of the first file in the bundle section; the record before it is shorter.
 HEADER_BYTES = 64 << 10
 
 
@@ -116,7 +116,7 @@ def _clone(source: int, start: int, length: int, target: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Copy the model inside the one-file program `argv[0]` into the model store; return a status.
+    """Copy the model inside the one-file program `argv[0]` into the model store; return exit status.
 
     The program runs this (unpack.py) before its first start.
     """

@@ -166,7 +166,7 @@ def folder_name(version: str, index: bytes) -> str:
 
 def block_bytes(fd: int, shipped: Shipped, block: Block) -> bytes:
     """Read and unpack one block. Thread-safe. Raises ChecksumError."""
-    import lzma  # 1 ms, only for unpacking and checking
+    import lzma  # slow import (1 ms), not needed by launches
 
     packed = os.pread(fd, block.size, shipped.payload_offset + block.offset)
     try:

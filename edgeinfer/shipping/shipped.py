@@ -15,8 +15,8 @@ TYPE_CHECKING = False  # importing typing costs 3 ms, which the launcher would p
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Variable with the shipped file that started this process or its launcher; absent in a checkout or an
-#: installation.
+#: Environment variable with the path of the shipped file that started this process or its launcher; not
+#: set in a checkout or an installation.
 FILE_VARIABLE = "EDGEINFER_FILE"
 #: Program of the unpacked application.
 APP_PROGRAM = "edgeinfer-app"
@@ -54,7 +54,7 @@ def is_shipped() -> bool:
 
 def app_dir() -> Path | None:
     """Return the unpacked application; None in a checkout or an installation."""
-    from pathlib import Path  # 5 ms, which the launcher does not need
+    from pathlib import Path  # slow import (5 ms): not for the launcher
 
     return Path(sys.executable).parent if is_shipped() else None
 
@@ -70,7 +70,7 @@ def program_file() -> Path | None:
 def trust_certificates() -> None:
     """Let OpenSSL find certificate authorities: the environment's, this system's, or certifi's.
 
-    The bundled OpenSSL only looks where Debian has them.
+    The bundled OpenSSL only looks for them where Debian has them.
     """
     if os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR"):
         return
@@ -83,14 +83,14 @@ def trust_certificates() -> None:
 def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
     """Load this system's C++ library if it is newer than the bundled one; return its path, or "".
 
-    A process has only one libstdc++, and a GPU's driver may need a newer one than the bundled. Code for
-    the bundled one runs with every newer one. `libstdc++.so.6` links to a versioned name.
+    A process has only one libstdc++, and a GPU's driver may need a newer one than the bundled one. Each
+    is compatible with all older ones. `libstdc++.so.6` links to a versioned name.
     """
     own_version = _cxx_version(f"{os.path.dirname(sys.executable)}/_internal")
     newest = max((_cxx_version(folder), folder) for folder in folders)
     if newest[0] <= own_version:
         return ""
-    import ctypes  # 2 ms, only on newer systems
+    import ctypes  # slow import (2 ms)
 
     path = f"{newest[1]}/{_CXX}"
     try:

@@ -125,7 +125,7 @@ def _unpack_blocks(
     for directory in {os.path.dirname(name) for name in names}:
         (scratch / directory).mkdir(mode=0o755, parents=True, exist_ok=True)
     numbers = sorted(range(len(index.blocks)), key=lambda n: index.blocks[n].raw, reverse=True)
-    largest_first = iter(numbers)  # shared by the threads; so the last one to finish has a small block
+    largest_first = iter(numbers)  # shared by the threads: large blocks begin first
     failures: list[BaseException] = []
     lock = threading.Lock()
     done = 0
@@ -172,8 +172,8 @@ def _write(path: Path, data: bytes | memoryview, mode: int) -> None:
     with open(fd, "wb") as out:
         out.write(data)
         out.flush()
-        os.fchmod(fd, mode)  # whatever the umask was
-        os.fsync(fd)  # in the threads, so that the disk works while they unpack
+        os.fchmod(fd, mode)  # independent of the umask
+        os.fsync(fd)  # here, so that the disk works while other threads unpack
 
 
 def flush(folder: Path) -> None:
@@ -193,7 +193,7 @@ def versions() -> list[Path]:
 
 
 def remove_unused(keep: Path | None = None) -> list[Path]:
-    """Remove versions that no process and no file uses. The caller holds the lock."""
+    """Remove versions that no process and no shipped file uses. The caller holds the lock."""
     removed = []
     for folder in versions():
         if folder != keep and not _has_shipped_file(folder) and not users(folder):
@@ -203,7 +203,7 @@ def remove_unused(keep: Path | None = None) -> list[Path]:
 
 
 def _has_shipped_file(folder: Path) -> bool:
-    """Return whether the version's shipped file would still start it."""
+    """Return whether the shipped file that `folder` was unpacked from still has this version."""
     try:
         source = Path((folder / SOURCE).read_text("utf-8", "surrogateescape"))
         return payload.open_shipped(source).app == folder.name
@@ -229,7 +229,7 @@ def _give_up() -> None:
 
 
 def tidy() -> None:
-    """Remove unused versions, unless another process is doing so. 0.1 ms with one version."""
+    """Remove unused versions, unless another process does so now. Takes 0.1 ms with one version."""
     if len(versions()) < 2:
         return
     with contextlib.suppress(OSError), locked(_give_up):

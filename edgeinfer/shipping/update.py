@@ -57,7 +57,7 @@ SIGNATURE = ".sig"
 PREVIOUS = "previous"
 SEEN = "seen"
 _TRIAL_S = 900
-#: How far (s) this machine's clock may be behind the publisher's.
+#: Time (s) by which this machine's clock may be behind the publisher's.
 _CLOCK_S = 24 * 3600
 #: Limits for the manifest, and for its signature: size (bytes), and time (s).
 _MANIFEST_BYTES, _MANIFEST_S = 64 << 10, 60.0
@@ -172,7 +172,7 @@ def newest(channel: Channel, folder: Path) -> Release:
     release = parse_release(_get(channel, MANIFEST), _get(channel, MANIFEST + SIGNATURE), channel.keys)
     if release.issued_s < _last_issued_s(folder / SEEN):
         raise ReleaseUntrustedError("the server offers an older manifest than before")
-    if release.issued_s > time.time() + _CLOCK_S:  # recording it would block later ones
+    if release.issued_s > time.time() + _CLOCK_S:  # if recorded, it would block later releases
         day = time.strftime("%Y-%m-%d", time.gmtime(release.issued_s))
         raise ReleaseUntrustedError(
             f"the release's manifest was issued on {day}, in the future",
@@ -259,7 +259,7 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
 
 
 def list_files(folder: Path, *patterns: str) -> list[Path]:
-    """List what is not a folder in `folder`, and whose name has one of these patterns."""
+    """List the files in `folder` whose names match one of these patterns."""
     named = (path for path in folder.glob("*") if any(fnmatch(path.name, name) for name in patterns))
     return [path for path in named if path.is_symlink() or not path.is_dir()]
 
@@ -275,14 +275,14 @@ def place_verified(
     remote = download.Remote(
         url=source, file_name=file.name, origin=source, size_bytes=file.size_bytes, sha256=file.sha256
     )
-    n_needed = file.size_bytes  # space for the copy; `fetch` checks that for the download
+    n_needed = file.size_bytes  # space for the copy; `fetch` reserves its own
     if os.stat(folder).st_dev == os.stat(target.parent).st_dev:
         n_needed += file.size_bytes - disk.size_or_zero(folder / (file.name + download.PART))
     disk.require_free_space(target.parent, n_needed, f"{file.name}, fetched and then copied,")
     job.begin("downloading", file.name, total=file.size_bytes)
     partial = download.fetch(remote, folder, job)
     with open(disk.open_regular(partial), "rb") as fetched, disk.durable_file(target, mode) as out:
-        # the digest of the bytes that are written: the file may change before they are
+        # hash the bytes that are written: the file may change between a check and the copy
         digest = disk.sha256_of_part(
             fetched.fileno(), 0, file.size_bytes, lambda chunk, _done: out.write(chunk)
         )
@@ -295,7 +295,7 @@ def place_verified(
 
 
 def _try_out(candidate: Path, version: str, config: Path) -> None:
-    """Raise unless the candidate has `version`, starts, loads llama.cpp, and answers.
+    """Raise ShippingError unless the candidate has `version`, loads llama.cpp, and answers.
 
     `config` becomes a copy of the user's configuration with which the test leaves no trace.
     """
@@ -367,9 +367,9 @@ def back(program: Path, folder: Path) -> str:
 def _swap(program: Path, candidate: Path, folder: Path) -> None:
     """Keep `program` as the previous file, and replace it by `candidate` with one rename."""
     previous = folder / PREVIOUS
-    with unpack.locked():  # no other process may remove a version meanwhile
+    with unpack.locked():  # prevents the removal of versions
         _place(program, folder / ".previous")
-        _name_source(candidate)  # after each step, even a crash, both applications have their file
+        _name_source(candidate)  # so that after a crash, too, both versions have a file
         os.replace(folder / ".previous", previous)
         _name_source(previous)
         os.replace(candidate, program)

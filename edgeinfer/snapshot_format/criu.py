@@ -1,4 +1,4 @@
-"""Find a CRIU that works, choose its privileges, and run it; only this module does.
+"""Find a CRIU that works, choose its privileges, and run it. No other module runs CRIU.
 
 A tier says which privileges CRIU has. Tiers are tried in this order:
 
@@ -48,7 +48,7 @@ _TMPFS = "/dev/shm"  # noqa: S108  our folder there is checked
 
 
 class Probe:
-    """Whether CRIU works. If `tier` is None it does not: `reason` says why, `fix` what to do."""
+    """Result of a search for a working CRIU. If `tier` is None, `reason` says why, `fix` what to do."""
 
     def __init__(
         self, tier: str | None, reason: str, fix: str = "", criu: str = "", version: str = ""

@@ -1,4 +1,4 @@
-"""Compare a snapshot with its machine and files in 1 ms, before CRIU, which compares only sizes."""
+"""Check in 1 ms whether a snapshot fits machine and files; CRIU itself compares only files' sizes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def machine_keys() -> dict[str, str]:
         "python": sys.version.split()[0],
         "program": program,
         "environment": environment,
-        # if the page size differs, so does the kernel; this is the clearer reason
+        # another page size means another kernel, but is the clearer reason
         "page size": str(os.sysconf("SC_PAGE_SIZE")),
         "kernel": system.release,
         "architecture": system.machine,
@@ -54,7 +54,7 @@ def machine_keys() -> dict[str, str]:
 
 
 def _models_toml() -> str:
-    """Return the mtime (ns) of the user's models.toml, which a snapshot has read; "" if none."""
+    """Return the mtime (ns) of the user's models.toml, "" without one: a snapshot has read it."""
     try:
         return str(os.stat(f"{paths.base('config')}/models.toml").st_mtime_ns)
     except OSError:

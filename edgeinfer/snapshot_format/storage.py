@@ -1,4 +1,4 @@
-"""How snapshots are stored: names, files, manifest and its version. Standard library only.
+"""The format of stored snapshots: names, files, manifest and its version. Standard library only.
 
     SNAPSHOTS/                          0700, this user's
       NAME@GENERATION-PROGRAM/          0700. GENERATION is the time of the build (hexadecimal), PROGRAM
@@ -47,7 +47,7 @@ PARK_LOG = "park.log"
 SEPARATOR = "@"
 PROGRAM_SEPARATOR = "-"
 OPTION_SEPARATOR = ","
-#: In no name that a user may choose, so that no such name looks like an option and its value.
+#: Separates an option from its value. User-given names cannot contain it, so none looks like an option.
 _VALUE_SEPARATOR = "="
 
 #: Key of a manifest's `keys`: the pulled model's quantization, such as "Q4_K_M".
@@ -181,7 +181,7 @@ def read_manifest(folder: str) -> Manifest:
 def safe_name(model: str) -> str:
     """Turn a model's name or path into a file name: `a/b.gguf` → `b.gguf+1f2e3d4c` (with a hash)."""
     plain = model.lower()
-    if plain.startswith(paths.EXTERNAL_PREFIXES):  # these programs ignore letter case and `:latest`
+    if plain.startswith(paths.EXTERNAL_PREFIXES):  # letter case and `:latest` do not matter
         plain = plain.removesuffix(paths.LATEST) if plain.startswith("ollama/") else plain
         model = f"{plain}+{short_hash(plain)}"
     elif "/" in model or model.endswith(".gguf"):

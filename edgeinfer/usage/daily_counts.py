@@ -61,7 +61,7 @@ _TABLE = (
 )
 _ADD = "INSERT INTO count VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n"
 
-#: In place of a bin, for daily sums: `ps --usage` shows them, and `drift` ignores them.
+#: Stands for the bin in rows of daily sums, which `ps --usage` shows and `drift` ignores.
 _SUM = "sum"
 #: Number of a bin, or a category like "stop".
 Bin = int | str
@@ -247,7 +247,7 @@ def _tool_calls(request: GenerateRequest, answer: CollectedAnswer, n_broken: int
 
 
 def bin_of(aggregate: str, value: float | str) -> Bin:
-    """Return the bin of a value: for a category itself, otherwise a number.
+    """Return the bin of a value: of a category, the category itself; of a number, the bin's number.
 
     Shares have 20 bins of equal width, numbers four bins per doubling.
     """

@@ -196,7 +196,7 @@ class RemoteEngine(ForwardingEngine):
         return not self._closed
 
     def health(self) -> str:
-        """Return why the engine cannot generate, or "". (A worker ends if its decode loop fails.)"""
+        """Return why the engine cannot generate, or "". A worker ends if its decode loop fails."""
         return self._gone().message if self._closed else ""
 
     @property
@@ -311,7 +311,7 @@ def serve_engine(
     `load` also returns how this process started, which may change while it loads.
     """
     wire = FrameSocket(sock)
-    with contextlib.suppress(OSError):  # the client has ended: so does this process
+    with contextlib.suppress(OSError):  # the client has ended: this process ends, too
         try:
             engine, start = load(lambda stage, fraction: wire.send(Loading(stage, fraction)))
         except EdgeInferError as error:

@@ -10,7 +10,7 @@ from edgeinfer.errors import EdgeInferError
 from edgeinfer.runtime.options import EngineInfo, ReplicaInfo, ReplicasInfo
 from edgeinfer.workers.replicas import Replica, ReplicatedEngine
 
-#: Interval (s) at which replicas are checked. (Only a running request notices at once that one ended.)
+#: Interval (s) at which replicas are checked. A running request notices the end of its replica at once.
 _LOOK_S = 0.25
 #: Pause (s) before a replica is started again, after the 1st, 2nd, … failure in a row.
 _PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)

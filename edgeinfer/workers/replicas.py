@@ -89,7 +89,7 @@ class ReplicatedEngine(ForwardingEngine):
         return routed.stream
 
     def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
-        """Change the LoRA adapters of all replicas, also of later ones; if one fails, of none."""
+        """Change the LoRA adapters of all replicas, also of later ones; if one refuses, of none."""
         with self._changing_adapters:
             before = self._info.lora
             try:
