@@ -123,7 +123,7 @@ class EngineHost:
     ) -> ModelFiles:
         """Find the files of a model, and of its `draft` model (a name or the path of a GGUF).
 
-        A file of another program is hashed at its first use; `progress` (default: stderr) is told.
+        A file of another program is hashed at its first use, reported to `progress` (default: stderr).
         Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError, ModelLoadError.
         """
         ref = self.resolve(model) if isinstance(model, str) else model
@@ -137,7 +137,7 @@ class EngineHost:
     def engine(
         self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
     ) -> Engine:
-        """Load `model` here. Raises what `files` raises, ModelLoadError, OutOfMemoryError."""
+        """Load `model` in this process. Raises ModelLoadError, OutOfMemoryError, and like `files`."""
         self._reached("load")
         return self._load(self.files(model, progress, draft=options.draft), options, progress)
 
@@ -154,7 +154,7 @@ class EngineHost:
         return engine
 
     def attach_devices(self, engine: LlamaEngine, options: LoadOptions) -> None:
-        """Let `engine` attach GPUs as this launch wants, while the CPU computes already."""
+        """Let `engine` attach GPUs by this launch's options; the CPU computes until that is done."""
         from edgeinfer.runtime.llama.backends import OffloadRequest
 
         engine.attach_devices(
@@ -214,7 +214,7 @@ class EngineHost:
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
         """Snapshot a loaded `model` without delaying its requests; return when it is done.
 
-        `name` "" chooses a name. Raises SnapshotsUnavailableError, SnapshotError.
+        With `name` "", a name is derived. Raises SnapshotsUnavailableError, SnapshotError.
         """
         reason = self.start.reason or "the `edgeinfer` command did not start this process"
         raise SnapshotsUnavailableError(

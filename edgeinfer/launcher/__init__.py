@@ -35,8 +35,8 @@ def main() -> int:
 
         Launcher(argv, exec_ns, main_ns).run()
     if getattr(sys, "frozen", False):
-        # the shipped file contains two programs: this launcher and, with the modules of `cli`, the
-        # application (shipping.shipped), which continues here
+        # the shipped file contains two programs: this launcher, and the application, which has the
+        # modules of `cli` (shipping.shipped)
         import os
 
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])

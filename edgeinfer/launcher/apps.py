@@ -169,7 +169,7 @@ class Apps:
         is_verb = app.request.role == "verb"
         _describe_this_process(request)
         request.exec_ns = request.main_ns = request.spawn_ns = spawn_ns
-        if is_verb:  # the verb's launch began with this process, a worker's just now
+        if is_verb:  # a verb's launch began with this process, a worker's begins now
             request.exec_ns, request.main_ns = self._exec_ns, self._main_ns
         request.is_named = is_verb and bool(self.choice.snapshot)
         request.expected_model = self.choice.model

@@ -21,7 +21,7 @@ _LOG_BYTES = 256 << 10
 class Builds:
     """Starts builds of snapshots for a launch.
 
-    Background builds outlive the launcher; a build that a client waits for ends with it.
+    Background builds outlive the launcher; a build that a client waits for ends with the launcher.
     """
 
     def __init__(self, poll: select.poll) -> None:
@@ -52,7 +52,7 @@ class Builds:
         self._poll.register(fd, select.POLLIN)
 
     def has_ended(self, fd: int) -> bool:
-        """Return whether `fd`, which poll has reported, is that of a build, which is then reaped."""
+        """Return whether `fd`, which poll has reported, belongs to a build; then reap that build."""
         pid = self._builds.pop(fd, 0)
         if not pid:
             return False

@@ -180,7 +180,7 @@ class Launcher:
     # --- ending
 
     def _finish(self, app: LaunchedApp, ending: str, reason: str = "") -> None:
-        """Start the app of `serve` again after a crash; or exit like it ("exit N", "signal N")."""
+        """Restart the app of `serve` after a crash, or exit like the app ("exit N", "signal N")."""
         event, _, text = ending.partition(" ")
         number = int(text)
         crashed = event == "signal" or number == _UNEXPECTED

@@ -95,7 +95,7 @@ class WorkerStarted(LauncherMessage):
 
 
 class WantSnapshot(LauncherMessage):
-    """App to launcher: build the snapshot that was missing, after the app has ended or `now`."""
+    """App to launcher: build the missing snapshot after the app has ended, or, with `now`, at once."""
 
     model: str
     options: bytes

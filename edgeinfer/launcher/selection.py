@@ -48,7 +48,7 @@ class LaunchChoice:
 
 
 def launch_choice(argv: list[str]) -> LaunchChoice:
-    """Return the choice that a command line makes; config.toml decides what is not typed."""
+    """Return the choice that a command line makes; config.toml supplies what is not typed."""
     line, config = CommandLine(argv), read_config()
     snapshot = line.value("--snapshot")
     load = {} if snapshot else config.get("load", {})
@@ -153,8 +153,8 @@ def find(model: str, options: dict[str, str]) -> tuple[str, storage.Manifest]:
 def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, storage.Manifest]:
     """Find a snapshot by its full name, or by the name that a user gave it, first for this model.
 
-    Raises SnapshotMissingError if it is missing or has other options, otherwise the error that refuses
-    it.
+    Raises SnapshotMissingError if it is missing or has other options, otherwise the error for
+    which it is refused.
     """
     root = paths.snapshots_path()
     all_of = storage.generations(root, fingerprint.program_tag())

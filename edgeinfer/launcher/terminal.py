@@ -1,7 +1,7 @@
 """Restore the terminal after an app that died without doing so.
 
 If the launcher is killed, its app dies too, and neither can restore the terminal. A forked child does
-it then: it waits on a pipe whose other end only the launcher has. It costs one fork and 0.1 MB.
+it then: it waits on a pipe whose other end only the launcher has. The child costs 0.1 MB.
 """
 
 from __future__ import annotations

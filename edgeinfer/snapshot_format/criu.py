@@ -132,7 +132,7 @@ def probe() -> Probe:
     return _tier(path, ".".join(map(str, version)))
 
 
-#: Why no snapshot can be built in most containers and in WSL2.
+#: Reason why no snapshot can be built in most containers and in WSL2.
 FILTERED = "a seccomp filter, which every process has here, prevents building snapshots"
 
 

@@ -54,7 +54,7 @@ def machine_keys() -> dict[str, str]:
 
 
 def _models_toml() -> str:
-    """Return the mtime (ns) of the user's models.toml, "" without one: a snapshot has read it."""
+    """Return the mtime (ns) of the user's models.toml, which a parked process has read, or ""."""
     try:
         return str(os.stat(f"{paths.base('config')}/models.toml").st_mtime_ns)
     except OSError:

@@ -151,8 +151,8 @@ def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
 def refuse_unsafe_ancestors(path: str) -> None:
     """Raise SnapshotUnsafeError if another user could replace a folder above `path`.
 
-    A folder may be a symbolic link; then the folders above its target count, too. Where root has no
-    number, in a process that was restored without root, the owner of "/" is root.
+    A folder may be a symbolic link; then the folders above its target count, too. In a process
+    that was restored without root, there is no user 0: the owner of "/" counts as root.
     """
     trusted = {0, os.getuid(), os.stat("/").st_uid}
     while path.strip("/"):
@@ -162,7 +162,7 @@ def refuse_unsafe_ancestors(path: str) -> None:
         if not {info.st_uid, link.st_uid} <= trusted or others_write:
             raise SnapshotUnsafeError(f"other users can change {path}", hint=f"chmod go-w {path}")
         if info.st_ino != link.st_ino or info.st_dev != link.st_dev:
-            # ends with "/": the target itself is checked, too
+            # the final "/" makes this call check the target itself, too
             refuse_unsafe_ancestors(os.path.join(os.path.dirname(path), os.readlink(path), ""))
 
 

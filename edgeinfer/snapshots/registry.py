@@ -96,7 +96,7 @@ def is_own(folder: Path) -> bool:
 
 
 def is_orphan(folder: Path) -> bool:
-    """Return whether the program or venv that built the snapshot was removed; False if unreadable."""
+    """Return whether the program or venv that built the snapshot was removed; False if unknown."""
     try:
         return not (is_own(folder) or all(map(os.path.exists, _program_paths_of(folder))))
     except EdgeInferError:
@@ -137,7 +137,7 @@ def last_used_s(folder: Path) -> float:
 
 
 def list_snapshots() -> list[ListedSnapshot]:
-    """List all programs' snapshots by name, of several builds only the newest."""
+    """List the snapshots of all installations by name; of several builds, only the newest."""
     newest: dict[tuple[str, str], str] = {}
     for name, folders in storage.generations(str(paths.snapshots_dir())).items():
         for generation in folders:

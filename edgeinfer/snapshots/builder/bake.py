@@ -54,7 +54,7 @@ class Run(NamedTuple):
 
 
 class BakeResult(NamedTuple):
-    """Sizes (bytes) of `memory.img`, on disk, and of pages left to CRIU; number of memory areas."""
+    """Sizes (bytes): `memory.img`, its disk space, pages left to CRIU; and number of memory areas."""
 
     memory_bytes: int
     disk_bytes: int

@@ -124,7 +124,7 @@ class ImageMessage(list[Field]):
         return ImageMessage(fields)
 
     def with_parts(self, field: int, parts: Iterable[ImageMessage]) -> ImageMessage:
-        """Return a copy whose repeated field has `parts`; the field moves to the end."""
+        """Return a copy whose repeated `field` consists of `parts`; the field moves to the end."""
         remaining = [element for element in self if element.number != field]
         return ImageMessage([*remaining, *(Field(field, BYTES, name.encode()) for name in parts)])
 

@@ -46,7 +46,7 @@ from edgeinfer.units import format_bytes
 
 #: Stage name while another process builds the same snapshot.
 WAITING = "waiting for another build of this snapshot"
-#: Lock of builds at low priority, so that only one of them runs at a time.
+#: Locks of builds at low priority: only one of them runs, and only one waits, at a time.
 BACKGROUND_LOCK, _WAITING_LOCK = ".auto-warm.lock", ".auto-warm.waiting.lock"
 #: Estimated disk space (bytes) of a snapshot: Python's heap, touched KV cache, compute buffers.
 _NEED_BYTES = 400 << 20
@@ -189,7 +189,7 @@ def take(
     """Build a snapshot of what `description` says a running process has loaded.
 
     Without `given_name`, it gets the name of the snapshot from which that process was resumed. Returns
-    its details, and False if the same snapshot existed already. It runs at the lowest priority, one
+    its details, and False if the same snapshot existed already. Builds run at the lowest priority, one
     build at a time. Raises SnapshotStaleError if a file has changed since that process loaded it, and
     like `build`.
     """

@@ -189,7 +189,7 @@ class AppHost(EngineHost):
         #: `run` and `batch` end soon: they request a snapshot only if the same options are used twice.
         self._long_lived = self._is_worker or request.argv[0] in ("chat", "serve")
         # a chat shows the reason of a cold start in its status line; a worker sends it to its client,
-        # its stderr may be the terminal on which a chat draws
+        # because its stderr may be the terminal on which a chat draws
         is_silent = self._is_worker or request.argv[:1] == ("chat",)
         self._hint = "" if is_silent else request.hint
         self._named = request.is_named
@@ -210,7 +210,7 @@ class AppHost(EngineHost):
 
     @property
     def loaded_model(self) -> str:
-        """Name of the model with which this process was resumed; "" if none or closed."""
+        """Name of the model with which this process was resumed; "" if none, or closed since."""
         return self._loaded.model if self._loaded and self._loaded.is_open else ""
 
     def files(

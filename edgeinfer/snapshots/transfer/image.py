@@ -40,7 +40,7 @@ Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class ImageStore(Protocol):
-    """Where one image is kept: an OCI layout in a folder, or a tag in a registry."""
+    """A place for one image: an OCI layout in a folder, or a tag in a registry."""
 
     def manifest_content(self) -> bytes: ...
 

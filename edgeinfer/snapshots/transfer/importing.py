@@ -107,7 +107,7 @@ def _store_files(image: ImageStore, description: SnapshotDescription, progress: 
 
 
 def _find_pulled(description: SnapshotDescription) -> store.PulledModel | None:
-    """Return the pulled model with these files, or None. Raises SnapshotStaleError for another."""
+    """Return the pulled model of these files, or None. Raises SnapshotStaleError for other files."""
     digests = [file.sha256 for file in description.model_files]
     pulled = resolve(description.model).pulled
     if pulled is None:
