@@ -34,7 +34,7 @@ from edgeinfer.errors import ServeError
 from edgeinfer.platform.energy import EnergyMeter
 from edgeinfer.safe_text import without_controls
 
-#: Maximum number of bytes of an answer that are read, and maximum seconds.
+#: Maximum size (bytes) of an answer, and maximum time (s) to read it.
 _MOST_BYTES, _MOST_S = 64 << 20, 1800.0
 _READ_BYTES, _CONNECT_S = 64 << 10, 10.0
 _CHARACTERS_OF_ERROR = 300
@@ -217,7 +217,7 @@ _FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {}),
     ("/v1/chat/completions", {}),
 )
-#: Bytes that the fixed job hashes.
+#: Bytes that `noise_ms` hashes.
 _NOISE = bytes(16 << 20)
 _FEW, _MORE = 32, 160
 

@@ -22,7 +22,7 @@ from edgeinfer.platform.process import SignalHandlers, start_child
 
 #: Name of this endpoint, for agents that name their providers.
 PROVIDER = "edgeinfer"
-#: Share of the context that one answer may fill is 1 divided by this.
+#: One answer may fill the length of the context divided by this.
 _ANSWER_SHARE = 8
 _ANSWER_TOKENS = 8192
 #: Default of `room_tokens`: context for answers and tool results.
@@ -78,7 +78,7 @@ AGENTS: dict[str, Agent] = {}
 def _agent(
     title: str, install: str, first_tokens: int, user_agent: str, room_tokens: int = _ROOM_TOKENS
 ) -> Callable[[_SetupFunction], _SetupFunction]:
-    """Register an agent; the decorated function makes its setup and has its name."""
+    """Register an agent: the decorated function has the agent's name, and makes its setup."""
 
     def register(setup: _SetupFunction) -> _SetupFunction:
         name = setup.__name__
@@ -90,7 +90,7 @@ def _agent(
 
 @_agent("Claude Code", "npm install -g @anthropic-ai/claude-code", 12_101, "claude-cli/", 20_000)
 def claude(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Set environment variables that map all of Claude Code's models to this one."""
+    """Set environment variables that map all of Claude Code's models to the target's."""
     models = ("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
     sizes = ("OPUS", "SONNET", "HAIKU")
     window = {}
@@ -113,7 +113,7 @@ def claude(target: AgentTarget, _folder: Path) -> AgentSetup:
 
 @_agent("Codex", "npm install -g @openai/codex", 6_248, "codex_")
 def codex(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Override Codex's configuration by arguments; a variable holds the API key."""
+    """Override Codex's configuration by arguments; an environment variable has the API key."""
     provider = f"model_providers.{PROVIDER}"
     overrides: dict[str, Any] = {
         "model": target.model,
@@ -134,7 +134,7 @@ def codex(target: AgentTarget, _folder: Path) -> AgentSetup:
 
 @_agent("opencode", "npm install -g opencode-ai", 7_377, "opencode/")
 def opencode(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Set a variable that contains a configuration, which overrides the user's."""
+    """Set an environment variable that contains a configuration, which overrides the user's."""
     limit = {"context": target.n_ctx, "output": target.answer_tokens}
     name = f"{PROVIDER}/{target.model}"
     content = {

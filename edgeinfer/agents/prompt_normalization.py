@@ -60,7 +60,7 @@ RULES = (
         "environment",
         "lines that name a project's folder; in Codex's turn about it, such parts move to the end",
         "first user turn",
-        _lines(  # as they are written by pi, Claude Code, opencode and qwen-code
+        _lines(  # in the words of pi, Claude Code, opencode and qwen-code
             r"Current working directory: .*\n?",
             r" - (?:Primary working directory|Is a git repository): .*\n?",
             r"  (?:Working directory|Workspace root folder|Is directory a git repo): .*\n?",
@@ -192,7 +192,7 @@ def _is_system(turn: Message) -> bool:
 
 
 def _merge_standing(system: list[Message], messages: list[Message]) -> bool:
-    """Append system turns before the first answer to the last system turn; return whether any moved."""
+    """Move system turns before the first answer to the end of `system`; return whether any moved."""
     before = list(itertools.takewhile(lambda turn: turn.role not in ("assistant", "tool"), messages))
     standing = list(filter(_is_system, before))
     if not standing or not system:

@@ -20,7 +20,7 @@ from edgeinfer.tools.tool_use import ToolUse, uses_of
 
 
 class AnswerWriter(CollectedAnswer):
-    """Stores an answer while it is generated: `turn` is its first state; `done`, its last, or None."""
+    """Stores an answer while it is generated: `turn` is the turn at first, `done` the ended one."""
 
     def __init__(
         self,

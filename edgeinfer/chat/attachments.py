@@ -24,7 +24,7 @@ MAX_BYTES = 4 << 20
 #: Prefix of the numbered names of pasted texts.
 PASTED = "pasted text"
 
-#: Maximum number of files of an attached folder. Hidden subfolders are left out, and those named here.
+#: Maximum number of files of an attached folder. Hidden subfolders and those in _LEFT_OUT are skipped.
 _MAX_FILES = 1000
 _LEFT_OUT = ("CVS", "node_modules", "__pycache__")
 

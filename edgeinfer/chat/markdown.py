@@ -127,7 +127,7 @@ class GrowingMarkdown:
             self._open, self._searched = self._open[length:], 0
 
     def _code(self, fence: re.Match[str]) -> tuple[list[Block], int, int]:
-        """Parse the fenced block at the start; return blocks, how many are final, characters read."""
+        """Parse the fenced block at the start; return it, the number of final blocks, their length."""
         text = self._open
         closing = re.compile(rf"^ {{0,3}}{fence[2]}{fence[2][0]}*[ \t]*$", re.MULTILINE)
         closing_line = closing.search(text, max(fence.end(), self._searched))
@@ -146,7 +146,7 @@ class GrowingMarkdown:
         return [block], 1, closing_line.end() + 1
 
     def _parse(self) -> tuple[list[Block], int, int]:
-        """Parse all text; return blocks, how many are final (a later one began), characters read."""
+        """Parse all text; return blocks, the number of final ones (all but the last), their length."""
         text = self._open[:_MAX_BLOCK]
         tokens = parser().parse(text)
         starts = [i for i, token in enumerate(tokens) if token.level == 0 and token.nesting >= 0]

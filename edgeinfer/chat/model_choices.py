@@ -35,7 +35,7 @@ class ModelChoice(ModelSummary, frozen=True, kw_only=True):
 
     @property
     def state(self) -> Literal["warm", "here", ""]:
-        """ "warm" if it has a snapshot, "here" if its files are, otherwise ""."""
+        """ "warm" if the model has a snapshot, "here" if it is on this machine, otherwise ""."""
         if self.warm:
             return "warm"
         return "here" if self.pulled else ""
@@ -65,7 +65,7 @@ def first_run_offer(setup: ChatSetup, rows: Sequence[ModelChoice]) -> list[First
 
 
 def describe_offer(choice: FirstRunChoice) -> str:
-    """Return `comfortable · 812.0 MB · Apache-2.0 · about 24 tokens/s`."""
+    """Describe a model in one line: `comfortable · 812.0 MB · Apache-2.0 · about 24 tokens/s`."""
     size, licence = format_bytes(choice.model.stored_bytes), choice.model.licence
     return f"{choice.role} · {size} · {licence} · about {choice.tokens_per_s:.0f} tokens/s"
 

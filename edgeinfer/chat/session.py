@@ -179,7 +179,7 @@ class ChatSession:
         return is_new
 
     def follow(self) -> CollectedAnswer:
-        """Return what another process has added to its answer meanwhile. Raises StoreError."""
+        """Return what another process added to its answer since the last call. Raises StoreError."""
         turn = self.answer_elsewhere
         rows = self.store.pieces(turn.id, self._journal_id) if turn is not None else ()
         new = CollectedAnswer("".join(row[1] for row in rows), "".join(row[2] for row in rows))
@@ -472,7 +472,7 @@ class ChatSession:
     def request_if_sent(
         self, text: str, attachments: Sequence[Attachment] = (), editing: int | None = None
     ) -> GenerateRequest | None:
-        """Return the request that sending `text` now would make (for question `editing`), or None."""
+        """Return the request that sending `text` now would make (for question `editing`), if any."""
         edited = self._turns.get(editing) if editing is not None else None
         parent_id = self._parent_of_next()
         if edited is not None:

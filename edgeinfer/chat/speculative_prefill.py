@@ -39,7 +39,7 @@ class PrefillRequest:
 class SpeculativePrefill:
     """Prefills the request that Enter would send, at the lowest priority, one at a time.
 
-    `cached_tokens` is how many of its tokens are in the KV cache, as last reported by the engine.
+    `cached_tokens` is how many tokens of the request are in the KV cache, by the engine's last report.
     """
 
     def __init__(self, session: ChatSession, clock: Callable[[], float] = time.monotonic) -> None:

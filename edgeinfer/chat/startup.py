@@ -77,7 +77,7 @@ class Engines:
     def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
         """Return an engine of `model`, loading it if necessary, and close the previous one.
 
-        `n_ctx` None stands for that of `options`. Raises what `EngineHost.engine` raises; then the
+        `n_ctx` None means the context of `options`. Raises what `EngineHost.engine` raises; then the
         previous engine stays open.
         """
         options = self.options if n_ctx is None else msgspec.structs.replace(self.options, n_ctx=n_ctx)

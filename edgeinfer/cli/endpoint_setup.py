@@ -182,8 +182,8 @@ async def _purge_daily() -> None:
 class ModelLoader:
     """Loads the default model into this process at first, and all later models into workers.
 
-    `name` is the default model's in requests, `model` its reference, or its full name if this process
-    was resumed with it.
+    `name` is the default model's name in requests, `model` its reference, or its full name if this
+    process was resumed with it.
     """
 
     def __init__(

@@ -143,7 +143,7 @@ def _request(pending: PendingRequest | None) -> Request | None:
 
 
 class MetricsExport:
-    """Exports an endpoint's metrics to Ray, which adds the prefix `ray_` and labels of its own."""
+    """Exports an endpoint's metrics to Ray, which adds the prefix `ray_` and its own labels."""
 
     def __init__(self) -> None:
         self._gauges: dict[str, metrics.Gauge] = {}

@@ -118,7 +118,7 @@ def _response(start: ResponseStart, chunks: AsyncIterator[Chunk], dialect: Diale
 
 
 async def _pieces(chunks: AsyncIterator[Chunk], dialect: Dialect | None) -> AsyncIterator[bytes]:
-    """Yield the body. If the replica dies, a stream with a `dialect` ends by its error event."""
+    """Yield the response's body. If the replica dies, end it with an error event of `dialect`."""
     try:
         async for chunk in chunks:
             assert isinstance(chunk, bytes)

@@ -27,7 +27,7 @@ from edgeinfer.tui.composer import AttachmentList, Completions, Composer, Queue
 from edgeinfer.tui.transcript import Transcript
 from edgeinfer.tui.view import ChatView, Loader, Streaming
 
-#: What the user may do if the context is full and has older turns: command, label, explanation.
+#: The user's choices if the context is full and has older turns: command, label, explanation.
 _FULL_CONTEXT_CHOICES = (
     ("drop", "Leave the oldest turns out", "they stay in the conversation, but are no longer sent"),
     ("summarise", "Summarise the oldest turns", "a short summary is sent in their place"),

@@ -1,4 +1,4 @@
-"""Run the app once without a terminal: a snapshot made afterwards has lazy imports and parsed styles.
+"""Run the app once without a terminal, so that a snapshot has its lazy imports and parsed styles.
 
 It uses no user data, configuration or file: the store is in memory, and the engine is scripted.
 """

@@ -117,7 +117,7 @@ class Loader:
         self._model = model
         self._serial += 1
         self.progress = f"loading {model}…"
-        # not a Textual worker: the app would wait for it before it ends
+        # a plain thread: the app would not end before a Textual worker has ended
         arguments = (model, n_ctx, self._serial)
         threading.Thread(target=self._load, args=arguments, name=f"load {model}", daemon=True).start()
 
@@ -252,7 +252,7 @@ class ChatView:
 
     @property
     def start_text(self) -> str:
-        """Start of the chat, e.g. `resumed in 84 ms`; without a time until the model is loaded."""
+        """Text about the start: `resumed in 84 ms`; without a time until the model is loaded."""
         return describe_start(self._setup.host.start)
 
     @property
@@ -358,7 +358,7 @@ def answer_statistics(
 ) -> list[StatusPart]:
     """Return parts of the status line: context, rate, time to first token, cached tokens.
 
-    They are of the last answer. While an answer streams, `ChatView` shows its rate. Before the first
+    They describe the last answer. While an answer streams, `ChatView` shows its rate. Before the first
     answer of an opened conversation, its `cached_tokens` are shown instead of rate and times.
     """
     answers = [t for t in session.path if t.role == "assistant" and t.stats.completion_tokens]

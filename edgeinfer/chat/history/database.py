@@ -156,7 +156,7 @@ def delete_rows(db: sqlite3.Connection, ids: Sequence[int], condition: str = "")
 
 
 def clean_copies(name: str, purged: Sequence[int]) -> None:
-    """Delete copies older than 30 days, and `purged` conversations in the others. Raises StoreError."""
+    """Delete copies of over 30 days; delete `purged` conversations in newer ones. Raises StoreError."""
     for path in _list_suffixed(name, ".*.new*"):  # copies that a killed process left unfinished
         with store_errors(str(path)), contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _COPYING_S:

@@ -131,7 +131,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def owner(self) -> str:
-        """Owner of its cached prefixes, as `chat-12`, which are deleted with it; "" if not stored."""
+        """Name of its cached prefixes, `chat-12`, which are deleted with it; "" if it is not stored."""
         return f"chat-{self.id}" if self.id else ""
 
 

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, _host: EngineHost) -> BackendResult:
     """List, install or remove. Raises what `shipping.backend_install` raises."""
     from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, progress_on
-    from edgeinfer.shipping import backend_install  # 200 ms and more: httpx2, llama.cpp
+    from edgeinfer.shipping import backend_install  # slow import (200 ms and more)
     from edgeinfer.shipping.update import channel
 
     message = "libraries for GPUs (Vulkan's is in the one-file program; a checkout has `make gpu`):"

@@ -20,7 +20,7 @@ _WORDS = "words"
 
 
 class CompletionResult(Result, frozen=True, kw_only=True):
-    """A shell's script; or, for the script, completions: a word, a tab and its summary per line."""
+    """A completion script, or the completions it asks for: a word, a tab, its summary per line."""
 
     shell: str
     text: str
@@ -36,7 +36,7 @@ class CompletionResult(Result, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", type=_shell, metavar="SHELL", help="bash, zsh or fish")
     typed = parser.add_argument("typed", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    typed.required = False  # argparse would report it as missing
+    typed.required = False  # may be empty, although argparse makes REMAINDER required
 
 
 def _shell(text: str) -> str:

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _host: EngineHost) -> Result:
-    """Run every check, without changing anything. Raises ShippingError for `--verify` of a package."""
+    """Run every check, without changing anything. `--verify` may raise ShippingError."""
     if options.verify:
         return _verify()
     results = itertools.starmap(_run_check, CHECKS.items())

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> ForgetResult:
-    """Delete cached prefixes. Raises UsageError without names, InterruptedByUser if it is declined."""
+    """Delete cached prefixes. Raises UsageError without names, InterruptedByUser after a refusal."""
     # imported here: numpy takes 80 ms
     from edgeinfer.runtime.prefix_cache import block_folder, block_names
 

@@ -89,7 +89,7 @@ class ComparedModel(msgspec.Struct, frozen=True):
 
 
 class QuantizeCompareResult(Result, frozen=True, kw_only=True):
-    """Copies compared with their source, which is the first model, also in `evaluation`."""
+    """Copies compared with their source: the source is the first of `models` and of `evaluation`."""
 
     models: list[ComparedModel]
     evaluation: EvalResult
@@ -149,9 +149,9 @@ def run(options: argparse.Namespace, host: EngineHost) -> Result:
     )
 
 
-#: Tokens of prompt and answer when speed is measured.
+#: Number of tokens of prompt and answer in a measurement of speed.
 _PROMPT_TOKENS, _ANSWER_TOKENS = 256, 32
-#: Runs when speed is measured.
+#: Number of runs in a measurement of speed.
 _ROUNDS = 3
 
 

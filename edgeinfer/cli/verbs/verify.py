@@ -35,13 +35,13 @@ _STATUSES: dict[Verdict, int] = {"verified": 0, "within tolerance": 9, "not chec
 _NOTHING_CHECKED = 10
 #: Descriptions of answers that did not end by themselves.
 _CUT = {"cancelled": "that was cancelled", "deadline": "that reached its deadline"}
-#: What a verdict leaves open.
+#: Notes on what a verdict does not show.
 _ONLY_TOKENS = "only the tokens in the receipt were compared, not the text"
 _UNSIGNED = "not signed: anyone can make such a receipt, so it does not show who answered, or when"
 
 
 class Check(Verification, frozen=True, kw_only=True):
-    """The verification of a receipt of a file; `source` is its file and line.
+    """The verification of a receipt in a file; `source` is the file and line.
 
     `lacks_text`: the response's text is missing or was not compared.
     """
@@ -51,7 +51,7 @@ class Check(Verification, frozen=True, kw_only=True):
 
     @property
     def notes(self) -> list[str]:
-        """Statements about what the verdict leaves open."""
+        """Statements about what the verdict does not show."""
         is_unsigned = self.verdict in ("verified", "within tolerance") and not self.signer
         return [_ONLY_TOKENS] * self.lacks_text + [_UNSIGNED] * is_unsigned
 

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, _host: EngineHost) -> Result:
         python=platform.python_version(),
         llama_cpp_python=build.binding_version,
         llama_cpp=build.llama_version,
-        llama_cpp_commit=build.ggml_commit,  # both are built from one commit of llama.cpp
+        llama_cpp_commit=build.ggml_commit,  # ggml is a part of llama.cpp's repository
         llama_cpp_flags=build.flags,
         cpu_variant=build.cpu_variant,
         kernels=build.kernels,

@@ -105,6 +105,6 @@ def _prefill_tools(model: str, inputs: SnapshotInputs, host: EngineHost) -> int:
 
 
 def _own_name(system: str, options: LoadOptions) -> str:
-    """Return the name of a snapshot with a system prompt: not the name of the one without it."""
+    """Return a name for a snapshot with a system prompt, which must not replace the one without it."""
     text = f"{system}{snapshot_options(options)}"
     return f"system-{storage.short_hash(text)}" if system else ""

@@ -129,7 +129,7 @@ class AnswerEntry(TurnEntry):
         self.invalidate()
 
     def finish(self, turn: Turn, alternative: tuple[int, int]) -> None:
-        """Show the stored `turn`, completely drawn anew."""
+        """Show the stored `turn`; all its lines are drawn again."""
         self.turn = turn
         self.alternative = alternative
         self.streaming = False
