@@ -253,7 +253,7 @@ def to_fields(error: EdgeInferError) -> dict[str, str]:
 
 
 def from_fields(fields: Mapping[str, str | bytes]) -> EdgeInferError:
-    """Make an error from the strings of `to_fields`; of an unknown code, an `EdgeInferError`."""
+    """Make an error from the strings of `to_fields`; an `EdgeInferError` if the code is unknown."""
     text = {name: os.fsdecode(value) for name, value in fields.items()}
     cls = _by_code.get(text.get("code", ""), EdgeInferError)
     details = {name: text[name] for name in cls.details if name in text}

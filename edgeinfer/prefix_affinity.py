@@ -43,8 +43,8 @@ def prefix_hashes(*parts: object) -> tuple[int, ...]:
     """Return the hashes of a prompt's first 1,024 characters, its first 2,048 and so on.
 
     `parts` are texts, or lists and dicts of texts at any depth, in the order of the prompt. Each hash
-    is 64 bits of BLAKE2b. Two prompts have as many hashes in common as 1,024-character pieces. The last
-    hash covers the whole text, so short prompts have one too.
+    is 64 bits of BLAKE2b. Two prompts share a hash for each 1,024 characters of their common prefix.
+    The last hash covers the whole text, so short prompts have one too.
     """
     text = "\n".join(_texts(parts))
     running = blake2b(digest_size=8)

@@ -2,7 +2,7 @@
 
 This one table serves the parser (`cli.options`), the configuration (`config_file.LoadConfig`), the
 engine (`runtime.options.LoadOptions`), and the launcher, which compares options with a snapshot's
-(`launcher.selection`). Only cheap modules of the standard library, because the launcher imports this.
+(`launcher.selection`). It imports only cheap modules of the standard library, for the launcher's sake.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ GPU_LAYERS = LoadOption(
     choices=("auto", "none", "all"),
     high=1 << 16,
     metavar="auto|none|all|N",
-    of_snapshot=False,  # a resumed process attaches its devices
+    of_snapshot=False,  # a resumed process attaches GPUs itself
 )
 CONTENT_TOKENS = LoadOption(
     "special_tokens_in_content",

@@ -130,7 +130,7 @@ def _docx_texts(xml: BytesIO) -> Iterator[str]:
 
 
 def _html(data: bytes, codec: str) -> bytes:
-    """Return the text of an HTML page (in UTF-8, else `codec`), with a line for each block element."""
+    """Return the text of an HTML page (UTF-8, or else `codec`), with a line for each block element."""
     try:
         page = data.decode("utf-8-sig")
     except UnicodeDecodeError:

@@ -168,7 +168,7 @@ def is_address(url: str) -> bool:
     """Return whether a URL has no spaces, and a host and port that can exist."""
     try:
         parts = urlsplit(url)
-        (parts.hostname or "").encode("idna")  # raises at a label that the resolver would refuse
+        (parts.hostname or "").encode("idna")  # raises for a host that the resolver would refuse
         return parts.port != 0 and " " not in url  # a port above 65,535 raises
     except ValueError:
         return False

@@ -173,7 +173,7 @@ def _read_json(path: Path, kind: type[T], rm_argument: str) -> T | None:
 
 
 def write_record(record: PulledModel) -> None:
-    """Write a record, which makes its folder a model. The files must be there, verified."""
+    """Write a record, which makes its folder a model. The files must exist and be verified."""
     _write_json(record.folder / RECORD, record)
 
 

@@ -95,7 +95,7 @@ _ARCHITECTURES = {
         "63 64 57 80 62 222 226 215 214 134 135 139 216 233 93 94 98 113 278 178 131 172 124 99 293",
     ),
 }
-#: Calls for memory outside of processes, for keys, and that exploits use: memfd_create memfd_secret
+#: Calls that use memory outside of processes, or keys, or that exploits need: memfd_create memfd_secret
 #: shmget add_key request_key keyctl userfaultfd bpf perf_event_open io_uring_setup, and openat2, whose
 #: arguments a filter cannot read.
 _HIDDEN = {
@@ -109,10 +109,10 @@ _MODES = {
     "aarch64": ((52, 1), (53, 2), (452, 2), (56, 3), (33, 2)),
 }
 _SETUID_OR_SETGID = 0o6000
-#: Number of setsockopt, which must not set SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE or SO_RCVBUFFORCE.
+#: Call number of setsockopt, which must not set SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE or SO_RCVBUFFORCE.
 _SET_OPTION = {"x86_64": 54, "aarch64": 208}
 _OF_SOCKETS, _BUFFERS = 1, (7, 8, 32, 33)
-#: Numbers of socket and socketpair.
+#: Call numbers of socket and socketpair.
 _SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}
 #: Allowed socket families: inet, inet6 and netlink, which a network namespace confines. A unix socket
 #: could reach a program that listens in the folder, vsock the host of a virtual machine.
@@ -138,7 +138,7 @@ def allow_only_computation() -> None:
 
 
 def refuse_hidden_memory() -> None:
-    """Refuse system calls that use memory outside of a process, keys, or that exploits need.
+    """Refuse system calls that use memory outside of processes, or keys, or that exploits need.
 
     Also refused are setuid and setgid modes, larger socket buffers, and sockets that leave a network
     namespace. Call `linux.refuse_new_privileges` first. Works where `allow_only_computation` does.
@@ -154,7 +154,7 @@ def _install(code: bytes) -> None:
     program = _Program(len(code) // 8, code)
     if libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0):
         number = ctypes.get_errno()
-        if number not in (errno.EINVAL, errno.ENOSYS):  # these two: no seccomp in the kernel
+        if number not in (errno.EINVAL, errno.ENOSYS):  # these mean: no seccomp in the kernel
             raise OSError(number, f"prctl(PR_SET_SECCOMP): {os.strerror(number)}")
 
 

@@ -48,7 +48,7 @@ def _check(result: int, call: str) -> int:
 
 
 def clone(flags: int) -> int:
-    """Fork a process with one thread into new namespaces; 0 in the child. Raises OSError."""
+    """Fork this process, of one thread, into new namespaces; return like fork. Raises OSError."""
     number, raw_flags = _CLONE[os.uname().machine], ctypes.c_ulong(flags | _SIGCHLD)
     return _check(_libc().syscall(number, raw_flags, None, None, None, None), "clone")
 

@@ -20,7 +20,7 @@ def bind(host: str, port: int) -> list[_socket.socket]:
         addresses = _socket.getaddrinfo(node, port, 0, _socket.SOCK_STREAM, 0, _socket.AI_PASSIVE)
         for family, kind, protocol, _, address in dict.fromkeys(addresses):
             if listeners and port == 0:
-                break  # each address would get another free port: use only the first address
+                break  # with port 0, each address would get another port: use one address
             listener = _socket.socket(family, kind, protocol)
             listeners.append(listener)
             listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
@@ -38,7 +38,7 @@ def bind(host: str, port: int) -> list[_socket.socket]:
 
 
 def activated_sockets() -> list[_socket.socket]:
-    """Take over the sockets that systemd passed (sd_listen_fds(3)). Raises ServeError for others."""
+    """Return the sockets that systemd passed (sd_listen_fds(3)). Raises ServeError for wrong ones."""
     count = os.environ.pop("LISTEN_FDS", "")
     pid = os.environ.pop("LISTEN_PID", "")
     os.environ.pop("LISTEN_FDNAMES", None)

@@ -42,7 +42,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processors:
-    """CPUs that this process may use. `quota` is the limit of its control groups in CPUs."""
+    """CPUs that this process may use. `quota` is the limit (CPUs) of the process's control groups."""
 
     physical_cores: int
     logical_cpus: int
@@ -61,7 +61,7 @@ class Machine(Processors):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRate:
-    """Memory bandwidth as `threads` measured it; `busy` if other processes used the CPUs."""
+    """Memory bandwidth, measured by this many `threads`; `busy` if other processes used the CPUs."""
 
     bytes_per_s: float
     threads: int
@@ -96,7 +96,7 @@ def read_memory(root: Path = _ROOT) -> Memory:
 
 
 def read_gpus() -> tuple[str, ...]:
-    """Return the vendors of GPUs on the PCI bus, of "AMD", "Intel" and "NVIDIA"."""
+    """Return which of "AMD", "Intel" and "NVIDIA" have a GPU on the PCI bus."""
     vendors = set()
     for folder in Path("/sys/bus/pci/devices").glob("*"):
         if read_text(folder / "class").startswith("0x03"):

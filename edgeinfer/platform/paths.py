@@ -1,8 +1,8 @@
 """Paths of our folders. `EDGEINFER_HOME` puts them all below one folder.
 
 On Linux they follow the XDG base directory specification. Functions ending in `_dir` return a `Path`,
-those ending in `_path` a str for the launcher: importing `pathlib` would take 12 ms of its 40. Only
-`private_dir` creates a folder.
+those ending in `_path` a str: importing `pathlib` would take 12 of a launch's 40 ms. Only `private_dir`
+creates a folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BUNDLED_MODEL = "EDGEINFER_BUNDLED_MODEL"
 LATEST = ":latest"
 #: Prefixes of the names of other programs' models: Ollama's, Hugging Face's, LM Studio's.
 EXTERNAL_PREFIXES = ("ollama/", "hf:", "lmstudio/")
-#: Where Ollama's clients look for Ollama; the variable names another port.
+#: Address at which clients look for Ollama; EDGEINFER_OLLAMA_PORT names another port.
 OLLAMA_HOST, _OLLAMA_PORT = "127.0.0.1", 11434
 _OLLAMA_VARIABLE = "EDGEINFER_OLLAMA_PORT"
 _XDG = {
@@ -156,7 +156,7 @@ def shipped_file(name: str) -> Path:
 def make_folder(path: Path) -> None:
     """Create `path` and its missing parents with mode 0700. Raises OSError.
 
-    `mkdir(parents=True)` gives this mode only to the last: with umask 002 others could change the rest.
+    `mkdir(parents=True)` gives only the last this mode: with umask 002, a group could change the rest.
     """
     if not path.is_dir():
         make_folder(path.parent)

@@ -50,7 +50,7 @@ def ask_child(
     import threading
 
     stop = stop or threading.Event()
-    # files, because what a driver starts may keep a pipe open for ever
+    # files, not pipes: a process that a driver starts may keep a pipe open for ever
     with _memory_file(content) as stdin, _memory_file() as out, _memory_file() as err:
         child = start_child(child_command(module, *args), stdin=stdin, stdout=out, stderr=err)
         end_s = time.monotonic() + patience_s
@@ -233,7 +233,7 @@ def use_lowest_priority() -> None:
 
 
 def keep_lowest_priority() -> None:
-    """Give this process's new session the lowest priority, if the process inherited that."""
+    """Give this process's new session the lowest priority, if the process has inherited that."""
     if os.getpriority(os.PRIO_PROCESS, 0) == _LOWEST:
         use_lowest_priority()
 

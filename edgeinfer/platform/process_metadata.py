@@ -27,7 +27,7 @@ class ProcessRecord:
         self._fd = -1
 
     def write(self, value: msgspec.Struct) -> None:
-        """Replace the record's value. Does nothing on other systems than Linux."""
+        """Replace the record's value. Does nothing on systems other than Linux."""
         if self._fd < 0 and hasattr(os, "memfd_create"):
             self._fd = os.memfd_create(self._name)
         if self._fd >= 0:

@@ -63,7 +63,7 @@ class Signature(_Part, frozen=True, kw_only=True):
 class Content(_Part, frozen=True, kw_only=True, omit_defaults=True):
     """The conversation of a receipt. `request`: the fields of `GenerateRequest` that are not default.
 
-    `salt` is drawn for each receipt, so that digests do not reveal equal conversations. `logprobs` are
+    `salt` is random in each receipt, so that digests do not reveal equal conversations. `logprobs` are
     those of the answer's tokens, null for a token that a constraint forced.
     """
 

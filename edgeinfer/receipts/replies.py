@@ -16,7 +16,7 @@ from edgeinfer.runtime.event_stream import CollectedAnswer, CollectedCall
 _TEXT_KEYS = ("content", "text", "response", "result")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _ARGUMENT_KEYS = ("arguments", "partial_json", "input")
-#: Keys of the objects, or lists of objects, in which `_TEXT_KEYS` stand; the first are in each answer.
+#: Keys of nested objects, or lists of them, with text. An object with one of _ANSWER_KEYS is an answer.
 _ANSWER_KEYS = ("message", "delta", "content", "output")
 _OTHER_KEYS = ("choices", "content_block", "tool_calls", "function", "item", "part", "response")
 #: Events that end a stream without `[DONE]`.
@@ -117,7 +117,7 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
                     yield f"{name}:{number}", error
                     continue
                 document = parse_json(line + file.read(MAX_BYTES))
-            # a list is the answers to several prompts if its last one has all receipts
+            # a list is one reply, with answers to several prompts, if its last member has `receipts`
             if isinstance(document, list) and not any("receipts" in d for d in _dicts(document[-1:])):
                 problem = "this is a list; `jq -c .[]` writes its replies as lines"
                 yield f"{name}:{number}", ReceiptError(problem)
@@ -151,12 +151,12 @@ def _is_last(document: Any, *, is_event: bool) -> bool:
 def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], int]:
     """Return the receipts of a reply, and the number of its answers.
 
-    It is a receipt, a reply of the endpoint, its stream, or a line of a batch or of a payload log.
+    `documents` are a receipt, a reply or a stream of an endpoint, or a line of a batch or payload log.
     """
     documents = _dicts(documents)
     last = documents[-1] if documents else {}
     while isinstance(body := last.get("response"), dict) and isinstance(body.get("body"), dict):
-        last = body["body"]  # a line of `batch` has the reply there
+        last = body["body"]  # in a line of `batch`, the reply is here
         documents = [last]
     if "content_sha256" in last:
         return [Entry(source=source, document=last, is_lone=True)], 1
@@ -205,7 +205,7 @@ def _copy_and_pieces(document: dict[str, Any]) -> tuple[str, Iterable[_Piece]]:
     whole ("response").
     """
     kind, index = _string(document.get("type")), _number(document.get("index"))
-    if kind.startswith("content_block_"):  # Anthropic's; its index is the block's
+    if kind.startswith("content_block_"):  # Anthropic's event, with a block's index
         return "", _pieces(document, 0, index)
     if not kind.startswith("response."):
         return "response" if "output" in document else "", _pieces(document, index, 0)

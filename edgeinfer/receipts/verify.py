@@ -211,7 +211,7 @@ class ReceiptCheck:
         if max(*content.prompt, *content.answer) >= info.n_vocab:
             problem = f"the receipt has a token beyond the vocabulary of {info.n_vocab}"
             raise ReceiptError(problem, hint="name the model that the receipt names")
-        # a prompt of prompt and answer, for log-probabilities, needs room for one more token
+        # for log-probabilities, prompt and answer are one prompt, which needs room for one more token
         n_tokens = n_prompt + n_answer + (not self._is_exact)
         if n_tokens > info.n_ctx:
             problem = f"the check needs {n_tokens} tokens, but the context has {info.n_ctx}"
@@ -312,7 +312,7 @@ class ReceiptCheck:
 
 
 def _is_rounded(value: float | None, logprob: float | None) -> bool:
-    """Return whether a receipt has `value` for a log-probability: None if it is forced or infinite."""
+    """Return whether a receipt may have `value` for `logprob`: None if it is forced or infinite."""
     if value is None:
         return logprob is None or math.isinf(logprob)
     return logprob is not None and abs(logprob - value) <= _ROUNDING

@@ -220,6 +220,6 @@ def pad(path: str, length: int) -> bytes:
 
 
 def relocate(elf: bytes | memoryview, interpreter: str) -> bytes:
-    """Set the executable's ELF interpreter; "" gives the neutral form that is hashed."""
+    """Return the executable with this ELF interpreter; "" gives the neutral form that is hashed."""
     offset, length = interpreter_span(elf)
     return bytes(elf[:offset]) + pad(interpreter, length) + bytes(elf[offset + length :])

@@ -276,7 +276,7 @@ def _bring_model(file: Path, app: Path) -> None:
     shipped = payload.open_shipped(file)
     if not shipped.model or (app.parent / f"{shipped.model}.model").exists():
         return
-    import subprocess  # only in a bundle's first start
+    import subprocess  # slow import, only needed at a bundle's first start
 
     _say(f"storing the model {shipped.model.rpartition('-')[0]}, only at this start")
     command = [str(app / "edgeinfer-app"), "--edgeinfer-module", "edgeinfer.shipping.bundle", str(file)]
@@ -290,7 +290,7 @@ def _say(text: str) -> None:
 
 
 class _Said:
-    """Progress on a terminal as one line that is overwritten; otherwise one line at the start."""
+    """Shows progress: on a terminal in a line that is overwritten, otherwise in a line at the start."""
 
     def __init__(self) -> None:
         self._tty = sys.stderr.isatty()

@@ -218,7 +218,7 @@ def _value_for(name: str, text: str) -> str:
 
 
 def parse_decision(text: str) -> Decision:
-    """Parse the user's answer: y, a, p, or n and a reason. Any other text refuses, as the reason."""
+    """Parse the user's answer: y, a, p, or n and a reason. Any other text is the reason of a no."""
     text = text.strip()
     if (choice := _KEYS.get(text.lower())) is not None:
         return Decision(choice)

@@ -22,7 +22,7 @@ class RefusedError(Exception):
 
 
 def home_folder_error(folder: Path) -> str:
-    """Return the error for a `folder` that tools may not use: one that has the home folder; or ""."""
+    """Return the error for a `folder` that contains the home folder: tools may not use it; or ""."""
     with suppress(RuntimeError):  # this user has no home folder
         if Path.home().resolve().is_relative_to(folder):
             return f"{folder} contains your home folder: start in a project folder"

@@ -142,11 +142,11 @@ class StdioTransport:
         self._unsent.put(None)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_CLOSE_S)
-        self.kill(signal.SIGKILL)  # also what the child has started
+        self.kill(signal.SIGKILL)  # ends the child's own children, too
         child.wait()
         errors.join(_CLOSE_S)
         child.stdout.close()
-        # it blocks if a grandchild in another process group keeps the stream open
+        # the thread blocks while a grandchild in another process group keeps the stream open
         if not errors.is_alive():
             child.stderr.close()
         self._lost(reason or f"it ended with status {child.returncode}{self.last_output()}")
@@ -295,7 +295,7 @@ class HttpTransport:
         return False
 
     async def _notify(self, message: Message) -> None:
-        """Post a message that has no answer, one after the other; drop it if too many wait."""
+        """Post a message without an answer, after all earlier ones; drop it if too many wait."""
         if len(self._posts) <= _MAX_UNSENT:
             with contextlib.suppress(TimeoutError):
                 async with self._notifying, asyncio.timeout(_NOTIFY_S):

@@ -117,7 +117,7 @@ def _find_below(
 ) -> tuple[dict[str, os.stat_result], bool]:
     """Return the self-running files in subfolders, and whether all of these were searched.
 
-    Links are not followed. `opens`: make folders readable again that a command has closed.
+    Links are not followed. `opens`: make folders readable again that a command has made unreadable.
     """
     infos: dict[str, os.stat_result] = {}
     folders = deque([""])

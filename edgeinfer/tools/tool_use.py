@@ -112,7 +112,7 @@ class Stop:
             callback()
 
     def add(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when `set` is called; at once if it was already."""
+        """Call `callback` when `set` is called; at once if `set` was called before."""
         with self._lock:
             if not self.is_set:
                 self._callbacks.append(callback)
@@ -121,7 +121,7 @@ class Stop:
 
     @contextmanager
     def holding(self, lock: threading.Lock) -> Iterator[None]:
-        """Hold `lock` in the block. Raises StoppedError if this is set while waiting for it."""
+        """Hold `lock` in the block. Raises StoppedError if `set` is called while waiting for it."""
         while not lock.acquire(timeout=_LOOK_S):
             if self.is_set:
                 raise StoppedError("stopped")
@@ -132,7 +132,7 @@ class Stop:
 
     @contextmanager
     def calling(self, callback: Callable[[], object]) -> Iterator[None]:
-        """Call `callback` if this is set during the block; at once if it is already set."""
+        """Call `callback` if `set` is called during the block; at once if it was called before."""
         self.add(callback)
         try:
             yield

@@ -27,7 +27,7 @@ _MAX_BYTES = 2 << 20
 _MAX_REDIRECTS = 5
 _TIMEOUT_S, _CONNECT_S = 30.0, 10.0
 _TEXTS = re.compile(r"text/|application/(.*[+/])?(json|xml|javascript|yaml|pdf)")
-#: IPv6 networks that embed other addresses, to which gateways forward.
+#: IPv6 networks whose addresses contain IPv4 addresses, to which gateways forward packets.
 _TRANSLATED = [ipaddress.ip_network(text) for text in ("64:ff9b::/32", "2002::/16", "2001::/32")]
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -150,7 +150,7 @@ def _text(response: httpx2.Response, stop: Stop, end_s: float) -> str:
         if len(data) > _MAX_BYTES:
             raise RefusedError(f"the page has more than {_MAX_BYTES >> 20} MiB")
         _refuse_end(stop, end_s)
-    _refuse_end(stop, end_s)  # a stop looks like the end of the page
+    _refuse_end(stop, end_s)  # after a stop, reading ends without an error
     page = bytes(data)
     if document_files.is_document(page):
         return document_files.text_of(page, response.url.path)

@@ -5,8 +5,8 @@ A value ("aggregate", e.g. the length of answers) has moved if two statistics ag
 
 - The population stability index, PSI = Σ (now - before) ln(now / before) over the shares of all bins
   (0.0001 for an empty one), is at least 0.1.
-- The two-sample Kolmogorov-Smirnov test is significant. (For categories in alphabetical order, it
-  reports fewer changes than allowed.)
+- The two-sample Kolmogorov-Smirnov test is significant. (Categories are taken in alphabetical order;
+  for them it reports fewer false changes than the level allows.)
 
 Unlike in Evidently, the level of significance is divided by the number of tests (Bonferroni). Requests
 of one session are similar and not independent: therefore the sample size is divided by the variance

@@ -161,7 +161,7 @@ class RemoteEngine(ForwardingEngine):
     """An `Engine` whose methods call the engine in a worker process."""
 
     def __init__(self, sock: socket.socket, progress: LoadProgress | None = None) -> None:
-        """Wait until the worker is ready. Raises what loading raises there; EngineClosedError."""
+        """Wait until the worker is ready. Raises what loading raises there, EngineClosedError."""
         self._wire = FrameSocket(sock)
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
         self._ids = itertools.count(1)
