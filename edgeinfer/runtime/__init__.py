@@ -1,1 +1,1 @@
-"""The engine, the only package that imports llama_cpp. It contains no HTTP and no terminal code."""
+"""The engine: the only package that imports llama_cpp. It has no code for HTTP or terminals."""

@@ -1,7 +1,7 @@
 """Embeddings and reranking, in a second context over the same weights, which the first use creates.
 
-Each text of a batch has a sequence id. llama.cpp pools its token embeddings as the model's file says
-(mean, cls, last), by default by their mean. Batches run on the decode thread, between steps.
+Each text of a batch has a sequence id. llama.cpp pools the token embeddings of a text as the model's
+file says (mean, cls, last), otherwise by their mean. Batches run on the decode thread, between steps.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Embedder:
             self._context.set_threads(n)
 
     def close(self) -> None:
-        """Free the context. Idempotent; not while work runs."""
+        """Free the context. Idempotent. No embedding may be running."""
         if self._context is not None:
             self._context.free()
             self._context = self._batch = None

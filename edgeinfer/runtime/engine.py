@@ -46,7 +46,7 @@ from edgeinfer.runtime.scheduler.prefixes import FLUSH_S
 from edgeinfer.runtime.vision import open_vision
 
 _log = logging.getLogger("edgeinfer.engine")
-#: How long (s) `close` waits for a GPU's driver, twice: for a step, and for its memory.
+#: How long (s) `close` waits for a GPU's driver to end a step, and then to free its memory.
 _DRIVER_PATIENCE_S = 10.0
 
 
@@ -259,7 +259,7 @@ class LlamaEngine:
         self._input_processor.n_ctx = loaded.n_ctx
 
     def wait_for_devices(self, timeout_s: float | None = None) -> bool:
-        """Wait until layers are on GPUs, or that has failed; return False after the timeout."""
+        """Wait until `attach_devices` has succeeded or failed; return False after the timeout."""
         return self._gpu.wait(timeout_s)
 
     def flush_blocks(self, timeout_s: float = FLUSH_S) -> bool:
@@ -273,7 +273,7 @@ class LlamaEngine:
         if self._prefix_cache is None:
             return []
         tokens = self._prefix_cache.search.agent_prefix(agent, self._lora.key(None), salt)
-        return list(takewhile(lambda token: token >= 0, tokens))  # up to the first picture
+        return list(takewhile(lambda token: token >= 0, tokens))  # pictures are negative
 
     def store_blocks_before_exit(self) -> None:
         """Store pending blocks before the process ends, even if the round-trip check has not run."""
@@ -286,15 +286,16 @@ class LlamaEngine:
         if self._loaded.can_generate:
             self._constraints.token_table(self._loaded.vocab)
             self._chat_format.warm_up()
-            libllama.build_info()  # the result is cached, and the prefix cache needs it
-            # on the decode thread: OpenMP creates a team of threads per thread that computes
+            libllama.build_info()  # cached; the prefix cache needs it
+            # on the decode thread, because OpenMP starts a team of threads for each thread that
+            # computes
             self._check_outcome = self._loop.call(RoundtripCheck(self._options, self._loaded).run)
             self._loop.call(lambda: self._core.profile_steps(max(self._loaded.vocab.bos, 0)))
         else:
             self._embedder.warm_up()
 
     def prefill_system(self, text: str) -> int:
-        """Prefill and pin a system prompt, "" for the template's default; return its length (tokens).
+        """Prefill and pin a system prompt ("": the template's own); return its length (tokens).
 
         Only while idle. Raises InvalidRequestError, ContextLengthError.
         """
@@ -311,7 +312,7 @@ class LlamaEngine:
         self._loop.stop()
         if self._vision is not None:
             self._vision.park()
-            self._core.executor.batch.clear()  # frees the rows of a picture
+            self._core.executor.batch.clear()  # frees a picture's rows
         self._core.prefixes.close_cache()
         self._core.kv.drop_idle()
         self._embedder.close()

@@ -48,7 +48,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a prompt differs from the longest cached prefix: after its first `n_tokens`.
+    """Where a prompt differs from the cached prefix most like it: after `n_tokens` equal tokens.
 
     The prompt has the text `before`, then `here`; the cache has `there` instead of `here`. `cause`:
     "text" (it differs), "end" (the cached prefix is shorter), "nothing" (none is cached), "none" (all
@@ -205,5 +205,5 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _quote(text: str) -> str:
-    printable = "".join(c if c.isprintable() else " " for c in text)  # it is shown on terminals
+    printable = "".join(c if c.isprintable() else " " for c in text)  # a terminal shows it
     return f"“{' '.join(printable.split())}”"

@@ -89,7 +89,7 @@ class GpuOffloader:
         return True
 
     def stop(self) -> bool:
-        """Stop attaching devices soon; return whether a driver is in use or loading, so may hang."""
+        """End the attaching thread soon; return whether a GPU's driver, which may hang, is in use."""
         self._closing.set()
         return self._device_context is not None or not self.wait(0)
 
@@ -151,34 +151,35 @@ class GpuOffloader:
         if self.vision is not None:
             self._move_encoder(self.vision, device_context)
 
-    def _move_encoder(self, vision: Vision, on: DeviceContext) -> None:
+    def _move_encoder(self, vision: Vision, device_context: DeviceContext) -> None:
         """Encode pictures on the first device with layers, if the projector fits next to them."""
-        if self._closing.is_set() or self._device_context is not on:
+        if self._closing.is_set() or self._device_context is not device_context:
             return
+        device, choices = device_context.device, device_context.loaded.choices
         path = self.files.projector
         try:
             needed = os.path.getsize(path) + _ENCODER_BYTES
-            free = backend_loading.read_device(on.device.backend, on.device.pointer).free_bytes
+            free = backend_loading.read_device(device.backend, device.pointer).free_bytes
             if free < needed:
-                layers = on.loaded.choices["gpu_layers"]
+                layers = choices["gpu_layers"]
                 room = f"{format_bytes(free)} of {format_bytes(needed)}"
                 note = f"the CPU encodes pictures: {room} are free"
-                on.loaded.choices["gpu_layers"] = Chosen(layers.value, f"{layers.reason}; {note}")
+                choices["gpu_layers"] = Chosen(layers.value, f"{layers.reason}; {note}")
                 return
-            projector = Projector(path, self.cpu.model, self.cpu.n_threads, on.device.pointer)
+            projector = Projector(path, self.cpu.model, self.cpu.n_threads, device.pointer)
             projector.encode(Picture(64, 64, bytes(3 * 64 * 64)))  # compiles the kernels
         except (EngineError, OSError) as error:
-            _log.warning("%s cannot encode pictures, the CPU does: %s", on.device.name, error)
+            _log.warning("%s cannot encode pictures, the CPU does: %s", device.name, error)
             return
 
         def use() -> None:
-            if self._device_context is on:  # a failed step may have left it meanwhile
+            if self._device_context is device_context:  # unless a step failed meanwhile
                 vision.on_device = projector
 
         try:
             self.call(use)
         except EngineClosedError:
-            use()  # no step follows, and closing frees it
+            use()  # no step will run; `close` frees the projector
 
     def _load(self, devices: Sequence[Device], layer_plan: LayerPlan) -> DeviceContext:
         """Load the model again with layers on devices. Raises ModelLoadError, OutOfMemoryError."""
@@ -186,7 +187,7 @@ class GpuOffloader:
         placement = Placement([device.pointer for device in used], layer_plan)
         model = open_model(self.files.paths, lambda *_: not self._closing.is_set(), placement)
         try:
-            adapters = self.lora.load_for(model)  # freed with the model
+            adapters = self.lora.load_for(model)  # llama.cpp frees them with the model
             loaded = with_another_context(self.cpu, model, self.options, layer_plan.n_cells)
         except BaseException:
             free_model(model)
@@ -260,7 +261,7 @@ _SOFTWARE_TOKENS = 64
 
 @dataclass(slots=True)
 class DeviceContext:
-    """A model's second load, with layers on `device` and others. llama.cpp may read `placement`."""
+    """A model loaded again with layers on devices, `device` first. llama.cpp may read `placement`."""
 
     loaded: LlamaModel
     context: LlamaContext

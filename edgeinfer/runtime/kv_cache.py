@@ -28,7 +28,7 @@ _SHORT_IDLE_CELLS = 384
 
 
 def common_prefix(a: Sequence[object], b: Sequence[object], start: int = 0) -> int:
-    """Return how many first elements are equal. The first `start` are known to be."""
+    """Return the length of the common prefix of `a` and `b`, known to be at least `start`."""
     n = min(len(a), len(b))
     i = start
     while i + _COMPARE_STRIDE <= n and a[i : i + _COMPARE_STRIDE] == b[i : i + _COMPARE_STRIDE]:
@@ -269,7 +269,7 @@ class KvCache:
         self._memory.remove(cached_seq.seq_id, position, -1)
 
     def clear_cells(self, cached_seq: CachedSequence) -> None:
-        """Remove the sequence in llama.cpp, not here: it will be restored into the same cells."""
+        """Empty the cells of a sequence in llama.cpp, but keep them reserved for its restore."""
         self._memory.remove(cached_seq.seq_id, -1, -1)
 
     def _release_cells(self, cells: Iterable[int]) -> None:

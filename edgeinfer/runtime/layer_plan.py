@@ -1,6 +1,6 @@
 """Divide a planned model among devices: which layers each gets, and how long their context is.
 
-Pure arithmetic, in bytes, over passed facts, like `memory_plan`.
+Like `memory_plan`, this is only arithmetic on sizes (bytes); nothing is read or loaded.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def make_layer_plan(
         ]
         n_cells, distribute = max(((_max_cells(plan, c), c) for c in choices), key=itemgetter(0))
         if not n_cells and layers == "auto":
-            continue  # for a requested number, loading will show whether it fits
+            continue  # a requested number is tried even if it seems not to fit
         n_cells = n_cells or plan.least_cells
         if n_cells < plan.n_cells.value:
             reason += f" with a context of {n_cells:,} tokens; --ctx {plan.n_ctx.value} keeps that one"

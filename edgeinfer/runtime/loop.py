@@ -157,7 +157,7 @@ class DecodeLoop:
                 for seq in [*self._queue.running, *self._queue.waiting]:
                     seq.cancelled = True
             if not self._has_work():
-                self._thread = None  # within the lock, so that new work starts a thread
+                self._thread = None  # within the lock: new work then starts a thread
                 return False
             return True
 
@@ -177,7 +177,7 @@ class DecodeLoop:
             self._queue.add(self._inbox.get())
 
     def _run_jobs(self) -> None:
-        for _ in range(self._jobs.qsize()):  # jobs added meanwhile run after new requests
+        for _ in range(self._jobs.qsize()):  # jobs added during this loop run after new requests
             work, done = self._jobs.get()
             try:
                 done.set_result(work())

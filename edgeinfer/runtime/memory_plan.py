@@ -134,12 +134,12 @@ def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_byte
     return Chosen(round_up_cells(n_cells), f"{_CELLS_PER_SEQUENCE} for each of {n_parallel} sequences")
 
 
-#: Most tokens that a draft model computes at once, so that other requests need not wait; and its
-#: sequence ids for texts that later requests may continue.
+#: A draft model computes at most this many tokens at once, so that other requests need not wait. It has
+#: `DRAFT_SPARE_SEQUENCES` sequence ids for texts that later requests may continue.
 DRAFT_BATCH = 128
 DRAFT_SPARE_SEQUENCES = 8
-#: Tokens with logits per step and request, and most tokens per step if they take no more memory. The
-#: logits of a token are a float per token of the vocabulary.
+#: A step may compute logits for this many tokens of each request, or for up to 256 tokens if that takes
+#: no more memory. The logits of a token are a float per token of the vocabulary.
 _OUTPUTS_PER_REQUEST, _MAX_FREE_OUTPUTS = 8, 256
 #: Sequence ids besides the parallel ones: 16 for idle conversations, and one for saving KV blocks.
 _SPARE_SEQUENCES = 17
@@ -155,7 +155,7 @@ _PROCESS_BYTES = 64 << 20
 #: Least memory (bytes) for streamed weights. It holds two of the largest, so that one is read while the
 #: other is multiplied; each takes up to two pages (of 64 KiB) more than its size.
 _RING_BYTES, _PADDING_BYTES = 64 << 20, 128 << 10
-#: Memory that streaming leaves free: this many bytes, but at least 1/20 of all.
+#: Memory that streaming leaves free: this many bytes, and at least 1/20 of the machine's memory.
 _STREAMING_MARGIN_BYTES, _STREAMING_MARGIN_SHARE = 100_000_000, 20
 #: Shortest automatic context (tokens, in f16) of a model with streamed weights; it may take an eighth
 #: of the memory. With a longer one, fewer weights stay in memory, and more are read
@@ -164,9 +164,9 @@ _STREAMING_CTX = 2048
 #: If weights are streamed, a quarter of the KV cache gets memory at first. As more of it is used,
 #: `llama.streaming` keeps fewer weights in memory.
 _KV_SHARE = 4
-#: If a `share` of all experts is in memory, (1 - share) to this power of the experts that a token uses
-#: must be read. In a trace of 24 layers these were 0.56 for a share of 0.13, 0.36 for 0.25, 0.20 for
-#: 0.40.
+#: If a `share` of all experts is in memory, the fraction (1 - share) ** _MISS_POWER of the experts that
+#: a token uses must be read. In a trace of 24 layers it was 0.56 for a share of 0.13, 0.36 for 0.25,
+#: and 0.20 for 0.40.
 _MISS_POWER = 3
 #: Rate (bytes/s) assumed of a disk that could not be measured: that of a SATA SSD.
 _ASSUMED_DISK_BYTES_PER_S = 500e6
@@ -197,12 +197,12 @@ class StreamingPlan:
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of a context; each automatic choice with its reason.
+    """The plan of a model's context, with the reason for each automatic choice.
 
-    `n_cells` is the KV cache that all sequences share, `least_kv_bytes` its smallest useful size: all
-    of it for a requested context. A device's context may have down to `least_cells`. `from_disk`: the
-    weights do not stay in memory; then `streaming` says which do. It is None if memory is too small for
-    streaming: then the kernel reads all weights by page faults. `refusal` is why the model cannot be
+    `n_cells` is the KV cache that all sequences share, `least_kv_bytes` its smallest useful size (its
+    whole size for a requested context). A device's context may have down to `least_cells`. `from_disk`:
+    not all weights stay in memory; `streaming` says which do. `streaming` is None if memory is too
+    small for it: then Linux reads all weights by page faults. `refusal` is why the model cannot be
     loaded, "" if it can. `has_draft`: the buffers include a draft model's.
     """
 
@@ -312,7 +312,7 @@ def make_exact_plan(
     tensor_sizes: Callable[[], Mapping[str, int]],
     draft: Shape | None = None,
 ) -> tuple[Shape, MemoryPlan]:
-    """Return shape and plan. Only if the weights do not fit, the sizes of all tensors are read."""
+    """Return shape and plan. If the weights do not fit, both use the exact `tensor_sizes()`."""
     plan = make_plan(shape, options, machine, draft)
     if plan.from_disk:
         shape = with_tensors(shape, tensor_sizes())
@@ -342,7 +342,7 @@ def plan_streaming(shape: Shape, available_bytes: int, context_bytes: int) -> St
 def _compute_bytes(
     shape: Shape, options: LoadOptions, kv_type: str, *, n_batch: int, n_seq_max: int, n_outputs: int
 ) -> int:
-    """Estimate the compute buffers of a context whose size is not planned yet."""
+    """Estimate the compute buffers (bytes) of a context whose size is not planned yet."""
     n_ctx = options.n_ctx or min(shape.n_ctx_train, 1 << 15)
     limits = {"n_seq_max": n_seq_max, "n_ubatch": n_batch, "n_outputs": n_outputs}
     return make_buffers(shape, n_ctx, kv_type, **limits).compute_bytes
@@ -370,9 +370,10 @@ def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[i
 
 
 def disk_pace(shape: Shape, streaming: StreamingPlan | None, disk_bytes_per_s: float = 0.0) -> float:
-    """Return how many tokens/s one request gets if weights are read from disk.
+    """Estimate the tokens/s of one request if weights are read from disk.
 
-    Without `streaming` it is the worst case: the page cache keeps nothing from one token to the next.
+    Without `streaming`, this is the worst case: the page cache has nothing left of the last token's
+    weights.
     """
     n_bytes = streaming.read_bytes(shape) if streaming else shape.weights_bytes_per_token
     return (disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S) / max(1, n_bytes)

@@ -27,11 +27,11 @@ _WINDOWED = frozenset(
     """gemma2 gemma3 gemma3n gemma-embedding cohere2 exaone4 gpt-oss llama4 olmo2 plamo3 smallthinker
     modern-bert""".split()
 )
-#: Those with sliding windows even if the file has no window size.
+#: Architectures with sliding windows even if the file has no window size.
 _WINDOW_DEFAULTS = frozenset(("gemma2", "exaone4", "llama4"))
-#: Models with one of these metadata keys (after the architecture's name) have recurrent layers.
+#: A model with one of these metadata keys (prefixed by the architecture) has recurrent layers.
 _RECURRENT_KEYS = ("ssm.state_size", "shortconv.l_cache", "wkv.head_size")
-#: Metadata keys of latent attention (MLA), and of head lengths besides the usual ones.
+#: Metadata keys of latent attention (MLA), and of further head lengths.
 _LATENT = "attention.kv_lora_rank"
 _OTHER_HEADS = (
     _LATENT,
@@ -171,7 +171,7 @@ def with_tensors(shape: Shape, sizes: Mapping[str, int]) -> Shape:
 def make_buffers(
     shape: Shape, n_cells: int, kv_type: str, *, n_seq_max: int, n_ubatch: int, n_outputs: int
 ) -> Buffers:
-    """Compute the memory of a context; a micro-batch has `n_ubatch` tokens, `n_outputs` with logits."""
+    """Estimate a context's memory. A micro-batch has `n_ubatch` tokens, `n_outputs` with logits."""
     n_cells = round_up_cells(n_cells)
     kv_bytes = int(n_cells * shape.kv_elements * _KV_BYTES[kv_type])
     logits = 4 * (n_outputs * shape.n_vocab + 2 * shape.n_embd * n_ubatch)
@@ -207,7 +207,7 @@ class _Keys:
         self.architecture = str(metadata.get("general.architecture", ""))
 
     def of(self, name: str, default: int = 0) -> int:
-        """Return the value of the key `name` if it is an integer from 0 on, otherwise `default`."""
+        """Return the value of the key `name` if it is an integer of at least 0, otherwise `default`."""
         value = self._metadata.get(name)
         good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         return int(value) if good else default  # type: ignore[call-overload]
@@ -216,7 +216,7 @@ class _Keys:
         return self.of(f"{self.architecture}.{key}", default)
 
     def per_layer(self, key: str) -> list[int]:
-        """Return the value of each layer; the file has an array or one number for all. [] without."""
+        """Return the value of `key` for each layer (an array, or one number for all); [] if missing."""
         n_layer = max(1, self.number("block_count"))
         value = self._metadata.get(f"{self.architecture}.{key}")
         if isinstance(value, tuple):
@@ -253,7 +253,7 @@ def _cache_sizes(keys: _Keys, head_lengths: tuple[int, ...]) -> tuple[tuple[int,
 
 
 def _state_elements(keys: _Keys) -> int:
-    """Return the float32 in the state of one recurrent layer: Mamba's or a short convolution's."""
+    """Return the size (float32 elements) of a recurrent layer's state: Mamba or short convolution."""
     inner, n_state = keys.number("ssm.inner_size"), keys.number("ssm.state_size")
     kernel, groups = keys.number("ssm.conv_kernel"), keys.number("ssm.group_count")
     convolution = max(0, keys.number("shortconv.l_cache") - 1) * keys.number("embedding_length")

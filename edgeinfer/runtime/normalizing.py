@@ -1,6 +1,7 @@
 """Unicode normalization of texts before they are tokenized, for models that need it.
 
-llama.cpp does not normalize. A file that edgeinfer converted names the form under a key of its own.
+llama.cpp does not normalize. A file that edgeinfer converted names the normalization form under a
+separate metadata key.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from edgeinfer.runtime.requests import Sampling
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     """A pulled model: the absolute paths of its files, and its settings in models.toml.
 
-    `paths` are the GGUF files in order, several for a split model. `quantization` is such as "Q4_K_M",
-    "" if it is not recorded. `chat_template` replaces the one in the file. `lora` is used if
+    `paths` are the GGUF files in order, several for a split model. `quantization` is, for example,
+    "Q4_K_M"; "" if it is not recorded. `chat_template` replaces the one in the file. `lora` is used if
     `LoadOptions.lora` is "". `draft` is the name of the draft model and `draft_paths` its files;
     `no_draft` is why it is left out. `projector` is the path of the GGUF file that encodes pictures, ""
     without one.
@@ -88,7 +88,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_adapters(text: str) -> tuple[Adapter, ...]:
-    """Parse a value of `--lora` that has been checked."""
+    """Parse a value of `--lora` that was checked before."""
     return tuple(Adapter(name, *settings) for name, settings in table.adapters_of(text).items())
 
 
@@ -148,8 +148,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 class StreamingStatistics(msgspec.Struct):
     """Statistics of weights streamed from disk (native/streaming.cpp writes the fields in this order).
 
-    Since the start: bytes read, seconds that threads waited, weights that had to leave memory. Now:
-    bytes of weights that stay in memory, that are streamed, and of cached experts.
+    First the sums since the start: bytes read, seconds that threads waited, weights that had to leave
+    memory. Then the present bytes of pinned weights, streamed weights and cached experts.
     """
 
     streamed_bytes_total: int = 0
@@ -194,7 +194,7 @@ class EngineMetrics(EngineTotals, kw_only=True):
 
     @classmethod
     def sum(cls, parts: Iterable[EngineMetrics]) -> EngineMetrics:
-        """Add up the metrics of several engines, and join their samples of latencies."""
+        """Return the sums of several engines' metrics, with the latency samples of all."""
         total = cls()
         for metrics in parts:
             both = {
@@ -226,7 +226,7 @@ class LayersInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The replicas of a model: how many there should be (`count`), why, and how many have crashed."""
+    """The replicas of a model. `count` is the number that there should be, `reason` says why."""
 
     model: str
     count: int
@@ -240,7 +240,7 @@ class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
         return f"{len(self.running)} of {self.count} replicas: {self.reason}"
 
 
-#: How many latest samples of each latency are kept.
+#: Number of samples of each latency that are kept, the latest ones.
 _SAMPLES = 1024
 
 
@@ -255,7 +255,7 @@ class Counters(EngineTotals, kw_only=True):
     inter_token_ms: deque[float] = msgspec.field(default_factory=_ring)
 
     def copy_with(self, **fields: float) -> EngineMetrics:
-        """Return these counters as metrics, together with `fields`, which are counted elsewhere."""
+        """Return these counters as metrics, with further `fields` that other parts count."""
         latencies = {"ttft_ms": _copy(self.ttft_ms), "inter_token_ms": _copy(self.inter_token_ms)}
         return EngineMetrics(**msgspec.structs.asdict(self) | latencies | fields)
 

@@ -1,8 +1,8 @@
 """Checkpoints of the recurrent state, for models whose sequences cannot be truncated.
 
-A checkpoint is the state after a number of tokens, to which it restores the sequence. So if a prompt
-shares only a part of a cached sequence (an edited message, another answer to the same question), the
-engine prefills the rest, not the whole prompt.
+A checkpoint is the recurrent state after a number of tokens; restoring it truncates the sequence to
+them. So if a prompt shares only a part of a cached sequence (an edited message, another answer to the
+same question), the engine prefills the rest, not the whole prompt.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Checkpoints:
             self.add(checkpoints, Checkpoint(n_tokens, state))
 
     def add(self, checkpoints: list[Checkpoint], checkpoint: Checkpoint) -> None:
-        """Add a checkpoint to a sequence's list, and drop the oldest of all beyond the memory limit."""
+        """Add a checkpoint to its sequence's list; above the memory limit, drop the oldest of all."""
         checkpoints.append(checkpoint)
         self._oldest_first.append((checkpoints, checkpoint))
         self._bytes += len(checkpoint.state)

@@ -56,7 +56,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the model may ("auto") or must call tools ("required"; "named": the tool `name`).
+    """Whether the model may ("auto") or must ("required"; "named": only the tool `name`) call tools.
 
     `parallel`: several calls are allowed.
     """
@@ -255,7 +255,7 @@ _MAX_STOPS = 128
 _MAX_STOP_CHARS = 1024
 _MAX_TOOLS = 128
 _MAX_TOOL_NAME = 128
-#: Largest allowed values.
+#: Largest allowed value of each field.
 _MOST = {"max_tokens": 1 << 24, "reasoning_budget": 1 << 24, "logprobs": 20, "prompt_logprobs": 20}
 #: No tokenizer needs fewer than one token per 64 characters of a long text. Texts of up to 1 Mi
 #: characters are tokenized in any case.

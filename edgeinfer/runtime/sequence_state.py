@@ -6,7 +6,7 @@ import os
 
 import msgspec
 
-#: Page offset of a piece that need not have a certain one.
+#: Page offset of a piece that may begin anywhere in a page.
 ANYWHERE = -1
 
 

@@ -35,8 +35,8 @@ from edgeinfer.runtime.sequence_state import as_state
 Rows = npt.NDArray[np.float32]
 
 _log = logging.getLogger("edgeinfer.gpu")
-#: Most bytes of encoded rows that are cached in memory. Rows are f32: f16 would change logits by 0.7 to
-#: 1.2.
+#: Most bytes of encoded rows that are cached in memory. Rows are f32: with f16, logits would differ by
+#: 0.7 to 1.2.
 _KEPT_BYTES = 128 << 20
 #: Most bytes of pixels that are cached until a picture is encoded. Others are decoded a second time.
 _PIXEL_BYTES = 48 << 20
@@ -61,7 +61,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The rows of a `chunk` in a prompt, from token `start` on. `number` counts a picture's spans."""
+    """The rows of a `chunk` in a prompt, from token `start` on. `number`: index in its picture."""
 
     start: int
     source: Source
@@ -161,7 +161,7 @@ class Vision:
     def _chunks(self, width: int, height: int) -> list[Chunk]:
         chunks = self._projector.chunks(width, height)
         for chunk in chunks:
-            if min(chunk.tokens, default=0) < 0:  # separators of tiles, which only large pictures have
+            if min(chunk.tokens, default=0) < 0:  # large pictures have separators of tiles
                 message = f"a picture of {width}x{height} pixels needs tokens that the model lacks: "
                 message += "its projector belongs to another model"
                 raise InvalidRequestError(message, param="messages")
@@ -185,9 +185,10 @@ class Vision:
         ]
 
     def _store(self, source: Source, rows: Sequence[Rows]) -> None:
-        """Write rows to the prefix cache, unless they are there.
+        """Write rows to the prefix cache, unless it has them.
 
-        A request from before the move to a GPU has the CPU's folder: rows of a GPU differ in rounding.
+        The folder of a request made before the move to a GPU is the CPU's; rows of the GPU, which
+        differ in rounding, are not written there.
         """
         folder = source.folder
         if folder is None or not source.is_stored or folder is not self.block_folder():
@@ -247,7 +248,7 @@ class Vision:
             self._encodings.clear()
 
     def leave(self, digest: bytes, rows: Future[list[Rows]]) -> None:
-        """Record the end of a request. A picture that no other request needs is not encoded."""
+        """Record that a request no longer needs `rows`; encode them only if another one does."""
         with self._lock:
             encoding = self._encodings.get(digest)
             if encoding is not None and encoding.rows is rows:
@@ -289,7 +290,7 @@ def open_vision(files: ModelFiles, loaded: LlamaModel) -> tuple[Vision | None, s
     failure = projector_failure(files.projector, files.paths)
     if failure:
         return None, f": its projector {files.projector} was refused: {failure}"
-    from PIL import __version__  # part of the key, because decoders may differ in pixels
+    from PIL import __version__  # versions may decode other pixels
 
     key = f"{stamps((files.projector,))} {__version__}"
     projector = Projector(files.projector, loaded.model, loaded.n_threads)
@@ -326,7 +327,7 @@ class PromptPictures:
         return min((span.start for span in self.spans if span.start >= n_past), default=n_tokens)
 
     def is_edge(self, n_past: int) -> bool:
-        """Return whether a picture begins or ends at token `n_past`."""
+        """Return whether `n_past` is the first token of a picture, or the first after one."""
         begins = [span.start for span in self.spans if not span.number]
         goes_on = [*(bool(span.number) for span in self.spans[1:]), False]
         ends = [span.end for span, more in zip(self.spans, goes_on, strict=False) if not more]
@@ -358,7 +359,7 @@ _HELPER = "edgeinfer.runtime.llama.helpers.projector_trial"
 #: Longest test (s) of a projector. The largest take 40 s per picture on two cores.
 _PATIENCE_S = 600.0
 
-#: Projectors that have passed the test, by the stamps of their files and the model's.
+#: Whether a projector passed the test, by the stamps of its file and of the model's files.
 _KNOWN = CacheTable("projectors.json", dict[str, bool])
 
 

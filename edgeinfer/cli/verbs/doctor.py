@@ -152,12 +152,12 @@ def _gpu() -> list[Finding]:
         driver = backends.driver_problem()
         if driver is None:
             text = "cuda: NVIDIA's driver can run it, and its library is not installed"
-            checks.append(Finding("ok", text, backends.adding("cuda")))
+            checks.append(Finding("ok", text, backends.how_to_add("cuda")))
         elif not driver.absent:
             checks.append(Finding("warn", f"NVIDIA's driver: {driver.reason}", driver.fix))
     if not answers and cards:
         text = f"{' and '.join(cards)} found, but no library for it"
-        checks.insert(0, Finding("warn", text, backends.adding("vulkan")))
+        checks.insert(0, Finding("warn", text, backends.how_to_add("vulkan")))
     return checks or [Finding("ok", "no GPU found, and no GPU library installed")]
 
 

@@ -29,7 +29,7 @@ class AnswerParser:
     """Parses the text of one answer into events. Used on the decode thread; never raises.
 
     `tools` maps names to argument schemas. The answer may begin with the reasoning `span`; `opened`
-    means that the prompt already contains its first marker. `constrained`: a grammar guarantees
+    means that the prompt already contains the span's first marker. `constrained`: a grammar guarantees
     well-formed calls, so their arguments can be streamed. `special_tokens`: the caller must pass
     control tokens as text.
     """
@@ -76,7 +76,7 @@ class AnswerParser:
         return self._phase in ("start", "thinking") and bool(self._text)
 
     def feed(self, text: str) -> Sequence[Parsed]:
-        """Add text; return the events up to where a marker may have begun."""
+        """Add text; return the events of all text that cannot be the beginning of a marker."""
         self._text += text
         while self._step():
             pass
@@ -103,12 +103,12 @@ class AnswerParser:
         return [*events, *self.feed("")]
 
     def _step(self) -> bool:
-        """Handle the next piece of the text; return whether to call again."""
+        """Parse a piece of `_text`; return False if the rest must wait for more text."""
         if self._section is not None:
             return self._parse_section(self._section)
         if self._phase == "start":
             return self._start()
-        if self._phase == "closed":  # drop the white space before the answer
+        if self._phase == "closed":  # no white space before the answer
             self._text = self._text.lstrip()
             self._phase = "answer" if self._text else "closed"
             return bool(self._text)
@@ -168,7 +168,7 @@ class AnswerParser:
         section.feed(text)
         if section.is_over:
             marker, self._text = self._close_section(section)
-            self._emit(marker)  # not a call; parsed again, the marker would open the same section
+            self._emit(marker)  # was no call: parsing the marker again would open a section again
         else:
             self._take_calls(section)
         return section.is_over and bool(self._text)
@@ -183,12 +183,12 @@ class AnswerParser:
     def _take_calls(self, section: Section) -> None:
         if events := section.take_events():
             self._phase, self._after_call = "answer", True
-            self._space = ""  # before the call
+            self._space = ""  # drop the white space before the call
             self._n_calls = section.n_calls
             self._events += events
 
     def _emit(self, text: str) -> None:
-        """Emit text of the reasoning or the answer, without white space at its beginning and end."""
+        """Emit a part of the reasoning or the answer, which neither begin nor end with white space."""
         if self._phase == "thinking":
             text = self._space + text
             if not self._has_thought:

@@ -5,8 +5,8 @@ The engine calls `load_chat_format`. `templates` renders prompts, `answer_parser
 
 - none: the prompt does not show the tools, and the answer is text.
 - auto: the answer is text or tool calls. After the model's marker of a call (`<tool_call>`), a grammar
-  enforces the tool's schema. Without such a marker, or if no grammar can express the schema, a call
-  counts if it is complete and valid.
+  enforces the schema of the called tool. Without such a marker, or if no grammar can express the
+  schema, a call counts if it is complete and valid.
 - required, named: the whole answer consists of tool calls; for "named", of that tool. The request's own
   constraint is ignored, because it is meant for an answer in text.
 """
@@ -59,8 +59,8 @@ from edgeinfer.runtime.sampling.grammar import Lark, lark_parts, quote
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
 
-#: Number of cached grammars of tool calls.
-_KEPT = 32
+#: Most grammars of tool calls that are cached.
+_CACHED_GRAMMARS = 32
 #: Most example calls in a prompt if the template cannot show tools. Small models copy the examples.
 _EXAMPLES = 3
 
@@ -69,7 +69,7 @@ _EXAMPLES = 3
 class ProcessedChat:
     """The prompt of a chat request, and how its answer is constrained and parsed.
 
-    `ChatFormat.tokenize` tokenizes `prompt`. `constraint` replaces the request's own one unless None.
+    `ChatFormat.tokenize` tokenizes `prompt`. `constraint`, unless None, replaces the request's own.
     `stop` are further stop strings. `parser` is None if the whole answer is plain text.
     `reasoning_close` is the marker that ends the reasoning, such as `</think>`.
     """
@@ -133,7 +133,7 @@ class ChatFormat:
         self._is_transcript = template.source == TRANSCRIPT
         self._form, self._form_reason = detect_format(template.source, facts.architecture, facts.name)
         self._span, self.can_think = detect_reasoning(template.source)
-        self._grammar = lru_cache(_KEPT)(self._make_grammar)
+        self._grammar = lru_cache(_CACHED_GRAMMARS)(self._make_grammar)
         self._control = ControlTokens(facts.vocab)
         self._pictures = PictureMarkers()
         self.reason = reason
@@ -255,7 +255,7 @@ class ChatFormat:
         return Lark(source, (("answer", lark_parts(constraint)[0]),))
 
     def _make_grammar(self, key: bytes) -> tuple[Lark | None, bool]:
-        """Return `_constraint` of a request whose salt, tools and choice are `key`, as JSON."""
+        """Make the grammar of tool calls for `key`: cache salt, tools and tool choice as JSON."""
         salt, tools, choice = msgspec.json.decode(key, type=tuple[str, tuple[Tool, ...], ToolChoice])
         request = GenerateRequest(cache_salt=salt, tools=tools, tool_choice=choice)
         vocab = self._facts.vocab
@@ -273,7 +273,7 @@ class ChatFormat:
         vocab = self._facts.vocab
         has_special_span = (
             self.can_think
-            and tool_call_grammar.control_token(_first_part(self._span.open), vocab) is not None
+            and tool_call_grammar.control_token(_first_token(self._span.open), vocab) is not None
         )
         return AnswerParser(
             self._form,
@@ -296,12 +296,12 @@ class ChatFormat:
         return messages
 
 
-def _first_part(marker: str) -> str:
+def _first_token(marker: str) -> str:
     """Return the first control token: `<|channel|>` of `<|channel|>analysis<|message|>`."""
     return marker[: marker.find(">") + 1] if marker.startswith("<|") else marker
 
 
-def _callable(request: GenerateRequest) -> list[tuple[int, Tool]]:
+def _callable_tools(request: GenerateRequest) -> list[tuple[int, Tool]]:
     """Return the index and the definition of each tool that the answer may call."""
     choice = request.tool_choice
     named = choice.name if choice.mode == "named" else None
@@ -310,12 +310,12 @@ def _callable(request: GenerateRequest) -> list[tuple[int, Tool]]:
 
 
 def _constrained_tools(request: GenerateRequest, *, may_refuse: bool) -> tuple[Tool, ...]:
-    """Return the callable tools. One whose schema cannot be enforced gets a schema of any object.
+    """Return the callable tools; one whose schema cannot be enforced, with a schema for any object.
 
     With `may_refuse`, raises UnsupportedConstraintError for a strict tool with such a schema.
     """
     tools = []
-    for i, tool in _callable(request):
+    for i, tool in _callable_tools(request):
         fault = tool_call_grammar.schema_fault(tool, request.cache_salt)
         if fault and tool.strict and may_refuse:
             field = f"tools[{i}].parameters{fault[0]}"
@@ -333,7 +333,8 @@ def unenforced_fields(request: GenerateRequest) -> list[str]:
     """
     with limit_preparation():
         faults = [
-            (i, tool_call_grammar.schema_fault(t, request.cache_salt)) for i, t in _callable(request)
+            (i, tool_call_grammar.schema_fault(tool, request.cache_salt))
+            for i, tool in _callable_tools(request)
         ]
     calls = (
         (f"messages[{i}].tool_calls[{n}].arguments", call)
@@ -349,7 +350,7 @@ def unenforced_fields(request: GenerateRequest) -> list[str]:
 def _after_reasoning(
     constraint: Constraint | Lark, span: ReasoningSpan, vocab: Vocab, *, opened: bool, optional: bool
 ) -> Constraint | Lark:
-    """Let the constraint begin after the reasoning, which the prompt has `opened` or is `optional`."""
+    """Return a constraint that allows reasoning first: `opened` in the prompt, or `optional`."""
     if not opened and not optional:
         return constraint
     source, grammars = lark_parts(constraint)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 #: Inserted after the first character of an escaped control token. No text contains this noncharacter.
 MARK = "\ufdd0"
-#: MARK after a template has written its text as ASCII-only JSON.
+#: How MARK appears in a prompt if the template writes messages as ASCII-only JSON.
 _MARK_IN_JSON = "\\ufdd0"
-#: Control tokens are searched by their first characters; this is how many.
+#: Number of characters at the beginning of a control token by which a prompt is searched for it.
 _PREFIX = 3
 #: Matches a `\\uXXXX` of JSON whose backslash is not escaped itself.
 _JSON_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\u([0-9a-fA-F]{4})")
@@ -92,10 +92,10 @@ class ControlTokens:
             reasoning=self.escape(message.reasoning),
             name=self.escape(message.name),
             tool_call_id=self.escape(message.tool_call_id),
-            tool_calls=tuple(self._call(call) for call in message.tool_calls),
+            tool_calls=tuple(self._escape_call(call) for call in message.tool_calls),
         )
 
-    def _call(self, call: ToolCall) -> ToolCall:
+    def _escape_call(self, call: ToolCall) -> ToolCall:
         r"""Escape a tool call. Its JSON may write `<` as `\u003c`, which templates decode."""
         arguments = self.escape(call.arguments)
         plain = self.escape(_JSON_ESCAPE.sub(_unescape, call.arguments))
@@ -131,7 +131,7 @@ class ControlTokens:
         return tokens + self._vocab.tokenize(prompt[tail_start:], parse_special=True)
 
     def _split_at_control_tokens(self, prompt: str) -> Iterator[tuple[int, int, int]]:
-        """Yield the texts between control tokens: start, end, and the token after the text or -1."""
+        """Yield (start, end, next control token) of each text between control tokens; -1 at the end."""
         last = 0
         for prefix in self._prefix.finditer(prompt):
             check_deadline()

@@ -133,11 +133,11 @@ class ReasoningBudget:
         self._n = 0
 
     def is_spent(self, detokenizer: Detokenizer) -> bool:
-        """Return whether the end marker must come now. Call it once after each sampled token.
+        """Return whether to end the reasoning now. Call it once after each sampled token.
 
-        Not inside a character or a possible marker: then the next token decides.
+        False while an incomplete character or a possible marker is held back, even beyond the budget.
         """
         is_inside = detokenizer.is_reasoning
-        self._n += self._was_inside and is_inside  # without the marker at the beginning
+        self._n += self._was_inside and is_inside  # the token of the opening marker does not count
         self._was_inside = is_inside
         return is_inside and self._n >= self._n_tokens and not detokenizer.is_holding

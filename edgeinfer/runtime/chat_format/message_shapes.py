@@ -113,7 +113,7 @@ def _call_dict(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
 
 
 def read_arguments(call: ToolCall) -> dict[str, Any] | str:
-    """Decode the arguments of an earlier tool call: invalid JSON stays text, other values become {}."""
+    """Decode the arguments of an earlier tool call: an object, invalid JSON as text, {} for others."""
     try:
         arguments = msgspec.json.decode(call.arguments or "{}")
     except (msgspec.DecodeError, UnicodeEncodeError):

@@ -170,7 +170,7 @@ def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, 
     if name in _QUADRATIC and args and isinstance(args[0], str):
         fuel.require(len(text) * len(args[0]) // 16)
     if name in ("split", "rsplit"):
-        most = fuel.units_left // _NODE_COST + 1  # so many parts that `charge` refuses them
+        most = fuel.units_left // _NODE_COST + 1  # `charge` refuses a list of so many parts
         limit = args[1] if len(args) > 1 and isinstance(args[1], int) else -1
         return (args[0] if args else None, limit if 0 <= limit < most else most)
     if name == "splitlines":

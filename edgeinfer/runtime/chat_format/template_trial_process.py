@@ -20,7 +20,7 @@ def main() -> int:
     """Probe the template; return 0 if a result was written."""
     trial = msgspec.json.decode(sys.stdin.buffer.read(), type=TemplateTrial)
     resource.setrlimit(resource.RLIMIT_AS, (trial.memory_bytes, trial.memory_bytes))
-    cpu_s = int(time.process_time()) + trial.cpu_s  # not counting the imports, which may take seconds
+    cpu_s = int(time.process_time()) + trial.cpu_s  # the imports, which may take seconds, do not count
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.stdout.buffer.write(msgspec.json.encode(_answer(trial)))

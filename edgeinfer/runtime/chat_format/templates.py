@@ -143,7 +143,7 @@ class ChatTemplate:
 
     def _render_adapted(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
         """Render in the first form of `adaptations` that works. Raises InvalidRequestError."""
-        first_error: Exception | None = None  # only this one is about the messages as they were sent
+        first_error: Exception | None = None  # later errors are about changed messages
         for turns in adaptations(messages, self.traits):
             try:
                 return self.render_raw(turns, variables)
@@ -163,7 +163,7 @@ class ChatTemplate:
             "eos_token": self.eos,
         }
         if names.get("tools") is None:
-            names.pop("tools", None)  # for templates that test `tools is defined`
+            names.pop("tools", None)  # some templates test `tools is defined`
         with limit_fuel():
             return str(self._compiled.render(names))
 
@@ -328,7 +328,7 @@ def _probe_in_process(trial: TemplateTrial) -> TemplateTraits | None:
 
 
 def choose(source: str, bos: str, eos: str, *, has_chatml: bool) -> tuple[ChatTemplate, str]:
-    """Return the model's template, otherwise ChatML or a transcript, and why. Raises ModelLoadError.
+    """Return the model's template, or else ChatML or a transcript; and why. Raises ModelLoadError.
 
     `has_chatml`: the vocabulary has `<|im_start|>` and `<|im_end|>` as tokens.
     """

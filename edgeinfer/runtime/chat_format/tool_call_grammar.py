@@ -68,7 +68,8 @@ def text_or_calls(
 ) -> Lark | None:
     """Return the grammar of free text, in which the first marker must begin a well-formed call.
 
-    Returns None if calls have no marker or are Python. Raises UnsupportedConstraintError.
+    Returns None if the format's calls have no marker or are written in Python. Raises
+    UnsupportedConstraintError.
     """
     if form.bare or not form.begin or form.inner == "python":
         return None
@@ -84,7 +85,7 @@ def text_or_calls(
 
 
 def _section(form: ToolFormat, vocab: Vocab, *, several: bool) -> str:
-    """Return the grammar of the calls and the closing marker; without markers, several are a list."""
+    """Return the grammar of the calls and the closing marker; without one, `several` are a list."""
     more = f" ({_terms(form.separator, vocab)} call){{0,{MAX_CALLS - 1}}}" if several else ""
     if form.bare:
         return f'(call | "[" call{more} "]")' if several else "call"
@@ -178,16 +179,16 @@ def write_call(form: ToolFormat, name: str, arguments: str) -> str:
 
 
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-#: Keywords that may allow an object more properties than `properties` lists.
+#: Keywords of JSON Schema by which an object may have properties that `properties` does not list.
 _JOINING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")
 #: Most optional arguments in an example if no argument is required.
 _SHOWN = 3
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, with `additionalProperties: false` where it is not set.
+    """Return the schema of a tool's arguments; `additionalProperties` is false unless it is set.
 
-    Otherwise, small models add properties. A required property may lack a description.
+    Small models would add properties. A required property need not be in `properties`.
     """
     schema = {"type": "object", **tool.parameters}
     if set(schema) <= {"type", "description", "title", "$schema"} and schema["type"] == "object":
@@ -206,7 +207,7 @@ def _fault_of(parameters: bytes, salt: str) -> tuple[str, str] | None:
 
 
 def schema_fault(tool: Tool, salt: str) -> tuple[str, str] | None:
-    """Return why a tool's schema cannot be enforced: JSON pointer of the part, and message; or None.
+    """Return (JSON pointer, message) for the part of a schema that cannot be enforced, or None.
 
     Results are cached per `salt`, so that timing does not reveal another client's schemas.
     """

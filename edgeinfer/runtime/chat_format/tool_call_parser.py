@@ -55,7 +55,7 @@ class Section:
         """Parse more text. Sets `is_over` at the section's end or at an error."""
         self._raw += text
         self.is_over = next(self._steps, True) is True
-        if self.is_over and self._index >= 0:  # its beginning was sent, so it cannot become text
+        if self.is_over and self._index >= 0:  # the call's beginning was sent, so it cannot become text
             self._end_of_calls = self._cursor
 
     def finish(self, *, cut: bool) -> None:
@@ -73,7 +73,7 @@ class Section:
 
     @property
     def leftover(self) -> tuple[str, str]:
-        """Text that turned out not to be a call, and text after it that is still to be parsed."""
+        """Marker of a section that turned out to be no call, or ""; and the text to parse again."""
         n_text = 0 if self._end_of_calls else len(self._marker) or 1
         text_end = self._end_of_calls + n_text
         return self._raw[text_end - n_text : text_end], self._raw[text_end:]
@@ -150,7 +150,7 @@ class JsonSection(Section):
             self._end_of_calls = self._cursor
 
     def _find(self, *texts: str) -> Generator[None, None, int]:
-        """Return where the first of `texts` begins, -1 if not within the next MAX_NAME characters."""
+        """Return the offset of the first of `texts`; -1 if none is in the next MAX_NAME characters."""
         begin, limit = self._cursor, self._cursor + MAX_NAME
         while True:
             places = [start for text in texts if (start := self._raw.find(text, begin, limit)) >= 0]
@@ -272,7 +272,7 @@ class JsonSection(Section):
 
 
 class _JsonCall:
-    """Where a JSON call and its arguments lie in the section's text; -1 before they are known."""
+    """Offsets of a JSON call and of its arguments in the section's text; -1 while unknown."""
 
     def __init__(self, *, is_bare: bool) -> None:
         self.name = ""
@@ -335,7 +335,7 @@ def python_calls(code: str) -> list[tuple[str, str]] | None:
 
 def _python_call(node: ast.expr) -> tuple[str, str]:
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and len(node.args) == 1:
-        node = node.args[0]  # Gemma often prints the result of its call
+        node = node.args[0]  # Gemma often writes print(search(…))
     if not isinstance(node, ast.Call) or node.args or None in [k.arg for k in node.keywords]:
         raise ValueError("not a call with keyword arguments")
     arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}

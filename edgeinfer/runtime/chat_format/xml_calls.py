@@ -3,8 +3,9 @@
 `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`. Models may omit
 all tags except `<function=` and `<parameter=`. Nothing is escaped, so a value (source code, say) may
 contain these tags itself. A value ends at the first closing tag that has no opening tag inside the
-value, and that is followed by the next parameter or call. Values are streamed, but text from a possible
-end on waits for the decision. If the answer ends first, `_best_end` chooses the most likely end.
+value, and that is followed by the next parameter or call. Values are streamed, but text after a
+possible end is held back until the parser knows. If the answer ends first, `_best_end` chooses the most
+likely end.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _TAIL = re.compile(
 #: Longest number, boolean or null (characters). A longer value is a string.
 _MAX_SCALAR = 64
 
-#: Whether a tag ends a value: no; unknown until more text arrives; yes; yes unless a better one
-#: follows.
+#: Whether a tag ends a value. "wait": unknown until more text arrives; "perhaps": unless a later tag
+#: fits better.
 Verdict = Literal["no", "wait", "end", "perhaps"]
 
 
@@ -122,7 +123,7 @@ class XmlSection(Section):
         return True
 
     def _send_value(self, head: str, text: str) -> str:
-        """Emit `head` (the key) and `text`, if there is text; return what is left of the head."""
+        """Emit `head` (the key) and `text`, and return ""; if `text` is "", only return `head`."""
         if not text:
             return head
         self._send(head + text)
@@ -222,7 +223,7 @@ class _Value:
     def __init__(self, start: int, kinds: frozenset[str], *, is_json: bool) -> None:
         self.start = self.seen = start
         self._kinds, self._is_json = kinds, is_json
-        #: Where each `<parameter=` inside the value ends that is not closed yet.
+        #: Offset after each unclosed `<parameter=` inside the value.
         self.openers: list[int] = []
         #: Each possible end of the value: offset, number of `openers` there, tag.
         self.ends: list[tuple[int, int, str]] = []
@@ -248,7 +249,7 @@ class _Value:
         return opening + self._encode(text[self._n_sent :]) + self._quote
 
     def _open(self, text: str) -> str:
-        """Decide by the beginning of a value whether it is a string; return its opening quote or ""."""
+        """Set `_quote` by `text`, the value's beginning; return it, or "" if it is not a string."""
         self._quote = self._choose_quote(text.strip())
         return self._quote or ""
 

@@ -98,7 +98,7 @@ def load_driver() -> MissingBackend:
 
 
 def load_tried(file: BackendFile, stop: threading.Event | None = None) -> BackendOutcome:
-    """Load a backend's library as `load` does, unless it crashes or hangs another process first.
+    """Load a backend's library here, like `load`, after a separate process could load it.
 
     Raises EngineClosedError once `stop` is set.
     """
@@ -139,7 +139,7 @@ def load(name: str, tried: LoadedBackend | None = None) -> BackendOutcome:
 def _load(file: BackendFile) -> BackendOutcome:
     beside = os.path.join(os.path.dirname(file.path), _VULKAN_LOADER)
     if file.name == "vulkan" and os.path.isfile(beside):
-        ctypes.CDLL(beside)  # the linker then resolves the backend's dependency to it
+        ctypes.CDLL(beside)  # the backend is then linked with this copy
     warning = find_cublas(file.path) if file.name == "cuda" else ""
     lines: list[str] = []
     handle = _handles.get(file.name, 0)

@@ -56,7 +56,7 @@ class LibraryFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackendFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend library on this machine. `problem` is why it cannot be used, "" for none; `fix` helps.
+    """A backend library on this machine. `problem` is why it cannot be used, or ""; `fix`: what to do.
 
     `added`: it is in the user's data folder, and did not come with the program. `stamp` identifies its
     content.
@@ -97,7 +97,7 @@ def added_dir() -> Path:
     return paths.data_dir() / "backends"
 
 
-def adding(name: str) -> str:
+def how_to_add(name: str) -> str:
     """Return what to do to get the library of a backend for this build and machine."""
     if name == "cuda" and this_machine() == "linux-x86_64" and has_release_key():
         return "edgeinfer backend install cuda"
@@ -133,7 +133,7 @@ def find(name: str, build: Build | None = None) -> BackendFile | None:
 
 def read(name: str, path: Path, *, added: bool) -> BackendFile:
     """Describe a library by the JSON file next to it; check its size and permissions."""
-    file = BackendFile(name=name, path=str(path), added=added, fix=adding(name) if added else "")
+    file = BackendFile(name=name, path=str(path), added=added, fix=how_to_add(name) if added else "")
     description = facts_path(path)
     try:
         if added:  # other users who can change the program's libraries can change the program too
@@ -162,7 +162,7 @@ def misfit(file: BackendFile, build: Build) -> str:
 def refuse_exposed(folder: Path) -> None:
     """Raise SnapshotUnsafeError if another user could change a library in `folder`. Raises OSError."""
     for path in (folder, *filter(os.path.exists, folder.glob("lib*.so*"))):
-        refuse_unsafe_ancestors(f"{path}/")  # with "/", of the path itself, too
+        refuse_unsafe_ancestors(f"{path}/")  # the final "/" includes `path` itself
 
 
 class LoadedBackend(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
@@ -194,7 +194,7 @@ BackendOutcome = LoadedBackend | MissingBackend
 
 def not_installed(name: str) -> MissingBackend:
     reason = "its library is not installed"
-    return MissingBackend(name=name, reason=reason, fix=adding(name), absent=True)
+    return MissingBackend(name=name, reason=reason, fix=how_to_add(name), absent=True)
 
 
 def device_line(device: Device) -> str:
@@ -270,7 +270,7 @@ def find_devices(
 
 
 _HELPER = "edgeinfer.runtime.llama.helpers.backend_probe"
-#: NVIDIA's driver, which the same process asks for its version.
+#: NVIDIA's driver. Given this name, the probing process only checks the driver's version.
 DRIVER = "libcuda.so.1"
 #: A driver that does not answer for this long (s) is considered stuck.
 _PATIENCE_S = 30.0

@@ -177,7 +177,7 @@ class Batch:
     def add(
         self, tokens: Sequence[int], pos: int, seq_id: int, *, outputs: int, adapters: AdapterKey = ()
     ) -> None:
-        """Add tokens of a sequence from position `pos` on, the last `outputs` of them with logits.
+        """Add tokens of a sequence from position `pos` on; logits are computed for the last `outputs`.
 
         Raises DecodeError.
         """

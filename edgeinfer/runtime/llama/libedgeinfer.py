@@ -29,7 +29,7 @@ _FUNCTIONS = {
     "guard": "guard reason guarded_call",
     "cells": "cells cells_get cells_set",
 }
-#: GGML_BACKEND_DEVICE_TYPE_CPU.
+#: Value of the C constant GGML_BACKEND_DEVICE_TYPE_CPU.
 _CPU = 0
 #: CPU variant of ggml on x86-64 → level of the kernels: AVX2 ("v3"), AVX2 with VNNI, AVX-512 with VNNI
 #: ("v4").
@@ -130,9 +130,9 @@ def arm_level(hwcap: int, hwcap2: int) -> str:
 def dependent_operation() -> str:
     """Return the first operation of this thread whose bits depend on the processor, "" for none.
 
-    An engine computes on a thread of its own. The result is ggml's name and the type of the first
-    operand ("MUL_MAT bf16"). Without such an operation, answers are bit-identical with AVX2 and
-    AVX-512. Without edgeinfer's kernels it is "every one".
+    Call it on the decode thread. The result is ggml's name of the operation and the type of its first
+    operand ("MUL_MAT bf16"), or "every one" without edgeinfer's kernels. If it is "", answers are
+    bit-identical with AVX2 and AVX-512.
     """
     level = level_of(variant_of(cpu_library()))
     if not level:

@@ -33,7 +33,7 @@ _WHILE_MAPPED = {"GOMP_SPINCOUNT": "1000", "GGML_NO_BACKTRACE": "1"}
 
 @contextmanager
 def _environment_while_mapped() -> Iterator[None]:
-    """Set these variables, if unset, during the block only, so that child processes do not get them."""
+    """Set `_WHILE_MAPPED`, where unset, during the block only: child processes must not inherit it."""
     variables = {name: value for name, value in _WHILE_MAPPED.items() if name not in os.environ}
     os.environ |= variables
     try:
@@ -186,8 +186,8 @@ def variant_dirs() -> list[Path]:
 
 
 def ggml_library() -> ctypes.CDLL:
-    """Open libggml, and declare the functions that are called here."""
-    # libllama uses libggml.so.0; the wheel's libggml.so is a copy with a registry of its own
+    """Open libggml; declare the functions that this module calls."""
+    # libllama uses libggml.so.0; the wheel's libggml.so is a copy with a separate registry
     path = library_dir() / "libggml.so.0"
     ggml = ctypes.CDLL(str(path if path.exists() else library_dir() / "libggml.so"))
     signatures: dict[str, tuple[Any, list[Any]]] = {
@@ -271,7 +271,7 @@ def decode(context: Any, batch: Any) -> int:
         return int(L.llama_decode(context, batch))
     try:
         code = call(L.llama_decode, context, batch)
-        call(L.llama_synchronize, context)  # most errors of a device show while it is awaited
+        call(L.llama_synchronize, context)  # a device reports most errors only when it is waited for
     except DecodeError:
         return _THROWN
     return ctypes.c_int32(code).value
@@ -298,7 +298,7 @@ def call(function: Any, *args: Any) -> Any:
     struct = (len(plain), ctypes.byref(params), ctypes.sizeof(params)) if params else (0, None, 0)
     if not guard.edgeinfer_guarded_call(address, words, *struct, result):
         raise DecodeError(f"llama.cpp's {function.__name__} failed: {_thrown()}")
-    is_pointer = hasattr(function.restype, "contents")  # an unguarded call returns a typed one, too
+    is_pointer = hasattr(function.restype, "contents")  # the type that an unguarded call returns
     return ctypes.cast(result.value, function.restype) if is_pointer else result.value
 
 
@@ -320,7 +320,7 @@ class GgufParams(ctypes.Structure):
 
 
 def base_library() -> ctypes.CDLL:
-    """Open libggml-base, and declare the functions that are called here."""
+    """Open libggml-base; declare the functions that this module calls."""
     base = ctypes.CDLL(str(library_dir() / "libggml-base.so.0"))
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     signatures: dict[str, tuple[Any, list[Any]]] = {

@@ -84,7 +84,7 @@ class LoraAdapters:
         return tuple(msgspec.structs.replace(by_stamp[stamp], scale=scale) for stamp, scale in adapters)
 
     def of_context(self, adapters: AdapterKey) -> AdapterKey:
-        """Return those of `adapters` that llama.cpp must compute, for all sequences of a step."""
+        """Return those of `adapters` that llama.cpp must apply to the whole batch."""
         loaded = self._context.adapters
         return tuple(pair for pair in adapters if not loaded[pair[0]].is_per_row)
 
@@ -156,7 +156,7 @@ class LoraAdapters:
         return by_stamp
 
     def add_model(self, model: Any, by_stamp: AdaptersByStamp) -> None:
-        """Update a second model's adapters too, beginning with `by_stamp`. Raises ModelLoadError."""
+        """Load and free adapters of a second model too; it has `by_stamp`. Raises ModelLoadError."""
         self._load_missing(model, by_stamp, self._named)
         self._models.append((model, by_stamp))
 
@@ -176,7 +176,7 @@ class LoraAdapters:
         for adapter, stamp in named.values():
             if stamp not in by_stamp:
                 by_stamp[stamp] = _load(model, adapter, stamp)
-                if self.has_kernels and model is self._models[0][0]:  # the second one is on a device
+                if self.has_kernels and model is self._models[0][0]:  # the kernels run only on the CPU
                     by_stamp[stamp].use_kernels()
 
 

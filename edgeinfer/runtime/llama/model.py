@@ -207,7 +207,7 @@ def read_meta(model: Any) -> dict[str, str]:
 
 
 def model_shape(model: Any, meta: dict[str, str]) -> Shape:
-    """Compute the sizes of a loaded model, with an upper bound where head counts differ by layer."""
+    """Compute the sizes of a loaded model; upper bounds if the number of heads differs by layer."""
     llama = libllama.lib()
     metadata: dict[str, object] = {
         key: int(value) if value.isdecimal() else value for key, value in meta.items()
@@ -278,7 +278,7 @@ def _with_context(
 def with_another_context(
     loaded: LlamaModel, model: Any, options: LoadOptions, n_cells: int
 ) -> LlamaModel:
-    """Return `loaded` with its copy on devices, `model`, and a new context of `n_cells` cells.
+    """Make a context of `n_cells` cells for `model`, a copy of `loaded` on devices; return both.
 
     Raises ModelLoadError, OutOfMemoryError, DecodeError.
     """
@@ -376,7 +376,7 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]
 def _cells(
     buffers: list[Buffer], lines: list[str], shape: Shape, n_cells: int, choices: dict[str, Chosen]
 ) -> CellMemory:
-    """Describe the KV cache's memory. Cells are not rows of V without flash attention."""
+    """Describe the KV cache's memory. Without flash attention V is transposed: a cell is not a row."""
     is_flash = choices["flash_attention"].value == "on"
     rows = shape.kv_row_bytes(choices["kv_type"].value) if is_flash else ()
     return _kv_cells(buffers, lines, rows, n_cells)

@@ -23,7 +23,7 @@ from edgeinfer.runtime.llama import libllama
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_size_t
 _I32 = ctypes.c_int32
-_TEXT_CHUNK = 0  # MTMD_INPUT_CHUNK_TYPE_TEXT
+_TEXT_CHUNK = 0  # value of the C constant MTMD_INPUT_CHUNK_TYPE_TEXT
 #: Width and height (pixels) of the picture that tests a new projector.
 _PROBE = 64
 #: Largest accepted absolute value in a row; real ones are below 1,000.

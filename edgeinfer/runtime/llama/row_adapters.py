@@ -1,6 +1,7 @@
 """LoRA adapters computed by edgeinfer's kernels, for single rows of a batch (native/adapters.cpp).
 
-So sequences with different adapters can share a step. llama.cpp applies adapters to a whole batch.
+llama.cpp applies adapters to a whole batch. With these kernels, sequences with different adapters can
+share a step.
 """
 
 from __future__ import annotations
@@ -94,10 +95,10 @@ class RowAdapters:
         self._spans.clear()
 
     def add(self, adapters: AdapterKey, span: tuple[int, int, int, int]) -> None:
-        """Record the adapters of a range of rows.
+        """Record that a range of rows uses `adapters`.
 
-        `span` is the index of its first token, the number of tokens, the index of its first output, and
-        the number of outputs.
+        `span`: index of the range's first token, number of tokens, index of the first output, number of
+        outputs.
         """
         if adapters:
             self._spans.append((adapters, span))
@@ -109,7 +110,7 @@ class RowAdapters:
         n_tokens: int,
         n_outputs: int,
     ) -> int:
-        """Run `decode` with these adapters; return its code, MISSED_ADAPTER if one was left out."""
+        """Call `decode` with the recorded adapters; return its code, or MISSED_ADAPTER."""
         rows = [  # sorted by adapter: the kernels read the weights of each adapter once
             _Rows(*span, loaded[stamp].kernels, scale)
             for stamp, span, scale in sorted(

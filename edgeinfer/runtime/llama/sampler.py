@@ -16,8 +16,8 @@ from edgeinfer.runtime.requests import Sampling
 _NEUTRAL_MIN_KEEP = 1
 #: The struct llama_token_data.
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-#: Columns in which the largest logits are searched; a greater top_k is left to llama.cpp, which copies
-#: the whole vocabulary first.
+#: The largest logits are searched in this many columns. A larger top_k is left to llama.cpp, which
+#: copies the whole vocabulary first.
 _COLUMNS = 1024
 
 
@@ -64,7 +64,7 @@ class Sampler:
         return int(candidates["id"][_apply(self._choice, candidates, is_sorted=True)])
 
     def _best(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.void]:
-        """Return the `top_k` largest logits in order, equal ones by token; none if it is 0.
+        """Return the `top_k` largest logits in order (equal ones by token); [] if `top_k` is 0.
 
         Tokens that a constraint excludes, whose logits are -inf, are left out.
         """
@@ -130,7 +130,7 @@ class Sampler:
 
 
 def _apply(chain: Any, candidates: npt.NDArray[np.void], *, is_sorted: bool = False) -> int:
-    """Apply the stages to candidates, in place; return the index of the chosen one, -1 of none."""
+    """Apply the stages of `chain` to candidates, in place; return the chosen index, -1 for none."""
     data = ctypes.cast(candidates.ctypes.data, L.llama_token_data_p)
     array = L.llama_token_data_array(data, len(candidates), -1, is_sorted)
     L.llama_sampler_apply(chain, ctypes.byref(array))
@@ -138,7 +138,7 @@ def _apply(chain: Any, candidates: npt.NDArray[np.void], *, is_sorted: bool = Fa
 
 
 def _history(s: Sampling, n_ctx: int) -> int:
-    """Return how many last tokens the penalties need. A negative option means all."""
+    """Return how many of the last tokens the penalties need. A negative option means all."""
     lengths = [s.repeat_last_n] if _penalises(s) else []
     if s.dry_multiplier:
         lengths.append(s.dry_penalty_last_n)
@@ -158,7 +158,7 @@ def _chain(stages: Iterable[Any]) -> Any:
 
 
 def _penalty_stages(vocab: Vocab, s: Sampling, n_ctx: int) -> Iterable[Any]:
-    """Yield llama.cpp's samplers that penalize tokens of the history."""
+    """Yield llama.cpp's samplers that penalize repeated tokens."""
     if _penalises(s):
         last_n = n_ctx if s.repeat_last_n < 0 else s.repeat_last_n
         yield L.llama_sampler_init_penalties(

@@ -21,7 +21,7 @@ from edgeinfer.runtime.llama.context import LlamaContext
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.sequence_state import ANYWHERE, State, as_state
 
-#: Flag of llama.cpp's state functions: only the recurrent part.
+#: Flag of llama.cpp's state functions: save or restore only the recurrent part.
 _PARTIAL_ONLY = 1
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -55,8 +55,8 @@ class SequenceStates:
     ) -> State | None:
         """Save the state of tokens [start, stop); None if the context lacks some of them.
 
-        `position(n)` is the position after the first `n` tokens. The state's page offsets are for a
-        restore into cells [start + shift, stop + shift).
+        `position(n)` returns the position after the first `n` tokens. The state's page offsets are for
+        a restore into cells [start + shift, stop + shift).
         """
         low, high = position(start), position(stop)
         first = self._llama.llama_memory_seq_pos_min(self._context.memory, seq_id)

@@ -14,12 +14,12 @@ from edgeinfer.runtime.layer_plan import LayerPlan
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import replace_function
 
-#: Called with a stage and its share that is done; returns False to stop loading.
+#: Called with a stage of loading and the fraction of it that is done; returns False to stop loading.
 Progress = Callable[[str, float | None], object]
 
-#: GGML_BACKEND_DEVICE_TYPE_CPU.
+#: Value of the C constant GGML_BACKEND_DEVICE_TYPE_CPU.
 _CPU = 0
-#: Prototype of the function get_proc_address of a registry.
+#: Type of the C function get_proc_address of a ggml_backend_reg.
 _GET_FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
 #: Matches llama.cpp's names of expert tensors.
 _EXPERTS = r"ffn_(up|down|gate|gate_up)_(ch|)exps"
@@ -95,7 +95,7 @@ def open_model(
             raise ModelLoadError(f"there is no model file {path}")
     params = llama.llama_model_default_params()
     params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
-    params.use_extra_bufts = False  # no repacking, which copies the weights (decision 099)
+    params.use_extra_bufts = False  # repacking would copy the weights (decision 099)
     placement = placement or Placement(())
     placement.write(params)
     hook = _progress_hook(progress)

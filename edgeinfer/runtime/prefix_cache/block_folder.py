@@ -48,7 +48,7 @@ _log = logging.getLogger("edgeinfer.blocks")
 _N_READERS = 2
 #: How long (s) nothing is written after the disk was full.
 _FULL_DISK_PAUSE_S = 60.0
-#: Most bytes that may wait to be written. A single larger block is accepted.
+#: Most bytes of blocks that may wait to be written. If none waits, a larger block is accepted.
 _MAX_QUEUED_BYTES = 256 << 20
 #: How long (s) clearing waits for pending writes.
 _CLEAR_TIMEOUT_S = 10.0
@@ -117,7 +117,7 @@ class BlockStore:
         return time.monotonic() < self._full_until
 
     def stop_writing(self, reason: str) -> None:
-        """Pause writing for a minute; warn at the first time."""
+        """Pause writing for a minute; call `warn` the first time."""
         self._full_until = time.monotonic() + _FULL_DISK_PAUSE_S
         if not self._is_warned:
             self._is_warned = True
@@ -172,9 +172,9 @@ class WriterThread:
         return not (self._waiting or self._busy)
 
     def put(self, job: Callable[[], None], n_bytes: int = 0) -> bool:
-        """Queue a job, which needs `n_bytes` of memory until it is done.
+        """Queue a job that holds `n_bytes` of memory until it is done.
 
-        Returns False if too many bytes are waiting. A job without memory is always accepted.
+        Returns False if queued jobs hold too many bytes. A job with `n_bytes` 0 is always accepted.
         """
         with self._changed:
             if n_bytes and not self._has_room:
@@ -247,11 +247,11 @@ class BlockFolder:
         return self._folder / f"{name.hex()}{retention.SUFFIX}"
 
     def has(self, name: bytes) -> bool:
-        """Return whether a block's file exists. Only `read` shows whether it is valid."""
+        """Return whether a block's file exists. Only `read` verifies it."""
         return self.path(name).exists()
 
     def header(self, name: bytes) -> Header | None:
-        """Read a block's header without verifying the checksum; None if that fails."""
+        """Read a block's header without verifying the checksum; None if it cannot be read."""
         try:
             with open(open_private(self.path(name)), "rb") as file:
                 start = file.read(1 << 16)
@@ -273,18 +273,18 @@ class BlockFolder:
         return [bytes.fromhex(name) for name in retention.boundary_blocks(self._folder, parent.hex())]
 
     def agent_blocks(self, agent: str, salt: str) -> list[bytes]:
-        """Return the blocks that sessions of `agent` share, in order, then those after them.
+        """Return the blocks that sessions of `agent` share, in order, then blocks that followed these.
 
-        Of those after them, the latest is first.
+        The latest of the following ones comes first.
         """
         return [bytes.fromhex(name) for name in retention.agent_blocks(self._folder, agent, salt)]
 
     def prefetch(
         self, names: Sequence[bytes], before_read: Callable[[int], None] = lambda i: None
     ) -> list[Future[KvBlock | None]]:
-        """Start to read blocks in other threads, in order. A result is None as that of `read`.
+        """Start to read blocks in other threads, in order. A result may be None, as in `read`.
 
-        The thread calls `before_read` with the block's index in `names` before it reads the block.
+        The reading thread first calls `before_read` with the block's index in `names`.
         """
         if self._readers is None:
             self._readers = ThreadPoolExecutor(_N_READERS, "edgeinfer-read")
@@ -334,7 +334,7 @@ class BlockFolder:
         self.put(lambda: self._add_owner(conversation, names))
 
     def _add_owner(self, conversation: str, names: Sequence[bytes]) -> None:
-        if not self._store.has_owner(conversation):  # a new one, or its blocks were deleted
+        if not self._store.has_owner(conversation):  # a new conversation, or its blocks were deleted
             self._owned.pop(conversation, None)
         owned = self._owned.setdefault(conversation, set())
         new = [name for name in names if name not in owned]
@@ -379,7 +379,7 @@ class BlockFolder:
                 retention.record_following(self._folder, parent, name, is_tail=header.kind == "tail")
 
     def _try(self, work: Callable[[], None]) -> None:
-        """Run `work`, again after creating a deleted folder. A failure pauses writing."""
+        """Run `work`, twice if the folder must be created again. A failure pauses writing."""
         try:
             try:
                 work()
@@ -436,7 +436,7 @@ class BlockFolder:
 
 
 def _write_file(path: Path, buffers: Sequence[bytes | memoryview], *, is_durable: bool = False) -> int:
-    """Write a file, completely or not at all; return its size (bytes). Raises OSError."""
+    """Write a file atomically; return its size (bytes). Raises OSError."""
     with new_file(path, 0o600) as file:
         for buffer in buffers:
             file.write(buffer)

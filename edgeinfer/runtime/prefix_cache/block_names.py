@@ -24,7 +24,8 @@ NAME_BYTES = 20
 SECRET_BYTES = 32
 #: Tokens per block of models without a shorter sliding window.
 BLOCK_TOKENS = 256
-#: The name of a partial block is a hash of its first tokens: of the first of these numbers that it has.
+#: The name of a partial block is a hash of its first 32 tokens; if it has fewer, of its first 16, and
+#: so on.
 TAIL_KEYS_TOKENS = (32, 16, 8, 4, 2, 1)
 TAIL_KEY_TOKENS = TAIL_KEYS_TOKENS[0]
 
@@ -41,7 +42,7 @@ def read_secret(path: Path, secret_if_new: bytes = b"") -> bytes:
             continue
         if len(secret) == SECRET_BYTES:
             return secret
-        path.unlink(missing_ok=True)  # incomplete, because the disk was full
+        path.unlink(missing_ok=True)  # incomplete: the disk was full
     raise OSError(f"the secret in {path} cannot be written")
 
 
@@ -53,7 +54,7 @@ def block_tokens(window: int) -> int:
 
 
 def model_key(sha256: str, files: Sequence[str]) -> str:
-    """Return a model's SHA-256, otherwise the stamps of its files. Raises OSError."""
+    """Return a model's key: its SHA-256, or the stamps of its `files` if that is "". Raises OSError."""
     return sha256 or stamps(files)
 
 
@@ -100,7 +101,7 @@ class BlockNames:
         return self._hash(b"tail", parent, pack_tokens(tokens[:n_key]))
 
     def checkpoint(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Return the name of a block up to a checkpoint: a hash of its first 32, 64, 96 … tokens."""
+        """Return the name of a block that ends at a checkpoint: a hash of 32, 64, 96 … first tokens."""
         n_key = len(tokens) // TAIL_KEY_TOKENS * TAIL_KEY_TOKENS
         return self._hash(b"point", parent, pack_tokens(tokens[:n_key]))
 
@@ -122,7 +123,7 @@ def owner_name(secret: bytes, conversation: str) -> str:
 
 @dataclass(slots=True)
 class Chain:
-    """The whole blocks of a prefix: their names, after the root's, and the index of each end."""
+    """Names and ends (tokens) of a prefix's whole blocks; the first are the root's name and 0."""
 
     names: list[bytes]
     ends: list[int] = field(default_factory=lambda: [0])

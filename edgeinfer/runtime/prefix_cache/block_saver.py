@@ -23,7 +23,8 @@ _WRITE_SHARE = 0.02
 #: How long (s) an idle engine waits for room in the writer's queue.
 _WAIT_S = 0.05
 
-#: A block that is not on disk: its header, the index of its first token, a partial block it replaces.
+#: A block that is not on disk: its header, the index of its first token, the name of a partial block
+#: that it replaces.
 _Missing = tuple[Header, int, bytes | None]
 
 
@@ -45,7 +46,7 @@ class BlockSaver:
     kv: KvCache
     search: BlockSearch
     verdict: RoundtripVerdict
-    #: Set before the process ends: then it does not run the round-trip check, a later process does.
+    #: Set before the process ends. It then leaves the round-trip check to a later process.
     is_exiting: bool = False
 
     def __post_init__(self) -> None:
@@ -77,7 +78,7 @@ class BlockSaver:
         pending = self._pending.get(cached_seq)
         if pending is None:
             if self.folder.is_idle:
-                self._queued.clear()  # some may have been deleted since: save these again
+                self._queued.clear()  # queued blocks may have been deleted since
             root = self.folder.names.root(cached_seq.adapters, cached_seq.salt)
             pending = self._pending[cached_seq] = _PendingWrite(Chain([root]))
             cached_seq.n_unchanged = 0
@@ -126,7 +127,7 @@ class BlockSaver:
         """Save the first block of a sequence that is not on disk; return False if all are."""
         if self.verdict.is_refused or not cached_seq.is_storable:
             return False
-        if cached_seq not in self.kv.cached_sequences:  # dropped meanwhile
+        if cached_seq not in self.kv.cached_sequences:  # it was dropped
             return False
         missing = next(self._missing(cached_seq, pending), None)
         if missing is None:
@@ -137,7 +138,7 @@ class BlockSaver:
         states = self._save_states(cached_seq, header, start)
         if states is None:
             return False
-        # before the block, so that a killed process leaves no block without an owner
+        # add the owner first, so that a killed process leaves no block without one
         for conversation in pending.conversations:
             self.folder.add_owner(conversation, [header.name])
         self.folder.write(KvBlock(header, states))
@@ -148,7 +149,7 @@ class BlockSaver:
     def _save_states(
         self, cached_seq: CachedSequence, header: Header, start: int
     ) -> tuple[State, ...] | None:
-        """Return the state of a block's tokens, and of its checkpoint; None if one is missing."""
+        """Return the state of a block's tokens and, if any, its checkpoint; None if one is missing."""
         stop = start + len(unpack_tokens(header.tokens))
         shift, position = self.kv.pinned_cells, cached_seq.tokens.position
         state = self.states.save(cached_seq.seq_id, start, stop, shift, position)
@@ -229,7 +230,7 @@ class BlockSaver:
         return header.name + header.tokens in self._queued
 
     def _record_owners(self, cached_seq: CachedSequence, pending: _PendingWrite) -> None:
-        """Mark all blocks of a sequence as used, and as owned by its conversations."""
+        """Record that all blocks of a sequence were used now, and by which conversations."""
         names, conversations = pending.chain.names, pending.conversations
         tail_tokens = _writable(cached_seq)[pending.chain.ends[-1] :]
 

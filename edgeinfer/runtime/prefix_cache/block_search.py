@@ -24,7 +24,7 @@ class BlockSearch:
         self._folder = folder
 
     def agent_prefix(self, agent: str, adapters: AdapterKey, salt: str) -> list[int]:
-        """Return the tokens on disk that an agent's sessions share, and those after them."""
+        """Return the tokens on disk that an agent's sessions share, and those that followed last."""
         following: dict[bytes, Header] = {}
         for name in self._folder.agent_blocks(agent, salt):
             header = self._folder.header(name)
@@ -38,7 +38,7 @@ class BlockSearch:
         return tokens
 
     def find_checkpoint(self, parent: bytes, tokens: list[int]) -> Match:
-        """Find the longest block at a checkpoint whose tokens are a prefix of `tokens`."""
+        """Find the longest block whose tokens are a prefix of `tokens` and end at a checkpoint."""
         blocks = self._read(self._checkpoint_names(parent, tokens))
         matches = [(name, len(saved)) for name, saved in blocks if tokens[: len(saved)] == saved]
         return max(matches, key=itemgetter(1), default=_NO_MATCH)
@@ -64,7 +64,7 @@ class BlockSearch:
         return (self._folder.names.tail(parent, tokens[:n]) for n in lengths)
 
     def find_boundary_block(self, parent: bytes, tokens: list[int]) -> Match:
-        """Find, where an agent's prompts begin to differ, the block most like `tokens`."""
+        """Find the block most like `tokens` of those recorded after `parent` for prompts of agents."""
         return _longest(self._read(self._folder.boundary_blocks(parent), parent), tokens)
 
     def _read(

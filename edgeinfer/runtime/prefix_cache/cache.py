@@ -1,4 +1,4 @@
-"""The on-disk prefix cache of one loaded model: restore blocks into sequences, save ended sequences.
+"""The on-disk prefix cache of one loaded model: restore blocks, save ended sequences.
 
 `start_load` finds the blocks of a prompt and starts to read them, `load_block` appends one to a
 sequence. `block_saver` saves sequences. Not thread-safe.
@@ -31,7 +31,8 @@ from edgeinfer.runtime.requests import GenerateRequest
 
 #: Blocks are loaded only if they save at least this many tokens of prefill.
 _MIN_GAIN_TOKENS = 32
-#: A request waits for the round-trip check only if it saves this many times the check's own tokens.
+#: A request waits for the round-trip check only if blocks save it this many times the tokens that the
+#: check computes.
 _MIN_GAIN_CHECKS = 2
 #: Shortest time (s) that a request waits for a block before it prefills instead.
 _MIN_WAIT_S = 0.05
@@ -50,7 +51,7 @@ class PrefixCache:
         loaded: LlamaModel,
         check_outcome: str = "",
     ) -> None:
-        """Open a model's blocks; `check_outcome` is of a round-trip check, or "". Raises OSError."""
+        """Open a model's blocks. `check_outcome` is the round-trip check's, or "". Raises OSError."""
         self.context, self.kv = context, kv
         self.block_tokens = model_block_tokens(loaded)
         self.folder = folder = store.open_folder(
@@ -76,8 +77,8 @@ class PrefixCache:
     ) -> BlockLoad | None:
         """Start to read the blocks of `tokens` after the first `n_cached`; None if that saves little.
 
-        The first block may begin before `n_cached`. If the round-trip check has not run, it runs now if
-        much is saved and no other request waits.
+        The first block may begin before `n_cached`. If the round-trip check has not run yet, it runs
+        now, but only if blocks save much and no other request waits.
         """
         if self.verdict.is_refused or len(tokens) - n_cached <= _MIN_GAIN_TOKENS:
             return None
@@ -115,7 +116,7 @@ class PrefixCache:
         return lambda i: cells.populate(offset + ends[i], offset + ends[i + 1])
 
     def _last_checkpoint(self, chain: Chain, n_full: int, tokens: list[int]) -> tuple[int, bytes, int]:
-        """Find the last checkpoint of a prompt: parent's index in `chain`, name, number of tokens."""
+        """Find a prompt's last checkpoint: index of its parent in `chain`, name, number of tokens."""
         ends = [*chain.ends, len(tokens)]
         for i in range(n_full, -1, -1):
             limit = min(ends[i + 1], len(tokens) - 1)
@@ -132,7 +133,7 @@ class PrefixCache:
 
     @property
     def can_store(self) -> bool:
-        """Return whether blocks are stored: a saved state restored exactly, the folder is writable."""
+        """Return whether blocks are stored: the round-trip check passed and the folder is writable."""
         return self.verdict.outcome == "exact" and self.folder.can_write
 
     def can_evict(self, cached_seq: CachedSequence) -> bool:
@@ -151,7 +152,7 @@ class PrefixCache:
             self.folder.record_session(request.preamble, names, request.cache_salt)
 
     def load_block(self, load: BlockLoad, cached_seq: CachedSequence, tokens: list[int]) -> bool:
-        """Append the next block, which must be ready; return False if the rest must be prefilled."""
+        """Append the next block of `load`, which must be ready; return False to prefill the rest."""
         block = load.next_block()
         n_before = len(cached_seq.tokens)
         if block is None:
@@ -212,7 +213,7 @@ class BlockLoad:
     def is_too_slow(self, prefill_s: float) -> bool:
         """Return whether prefilling the next block (`prefill_s`) is faster than waiting for it."""
         if self.is_ready:
-            return False  # only this thread is late
+            return False  # the disk was fast, this thread is late
         return time.monotonic() - self.waits_since > max(_MIN_WAIT_S, prefill_s)
 
     def wait(self, timeout_s: float) -> None:
@@ -228,7 +229,7 @@ _LONG_BLOCK_TOKENS = 2048
 
 
 def model_block_tokens(loaded: LlamaModel) -> int:
-    """Return the tokens per block. Each block of a recurrent model has a state, so they are longer."""
+    """Return the tokens per block; more for recurrent models, as each block contains a whole state."""
     has_large_state = any(".ssm." in key or ".wkv." in key for key in loaded.meta)
     return _LONG_BLOCK_TOKENS if has_large_state else block_tokens(loaded.sliding_window)
 

@@ -56,7 +56,7 @@ class CacheLimits:
     margin_bytes: int = MARGIN_BYTES
 
     def allowed_bytes(self, root: Path, used_bytes: int) -> int:
-        """Return how many bytes all blocks may have, if they have `used_bytes` now. Raises OSError."""
+        """Return the limit (bytes) for all blocks, which have `used_bytes` now. Raises OSError."""
         free = free_bytes(root)
         by_disk = max(0, used_bytes + free - self.margin_bytes)
         limit = self.max_bytes or min(_MOST_BYTES, (used_bytes + free) // _SHARE_OF_FREE)
@@ -126,7 +126,7 @@ def _read_used(root: Path) -> tuple[int, int]:
 
 
 def forget_total(root: Path) -> None:
-    """Delete the stored sum, so that blocks are listed before the next write."""
+    """Delete ROOT/used, so that blocks are listed before the next write."""
     (root / _USED).unlink(missing_ok=True)
 
 
@@ -150,7 +150,7 @@ def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, i
         n_evicted += 1
     names_left = {block.path.name.removesuffix(SUFFIX) for block in blocks if block.path.exists()}
     for owner in (root / "owners").glob("*"):
-        is_old = time.time() - owner.stat().st_mtime > _STALE_S  # a new one may name future blocks
+        is_old = time.time() - owner.stat().st_mtime > _STALE_S  # a new list may name future blocks
         if is_old and not owned_names(owner) & names_left:
             owner.unlink(missing_ok=True)
     return n_evicted, used
@@ -180,7 +180,7 @@ _MAX_FOLLOWING = 8
 
 @dataclass(frozen=True, slots=True)
 class _AgentRecord:
-    """Names of the blocks that an agent's sessions share, and of those after them, latest first."""
+    """Names of the blocks that an agent's sessions share, and of their next blocks, latest first."""
 
     n_sessions: int = 0
     shared: tuple[str, ...] = ()
@@ -199,10 +199,10 @@ def record_session(folder: Path, agent: str, names: Sequence[str], salt: str = "
 
 
 def record_following(folder: Path, parent: str, name: str, *, is_tail: bool = False) -> None:
-    """Record a new block if its `parent` is the last one that an agent's sessions have in common.
+    """Record a new block if its `parent` is the last block that an agent's sessions have in common.
 
-    A partial block (`is_tail`) may also come after the latest of `following`, because prompts may begin
-    to differ at the very end of a block. Raises OSError.
+    The parent of a partial block (`is_tail`) may also be the latest block of `following`, because
+    prompts may begin to differ at the very end of a block. Raises OSError.
     """
     for path, agent in _read_all(folder):
         ends = agent.shared[-1:] + (agent.following[:1] if is_tail else ())
@@ -218,7 +218,7 @@ def retained_names(root: Path) -> set[str]:
 
 
 def agent_blocks(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
-    """Return the blocks that sessions of `agent` share, in order, then later ones, latest first."""
+    """Return the blocks that sessions of `agent` share, in order; then next blocks, latest first."""
     if not _AGENT.fullmatch(agent):
         return ()
     record = _read(_path(folder, agent, salt))

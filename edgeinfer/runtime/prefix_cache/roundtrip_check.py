@@ -47,7 +47,7 @@ class RoundtripCheck:
         self._supports_truncation = loaded.supports_truncation
         self._n_vocab = loaded.vocab.n_vocab
         self._block_tokens = block_tokens(window) if window else _BLOCK_TOKENS
-        # longer than a sliding window, unless that is too long
+        # a text longer than the sliding window, unless the window is too long
         beyond = window + 2 * block_tokens(window) if window else 0
         #: Length of the text (tokens).
         self.n_tokens = max(_TOKENS, beyond) if beyond <= _MOST_TOKENS else 3 * block_tokens(window)
@@ -128,7 +128,7 @@ class RoundtripCheck:
         return None if self._supports_truncation else self._states.save_checkpoint(_SEQ_ID)
 
     def _restore(self, checkpoint: memoryview | None, n: int) -> None:
-        """Truncate to the first `n` tokens; a recurrent state is restored from their checkpoint."""
+        """Truncate to the first `n` tokens; restore a recurrent state from the checkpoint there."""
         if checkpoint is not None:
             self._states.restore_checkpoint(_SEQ_ID, checkpoint)
         self._context.remove(_SEQ_ID, n)

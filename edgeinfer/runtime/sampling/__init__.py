@@ -1,1 +1,1 @@
-"""From logits to text: constraints, speculative decoding, stop strings, log-probabilities."""
+"""Sampling: constraints on the logits, speculative decoding, and log-probabilities."""

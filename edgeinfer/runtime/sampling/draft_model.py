@@ -1,7 +1,7 @@
 """A draft model: a small model with the same vocabulary, whose tokens the large model verifies.
 
-It has a context of its own, in which it must prefill a text before it can draft. It does so only if
-that is likely to pay. Used on the decode thread.
+The draft model has a separate context, in which it must prefill a text before it can draft. It does so
+only if that is likely to save time. Used on the decode thread.
 """
 
 from __future__ import annotations
@@ -43,19 +43,21 @@ from edgeinfer.runtime.sampling.speculative import (
 )
 
 #: Acceptance rates are learned for groups of tokens, by the probability that the draft model gives
-#: them: the bounds of the groups, and the rates assumed at first.
+#: them. These are the bounds of the groups, and the rates assumed at first.
 _PROBABILITIES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
 _START = (0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
-#: Rate assumed of tokens that are not drafted yet, and its weight (tokens): wrong drafts end soon.
+#: Acceptance rate assumed for tokens that are not drafted yet, and how many measured tokens it
+#: outweighs; few, so that wrong drafts end soon.
 _MEAN_START, _MEAN_TOKENS = 0.7, 3
-#: If a grammar forces a text, its usual tokens are drafted without the draft model: the rate assumed at
-#: first, and the least rate. The model may choose other tokens for the text: `"/` instead of `"`.
+#: If a grammar forces a text, its usual tokens are drafted without the draft model. The large model may
+#: choose other tokens for the text: `"/` instead of `"`. These are the acceptance rate assumed at
+#: first, and the least rate.
 _LIKELY_START, _LIKELY_LEAST = 0.95, 0.8
 #: Each step without a draft moves what was learned towards what was assumed, by this share of the
 #: difference: a draft model that was wrong, or slow, is tried again.
 _RECOVERY = 0.0008
-#: What drafts may lose before any has gained, and the most that gains let later ones lose, in steps of
-#: one row; the share of each token's time that they may lose besides.
+#: How much drafts may lose before any has gained, and how much at most after gains (in steps of one
+#: row); and the share of each token's time that they may lose in addition.
 _FIRST_LOSS, _MOST_LOSS = 32.0, 200.0
 _LOSS_SHARE = 0.01
 #: The rest of an answer, whose gain must repay the prefill of missing text, is assumed to be as long as
@@ -73,9 +75,9 @@ class DraftModel:
     A draft model of models.toml is left out with a warning if it does not fit or cannot be loaded; then
     `shape` is None, as without a draft model.
 
-    `cost` of a draft token is in steps of one row of the large model; `least_cost` is the cost of
-    reading its weights. `balance` is what drafts may still lose, in the same unit: their gains less
-    their costs, and a share of all time. When it is used up, nothing is drafted.
+    `cost` is that of a draft token, in steps of one row of the large model; `least_cost` is the part
+    for reading the draft model's weights. `balance` is what drafts may still lose, in the same unit:
+    their gains less their costs, and a share of all time. When it is used up, nothing is drafted.
 
     Raises ModelLoadError, OutOfMemoryError for a requested draft model.
     """
@@ -155,9 +157,10 @@ class DraftModel:
         self.cost = self.least_cost = shape.weights_bytes_per_token / weights_bytes
 
     def compute(self, cached_seq: CachedSequence, tokens: Sequence[int]) -> bool:
-        """Append `tokens` to a sequence, the last one with logits, and charge `balance`.
+        """Append `tokens` to a sequence (logits for the last), and subtract the cost from `balance`.
 
-        Return False if they are more than a batch, of another vocabulary, or if there is no room.
+        Return False for more tokens than a batch, tokens that the draft model lacks, or too few free
+        cells.
         """
         is_valid = len(tokens) <= DRAFT_BATCH and max(tokens) < self.n_vocab
         if not (is_valid and self.kv.make_room(len(tokens))):
@@ -180,17 +183,17 @@ class DraftModel:
         self.cost *= 1.0 + _WEIGHT * (min(max(cost / self.cost, 0.5), 2.0) - 1.0)
 
     def recover(self) -> None:
-        """Move what was learned towards what was assumed."""
+        """Move the learned rates and the cost towards those assumed at first."""
         self.mean.recover(_MEAN_START, _RECOVERY)
         self.likely.recover(_LIKELY_START, _RECOVERY)
         self.cost += _RECOVERY * (self.least_cost - self.cost)
 
     def earn(self, gain: float) -> None:
-        """Let drafts lose `gain` more."""
+        """Add `gain` to `balance`, up to _MOST_LOSS."""
         self.balance = min(_MOST_LOSS, self.balance + gain)
 
     def park(self) -> None:
-        """Forget all texts, and give the memory of the cells back to the OS. Only while idle."""
+        """Drop all cached sequences, and give the cells' memory back to the OS. Only while idle."""
         if self.shape is not None:
             self.kv.drop_idle()
             self.context.cells.release_pages()
@@ -218,7 +221,7 @@ class ModelDrafting(Drafting):
         super().__init__(drafter, matcher)
         self._model, self._request = model, request
         self._sampler = sampler
-        # drafting a token without sampling it uses no random number, which would change later tokens
+        # a token drafted without sampling uses up no random number, so later tokens would differ
         is_greedy = request.sampling.temperature <= 0
         self._drafts_likely, self._drafts_forced = is_greedy, is_greedy or request.logprobs is None
         self._mean = Acceptance(model.mean.rate, _MEAN_TOKENS)
@@ -247,13 +250,14 @@ class ModelDrafting(Drafting):
         return max(from_text, self._drafted, key=lambda runs: budget.best(runs)[1])
 
     def _expect(self, n: int) -> list[Run]:
-        """Return `n` runs that are still to be drafted."""
+        """Return `n` runs that stand for tokens not drafted yet, with the expected rate and cost."""
         return [Run((0,), self._mean, self._model.cost)] * n
 
     def _catch_up(self, tokens: Sequence[int], gain: float) -> list[int]:
-        """Prefill missing text if the rest of the answer, which may `gain` so much a token, repays it.
+        """Prefill missing text, if the rest of the answer repays that with `gain` per token.
 
-        Return the last tokens, which are still to be computed; none if it takes longer.
+        Return the last tokens, which are still to be computed; [] if that is not worth it, or not done
+        yet.
         """
         model, request = self._model, self._request
         if self._cached is None and min(tokens) >= 0:  # the draft model cannot read pictures
@@ -276,7 +280,7 @@ class ModelDrafting(Drafting):
         return []
 
     def _draft(self, pending: list[int], limit: int, budget: DraftBudget) -> None:
-        """Draft some `limit` tokens after the text that ends with `pending`."""
+        """Draft about `limit` tokens after the text that ends with `pending`."""
         assert self._cached is not None
         model, runs = self._model, self._drafted
         sampler, matcher = self._sampler.copy(), self._matcher and self._matcher.copy()
@@ -305,7 +309,7 @@ class ModelDrafting(Drafting):
             is_end = model.vocab.is_eos(token)
 
     def _draft_likely(self, sampler: Sampler, matcher: TokenMatcher | None) -> list[int]:
-        """Draft the text that must come next, without the draft model; return its tokens."""
+        """Draft the text that the grammar forces, without the draft model; return its tokens."""
         if matcher is None or not self._drafts_likely or self._model.likely.rate < _LIKELY_LEAST:
             return []
         tokens = matcher.accept_likely()
@@ -314,7 +318,7 @@ class ModelDrafting(Drafting):
         return tokens
 
     def _pick(self, sampler: Sampler, matcher: TokenMatcher | None) -> tuple[int, float]:
-        """Sample as the request will; return the token and its probability at temperature 1."""
+        """Sample the draft model as the request would; return the token and its probability."""
         model = self._model
         logits = model.context.all_logits(1, model.vocab.n_vocab)[0]
         if self._request.ignore_eos:
@@ -333,7 +337,7 @@ class ModelDrafting(Drafting):
         self._drafted = []
 
     def close(self) -> None:
-        """Release past answers, and keep the text in the draft model for later requests. Idempotent."""
+        """Release past answers; later requests may reuse the draft model's cached text. Idempotent."""
         super().close()
         if self._cached is not None:
             self._model.kv.release(self._cached, keep=self._request.cache_prompt)

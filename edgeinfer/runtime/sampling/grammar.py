@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: How many compiled constraints are cached. One takes about 20 KiB.
 CACHE_SIZE = 128
-#: Longest constraint (characters of JSON).
+#: Longest constraint (characters of its JSON).
 MAX_SOURCE = 512 * 1024
 #: JSON as `json.dumps` writes it, on one line. So more tokens are forced, and a small model cannot
 #: write white space without end.
@@ -54,7 +54,7 @@ _LIMITS = {
     "circular references with sibling": "it refers to itself through `allOf`, or beside others",
 }
 _KINDS = {Regex: "regular expression", Choice: "choice", Grammar: "grammar"}
-#: Most digits of a number (a double has 17 significant ones), and most after its `e`.
+#: Most digits of a number (a double has 17 significant ones), and most digits of its exponent.
 _MAX_DIGITS = 17
 _EXPONENT_DIGITS = 3
 _STACK_BYTES = 64 * 1024 * 1024
@@ -83,9 +83,9 @@ class Lark(msgspec.Struct, frozen=True, tag="lark"):
 
 
 class NumberLimit:
-    """Follows one JSON answer, and forbids digits (the tokens in `digits`) where a number has enough.
+    """Follows one JSON answer, and forbids the tokens in `digits` once a number has _MAX_DIGITS.
 
-    A grammar does not limit them, and at a higher temperature a model may never end a number: of 12
+    A grammar does not limit digits, and at a higher temperature a model may never end a number: of 12
     heights in metres, 4 continued `1.8000000447…` to the end of the answer.
     """
 
@@ -97,7 +97,7 @@ class NumberLimit:
         self._is_text = self._is_escaped = False
 
     def forbid_into(self, forbidden: npt.NDArray[np.bool_]) -> None:
-        """Forbid digits after the last allowed one, unless nothing else may come."""
+        """Add digits to `forbidden` tokens if the number has enough, unless only digits are allowed."""
         if self._n_digits >= _MAX_DIGITS:
             more = forbidden | self._digits
             if not more.all():
@@ -169,7 +169,7 @@ class TokenMatcher:
         return TokenMatcher(self._matcher.deep_copy(), self._tokenizer, self._n_vocab, numbers)
 
     def valid(self, tokens: Sequence[int]) -> int:
-        """Return how many of the first `tokens` the constraint allows, one after the other."""
+        """Return how many `tokens`, from the first on, the constraint allows in sequence."""
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def forced_tokens(self) -> Sequence[int]:
@@ -190,7 +190,7 @@ class TokenMatcher:
         return [token for token in tokens if self.accept(token)]
 
     def runs(self, tokens: Sequence[int]) -> list[list[int]]:
-        """Split draft tokens into runs: a token, and the tokens that the constraint forces after it.
+        """Split draft tokens into runs. A run is a token and those that the constraint forces after it.
 
         Forbidden tokens, and all after them, are left out. The last run has all its forced tokens, even
         if `tokens` end. Takes 25 µs per run.
@@ -223,7 +223,7 @@ class Constraints:
         """Return a compiled constraint, of which each request uses a `copy`.
 
         It is cached per `salt`, so that timing does not reveal another client's constraint. Raises
-        UnsupportedConstraintError; its `param` is where the schema or grammar is wrong.
+        UnsupportedConstraintError; its `param` is the place of the error in the schema or grammar.
         """
         try:
             source = msgspec.json.encode(constraint)
@@ -301,14 +301,14 @@ def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
     if whole_message := complaint(normalised):
         pointer, message = _at_keyword(*locate(normalised, complaint))
         if whole_message in _LIMITS.values() and message != whole_message:
-            pointer, message = "#", whole_message  # no part fails by itself, only all together
+            pointer, message = "#", whole_message  # only the whole schema exceeds the limit
         problem = f"the schema cannot be enforced at {pointer}: {message}"
         raise UnsupportedConstraintError(problem, param=pointer)
     return normalised
 
 
 def _at_keyword(place_of_schema: str, message: str) -> tuple[str, str]:
-    """Return the JSON pointer of the keyword that llguidance's `message` names, and a message."""
+    """Return the JSON pointer of the keyword that llguidance's `message` names, and a clear text."""
     if unknown := re.match(r'Unimplemented keys: \["([^"]+)"', message):
         return f"{place_of_schema}/{unknown[1]}", f"`{unknown[1]}` cannot be enforced token by token"
     if message.startswith("Resource '"):
@@ -330,7 +330,7 @@ def inline_schema(schema: Any) -> str:
 
 
 def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
-    """Return a constraint's grammar, and its field for errors. Raises UnsupportedConstraintError."""
+    """Return a constraint's grammar, and the request field to name in errors."""
     if isinstance(constraint, Lark):
         named = [{"name": name, "lark_grammar": text} for name, text in constraint.grammars]
         return json.dumps(
@@ -351,7 +351,7 @@ def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
 
 
 def lark_parts(constraint: Constraint | Lark) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Return a constraint's grammar, and those that it refers to. Raises UnsupportedConstraintError."""
+    """Return a constraint's grammar, and the named grammars that it refers to."""
     if isinstance(constraint, Lark):
         return constraint.source, constraint.grammars
     return lark_of(constraint)[0], ()
@@ -440,7 +440,7 @@ def _bytes() -> Any:
 
 
 def _in_order(value: Any, schemas: list[Any], root: dict[str, Any]) -> Any:
-    """Return `value` with properties in the order of the schema, which the grammar requires."""
+    """Return `value` with its properties in the schema's order, because the grammar allows no other."""
     parts = list(value_schemas(schemas, root))
     if isinstance(value, float) and value.is_integer():
         return int(value)

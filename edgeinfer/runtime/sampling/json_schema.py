@@ -71,7 +71,7 @@ def target(root: dict[str, Any], ref: Any) -> Any:
 
 
 def _children(schema: dict[str, Any], pointer: str, root: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield JSON pointer and value of each direct subschema, and of the target of a `$ref`."""
+    """Yield (JSON pointer, schema) for each direct subschema, and for the target of a `$ref`."""
     for key, subschema in schema.items():
         key_pointer = _step(pointer, key)
         if key in _MAPS and isinstance(subschema, dict):
@@ -100,7 +100,7 @@ class _Normaliser:
         while self._waiting:
             self._visit(*self._waiting.pop())
         overlaps = Overlaps(self._target, self._define)
-        for schema, pointer in reversed(self._visited.values()):  # subschemas first
+        for schema, pointer in reversed(self._visited.values()):  # inner ones first
             _replace_one_of(schema, pointer, overlaps)
 
     def _target(self, ref: str) -> Any:
@@ -159,7 +159,7 @@ def _clamp(schema: dict[str, Any]) -> None:
 
 
 def _drop_known_type(schema: dict[str, Any], target_of: Callable[[Any], Any]) -> None:
-    """Drop a `type` that a `$ref` next to it implies, because llguidance refuses both in circles."""
+    """Drop a `type` that the `$ref` next to it implies: llguidance refuses both in recursion."""
     referred = target_of(schema["$ref"]) if "type" in schema and "$ref" in schema else None
     if isinstance(referred, dict) and referred.get("type") == schema["type"]:
         del schema["type"]
@@ -231,7 +231,7 @@ def _check_count(schema: dict[str, Any], pointer: str) -> None:
 
 
 def alternatives(key: str, value: dict[str, Any]) -> Iterator[Any]:
-    """Yield schemas that together mean the keyword `key`; None for a part that cannot be expressed."""
+    """Yield schemas that together replace the keyword `key`; None for a part that has no schema."""
     operand = value[key]
     if key == "not":
         yield negate(operand)
@@ -249,7 +249,7 @@ def alternatives(key: str, value: dict[str, Any]) -> Iterator[Any]:
 
 
 def _otherwise(condition: Any, schema: dict[str, Any]) -> Any:
-    """Return the negation of an `if`, None if there is none.
+    """Return the negation of `condition`, an `if`; None if it cannot be expressed.
 
     If a property must have certain values, the negation has the other values that `schema` allows.
     """
@@ -269,9 +269,9 @@ def _otherwise(condition: Any, schema: dict[str, Any]) -> Any:
 
 
 def negate(schema: Any, depth: int = 0) -> Any:
-    """Return a schema that allows only values which `schema` forbids; None if there is none.
+    """Return a schema that allows only values which `schema` forbids; None if none can be expressed.
 
-    It may leave some of them out: it is an `anyOf` of the negations of each keyword that has one.
+    It need not allow all of them: it is an `anyOf` of the negations of each keyword that has one.
     """
     check_deadline()
     if isinstance(schema, bool):
@@ -353,7 +353,7 @@ def normalise(schema: Any) -> dict[str, Any]:
 
 
 def _move(schema: Any) -> Any:
-    """Return a copy whose references are valid after it is moved to `#/$defs/root`."""
+    """Return a copy of a schema, with references that are valid at `#/$defs/root`."""
     if isinstance(schema, list):
         return [_move(subschema) for subschema in schema]
     if not isinstance(schema, dict):
@@ -368,7 +368,7 @@ def _move(schema: Any) -> Any:
 def locate(
     root: dict[str, Any], complaint: Callable[[dict[str, Any]], str], seconds: float = LOCATE_S
 ) -> tuple[str, str]:
-    """Return the JSON pointer and the error of the innermost subschema that fails by itself.
+    """Return the JSON pointer and the error of the innermost subschema that fails to compile.
 
     `complaint` compiles a schema and returns its error, or "". After `seconds`, the result is "#".
     """
@@ -394,7 +394,7 @@ def locate(
 
 
 def value_schemas(schemas: Iterable[Any], root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield all schemas that apply to one value: with those of `$ref`, `allOf`, `if` and the like."""
+    """Yield `schemas`, and those that `$ref`, `allOf`, `if` and so on apply to the same value."""
     waiting, seen = list(schemas), set[int]()
     while waiting:
         schema = waiting.pop(0)

@@ -42,7 +42,7 @@ def token_logprobs(
 def chosen_logprobs(
     vocab: Vocab, token: int, logprobs: npt.NDArray[np.float32], top: Sequence[int]
 ) -> TokenLogprobs:
-    """Return the log-probabilities of a sampled token and of the likeliest tokens, for an event."""
+    """Return the log-probabilities of a sampled `token` and of the likeliest tokens (`top`)."""
 
     def entry(t: int) -> Logprob:
         return Logprob(t, vocab.piece(t, special=True), float(logprobs[t]))

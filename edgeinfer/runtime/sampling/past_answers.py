@@ -67,14 +67,14 @@ def _hash(tokens: Iterable[Any]) -> Any:
 
 
 def common_suffix(a: Tokens, b: Tokens) -> int:
-    """Return the length of the longest common suffix, up to LONGEST."""
+    """Return the length of the longest common suffix of `a` and `b`, at most LONGEST."""
     n = min(len(a), len(b), LONGEST)
     differs = np.flatnonzero(a[len(a) - n :] != b[len(b) - n :])
     return n - 1 - int(differs[-1]) if len(differs) else n
 
 
 class AnswerFile:
-    """Reads and appends the answers of one salt; the last reference closes the file. Raises OSError."""
+    """The file with the answers of one salt, closed with its last reference. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -144,16 +144,16 @@ class AnswerFile:
         return erased
 
     def _end_of_answer(self, index: int) -> int:
-        """Return the index at which the answer that contains `index` ends."""
+        """Return the ring index at which the answer around `index` ends."""
         following = self.read(index, RING // 4 + 2)
         bounds = np.flatnonzero(following < 0)
         if len(bounds):
             return index + int(bounds[0])
-        # zeros mean that this part was never written
+        # zeros: the ring was never written here
         return index + len(following) if following.any() else index
 
     def _erase(self, begin: int, stop: int) -> None:
-        """Overwrite [begin, stop) from the last page on: after a kill the rest keeps its owner."""
+        """Overwrite [begin, stop), last page first: if killed, the rest still begins with its owner."""
         first, last = _RING_AT + begin, _RING_AT + stop
         while last > first:
             low = max(first, (last - 1) // _PAGE * _PAGE)
@@ -161,7 +161,7 @@ class AnswerFile:
             last = low
 
     def _drop_old_hashes(self) -> None:
-        """Delete table entries of erased text, because their hashes would reveal it."""
+        """Delete the table entries of erased text, because hashes of the text would reveal it."""
         ring = self.ring
         for table, n in _TABLES:
             places = self._read(table, RING).copy()
@@ -197,7 +197,7 @@ class AnswerFile:
 
 
 class PastAnswers:
-    """Opens the answers of one model below `folder`; `secret` is the key of file names. Any thread."""
+    """Opens the files of one model's answers in `folder`; `secret` hashes their names. Thread-safe."""
 
     def __init__(self, folder: Path, secret: bytes) -> None:
         self._folder, self._secret = folder / FOLDER, secret

@@ -32,7 +32,7 @@ def _basic_plane() -> str:
 
 
 def enforceable(pattern: str) -> list[str] | None:
-    """Return patterns for llguidance that together mean `pattern`, or None. Raises ValueError."""
+    """Return patterns that together mean `pattern`, None if that is impossible. Raises ValueError."""
     parts = without_look_aheads(pattern) if _LOOK_AROUND.search(pattern) else [pattern]
     return parts and [narrow(pattern_part) for pattern_part in parts]
 
@@ -65,7 +65,7 @@ def _narrow_class(atom: str) -> str:
 
 
 def _spaces(body: str) -> str:
-    r"""Replace `\s` by its characters, which are Unicode's, because `\w` and `\d` are read as ASCII."""
+    r"""Replace `\s` by its characters: re.ASCII, which `\w` and `\d` need, would leave some out."""
     return re.sub(r"\\(.)", lambda escape: _SPACES if escape[1] == "s" else escape[0], body)
 
 

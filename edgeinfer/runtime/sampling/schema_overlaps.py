@@ -22,7 +22,7 @@ class Overlaps:
         self, target: Callable[[Any], Any], define: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> None:
         self._target_of, self._define = target, define
-        #: Results of `disjoint` by ids. The schemas are stored to keep their ids from being reused.
+        #: Results of `disjoint` by the schemas' `id`. Both schemas are stored, so that no id is reused.
         self._pairs: dict[tuple[int, int], tuple[bool, Any, Any]] = {}
         self._kinds: dict[str, set[str]] = {}
 
@@ -37,7 +37,7 @@ class Overlaps:
                     if narrowed is None:
                         return min(i, j), max(i, j)
             if narrowed is not alternative and self._follow(alternative) is not alternative:
-                # a reference stays one, because its target may contain itself
+                # a reference stays a reference, because its target may contain itself
                 narrowed = self._define(narrowed)
             narrowed_parts.append(narrowed)
         return narrowed_parts
@@ -95,7 +95,7 @@ class Overlaps:
         if "$ref" in schema:
             name = schema["$ref"]
             if name not in self._kinds:
-                self._kinds[name] = set(TYPES)  # assumed if the schema contains itself
+                self._kinds[name] = set(TYPES)  # for a schema that contains itself
                 self._kinds[name] = self.kinds(self._target_of(schema["$ref"]), depth + 1)
             types &= self._kinds[name]
         for key in ("anyOf", "oneOf"):
@@ -114,7 +114,7 @@ class Overlaps:
         check_deadline()
         pair = (id(a), id(b))
         if pair not in self._pairs:
-            self._pairs[pair] = False, a, b  # assumed if a schema contains itself
+            self._pairs[pair] = False, a, b  # for schemas that contain themselves
             self._pairs[pair] = self._disjoint(a, b, depth + 1), a, b
         return self._pairs[pair][0]
 
@@ -160,7 +160,7 @@ def listed_values(schema: Any) -> list[Any] | None:
 
 
 def _member(schema: dict[str, Any], name: str) -> Any:
-    """Return the schema of a property, True if `patternProperties` may have another one."""
+    """Return the schema of a property; True (any value) if `patternProperties` might apply to it."""
     properties = schema.get("properties", {})
     if name in properties:
         return properties[name]

@@ -37,12 +37,12 @@ _ROWS = (1, 2, 4, 8, 16, 32)
 _ASSUMED = (1.0, 1.35, 2.0, 3.3, 6.0, 11.5)
 #: How long (s) costs are measured at first.
 _MEASURE_S = 0.7
-#: Weight of a new measurement in the average: of steps without drafts, of steps
-#: with drafts, and of costs (1.0 for a cost that was assumed).
+#: Weights of a new measurement in moving averages: of a step without drafts, of a step with drafts, and
+#: of a cost (1.0 if the old cost was only assumed).
 _PLAIN_WEIGHT = 0.1
 _DRIFT = 0.03
 _CURVE_WEIGHT = 0.08
-#: Tokens are drafted only if they are expected to gain this many times their cost, as times are noisy.
+#: Tokens are drafted only if they should gain this many times their cost, because times are noisy.
 _MARGIN = 1.3
 
 
@@ -92,7 +92,7 @@ class StepCurve:
         points, shares = list(self._points), {i - 1: 1.0 - share, i: share}
         for j, weight in enumerate(self._weights):
             if _ROWS[j] <= n_sequences or not (j in shares or weight == 1.0):
-                continue  # change only these costs, and assumed ones
+                continue  # keep measured costs of other numbers of rows
             points[j] *= 1.0 + change * weight * shares.get(j, 0.5) / (1.0 + weight)
             if shares.get(j):
                 self._weights[j] = max(_CURVE_WEIGHT, weight / (1.0 + weight))
@@ -111,7 +111,7 @@ class StepCurve:
 
 
 def _line(points: Sequence[float]) -> float:
-    """Extrapolate the cost of twice as many rows as the last of `points` has."""
+    """Return the cost of twice as many rows as the last of `points`, by a line through the last two."""
     return points[-1] + 2 * (points[-1] - points[-2])
 
 
@@ -132,7 +132,7 @@ class DraftBudget:
         self.cost, self._expected = curve.cost(n_sequences), float(n_sequences)
         #: Time (s) of a step with one row; 0 before the first measurement.
         self.row_s = curve.seconds(n_sequences, 1) or 0.0
-        #: Least cost of a draft token's row; None until it is asked for.
+        #: Least cost of a draft token's row; None until `least_chance` computes it.
         self._least_row: float | None = None if self.row_s else math.inf
         #: Time (s) that a draft model took for this step.
         self.model_s = 0.0
@@ -152,7 +152,7 @@ class DraftBudget:
         return best, best_rate
 
     def totals(self, runs: Sequence[Run]) -> Iterator[tuple[float, float, float]]:
-        """Yield expected gain (tokens), cost, and rows of the step, with one run, with two, and so on.
+        """Yield (expected gain in tokens, cost, rows) of the step with one run, with two, and so on.
 
         Forced tokens after an accepted one are no cost: without drafts they would be computed, too.
         """
@@ -207,7 +207,7 @@ class Acceptance:
         self.rate += max(_LEAST_WEIGHT, 1.0 / self._n) * (is_right - self.rate)
 
     def recover(self, start: float, share: float) -> None:
-        """Move the rate by `share` of the difference towards the assumed one."""
+        """Move the rate towards `start`, by `share` of the difference."""
         self.rate += share * (start - self.rate)
 
 
@@ -227,7 +227,7 @@ def join(runs: Sequence[Run]) -> list[int]:
 
 
 def compare(runs: Sequence[Run], sampled: Sequence[int]) -> Iterator[tuple[Acceptance, bool]]:
-    """Yield each run's acceptance rate and whether it was accepted, to the first that was not."""
+    """Yield (acceptance rate, whether it was accepted) of each run, to the first rejected one."""
     for run in runs:
         if not sampled:
             return
@@ -256,7 +256,7 @@ class SuffixDrafter:
         """Return up to `limit` tokens; none if the end of `tokens` never occurred before. Return only
         one token, to learn from it, if it is less likely right than `least_chance`.
         """
-        n_known = self._n if self._n <= len(tokens) else 0  # after a context shift it has fewer tokens
+        n_known = self._n if self._n <= len(tokens) else 0  # a context shift shortens the text
         if n_known and len(tokens) < self._next:
             return []
         self._append(tokens, n_known)
@@ -272,7 +272,7 @@ class SuffixDrafter:
             draft = self.answers.read(self._index, limit).tolist()
         else:
             draft = self._text[self._index : min(self._index + limit, self._n)].tolist()
-            draft = (draft * limit)[:limit]  # the text repeats itself: so does the draft
+            draft = (draft * limit)[:limit]  # a repetitive text: repeat the draft, too
         return list(takewhile(lambda token: 0 <= token < self._n_vocab, draft))
 
     def _shortest(self, least_chance: float) -> int:
@@ -292,7 +292,7 @@ class SuffixDrafter:
         self._n = len(tokens)
 
     def _follows(self, n_known: int) -> bool:
-        """Return whether drafting can continue: the latest draft was right, and its match long."""
+        """Return whether the text goes on as the last match did, and the match is long enough."""
         if not self._length:
             return False
         n_new = self._n - n_known
@@ -330,7 +330,7 @@ class SuffixDrafter:
         return index, common_suffix(text[:index], text[:n])
 
     def acceptance(self, position: int) -> Acceptance:
-        """Return the rate for the latest draft's token at `position`."""
+        """Return the acceptance rate of the latest draft's token at `position`."""
         length = max(self._length + position, _LENGTHS[0])
         return self._rates[self._is_past][bisect_right(_LENGTHS, length) - 1]
 
@@ -338,7 +338,7 @@ class SuffixDrafter:
 class Drafting:
     """Drafts tokens for one sequence, from its text. `matcher` is the parser of its constraint.
 
-    `is_forced`: at any cost, as requested. Without a `drafter`, nothing is drafted.
+    `is_forced`: the request demands drafts at any cost. Without a `drafter`, nothing is drafted.
     """
 
     def __init__(
@@ -386,7 +386,7 @@ class Drafting:
         return from_text
 
     def record(self, sampled: Sequence[int], *, n_drafted: int, n_accepted: int) -> None:
-        """Learn from the tokens that the step `sampled` which drafts were right."""
+        """Learn from the `sampled` tokens which drafts were right."""
         self.drafted += n_drafted
         self.accepted += n_accepted
         for acceptance, is_right in compare(self._predicted, sampled):

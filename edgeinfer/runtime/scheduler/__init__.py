@@ -1,4 +1,4 @@
-"""One step of the engine, divided by roles.
+"""The scheduler: one step of the engine, with a module for each part of the step.
 
 engine_core ─┬─ request_queue     waiting and running requests: admission, preemption, end
              ├─ prefixes          give sequences their cached prefixes, from memory and from disk

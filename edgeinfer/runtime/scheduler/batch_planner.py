@@ -61,7 +61,8 @@ class BatchPlanner:
     def _ready_sequences(self) -> list[Sequence]:
         """Return the sequences that can be in one batch and have tokens to compute.
 
-        Those with different adapters that llama.cpp computes take turns.
+        Sequences take turns if llama.cpp, not edgeinfer's kernels, must compute their different
+        adapters.
         """
         started = [s for s in self.queue.running if s.is_started and not s.is_loading_blocks]
         by_adapters: dict[AdapterKey, list[Sequence]] = {}
@@ -88,14 +89,14 @@ class BatchPlanner:
         return is_short and all(s.n_generated == 1 for s in decoding)
 
     def _next_picture(self, ready: list[Sequence]) -> Sequence | None:
-        """Choose a sequence whose next tokens are a picture, in every second step only, or None."""
+        """Return a sequence whose next tokens are a picture, at most in every second step; or None."""
         with_picture = [s for s in ready if s.picture is not None]
         is_turn = bool(with_picture) and not (self._was_picture and len(with_picture) < len(ready))
         self._was_picture = is_turn
         return with_picture[0] if is_turn else None
 
     def _add_picture(self, seq: Sequence, *, is_unbatched: bool) -> list[BatchEntry]:
-        """Add rows of the next picture of `seq`, which are then all that the step computes."""
+        """Add rows of the next picture of `seq`. The step computes nothing else."""
         span, past = seq.picture, seq.n_past
         assert span is not None
         n, chunk = span.end - past, span.chunk
@@ -132,7 +133,7 @@ class BatchPlanner:
         return True
 
     def _add_decoding(self, decoding: list[Sequence], *, is_unbatched: bool) -> list[BatchEntry]:
-        """Add the next tokens of decoding sequences, with draft tokens; rotate who is first."""
+        """Add the next tokens of decoding sequences, with draft tokens; the first sequence rotates."""
         entries: list[BatchEntry] = []
         self._n_decode_steps += 1
         first = self._n_decode_steps % max(1, len(decoding))
@@ -155,14 +156,15 @@ class BatchPlanner:
             self.batch.add(tokens, seq.position, seq_id, outputs=n_outputs, adapters=seq.adapters)
             entries.append(BatchEntry(seq, first_output, tokens, drafts))
         self._counters.decode_seconds_total += draft_budget.model_s
-        self._counters.python_seconds_total -= draft_budget.model_s  # the whole step is added to it
+        self._counters.python_seconds_total -= draft_budget.model_s  # it gets the step's time later
         return entries
 
     def _max_invariant_tokens(self, *, is_unbatched: bool) -> int:
-        """Return the most tokens of a step that stays bit-identical to unbatched ones."""
+        """Return how many tokens a step may have, to be bit-identical to unbatched ones."""
         invariance = self.batch_invariance
         is_beyond = invariance.max_cells is not None and self.kv.used_cells > invariance.max_cells
-        # a sequence in the cells of a rejected draft sums in another order, and rounds otherwise
+        # in the cells of a rejected draft, a sequence is summed in another order, and rounds
+        # differently
         is_mixed = not (is_unbatched or invariance.sums_in_order)
         # llama.cpp's products with the small matrices of a LoRA depend on the batch
         return 0 if is_beyond or is_mixed or self._context_adapters else invariance.max_tokens
@@ -175,7 +177,7 @@ class BatchPlanner:
         return seq.drafting.propose(seq.tokens, max_drafts, draft_budget)
 
     def _add_prefill(self, prefilling: list[Sequence], entries: list[BatchEntry]) -> None:
-        """Add chunks of the short or of the long prompts; of prefill-only ones without others."""
+        """Add chunks of short or of long prompts; prefill-only prompts come after all others."""
         self._decode_budget.charge_last_step()
         awaited = [s for s in prefilling if not s.is_prefill_only]
         are_all_long = bool(prefilling) and all(s.n_pending > SHORT_TOKENS for s in prefilling)
@@ -199,7 +201,7 @@ class BatchPlanner:
             token_budget -= len(entry.tokens)
 
     def _short_or_long(self, awaited: list[Sequence]) -> list[Sequence]:
-        """Choose short or long prompts in turn: long ones slow the attention of others."""
+        """Return the short or the long prompts, in turn: in one batch, long ones slow the others."""
         short = [s for s in awaited if s.n_pending <= SHORT_TOKENS]
         long = [s for s in awaited if s.n_pending > SHORT_TOKENS]
         is_turn_of_short = bool(short) and not (long and self._is_turn_of_long)
@@ -209,7 +211,7 @@ class BatchPlanner:
     def _add_chunk(self, seq: Sequence, max_tokens: int) -> BatchEntry:
         """Add the next tokens of a prompt, up to `max_tokens`, a checkpoint, a picture, or its end.
 
-        The tokens of an answer that the request replays follow, as drafts: all are known, too.
+        If the request replays an answer, its known tokens follow as drafts.
         """
         n_past = seq.n_past
         if not self.kv.supports_truncation:
@@ -233,7 +235,7 @@ class BatchPlanner:
         return BatchEntry(seq, first_output, tokens, drafts, has_output=has_output, is_prefill=True)
 
     def _replayable(self, seq: Sequence) -> tuple[int, ...]:
-        """Return the tokens of a replayed answer that can be computed before they are sampled."""
+        """Return the next tokens of a replayed answer, which can be verified like drafts."""
         replay = seq.request.replay
         if replay is None or not self.kv.supports_truncation:
             return ()

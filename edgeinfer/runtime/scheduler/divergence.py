@@ -17,7 +17,7 @@ _EXCERPT_TOKENS = 12
 
 @dataclass(frozen=True, slots=True)
 class LongestMatch:
-    """The cached sequence most like a prompt: `n` tokens are equal, then it has `continuation`."""
+    """The cached sequence most like a prompt: after `n` equal tokens it has `continuation`."""
 
     n: int = 0
     continuation: tuple[int, ...] = ()

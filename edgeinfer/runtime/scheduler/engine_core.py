@@ -33,15 +33,15 @@ from edgeinfer.runtime.scheduler.sequence import Sequence
 #: How long (s) a step without anything to compute waits for a picture to be encoded.
 _PICTURE_WAIT_S = 0.02
 
-#: Assumed time of prefill before the first measurement (s per token and byte of weights): half of what
-#: a 4B model in Q4_0 takes on two cores.
+#: Prefill time assumed before the first measurement (s per token and byte of weights): half of what a
+#: 4B model in Q4_0 takes on two cores.
 _PREFILL_S_PER_BYTE = 1e-11
 #: Share of a step's time that reading streamed weights takes, however many tokens the step has.
 _STREAMED_SHARE = 0.9
 
 
 class EngineCore:
-    """Runs steps on `context`, and owns their parts: KV cache, queue, executor and the others."""
+    """Runs the engine's steps on `context`; owns KV cache, queue, executor and the other parts."""
 
     def __init__(self, loaded: LlamaModel, context: LlamaContext, adapters: LoraAdapters) -> None:
         vocab, batch = loaded.vocab, Batch.of(context, max_outputs=loaded.plan.n_outputs)
@@ -114,7 +114,7 @@ class EngineCore:
         decode_s = self.executor.run(entries)
         if decode_s is None:
             return
-        self.counters.steps_total += 1  # now: a client may read it once it has its answer
+        self.counters.steps_total += 1  # count it now: a client may read it once it has its answer
         self._output_processor.process(entries)
         self.counters.python_seconds_total += time.perf_counter() - began - decode_s
         self.prefixes.write_blocks(is_idle=False)
@@ -140,7 +140,7 @@ class EngineCore:
         return 0.0 if self.prefixes.has_writes else self._idle_cells.due_in_s()
 
     def do_idle_work(self) -> None:
-        """Save one block, or give some memory of the KV cache back to the OS. Only while idle."""
+        """Save one KV block, or give some memory of the KV cache back to the OS. Only while idle."""
         if self.prefixes.has_writes:
             self._with_cpu_fallback(lambda: self.prefixes.write_blocks(is_idle=True))
         elif self._idle_cells.due_in_s() == 0.0:
@@ -163,9 +163,9 @@ class EngineCore:
     ) -> None:
         """Continue with another context, on a GPU (`on_device`) or the CPU.
 
-        It has a copy of all cells (`has_copy`), or is empty: then sequences are prefilled again. Only
-        between steps, and without a prefix cache. On a GPU prompts have no small chunks, and no tokens
-        are drafted automatically, because it is not batch-invariant.
+        `has_copy`: the new context has a copy of all cells. Otherwise sequences are prefilled again.
+        Only between steps, and without a prefix cache. GPUs are not batch-invariant, so there prompts
+        need no small chunks, and tokens are drafted only on request.
         """
         self.executor.chunk_sizer.idle_chunk_tokens = (
             self.executor.batch.capacity if on_device else IDLE_CHUNK_TOKENS

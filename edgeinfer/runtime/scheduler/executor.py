@@ -28,7 +28,7 @@ _PROFILED_VOCAB = 64
 #: Most outputs of a profiled step. Each takes up to 1 MB of memory, which a snapshot then contains.
 _PROFILED_OUTPUTS = 16
 #: Tokens of the profiled prefill, by which a restored engine estimates how much time cached prefixes
-#: save. 128 would be more exact (a quarter less per token), but add 6 MB to a snapshot.
+#: save. With 128 tokens the estimate would be better (a quarter lower), but a snapshot 6 MB larger.
 _PROFILED_PREFILL = 32
 
 
@@ -149,7 +149,7 @@ class Executor:
             self.batch.clear()
             n_tokens = min(n_tokens, self.batch.capacity, self.kv.free_cells)
             n_outputs = min(n_tokens, self.batch.max_outputs, _PROFILED_OUTPUTS)
-            # different tokens, because equal ones would use the same experts of a mixture
+            # tokens differ, because equal ones would use the same experts of a mixture model
             tokens = [(token + next(numbers)) % _PROFILED_VOCAB for _ in range(n_tokens)]
             self.batch.add(tokens, 0, cached_seq.seq_id, outputs=n_outputs)
             began = time.perf_counter()
@@ -182,7 +182,7 @@ class StepCancellation:
     def __init__(self, request_abort: Callable[[], None]) -> None:
         self._request_abort = request_abort
         self._lock = threading.Lock()
-        self._sequences: list[Sequence] = []  # those of the running step
+        self._sequences: list[Sequence] = []  # sequences of the running step
         self._began = self._expected_s = 0.0
         self._allowed_loss_s = _MAX_LOST_S
 

@@ -15,7 +15,7 @@ from edgeinfer.runtime.scheduler.prefixes import Prefixes
 _IDLE_S = 300.0
 #: Interval (s) at which is checked whether all blocks have been written.
 _WRITE_CHECK_S = 0.5
-#: Smallest number of used cells for which this is done.
+#: With fewer used cells, no memory is given back.
 _MIN_IDLE_CELLS = 512
 
 

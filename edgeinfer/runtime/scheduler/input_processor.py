@@ -37,7 +37,7 @@ from edgeinfer.runtime.vision import PromptPictures, Span, Vision
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class InputProcessor:
-    """Converts requests to sequences, except for their adapters. Runs on the callers' threads.
+    """Converts requests to sequences, without their adapters. Runs on the callers' threads.
 
     `entropy` is mixed into random seeds. `vision_error` says why the model's projector is not used.
     """
@@ -168,13 +168,13 @@ class InputProcessor:
         return tokens[:n_keep] + tokens[-n_tail:]
 
     def _n_keep(self, request: GenerateRequest, tokens: list[int]) -> int:
-        """Return how many first tokens a context shift keeps: the system prompt, or BOS."""
+        """Return how many tokens at the beginning a context shift keeps: the system prompt, or BOS."""
         if request.messages and request.messages[0].role in ("system", "developer"):
             return common_prefix(self.system_prefix(request.messages[0].content), tokens)
         return int(tokens[:1] == [self.vocab.bos])
 
     def system_prefix(self, system: str) -> list[int]:
-        """Return the first tokens of all conversations with this system prompt."""
+        """Return the tokens with which all conversations with this system prompt begin."""
 
         def tokenize_with(user: str) -> list[int]:
             turns = ((Message(role="system", content=system),) if system else ()) + (

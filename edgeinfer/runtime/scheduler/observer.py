@@ -1,4 +1,4 @@
-"""Interfaces of features that record requests without changing them, and the recorder of receipts."""
+"""Interfaces of observers, which record requests without changing them; the observer of receipts."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class SequenceObserver:
     """Observes one request on the decode thread, before the client gets an event. Must not raise."""
 
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:
-        """See the logits of the next token, before constraints mask them."""
+        """Handle the logits of the next token, before constraints mask them."""
 
     def on_token(self, token: int) -> None:
-        """See a token that was sampled, or forced by a constraint."""
+        """Handle a token that was sampled, or forced by a constraint."""
 
     def on_event(self, event: Event) -> None:
-        """See a part of the answer: text, reasoning, or a part of a tool call."""
+        """Handle a part of the answer: text, reasoning, or a part of a tool call."""
 
     def on_end(self, last_event: Finished | EngineError, n_broken_calls: int) -> None:
-        """See the end. `n_broken_calls` tool calls of the answer could not be parsed."""
+        """Handle the end. `n_broken_calls` tool calls of the answer could not be parsed."""
 
 
 class RequestObserver(Protocol):
@@ -63,12 +63,12 @@ class TokenRecorder(SequenceObserver):
 
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:
         self._logits, self._log_sum = logits, self._log_sum_of(logits)
-        for expected in self._next_token:  # now, because a constraint may mask it
+        for expected in self._next_token:  # before a constraint masks it
             self._expected_logprob = float(logits[expected]) - self._log_sum
 
     def on_token(self, token: int) -> None:
         logits, self._logits = self._logits, None
-        # a constraint may have masked other logits by now, but not this one
+        # a constraint may have masked logits since, but never that of the sampled token
         self._logprobs.append(None if logits is None else float(logits[token]) - self._log_sum)
         self.differs = self._replayed is not None and self._next_token != (token,)
         if self.differs:

@@ -65,7 +65,7 @@ class OutputProcessor:
         while True:
             i, length = entry.first_output + n_accepted, len(seq.tokens)
             reason = seq.sample(self.vocab, context, i - len(self._logits), self._logits[i])
-            new = seq.tokens[length:]  # one, and those that a constraint forces after it
+            new = seq.tokens[length:]  # the sampled token, and forced ones after it
             if reason is not None or entry.drafts[n_accepted : n_accepted + len(new)] != new:
                 break
             n_accepted += len(new)
@@ -83,6 +83,6 @@ class OutputProcessor:
         sampled = seq.tokens[n_past:]
         # forced tokens may be equal to all drafts left: compute the last one again, to get its logits
         n_accepted = min(common_prefix(entry.drafts, sampled), len(sampled) - 1)
-        if not entry.is_prefill:  # the tokens of a replayed answer are no predictions
+        if not entry.is_prefill:  # a replayed answer is not a prediction
             seq.drafting.record(sampled, n_drafted=n_drafts, n_accepted=n_accepted)
         self._executor.kv.truncate(seq.cached_seq, n_past + n_accepted)

@@ -18,7 +18,8 @@ _CHUNK_MIN = 32
 IDLE_CHUNK_TOKENS = 128
 #: Prompts up to this length (tokens) are short; they are prefilled before long ones.
 SHORT_TOKENS = 256
-#: Decode-only steps get this share of the time of a long prefill, and at most this much (s) in advance.
+#: Decode-only steps may delay a long prefill by this share of its time; at most this much (s) of it in
+#: advance.
 _DECODE_SHARE = 0.1
 _MAX_ADVANCE_S = 1.0
 
@@ -37,7 +38,7 @@ class ChunkSizer:
         self.least_tokens = _CHUNK_MIN
         #: Recent time (s) of prefilling one token.
         self.s_per_token = s_per_token
-        #: The same of long prompts, whose attention scans more cells; None before there was one.
+        #: The same for long prompts, whose attention scans more cells; None before the first one.
         self._long_s_per_token: float | None = None
         self._is_measured = False
 
@@ -46,9 +47,9 @@ class ChunkSizer:
         return n_tokens * (self._long_s_per_token or self.s_per_token) if self._is_measured else 0.0
 
     def token_budget(self, room: int, n_decoding: int, pending: Tokens[int]) -> int:
-        """Return how many prompt tokens to add to a batch.
+        """Return how many prompt tokens to add to a batch, in which decoding tokens come first.
 
-        It has room for `room` more tokens after its `n_decoding` ones; `pending` are the lengths of the
+        `n_decoding` tokens are in the batch, and `room` more fit. `pending` are the lengths of the
         prompts. Short prompts are limited to a batch that is bit-identical to unbatched prefill.
         """
         longest = max(pending, default=0)
@@ -79,7 +80,7 @@ def _moving_average(measured: float, average: float | None) -> float:
 def decode_budget_s(elapsed_s: float, remaining_s: float) -> float:
     """Return how long (s) decode-only steps may have delayed a prefill so far.
 
-    10 % of the `elapsed_s` that it has taken, and up to 1 s in advance of the `remaining_s`.
+    That is 10 % of `elapsed_s`, its time so far, and up to 1 s in advance for the `remaining_s`.
     """
     return _DECODE_SHARE * elapsed_s + min(_DECODE_SHARE * remaining_s, _MAX_ADVANCE_S)
 
@@ -96,7 +97,7 @@ class DecodeBudget:
         self._delayed_since = 0.0
 
     def charge_last_step(self) -> None:
-        """Add the time of the last step to the delay of the prompt, if the step was granted."""
+        """If the last step was granted, add its time to the delay of the prompt."""
         if self._delayed is not None:
             self._delayed.delayed_s += time.monotonic() - self._delayed_since
             self._delayed = None

@@ -52,7 +52,7 @@ class Prefixes:
 
     @property
     def has_writes(self) -> bool:
-        cache = self.prefix_cache  # another thread may close it
+        cache = self.prefix_cache  # read once: another thread may clear it
         return cache is not None and cache.saver.has_work
 
     def write_blocks(self, *, is_idle: bool) -> None:
@@ -172,7 +172,7 @@ class Prefixes:
     def open_cache(
         self, make_cache: Callable[..., PrefixCache], loaded: LlamaModel, check_outcome: str
     ) -> None:
-        """Use `make_cache(loaded, check_outcome)`. `attach_cache` calls it again. Raises OSError."""
+        """Use `make_cache(loaded, check_outcome)`. `attach_cache` repeats that. Raises OSError."""
         self.prefix_cache = make_cache(loaded, check_outcome)
         self._make_cache = make_cache
 
@@ -203,7 +203,7 @@ class Prefixes:
             self._closing_threads.pop().join()
 
     def save_checkpoint(self, seq: Sequence) -> None:
-        """Save a checkpoint of a recurrent model, if later requests may need one here."""
+        """Save a recurrent-state checkpoint of `seq`, if later requests may need one here."""
         n_past = seq.n_past
         if not seq.request.cache_prompt or seq.n_past_whole < n_past:
             return

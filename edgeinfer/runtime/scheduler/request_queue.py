@@ -19,9 +19,10 @@ _MIN_SAVED_TOKENS = 32
 
 
 class RequestQueue:
-    """The lists `waiting` and `running`, which has at most `n_parallel` requests.
+    """The requests that wait and those that run; at most `n_parallel` run.
 
-    A running request that has no cells yet is not started. `on_end` is called with each ended request.
+    A running request without cells has not been started yet. `on_end` is called with each ended
+    request.
     """
 
     def __init__(self, prefixes: Prefixes, kv: KvCache, counters: Counters, *, n_parallel: int) -> None:
@@ -31,7 +32,7 @@ class RequestQueue:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.on_end: Callable[[Sequence], None] = lambda seq: None
-        #: Observers of all later requests.
+        #: Observers of all requests added from now on.
         self.observers: tuple[RequestObserver, ...] = ()
 
     @property

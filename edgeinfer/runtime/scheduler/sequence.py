@@ -120,13 +120,13 @@ class Sequence:
         self._cached_seq = cached_seq
 
     def stop(self) -> CachedSequence:
-        """Give up the sequence in the KV cache, and return it. `start` continues with another one."""
+        """Detach the sequence in the KV cache from the request, and return it. `start` attaches one."""
         cached_seq, self._cached_seq = self.cached_seq, None
         return cached_seq
 
     @property
     def n_past(self) -> int:
-        """Number of its tokens in the KV cache."""
+        """Number of the request's tokens in the KV cache."""
         return len(self._cached_seq.tokens) if self._cached_seq else 0
 
     @property
@@ -155,7 +155,7 @@ class Sequence:
 
     @property
     def encoding(self) -> Span | None:
-        """The picture that comes next, if it is not encoded yet."""
+        """The picture that comes next, if it is not encoded yet; otherwise None."""
         span = self.picture if self.is_started and not self.is_loading_blocks else None
         return span if span is not None and self.pictures.is_encoding(span) else None
 
@@ -191,7 +191,7 @@ class Sequence:
         reason = self._append(vocab, token, chosen)
         budget = self.reasoning_budget
         if reason is None and budget is not None and budget.is_spent(self.detokenizer):
-            # not if the constraint requires another token before the end of the reasoning
+            # the constraint may require another token before the end of the reasoning
             can_close = self.matcher is None or self.matcher.valid(budget.close) == len(budget.close)
             reason = self._append_forced(vocab, budget.close) if can_close else None
         if reason is None and self.matcher is not None and n_top is None:
@@ -209,7 +209,7 @@ class Sequence:
             return "stop"
         if vocab.is_eos(token) and not self.request.ignore_eos:
             if logprobs is not None and self.request.prompt_logprobs is not None:
-                # evaluation tools expect an entry for the end token, too, and drop it
+                # evaluation tools expect log-probabilities of the end token, too, and drop them
                 self.detokenizer.hold_logprobs(logprobs)
             return "stop"
         for event in self.detokenizer.feed(token, logprobs):
@@ -261,9 +261,9 @@ class Sequence:
 
     def end(self, last_event: Finished | EngineError) -> None:
         """Emit the last event, or the error that ends the event stream, and free the sampler."""
-        for observer in self.observers:  # before the last event, after which the process may end
+        for observer in self.observers:  # before the last event: then the process may end
             observer.on_end(last_event, self.detokenizer.n_broken_calls)
-        self.drafting.close()  # before the last event, so that the next request can use its text
+        self.drafting.close()  # before the last event: the next request may use the text
         self.stream.put(last_event)
         self.sampler.close()
         self.pictures.close()
@@ -295,7 +295,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class BatchEntry:
-    """What a sequence has in a batch: `tokens`, which end with `drafts`.
+    """The part of a sequence in a batch: `tokens`, of which the last are `drafts`.
 
     `first_output` is the index, among the batch's rows of logits, of the first one to sample from.
     """

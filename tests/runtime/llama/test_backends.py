@@ -195,8 +195,8 @@ def test_the_verb_is_named_where_it_can_install(
     monkeypatch.setattr(backends, "this_machine", lambda: machine)
     monkeypatch.setattr(backends, "has_release_key", lambda: has_key)
     can_install = name == "cuda" and machine == "linux-x86_64" and has_key
-    assert ("backend install" in backends.adding(name)) is can_install
-    assert ("make gpu" in backends.adding(name)) is (name == "vulkan")
+    assert ("backend install" in backends.how_to_add(name)) is can_install
+    assert ("make gpu" in backends.how_to_add(name)) is (name == "vulkan")
 
 
 def test_a_checkout_has_no_release_key() -> None:

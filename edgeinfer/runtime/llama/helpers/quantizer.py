@@ -41,7 +41,7 @@ class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
 class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
     """A quantization of the file `source` to `target`. `ftype` is a llama_ftype.
 
-    `spans` are the tensors in the importance matrix, the file `imatrix`.
+    `imatrix` is the file of an importance matrix, `spans` are the tensors in it.
     """
 
     source: str
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     """Quantize as `argv[0]` says; return 0 on success."""
     die_with_parent()
     job = msgspec.json.decode(argv[0], type=QuantizeJob)
-    libllama.lib()  # first, because it sets a log of its own
+    libllama.lib()  # `lib` sets another log callback, so it comes first
     log = _Log()
     L.llama_log_set(log.callback, ctypes.c_void_p(0))
     failed = _run(job, _params(job, dry=True))
@@ -81,7 +81,7 @@ class _Log:
     def __init__(self) -> None:
         self.reports_progress = False
         self._lines: list[str] = []
-        self.callback = L.llama_log_callback(self._on_line)  # kept, as llama.cpp stores only a pointer
+        self.callback = L.llama_log_callback(self._on_line)  # llama.cpp stores only a pointer to it
 
     def _on_line(self, _level: int, text: bytes, _data: object) -> None:
         line = text.decode("utf-8", "replace")
