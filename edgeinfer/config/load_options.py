@@ -240,15 +240,20 @@ def first_difference(
     """
     for field in wanted if is_named else wanted | requested:
         built_with = filter(None, (requested.get(field), actual.get(field)))
-        if not any(_is_same(wanted.get(field, ""), value) for value in built_with):
+        if not any(_is_same(field, wanted.get(field, ""), value) for value in built_with):
             return field
     return ""
 
 
-def _is_same(value: str, other: str) -> bool:
-    """Return whether two values are equal, or two paths of one file, such as a link and its target."""
+def _is_same(field: str, value: str, other: str) -> bool:
+    """Return whether two values are equal, or two paths of one file, such as a link and its target.
+
+    Adapters must also have the same name, by which requests choose them.
+    """
     if value == other or not (value.startswith("/") and other.startswith("/")):
         return value == other
+    if field == LORA.field and name_of_file(value) != name_of_file(other):
+        return False
     try:
         return os.path.samefile(value, other)
     except OSError:

@@ -76,21 +76,44 @@ def _find_warm(word: str, folders: dict[str, str]) -> str:
     """Return the full name of the model that `word` means, "" if `folders` has no snapshot of it."""
     if not word:
         return ""
-    plain = word.lower().removesuffix(paths.LATEST)
-    plain = plain.removeprefix("hf.co/").removeprefix("huggingface.co/")
-    for spelling in (word, plain, f"ollama/{plain}", f"hf:{plain}"):
+    spellings = (word, *paths.model_spellings(word))
+    for spelling in spellings:
         if storage.model_prefix(spelling) in folders:
             return spelling
+    if "/" in word and not paths.is_model_path(word):
+        return _name_of_source((*spellings, word + paths.LATEST), folders)
     name, _, quantization = word.partition(":")
     folder = folders.get(storage.model_prefix(name))
-    record = f"{paths.base('data')}/models/{storage.model_prefix(word)}/model.json"
-    if not quantization or folder is None or os.path.exists(record):  # NAME:QUANT is a model of its own
+    record = _record_path(storage.model_prefix(word))
+    # NAME:QUANT may be a model of its own
+    if not quantization or folder is None or os.path.exists(record):
         return ""
     try:
         keys = storage.read_manifest(folder).keys
     except (EdgeInferError, OSError):
         return ""
     return name if keys.get(storage.QUANTIZATION) == quantization.upper() else ""
+
+
+def _record_path(folder: str) -> str:
+    return f"{paths.base('data')}/models/{folder}/model.json"
+
+
+def _name_of_source(spellings: tuple[str, ...], folders: dict[str, str]) -> str:
+    """Return the name of the model in `folders` that was pulled from a source, "" for none.
+
+    The source is searched in the texts of records: importing `json` would delay each launch.
+    """
+    quoted = [f'"{spelling.lower()}"' for spelling in spellings]
+    for folder in folders:
+        try:
+            with open(_record_path(folder), encoding="utf-8") as file:
+                record = file.read().lower()
+        except (OSError, ValueError):
+            continue
+        if any(text in record for text in quoted):
+            return folder.replace("+", ":")
+    return ""
 
 
 def read_config() -> dict[str, Any]:

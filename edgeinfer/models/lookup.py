@@ -16,9 +16,8 @@ from edgeinfer.errors import UsageError
 from edgeinfer.models import sources
 from edgeinfer.models.gguf import FILE_TYPES
 from edgeinfer.models.names import plain_name
-from edgeinfer.platform.paths import EXTERNAL_PREFIXES
+from edgeinfer.platform.paths import model_spellings
 
-_OLLAMA, _HUGGING_FACE, _LM_STUDIO = EXTERNAL_PREFIXES
 #: Prefixes of sources in which letter case matters.
 _CASE_MATTERS = ("http", "file:", "s3:", "/")
 #: Minimum similarity (0 to 1) of a misspelt name to the one that is suggested.
@@ -49,15 +48,14 @@ def find(text: str, models: Collection[M]) -> M | None:
 
 
 def spellings(text: str) -> Iterator[str]:
-    """Yield the full names that `text` may stand for, in lower case, the likeliest first."""
-    plain = plain_name(text)
-    yield plain
-    if plain.startswith((_OLLAMA, _LM_STUDIO)):
+    """Yield the full names that `text` may stand for, the likeliest first; a source as it is stored."""
+    names = model_spellings(text)
+    yield from names
+    if len(names) == 1:  # only Ollama's or LM Studio's
         return
-    yield _OLLAMA + plain
-    yield _HUGGING_FACE + plain
     with suppress(UsageError):
-        yield str(sources.parse(plain)).lower()
+        source = str(sources.parse(text))
+        yield from (source, source.lower())
 
 
 def did_you_mean(text: str, catalog: Iterable[str], local_names: Iterable[str] = ()) -> str | None:

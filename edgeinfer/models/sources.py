@@ -23,9 +23,7 @@ import msgspec
 
 from edgeinfer.errors import UsageError
 from edgeinfer.models.gguf import parse_file_type
-
-#: Quantization if a repository is named without one, as in llama-server.
-DEFAULT_QUANT = "Q4_K_M"
+from edgeinfer.platform.paths import DEFAULT_QUANT
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _HF = re.compile(

@@ -25,6 +25,9 @@ BUNDLED_MODEL = "EDGEINFER_BUNDLED_MODEL"
 LATEST = ":latest"
 #: Prefixes of the names of other programs' models: Ollama's, Hugging Face's, LM Studio's.
 EXTERNAL_PREFIXES = ("ollama/", "hf:", "lmstudio/")
+_OLLAMA, _HUGGING_FACE, _LM_STUDIO = EXTERNAL_PREFIXES
+#: Quantization of a repository that is named without one, as in llama-server.
+DEFAULT_QUANT = "Q4_K_M"
 #: Address at which clients look for Ollama; EDGEINFER_OLLAMA_PORT names another port.
 OLLAMA_HOST, _OLLAMA_PORT = "127.0.0.1", 11434
 _OLLAMA_VARIABLE = "EDGEINFER_OLLAMA_PORT"
@@ -67,6 +70,19 @@ def is_model_path(text: str) -> bool:
     """Return whether `text` is a path: it ends in .gguf, or begins with `/`, `./`, `../` or `~`."""
     is_gguf = text.lower().endswith(".gguf") and ":" not in text
     return is_gguf or text.startswith(("/", "./", "../", "~"))
+
+
+def model_spellings(text: str) -> tuple[str, ...]:
+    """Return the full names that a model's `text` may stand for, in lower case, the likeliest first."""
+    plain = text.lower().removesuffix(LATEST)
+    if plain.startswith((_OLLAMA, _LM_STUDIO)):
+        return (plain,)
+    for hub in (_HUGGING_FACE, "hf.co/", "huggingface.co/"):
+        repository = plain.removeprefix(hub)
+        if repository != plain:
+            break
+    on_hub = _HUGGING_FACE + repository
+    return plain, _OLLAMA + plain, on_hub, f"{on_hub}:{DEFAULT_QUANT.lower()}"
 
 
 def absolute_path(text: str) -> str:

@@ -11,6 +11,7 @@ from itertools import chain
 import msgspec
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine
+from made_gguf import gguf_bytes
 from made_models import make_llama
 
 from edgeinfer import typed_options
@@ -22,6 +23,8 @@ from edgeinfer.config.load_options import LOAD_OPTIONS, snapshot_options
 from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError
 from edgeinfer.host import EngineHost, ProcessStart
 from edgeinfer.launcher import launch, selection
+from edgeinfer.models import store
+from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import ModelRef, resolve
 from edgeinfer.platform import paths
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
@@ -38,13 +41,18 @@ CHOSEN = {"n_ctx": "4096", "n_parallel": "4", "kv_type": "f16", "lora": "none", 
 
 def spellings(folder) -> dict[str, dict[str, list[str]]]:
     """Return option → value ("" if it is left out) → how a user may write that."""
-    adapter, draft = f"{folder}/red.gguf", f"{folder}/draft.gguf"
+    adapter, alias, draft = (f"{folder}/{name}.gguf" for name in ("red", "alias", "draft"))
     return {
         "n_ctx": {"": ["0"], "512": ["512", "0512"], "4096": ["4096"]},
         "n_parallel": {"": ["0"], "2": ["2"], "4": ["4", "04"]},
         "kv_type": {"": ["auto"], "f16": ["f16"], "q8_0": ["q8_0"]},
         "special_tokens_in_content": {"": ["off"], "on": ["on"]},
-        "lora": {"": [], "none": ["none"], adapter: [adapter, "./x/../red.gguf", "red.gguf:1.0"]},
+        "lora": {
+            "": [],
+            "none": ["none"],
+            adapter: [adapter, "./x/../red.gguf", "red.gguf:1.0", "linked/red.gguf"],
+            alias: [alias, "alias.gguf", "linked/alias.gguf"],
+        },
         "draft": {
             "": [],
             "none": ["none", "NONE"],
@@ -93,7 +101,8 @@ def test_a_snapshot_serves_exactly_the_launches_with_its_options(root, tmp_path,
     (tmp_path / "x").mkdir()
     for name in ("red.gguf", "draft.gguf"):
         (tmp_path / name).touch()
-    (tmp_path / "link.gguf").symlink_to("draft.gguf")
+    for link, target in (("link.gguf", "draft.gguf"), ("alias.gguf", "red.gguf"), ("linked", ".")):
+        (tmp_path / link).symlink_to(target)
     spelled, parser = spellings(tmp_path), build_parser()
     generator, outcomes = random.Random(29), Counter()
 
@@ -187,11 +196,39 @@ def test_a_cold_start_names_the_model_that_was_typed(root, typed, said):
         ("ollama/llama3.2", "llama3.2"),
         ("qwen3-4b", "Qwen3-4B:latest"),
         ("hf:Someone/Tiny-GGUF:Q8_0", "hf.co/someone/tiny-gguf:q8_0"),
+        ("hf:Someone/Tiny-GGUF:Q4_K_M", "hf.co/someone/tiny-gguf"),
     ],
 )
 def test_a_model_is_known_however_it_is_spelled(root, made_of, typed):
     publish(root, storage.snapshot_name(made_of, {}), model=made_of)
     assert selection.launch_choice(["run", typed, "hello"]).find()[1].model == made_of
+
+
+@pytest.mark.parametrize(
+    ("source", "typed"),
+    [
+        ("https://host/Tiny.gguf", "https://host/Tiny.gguf"),
+        ("hf:Someone/Tiny-GGUF:Q4_K_M", "Someone/Tiny-GGUF"),
+        ("hf:Someone/Tiny-GGUF:Q8_0", "huggingface.co/someone/tiny-gguf:q8_0"),
+        ("hf:Someone/Tiny-GGUF@v1/x.gguf", "hf:Someone/Tiny-GGUF@v1/x.gguf"),
+        ("s3://bucket/Tiny.gguf", "s3://bucket/Tiny.gguf"),
+        ("oci://host:5000/someone/tiny:latest", "oci://host:5000/someone/tiny"),
+        ("file:/folder/tiny.gguf", "file:/folder/tiny.gguf"),
+    ],
+)
+@pytest.mark.parametrize("name", ["mine", "mine:Q8_0"])
+def test_a_pulled_model_is_resumed_by_its_source(root, tmp_path, name, source, typed):
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(gguf_bytes())
+    record = pull(str(file), options=PullOptions(name=name))
+    store.write_record(msgspec.structs.replace(record, source=source))
+    publish(root, storage.snapshot_name(name, {}), model=name)
+    publish(root, "other", model="other")
+    choice = selection.launch_choice(["run", typed, "hello"])
+    assert resolve(typed).name == choice.find()[1].model == name
+    assert choice.model.lower() == name.lower()
+    for text in (f"{typed}x", str(file), f"hello/{typed}"):
+        assert selection.launch_choice(["run", text, "hello"]).model == text
 
 
 def test_a_given_name_is_enough_everywhere(root):
