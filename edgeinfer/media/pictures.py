@@ -9,7 +9,7 @@ import base64
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,8 +19,12 @@ from typing import Any
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform.process import child_command
 
-#: Stands for a picture in `Message.content`. It is a Unicode noncharacter, which no text contains.
-PICTURE_MARK = "\ufdd1"
+#: Begins both marks. It is a Unicode noncharacter, which a text may contain nevertheless.
+_MARK = "\ufdd1"
+#: Stands for a picture in `Message.content`.
+PICTURE_MARK = f"{_MARK}\ufdd2"
+#: Stands for `_MARK` in the texts of a message with pictures, so that no text contains a PICTURE_MARK.
+_ESCAPED_MARK = f"{_MARK}\ufdd3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +41,22 @@ class Picture:
 
 
 def join_parts(parts: Iterable[str | bytes]) -> tuple[str, tuple[bytes, ...]]:
-    """Join texts and picture files to the fields `content` (with marks) and `pictures` of a Message."""
-    content: list[str] = []
-    pictures: list[bytes] = []
-    for piece in parts:
-        if isinstance(piece, bytes):
-            pictures.append(piece)
-            content.append(PICTURE_MARK)
-        else:
-            content.append(piece.replace(PICTURE_MARK, ""))
-    return "".join(content), tuple(pictures)
+    """Join texts and picture files to the fields `content` and `pictures` of a Message.
+
+    If there are pictures, `content` has a mark for each, and its texts are escaped.
+    """
+    parts = list(parts)
+    pictures = tuple(piece for piece in parts if isinstance(piece, bytes))
+    escaped = _ESCAPED_MARK if pictures else _MARK
+    content = (PICTURE_MARK if isinstance(p, bytes) else p.replace(_MARK, escaped) for p in parts)
+    return "".join(content), pictures
+
+
+def split_at_pictures(content: str, pictures: Sequence[bytes]) -> list[str]:
+    """Return the texts around the pictures of a message, as they were before `join_parts`."""
+    if not pictures:
+        return [content]
+    return [text.replace(_ESCAPED_MARK, _MARK) for text in content.split(PICTURE_MARK)]
 
 
 def content_fields(parts: Iterable[str | bytes], between: str = "") -> dict[str, Any]:

@@ -29,8 +29,8 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """A message of a conversation.
 
-    Role "tool" uses `tool_call_id` and `name`, role "assistant" `tool_calls` and `reasoning`. `content`
-    contains a `PICTURE_MARK` for each of `pictures`, which are bytes of image files, in order.
+    Role "tool" uses `tool_call_id` and `name`, role "assistant" `tool_calls` and `reasoning`. With
+    `pictures`, which are bytes of image files, `media.pictures.join_parts` makes `content`.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -177,7 +177,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One generation. Its prompt is exactly one of `messages`, `prompt` (text or tokens) and `infill`.
 
-    - prompt: text `prompt` contains a `PICTURE_MARK` for each of `pictures`, as a message does.
+    - prompt: with `pictures`, a text `prompt` has their places as the content of a message has.
       `continue_final`: the prompt ends inside the last message, which the answer continues.
     - limits: `overflow` decides what happens if the context is full: "refuse" refuses a longer prompt
       and ends the answer with "length"; "shift" drops the oldest tokens after the system prompt.

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
-from edgeinfer.media.pictures import PICTURE_MARK
+from edgeinfer.media.pictures import split_at_pictures
 from edgeinfer.runtime.chat_format import tool_call_grammar
 from edgeinfer.runtime.chat_format.answer_parser import AnswerParser
 from edgeinfer.runtime.chat_format.control_tokens import ControlTokens
@@ -161,7 +161,10 @@ class ChatFormat:
         }
 
     def render(self, request: GenerateRequest) -> str:
-        """Render the prompt with escapes and picture markers. Raises InvalidRequestError."""
+        """Render the prompt with escapes and picture markers. Raises InvalidRequestError.
+
+        With a reasoning budget of 0, reasoning that the template begins is ended.
+        """
         if self._for_tools is not None and self._tools(request):
             return self._for_tools.render(request)
         if any(message.pictures for message in request.messages):
@@ -179,11 +182,15 @@ class ChatFormat:
             )
         finally:
             render_time.reset(was_set)
+        if request.reasoning_budget == 0 and is_open(text, self._span):
+            text += self._span.close
         bos = self._facts.bos_text if self._facts.add_bos else ""
         return text if text.startswith(bos) else bos + text
 
     def tokenize(self, prompt: str) -> list[int]:
         """Tokenize a rendered prompt. Escaped control tokens become text."""
+        if not self._facts.escape_content:
+            return self._facts.vocab.tokenize(prompt, parse_special=True)
         return self._control.tokenize(prompt)
 
     def split(self, prompt: str, request: GenerateRequest) -> Iterator[str | bytes]:
@@ -191,6 +198,8 @@ class ChatFormat:
 
         Raises InvalidRequestError if the template dropped or repeated a picture.
         """
+        if self._for_tools is not None and self._tools(request):
+            return self._for_tools.split(prompt, request)
         pictures = [picture for message in request.messages for picture in message.pictures]
         is_tight = self._template.traits.tight_pictures
         return self._pictures.split(prompt, pictures, is_tight=is_tight)
@@ -209,9 +218,6 @@ class ChatFormat:
         span = self._span
         constraint, constrained = self._constraint(request, tools)
         opened = is_open(prompt, span)
-        if opened and request.reasoning_budget == 0:
-            prompt += span.close
-            opened = False
         if self.can_think and constraint is not None:
             constraint = _after_reasoning(
                 constraint,
@@ -419,26 +425,21 @@ class PictureMarkers:
         return re.compile(rf"picture{self._word}n(\d+)[be]")
 
     def insert(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Replace each PICTURE_MARK in messages by a unique marker. Raises InvalidRequestError."""
+        """Replace each picture's mark in messages by a unique marker. Raises InvalidRequestError."""
         numbers = itertools.count()
+        return tuple(self._insert(message, numbers) for message in messages)
 
-        def marker(mark: re.Match[str]) -> str:
-            return f"picture{self._word}n{next(numbers)}{'e' if mark.start() else 'b'}"
-
-        for message in messages:
-            n_places = message.content.count(PICTURE_MARK)
-            if message.pictures and n_places != len(message.pictures):
-                raise InvalidRequestError(
-                    "a message needs a placeholder for each picture; it has "
-                    f"pictures: {len(message.pictures)}, placeholders: {n_places}",
-                    param="messages",
-                )
-        return tuple(
-            msgspec.structs.replace(message, content=re.sub(PICTURE_MARK, marker, message.content))
-            if message.pictures
-            else message
-            for message in messages
-        )
+    def _insert(self, message: Message, numbers: Iterator[int]) -> Message:
+        content, *after_pictures = split_at_pictures(message.content, message.pictures)
+        if len(after_pictures) != len(message.pictures):
+            raise InvalidRequestError(
+                "a message needs a placeholder for each picture; it has "
+                f"pictures: {len(message.pictures)}, placeholders: {len(after_pictures)}",
+                param="messages",
+            )
+        for text in after_pictures:
+            content += f"picture{self._word}n{next(numbers)}{'e' if content else 'b'}{text}"
+        return msgspec.structs.replace(message, content=content)
 
     def split(
         self, prompt: str, pictures: Sequence[bytes], *, is_tight: bool = False

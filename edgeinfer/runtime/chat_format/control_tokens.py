@@ -1,8 +1,9 @@
 """Tokenize a rendered prompt so that control tokens come only from the template.
 
 `<|im_end|>` in a message, a tool's result or a document must stay text. `escape` inserts MARK after the
-first character of such a text before the template is rendered. `tokenize` removes the marks, and parses
-no special tokens where they were. A prompt without marks is tokenized as a whole, as llama.cpp does.
+first character of such a text before the template is rendered, and doubles a MARK of the text itself.
+`tokenize` undoes that, and parses no special tokens where marks were. A prompt without marks is
+tokenized as a whole, as llama.cpp does.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolCall,
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
 
-#: Inserted after the first character of an escaped control token. No text contains this noncharacter.
+#: Inserted after the first character of an escaped control token. It is a Unicode noncharacter.
 MARK = "\ufdd0"
-#: How MARK appears in a prompt if the template writes messages as ASCII-only JSON.
+#: How MARK appears in a prompt if the template writes messages as ASCII-only JSON. A text of a message
+#: that contains it is escaped, too.
 _MARK_IN_JSON = "\\ufdd0"
+_MARKS = re.compile(f"{MARK}({MARK}?)")
 #: Number of characters at the beginning of a control token by which a prompt is searched for it.
 _PREFIX = 3
 #: Matches a `\\uXXXX` of JSON whose backslash is not escaped itself.
@@ -43,17 +46,17 @@ class ControlTokens:
 
     @cached_property
     def _spellings(self) -> frozenset[str]:
-        """Texts of the control tokens in lower case, because a template may change the case."""
-        return frozenset(text.lower() for text in self._tokens)
+        """Texts to escape in lower case, because a template may change the case."""
+        return frozenset(text.lower() for text in (*self._tokens, _MARK_IN_JSON))
 
     @cached_property
     def _lengths(self) -> list[int]:
-        return sorted({len(text) for text in self._tokens}, reverse=True)
+        return sorted({len(text) for text in self._spellings}, reverse=True)
 
     @cached_property
     def _prefix(self) -> re.Pattern[str]:
-        prefixes = sorted({text[:_PREFIX].lower() for text in self._tokens})
-        return re.compile(f"(?={'|'.join(map(re.escape, prefixes)) or '(?!)'})", re.IGNORECASE)
+        prefixes = sorted({text[:_PREFIX] for text in self._spellings})
+        return re.compile(f"(?={'|'.join(map(re.escape, prefixes))})", re.IGNORECASE)
 
     def load(self) -> None:
         """Read the vocabulary now, not at the first prompt."""
@@ -61,6 +64,7 @@ class ControlTokens:
 
     def escape(self, text: str, markers: tuple[str, ...] = ()) -> str:
         """Return `text` with MARK inside each control token, except those that begin with `markers`."""
+        text = text.replace(MARK, MARK * 2)
         pieces = []
         last = 0
         for prefix in self._prefix.finditer(text):
@@ -97,7 +101,7 @@ class ControlTokens:
 
     def _escape_call(self, call: ToolCall) -> ToolCall:
         r"""Escape a tool call. Its JSON may write `<` as `\u003c`, which templates decode."""
-        arguments = self.escape(call.arguments)
+        arguments = self.escape(_JSON_ESCAPE.sub(_decode_mark, call.arguments))
         plain = self.escape(_JSON_ESCAPE.sub(_unescape, call.arguments))
         if plain.count(MARK) > arguments.count(MARK):
             arguments = plain
@@ -151,9 +155,14 @@ class ControlTokens:
 
 def _unescape(escape: re.Match[str]) -> str:
     character = chr(int(escape[2], 16))
-    return escape[1] + character if character.isprintable() and character not in '"\\' else escape[0]
+    is_plain = (character.isprintable() and character not in '"\\') or character == MARK
+    return escape[1] + character if is_plain else escape[0]
+
+
+def _decode_mark(escape: re.Match[str]) -> str:
+    return escape[1] + MARK if chr(int(escape[2], 16)) == MARK else escape[0]
 
 
 def remove_marks(prompt: str) -> str:
-    """Return a rendered prompt as the model reads it, without MARK."""
-    return prompt.replace(_MARK_IN_JSON, "").replace(MARK, "")
+    """Return a rendered prompt as the model reads it, without the marks that `escape` inserted."""
+    return _MARKS.sub(r"\1", prompt.replace(_MARK_IN_JSON, MARK))

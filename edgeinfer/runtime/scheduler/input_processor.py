@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgeinfer.errors import ContextLengthError, InvalidRequestError
-from edgeinfer.media.pictures import MAX_PICTURES, PICTURE_MARK
+from edgeinfer.media.pictures import MAX_PICTURES, split_at_pictures
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat, ProcessedChat
 from edgeinfer.runtime.chat_format.detokenizer import Detokenizer, ReasoningBudget
 from edgeinfer.runtime.kv_cache import common_prefix
@@ -119,7 +119,7 @@ class InputProcessor:
         return tokens
 
     def _tokenize_text(self, prompt: str, request: GenerateRequest, spans: list[Span]) -> list[int]:
-        texts = prompt.split(PICTURE_MARK) if request.pictures else [prompt]
+        texts = split_at_pictures(prompt, request.pictures)
         tokens = self.vocab.tokenize(texts[0], add_special=True, parse_special=True)
         for text, file in zip(texts[1:], request.pictures, strict=True):
             self._checked_vision(request, "prompt").append(tokens, spans, file, request)

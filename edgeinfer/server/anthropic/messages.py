@@ -46,8 +46,9 @@ def count_tokens(
     context: RequestContext, body: wire.CountRequest, engine: Engine
 ) -> wire.TokenCountReply:
     """Count a conversation's tokens."""
-    turns = context.normalize(_conversation(body))
-    conversation = GenerateRequest(messages=turns, tools=_tools(body))
+    fields = _prompt_fields(body)
+    turns = context.normalize(fields.pop("messages"))
+    conversation = GenerateRequest(messages=turns, **fields)
     return wire.TokenCountReply(input_tokens=len(engine.tokenize_chat(conversation)))
 
 
@@ -55,16 +56,23 @@ def message_requests(body: wire.MessagesRequest, info: EngineInfo) -> list[Gener
     """Convert POST /v1/messages. A final assistant turn is continued. Raises InvalidRequestError."""
     form = body.output_config.format if body.output_config else None
     request = GenerateRequest(
-        messages=_conversation(body),
-        tools=_tools(body),
-        tool_choice=_tool_choice(body),
-        continue_final=isinstance(body.messages[-1], wire.AssistantTurn),
         constraint=None if form is None else JsonSchema(form.schema),
         max_tokens=body.max_tokens,
-        **_thinking(body),
+        **_prompt_fields(body),
         **common_fields(body, info) | {"stop": tuple(body.stop_sequences or ())},
     )
     return [request]
+
+
+def _prompt_fields(body: wire.CountRequest) -> dict[str, Any]:
+    """Return the fields of GenerateRequest that decide about the prompt."""
+    return {
+        "messages": _conversation(body),
+        "tools": _tools(body),
+        "tool_choice": _tool_choice(body),
+        "continue_final": isinstance(body.messages[-1], wire.AssistantTurn),
+        **_thinking(body),
+    }
 
 
 def _conversation(body: wire.CountRequest) -> tuple[Message, ...]:

@@ -23,7 +23,7 @@ from edgeinfer.chat.history.values import Conversation, Summary, branch_to
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.errors import UsageError
 from edgeinfer.media import pictures
-from edgeinfer.media.pictures import PICTURE_MARK
+from edgeinfer.media.pictures import split_at_pictures
 from edgeinfer.platform import paths
 from edgeinfer.server.context import RequestContext, json_reply
 from edgeinfer.server.dialect import Dialect, RouteTable
@@ -70,7 +70,8 @@ def as_code(session: ChatSession, turn_id: int, form: str, base: str, system: st
     messages = session.prompt.messages(branch_to({t.id: t for t in session.all_turns()}, question.id))
     sampling = session.conversation.sampling.items()
     options: dict[str, Any] = {name: value for name, value in sampling if value is not None}
-    turns = [{"role": m.role, "content": m.content.replace(PICTURE_MARK, "")} for m in messages]
+    texts = ("".join(split_at_pictures(m.content, m.pictures)) for m in messages)
+    turns = [{"role": m.role, "content": text} for m, text in zip(messages, texts, strict=True)]
     if system and messages[0].role != "system":
         turns.insert(0, {"role": "system", "content": system})
     body = {"model": session.conversation.model, "messages": turns, **options}

@@ -1,5 +1,6 @@
 """Control tokens come only from the chat template, whatever messages, tools and documents say."""
 
+import ast
 import json
 import random
 from pathlib import Path
@@ -8,7 +9,7 @@ import msgspec
 import pytest
 
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat, TemplateFacts, load_chat_format
-from edgeinfer.runtime.chat_format.control_tokens import MARK, ControlTokens, remove_marks
+from edgeinfer.runtime.chat_format.control_tokens import MARK, ControlTokens
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.requests import GenerateRequest, Message, Tool, ToolCall
 
@@ -84,14 +85,16 @@ def test_text_without_control_tokens_keeps_its_ids(vocab, big_vocab, name):
 def test_control_tokens_in_content_stay_text(vocab, big_vocab, name):
     vocabulary = big_vocab if name == "gemma3" else vocab
     chat_format, plain = load(vocabulary, name), load(vocabulary, name, guard=False)
-    special, rng = spellings(vocabulary), random.Random(2)
+    special, rng = [*spellings(vocabulary), MARK, "\\ufdd0"], random.Random(2)
     for _ in range(60):
-        texts = [*draw(rng, special)[:4], rng.choice(special) + "x" + rng.choice(special)]
+        texts = [*draw(rng, special * 3)[:4], rng.choice(special) + "x" + rng.choice(special)]
         request = turns(texts, with_tools=name != "gemma3")
         neutral = turns(["x"] * 5, with_tools=name != "gemma3")
         tokens = prompt_of(chat_format, request)
         assert controls(vocabulary, tokens) == controls(vocabulary, prompt_of(chat_format, neutral))
-        assert vocabulary.detokenize(tokens).decode() == plain.render(request)
+        prompts = vocabulary.detokenize(tokens).decode(), plain.render(request)
+        # JSON that a template writes in ASCII escapes MARK
+        assert len({prompt.replace("\\ufdd0", MARK) for prompt in prompts}) == 1
 
 
 def test_text_between_control_tokens_is_tokenized_as_plain_text(vocab):
@@ -126,23 +129,31 @@ def test_json_of_a_call_cannot_hide_a_control_token(vocab):
     ["m.content|trim", "m.content|upper", "'a' ~ m.content ~ 'b'", "m.content|tojson",
      "m.content|tojson(ensure_ascii=true)", "[m.content]|string", "m.content.replace('a', 'b')"],
 )  # fmt: skip
-def test_guard_mark_survives_template_filters(vocab, written):
+@pytest.mark.parametrize("own", ["", MARK, MARK * 2, f"<{MARK}|im_end|>", "\\ufdd0", "\\\\ufdd0\\"])
+def test_text_survives_marks_and_template_filters(vocab, written, own):
     source = "{% for m in messages %}<|im_start|>{{ " + written + " }}<|im_end|>{% endfor %}"
-    empty = dict.fromkeys(("architecture", "name", "bos_text", "eos_text"), "")
-    chat_format = load_chat_format(TemplateFacts(template=source, vocab=vocab, **empty))
-    request = GenerateRequest(messages=(Message(role="user", content=" <|im_end|>ä <|IM_end|> "),))
-    prompt = chat_format.render(request)
-    tokens = chat_format.tokenize(prompt)
+    facts = dict.fromkeys(("architecture", "name", "bos_text", "eos_text"), "") | {"vocab": vocab}
+    chat_format, plain = (
+        load_chat_format(TemplateFacts(template=source, escape_content=guard, **facts))
+        for guard in (True, False)
+    )
+    content = f" <|im_end|>ä <|IM_end|>{own}<|im_end|>{own}b "
+    request = GenerateRequest(messages=(Message(role="user", content=content),))
+    tokens = prompt_of(chat_format, request)
     assert len(controls(vocab, tokens)) == 2
-    assert MARK.encode() not in vocab.detokenize(tokens)
-    assert vocab.detokenize(tokens).decode() == remove_marks(prompt)
+    texts = [vocab.detokenize(tokens).decode(), plain.render(request)]
+    if "|tojson" in written or "|string" in written:  # they may escape a noncharacter
+        texts = [ast.literal_eval(text[len("<|im_start|>") : -len("<|im_end|>")]) for text in texts]
+    assert texts[0] == texts[1]
 
 
 def test_escape_content_off_restores_special_tokens(vocab):
     chat_format = load(vocab, "smollm2", guard=False)
-    messages = (Message(role="system", content="S"), Message(role="user", content="a<|im_end|>"))
+    said = f"a{MARK}\\ufdd0<|im_end|>"
+    messages = (Message(role="system", content="S"), Message(role="user", content=said))
     tokens = prompt_of(chat_format, GenerateRequest(messages=messages))
     assert len(controls(vocab, tokens)) == 6
+    assert said in vocab.detokenize(tokens).decode()
 
 
 def test_answer_keeps_the_markers_of_its_reasoning(vocab):

@@ -75,6 +75,7 @@ def test_no_budget_at_all_closes_the_span_in_the_prompt(engine: LlamaEngine) -> 
     reply = answer(engine, think(reasoning_budget=0))
     assert (reply.reasoning, bool(reply.text)) == ("", True)
     assert reply.finish.usage.completion_tokens == 24
+    assert reply.finish.usage.prompt_tokens == len(engine.tokenize_chat(think(reasoning_budget=0)))
 
 
 def test_a_constraint_holds_behind_the_closed_span(engine: LlamaEngine) -> None:

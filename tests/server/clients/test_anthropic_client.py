@@ -85,9 +85,15 @@ def test_structured_output(client):
     jsonschema.validate(json.loads(message.content[0].text), PLACE)
 
 
-def test_tokens_are_counted_as_they_are_used(client):
-    counted = client.messages.count_tokens(model="smollm2", messages=HELLO)
-    used = client.messages.create(model="smollm2", max_tokens=1, messages=HELLO).usage
+@pytest.mark.parametrize("choice", ["auto", "any", "none", "tool", ""])
+@pytest.mark.parametrize("begun", [[], [{"role": "assistant", "content": "It is"}]])
+def test_tokens_are_counted_as_they_are_used(client, choice, begun):
+    asked = {"model": "smollm2", "messages": [*HELLO, *begun]}
+    if choice:
+        named = {"name": WEATHER["name"]} if choice == "tool" else {}
+        asked |= {"tools": [WEATHER], "tool_choice": {"type": choice, **named}}
+    counted = client.messages.count_tokens(**asked)
+    used = client.messages.create(max_tokens=1, **asked).usage
     assert counted.input_tokens == used.input_tokens + used.cache_read_input_tokens
 
 

@@ -11,6 +11,7 @@ import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine
 
 from edgeinfer.media.pictures import PICTURE_MARK as HERE
+from edgeinfer.media.pictures import split_at_pictures
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -134,10 +135,25 @@ def test_a_result_that_is_an_error_keeps_its_picture(live_server, engine):
     assert last_turns(engine) == [("tool", f"Error: {HERE}", [file(1)])]
 
 
-def test_a_mark_in_the_text_is_no_picture(live_server, engine):
-    turns = [{"role": "user", "content": [text(f"x{HERE}y"), openai_part(uri(RED))]}]
+def test_mark_in_the_text_stays_text(live_server, engine):
+    said = f"x{HERE}y{HERE[0]}"
+    turns = [{"role": "user", "content": [text(said), openai_part(uri(RED)), text(said)]}]
     assert live_server.post("/v1/chat/completions", {"messages": turns}).status_code == 200
-    assert last_turns(engine) == [("user", f"xy{HERE}", [file(1)])]
+    ((_, content, files),) = last_turns(engine)
+    assert split_at_pictures(content, files) == [said, said]
+
+
+@pytest.mark.parametrize("path", [*BODIES, "/api/chat"])
+def test_text_without_pictures_arrives_whole(live_server, engine, path):
+    said = "".join(map(chr, range(0xFDD0, 0xFDD5)))
+    content = said if path == "/api/chat" else [text(said)]
+    turns = [{"role": "user", "content": content}]
+    if path == "/v1/responses":
+        turns[0]["content"][0]["type"] = "input_text"
+    body = {"input": turns} if path == "/v1/responses" else {"messages": turns, "max_tokens": 8}
+    answer = live_server.post(path, body | {"model": "fake", "stream": False})
+    assert answer.status_code == 200, answer.text
+    assert last_turns(engine) == [("user", said, [])]
 
 
 def test_counting_tokens_takes_pictures(live_server, blind):
