@@ -1,1 +1,1 @@
-"""The HTTP endpoint. Knows no llama_cpp and no terminal."""
+"""The HTTP endpoint. It imports neither llama_cpp nor code for terminals."""

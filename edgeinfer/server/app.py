@@ -59,13 +59,13 @@ class EndpointApp:
         except Exception as error:  # noqa: BLE001  an unexpected exception becomes a 500 with the request's id
             problem = context.problem = self._endpoint.problem_of(error, context.id)
             context.outcome = problem.code or ""
-            if not context.status:  # after the status is sent, an error can only close the connection
+            if not context.status:  # otherwise only closing the connection can report the error
                 body = context.dialect.error_body(problem, context.id)
                 refusal = Response(body, problem.status, problem.headers, "application/json")
                 await refusal(scope, receive, sending)
         finally:
             self._record(context, scope["method"])
-            # the context and its scope reference each other: free large values now
+            # free large values now, because context and scope reference each other
             context.body, context.answers = None, []
             context.receipts.clear()
 
@@ -222,7 +222,7 @@ def _no_route(path: str, *, hides_page: bool) -> Problem:
     )
 
 
-#: The documented APIs. An unknown path is answered with an error of the first. The web page's dialect
+#: The documented APIs. An unknown path gets an error in the first one's format. The web page's dialect
 #: is left out, because its routes may change.
 DIALECTS: tuple[Dialect, ...] = (OPENAI, RESPONSES, ANTHROPIC, NATIVE, OLLAMA)
 OPERATIONS: tuple[Operation, ...] = tuple(o for dialect in DIALECTS for o in dialect.operations)
@@ -233,7 +233,7 @@ async def _openapi(context: RequestContext) -> dict[str, object]:
 
 
 class RouteMatch(NamedTuple):
-    """What `match_route` found at a path: operations by HTTP method, their dialect, path parameters."""
+    """The result of `match_route`: operations by HTTP method, their dialect, and path parameters."""
 
     methods: Mapping[str, Operation]
     dialect: Dialect
@@ -253,7 +253,8 @@ class _Routes:
                 if operation.method == "GET":
                     methods["HEAD"] = operation
                 self.exact[operation.path] = RouteMatch(methods, dialect)
-        #: Longest first: `{id}` also matches slashes, as in the model `ollama/someone/model:tag`.
+        #: Longest first, because `{id}` also matches slashes, as in the model
+        #: `ollama/someone/model:tag`.
         self._patterns = [
             (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]|[^/].*[^/])", path)), match)
             for path, match in sorted(self.exact.items(), key=lambda item: -len(item[0]))
@@ -288,15 +289,16 @@ def _page_routes() -> _Routes:
 
 
 def _spellings(path: str) -> tuple[str, ...]:
-    """Return the paths that a client may mean: /v1/models and others for `//openai/v1/models/`."""
+    """Return the paths that a client may mean, for example `/v1/models` by `//openai/v1/models/`."""
     plain = re.sub(r"/{2,}", "/", path).removeprefix("/openai").rstrip("/") or "/"
     return (plain, f"/v1{plain}", plain.removeprefix("/v1"))
 
 
 def match_route(path: str) -> RouteMatch:
-    """Find the operations at `path`; none for an unknown path, with the dialect for its error.
+    """Find the operations at `path`; for an unknown path none, and the dialect of the error.
 
-    Clients configure a base URL with or without `/v1` and a final slash, so all of these match.
+    Clients configure a base URL with or without `/v1` and a final slash, so all of these spellings
+    match.
     """
     spellings = _spellings(path)
     routes = _page_routes() if spellings[0].startswith(PAGE) else _ROUTES

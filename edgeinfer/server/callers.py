@@ -1,6 +1,6 @@
 """Share the endpoint's memory, threads and engine slots fairly between clients (API keys or users).
 
-No client can take all of them, so the others always make progress.
+No client can take all of a resource, so the others always make progress.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ T = TypeVar("T")
 class Caller(msgspec.Struct, frozen=True):
     """The client of a request.
 
-    `name` is that of its API key (8 hex digits). Without API keys it is "" for the user who runs the
-    endpoint, and `uid-N` for another user. An administrator may change models and settings for other
-    clients. `turn` is the name under which its requests are scheduled
-    round-robin with those of others; requests of "" never wait for a turn.
+    `name` is the name of its API key (8 hex digits). Without API keys, `name` is "" for the user who
+    runs the endpoint, and `uid-N` for another user. An administrator may change models and settings for
+    other clients. Requests are scheduled round-robin by their callers' `turn`; requests with the `turn`
+    "" never wait.
     """
 
     name: str
@@ -37,7 +37,8 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 NOBODY = Caller("", is_admin=False)
-#: The user who runs the endpoint. It is also the caller of `edgeinfer batch`, in the same process.
+#: The user who runs the endpoint. `edgeinfer batch`, which runs in the same process, is this caller,
+#: too.
 OWN = Caller("", is_admin=True)
 
 
@@ -145,7 +146,7 @@ class FairPool:
         self._fill()
 
     def is_stuck(self, after_s: float) -> bool:
-        """Return whether every thread has been running the same work for more than `after_s`."""
+        """Return whether every thread has been busy with one piece of work for more than `after_s`."""
         with self._lock:
             started = [since for _, since in self._running.values()]
         return len(started) == self._n_threads and time.monotonic() - max(started) > after_s
@@ -157,7 +158,7 @@ class FairPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-#: Number of generations submitted in addition to those being decoded, so that a slot never idles.
+#: Number of generations that are submitted beyond the engine's slots, so that no slot ever idles.
 _AHEAD = 2
 #: From this number of slots on, a caller cannot take the last one: it stays free for others.
 _SHARED_FROM = 4
@@ -166,8 +167,8 @@ _SHARED_FROM = 4
 class EngineSlots:
     """Gives the decode slots of one model's engine to waiting callers in turn. Not thread-safe.
 
-    The engine itself serves requests in order of arrival. Therefore only as many are submitted as it
-    has slots, and the others wait here.
+    The engine itself serves requests in order of arrival. Therefore only as many requests are submitted
+    as it has slots (and `_AHEAD`), and the others wait here.
     """
 
     def __init__(self) -> None:

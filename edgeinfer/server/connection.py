@@ -78,7 +78,7 @@ class Connection:
         return self._direct_writer
 
     def lost(self) -> None:
-        """Stop direct writes. Call it before the event loop closes the socket."""
+        """Stop direct writes, because the event loop is about to close the socket."""
         self._is_lost = True
         if self._direct_writer is not None:
             self._direct_writer.close()
@@ -88,8 +88,8 @@ class DirectWriter:
     """Writes the tokens of a stream to the socket on the decode thread, without waking the event loop.
 
     It is passed to `Generation.tap`. While it is open, the event loop writes nothing to this
-    connection. If a token does not fit into the socket's buffer, it closes itself and the event loop
-    sends the rest.
+    connection. If a token does not fit into the socket's buffer, the writer closes itself and the event
+    loop sends the rest.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class DirectWriter:
         self._is_open = True
 
     def __call__(self, event: Event) -> bool:
-        """Send a token; return False if the event loop must send it."""
+        """Send an event's token; return False if the event loop must send the event."""
         if not isinstance(event, TextDelta | ReasoningDelta):
             return False
         with self._lock:  # `close` waits: a closed descriptor's number may soon be another client's

@@ -38,7 +38,8 @@ R = TypeVar("R", bound=msgspec.Struct)
 #: Maximum number and length (characters) of names in `x-edgeinfer-ignored`: proxies limit headers.
 _MAX_IGNORED = 32
 _MAX_NAME = 96
-#: Matches characters that are not allowed in a header, and the comma, which separates its names.
+#: Matches characters that a name in this header may not have: the comma, which separates names, and
+#: those that no header may have.
 _UNSAFE = re.compile(r"[^ -+\--~]")
 
 
@@ -62,7 +63,7 @@ class RequestContext:
     started: float = field(default_factory=time.perf_counter)
     status: int = 0
     model: str = ""
-    #: The adapter that the request named in place of a model.
+    #: The LoRA adapter that the request named in place of a model.
     adapter: str = ""
     version: str = ""
     prompt_tokens: int = 0
@@ -71,7 +72,7 @@ class RequestContext:
     ttft_s: float | None = None
     outcome: str = ""
     body: bytes | None = None
-    #: The answers so far. For the payload log also the error, and whether the client disconnected.
+    #: The answers so far, one for each generation of the request.
     answers: list[CollectedAnswer] = field(default_factory=list)
     #: Receipts of the answers, if the client asked for them or the payload log is on.
     receipts: list[Receipt | Refusal] = field(default_factory=list)
@@ -82,7 +83,7 @@ class RequestContext:
     #: Names of the `normalize-prompts` rules that changed the prompt, e.g. "day".
     normalized: tuple[PromptRule, ...] = ()
     spans: list[Span] = field(default_factory=list)
-    #: time.perf_counter() at which the model was loaded, and tokenization began.
+    #: time.perf_counter() at which loading the model had ended and tokenization began.
     loaded_s: float = 0.0
     #: Whether the request waits until the engine has slots for it.
     is_queued: bool = False
@@ -107,7 +108,7 @@ class RequestContext:
 
     @property
     def plain_id(self) -> str:
-        """Id without `req_`, from which other ids are made: `msg_0a1b…` for `req_0a1b…`."""
+        """The request's id without `req_`, for other ids: `msg_0a1b…` of the request `req_0a1b…`."""
         return self.id.removeprefix("req_")
 
     @property
@@ -137,10 +138,10 @@ class RequestContext:
     def normalize(
         self, turns: Sequence[Message], *, stores_prefix: bool = False
     ) -> tuple[Message, ...]:
-        """Move or drop lines of a coding agent's prompt that change per request, e.g. the date.
+        """Return the turns, with an agent's lines that change per request (a date) moved or dropped.
 
-        They would end the shared prefix early (`agents.prompt_normalization`). Without
-        `stores_prefix` nothing is remembered about the conversation. The response header
+        Such lines would end the shared prefix early (`agents.prompt_normalization`). Without
+        `stores_prefix`, nothing about the conversation is stored. The response header
         `x-edgeinfer-normalized` names the rules that changed the prompt.
         """
         turns, self.normalized = self.endpoint.normalizer.normalize(
@@ -157,7 +158,7 @@ class RequestContext:
         return f"{self.cache_salt} {cache_salt}" if self.cache_salt else cache_salt
 
     def keep_alive_s(self, keep_alive: float | str | None) -> float | None:
-        """Convert `keep_alive` to seconds; None: as configured, or the client is no administrator."""
+        """Convert `keep_alive` to seconds; None (the configured time) if no administrator sent it."""
         seconds = keep_alive_s(keep_alive)
         if seconds is None or self.caller.is_admin:
             return seconds

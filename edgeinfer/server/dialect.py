@@ -43,7 +43,7 @@ def stamp(unix_s: float) -> str:
 
 Method = Literal["GET", "POST", "DELETE"]
 #: Called with `context` and, if it has these parameters, the decoded `body` and `query`. Returns a
-#: Response, or a value that is encoded as JSON.
+#: Response, or a value that becomes the JSON of one.
 Handler = Callable[..., Awaitable[Any]]
 #: Called with a problem and the request's id; returns the encoded error.
 ErrorEncoder = Callable[[Problem, str], bytes]
@@ -75,7 +75,7 @@ class Operation(msgspec.Struct, frozen=True):
     #: Maximum body (bytes); 0 means `Limits.max_body_bytes`.
     max_body_bytes: int = 0
     reply_type: str = "application/json"
-    #: HTTP status → type of its body, for statuses that other routes do not have (OpenAPI document).
+    #: For the OpenAPI document: HTTP status → type of its body, for statuses that only this route has.
     also: Mapping[str, type[msgspec.Struct]] = {}
 
     @property
@@ -87,8 +87,8 @@ class Operation(msgspec.Struct, frozen=True):
 class RouteTable(list[Operation]):
     """The operations of a module; the decorators `get`, `post` and `delete` add their handlers.
 
-    A handler's docstring is the operation's summary. The annotations of its parameters `body` and
-    `query` say how requests are decoded. The OpenAPI document describes them and the return type.
+    The docstring of a handler is the operation's summary in the OpenAPI document. The annotations of
+    `body` and `query` say how requests are decoded; the document describes them and the return type.
     """
 
     def add(self, method: Method, path: str, **declared: Any) -> Callable[[Handler], Handler]:
@@ -162,7 +162,7 @@ class Renderer(ABC):
         return b""
 
     def waiting(self, text: str) -> bytes:
-        """Return an event without text, and `text` as a comment, sent in pauses of a stream.
+        """Return bytes to send in a pause of the stream: an event without text, and the comment `text`.
 
         Some clients time out on a stream without events, and do not count comments as events.
         """

@@ -70,7 +70,7 @@ class Endpoint:
         self.threads = ThreadPoolExecutor(8, "calls")
         #: Runs calls like tokenize and embed, so that `threads` stays free for health and metrics.
         self.engine_calls = FairPool("engine-calls", 8)
-        #: A thread of its own, because a file system may hang.
+        #: A separate thread, because a file system may hang.
         self._tracing = ThreadPoolExecutor(1, "traces")
         self._trace_places = threading.Semaphore(_TRACES)
         self.preparation = PreparationPool(self.limits.prepare_s)
@@ -160,7 +160,7 @@ class Endpoint:
         self.engine_slots[model].n_parallel = n_parallel
 
     def release_generations(self, model: str, n: int, caller: str = "") -> None:
-        """Undo `admit_generations`; a `caller` other than "" also gives its slots back."""
+        """Undo `admit_generations`, and give back the slots of `caller` unless it is ""."""
         self.engine_slots[model].give_back(caller, n)
         self.generation_counts[model] -= n
         if not self.generation_counts[model]:
@@ -182,7 +182,7 @@ class Endpoint:
             generation.cancel()
 
     def failure(self) -> str:
-        """Return why the endpoint cannot generate; "" if it can."""
+        """Return why the endpoint cannot generate text; "" if it can."""
         engine = dict(self.models.engines()).get(self.models.default)
         return self.preparation.failure() or (engine.health() if engine else "")
 

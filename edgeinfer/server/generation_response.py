@@ -77,7 +77,7 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
     context.spans.append(Span("load", began_s, context.loaded_s))
     try:
         info = lease.engine.info
-        if _may_have_files(context.body or b""):  # decoding 32 MB of base64 takes 30 ms
+        if _may_have_files(context.body or b""):  # in a thread: decoding 32 MB of base64 takes 30 ms
             requests = await _read_files(context, functools.partial(spec.requests, spec.body, info))
         else:
             requests = spec.requests(spec.body, info)
@@ -95,9 +95,9 @@ async def _start_once(context: RequestContext, spec: GenerationSpec) -> Generati
 async def _read_files(
     context: RequestContext, work: Callable[[], Sequence[GenerateRequest]]
 ) -> Sequence[GenerateRequest]:
-    """Call `work`, which decodes files, in a thread, and reserve memory for their content.
+    """Call `work`, which decodes files, in a thread; reserve memory for the files' content.
 
-    It is reserved once for all `n` answers, which share it. Raises Problem beyond the limits.
+    The `n` answers of a request share this memory. Raises Problem beyond the limits.
     """
     requests = await context.endpoint.preparation.read_files(context.caller.turn, work)
     first = requests[0]
@@ -123,7 +123,7 @@ async def submit_all(
     endpoint, engine = context.endpoint, lease.engine
     caller, has_slots = context.caller.turn, False
     if requests[0].n_pictures and not engine.info.can_see:
-        # the engine refuses and says why; such a request must not wait for a slot
+        # the engine will refuse this request with its reason; it must not wait for a slot before that
         await endpoint.preparation.submit(engine, requests[0], caller)
     endpoint.admit_generations(context.model, engine.info.n_parallel, len(requests), caller)
     generations: list[Generation] = []
@@ -305,7 +305,7 @@ class _GenerationResponse(Response):
         return with_receipts(data, receipts) if self._spec.body.receipt else data
 
     def _check_cancelled(self, event: Event) -> None:
-        """Raise Problem 503 if the generation was cancelled because the endpoint shuts down."""
+        """Raise Problem 503 if `event` says that the endpoint's shutdown cancelled the generation."""
         if isinstance(event, Finished) and event.reason == "cancelled" and not self.client_left:
             raise shutting_down()
 
@@ -381,7 +381,7 @@ class _StreamResponse(_GenerationResponse):
                     data = held + renderer.event(index, event)
                     held = b""
                     if isinstance(event, Finished):
-                        held = data  # sent in one write with the closing bytes
+                        held = data  # to send it in one write with the closing bytes
                     elif data:
                         self._last_write = time.monotonic()
                         await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -410,7 +410,7 @@ class _StreamResponse(_GenerationResponse):
             self.context.answers[index].add(event)
 
     def _use_direct_writer(self, task: GenerationTask) -> None:
-        """After the first token, let the decode thread write the others to the socket if it can."""
+        """After the first token, let the decode thread write later ones to the socket, if possible."""
         is_due = self._direct_writer is None and self._last_token and len(task.generations) == 1
         if is_due and self._connection is not None:
             self._direct_writer = self._connection.open_direct_writer(self._render_on_engine_thread)

@@ -62,7 +62,7 @@ def is_loopback(listeners: Sequence[socket.socket]) -> bool:
 
 
 def url(listener: socket.socket, *, tls: bool) -> str:
-    """Return the URL as a client would type it, e.g. `http://127.0.0.1:8080`."""
+    """Return a listener's URL as a client would type it, e.g. `http://127.0.0.1:8080`."""
     name = listener.getsockname()
     if listener.family == socket.AF_UNIX:
         return f"unix:{name}"
@@ -71,7 +71,7 @@ def url(listener: socket.socket, *, tls: bool) -> str:
 
 
 def host_names(listeners: Sequence[socket.socket]) -> set[str]:
-    """Return the addresses as a Host header writes them: `192.168.1.7`, `[fd00::7]`."""
+    """Return the listeners' addresses as a Host header has them: `192.168.1.7`, `[fd00::7]`."""
     return {f"[{host}]" if ":" in host else host for host, _ in _addresses(listeners)}
 
 
@@ -89,7 +89,7 @@ def notify(*lines: str) -> bool:
     return True
 
 
-#: Time (s) in which clients receive their last events after a drain has cancelled their answers.
+#: Time (s) for clients to receive their last events after a drain has cancelled their answers.
 _DELIVERY_S = 2.0
 
 
@@ -103,7 +103,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServeOutcome(msgspec.Struct, frozen=True):
-    """Why the server ended ("signal" or "idle"), and whether answers were cut off by `drain_s`."""
+    """Why the server ended ("signal" or "idle"), and whether the end of `drain_s` cut off answers."""
 
     reason: str
     cut_short: bool = False
@@ -134,8 +134,9 @@ class EndpointServer(uvicorn.Server):
         self._endpoint = endpoint
         self._listeners = listeners
         for listener in listeners:
-            # asyncio sets it only where the socket's protocol number is known. Without it, the body of
-            # a second reply on a connection waited 40 ms for the client's delayed ACK of the head.
+            # asyncio sets TCP_NODELAY only if the socket's protocol number is known. Without it, the
+            # body of a second reply on a connection waited 40 ms for the client's delayed ACK of the
+            # head.
             if listener.family != socket.AF_UNIX:
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._options = options

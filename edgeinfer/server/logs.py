@@ -1,7 +1,8 @@
 """Log to stderr, one line per event, without prompts, answers and API keys.
 
-A line is a JSON object (style `json`) or words for a terminal (`text`). uvicorn's warnings are logged
-in the same style. No file is opened, because an open file would prevent a snapshot of the process.
+A line is a JSON object (style `json`) or plain text for a terminal (`text`). uvicorn's warnings are
+logged in the same style. No file is opened, because an open file would prevent a snapshot of the
+process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import msgspec
 
 #: Errors of accept(2) when file descriptors or memory run out. asyncio would log 2,000 a second.
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
-#: Interval (s) after which the same warning is logged again.
+#: The same warning is logged again only after this time (s).
 _WARN_AGAIN_S = 60.0
 
 Style = Literal["json", "text", "off"]
@@ -79,9 +80,9 @@ class UvicornHandler(logging.Handler):
 
 
 def capture(log: Log) -> None:
-    """Send what uvicorn and asyncio log to `log`. Call it on the event loop, before the server starts.
+    """Send uvicorn's and asyncio's messages to `log`. Call it on the event loop, before serving.
 
-    It is logged at most once a minute that no connection can be accepted.
+    The warning that no connection can be accepted is logged at most once a minute.
     """
     warned_s = -_WARN_AGAIN_S
     for name in ("uvicorn", "asyncio"):

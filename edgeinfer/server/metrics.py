@@ -41,7 +41,7 @@ LOAD_BUCKETS = (0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60,
 _MODEL = ("model_name", "model_version")
 #: How long (s) the comparison of two weeks (`drift_psi`) is cached: it takes about 20 ms.
 _DRIFT_S = 300.0
-#: Maximum number of values of the label `key`, with "" (no key) and "other" (all further keys).
+#: Maximum number of values of the label `key`, including "" (no key) and "other" (all further keys).
 MAX_KEYS = 64
 
 
@@ -194,7 +194,7 @@ class _EngineCollector(Collector):
         self._engines = engines
 
     def describe(self) -> Iterator[Metric]:
-        """Return nothing. Without this, prometheus_client would call `collect` at registration."""
+        """Yield nothing. Without this method, registration would call `collect` (prometheus_client)."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

@@ -69,7 +69,7 @@ class ModelEntry:
         self.fraction: float | None = None
 
     def report(self, stage: str, fraction: float | None) -> None:
-        """Set stage and progress. Called in the loading thread; no reader needs both to match."""
+        """Set stage and progress, without a lock: readers need not see a matching pair."""
         self.stage, self.fraction = stage, fraction
 
     def describe(self, now: float) -> LoadedReply:

@@ -33,7 +33,7 @@ class Aliases:
         return next(map(self._by_name.__getitem__, aliases), None)
 
     def by_pattern(self, name: str) -> str | None:
-        """Return the model of the longest pattern that matches `name`; None if there is none."""
+        """Return the model of the longest pattern that matches `name`; None if none does."""
         fitting = [each for each in self._patterns if fnmatchcase(name.lower(), each.lower())]
         return self._patterns[max(fitting, key=len)] if fitting else None
 
@@ -49,7 +49,7 @@ def ollama_name(name: str, taken_names: Container[str] = ()) -> str:
 
 
 def where_to_get(missing: str, local_names: Iterable[str]) -> str:
-    """Return a hint that says how to get the model `missing`, or names that resemble it."""
+    """Return a hint: how to get the model `missing`, or local names that resemble it."""
     from edgeinfer.models.catalog import load_catalog  # this import takes 8 ms, and only errors need it
 
     catalog = load_catalog()

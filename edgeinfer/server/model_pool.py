@@ -100,8 +100,8 @@ class ModelPool:
     def resolve(self, name: str | None) -> str:
         """Return the model that a request means by `name`; None means the default model.
 
-        Exact aliases take precedence over models' names, as `lookup.find` compares them, and these over
-        alias patterns. Raises UnknownModelError.
+        Exact aliases take precedence over names of models (compared as in `lookup.find`), and these
+        over alias patterns. Raises UnknownModelError.
         """
         if name is None:
             return self.default
@@ -116,7 +116,7 @@ class ModelPool:
         raise UnknownModelError(f"There is no model '{missing}'{note}", hint=hint)
 
     def _find(self, name: str) -> str | None:
-        for spelled in (name, name.removesuffix(LATEST)):  # without a search on the disk
+        for spelled in (name, name.removesuffix(LATEST)):  # no search on the disk is needed
             if spelled in (DEFAULT, self.default):
                 return self.default
             if spelled in self._entries:
@@ -130,7 +130,7 @@ class ModelPool:
         return [*(AvailableModel(name=name) for name in names), *self._callbacks.list_pulled()]
 
     def only_model(self) -> str | None:
-        """Return the default model if it is the only one, so that any name may mean it."""
+        """Return the default model if no other one is available, so that any name means it; or None."""
         is_lone = len({model.name for model in self._models()}) == 1 and not self._aliases.has_catch_all
         return self.default if is_lone else None
 
@@ -232,7 +232,7 @@ class ModelPool:
         if entry is None:
             return "not loaded"
         if entry.users or entry.loaded is None:
-            del self._entries[name]  # new requests load the model again
+            del self._entries[name]  # so that new requests load the model again
             return "unloading"
         await self._unload(entry)
         return "unloaded"
@@ -267,7 +267,7 @@ class ModelPool:
 
     def _start(self, name: str) -> ModelEntry:
         entry = ModelEntry(name, self._need_bytes(name))
-        # retrieve the exception, so that asyncio does not log it if no request waits for this load
+        # retrieve the exception; otherwise asyncio logs it if no request waits for this load
         entry.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._entries[name] = entry
         self._spawn(self._load(entry))
@@ -294,7 +294,8 @@ class ModelPool:
         entry.loaded = loaded
         self._callbacks.on_loaded(entry.name, loaded, time.perf_counter() - began_s)
         info = loaded.engine.info
-        # if memory is short, a context of automatic size is made smaller: count its smallest size
+        # count the smallest size of an automatic context, because loading shortens it if memory is
+        # short
         kv_bytes = info.least_kv_bytes or info.kv_bytes
         size_bytes = info.weights_bytes + kv_bytes + info.compute_bytes
         self._sizes[entry.name] = entry.need_bytes = size_bytes or entry.need_bytes
@@ -311,7 +312,7 @@ class ModelPool:
             try:
                 loaded.engine.use_adapters(adapters)
             except EdgeInferError:
-                del self._adapters[entry.name]  # the next load can succeed without it
+                del self._adapters[entry.name]  # without adapters, the next load may succeed
                 loaded.engine.close()
                 raise
         return loaded
@@ -342,7 +343,7 @@ class ModelPool:
                 await self._unload(min(idle, key=lambda s: s.last_used))
                 continue
             if all(s is entry for s in self._entries.values()):
-                return  # no other model could make room: let the load itself fail if memory is short
+                return  # nothing can be unloaded: try to load anyway
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - loop.time()))

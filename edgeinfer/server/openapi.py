@@ -36,7 +36,7 @@ _RARE = {
     "507": "The disk is full.",
 }
 _BODY_REFUSALS = {"413": "The body is too long.", "415": "The body is not application/json."}
-#: The values that a refused field may have, because they all mean that it is not used.
+#: Values that a refused field may have, because each of them means that it is not used.
 _NOTHING: list[Any] = [None, False, 0, "", [], {}]
 #: Response to a client that is too slow. It has no JSON body (`guards.protocol`).
 _LATE = {"description": "The body did not come in time."}
@@ -82,7 +82,7 @@ def _types(dialects: Sequence[Dialect]) -> list[Any]:
 
 def _wire_types() -> dict[str, type[Wire]]:
     kinds: list[type[Wire]] = [Wire]
-    for kind in kinds:  # the list grows by each one's subclasses
+    for kind in kinds:  # the loop also visits appended subclasses
         kinds += kind.__subclasses__()
     return {kind.__name__: kind for kind in kinds}
 
@@ -107,7 +107,7 @@ def _lenient_schema(
 
 
 def _allow_dropped_types(schema: Any, kinds: dict[str, type[Wire]]) -> Any:
-    """Allow objects of `Wire.dropped_types` in the lists of a field's schema: they are ignored."""
+    """Return `schema` with objects of `Wire.dropped_types`, which are ignored, allowed in its lists."""
     if isinstance(schema, list):
         return [_allow_dropped_types(inner, kinds) for inner in schema]
     if not isinstance(schema, dict):

@@ -58,7 +58,7 @@ class PayloadLog:
         """Create the folder and remove old files. Raises ServeError as `make_folder`."""
         self._folder = make_folder(folder)
         self._log, self._metrics = endpoint.log, endpoint.metrics
-        #: Shown by GET /status. `failure`: why the last line was dropped; "" if it was written.
+        #: GET /status shows these. `failure`: why the last line was dropped; "" if it was written.
         self.status: dict[str, Any] = dict.fromkeys(("written", "dropped", "opted_out"), 0)
         self.status |= {"folder": str(self._folder), "failure": ""}
         self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
@@ -109,7 +109,7 @@ class PayloadLog:
         self._sync()
 
     def _next(self) -> _Pending | None:
-        """Return the next pending line. While waiting, sync written files every `_SYNC_S`."""
+        """Return the next pending line, None to end. While waiting, sync files every `_SYNC_S`."""
         left_s = self._sync_s - time.monotonic()
         with contextlib.suppress(queue.Empty):
             if self._unsynced and left_s > 0:
@@ -130,7 +130,7 @@ class PayloadLog:
             self.status |= {outcome: self.status[outcome] + 1, "failure": failure}
 
     def _drop(self, reason: str, n_bytes: int) -> None:
-        """Count a line that is lost, and log that at most once a minute."""
+        """Count a lost line; log a warning with `reason` at most once a minute."""
         self._metrics.payloads_dropped.inc()
         if not self.status["failure"] and time.monotonic() - self._warned_s >= _WARN_AGAIN_S:
             self._warned_s = time.monotonic()
@@ -149,7 +149,7 @@ class PayloadLog:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _open(self, n_bytes: int) -> int:
-        """Return a descriptor of the locked log file, with space for `n_bytes`.
+        """Return a descriptor of a log file, locked and with space for `n_bytes`.
 
         A new file begins if the current one is full, of another day, deleted, or locked by a process.
         """
@@ -168,7 +168,7 @@ class PayloadLog:
                 disk.try_lock(descriptor)
                 self._path = self._folder / name
                 return descriptor
-            time.sleep(0.05)  # the name exists: the next second makes another one
+            time.sleep(0.05)  # the name, a time in seconds, exists
 
     def remove_old(self) -> None:
         """Remove files that were last written more than 30 days ago."""
@@ -249,7 +249,7 @@ def _without_media(value: Any, kind: str = "") -> Any:
     if not isinstance(value, dict):
         return value
     kinds = dict(_MEDIA_KEYS)
-    # Anthropic's `source` of a picture, OpenAI's `input_audio`
+    # the first is Anthropic's `source` of a picture, the second OpenAI's `input_audio`
     if value.get("type") == "base64" or "format" in value:
         kinds["data"] = str(value.get("media_type") or f"audio/{value.get('format')}")
     return {key: _without_media(field, kinds.get(key, "")) for key, field in value.items()}

@@ -66,7 +66,7 @@ class Problem(Exception):
 
     `param` is the request's field that is wrong, `code` is OpenAI's error code. `retry_after_s` becomes
     the header Retry-After. For a too long prompt, `lengths` are the sizes (tokens) of prompt and
-    context; dialects put them into the sentence that clients of their API recognize.
+    context; a dialect writes them in the sentence that clients of its API recognize.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Problem(Exception):
 
 
 def from_error(error: e.EdgeInferError) -> Problem:
-    """Convert an EdgeInferError to an HTTP error, as `_ANSWERS` says for its class or a base class."""
+    """Convert an EdgeInferError to an HTTP error by the `_ANSWERS` of its class or a base class."""
     status, code, wait_s = next(_ANSWERS[c] for c in type(error).__mro__ if c in _ANSWERS)
     message = error.message
     if status == 422 or status >= 500:
@@ -179,7 +179,7 @@ def load_option_hint(param: str) -> str:
 
 
 def unavailable(message: str, code: str, retry_after_s: int) -> Problem:
-    """Make an error 503, after which the client may retry."""
+    """Make an error 503; the client may retry after `retry_after_s`."""
     return Problem(503, message, code=code, retry_after_s=retry_after_s)
 
 

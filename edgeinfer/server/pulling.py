@@ -12,7 +12,7 @@ from edgeinfer.models import names, sources
 from edgeinfer.models.progress import OnProgress, PullProgress
 from edgeinfer.platform import paths
 
-#: Prefixes of the addresses of Hugging Face repositories; without `https://` they are sources.
+#: Prefixes of URLs of Hugging Face repositories, which without `https://` are sources of `pull`.
 _HUBS = ("https://huggingface.co/", "https://hf.co/")
 Work = Callable[[OnProgress, threading.Event], None]
 Reports = AsyncGenerator[PullProgress, None]
@@ -59,7 +59,7 @@ def source_of(name: str) -> str:
     with contextlib.suppress(UsageError):
         source = sources.parse(plain)
         if isinstance(source, sources.HubFile | sources.HubQuant):
-            return str(source)  # `OWNER/REPOSITORY/x.gguf` would be a path of the server
+            return str(source)  # not `name`: it could be a path here
     names_taken = "a name of the catalogue, or hf.co/OWNER/REPOSITORY:QUANTIZATION"
     message = f"model must be {names_taken}; `edgeinfer pull` on the server pulls from other sources"
     raise InvalidRequestError(message, param="model")

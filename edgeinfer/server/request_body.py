@@ -22,7 +22,8 @@ from edgeinfer.server.wire_types import Wire
 
 #: Largest body (bytes) that is decoded on the event loop: 64 KiB take about 1 ms.
 _INLINE_BYTES = 64 << 10
-#: These headers switch on beta features of the original APIs. They are ignored and reported as such.
+#: These headers switch on beta features of the original APIs. They are ignored, and named as ignored
+#: fields.
 _BETA_HEADERS = ("anthropic-beta", "openai-beta")
 
 T = TypeVar("T")
@@ -88,7 +89,7 @@ async def _decode(context: RequestContext, raw: bytes, kind: type[T]) -> T:
 
 
 def _check_integers(value: object) -> None:
-    """Raise Problem for an integer beyond 64 bits, which messages to workers (msgpack) cannot hold."""
+    """Raise Problem for an integer beyond 64 bits, which messages to workers (msgpack) cannot have."""
     try:
         msgspec.msgpack.encode(value)
     except OverflowError:
@@ -105,7 +106,7 @@ def _check_type(declared: str) -> None:
 
 def _decode_strictly(raw: bytes, kind: type[T]) -> T | None:
     decoder = _decoders.get(kind)
-    if decoder is None:  # creating a decoder takes 0.1 ms, so each is kept
+    if decoder is None:  # cached: creating a decoder takes 0.1 ms
         decoder = _decoders[kind] = msgspec.json.Decoder(kind)
     try:
         with _json_only():
@@ -127,9 +128,9 @@ def _decode_leniently(context: RequestContext, raw: bytes, kind: type[T]) -> T:
 
 
 def _locate(error: msgspec.ValidationError, raw: bytes) -> tuple[msgspec.ValidationError, str]:
-    """Find the top-level field of `raw` that msgspec cannot decode (a number out of range).
+    """Find the top-level field of `raw` that is not decodable at all (a number out of range).
 
-    Return its error and its name; `error` and "" if there is none.
+    Return the field's error and name; `error` and "" if there is no such field.
     """
     with contextlib.suppress(msgspec.ValidationError):
         for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
@@ -142,7 +143,7 @@ def _locate(error: msgspec.ValidationError, raw: bytes) -> tuple[msgspec.Validat
 
 @contextlib.contextmanager
 def _json_only() -> Iterator[None]:
-    """Convert the errors of a body that is not JSON to Problem. ValidationError passes through."""
+    """Convert errors of a body that is not JSON to Problem; let ValidationError (valid JSON) pass."""
     try:
         yield
     except msgspec.ValidationError:
@@ -156,7 +157,7 @@ def _json_only() -> Iterator[None]:
 
 
 def decode_query(context: RequestContext, kind: type[T]) -> T:
-    """Decode the query string as `kind`, with numbers from text. Raises Problem 400."""
+    """Decode the query string as `kind`, converting text to numbers. Raises Problem 400."""
     fields: dict[str, str] = {}
     for name, text in context.request.query_params.multi_items():
         if name in fields:
@@ -172,8 +173,8 @@ def decode_query(context: RequestContext, kind: type[T]) -> T:
 _UNBOUNDED = 1 << 62
 #: Maximum number of ignored fields that are remembered.
 _MAX_IGNORED = 32
-#: Unsupported fields in which 0 means "off" or "default", so that it may be ignored. In others it asks
-#: for something (`prompt_logprobs`: only the chosen tokens; `gpu_layers`: no layers).
+#: Unsupported fields in which 0 means "off" or "default", so that it may be ignored. In other fields 0
+#: is a request (`prompt_logprobs`: only the chosen tokens; `gpu_layers`: no layers).
 _ZERO_IS_OFF = {"min_tokens", "dynatemp_range", "xtc_probability", "width", "height", "steps"}
 _ZERO_IS_OFF |= {name for o in LOAD_OPTIONS if o.default == 0 for name in (o.field, o.key)}
 _INDEX = re.compile(r"\[\d+\]")
@@ -290,8 +291,8 @@ class LenientDecoder:
 class _Plan(NamedTuple):
     """How `LenientDecoder` decodes a field.
 
-    `kind` is its annotation. `objects`: the wire types that it may hold, by the value of their
-    `tag_field` ("" for an untagged type). `item`: the plan for the elements of a list of at most
+    `kind` is the field's annotation. `objects`: the wire types that the field may hold, by the value of
+    their `tag_field` ("" for an untagged type). `item`: the plan for the elements of a list of at most
     `most`. Tags in `other_types` are refused with a reason; tags in `dropped` are ignored.
     """
 

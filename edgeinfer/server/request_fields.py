@@ -1,4 +1,4 @@
-"""Conversion of request fields that several APIs have. Pure functions."""
+"""Conversions of request fields that several APIs have."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def seed_of(seed: int | None) -> int | None:
 
 
 def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
-    """Return `n` copies of a request. Their seeds are `seed`, `seed + 1`, … if the request has one."""
+    """Return `n` copies of a request. If it has a seed, theirs are `seed`, `seed + 1`, and so on."""
     seed = request.sampling.seed
     if n == 1 or seed is None:
         return [request] * n
@@ -81,7 +81,7 @@ def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
     return [msgspec.structs.replace(request, sampling=sampling) for sampling in samplings]
 
 
-#: Reasoning efforts that no model was trained with → the nearest one.
+#: Reasoning efforts that no model was trained with → the nearest known effort.
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 

@@ -41,7 +41,7 @@ class ResponseStore:
         del self._responses[key, name]
 
     def _evict(self) -> None:
-        """Remove expired responses, and the oldest ones if a key has too many or all are too large."""
+        """Remove expired responses, and the oldest of a key with too many, or of all if too large."""
         limits, oldest = self._limits, time.monotonic() - self._limits.stored_s
         count: Counter[str] = Counter()
         size_bytes = 0

@@ -24,7 +24,7 @@ _SERVER, _INTERNAL = 2, 1
 
 
 class Span(NamedTuple):
-    """A named interval of a request or of a model load."""
+    """A named time interval of a request or of a model load."""
 
     name: str
     began_s: float
@@ -58,7 +58,7 @@ def start_spans(stages_ms: Mapping[str, float], start: str) -> list[Span]:
 
 def _consecutive_spans(marks: list[tuple[str, float]], ended_s: float) -> list[Span]:
     ends = [*(began for _, began in marks[1:]), ended_s]
-    pairs = zip(marks, ends, strict=False)  # `ends` is longer than `marks` if these are empty
+    pairs = zip(marks, ends, strict=False)  # without `marks`, `ends` is longer
     return [Span(name, began, max(began, end_s)) for (name, began), end_s in pairs]
 
 

@@ -16,18 +16,19 @@ from edgeinfer.config.sampling_options import BY_FIELD
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
-    """A request body, or an object inside one. Its declared fields are supported.
+    """A request body, or an object inside one. Only its declared fields are supported.
 
     An undeclared field is ignored, and named in the response header `x-edgeinfer-ignored`. It is an
-    error if `refused` has it, since ignoring it would change the meaning of the answer. An undeclared
+    error if `refused` names it, because ignoring it would change what the answer means. An undeclared
     field that is null, false or empty counts as not sent.
     """
 
     #: Refused field → reason for the error text.
     refused: ClassVar[Mapping[str, str]] = {}
-    #: Prefix of values of `type` that the original API has and this one refuses → reason.
+    #: Prefixes of values of `type` that the original API has and this one refuses → reason.
     other_types: ClassVar[Mapping[str, str]] = {}
-    #: Prefixes of values of `type`: such objects in lists are ignored, named in `x-edgeinfer-ignored`.
+    #: Prefixes of values of `type`. Such objects in lists are ignored, and named in
+    #: `x-edgeinfer-ignored`.
     dropped_types: ClassVar[tuple[str, ...]] = ()
     #: Whether an object without `type` is decoded as this class.
     is_untagged_form: ClassVar[bool] = False
@@ -53,11 +54,11 @@ TokenLimit = Annotated[
     int, Meta(ge=-1, le=MAX_TOKENS, description="Same as max_tokens of other APIs; -1 sets no limit.")
 ]
 TokenId = Annotated[int, Meta(ge=0, lt=_INT32)]
-#: Text of any length that fits into a body.
+#: Text without a length limit, other than that of the body.
 Text = str
 ShortText = Annotated[str, Meta(max_length=1024)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:-]+$")]
-# OpenAI's document has a smaller range for the temperature than `sampling_options`.
+# OpenAI's API document allows a smaller range of temperatures than `sampling_options`.
 OpenAITemperature = Annotated[float, Meta(ge=0, le=2)]
 Temperature = Annotated[float, _range("temperature")]
 Probability = Annotated[float, _range("top_p")]

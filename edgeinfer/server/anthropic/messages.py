@@ -76,7 +76,7 @@ def _prompt_fields(body: wire.CountRequest) -> dict[str, Any]:
 
 
 def _conversation(body: wire.CountRequest) -> tuple[Message, ...]:
-    """Convert the conversation to messages. Tool results in a user turn become messages before it."""
+    """Convert the conversation to messages; a user turn's tool results become messages before it."""
     turns: list[Message] = []
     if body.system:
         turns.append(Message(role="system", content=_join_texts(body.system)))
@@ -166,8 +166,9 @@ _SEARCH = re.compile(r"tool.?search|(search|find).?tool", re.IGNORECASE)
 def _tools(body: wire.CountRequest) -> tuple[Tool, ...]:
     """Return the tools that the model sees.
 
-    Tools with `defer_loading` are left out until a tool result refers to them. Without a client's tool
-    that searches for them (Anthropic's own does not run here), the model sees all.
+    If one of the client's tools searches for tools, those with `defer_loading` are left out until a
+    tool result refers to them. Otherwise the model sees all, because Anthropic's own search does not
+    run here.
     """
     referred = _referenced_names(body)
     searches = any(_SEARCH.search(tool.name) for tool in body.tools or () if not tool.defer_loading)
@@ -228,8 +229,8 @@ class MessageRenderer(Renderer):
     """Renders POST /v1/messages.
 
     A stream is a sequence of content blocks (text, thinking, tool use), of which one at a time is open.
-    It begins with the first progress event, because `message_start` contains the prompt's length. The
-    model's own stop strings, which the request does not have, are reported as "end_turn".
+    It begins with the first progress event, because `message_start` contains the prompt's length. A
+    stop string that comes from the model, not from the request, is reported as "end_turn".
     """
 
     def __init__(self, context: RequestContext, body: wire.MessagesRequest, info: EngineInfo) -> None:
@@ -250,7 +251,7 @@ class MessageRenderer(Renderer):
                 self._prompt_tokens = event.total_tokens
                 if event.queued or self._started:
                     return b""
-                # prompt tokens that are done at the first event came from the prefix cache
+                # prompt tokens that are done at the first progress event came from the prefix cache
                 is_read = event.done_tokens == event.total_tokens
                 self._cached_tokens = 0 if is_read else event.done_tokens
                 return self._start()
@@ -294,7 +295,7 @@ class MessageRenderer(Renderer):
         return _event("message_start", message=message) + _PING
 
     def _delta(self, number: int, block: dict[str, Any], delta: dict[str, Any] | None) -> bytes:
-        """Encode a delta of a content block, and the events that begin the block if it is a new one."""
+        """Encode a delta of a content block, after the events that begin the block if it is new."""
         out = self._start()
         if self._open != (block["type"], number):
             out += self._close()
@@ -380,7 +381,7 @@ _TYPES = {
 def error_body(problem: Problem, request_id: str) -> bytes:
     """Encode `{"type": "error", "error": {"type", "message"}, "request_id"}`."""
     message = problem.message
-    if problem.lengths is not None:  # coding agents search for these words
+    if problem.lengths is not None:  # coding agents search for this text
         n_tokens, n_ctx = problem.lengths
         message = f"prompt is too long: {n_tokens} tokens > {n_ctx} maximum; {message}"
     other = "invalid_request_error" if problem.status < 500 else "api_error"
@@ -391,7 +392,7 @@ def error_body(problem: Problem, request_id: str) -> bytes:
 
 
 def _details(problem: Problem) -> dict[str, Any] | msgspec.UnsetType:
-    """Return `details` that make the official client repeat its request without the field `thread`."""
+    """Return `details` by which Anthropic's client repeats its request without the field `thread`."""
     if problem.code != "unsupported_parameter" or problem.param != "thread":
         return msgspec.UNSET
     return {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}

@@ -39,7 +39,7 @@ class TextBlock(Wire, frozen=True, tag="text", tag_field="type"):
         "compaction": "conversations are not summarized",
         "mcp_tool_use": "the endpoint calls no MCP servers",
         "mcp_tool_result": "the endpoint calls no MCP servers",
-        # these are supported in other turns
+        # these blocks are supported, but in other turns
         "thinking": "only assistant turns may contain it",
         "tool_use": "only assistant turns may contain it",
         "tool_result": "only user turns may contain it",
@@ -63,7 +63,7 @@ class PlainSource(Wire, frozen=True, tag="text", tag_field="type"):
 
 
 class FileSource(Wire, frozen=True, tag="base64", tag_field="type"):
-    """A picture or a document (PDF, DOCX, text) in base64. Its first bytes tell the format."""
+    """A picture or a document (PDF, DOCX, text) in base64. Its format is read from the file."""
 
     other_types: ClassVar[Mapping[str, str]] = {
         "url": "the endpoint fetches nothing",

@@ -1,9 +1,9 @@
 """Read, create and compare API keys.
 
-They come from `EDGEINFER_API_KEY`, or from the file that `--api-key-file` or `EDGEINFER_API_KEY_FILE`
-names, or from `api-key` (mode 0600) in the configuration directory, which is created when an endpoint
-first listens beyond loopback. Keys are never on the command line, in a log or in a snapshot. The first
-key of a file is the administrator's; the others may only use models.
+Keys come from `EDGEINFER_API_KEY`, or from the file that `--api-key-file` or `EDGEINFER_API_KEY_FILE`
+names, or from the file `api-key` (mode 0600) in the configuration directory, which is created when an
+endpoint first listens beyond loopback. Keys are never on the command line, in a log or in a snapshot.
+The first key of a file is the administrator's; the others may only use models.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def key_path() -> Path:
 
 
 def configured_keys(file: str | None = None) -> Keys:
-    """Return the keys of the environment or `file`, or no keys. Raises ServeError for a bad one."""
+    """Return the keys of the environment or `file`, if any. Raises ServeError for an invalid key."""
     typed = os.environ.get("EDGEINFER_API_KEY", "")
     if typed:
         return Keys([_check(typed, "EDGEINFER_API_KEY")])
@@ -87,7 +87,7 @@ def stored_keys() -> tuple[Keys, bool]:
 
 
 def own_key() -> str:
-    """Return the key for requests to this user's own endpoint, or "". Raises ServeError."""
+    """Return the key for requests to this user's own endpoint; "" without one. Raises ServeError."""
     typed = os.environ.get("EDGEINFER_API_KEY", "")
     if typed:
         return typed

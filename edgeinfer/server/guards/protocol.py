@@ -19,7 +19,7 @@ from edgeinfer.server.limits import Limits
 #: How long (s) a client may keep sending its body after the response. If the server closed the socket
 #: at once, the kernel would reset the connection and the client might lose the response.
 _LINGER_S = 2.0
-#: Interval (s) at which the client of a half-closed connection is checked.
+#: Interval (s) of checks whether the client of a half-closed connection is still there.
 _WATCH_S = 1.0
 
 
@@ -88,7 +88,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return True
 
     def _watch_client(self) -> None:
-        """Abort the connection when its client disconnects; asyncio does not notice if half-closed."""
+        """Abort a half-closed connection when its client disconnects, which asyncio does not notice."""
         if self.transport.is_closing():
             return
         if self.connection.is_half_closed():
@@ -109,7 +109,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_headers:
-            return  # a trailer: ignore it (`_held_bytes` limits its size)
+            return  # ignore this trailer; `_held_bytes` limits its size
         super().on_header(name, value)
         if len(self.headers) > self.guard.max_headers:
             self._refuse(431)
@@ -133,7 +133,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._use_host_of_target()
         super().on_headers_complete()
         self.connection.is_chunked = version == "1.1"
-        if version == "1.0":  # it has no chunked encoding: the response ends with the connection
+        if version == "1.0":  # no chunked encoding: the response ends with the connection
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _UnknownLength()
 
@@ -195,7 +195,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.pipeline or (cycle and cycle.response_started and not cycle.response_complete):
             self.transport.abort()  # a response is being sent: another one would corrupt it
             return
-        # if the response was sent before the whole body came, the request needs no second one
+        # if the response was sent before the whole body came, do not send a second one
         if not (cycle and cycle.response_complete and cycle.more_body):
             self.transport.write(head)
         self.transport.close()

@@ -27,7 +27,7 @@ OPEN_ROUTES = frozenset({"/health"})
 #: Matches a Host header: a name, with or without a final dot, or `[IPv6 address]`; then a port.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+?)\.?(?::\d{0,5})?", re.ASCII | re.IGNORECASE)
 _METHODS = "GET, POST, DELETE, OPTIONS"
-#: Matches a valid Access-Control-Request-Headers: header names separated by commas.
+#: Matches a valid value of Access-Control-Request-Headers: names of headers, separated by commas.
 _ASKED = re.compile(r"[\w, -]{1,2048}", re.ASCII)
 
 Headers = Mapping[str, str]
@@ -64,7 +64,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             raise Problem(403, message, code="host_not_allowed")
 
     def check_origin(self, headers: Headers, scheme: str) -> str | None:
-        """Return the origin for CORS headers, or None if they are not needed. Raises Problem 403."""
+        """Return the origin for CORS headers, None if these are not needed. Raises Problem 403."""
         origin = headers.get("origin")
         if origin is None:
             if headers.get("sec-fetch-site") in ("cross-site", "same-site"):

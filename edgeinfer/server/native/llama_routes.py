@@ -90,7 +90,7 @@ def _shared_fields(body: wire.LlamaFields, info: EngineInfo) -> dict[str, Any]:
 
 
 def _with_biases(body: wire.LlamaFields) -> wire.LlamaFields:
-    """Return `body` with pairs of `logit_bias` as a dict. Raises InvalidRequestError for `true`."""
+    """Return `body` with `logit_bias` as a dict. Raises InvalidRequestError for a bias `true`."""
     if not isinstance(body.logit_bias, list):
         return body
     if any(bias is True for _, bias in body.logit_bias):
@@ -125,7 +125,7 @@ def _infill_requests(body: wire.LlamaInfill, info: EngineInfo) -> list[GenerateR
     return [GenerateRequest(infill=gap, **_shared_fields(body, info))]
 
 
-#: Function from the loaded adapters to those that should be loaded.
+#: Gets the loaded adapters; returns those that should be loaded.
 ChangeAdapters = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 
 
@@ -190,7 +190,7 @@ async def _change_adapters(context: RequestContext, change: ChangeAdapters) -> t
 
 
 class LlamaRenderer(Renderer):
-    """Renders /completion and /infill: an answer per prompt, with the prompt if it was text."""
+    """Renders /completion and /infill: an answer for each prompt, which also repeats a text prompt."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ from edgeinfer.server.wire_types import ModelFields, PromptUsage
 
 ROUTES = RouteTable()
 
-#: Written out, because prometheus_client's constant changes with its version.
+#: Not prometheus_client's constant, which changes with its version.
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -94,7 +94,7 @@ def rerank(context: RequestContext, body: wire.RerankRequest, engine: Engine) ->
     return wire.RerankReply(model=engine.info.model, results=results, usage=usage)
 
 
-#: Maximum size (bytes) of a receipt: parsing this one takes 0.1 s, in which no other thread runs (GIL).
+#: Maximum size (bytes) of a receipt. Parsing it takes 0.1 s, in which no other thread runs (GIL).
 _MAX_RECEIPT_BYTES = 4 << 20
 
 
@@ -108,7 +108,7 @@ async def verify_receipt(context: RequestContext, body: wire.VerifyRequest) -> V
         working = asyncio.ensure_future(_check_in_turn(context, lease.engine, check))
         result = await unless(until_disconnected(context.request.receive), working)
         if result is None:
-            await asyncio.wait([working])  # release the model only when the check has stopped using it
+            await asyncio.wait([working])  # the check must stop before the model is released
             raise Problem(400, "The client disconnected.", code="client_disconnected")
     return result
 
@@ -163,7 +163,7 @@ class _InferRenderer(Renderer):
 
 
 def infer_requests(body: wire.InferQuery, info: EngineInfo) -> list[GenerateRequest]:
-    """Make a request with one user turn, and the client's or else the model's system prompt."""
+    """Make a request with one user turn and the client's system prompt, or else the model's."""
     system = info.system_prompt if body.system is None else body.system
     turns = [Message(role="system", content=system)] if system else []
     shared = common_fields(body, info)

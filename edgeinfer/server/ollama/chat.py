@@ -87,7 +87,7 @@ def chat_request(body: wire.OllamaChatRequest, info: EngineInfo) -> GenerateRequ
 
 
 def generate_request(body: wire.OllamaGenerateRequest, info: EngineInfo) -> GenerateRequest:
-    """Convert to a chat turn, a raw prompt or fill-in-the-middle. Raises InvalidRequestError."""
+    """Convert POST /api/generate: chat turn, raw prompt or infill. Raises InvalidRequestError."""
     shared, prompt = _shared_fields(body, info), body.prompt or ""
     if body.suffix:
         if not info.can_infill:
@@ -108,7 +108,7 @@ def _make_request(**fields: Any) -> GenerateRequest:
     return msgspec.structs.replace(request, overflow="refuse") if request.n_pictures else request
 
 
-#: Templates that insert only the prompt, which means the same as `raw`.
+#: Values of `template` that only insert the prompt, which means the same as `raw`.
 _PROMPT_ALONE = ("{{ .Prompt }}", "{{.Prompt}}")
 _NO_TEMPLATES = (
     "template: Ollama's templates are not supported; leave it out, or send `raw` for a prompt "
@@ -167,7 +167,7 @@ def _content(text: str, images: Sequence[str] | None) -> dict[str, Any]:
     return content_fields([*map(from_base64, images or ()), text])
 
 
-#: Integer option → its minimum. Clients send lower values, e.g. -1 for "off".
+#: Integer option → its minimum, to which lower values are raised; clients send e.g. -1 for "off".
 _WHOLE = {"top_k": 0, "repeat_last_n": -1, "seed": -(1 << 53)}
 
 
@@ -225,7 +225,7 @@ class OllamaRenderer(Renderer):
         calls: list[wire.ToolCallReply] | None = None,
         **last: Any,
     ) -> msgspec.Struct:
-        """Make one JSON object of the stream. `last` are the fields that only the last one has."""
+        """Make one JSON object of the stream. `last` are fields that only the last object has."""
         fields: dict[str, Any] = {"model": self._model, "created_at": stamp(time.time()), "done": False}
         fields |= last
         if not self._is_chat:

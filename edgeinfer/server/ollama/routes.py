@@ -40,7 +40,7 @@ ROUTES = RouteTable()
 
 #: Version of Ollama whose API this is. Clients refuse to use old versions.
 API_VERSION = "0.13.4"
-#: `expires_at` (s from now) of a model that is never unloaded, as Ollama reports it.
+#: Time (s) from now to the `expires_at` of a model that is never unloaded, as in Ollama.
 _FOR_EVER_S = 100 * 365 * 86_400.0
 
 
@@ -178,7 +178,7 @@ def _header(files: ModelFiles | None) -> GgufHeader | None:
 
 
 def _metadata(header: GgufHeader | None, info: EngineInfo | None) -> dict[str, Any]:
-    """Return the GGUF metadata; `llama.context_length` and the like are the loaded context."""
+    """Return the GGUF metadata; the context length (`llama.context_length`) is the loaded one."""
     metadata: dict[str, Any] = {}
     if header is not None:
         metadata = {key: _plain(value) for key, value in header.metadata.items()}
@@ -288,7 +288,7 @@ async def pull(context: RequestContext, body: wire.OllamaPullRequest) -> Respons
     """Pull a model; each line of the stream reports progress."""
     admin, text = _admin_of(context), source_of(body.model_name())
     reports = reports_of(lambda report, cancel: admin.pull(text, report, cancel))
-    first = await anext(reports, None)  # an error before the first report still gets an HTTP status
+    first = await anext(reports, None)  # an earlier error still gets an HTTP status
     if body.stream is False:
         await unless(until_disconnected(context.request.receive), _read_all(reports))
         return json_reply(_DONE)
@@ -335,7 +335,7 @@ async def delete(context: RequestContext, body: wire.OllamaDeleteRequest) -> wir
 
 
 def progress_line(now: PullProgress) -> wire.OllamaStatus:
-    """Convert a progress report. Clients draw a progress bar for each `digest`."""
+    """Convert a progress report to a line, with a `digest`: clients draw a progress bar for each."""
     if now.note:
         return wire.OllamaStatus(status=now.note)
     match now.stage:
@@ -383,7 +383,7 @@ def error_line(problem: Problem, request_id: str) -> bytes:
 
 
 def waiting_line(text: str) -> bytes:
-    """Return a space, which keeps a stream alive while the model loads: JSON lines have no comments."""
+    """Return a space, to keep the stream alive while the model loads: JSON lines have no comments."""
     return b" "
 
 

@@ -106,7 +106,7 @@ def _message(turn: wire.ChatMessage) -> Message:
             return Message(role="developer", **_content(turn.content))
         case wire.UserMessage():
             return Message(role="user", name=turn.name or "", **_content(turn.content))
-        case wire.SystemMessage():  # after its subclasses, which would match too
+        case wire.SystemMessage():  # its subclasses come first: they match too
             return Message(role="system", **_content(turn.content))
         case wire.ToolMessage():
             content = _content(turn.content or "")
@@ -194,7 +194,8 @@ def constraint_of(body: wire.OpenAIFields) -> Constraint | None:
 
 
 _encode = msgspec.json.Encoder().encode
-#: End of a chunk. There is no `usage: null`, because strands-agents drops the text of such chunks.
+#: End of a chunk. It has no `usage: null`, because the client strands-agents drops the text of such
+#: chunks.
 _TAIL = b"]}\n\n"
 _DONE = b"data: [DONE]\n\n"
 
@@ -233,7 +234,7 @@ class OpenAIRenderer(Renderer):
     def encode_choice(
         self, index: int, fields: bytes, logprobs: bytes = b"null", finish: bytes = b"null"
     ) -> bytes:
-        """Encode the beginning of a chunk, with the JSON `fields` of an answer's next piece."""
+        """Encode a chunk without `_TAIL`; `fields` is the JSON of an answer's next piece."""
         values = (self._head, index, fields, finish, logprobs)
         return b'%b{"index":%d,%b,"finish_reason":%b,"logprobs":%b}' % values
 
@@ -241,7 +242,7 @@ class OpenAIRenderer(Renderer):
         return self.encode_choice(index, fields, logprobs) + _TAIL
 
     def finish(self, index: int, finished: Finished) -> bytes:
-        """Encode the last chunk of an answer. `timings` are in the last chunk of all answers."""
+        """Encode the last chunk of an answer. The very last chunk of the stream also has `timings`."""
         self._ends[index] = finished
         chunk = self.encode_choice(index, self.nothing, finish=_encode(finish_reason(finished)))
         if len(self._ends) < self.count:
@@ -344,7 +345,7 @@ def finish_reason(finished: Finished) -> wire.WireFinish:
 def total(answers: list[Finished], n: int) -> tuple[Usage, Timings]:
     """Sum the usage of a request's answers, and return the timings of the slowest one.
 
-    Every `n` answers have the same prompt, which is counted once.
+    Each group of `n` answers has the same prompt, which is counted once.
     """
     if len(answers) == 1:
         return answers[0].usage, answers[0].timings
@@ -382,14 +383,14 @@ def wire_logprobs(tokens: Sequence[TokenLogprobs]) -> wire.ChoiceLogprobs:
 
 
 def logprob_fields(token: Logprob) -> dict[str, Any]:
-    """Return `token`, `bytes`, and `logprob`, at least -9999: JSON has no minus infinity."""
+    """Return the fields `token`, `bytes` and `logprob` (at least -9999: JSON has no minus infinity)."""
     logprob = token.logprob if token.logprob > -9999.0 else -9999.0
     text = token.piece.decode("utf-8", "replace")
     return {"token": text, "logprob": logprob, "bytes": list(token.piece)}
 
 
 def error_text(problem: Problem) -> str:
-    """Return the error text. For a too long prompt it begins with OpenAI's text, for clients."""
+    """Return the error text; for a too long prompt, clients expect OpenAI's text at the beginning."""
     if problem.lengths is None:
         return problem.message
     n_tokens, n_ctx = problem.lengths
@@ -412,7 +413,7 @@ def error_events(problem: Problem, request_id: str) -> bytes:
     return b"data: " + error_body(problem, request_id) + b"\n\n" + _DONE
 
 
-#: Fields of a `Dialect` with OpenAI's errors.
+#: Arguments of `Dialect` for APIs that have OpenAI's errors.
 ERRORS: dict[str, Any] = {
     "error_type": wire.ErrorReply,
     "error_body": error_body,

@@ -69,7 +69,7 @@ def prompts_of(
 def completion_requests(
     prompts: Sequence[TextOrTokens], body: wire.CompletionRequest, info: EngineInfo
 ) -> list[GenerateRequest]:
-    """Convert to `n` requests per prompt, in order of the prompts. Raises InvalidRequestError."""
+    """Make `n` requests for each prompt, in the prompts' order. Raises InvalidRequestError."""
     n = body.n or 1
     if len(prompts) * n > 64:
         raise InvalidRequestError("a request may have at most 64 answers (prompts times n)", param="n")
@@ -124,7 +124,7 @@ class CompletionRenderer(OpenAIRenderer):
         self._offsets = [0] * self.count
 
     def _echo(self, index: int, tokens: PromptLogprobs | None) -> str:
-        """Return the prompt's text if it is echoed, else "". `tokens`: for a prompt of token ids."""
+        """Return the prompt's text if it is echoed, else "". A prompt of token ids needs `tokens`."""
         prompt = self._prompts[index // self.n]
         if not self._body.echo:
             return ""
@@ -134,7 +134,7 @@ class CompletionRenderer(OpenAIRenderer):
         return b"".join(pieces).decode("utf-8", "replace")
 
     def opening(self) -> bytes:
-        """Return the echoed prompts. If logprobs are requested, `event` returns both together later."""
+        """Return the echoed prompts. If logprobs are requested too, `event` returns both later."""
         if self._body.logprobs is not None:
             return b""
         texts = [(index, self._echo(index, None)) for index in range(self.count)]

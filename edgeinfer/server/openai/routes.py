@@ -21,7 +21,7 @@ from edgeinfer.server.wire_types import ModelFields, PromptUsage, Reply
 
 ROUTES = RouteTable()
 
-#: Maximum number of texts per request, as at OpenAI. The engine embeds them in smaller batches.
+#: Maximum number of texts per request, as OpenAI has it. The engine embeds them in smaller batches.
 _MAX_EMBEDDED = 2048
 
 

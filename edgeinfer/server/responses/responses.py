@@ -139,7 +139,7 @@ def response_requests(body: wire.ResponsesRequest, info: EngineInfo) -> list[Gen
 
 
 def _conversation(body: wire.ResponsesRequest) -> tuple[Message, ...]:
-    """Convert instructions and items to messages. Reasoning and calls join the assistant's message."""
+    """Convert instructions and items to messages; reasoning and calls join the assistant's messages."""
     turns: list[Message] = []
     if body.instructions:
         turns.append(Message(role="system", content=body.instructions))
@@ -163,7 +163,7 @@ def _conversation(body: wire.ResponsesRequest) -> tuple[Message, ...]:
 
 
 def _pending_reasoning(turns: list[Message], item: wire.MessageItem) -> str:
-    """Remove the reasoning before an assistant's message from `turns` and return it; "" if none."""
+    """Remove the reasoning before the assistant's message `item` from `turns`; return it, or ""."""
     last = turns[-1] if turns and item.role == "assistant" else None
     if last is None or last.role != "assistant" or last.content or last.tool_calls:
         return ""
@@ -233,7 +233,7 @@ def _constraint(body: wire.ResponsesRequest) -> Constraint | None:
 
 
 _encode = msgspec.json.Encoder().encode
-#: Kind of an item → prefix of its id, and its content part before any text (None: it has no parts).
+#: Kind of an item → prefix of its id, and its empty content part (None: it has no parts).
 _ITEMS: dict[str, tuple[str, Any]] = {
     "message": ("msg", wire.OutputTextOut(text="")),
     "reasoning": ("rs", wire.ReasoningTextOut(text="")),
@@ -299,12 +299,12 @@ class ResponseRenderer(Renderer):
         return sse({"type": event_type, "sequence_number": self._sequence, **data}, event_type)
 
     def _of_item(self, event_type: str, /, **data: Any) -> bytes:
-        """Encode an event about the last item."""
+        """Encode an event about the last item of the output."""
         index = len(self._items) - 1
         return self._sse(event_type, item_id=self._item_id(index), output_index=index, **data)
 
     def _part(self, event_type: str, /, **data: Any) -> bytes:
-        """Encode an event about the last item's only content part."""
+        """Encode an event about the only content part of the last item."""
         return self._of_item(event_type, content_index=0, **data)
 
     def _switch_item(self, kind: str, number: int) -> bytes:
@@ -401,7 +401,7 @@ class ResponseRenderer(Renderer):
         return reply
 
     def _reply(self, status: wire.ResponseStatus, **finished: Any) -> wire.ResponseReply:
-        """Make the response object; `finished` are the fields that a running request does not have."""
+        """Make the response object; `finished` are fields that only a finished answer has."""
         body = self._request
         text = (body.text and body.text.format) or TextFormat()
         return wire.ResponseReply(
@@ -430,7 +430,7 @@ def _logprobs(tokens: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
 
 
 def error_events(problem: Problem, request_id: str) -> bytes:
-    """Encode an error as the event `error`, if there is no renderer to send `response.failed`."""
+    """Encode an error as the event `error`, for streams that end before a renderer exists."""
     event = {
         "type": "error",
         "code": problem.code,

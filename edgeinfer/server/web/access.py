@@ -64,7 +64,7 @@ def _is_same(signature: str, expected: str) -> bool:
 
 
 def make_code() -> str:
-    """Make a one-time code for the page's URL. Raises ServeError."""
+    """Make a one-time sign-in code, to be put into the page's URL. Raises ServeError."""
     made_at, nonce = f"{time.time():.6f}", secrets.token_hex(8)
     return f"{made_at}-{nonce}-{_sign(read_secret(), 'code', made_at, nonce)}"
 
@@ -111,7 +111,7 @@ class Access:
         self._announced_until = time.monotonic() + _CODE_S
 
     def may_sign_in(self, user: str) -> bool:
-        """Return whether `user` may sign in without code and key; end the announcement if so."""
+        """Return whether `user` may sign in without code and key; an `announce` counts only once."""
         is_announced = time.monotonic() < self._announced_until
         if user != str(os.getuid()) or (self._keys and not is_announced):
             return False
@@ -129,7 +129,7 @@ class Access:
         return f"{value}; Path={PATH}; Max-Age={_COOKIE_S}; HttpOnly; SameSite=Strict{secure_flag}"
 
     def check(self, cookies: str, user: str) -> str:
-        """Check the header Cookie; return the name of the first API key, or "". Raises Problem 401."""
+        """Check the header Cookie; return the first API key's name ("" without). Raises Problem 401."""
         value = ""
         with contextlib.suppress(CookieError, KeyError):
             value = SimpleCookie(cookies)[f"edgeinfer-{self._port}"].value

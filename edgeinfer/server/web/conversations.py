@@ -45,7 +45,8 @@ Begin = Callable[[ChatSession], AnswerWriter]
 _POLL_S = 0.05
 #: Maximum number of answers that are generated at once for the page.
 _MAX_ANSWERS = 16
-#: How long (s) a request waits for its answer to begin, before it returns anyway (a model may load).
+#: How long (s) a request waits for its answer to begin. Loading a model may take longer; then it
+#: returns before that.
 _BEGIN_S = 1.0
 #: How long (s) a tool call waits for the user's permission while no page is open.
 UNSEEN_S = 600.0
@@ -53,7 +54,7 @@ _CARDS = itertools.count(1)
 
 
 class _ShownCard:
-    """A tool call for which pages ask the user's permission, and a queue for the decision."""
+    """A tool call that pages show to ask the user's permission, and a queue for the decision."""
 
     def __init__(self, card: Card, folder: str) -> None:
         self.plain: dict[str, object] = {**card.page_fields(), "folder": folder, "number": next(_CARDS)}
@@ -62,7 +63,7 @@ class _ShownCard:
 
 
 class RunningAnswer:
-    """A running answer: notices, and tool calls that need permission. Thread-safe."""
+    """An answer being generated: its notices, and tool calls that need permission. Thread-safe."""
 
     def __init__(self, conversation_id: int = 0, *, is_running: bool = True) -> None:
         #: Id of the conversation; 0 until a new conversation is stored.
@@ -83,7 +84,7 @@ class RunningAnswer:
     def decide(self, card: Card) -> Decision:
         """Ask the user in every page whether a tool call may run; wait for the decision.
 
-        It is "no" if the answer is stopped, or if no page has been open for `UNSEEN_S`.
+        The decision is "no" if the answer is stopped, or if no page has been open for `UNSEEN_S`.
         """
         card_shown = _ShownCard(card, "" if self.tools is None else str(self.tools.toolbox.folder))
 
@@ -105,7 +106,7 @@ class RunningAnswer:
         self._call_notes = {**self._call_notes, use.id: text or use.status}
 
     def take(self, card: int, decision: Decision) -> None:
-        """Set the decision about a call, by its card's number. Raises Problem 409 if it is too late."""
+        """Set the decision on the call with the number `card`. Raises Problem 409 if it is too late."""
         shown = self._shown  # read once: the thread in `decide` may replace it meanwhile
         if shown is None or shown.is_decided or shown.plain["number"] != card:
             raise Problem(409, "This tool call no longer waits for permission.", code="not_waiting")
@@ -119,7 +120,7 @@ class RunningAnswer:
             self.answer.stop()
 
     def calls(self) -> dict[str, object]:
-        """Return the data of the event `calls`: the call that waits for permission, and notes."""
+        """Return the data of the event `calls`: the call that waits for permission; notes on all."""
         shown = self._shown
         card = None if shown is None or shown.is_decided else shown.plain
         return {"card": card, "words": self._call_notes, "said": self.tool_notices}
@@ -142,7 +143,7 @@ class Conversations:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def report(self, error: Exception) -> None:
-        """Log an unexpected exception that affects only one turn, e.g. in rendering it."""
+        """Log an unexpected exception that affects only one turn, e.g. while it is rendered."""
         self._endpoint.log.error("internal", error)
 
     def latest_answer(self, conversation_id: int) -> RunningAnswer:
@@ -181,7 +182,7 @@ class Conversations:
         """Change a conversation and begin an answer, which continues after the request ends.
 
         `update_session` stores the question, or applies settings before an answer is generated again.
-        Return the conversation's id. Raises Problem 409 if an answer to it is being written, and what
+        Return the conversation's id. Raises Problem 409 if an answer in it is being written, and what
         `update_session` raises.
         """
         if self.latest_answer(conversation_id).is_running:
@@ -298,7 +299,7 @@ class Conversations:
             return session.calls is not None
 
     def _call(self, running: RunningAnswer) -> bool:
-        """Run the last answer's tool calls in a thread; return whether to generate another answer."""
+        """Run the last answer's tool calls, in a thread; return whether to generate another one."""
         with self._session(running) as session:
             turn, tools = session.calls, session.tools
             goes_on = turn is not None and session.run_calls(turn, running, running.stop)
@@ -307,7 +308,7 @@ class Conversations:
 
     @contextlib.contextmanager
     def _session(self, running: RunningAnswer, engine: Engine | None = None) -> Iterator[ChatSession]:
-        """Open the answer's conversation with another connection to the store, for another thread."""
+        """Open the answer's conversation on a new connection to the store: threads share none."""
         with contextlib.closing(ConversationStore.open()) as store:
             session = ChatSession(lambda: store, engine=engine)
             session.tools = running.tools
@@ -339,7 +340,8 @@ class Conversations:
             if events:
                 commented = now
                 yield events
-            # rendering takes cores from the engine: pause, so that it takes at most a fifth of the time
+            # rendering takes CPU time from the engine: pause, so that it takes at most a fifth of the
+            # time
             await asyncio.sleep(max(_POLL_S, 4 * (now - began) if events else 0))
 
 

@@ -45,10 +45,10 @@ class Pulls:
             task.add_done_callback(self._tasks.discard)
 
     def stop(self, name: str) -> None:
-        """Stop a pull (what was downloaded is kept), or remove a failed one from the list."""
+        """Stop a pull, keeping downloaded data, or remove a failed pull from the list."""
         if (stop := self._stops.get(name)) is None:
             self.now.pop(name, None)
-        else:  # keep it in the list, because no other pull of the model can start before it ends
+        else:  # stays listed: until it ends, no other pull of the model can start
             stop.set()
             self.now[name] = wire.Pull(name=name, text="stopping")
 

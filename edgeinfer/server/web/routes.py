@@ -92,7 +92,8 @@ def as_code(session: ChatSession, turn_id: int, form: str, base: str, system: st
 ROUTES = RouteTable()
 _STATIC = Path(__file__).with_name("static")
 _FORWARDED = {"forwarded", "via", "x-forwarded-for", "x-real-ip"}
-#: Even if model output contained HTML, browsers would run no script and load nothing from elsewhere.
+#: With these headers, browsers would run no script and load nothing from elsewhere even if model output
+#: became HTML.
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' blob: data:; connect-src 'self'; manifest-src 'self'; base-uri 'none'; "
@@ -410,7 +411,7 @@ async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
 
 
 async def _tools_text(context: RequestContext) -> str:
-    """List the tools as text, after trying failed servers again. Raises UsageError."""
+    """List the tools as text, after another attempt to start failed servers. Raises UsageError."""
     tools = await context.endpoint.use_tools()
     said = await context.endpoint.in_thread(tools.prepare)
     return "\n".join([tools.describe(), f"Tools work in the folder {tools.toolbox.folder}.", *said])
