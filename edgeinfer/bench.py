@@ -245,7 +245,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A test of one server in all rounds. `beside` is the median of the ratios to the first server."""
+    """A test of one server in all rounds. `beside` is the median ratio to the first server."""
 
     side: str
     test: str
@@ -267,13 +267,13 @@ class MeasuredServer:
         self._meter = meter if meter is not None and target.is_here else None
         self._path, self._fields = _FORMS[0]
         self._words_per_token, self._fixed_tokens = 1.0, 0.0
-        # prompts differ by server: endpoints of edgeinfer share a prefix cache on disk
+        # prompts differ by server, because edgeinfer's endpoints share a prefix cache on disk
         self._random = random.Random(f"{key} {name}")
         self.notes: set[str] = set()
         self.last_prompt = self.last_turn = ""
 
     async def prepare(self) -> None:
-        """Find request fields that the server accepts, and its tokens per word. Raises ServeError."""
+        """Find out which `_FIELDS` the server accepts, and its tokens per word. Raises ServeError."""
         failure: ServeError | None = None
         for self._path, self._fields in _FORMS:
             try:
@@ -300,7 +300,7 @@ class MeasuredServer:
         return f"{append_to} {text}".lstrip()
 
     async def ask(self, prompt: str, n: int) -> Answer:
-        """Request an answer of `n` tokens, without sampling. Raises ServeError."""
+        """Request a greedy answer of `n` tokens. Raises ServeError."""
         messages = [{"role": "user", "content": prompt}]
         content = {"prompt": prompt} if self._path == "/v1/completions" else {"messages": messages}
         fields = self._fields | ({"prompt_cache_key": self.key} if self._fields else {})
@@ -374,8 +374,8 @@ async def measure(
 ) -> tuple[list[dict[str, dict[str, Sample]]], list[float]]:
     """Measure the servers in `plan.rounds` rounds, every second one in reverse order.
 
-    Return, for each round, measurements by server and test; and the times (ms) of the fixed job between
-    them. Raises ServeError.
+    Return, for each round, measurements by server and test; and `noise_ms` between the rounds. Raises
+    ServeError.
     """
     for side in sides:
         report(f"asking {side.name}", None)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from edgeinfer.runtime.engine import LlamaEngine
 
 _log = logging.getLogger("edgeinfer.blocks")
-#: Verbs without progress report a loading stage once loading takes longer than this (s).
+#: Verbs that show no progress report a loading stage once loading takes longer than this (s).
 _MOMENT_S = 0.5
 
 #: Callback with a loading stage and its fraction (0 to 1, None if unknown), from any thread.
@@ -91,7 +91,8 @@ class EngineHost:
         self._config = config
         self._cache_report = process_metadata.ProcessRecord(process_metadata.CACHE_REPORT)
         self._replicas = process_metadata.ProcessRecord(process_metadata.REPLICAS)
-        # Python cannot ask for the time of exec; so far, this process has only computed
+        # Python cannot ask for the time of exec. So far this process has never waited, so its CPU time
+        # is its age
         self._exec_ns = exec_ns or time.monotonic_ns() - time.process_time_ns()
 
     @property

@@ -49,7 +49,7 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         return int(sizes.get(model, 0))
 
     def has(self, path: str) -> bool:
-        """Return whether the endpoint serves `path`, which must need no API key. Raises ServeError."""
+        """Return whether the endpoint serves `path`, a route without API key. Raises ServeError."""
         with self._connect(_HEALTH_S) as connection:
             connection.request("HEAD", path)
             return connection.getresponse().status == 200
@@ -102,7 +102,7 @@ def _message(value: Any) -> str:
 
 
 def probe(url: str, key: str) -> RemoteEndpoint | None:
-    """Return the endpoint at `url`, None if none answers there. `key` is not needed for that."""
+    """Return the endpoint at `url` (for later requests with `key`), None if none answers there."""
     endpoint = RemoteEndpoint(url=url, model="")
     try:
         health = endpoint.request("GET", "/health", timeout_s=_HEALTH_S)
@@ -145,7 +145,7 @@ def start(
         process.terminate()
         raise
     finally:
-        process.returncode = 0  # otherwise Popen would warn: the endpoint may outlive this process
+        process.returncode = 0  # so that Popen does not warn that it still runs
     return remote, process.pid
 
 

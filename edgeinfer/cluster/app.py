@@ -26,7 +26,7 @@ from edgeinfer.cluster.front import FrontEnd
 from edgeinfer.cluster.messages import ModelSettings, Request, read_settings
 from edgeinfer.cluster.replica import EndpointReplica
 
-#: The front end's limit of running requests: none in practice, because each replica has its own.
+#: The front end's limit of running requests, practically none, because each replica has a limit.
 _MANY = 10_000
 #: Interval (s) at which Serve counts waiting requests. Serve's default would delay the start of a model
 #: that is scaled to 0 by up to 10 s.
@@ -131,7 +131,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
     ) -> None:
-        """Note that this replica prefills the request's prefix. Serve calls this after routing."""
+        """Record that this replica prefills the request's prefix. Serve calls this after routing."""
         request = _request(pending_request)
         if request:
             self._affinity.note(request.prefix_hashes, replica_id)

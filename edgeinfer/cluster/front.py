@@ -21,7 +21,7 @@ from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import LOOPBACK_HOSTS, Gate
 from edgeinfer.server.problems import Problem, unavailable
 
-#: Response header with Ray's id of the replica that answered.
+#: Response header that contains Ray's id of the replica that answered.
 REPLICA_HEADER = "x-edgeinfer-replica"
 _LOG = logging.getLogger("ray.serve")
 _STREAMS = ("text/event-stream", "application/x-ndjson")
@@ -42,7 +42,7 @@ class FrontEnd:
         self._first = next(iter(models))
 
     async def answer(self, request: HttpRequest) -> Response:
-        """Forward a request to a replica. Answer health checks and the list of models without one."""
+        """Forward a request to a replica, except health checks and the list of models."""
         # `request.url` would trust the Host header, which is not yet checked
         route = app.match_route(request.scope["path"])
         try:
@@ -52,7 +52,7 @@ class FrontEnd:
             return Response(body, problem.status, problem.headers, media_type="application/json")
 
     async def _answer(self, request: HttpRequest, route: app.RouteMatch) -> Response:
-        self._gate.check_host(request.headers)  # the replica gets another Host header
+        self._gate.check_host(request.headers)  # the replica cannot: it gets another one
         if request.scope["path"] in _HEALTH_PATHS:
             return json_reply({"status": "ok"})
         if request.method == "GET" and route is app.match_route("/v1/models"):
@@ -70,7 +70,7 @@ class FrontEnd:
         return await self._forward(named, forwarded, route.dialect)
 
     async def _forward(self, named: str, request: Request, dialect: Dialect) -> Response:
-        """Forward the request to a replica; if that dies before its response starts, to another one.
+        """Forward the request to a replica; if the replica dies before it responds, to another one.
 
         Raises Problem 503.
         """
@@ -136,7 +136,7 @@ def _unavailable() -> Problem:
     )
 
 
-#: Request fields (of any API) that form the prompt, in the order in which chat templates use them.
+#: Request fields of all APIs that form the prompt, in the order in which chat templates use them.
 _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt")
 
 

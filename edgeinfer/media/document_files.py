@@ -20,7 +20,7 @@ _HTML = re.compile(
     rb"(\xef\xbb\xbf)?\s*+(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*+<(!doctype\s+html|html|head|body)\b",
     re.IGNORECASE | re.DOTALL,
 )
-#: Number of cached texts, because a chat sends its documents again in each turn.
+#: Number of texts that are cached, because a chat sends its documents again in each turn.
 _N_CACHED = 8
 #: SHA-256 of caller and file → text.
 _cached: OrderedDict[bytes, str] = OrderedDict()

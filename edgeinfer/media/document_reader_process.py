@@ -34,7 +34,7 @@ PAGE_PIXELS = 1536
 _MAX_XML = 64 << 20
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _CHARSET = re.compile(rb"""charset=["']?([\w.:-]+)""", re.IGNORECASE)
-#: Element whose content is not shown → pattern of its end tag.
+#: HTML element whose content is not shown → pattern of its end tag.
 _ENDS = {
     name: re.compile(rf"</{name}\s*>", re.IGNORECASE)
     for name in ("script", "style", "template", "noscript", "svg")
@@ -112,7 +112,7 @@ def _docx(data: bytes) -> Iterator[bytes]:
 
 
 def _docx_texts(xml: BytesIO) -> Iterator[str]:
-    """Yield the texts, tabs and line breaks of a DOCX file in order, in a single pass.
+    """Yield the texts, tabs and line breaks of a DOCX file (its `xml`) in order, in a single pass.
 
     Paragraphs may be nested (text boxes): iterating over each paragraph would repeat their text.
     """

@@ -28,11 +28,11 @@ from PIL import (
 from edgeinfer.platform.confinement import allow_only_computation
 from edgeinfer.platform.process import die_with_parent
 
-#: Address space of the process. Decoding a picture of `MAX_PIXELS` takes about 400 MB.
+#: Limit (bytes) of the process's address space. Decoding `MAX_PIXELS` pixels takes about 400 MB.
 MEMORY_BYTES = 512 << 20
 CPU_S = 5
 MAX_PIXELS = 32_000_000
-#: Maximum ratio of a picture's sides. It is Qwen's, and no model was trained on longer strips.
+#: Maximum ratio of a picture's sides. It is Qwen's limit, and no model was trained on longer strips.
 MAX_RATIO = 200
 #: Larger pictures are scaled down to this number of pixels. No projector uses more, and a request may
 #: have many pictures.
@@ -99,7 +99,7 @@ def _shrink(picture: Image.Image) -> Image.Image:
 
 def _on_white(picture: Image.Image) -> Image.Image:
     """Convert a picture to RGB, with white in place of transparency."""
-    if picture.mode.startswith("I"):  # 16 bits per pixel: `convert` would clip values above 255
+    if picture.mode.startswith("I"):  # 16 bits: `convert` would clip above 255
         picture = picture.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     if not picture.has_transparency_data:
         return picture.convert("RGB")

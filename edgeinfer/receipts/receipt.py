@@ -28,7 +28,7 @@ from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest, Sampling, random_bytes
 from edgeinfer.runtime.revision import KERNEL_REVISION
 
-#: Largest receipt (bytes); one of 131,072 tokens takes 2 MB.
+#: Largest receipt (bytes). The receipt of 131,072 tokens takes 2 MB.
 MAX_BYTES = 16 << 20
 _MAX_TOKENS = 1 << 21
 #: Prefix of the signed message, which separates it from other uses of the key; the digest follows.
@@ -134,7 +134,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_record(request: GenerateRequest) -> GenerateRequest:
-    """Return the request in the form needed for a receipt: with a seed, and recording its tokens."""
+    """Return the request as a receipt needs it: with a seed, and `record_tokens` set."""
     sampling = request.sampling
     if sampling.seed is None:
         sampling = msgspec.structs.replace(sampling, seed=int.from_bytes(random_bytes(4), "little"))

@@ -24,7 +24,7 @@ _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "re
 
 
 class Quote(msgspec.Struct, kw_only=True):
-    """An answer as it stands next to its receipt.
+    """An answer's text as it stands in a reply, next to the receipt.
 
     `calls` are [name, arguments] by the call's number. `has_calls` False: this copy leaves them out.
     """
@@ -87,7 +87,7 @@ def _canonical(arguments: str | dict[str, Any]) -> str:
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A receipt in a reply, with each copy of its answer. `is_lone`: the receipt is the whole file."""
+    """A receipt in a reply, with each copy of its answer. `is_lone`: the file has only the receipt."""
 
     source: str = ""
     document: dict[str, Any]
@@ -96,7 +96,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | ReceiptError]]:
-    """Yield where each reply of a file begins, and its JSON documents: a stream has several.
+    """Yield (place, JSON documents) of each reply in a file; a streamed reply has several documents.
 
     The file is one document, or lines of JSON or of server-sent events. A line that is not JSON is
     yielded as an error. Raises OSError, and ReceiptError if the file is one document and not JSON.
@@ -140,7 +140,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _is_last(document: Any, *, is_event: bool) -> bool:
-    """Return whether a document ends its reply."""
+    """Return whether a document is the last one of its reply."""
     if not isinstance(document, dict):
         return not is_event
     if is_event:
@@ -199,7 +199,7 @@ _Piece = tuple[int, str, Any, int]
 
 
 def _copy_and_pieces(document: dict[str, Any]) -> tuple[str, Iterable[_Piece]]:
-    """Return the pieces of answers in a reply, or in an event of a stream, and which copy they are of.
+    """Return which copy of an answer a reply or event belongs to, and the pieces of answers in it.
 
     Streams of the Responses API repeat an answer as contents ("done"), as parts, as items, and as a
     whole ("response").
@@ -219,7 +219,7 @@ def _copy_and_pieces(document: dict[str, Any]) -> tuple[str, Iterable[_Piece]]:
 
 
 def _pieces(document: dict[str, Any], index: int, number: int) -> Iterator[_Piece]:
-    """Yield text, reasoning and calls of an object of a reply, and of the objects in it."""
+    """Yield the texts, reasoning and tool calls in an object of a reply, at any depth."""
     pending = [(document, index, number)]
     while pending:
         node, index, number = pending.pop()

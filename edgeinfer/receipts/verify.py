@@ -130,7 +130,7 @@ class ReceiptCheck:
         return self._receipt.finish_reason in ("stop", "tool_calls")
 
     def _difference(self) -> str:
-        """Describe how the answer differs, "" if it does not. Raises ReceiptError."""
+        """Describe how the receipt differs from a new answer, "" if not at all. Raises ReceiptError."""
         content = self._receipt.content
         if content is None:
             hint = "check it with its content: `edgeinfer verify RECEIPT --content FILE`"

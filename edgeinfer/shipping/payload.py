@@ -205,13 +205,13 @@ def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:
     table, size, count = struct.unpack_from("<Q", elf, 32)[0], *struct.unpack_from("<HH", elf, 54)
     for n in range(count):
         kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", elf, table + n * size)
-        if kind == 3:  # PT_INTERP
+        if kind == 3:  # PT_INTERP: the interpreter's segment
             return offset, length - 1
     raise ShippingError("an executable without an interpreter cannot be relocated")
 
 
 def pad(path: str, length: int) -> bytes:
-    """Pad `path` with leading slashes to `length` bytes. Raises ShippingError if it is longer."""
+    """Pad `path` with leading slashes to `length` bytes. Raises ShippingError if `path` is longer."""
     raw = os.fsencode(path)
     if len(raw) > length:
         message = f"the path {path} is too long for CRIU's libraries"

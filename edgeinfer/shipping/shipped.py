@@ -120,6 +120,6 @@ def start() -> None:
     os.environ[FILE_VARIABLE] = sys._edgeinfer_file  # type: ignore[attr-defined]
     model: str = sys._edgeinfer_model  # type: ignore[attr-defined]
     if model:
-        from edgeinfer.platform import paths  # only after `sys` knows the shipped file
+        from edgeinfer.platform import paths  # `paths` needs the changes of `sys` above
 
-        os.environ[paths.BUNDLED_MODEL] = model.rpartition("-")[0]  # without the digits of its digest
+        os.environ[paths.BUNDLED_MODEL] = model.rpartition("-")[0]  # without the digest

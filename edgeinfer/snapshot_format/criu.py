@@ -137,7 +137,7 @@ FILTERED = "a seccomp filter, which every process has here, prevents building sn
 
 
 def is_filtered() -> bool:
-    """Return whether this process inherited a seccomp filter, which CRIU then cannot suspend."""
+    """Return whether this process inherited a seccomp filter, which CRIU cannot suspend."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as file:
             return any(line.startswith("Seccomp:") and line.split()[1] != "0" for line in file)

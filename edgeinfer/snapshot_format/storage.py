@@ -200,9 +200,10 @@ def snapshot_name(model: str, requested: dict[str, str], user_name: str = "") ->
 
 
 def matching_names(names: Collection[str], requested: str, model: str = "") -> list[str]:
-    """Return those of `names` that `requested` may mean.
+    """Return the snapshots' `names` that a typed name, `requested`, may mean.
 
-    That is the full name, or otherwise names that a user chose: first for `model`, then for any model.
+    That is the name itself. Otherwise they are the names whose user-chosen part it is: of `model`, or
+    else of any model.
     """
     whole = [name for name in (requested, snapshot_name(model, {}, requested)) if name in names][:1]
     return whole or sorted(name for name in names if name.partition(OPTION_SEPARATOR)[2] == requested)

@@ -39,7 +39,7 @@ _log = logging.getLogger("edgeinfer.drift")
 #: The log probability of every 16th token is computed, because each takes 0.1 to 0.5 ms.
 _LOGPROB_EVERY = 16
 _KEPT_DAYS = 182
-#: Maximum number of answers that wait to be counted in the file; more are dropped.
+#: Maximum number of answers that wait to be counted in the file; further ones are not counted.
 _MAX_WAITING = 1000
 #: How long (s) a write waits for the locked file.
 _LOCKED_S = 1.0
@@ -87,7 +87,7 @@ class DriftRecorder:
         return _AnswerObserver(self, request)
 
     def note(self, answer: _AnswerObserver, n_broken: int) -> None:
-        """Count an ended answer, of which `n_broken` tool calls could not be parsed."""
+        """Count an ended answer. `n_broken` of its tool calls could not be parsed."""
         finished = answer.collected.finish
         if not finished.usage.completion_tokens:
             return
@@ -98,8 +98,8 @@ class DriftRecorder:
             return
         counts = [(name, bin_of(name, value), 1) for name, value in (values | self._constant).items()]
         counts += [(name, _SUM, n) for name, n in _sums(finished).items()]
-        if self._places.acquire(blocking=False):  # too many wait if the file system hangs
-            with contextlib.suppress(RuntimeError):  # no thread can start: the interpreter is ending
+        if self._places.acquire(blocking=False):  # otherwise too many wait
+            with contextlib.suppress(RuntimeError):  # no thread can start at exit
                 writing = self._writer.submit(self._write, date.today(), counts)
                 writing.add_done_callback(lambda _: self._places.release())
 
@@ -135,7 +135,7 @@ class _AnswerObserver(SequenceObserver):
         self.collected = CollectedAnswer()
         self.logprobs: list[float] = []
         self._n_tokens = 0
-        #: Logits for the next token, and their log-sum-exp.
+        #: Logits of the next token, and log(sum(exp(logits))).
         self._next: tuple[npt.NDArray[np.float32], float] | None = None
         self._log_sum_of = LogSum()
 
@@ -233,7 +233,7 @@ def _script(text: str) -> str:
 
 
 def _tool_calls(request: GenerateRequest, answer: CollectedAnswer, n_broken: int) -> str:
-    """Return "valid", "none", or "broken": not parsed, or required arguments are missing."""
+    """Return "valid", "none", or "broken" (a call was not parsed or lacks a required argument)."""
     required = {tool.name: tool.parameters.get("required") or () for tool in request.tools}
     for call in answer.calls.values():
         try:

@@ -53,14 +53,14 @@ _MIN_DAYS, _MIN_ANSWERS = 3, 30.0
 
 
 def compare_weeks(path: Path, before: date, now: date) -> dict[str, tuple[Change, ...]]:
-    """Compare the weeks that end on two days: model → changes. Raises StoreError."""
+    """Compare the weeks that end on `before` and `now`; return changes by model. Raises StoreError."""
     weeks = [read_week(path, last) for last in (before, now)]
     names = sorted(weeks[0].keys() | weeks[1].keys())
     return {name: compare(*(week.get(name, {}) for week in weeks)) for name in names}
 
 
 def compare(before: Counts, now: Counts) -> tuple[Change, ...]:
-    """Compare the values with enough data in both weeks. Moved ones come first, by decreasing PSI."""
+    """Return changes of values with enough data in both weeks; moved ones first, by falling PSI."""
     changes, names = [], sorted(before.keys() & now.keys())
     for name in names:
         days = [list(week[name].values()) for week in (before, now)]
@@ -93,8 +93,9 @@ def _design_effect(weeks: Sequence[Array]) -> float:
         variance = np.maximum(sizes * share * (1 - share), 1e-9)
         squares += ((below - sizes * share) ** 2 / variance).sum(0)
         freedom += len(week) - 1
-    # for an upper bound of one such variance, the F distribution gives a factor exp(7.3 / freedom). The
-    # largest of many is too large already: in simulations half of 7.3 sufficed with 5 days a week
+    # an upper bound of one such variance is, by the F distribution, exp(7.3 / freedom) times as large.
+    # But the largest of many is too large already: in simulations, half of 7.3 sufficed with 5 days a
+    # week
     inflation = 3.5 if freedom >= 8 else 7.3
     return max(1.0, float(squares.max()) / freedom * math.exp(inflation / freedom))
 
@@ -111,14 +112,14 @@ def _ks(shares: Sequence[Array], size: float) -> float:
     """Return the p-value of the Kolmogorov-Smirnov test; for binned values it is rather too large."""
     distance = float(np.abs((shares[0] - shares[1]).cumsum()).max())
     scaled = (math.sqrt(size) + 0.12 + 0.11 / math.sqrt(size)) * distance
-    if scaled < 0.3:  # the sum below does not converge there
+    if scaled < 0.3:  # the series converges only above this
         return 1.0
     terms = ((1 if j % 2 else -1) * math.exp(-2 * (j * scaled) ** 2) for j in range(1, 20))
     return min(1.0, max(0.0, 2 * sum(terms)))
 
 
 def _typical(name: str, bins: Sequence[Bin], shares: Sequence[Array]) -> list[str]:
-    """Describe each week as text: the median, or the share of the category that changed most."""
+    """Return a text for each week: the median, or the share of the category that changed most."""
     most = int(np.abs(shares[0] - shares[1]).argmax())
     if isinstance(bins[most], str):
         return [f"{bins[most]} {week[most]:.0%}" for week in shares]

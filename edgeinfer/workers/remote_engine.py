@@ -1,9 +1,9 @@
 """An engine in a worker process: the client (`RemoteEngine`) and the server (`serve_engine`).
 
-They exchange msgpack messages over a socket, each after its length (4 bytes, little endian). A worker
-sends the events of a generation as they occur, and one result for any other call. If it dies, all
-running requests end with EngineClosedError. If the client closes the socket, the worker stores its
-pending KV blocks on the disk and ends.
+Client and server exchange msgpack messages over a socket. Each follows its length (4 bytes, little
+endian). A worker sends the events of a generation as they occur, and one result for any other call. If
+the worker dies, all running requests end with EngineClosedError. If the client closes the socket, the
+worker stores its pending KV blocks on the disk and ends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Call(Frame, frozen=True):
 
 
 class CallFailed(Frame, frozen=True):
-    """The exception that a call raised, as `errors.to_fields` encodes it. `id` 0: loading failed."""
+    """The error of a call, as `errors.to_fields` encodes it. `id` is 0 if loading failed."""
 
     id: int
     error: dict[str, str]
@@ -95,7 +95,7 @@ class FrameSocket:
         self._sending = threading.Lock()
 
     def send(self, frame: Frame) -> None:
-        """Send one frame. Raises OSError if the other side has ended."""
+        """Send one frame. Raises OSError if the other process has ended."""
         with self._sending:
             body = self._encoder.encode(frame)
             self._sock.sendall(len(body).to_bytes(4, "little") + body)
@@ -204,7 +204,7 @@ class RemoteEngine(ForwardingEngine):
         return self._info
 
     def submit(self, request: GenerateRequest) -> EventStream:
-        """Submit in the worker. Raises what `Engine.submit` raises, and EngineClosedError."""
+        """Submit a request in the worker. Raises what `Engine.submit` raises, and EngineClosedError."""
         number = next(self._ids)
         stream = EventStream(lambda: self._cancel(number))
         with self._lock:
@@ -306,9 +306,9 @@ CALLS = """
 def serve_engine(
     sock: socket.socket, load: Callable[[LoadProgress], tuple[Engine, ProcessStart]]
 ) -> None:
-    """Load an engine and serve it until the client closes the socket; send an error if that fails.
+    """Load an engine and serve it until the client closes the socket; if loading fails, send the error.
 
-    `load` also returns how this process started, which may change while it loads.
+    `load` also returns how this process started, which is certain only after loading.
     """
     wire = FrameSocket(sock)
     with contextlib.suppress(OSError):  # the client has ended: this process ends, too
@@ -348,7 +348,7 @@ class _Server:
             else:
                 self._calls.submit(self._answer_errors, frame.id, functools.partial(self._call, frame))
         self._calls.shutdown(wait=True, cancel_futures=True)
-        for thread in tuple(self._preparing):  # these use the engine, which the caller closes next
+        for thread in tuple(self._preparing):  # they use the engine, which the caller closes next
             thread.join()
 
     def _generate(self, frame: Submit) -> None:
@@ -380,7 +380,7 @@ class _Server:
         except EdgeInferError as error:
             with contextlib.suppress(OSError):
                 self._wire.send(CallFailed(number, to_fields(error)))
-        except OSError:  # the client has ended: `run` notices that too
+        except OSError:  # the client has ended: `run` notices that, too
             pass
         except Exception as error:  # noqa: BLE001  without a reply the client would wait forever
             defect = EngineError(f"a defect in the model's process: {error!r}")

@@ -1,4 +1,4 @@
-"""Starts the replicas of a model, and replaces those whose process has ended."""
+"""Start the replicas of a model, and replace those whose process has ended."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 #: A failure counts as the first again if the previous one was longer ago than this (s).
 _HEALTHY_S = 60.0
 
-#: Function that starts a replica. Arguments: EngineInfo of the first replica, whose options it must
-#: have (None: it is the first), and number of threads. Raises what loading raises.
+#: Function that starts a replica. Arguments: EngineInfo of the first replica, whose options the new one
+#: must have (None for the first replica), and number of threads. Raises what loading raises.
 StartReplica = Callable[[EngineInfo | None, int], Replica]
 
 
 class ReplicaSupervisor:
     """Keeps `count` replicas of a model running in `engine`. They share `cores` CPU cores.
 
-    `on_change` is called in the supervisor's thread when their number or the reason for it changes.
+    `on_change` is called in the supervisor's thread when the number of replicas or its reason changes.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ReplicaSupervisor:
             self._wake.clear()
 
     def _start(self) -> None:
-        """Start one more replica. If that fails and no other one is running, end the engine."""
+        """Start one more replica. If that fails and no other replica runs, close the engine."""
         n = len(self.engine.usable) + 1
         try:
             replica = self._start_replica(self._info, self._share(n - 1, n))

@@ -62,7 +62,8 @@ class ReplicatedEngine(ForwardingEngine):
         self.crashed_total = 0
         # ReplicaSupervisor sets these three functions
 
-        #: Adds the configured number of replicas and the reason for their state.
+        #: Makes a ReplicasInfo of running replicas: adds the configured number, and the reason for the
+        #: state.
         self.describe: Callable[[tuple[ReplicaInfo, ...]], ReplicasInfo]
         #: Called, in any thread, when a replica's process has ended.
         self.on_death: Callable[[], None] = lambda: None
@@ -83,7 +84,7 @@ class ReplicatedEngine(ForwardingEngine):
         return self._info
 
     def submit(self, request: GenerateRequest) -> EventStream:
-        """Submit in a replica, after waiting for one if needed. Raises what `Engine.submit` raises."""
+        """Submit a request to a replica; wait until one runs. Raises what `Engine.submit` raises."""
         routed = RoutedRequest(request, self._request_ended, self._reroute)
         self._route(routed)
         return routed.stream
@@ -151,7 +152,7 @@ class ReplicatedEngine(ForwardingEngine):
 
     @property
     def waiting(self) -> list[RoutedRequest]:
-        """Queued requests, the oldest first."""
+        """Requests that no replica has begun yet, the oldest first."""
         with self._changed:
             requests = list(self._routes)
         return [request for request in requests if request.is_waiting]
@@ -199,7 +200,7 @@ class ReplicatedEngine(ForwardingEngine):
             self._info = msgspec.structs.replace(self._info, n_parallel=parallel * usable)
 
     def _route(self, request: RoutedRequest) -> None:
-        """Choose a replica and submit to it. Raises what `Engine.submit` raises."""
+        """Choose a replica and submit the request to it. Raises what `Engine.submit` raises."""
         while True:
             replica = self._assign(request)
             try:
@@ -281,7 +282,7 @@ class ReplicatedEngine(ForwardingEngine):
                 self._route_again(request)
 
     def _forward(self, method: str, kind: type[T], *arguments: Any, **named: Any) -> T:
-        """Call a method of the replica with the fewest requests; if it dies, of another one."""
+        """Call a method of the replica with the fewest requests; if it dies, of another replica."""
         while True:
             with self._changed:
                 replica = min(self._wait_for_usable(), key=lambda replica: replica.load)
@@ -377,7 +378,7 @@ class RoutedRequest:
 
 
 def _prefix_hashes(request: GenerateRequest) -> tuple[int, ...]:
-    """Return hashes of the prompt's prefixes. The cache salt comes first, so other salts match none."""
+    """Return hashes of the prompt's prefixes, preceded by the cache salt: other salts match none."""
     prompt = request.prompt
     text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt or ()))
     read = msgspec.to_builtins([request.tools, request.messages, request.infill])

@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 
 #: Largest header (bytes), as in the safetensors library.
 MAX_HEADER_BYTES = 100_000_000
-#: Safetensors' types and numpy's. numpy has no BF16 and no F8, so their bits are read as integers.
+#: Safetensors' types and numpy's. numpy has neither BF16 nor F8, so bits of these are read as integers.
 _NUMPY = """
     F64 <f8  F32 <f4  F16 <f2  BF16 <u2  I64 <i8  I32 <i4  I16 <i2  I8 i1  U8 u1  BOOL ?
     F8_E4M3 u1  F8_E5M2 u1
@@ -46,7 +46,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """A tensor in its file. `dtype` is safetensors' name; `shape` begins with the slowest dimension."""
+    """A tensor in a file. `dtype` is safetensors' name; `shape` begins with the slowest dimension."""
 
     name: str
     dtype: str
@@ -101,7 +101,7 @@ class Safetensors:
         return Tensor(name, entry.dtype, entry.shape, data + begin, n_bytes)
 
     def view(self, name: str) -> Array:
-        """Return a tensor's values in its shape, without a copy; BF16 as 16-bit integers."""
+        """Return a view of a tensor's values, in its shape; BF16 as 16-bit integers."""
         tensor = self.tensors[name]
         count = math.prod(tensor.shape)
         flat: Array = np.frombuffer(self._map, DTYPES[tensor.dtype], count, tensor.offset)
@@ -139,7 +139,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def conversion_errors(folder: Path) -> Iterator[None]:
-    """Turn exceptions in the block into ConversionError: a checkpoint may have any wrong value."""
+    """Convert exceptions of the block to ConversionError: any value of a checkpoint may be wrong."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
@@ -150,8 +150,8 @@ def conversion_errors(folder: Path) -> Iterator[None]:
 class ModelCheckpoint:
     """An open checkpoint. `home` maps the name of each tensor to the file that has it.
 
-    `whole_config` is config.json; `config` is the same with the text model's part on top. Opening
-    raises SourceNotFoundError if a shard is missing, ConversionError if a file is invalid.
+    `whole_config` is config.json; `config` is the same, with the text model's values at the top level.
+    Opening raises SourceNotFoundError if a shard is missing, ConversionError if a file is invalid.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -11,7 +11,7 @@ WEIGHTS = "model.safetensors"
 #: Files of a LoRA adapter, as PEFT saves it.
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-#: Types to which a conversion writes itself; others need llama.cpp's quantizer.
+#: Types that a conversion can write; others need llama.cpp's quantizer after it.
 DIRECT = ("F32", "F16", "BF16", "Q8_0")
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 #: Files without weights that a conversion reads.
@@ -44,7 +44,7 @@ def weight_files(names: list[str]) -> list[str]:
 
 
 def checkpoint_files(paths: list[str]) -> list[str]:
-    """Return the files to fetch for a conversion; [] if this is no checkpoint or adapter."""
+    """Return which of `paths` to fetch for a conversion; [] if they are not a checkpoint or adapter."""
     if CONFIG not in paths and {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(paths):
         return [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
     weights = weight_files(paths) if CONFIG in paths else []

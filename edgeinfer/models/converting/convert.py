@@ -1,7 +1,7 @@
 """Convert a checkpoint to one GGUF file, a block of rows at a time.
 
-At most one tensor is in memory (if it must be reordered), and one block of the result. All other
-tensors are mapped, and their pages are given back to the kernel after they are written.
+Tensors are mapped, and their pages are given back to the kernel after they are written. So memory has
+at most one tensor, if it must be reordered, and one block of the result.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PlannedTensor(msgspec.Struct, frozen=True):
 
 
 def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[PlannedTensor]:
-    """List the tensors of the GGUF. Raises ConversionError for one that llama.cpp lacks."""
+    """List the tensors of the GGUF. Raises ConversionError for one that llama.cpp does not know."""
     table = tensor_names(family, required_number(config, "block_count", MAX_LAYERS))
     planned = []
     for source in checkpoint.home:
@@ -90,7 +90,7 @@ def text_model_name(name: str) -> str:
 
 
 def find_transform(family: Family, name: str) -> Transform | None:
-    """Return how the family changes the GGUF tensor `name`, or None if it does not."""
+    """Return the function by which the family changes the GGUF tensor `name`; None if there is none."""
     return next(
         (transform for suffix, transform in family.transforms.items() if _has_suffix(name, suffix)),
         None,
@@ -98,7 +98,7 @@ def find_transform(family: Family, name: str) -> Transform | None:
 
 
 def _has_suffix(name: str, suffix: str) -> bool:
-    """Return whether a tensor's name ends in `suffix`, or in `suffix` and .weight or .bias."""
+    """Return whether a name ends with `suffix`, then .weight or .bias unless `suffix` has that."""
     if suffix.endswith((".weight", ".bias")):
         return name.endswith(suffix)
     return re.search(rf"\.{suffix}\.(weight|bias)$", name) is not None
@@ -112,7 +112,7 @@ def _order(name: str) -> tuple[int, int, str]:
 
 
 _BLOCK_BYTES = 64 << 20
-#: Largest vocabulary; each token takes memory, and known models have a quarter million.
+#: Largest vocabulary, because each token takes memory. Known models have a quarter million tokens.
 _MOST_TOKENS = 1 << 22
 
 

@@ -26,20 +26,20 @@ class Heads(msgspec.Struct, frozen=True):
     head_dim: int
 
 
-#: Changes a tensor's values (slowest dimension first) to what llama.cpp stores, in the same type. Only
-#: `plus_one` needs float32.
+#: Converts a tensor's values (slowest dimension first) to those that llama.cpp expects, of the same
+#: type. Only `plus_one` needs float32.
 Transform = Callable[[Array, Heads], Array]
 
 
 def _interleave(values: Array, n_head: int) -> Array:
-    """Reorder each head's rows from two halves (rotate_half) to pairs (ggml's NORM rope)."""
+    """Reorder each head's rows from halves (transformers' rotate_half) to pairs (ggml's NORM rope)."""
     shape = values.shape
     halves = values.reshape(n_head, 2, shape[0] // n_head // 2, *shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(shape)
 
 
 def plus_one(values: Array, _heads: Heads) -> Array:
-    """Add 1 to the float32 weights of a norm, which Gemma's checkpoints store minus 1."""
+    """Add 1 to the float32 weights of a norm, because Gemma's checkpoints store the weights minus 1."""
     return values + np.float32(1)
 
 
@@ -106,7 +106,7 @@ _KNOWN = "default, linear, dynamic, yarn, llama3, longrope"
 
 
 def rope_parameters(config: Values, layers: str = "full_attention") -> Values:
-    """Return config.json's rope parameters, in older files from `rope_scaling` and `rope_theta`.
+    """Return config.json's rope parameters; older files have them in `rope_scaling` and `rope_theta`.
 
     `layers` selects the kind of layers, for models that have several.
     """
@@ -199,7 +199,7 @@ class Family(msgspec.Struct, frozen=True):
 
 
 def _gemma2(config: Values) -> Values:
-    """Return the sliding window's key, if the model has one: memory estimates depend on it."""
+    """Return the GGUF key of the sliding window, if any, on which memory estimates depend."""
     window = config.get("sliding_window")
     return {"attention.sliding_window": int(window)} if window else {}
 
@@ -211,7 +211,7 @@ def _gemma3(config: Values) -> Values:
 
 
 def _mrope(config: Values) -> Values:
-    """Return the keys of M-RoPE: how many pairs of a head rotate with time, height and width."""
+    """Return the GGUF keys of M-RoPE: how many pairs of a head rotate by time, height and width."""
     sections = [int(count) for count in rope_parameters(config)["mrope_section"]]
     deep = (config.get("vision_config") or {}).get("deepstack_visual_indexes")
     keys: Values = {} if deep is None else {"n_deepstack_layers": len(deep)}

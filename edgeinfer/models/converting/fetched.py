@@ -49,7 +49,7 @@ def _projector(checkpoint: ModelCheckpoint, type_name: str, work: Path, job: Job
 
 
 def link_files(fetched: list[FetchedFile], folder: Path) -> Path:
-    """Link the files into `folder` under their original names; return the folder."""
+    """Make symbolic links to the files in `folder`, with their original names; return the folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
     for file in fetched:

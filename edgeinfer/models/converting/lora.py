@@ -4,7 +4,7 @@ With the matrices A [rank, in] and B [out, rank], an adapter changes a weight W 
 
     W + scale * alpha / rank * (B @ A)
 
-B's rows are reordered like the rows of the base's tensor. adapter_config.json is described at
+The rows of B are reordered like those of the base model's tensor. adapter_config.json is described at
 https://huggingface.co/docs/peft/package_reference/lora.
 """
 
@@ -39,7 +39,7 @@ _OTHER_BASE = "name the model that the adapter was trained on: `--base MODEL`"
 _SAVE_AGAIN = "fetch it again, or save it again with PEFT: `save_pretrained(FOLDER)`"
 
 
-#: Base's tensor name → the adapter's module name, and its matrices "A" and "B".
+#: Name of a tensor of the base model → name of the adapter's module, and its matrices "A" and "B".
 _Pairs = dict[str, tuple[str, dict[str, Array]]]
 
 
@@ -157,7 +157,7 @@ def _scale(config: dict[str, Any], module: str, rank: int) -> float:
     by_pattern = (config.get("alpha_pattern") or {}).items()
     alphas = (value for pattern, value in by_pattern if re.fullmatch(rf"(.*\.)?({pattern})", module))
     alpha = float(next(alphas, config.get("lora_alpha", 8)))
-    if not abs(alpha) <= MOST_ALPHA:  # true for NaN, too
+    if not abs(alpha) <= MOST_ALPHA:  # also for NaN
         problem = f"the adapter has an alpha of {alpha:g} for {module}: it is damaged"
         raise ConversionError(problem, hint=_SAVE_AGAIN)
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

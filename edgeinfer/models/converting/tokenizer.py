@@ -25,7 +25,7 @@ _CASED = (
 )
 _SLASH_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-#: Pattern of a ByteLevel step, which tokenizer.json does not write out.
+#: Pattern of a step of the type ByteLevel, which tokenizer.json does not contain.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CL100K = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
 QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
@@ -37,9 +37,9 @@ TEKKEN = rf"{_CASED % ('', '')}|\p{{N}}|{_SLASH_TAIL}"
 O200K = rf"{_CASED % (_CONTRACTIONS + '?', _CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|{_SLASH_TAIL}"
 _DIGIT = "digit"
 
-#: Splitting steps → llama.cpp's name for them, and its name if merges are ignored for words that are
-#: tokens themselves (`ignore_merges`). O200K is not llama.cpp's "gpt-4o", which leaves combining marks
-#: out of words; another model has exactly its pattern.
+#: Patterns of the splitting steps → llama.cpp's name for them, and its name if `ignore_merges` is set
+#: (a word that is a token is not built by merges). O200K is not llama.cpp's "gpt-4o", which leaves
+#: combining marks out of words; another model has exactly its pattern.
 _PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, str]] = {
     (GPT2,): ("gpt-2", ""),
     (CL100K,): ("dbrx", "llama-bpe"),
@@ -66,7 +66,7 @@ def pre_tokenizer_name(tokenizer: dict[str, Any]) -> str:
 
 
 def _steps(step: dict[str, Any] | None) -> list[str]:
-    """Return the patterns of a splitting step, or its type if it has none."""
+    """Return the patterns of a step that splits text, or the type of a step that is unknown."""
     match step:
         case None:
             return []
@@ -152,7 +152,7 @@ def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     model = tokenizer["model"]
     for token, index in model["vocab"].items():
         vocabulary.set_token(index, token, TokenType.NORMAL)
-    # a pair is joined by a space, so a space inside a token must be written as Ġ
+    # a space separates the two tokens of a merge, so a space inside a token is written as Ġ
     merges = [" ".join(part.replace(" ", "Ġ") for part in pair) for pair in _merges(model)]
     pre = pre_tokenizer_name(tokenizer)
     keys: Values = {"ggml.model": "gpt2", "ggml.pre": pre, "ggml.merges": merges}
@@ -167,7 +167,8 @@ def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
 def _sentence_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     """Add the tokens of a SentencePiece vocabulary; return its keys.
 
-    llama.cpp merges the pair with the highest score first: minus the rank of the merge that makes it.
+    llama.cpp first merges the pair whose result has the highest score. So a token's score is minus the
+    rank of its merge.
     """
     model = tokenizer["model"]
     rank: dict[str, int] = {}
@@ -191,7 +192,7 @@ def _prefixes(tokenizer: Values) -> bool:
 
 
 def _added_tokens(tokenizer: Values, vocabulary: Vocabulary) -> None:
-    """Add the tokens that are recognized before text is split, such as special tokens."""
+    """Add tokens that are recognized before text is split, such as special tokens, to `vocabulary`."""
     for token in tokenizer.get("added_tokens") or ():
         index = token["id"]
         if index < len(vocabulary.types) and vocabulary.types[index] == TokenType.UNKNOWN:

@@ -32,7 +32,7 @@ _KEYS = {
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
 }
-#: Activation in config.json → key of the GGUF. llama.cpp's GELU is the tanh approximation.
+#: Activation in config.json → GGUF key. For llama.cpp, GELU means its tanh approximation.
 _ACTIVATIONS = {"gelu_pytorch_tanh": "use_gelu", "gelu": "use_gelu", "silu": "use_silu"}
 
 
@@ -126,8 +126,8 @@ TOWERS = (
 )
 
 
-#: Prefix of a tensor's name in some checkpoints → prefix in the gguf package's map. All rows are
-#: applied in order.
+#: Prefix of tensor names in some checkpoints → prefix in the gguf package's map. All rows are applied,
+#: in order.
 _RENAMED = (
     ("model.vision_tower.", "vision_tower."),
     ("vision_tower.vision_model.", "vision_tower."),
@@ -142,7 +142,7 @@ _DEEPSTACK = re.compile(r"visual\.deepstack_merger_list\.(\d+)\.(norm|linear_fc[
 
 
 def find_tower(checkpoint: ModelCheckpoint) -> Tower | None:
-    """Return the kind of a checkpoint's vision encoder; None without one that is supported."""
+    """Return the kind of a checkpoint's vision encoder; None if it has none or is not supported."""
     if not any(name.startswith(VISION) for name in checkpoint.home):
         return None
     first = checkpoint.architectures[:1]
@@ -157,13 +157,13 @@ def _plain(name: str) -> str:
 
 
 def _frame(frame: int, values: Array, _heads: Heads) -> Array:
-    """Return the weights for one of the two frames of a video."""
+    """Return the patch embedding's weights for one (0 or 1) of the two video frames."""
     selected: Array = values[:, :, frame]
     return selected
 
 
 def _third(third: int, values: Array, _heads: Heads) -> Array:
-    """Return the query, key or value rows (`third` 0 to 2) of a joint projection."""
+    """Return the rows of the query (`third` 0), key (1) or value (2) in a joint projection."""
     rows = len(values) // 3
     return values[third * rows : (third + 1) * rows]
 
@@ -223,7 +223,7 @@ class _TowerConversion(Conversion):
     def _parts(
         self, name: str, shape: tuple[int, ...]
     ) -> Iterator[tuple[str, tuple[int, ...], Transform | None]]:
-        """Yield the GGUF tensors that a checkpoint's tensor becomes: name, shape and transform.
+        """Yield (name, shape, transform) of each GGUF tensor that a checkpoint's tensor becomes.
 
         Qwen's patch embedding becomes one per video frame, Qwen2.5's query-key-value projection three.
         """
