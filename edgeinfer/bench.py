@@ -84,10 +84,10 @@ class _Body:
 
     def __init__(self) -> None:
         self.pieces: list[tuple[float, bytes]] = []
-        self.at, self.is_complete = 0.0, False
+        self.elapsed_s, self.is_complete = 0.0, False
 
     def on_body(self, data: bytes) -> None:
-        self.pieces.append((self.at, data))
+        self.pieces.append((self.elapsed_s, data))
 
     def on_message_complete(self) -> None:
         self.is_complete = True
@@ -115,10 +115,10 @@ def _exchange(
     connection.sendall(request)
     try:
         while not body.is_complete and size <= _MOST_BYTES:
-            connection.settimeout(max(_MOST_S - body.at, 0.001))
+            connection.settimeout(max(_MOST_S - body.elapsed_s, 0.001))
             if not (data := connection.recv(_READ_BYTES)):
                 break
-            body.at = time.perf_counter() - began
+            body.elapsed_s = time.perf_counter() - began
             size += len(data)
             parser.feed_data(data)
     except ConnectionError:

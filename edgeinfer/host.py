@@ -139,7 +139,7 @@ class EngineHost:
         self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
     ) -> Engine:
         """Load `model` in this process. Raises ModelLoadError, OutOfMemoryError, and like `files`."""
-        self._reached("load")
+        self._note_stage("load")
         return self._load(self.files(model, progress, draft=options.draft), options, progress)
 
     def _load(
@@ -151,7 +151,7 @@ class EngineHost:
         self.open_prefix_cache(engine)
         self.record_drift(engine, files, options)
         self.attach_devices(engine, options)
-        self._reached("ready")
+        self._note_stage("ready")
         return engine
 
     def attach_devices(self, engine: LlamaEngine, options: LoadOptions) -> None:
@@ -194,7 +194,7 @@ class EngineHost:
         """Publish the replicas of a model for `edgeinfer ps`."""
         self._replicas.write(replicas)
 
-    def _reached(self, stage: str) -> None:
+    def _note_stage(self, stage: str) -> None:
         """Record when a stage is first reached; the time from a failed load to the next is left out."""
         stages = self.start.stages_ms
         now_ms = round((time.monotonic_ns() - self._exec_ns) / 1e6, 1)

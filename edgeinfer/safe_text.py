@@ -49,8 +49,8 @@ def escape_hidden(text: str) -> str:
     The result is unambiguous: a backslash that could begin an escape is doubled.
     """
 
-    def doubled(match: re.Match[str]) -> str:
+    def double(match: re.Match[str]) -> str:
         following = text[match.end() : match.end() + 1].translate(_ESCAPES)
         return "\\\\" if following[:1] in ("\\", "x", "u", "U") else "\\"
 
-    return re.sub(r"\\", doubled, text).translate(_ESCAPES)
+    return re.sub(r"\\", double, text).translate(_ESCAPES)

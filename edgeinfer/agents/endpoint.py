@@ -26,7 +26,7 @@ from edgeinfer.platform.process import start_child
 _HEALTH_S = 5.0
 #: Timeout (s) of a request that may have to load a model first.
 _LOAD_S = 900.0
-_LOOK_S = 0.05
+_CHECK_S = 0.05
 _LOG_NAME = "launch-serve.log"
 
 
@@ -153,7 +153,7 @@ def _wait_for(process: subprocess.Popen[bytes], log: Path, key: str) -> RemoteEn
     while True:
         if process.poll() is not None:
             raise ServeError(f"the endpoint did not start: {_last_words(log)}", hint=f"its log: {log}")
-        time.sleep(_LOOK_S)
+        time.sleep(_CHECK_S)
         url = next((line["url"].split()[0] for line in _lines(log) if "url" in line), "")
         if url and (remote := probe(url, key)):
             return remote

@@ -230,17 +230,17 @@ def snapshot_options(options: object) -> dict[str, str]:
 
 
 def first_difference(
-    wanted: dict[str, str], requested: dict[str, str], actual: dict[str, str], *, is_named: bool = False
+    launch: dict[str, str], requested: dict[str, str], actual: dict[str, str], *, is_named: bool = False
 ) -> str:
     """Return the first option in which a launch differs from a snapshot, or "".
 
-    All are dicts of field → text. The launch asks for `wanted`; the snapshot's build was given
-    `requested`, and its load chose `actual`. An option that the launch leaves out must have been left
-    out of the build, too, unless the launch names the snapshot.
+    All are dicts of field → text: `launch` has the launch's options, `requested` those of the build,
+    `actual` those that its load chose. An option that the launch leaves out must have been left out of
+    the build, too, unless the launch names the snapshot.
     """
-    for field in wanted if is_named else wanted | requested:
+    for field in launch if is_named else launch | requested:
         built_with = filter(None, (requested.get(field), actual.get(field)))
-        if not any(_is_same(field, wanted.get(field, ""), value) for value in built_with):
+        if not any(_is_same(field, launch.get(field, ""), value) for value in built_with):
             return field
     return ""
 

@@ -94,11 +94,11 @@ class Apps:
         request = LaunchRequest(role="verb", argv=tuple(self._argv))
         return self.start(self.choice, request, self.fds)
 
-    def start_worker(self, app: LaunchedApp, wanted: messages.StartWorker) -> None:
+    def start_worker(self, app: LaunchedApp, message: messages.StartWorker) -> None:
         """Start a process that serves an engine, and send `app` the other end of its socket."""
         resume = "auto" if self.choice.snapshot else self.choice.resume
-        choice = selection.LaunchChoice(wanted.model, wanted.requested, resume)
-        request = LaunchRequest(role="worker", model=wanted.model, options=wanted.options)
+        choice = selection.LaunchChoice(message.model, message.requested, resume)
+        request = LaunchRequest(role="worker", model=message.model, options=message.options)
         fds = [0, 1, 2]
         try:
             client_link, worker_link = _socket.socketpair()
@@ -114,7 +114,7 @@ class Apps:
             for fd in fds[3:]:
                 os.close(fd)
             if not isinstance(error, EdgeInferError):
-                error = EdgeInferError(f"no process can be started for {wanted.model}: {error}")
+                error = EdgeInferError(f"no process can be started for {message.model}: {error}")
             process.quietly(messages.send, app.link, messages.Failed(error=to_fields(error)))
 
     def start_resumed(

@@ -59,7 +59,7 @@ class CommandLine:
 
     def __init__(self, argv: list[str]) -> None:
         self.verb = argv[0]
-        options, self._words = options_and_words(argv[1:])
+        options, self._positionals = options_and_words(argv[1:])
         self._values: dict[str, list[str]] = {}
         name = ""
         for word in options:
@@ -84,10 +84,10 @@ class CommandLine:
     @property
     def first_word(self) -> str:
         """First word, or for `batch` the value of `--model`; "" if there is none. It may be a model."""
-        first = self.value("--model") if self.verb == "batch" else "".join(self._words[:1])
+        first = self.value("--model") if self.verb == "batch" else "".join(self._positionals[:1])
         return first if len(first) < _LONGEST_NAME else ""
 
     @property
     def named_model(self) -> str:
         """First word if it must be a model; "" if it may also be a prompt."""
-        return self.first_word if len(self._words) > LAUNCH_VERBS[self.verb] else ""
+        return self.first_word if len(self._positionals) > LAUNCH_VERBS[self.verb] else ""

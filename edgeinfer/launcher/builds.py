@@ -26,20 +26,20 @@ class Builds:
 
     def __init__(self, poll: select.poll) -> None:
         self._poll = poll
-        self._wanted: dict[str, str] = {}
+        self._missing: dict[str, str] = {}
         self._builds: dict[int, int] = {}
         self._warm_pid = 0
 
-    def want(self, request: messages.WantSnapshot) -> None:
+    def note_missing(self, request: messages.WantSnapshot) -> None:
         """Remember a snapshot that would have avoided this cold start; build it now if requested."""
-        self._wanted[request.model] = os.fsdecode(request.options)
+        self._missing[request.model] = os.fsdecode(request.options)
         if request.now:
-            self.start_wanted()
+            self.build_missing()
 
-    def start_wanted(self) -> None:
+    def build_missing(self) -> None:
         """Build the remembered snapshots, each in its own background process."""
-        while self._wanted:
-            model, options = self._wanted.popitem()
+        while self._missing:
+            model, options = self._missing.popitem()
             self.watch(detach(JOBS, model, options))
 
     def watch(self, pid: int) -> None:

@@ -133,7 +133,7 @@ class Launcher:
         if self._is_suspending:
             self._is_suspending = False
             os.kill(os.getpid(), _signal.SIGSTOP)
-        elif self.argv[0] == "chat" and self._terminal.is_ours():
+        elif self.argv[0] == "chat" and self._terminal.is_in_foreground():
             os.kill(0, _signal.SIGSTOP)  # the shell waits until the whole process group has stopped
 
     def _handle_failure(self, app: LaunchedApp, reason: str) -> None:
@@ -175,7 +175,7 @@ class Launcher:
         elif isinstance(message, messages.TakeSnapshot):
             self._builds.start_take(message.argv, fds)
         elif isinstance(message, messages.WantSnapshot):
-            self._builds.want(message)
+            self._builds.note_missing(message)
 
     # --- ending
 
@@ -217,7 +217,7 @@ class Launcher:
     def _leave(self, code: int) -> None:
         self._terminal.dismiss_guard()
         if code == 0:
-            self._builds.start_wanted()
+            self._builds.build_missing()
         os._exit(code)
 
 

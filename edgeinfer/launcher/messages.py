@@ -248,7 +248,7 @@ def _exactly(link: _socket.socket, size: int, fds: list[int]) -> bytes:
         for level, kind, data in control:
             if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS):
                 whole = len(data) - len(data) % _FD_BYTES
-                numbers = (data[at : at + _FD_BYTES] for at in range(0, whole, _FD_BYTES))
+                numbers = (data[offset : offset + _FD_BYTES] for offset in range(0, whole, _FD_BYTES))
                 fds += [int.from_bytes(number, "little") for number in numbers]
         if not received:
             break

@@ -46,7 +46,7 @@ class Terminal:
                 os._exit(0)
         os.close(read_fd)
 
-    def is_ours(self) -> bool:
+    def is_in_foreground(self) -> bool:
         """Return whether this process is in the terminal's foreground process group."""
         try:
             return os.tcgetpgrp(self._fd) == os.getpgrp()

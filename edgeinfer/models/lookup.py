@@ -39,10 +39,10 @@ M = TypeVar("M", bound=NamedModel)
 
 def find(text: str, models: Collection[M]) -> M | None:
     """Return the model of `models` that `text` names; None if there is none."""
-    others = [(name, model) for model in reversed(list(models)) for name in model.other_names]
-    by_name = {plain_name(name): model for name, model in others if not name.startswith(_CASE_MATTERS)}
+    aliases = [(name, model) for model in reversed(list(models)) for name in model.other_names]
+    by_name = {plain_name(name): model for name, model in aliases if not name.startswith(_CASE_MATTERS)}
     by_name |= {plain_name(model.name): model for model in models}
-    by_name |= dict(others)
+    by_name |= dict(aliases)
     by_name |= {model.name: model for model in models}
     return next((by_name[name] for name in (text, *spellings(text)) if name in by_name), None)
 

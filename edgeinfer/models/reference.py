@@ -237,6 +237,6 @@ def _files_of_path(path: Path) -> ModelFiles:
         problem = f"{path} is a folder: convert it once, then use it by its name"
         raise ModelNotPulledError(problem, hint=f"`edgeinfer pull {path}`")
     parts = names.split_parts(path)
-    first, *_ = [gguf.read_model_header(part) for part in parts]
+    first, *_ = [gguf.read_model_header(file) for file in parts]
     projector = projectors.find_fitting(projectors.in_folder_of(parts[0]), first)
     return ModelFiles(name=path.stem, paths=tuple(map(str, parts)), projector=projector)

@@ -35,15 +35,15 @@ T = TypeVar("T")
 
 
 @contextmanager
-def locked_work_folder(ref: Reference, kept: str = "", suffix: str = "") -> Iterator[Path]:
+def locked_work_folder(ref: Reference, not_lost: str = "", suffix: str = "") -> Iterator[Path]:
     """Lock a model and yield a folder for unfinished files, which is removed if it is empty.
 
-    `kept` says in the error of a full disk which data is not lost. `suffix` distinguishes an adapter's
+    `not_lost` says in the error of a full disk which data is kept. `suffix` distinguishes an adapter's
     folder from a model's. Raises ModelBusyError, DiskFullError, CatalogError for other disk errors.
     """
     work = paths.models_dir() / PARTIAL / (ref.folder + suffix)
     try:
-        with disk.disk_full_errors(paths.models_dir(), kept), model_lock(ref):
+        with disk.disk_full_errors(paths.models_dir(), not_lost), model_lock(ref):
             paths.make_folder(work)
             try:
                 yield work

@@ -51,13 +51,13 @@ def fingerprint(public: bytes) -> str:
 @contextmanager
 def _key(maker: str, raw: bytes) -> Iterator[ctypes.c_void_p]:
     crypto = _libcrypto()
-    made = getattr(crypto, maker)(_EVP_PKEY_ED25519, None, raw, ctypes.c_size_t(KEY_BYTES))
-    if not made:
+    key = getattr(crypto, maker)(_EVP_PKEY_ED25519, None, raw, ctypes.c_size_t(KEY_BYTES))
+    if not key:
         raise EdgeInferError("OpenSSL does not accept the Ed25519 key")
     try:
-        yield ctypes.c_void_p(made)
+        yield ctypes.c_void_p(key)
     finally:
-        crypto.EVP_PKEY_free(ctypes.c_void_p(made))
+        crypto.EVP_PKEY_free(ctypes.c_void_p(key))
 
 
 @contextmanager

@@ -119,9 +119,9 @@ def set_title(title: str) -> None:
     """Set the command line that ps and top show, cut off at the length of the real one."""
     with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
         fields = file.read().rpartition(") ")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
-    raw = title.encode("utf-8", "replace")[: end - start - 1]
-    ctypes.memmove(start, raw.ljust(end - start, b"\0"), end - start)
+    arg_start, arg_end = int(fields[45]), int(fields[46])  # see proc(5)
+    raw = title.encode("utf-8", "replace")[: arg_end - arg_start - 1]
+    ctypes.memmove(arg_start, raw.ljust(arg_end - arg_start, b"\0"), arg_end - arg_start)
 
 
 def keep_capabilities(numbers: tuple[int, ...]) -> None:
@@ -144,9 +144,9 @@ def drop_privileges(*, can_map_root: bool = False) -> None:
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     permitted = (ctypes.c_uint32 * 6)()
     _libc().capget(header, permitted)
-    left = permitted[1] & 1 << _CAP_SETFCAP if can_map_root and os.geteuid() == 0 else 0
+    kept_bits = permitted[1] & 1 << _CAP_SETFCAP if can_map_root and os.geteuid() == 0 else 0
     _libc().prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
-    _check(_libc().capset(header, (ctypes.c_uint32 * 6)(left, left)), "capset")
+    _check(_libc().capset(header, (ctypes.c_uint32 * 6)(kept_bits, kept_bits)), "capset")
     refuse_new_privileges()
 
 

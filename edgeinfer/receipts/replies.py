@@ -238,8 +238,8 @@ def _pieces(document: dict[str, Any], index: int, number: int) -> Iterator[_Piec
         for key in (*_ANSWER_KEYS, *_OTHER_KEYS):
             inner = node.get(key)
             for i, child in enumerate(_dicts(inner if isinstance(inner, list) else [inner])):
-                own = _number(child.get("index", number + i))
-                children.append((child, own, 0) if key == "choices" else (child, index, own))
+                position = _number(child.get("index", number + i))
+                children.append((child, position, 0) if key == "choices" else (child, index, position))
         pending += reversed(children)
 
 

@@ -240,8 +240,8 @@ class ReceiptCheck:
         if position is not None:
             return self._token_difference(record, content.answer, position)
         reason = self._receipt.finish_reason
-        end, expected_end = (finished.reason, finished.stop_sequence), (reason, content.stop_sequence)
-        if self._is_whole and end != expected_end:
+        ending = (finished.reason, finished.stop_sequence)
+        if self._is_whole and ending != (reason, content.stop_sequence):
             return f"the answer ends with {finished.reason!r}, but the receipt says {reason!r}"
         for i, (computed, value) in enumerate(zip(record.logprobs, content.logprobs, strict=False)):
             if not _is_rounded(value, computed):

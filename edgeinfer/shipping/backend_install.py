@@ -55,9 +55,9 @@ def install(name: str, channel: update.Channel, job: Job) -> str:
 def remove(name: str) -> None:
     """Remove the installed library of the backend `name`, and its downloads. Raises UsageError."""
     library = backends.added_dir() / backends.file_name(name)
-    own = (library.name, backends.facts_path(library).name)
+    file_names = (library.name, backends.facts_path(library).name)
     with update.locked():
-        files = [*update.list_files(library.parent, *own), *_leftovers(library)]
+        files = [*update.list_files(library.parent, *file_names), *_leftovers(library)]
         if not files:
             raise UsageError(f"no {name} library was added", hint="`edgeinfer backend` lists them")
         for file in files:

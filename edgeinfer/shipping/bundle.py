@@ -59,7 +59,7 @@ def read(shipped: Shipped) -> PulledModel:
     return record
 
 
-def bring_out(shipped: Shipped, job: Job) -> PulledModel:
+def store_model(shipped: Shipped, job: Job) -> PulledModel:
     """Store the bundled model if necessary. Raises ChecksumError, DiskFullError, ModelBusyError."""
     bundled = read(shipped)
     with locked_work_folder(bundled.reference) as work:
@@ -78,7 +78,7 @@ def _store(shipped: Shipped, bundled: PulledModel, work: Path, job: Job) -> Pull
     require_free_space(work, bundled.size_bytes, bundled.name)
     places = zip(bundled.files, offsets(bundled), strict=True)
     start = shipped.bundle_offset
-    fetched = [_take(shipped, file, start + offset, work, job) for file, offset in places]
+    fetched = [_extract(shipped, file, start + offset, work, job) for file, offset in places]
     return store.publish(
         bundled.reference,
         fetched,
@@ -88,7 +88,7 @@ def _store(shipped: Shipped, bundled: PulledModel, work: Path, job: Job) -> Pull
     )
 
 
-def _take(shipped: Shipped, bundled: PulledFile, start: int, work: Path, job: Job) -> FetchedFile:
+def _extract(shipped: Shipped, bundled: PulledFile, start: int, work: Path, job: Job) -> FetchedFile:
     """Clone or copy the file at `start` of the shipped file, and hash it."""
     name = names.check_file_name(bundled.path)
     target = work / f"{name}.part"
@@ -127,7 +127,7 @@ def main(argv: list[str]) -> int:
         with progress_on() as report:
             job = Job(report)
             job.begin("copying", shipped.model, total=shipped.bundle_length)
-            bring_out(shipped, job)
+            store_model(shipped, job)
     except EdgeInferError as error:
         print(error_text.describe_error(error), file=sys.stderr)  # noqa: T201
         return error_text.exit_code(error)

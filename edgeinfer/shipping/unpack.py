@@ -261,8 +261,8 @@ def main() -> int:
     file = Path(os.path.realpath("/proc/self/exe"))
     try:
         waiting = functools.partial(_say, "waiting for another process, which is unpacking")
-        app = ensure_unpacked(file, _Said(), waiting)
-        _bring_model(file, app)
+        app = ensure_unpacked(file, _UnpackProgress(), waiting)
+        _store_bundled_model(file, app)
     except EdgeInferError as error:
         print(error_text.describe_error(error), file=sys.stderr)  # noqa: T201
         return error_text.exit_code(error)
@@ -272,7 +272,7 @@ def main() -> int:
     return os.execv(file, [sys.argv[0], *sys.argv[1:]])
 
 
-def _bring_model(file: Path, app: Path) -> None:
+def _store_bundled_model(file: Path, app: Path) -> None:
     shipped = payload.open_shipped(file)
     if not shipped.model or (app.parent / f"{shipped.model}.model").exists():
         return
@@ -289,7 +289,7 @@ def _say(text: str) -> None:
     print(f"edgeinfer: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-class _Said:
+class _UnpackProgress:
     """Shows progress: on a terminal in a line that is overwritten, otherwise in a line at the start."""
 
     def __init__(self) -> None:

@@ -84,8 +84,8 @@ def package_stamps() -> dict[str, str]:
     packages = ("site-packages", "dist-packages")
     files = [path for path in sys.path if os.path.basename(path) in packages]
     for folder, _, names in os.walk(PACKAGE):
-        ours = [name for name in names if name.endswith((".py", ".tcss", ".toml", ".sql"))]
-        files += [f"{folder}/{name}" for name in ours]
+        sources = [name for name in names if name.endswith((".py", ".tcss", ".toml", ".sql"))]
+        files += [f"{folder}/{name}" for name in sources]
     return {path: stamp(path) for path in sorted(files) if os.path.exists(path)}
 
 

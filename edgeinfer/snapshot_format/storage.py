@@ -87,7 +87,7 @@ def _escape(word: str) -> str:
 
 
 def _plain(word: str) -> str:
-    return "\\".join(part.replace("\\t", "\t").replace("\\n", "\n") for part in word.split("\\\\"))
+    return "\\".join(piece.replace("\\t", "\t").replace("\\n", "\n") for piece in word.split("\\\\"))
 
 
 def manifest_text(m: Manifest) -> str:

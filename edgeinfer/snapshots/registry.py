@@ -226,14 +226,14 @@ def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: i
 
     This program's snapshot `keep` stays. Returns the names of the removed ones.
     """
-    kept = storage.generations(str(root), fingerprint.program_tag()).get(keep, [])
+    kept_folders = storage.generations(str(root), fingerprint.program_tag()).get(keep, [])
     sizes = {folder: disk_bytes(folder) for folder in by_last_use(root)}
     total, removed = sum(sizes.values()) + need_bytes, []
     for folder, size in sizes.items():
         is_on_disk = free_bytes(root) - need_bytes >= DISK_MARGIN_BYTES
         if is_on_disk and total <= config.max_total_gib * _GIB:
             break
-        if str(folder) not in kept:
+        if str(folder) not in kept_folders:
             total -= size
             removed.append(storage.name_of(folder.name))
             remove_snapshot(folder)
@@ -265,9 +265,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     depends_on: str
 
 
-def killed_error(what: str) -> OutOfMemoryError:
-    """Make the error for a build process that was killed; `what` names it."""
-    return OutOfMemoryError(f"{what} was killed; the kernel does that when memory is short")
+def killed_error(process_name: str) -> OutOfMemoryError:
+    """Make the error for a build process that was killed; `process_name` names it."""
+    return OutOfMemoryError(f"{process_name} was killed; the kernel does that when memory is short")
 
 
 def record_failure(name: str, model: str, depends_on: str, error: EdgeInferError) -> None:

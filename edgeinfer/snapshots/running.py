@@ -135,12 +135,12 @@ def _stat(pid: int) -> list[str]:
 
 def _typed_command(pid: int) -> list[str] | None:
     """Return the verb and arguments of a launcher or background build; None for other processes."""
-    words = _read(pid, "cmdline").decode(errors="replace").split("\0")[:-1]
-    if words[-4:-2] in (["-m", builds.JOBS], [process.MODULE_SWITCH, builds.JOBS]):
-        return ["warm", words[-2]]
-    for index, word in enumerate(words[:2]):
+    argv = _read(pid, "cmdline").decode(errors="replace").split("\0")[:-1]
+    if argv[-4:-2] in (["-m", builds.JOBS], [process.MODULE_SWITCH, builds.JOBS]):
+        return ["warm", argv[-2]]
+    for index, word in enumerate(argv[:2]):
         if os.path.basename(word) == "edgeinfer":
-            command = with_verb(words[index + 1 :])
+            command = with_verb(argv[index + 1 :])
             return command if command[0] in LAUNCH_VERBS else None
         if not os.path.basename(word).startswith("python"):
             break

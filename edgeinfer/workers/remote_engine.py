@@ -197,7 +197,7 @@ class RemoteEngine(ForwardingEngine):
 
     def health(self) -> str:
         """Return why the engine cannot generate, or "". A worker ends if its decode loop fails."""
-        return self._gone().message if self._closed else ""
+        return self._gone_error().message if self._closed else ""
 
     @property
     def info(self) -> EngineInfo:
@@ -244,19 +244,19 @@ class RemoteEngine(ForwardingEngine):
         answer: Future[FromWorker] = Future()
         with self._lock:
             if self._closed:
-                raise self._gone()
+                raise self._gone_error()
             self._waiting[number] = answer
         try:
             self._wire.send(frame)
         except OSError as error:
-            raise self._gone() from error
+            raise self._gone_error() from error
         return answer.result()
 
     def _cancel(self, number: int) -> None:
         with contextlib.suppress(OSError):
             self._wire.send(Cancel(number))
 
-    def _gone(self) -> EngineClosedError:
+    def _gone_error(self) -> EngineClosedError:
         name = self._info.model if hasattr(self, "_info") else "the model"
         hint = "repeat the request: it will be started again"
         return EngineClosedError(f"the process of {name} has ended", hint=hint)
@@ -269,9 +269,9 @@ class RemoteEngine(ForwardingEngine):
             streams, self._streams = list(self._streams.values()), {}
             waiting, self._waiting = list(self._waiting.values()), {}
         for stream in streams:
-            stream.put(self._gone())
+            stream.put(self._gone_error())
         for answer in waiting:
-            answer.set_exception(self._gone())
+            answer.set_exception(self._gone_error())
         self._wire.close()
 
     def _dispatch(self, frame: Any) -> None:

@@ -11,7 +11,7 @@ from edgeinfer.runtime.options import EngineInfo, ReplicaInfo, ReplicasInfo
 from edgeinfer.workers.replicas import Replica, ReplicatedEngine
 
 #: Interval (s) at which replicas are checked. A running request notices the end of its replica at once.
-_LOOK_S = 0.25
+_CHECK_S = 0.25
 #: Pause (s) before a replica is started again, after the 1st, 2nd, … failure in a row.
 _PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 #: A failure counts as the first again if the previous one was longer ago than this (s).
@@ -83,7 +83,7 @@ class ReplicaSupervisor:
                 self._start()
             if self._is_closed:
                 return
-            self._wake.wait(_LOOK_S)
+            self._wake.wait(_CHECK_S)
             self._wake.clear()
 
     def _start(self) -> None:

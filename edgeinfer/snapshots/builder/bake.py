@@ -143,13 +143,13 @@ class _Baker:
         self._pid = pid
         self._runs = runs
         self._content = [piece for run in runs for piece in _without(run, zeros)]
-        self._rest: list[Run] = []
+        self._unmapped: list[Run] = []
         self._file_id = 0
 
     def write(self) -> None:
         self._write_files()
         self._write_areas()
-        self._write_rest()
+        self._write_unmapped()
 
     def _write_files(self) -> None:
         path = self._folder / "files.img"
@@ -192,7 +192,7 @@ class _Baker:
                 continue
             piece = run.cut(max(run.start, start), min(run.end, end))
             if piece.length < shortest:
-                self._rest.append(piece)
+                self._unmapped.append(piece)
                 continue
             if address < piece.start:
                 yield _piece(area, address, piece.start)
@@ -216,11 +216,11 @@ class _Baker:
             }
         )
 
-    def _write_rest(self) -> None:
+    def _write_unmapped(self) -> None:
         """Write the pagemap and the pages of all runs that are not mapped, for CRIU to read."""
         pagemap = self._folder / f"pagemap-{self._pid}.img"
         image = criu_images.read(pagemap)
-        remaining = sorted(self._rest)
+        remaining = sorted(self._unmapped)
         with open(self._memory, "rb") as memory, open(self._folder / "pages-1.img", "wb") as pages:
             for run in remaining:
                 pages.write(os.pread(memory.fileno(), run.length, run.offset))

@@ -327,9 +327,9 @@ def main() -> None:
     try:
         details = Builder(order, folder, msgspec.json.decode(content, type=BuildRequest)).build()
     except (EdgeInferError, OSError) as error:
-        known = error if isinstance(error, EdgeInferError) else None
+        own_error = error if isinstance(error, EdgeInferError) else None
         message = f"the snapshot could not be written: {error}"
-        problem = known or _disk_full(folder) or DumpError(message)
+        problem = own_error or _disk_full(folder) or DumpError(message)
         shutil.rmtree(folder, ignore_errors=True)
         messages.send(order, messages.Failed(error=to_fields(problem)))
         return

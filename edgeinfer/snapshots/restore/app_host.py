@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 #: Idle time (s) after which a cold chat or endpoint requests the snapshot that it lacked, and how often
 #: (s) that is checked.
-_REST_S, _LOOK_S = 15.0, 3.0
+_IDLE_S, _CHECK_S = 15.0, 3.0
 CANARY_TOKENS = 4
 _CANARY_PROMPTS = (
     "The quick brown fox",
@@ -232,7 +232,7 @@ class AppHost(EngineHost):
         A cold process loads the model itself. Raises what loading raises, and EngineClosedError if the
         worker ends while it starts.
         """
-        self._reached("load")
+        self._note_stage("load")
         # the resumed model's own name needs no import of the catalogue
         if isinstance(model, str) and model != self.loaded_model:
             model = self.resolve(model)
@@ -263,7 +263,7 @@ class AppHost(EngineHost):
             how = {field: getattr(remote.start, field) for field in ("how", "reason", "snapshot")}
             self.start = msgspec.structs.replace(self.start, **how)
             self._say_cold_start(storage.snapshot_name(name, snapshot_options(options)))
-        self._reached("ready")
+        self._note_stage("ready")
         return engine
 
     def _load_and_describe(
@@ -384,7 +384,7 @@ class AppHost(EngineHost):
         if self._long_lived:
             request.now = True
             asking = (engine, lambda: self._tell(request))
-            threading.Thread(target=_call_when_rested, args=asking, name="rest", daemon=True).start()
+            threading.Thread(target=_call_when_idle, args=asking, name="rest", daemon=True).start()
 
     def _is_first_use(self, model: str, options: LoadOptions) -> bool:
         """Return whether options that are not configured are used for the first time, and log that."""
@@ -412,18 +412,18 @@ class AppHost(EngineHost):
         return read_fd
 
 
-def _call_when_rested(engine: Engine, action: Callable[[], None]) -> None:
-    """Call `action` once the engine has been idle for `_REST_S`, unless it is closed before."""
-    rested_s, before = 0.0, (0, 0)
-    while rested_s < _REST_S:
-        time.sleep(_LOOK_S)
+def _call_when_idle(engine: Engine, action: Callable[[], None]) -> None:
+    """Call `action` once the engine has been idle for `_IDLE_S`, unless it is closed before."""
+    idle_s, before = 0.0, (0, 0)
+    while idle_s < _IDLE_S:
+        time.sleep(_CHECK_S)
         try:
             now = engine.metrics()
         except EngineClosedError:
             return
         done = (now.requests_total, now.prompt_tokens_total)
         is_resting = done == before and not now.running + now.queued
-        rested_s = rested_s + _LOOK_S if is_resting else 0.0
+        idle_s = idle_s + _CHECK_S if is_resting else 0.0
         before = done
     action()
 

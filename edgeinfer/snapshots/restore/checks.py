@@ -107,8 +107,8 @@ def ask_resumed_process(
     if not isinstance(payload, messages.Payload):
         os.kill(supervisor.pid, signal.SIGKILL)
     with open(supervisor.status_fd, "rb") as status:
-        why = status.read().decode(errors="replace").strip()
+        reason = status.read().decode(errors="replace").strip()
     os.waitpid(supervisor.pid, 0)
     if not isinstance(payload, messages.Payload):
-        raise RestoreError(f"the snapshot cannot be resumed: {why or 'no reason given'}")
+        raise RestoreError(f"the snapshot cannot be resumed: {reason or 'no reason given'}")
     return payload.content

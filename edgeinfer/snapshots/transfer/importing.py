@@ -55,8 +55,8 @@ def import_snapshot(image: ImageStore, host: EngineHost, progress: LoadProgress)
     model, requested = description.model, description.requested
     if description.adapters:  # on this machine, the adapters have other paths
         requested |= {LORA.field: adapters_text([_local(file) for file in description.adapters])}
-    known = {option.field: option for option in LOAD_OPTIONS}
-    parsed = {field: known[field].parse(text) for field, text in requested.items() if field in known}
+    fields = {option.field: option for option in LOAD_OPTIONS}
+    parsed = {field: fields[field].parse(text) for field, text in requested.items() if field in fields}
     options = msgspec.convert(parsed, LoadOptions)
     inputs = SnapshotInputs(
         model=model,
