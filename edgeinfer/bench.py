@@ -329,7 +329,7 @@ class MeasuredServer:
                 [answer], joules = await self.measure((self.last_prompt, 1))
                 cached = answer.cached_tokens
                 if depth and cached is None:
-                    self.notes.add(f"{self.name} reports no cached tokens: @d assumes all cached")
+                    self.notes.add(f"{self.name} reports no cached tokens; @d tests assume them")
                 n = answer.prompt_tokens - (before if cached is None else cached)
                 samples[f"pp{plan.pp}{depth_suffix}"] = _rate(n, answer.ttft_s, joules)
                 self.last_turn = f"turn {plan.pp + depth}"

@@ -442,7 +442,7 @@ class _Walker:
             self.bad(f"tensor {name} claims {elements} elements")
         if (shape[0] if shape else 1) % tensor_type.block:
             block = f"{tensor_type.name}'s {tensor_type.block}"
-            self.bad(f"tensor {name} has rows of {shape[:1]} elements, no multiple of {block}")
+            self.bad(f"tensor {name} has rows of {shape[:1]} elements, not a multiple of {block}")
         size = elements // tensor_type.block * tensor_type.bytes
         return TensorInfo(name, tensor_type.name, shape, self._u64(f"the offset of {name}"), size)
 

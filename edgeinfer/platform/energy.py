@@ -67,7 +67,7 @@ class EnergyMeter:
         readings = [value for value in values if value is not None]
         if not readings or len(readings) < len(self._files):
             self._files = []
-            self.reason = self.reason or f"the energy {self.source} is no longer reported"
+            self.reason = self.reason or f"the energy {self.source}, is no longer reported"
             return None
         now = time.monotonic()
         then, before = self._last or (now, readings)

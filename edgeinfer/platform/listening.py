@@ -47,7 +47,7 @@ def activated_sockets() -> list[_socket.socket]:
     try:
         return [_take_over(descriptor) for descriptor in range(3, 3 + int(count))]
     except (OSError, ValueError) as error:
-        problem = f"LISTEN_FDS={count[:20]}: not so many descriptors from 3 on are listening sockets"
+        problem = f"LISTEN_FDS={count[:20]}: fewer descriptors from 3 on are listening sockets"
         hint = "start it by a systemd socket, or `unset LISTEN_FDS LISTEN_PID`"
         raise ServeError(problem, hint=hint) from error
 

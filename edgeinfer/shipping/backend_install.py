@@ -27,7 +27,7 @@ def install(name: str, channel: update.Channel, job: Job) -> str:
     if driver := backends.driver_problem():
         raise ShippingError(f"nothing was installed: {driver.reason}", hint=driver.fix or None)
     build, library = backend_loading.this_build(), backends.added_dir() / backends.file_name(name)
-    hint = f"remove or rename what has the name of a file in {library.parent}"
+    hint = f"remove or rename a file or folder that is in the way: {library.parent}"
     with update.locked() as folder, disk.path_errors(library, hint, ShippingError):
         paths.make_folder(library.parent)
         try:

@@ -143,7 +143,7 @@ def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
     if info.st_uid != os.getuid():
         raise SnapshotUnsafeError(f"{path} belongs to user {info.st_uid}, not to you")
     if info.st_mode & 0o077:
-        problem = f"{path} must be only yours: mode {info.st_mode & 0o700:o}"
+        problem = f"other users may access {path}: its mode must be {info.st_mode & 0o700:o}"
         raise SnapshotUnsafeError(problem, hint=f"chmod go= {path}")
     return info
 

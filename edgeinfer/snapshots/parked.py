@@ -225,7 +225,7 @@ def _sleep(link: socket.socket, parked: ParkedProcess, loaded: LoadedModel) -> i
 
 
 if __name__ == "__main__":
-    # import this file: other modules do not know the classes of `__main__`, as which it runs
+    # run the imported module: classes of `__main__` differ from those that other modules import
     from edgeinfer.snapshots import parked
 
     parked.main()

@@ -158,7 +158,7 @@ def test_folders_and_files_others_could_write_are_refused(snapshot_to_spoil):
     for path in (folder, folder / "manifest", folder / "images/pages-1.img", person.snapshots):
         mode = path.stat().st_mode & 0o777
         path.chmod(mode | 0o020)
-        not_resumed(person, "only yours")
+        not_resumed(person, "other users may access")
         path.chmod(mode)
     assert person.ask("--resume=always").start["how"] == "resumed"
 

@@ -151,7 +151,7 @@ def _gpu() -> list[Finding]:
     if backends.find("cuda") is None:
         driver = backends.driver_problem()
         if driver is None:
-            text = "cuda: NVIDIA's driver can run it, and its library is not installed"
+            text = "cuda: NVIDIA's driver can run it, but its library is not installed"
             checks.append(Finding("ok", text, backends.how_to_add("cuda")))
         elif not driver.absent:
             checks.append(Finding("warn", f"NVIDIA's driver: {driver.reason}", driver.fix))

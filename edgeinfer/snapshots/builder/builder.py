@@ -373,7 +373,7 @@ def repeated_randomness(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    # import this file: other modules do not know the classes of `__main__`, as which it runs
+    # run the imported module: classes of `__main__` differ from those that other modules import
     from edgeinfer.snapshots.builder import builder
 
     builder.main()

@@ -112,7 +112,7 @@ def refuse_full(root: Path, name: str, need_bytes: int) -> None:
     if free - need_bytes < registry.DISK_MARGIN_BYTES:
         problem = f"the snapshot {name} needs about {format_bytes(need_bytes)}"
         margin = format_bytes(registry.DISK_MARGIN_BYTES)
-        raise DiskFullError(f"{problem} and {format_bytes(free)} are free, {margin} must stay free")
+        raise DiskFullError(f"{problem}, {format_bytes(free)} are free, and {margin} must stay free")
 
 
 def being_built() -> list[str]:

@@ -265,7 +265,7 @@ def main() -> NoReturn:
 
 
 if __name__ == "__main__":
-    # import this file: other modules do not know the classes of `__main__`, as which it runs
+    # run the imported module: classes of `__main__` differ from those that other modules import
     from edgeinfer.snapshots.restore import app_process
 
     app_process.main()

@@ -238,7 +238,7 @@ def test_a_key_is_made_once_and_for_its_user_alone(monkeypatch, tmp_path):
     assert is_signed_by(key.public, signature, b"message")
     assert not is_signed_by(key.public, signature, b"massage")
     path.chmod(0o644)
-    with pytest.raises(EdgeInferError, match="only yours"):
+    with pytest.raises(EdgeInferError, match="other users may access"):
         signing.own_key(make=False)
     path.write_text("nothing")
     path.chmod(0o600)
