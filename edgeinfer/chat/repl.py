@@ -101,7 +101,7 @@ class Repl:
         except EdgeInferError as error:
             if not self._interactive:
                 raise
-            self._trouble(error)
+            self._show_error(error)
         if self.setup.with_tools:
             self._take("/tools on")
 
@@ -163,7 +163,7 @@ class Repl:
             elif line.strip():
                 self._ask(line)
         except EdgeInferError as error:
-            self._trouble(error)
+            self._show_error(error)
             if isinstance(error, ContextLengthError):
                 ways = "/drop stops sending the oldest turns, /summarise sends a summary instead."
                 self.show_text(ways)
@@ -202,7 +202,7 @@ class Repl:
     def _count_tokens(self, attachment: Attachment) -> Attachment:
         return attachments.count_tokens(attachment, self.session.engine)
 
-    def _trouble(self, error: EdgeInferError) -> None:
+    def _show_error(self, error: EdgeInferError) -> None:
         self._failure = self._failure or error
         self.show_text(f"Error: {error.message}")
         if hint(error):
@@ -238,7 +238,7 @@ class Repl:
             except EdgeInferError as error:
                 answer.fail(error)
                 self._write("\n")
-                self._trouble(error)
+                self._show_error(error)
                 return
         self._write("\n")
         if answer.cache_report is not None:
@@ -247,7 +247,7 @@ class Repl:
         if done.cut_off_note:
             self.show_text(f"({done.cut_off_note})")
         if answer.store_error is not None:
-            self._trouble(answer.store_error)
+            self._show_error(answer.store_error)
         if (turn := self.session.calls) is not None:
             self._run_calls(turn)
 

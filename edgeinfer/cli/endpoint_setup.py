@@ -239,7 +239,7 @@ class ReplicaLoader:
 
         def start(first: EngineInfo | None, n_threads: int) -> Replica:
             shown = None if first else progress
-            worker = self.loader.worker(shown, n_threads=n_threads, **_sizes(first))
+            worker = self.loader.worker(shown, n_threads=n_threads, **_context_options(first))
             loaded.append(worker)
             return Replica(cast(RemoteEngine, worker.engine), worker.how, n_threads)
 
@@ -248,7 +248,7 @@ class ReplicaLoader:
         return msgspec.structs.replace(loaded[0], engine=supervisor.engine, where="worker")
 
 
-def _sizes(first: EngineInfo | None) -> dict[str, Any]:
+def _context_options(first: EngineInfo | None) -> dict[str, Any]:
     """Return the context options of the `first` replica, with which the others are loaded."""
     if first is None:
         return {}
@@ -287,7 +287,7 @@ def _stored_models() -> list[AvailableModel]:
             name=m.name,
             size_bytes=m.size_bytes,
             sha256=m.sha256,
-            created=_unix(m.pulled_at),
+            created=_to_unix_time(m.pulled_at),
             n_ctx_train=m.n_ctx_train,
             architecture=m.architecture,
             quantization=m.quantization,
@@ -299,7 +299,7 @@ def _stored_models() -> list[AvailableModel]:
     ]
 
 
-def _unix(stamp: str) -> int:
+def _to_unix_time(stamp: str) -> int:
     try:
         return int(datetime.fromisoformat(stamp).timestamp())
     except ValueError:

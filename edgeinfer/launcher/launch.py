@@ -62,7 +62,7 @@ class Launcher:
         self._start_verb()
         gc.enable()
         while True:
-            self._turn()
+            self._handle_events()
 
     def _start_verb(self) -> None:
         try:
@@ -77,7 +77,7 @@ class Launcher:
 
     # --- running
 
-    def _turn(self) -> None:
+    def _handle_events(self) -> None:
         # copied, because an app that starts in this loop may get the descriptor of one that ended
         apps = list(self._apps.running)
         for fd, _ in self._poll.poll():
@@ -165,7 +165,7 @@ class Launcher:
         message, fds = received
         if isinstance(message, messages.Exit) and app is self._main:
             if not (self._serves and message.code == _UNEXPECTED and not self._asked_to_end):
-                self._leave(message.code)
+                self._exit(message.code)
         elif isinstance(message, messages.StartWorker):
             self._apps.start_worker(app, message)
         elif isinstance(message, messages.WarmNow):
@@ -192,12 +192,12 @@ class Launcher:
             self._restart(app, ending)
             return
         if event == "exit":
-            self._leave(number)
+            self._exit(number)
             return
         if number not in (*_ASKED_TO_END, _signal.SIGPIPE):
             explanation = f" ({reason})" if reason else ""
             _say(f"\nedgeinfer: the app was killed by signal {number}{explanation}")
-            self._leave(128 + number)
+            self._exit(128 + number)
             return
         self._terminal.dismiss_guard()
         _end_by_signal(number)
@@ -214,7 +214,7 @@ class Launcher:
         self._apps.measure_from_now()
         self._start_verb()
 
-    def _leave(self, code: int) -> None:
+    def _exit(self, code: int) -> None:
         self._terminal.dismiss_guard()
         if code == 0:
             self._builds.build_missing()

@@ -315,7 +315,7 @@ class _Walker:
         defect = f"{problem} (at byte {self.offset})"
         raise InvalidGgufError(f"{self.name} is not a valid GGUF file: {defect}")
 
-    def _need(self, n_bytes: int, field: str) -> int:
+    def _skip(self, n_bytes: int, field: str) -> int:
         """Step over `n_bytes` and return where they begin. Raises InvalidGgufError past the end."""
         start = self.offset
         if n_bytes > self.size - start:
@@ -324,22 +324,22 @@ class _Walker:
         return start
 
     def _u32(self, field: str) -> int:
-        value: int = _U32.unpack_from(self.view, self._need(4, field))[0]
+        value: int = _U32.unpack_from(self.view, self._skip(4, field))[0]
         return value
 
     def _u64(self, field: str) -> int:
-        value: int = _U64.unpack_from(self.view, self._need(8, field))[0]
+        value: int = _U64.unpack_from(self.view, self._skip(8, field))[0]
         return value
 
     def _string(self, field: str, limit: int) -> str:
         length = self._u64(f"the length of {field}")
         if length > limit:
             self.bad(f"{field} is {length} bytes long, more than {limit}")
-        start = self._need(length, field)
+        start = self._skip(length, field)
         return self.view[start : start + length].decode("utf-8", errors="replace")
 
     def _preamble(self) -> tuple[int, int, int]:
-        start = self._need(4, "the magic")
+        start = self._skip(4, "the magic")
         magic = self.view[start : start + 4]
         if magic in OTHERS:
             raise InvalidGgufError(f"{self.name} is {OTHERS[magic][0]}", hint=OTHERS[magic][1])
@@ -372,7 +372,7 @@ class _Walker:
         if kind == _STRING:
             return self._string(key, self.size)
         scalar = _SCALARS.get(kind) or self.bad(f"{key} has the unknown type {kind}")
-        value: Scalar = scalar.unpack_from(self.view, self._need(scalar.size, key))[0]
+        value: Scalar = scalar.unpack_from(self.view, self._skip(scalar.size, key))[0]
         return value
 
     def _array(self, key: str) -> Value:
@@ -380,7 +380,7 @@ class _Walker:
         if kind == _STRING:
             return self._strings(key, count)
         scalar = _SCALARS.get(kind) or self.bad(f"{key} has elements of the unknown type {kind}")
-        start = self._need(count * scalar.size, f"{key} with {count} elements")
+        start = self._skip(count * scalar.size, f"{key} with {count} elements")
         if count > KEPT_ELEMENTS:
             return ArrayInfo(kind, count)
         return struct.unpack_from(f"<{count}{scalar.format[1:]}", self.view, start)
@@ -401,7 +401,7 @@ class _Walker:
         seen = set()
         for _ in range(count):
             length = self._u64("the length of a token")
-            offset = self._need(length, "a token")
+            offset = self._skip(length, "a token")
             token = self.view[offset : offset + length]
             if token and token in seen:
                 self.bad(f"there are two tokens {token!r}")

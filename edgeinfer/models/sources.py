@@ -50,7 +50,7 @@ class HubFile(msgspec.Struct, frozen=True):
     revision: str = "main"
 
     def __str__(self) -> str:
-        return f"hf:{self.repo}{_at(self.revision)}/{self.path}"
+        return f"hf:{self.repo}{_revision_suffix(self.revision)}/{self.path}"
 
 
 class HubQuant(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ class HubQuant(msgspec.Struct, frozen=True):
     revision: str = "main"
 
     def __str__(self) -> str:
-        return f"hf:{self.repo}{_at(self.revision)}:{self.quant}"
+        return f"hf:{self.repo}{_revision_suffix(self.revision)}:{self.quant}"
 
 
 class Url(msgspec.Struct, frozen=True):
@@ -124,11 +124,11 @@ class WheelFile(msgspec.Struct, frozen=True):
 Source = HubFile | HubQuant | Url | StoredObject | OciArtifact | LocalFile | WheelFile
 
 
-def _at(revision: str) -> str:
+def _revision_suffix(revision: str) -> str:
     return "" if revision == "main" else f"@{revision}"
 
 
-def _safe(path: str, text: str) -> str:
+def _safe_path(path: str, text: str) -> str:
     if not {"", ".", ".."}.isdisjoint(path.split("/")) or "\\" in path or "\0" in path:
         raise UsageError(f"the path in {text!r} has an empty, `.` or `..` part, or a backslash")
     return path
@@ -152,7 +152,7 @@ def _file(text: str) -> LocalFile:
 
 def _object(text: str) -> StoredObject:
     match = _match(_OBJECT, text, "object of a store", "s3://BUCKET/KEY.gguf")
-    _safe(match["key"].removesuffix("/"), text)
+    _safe_path(match["key"].removesuffix("/"), text)
     return StoredObject(match["bucket"], match["key"], match["scheme"])
 
 
@@ -182,7 +182,7 @@ def _url(text: str) -> Url:
 
 def _wheel(text: str) -> WheelFile:
     match = _match(_WHEEL, text, "wheel source", "wheel:NAME==VERSION/PATH/INSIDE")
-    return WheelFile(match["name"], match["version"], _safe(match["path"], text))
+    return WheelFile(match["name"], match["version"], _safe_path(match["path"], text))
 
 
 def _hub(text: str) -> HubFile | HubQuant:
@@ -191,9 +191,9 @@ def _hub(text: str) -> HubFile | HubQuant:
         "oci://REGISTRY/NAME:TAG, file:/…, or wheel:NAME==VERSION/PATH"
     )
     match = _match(_HF, text, "source of a model", form)
-    revision = _safe(match["rev"], text) if match["rev"] else "main"
+    revision = _safe_path(match["rev"], text) if match["rev"] else "main"
     if match["path"]:
-        return HubFile(match["repo"], _safe(match["path"], text), revision)
+        return HubFile(match["repo"], _safe_path(match["path"], text), revision)
     quant = match["quant"] or DEFAULT_QUANT
     parse_file_type(quant, text)
     return HubQuant(match["repo"], quant.upper(), revision)

@@ -146,7 +146,7 @@ def refuse_hidden_memory() -> None:
     """
     machine = platform.machine()
     if sys.platform == "linux" and machine in _ARCHITECTURES:
-        _install(_refusing(machine))
+        _install(_refusal_filter(machine))
 
 
 def _install(code: bytes) -> None:
@@ -180,7 +180,7 @@ def _filter(architecture: int, clones: tuple[int, int], calls: str) -> bytes:
     return _assemble(steps)
 
 
-def _refusing(machine: str) -> bytes:
+def _refusal_filter(machine: str) -> bytes:
     """Return a filter that refuses the calls of `refuse_hidden_memory` and allows all others."""
     socket, pair = _SOCKETS[machine]
     steps = _of_architecture(_ARCHITECTURES[machine][0])

@@ -316,9 +316,9 @@ def _try_out(candidate: Path, version: str, config: Path) -> None:
         try:
             code, said = _run([os.fspath(candidate), *command], {"EDGEINFER_CONFIG": str(config)})
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise _unfit(version, command, str(error)) from error
+            raise _unfit_error(version, command, str(error)) from error
         if code:
-            raise _unfit(version, command, said.decode(errors="replace").strip()[-500:])
+            raise _unfit_error(version, command, said.decode(errors="replace").strip()[-500:])
 
 
 def _run(command: list[str], settings: dict[str, str]) -> tuple[int, bytes]:
@@ -339,7 +339,7 @@ def _run(command: list[str], settings: dict[str, str]) -> tuple[int, bytes]:
     return child.returncode, said
 
 
-def _unfit(version: str, command: list[str], reason: str) -> EdgeInferError:
+def _unfit_error(version: str, command: list[str], reason: str) -> EdgeInferError:
     return ShippingError(
         f"{version} does not work on this machine (`{' '.join(command)}`): {reason}",
         hint="the installed version stays; if it fails in the same way, fix that first",
@@ -357,7 +357,7 @@ def back(program: Path, folder: Path) -> str:
         raise ShippingError(problem, hint="`edgeinfer update` installs the newest version")
     candidate = program.with_name(f".{program.name}-back")
     try:
-        _place(previous, candidate)
+        _link_or_copy(previous, candidate)
         _swap(program, candidate, folder)
     finally:
         candidate.unlink(missing_ok=True)
@@ -368,7 +368,7 @@ def _swap(program: Path, candidate: Path, folder: Path) -> None:
     """Keep `program` as the previous file, and replace it by `candidate` with one rename."""
     previous = folder / PREVIOUS
     with unpack.locked():  # prevents the removal of versions
-        _place(program, folder / ".previous")
+        _link_or_copy(program, folder / ".previous")
         _name_source(candidate)  # so that after a crash, too, both versions have a file
         os.replace(folder / ".previous", previous)
         _name_source(previous)
@@ -383,7 +383,7 @@ def _name_source(file: Path) -> None:
         disk.write_durably(app / unpack.SOURCE, os.fsencode(file))
 
 
-def _place(file: Path, target: Path) -> None:
+def _link_or_copy(file: Path, target: Path) -> None:
     """Link `file` as `target`, or copy it to another disk."""
     target.unlink(missing_ok=True)
     try:

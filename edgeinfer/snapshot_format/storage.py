@@ -86,7 +86,7 @@ def _escape(word: str) -> str:
     return word.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n")
 
 
-def _plain(word: str) -> str:
+def _unescape(word: str) -> str:
     return "\\".join(piece.replace("\\t", "\t").replace("\\n", "\n") for piece in word.split("\\\\"))
 
 
@@ -104,7 +104,7 @@ def parse_manifest(text: str, where: str) -> Manifest:
     """Parse the manifest of the file `where`. Raises SnapshotStaleError, SnapshotCorruptError."""
     rows = [line.split("\t") for line in text.split("\n")]
     if "\\" in text:
-        rows = [[_plain(word) for word in row] for row in rows]
+        rows = [[_unescape(word) for word in row] for row in rows]
     if rows[0][0] != MAGIC or rows[-2:] != [["end"], [""]]:
         raise SnapshotCorruptError(f"{where} is not a complete manifest")
     if rows[0][1:] != [str(VERSION)]:

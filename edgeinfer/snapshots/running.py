@@ -62,7 +62,7 @@ def processes(*, everywhere: bool = False) -> list[RunningLaunch]:
             continue
         if not (everywhere or shares_folders(pid)):
             continue
-        below = _below(pid, parents)
+        below = _descendants(pid, parents)
         sizes = [_memory(child) for child in (pid, *below)]
         apps = _apps(below)
         launches.append(
@@ -98,7 +98,7 @@ def _loaded_by(apps: list[int]) -> tuple[ProcessDescription, ...]:
 
 def loaded_below(pid: int) -> tuple[ProcessDescription, ...]:
     """List what the apps among a process's descendants have loaded."""
-    return _loaded_by(_apps(_below(pid, _parents())))
+    return _loaded_by(_apps(_descendants(pid, _parents())))
 
 
 def shares_folders(pid: int) -> bool:
@@ -147,7 +147,7 @@ def _typed_command(pid: int) -> list[str] | None:
     return None
 
 
-def _below(pid: int, parents: dict[int, int]) -> list[int]:
+def _descendants(pid: int, parents: dict[int, int]) -> list[int]:
     below: list[int] = []
     wave = [pid]
     while wave:

@@ -144,7 +144,7 @@ class McpClient(ToolServer):
         else:
             plan = plan_start_apart if is_apart else plan_start
             command, variables, cwd = plan(spec, folder)
-            self._transport = StdioTransport(command, variables, cwd, self._receive, self._lost)
+            self._transport = StdioTransport(command, variables, cwd, self._receive, self._note_lost)
         self._is_connected.set()
         try:
             self._initialize(stop)
@@ -264,7 +264,7 @@ class McpClient(ToolServer):
                 self._pending.pop(number, None)
         if answer is None or isinstance(answer, StoppedError):
             if self._transport.abandon(sent, is_late=answer is None):
-                self._lost("the server does not read its messages")
+                self._note_lost("the server does not read its messages")
             if method != "initialize":
                 self._notify("notifications/cancelled", {"requestId": number})
         if answer is None:
@@ -345,7 +345,7 @@ class McpClient(ToolServer):
             return {"result": {"roots": [root]}}
         return {"error": {"code": _METHOD_NOT_FOUND, "message": f"{method} is not supported"}}
 
-    def _lost(self, reason: str) -> None:
+    def _note_lost(self, reason: str) -> None:
         self.lost = self.lost or reason
         with self._lock:
             waiting = list(self._pending.values())
@@ -354,7 +354,7 @@ class McpClient(ToolServer):
 
     def close(self) -> None:
         """End the session and the server's process. Idempotent."""
-        self._lost("the session is closed")
+        self._note_lost("the session is closed")
         self._transport.close()
 
 

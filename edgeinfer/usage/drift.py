@@ -75,7 +75,7 @@ def compare(before: Counts, now: Counts) -> tuple[Change, ...]:
         psi, p = _psi(bins, shares), _ks(shares, sizes[0] * sizes[1] / sum(sizes))
         # Bonferroni with all names, also those without enough data, to be on the safe side
         moved = psi >= _PSI_DRIFT and p * len(names) <= _LEVEL
-        was, is_now = _typical(name, bins, shares)
+        was, is_now = _describe_weeks(name, bins, shares)
         changes.append(Change(aggregate=name, psi=psi, p=p, moved=moved, before=was, now=is_now))
     return tuple(sorted(changes, key=lambda change: (not change.moved, -change.psi)))
 
@@ -118,15 +118,15 @@ def _ks(shares: Sequence[Array], size: float) -> float:
     return min(1.0, max(0.0, 2 * sum(terms)))
 
 
-def _typical(name: str, bins: Sequence[Bin], shares: Sequence[Array]) -> list[str]:
+def _describe_weeks(name: str, bins: Sequence[Bin], shares: Sequence[Array]) -> list[str]:
     """Return a text for each week: the median, or the share of the category that changed most."""
     most = int(np.abs(shares[0] - shares[1]).argmax())
     if isinstance(bins[most], str):
         return [f"{bins[most]} {week[most]:.0%}" for week in shares]
-    return [_middle(name, bins[int(week.cumsum().searchsorted(0.5))]) for week in shares]
+    return [_bin_text(name, bins[int(week.cumsum().searchsorted(0.5))]) for week in shares]
 
 
-def _middle(name: str, bin: Any) -> str:
+def _bin_text(name: str, bin: Any) -> str:
     if name.endswith("_share"):
         return f"{min(1.0, (bin + 0.5) / SHARE_BINS):.0%}"
     if bin == bin_of(name, 0.0):

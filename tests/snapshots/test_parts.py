@@ -301,7 +301,7 @@ def test_serve_is_restarted_unless_its_first_start_fails(
     starting = launch.Launcher(["serve"], 0, 0)
     starting._apps.fds.append(3)  # a listening socket
     starting._crashes = crashes
-    monkeypatch.setattr(starting, "_leave", lambda code: calls.append(code))
+    monkeypatch.setattr(starting, "_exit", lambda code: calls.append(code))
     monkeypatch.setattr(starting, "_restart", lambda *_: calls.append("restarted"))
     starting._finish(SimpleNamespace(started_s=time.monotonic() - alive_s), ending)
     assert calls == (["restarted"] if is_restarted else [int(ending.split()[1])])

@@ -129,7 +129,7 @@ linux.drop_privileges()
 linux.refuse_new_privileges()
 machine = os.uname().machine
 confinement._HIDDEN[machine] = "444"
-refusing = confinement._refusing(machine)
+refusing = confinement._refusal_filter(machine)
 confinement._install(refusing)
 """,
 }

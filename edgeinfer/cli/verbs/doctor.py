@@ -319,7 +319,7 @@ def _verify() -> SelfCheckResult:
     if index is None or index.name != app.name:
         wrong = (f"{app / unpack.INDEX}: is not the index of {app.name}",)
         return SelfCheckResult(app=str(app), file="", files_checked=0, bytes_checked=0, findings=wrong)
-    findings = [*_check_files(app, index), *_strangers(app, index)]
+    findings = [*_check_files(app, index), *_foreign_files(app, index)]
     file = shipped.program_file()
     findings += _check_payload(file, index) if file else []
     return SelfCheckResult(
@@ -350,7 +350,7 @@ def _check_files(app: Path, index: Index) -> Iterator[str]:
             yield f"{path}: the link was changed"
 
 
-def _strangers(app: Path, index: Index) -> Iterator[str]:
+def _foreign_files(app: Path, index: Index) -> Iterator[str]:
     links = [path for path, _ in index.links]
     listed = {unpack.INDEX, unpack.SOURCE, *links, *(entry.path for entry in index.files)}
     for folder, _, names in os.walk(app):

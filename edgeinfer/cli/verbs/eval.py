@@ -350,9 +350,9 @@ def _choice_logprobs(scored: list[dict[str, Any]]) -> list[float]:
 def passes(item: Item, answer: str) -> bool:
     """Return whether an answer passes its item's check (not `judge` or `choices`)."""
     if item.exact is not None:
-        return answer.strip() in _several(item.exact)
+        return answer.strip() in _as_list(item.exact)
     if item.contains is not None:
-        return any(text.casefold() in answer.casefold() for text in _several(item.contains))
+        return any(text.casefold() in answer.casefold() for text in _as_list(item.contains))
     if item.regex is not None:
         return re.search(item.regex, answer) is not None
     if item.number is not None:
@@ -371,5 +371,5 @@ def passes(item: Item, answer: str) -> bool:
         return False
 
 
-def _several(texts: str | list[str]) -> list[str]:
+def _as_list(texts: str | list[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else texts

@@ -86,7 +86,7 @@ class ListResult(Result, frozen=True, kw_only=True):
 def _row(model: ModelRow) -> tuple[str, ...]:
     return (
         model.name,
-        _here(model),
+        _location(model),
         _size(model),
         model.parameters or "?",
         model.quantization or "?",
@@ -110,7 +110,7 @@ def _fits_table(models: Sequence[ModelRow]) -> str:
 
 def _fit_row(model: ModelRow, fit: Fit) -> tuple[str, ...]:
     speed = "-" if fit.group == "embedding" else f"{fit.tokens_per_s:.1f}"
-    facts = (model.name, _here(model), model.quantization, _size(model), speed)
+    facts = (model.name, _location(model), model.quantization, _size(model), speed)
     return (*facts, model.purpose, fit.shortage or fit.why)
 
 
@@ -119,7 +119,7 @@ def _size(model: ModelRow) -> str:
     return prefix + format_bytes(model.size_bytes) if model.size_bytes else "?"
 
 
-def _here(model: ModelRow) -> str:
+def _location(model: ModelRow) -> str:
     if model.store:
         return f"from {model.store}"
     if model.in_place:

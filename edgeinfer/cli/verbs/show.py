@@ -132,14 +132,14 @@ Rows = list[tuple[str, str]]
 
 
 def _about(shown: ShowResult) -> Rows:
-    origin = _short(shown.pulled_from)
+    origin = _shorten_source(shown.pulled_from)
     context = f"{shown.context_length:,} tokens" if shown.context_length else ""
     rows = [
         ("name", shown.name),
         ("title", shown.title),
         ("for", shown.purpose),
         ("licence", shown.licence or "unknown"),
-        *(("source", _short(source)) for source in shown.sources),
+        *(("source", _shorten_source(source)) for source in shown.sources),
         (
             "pulled",
             f"{shown.pulled_at[:16].replace('T', ' ')} UTC from {origin}" if shown.pulled_at else "",
@@ -160,7 +160,7 @@ def _about(shown: ShowResult) -> Rows:
     return [(label, value) for label, value in rows if value]
 
 
-def _short(source: str) -> str:
+def _shorten_source(source: str) -> str:
     first, *more = source.split(" + ")
     return f"{first} and {len(more)} more parts" if more else first
 

@@ -169,14 +169,14 @@ def _read_parameters(settings: OllamaSettings, text: str) -> None:
             fitting = [s for s in stops if isinstance(s, str) and 0 < len(s) <= _STOP_CHARACTERS]
             settings.stop = tuple(fitting[:_STOPS])
             settings.used += ["stop strings"] * bool(fitting)
-        elif option and key != "seed" and _fits(option, value):
+        elif option and key != "seed" and _is_valid(option, value):
             settings.sampling[key] = option.kind(value)
             settings.used.append(f"{option.label} {value:g}")
         else:
             settings.unused.append(f"{key[:40]} {value!r:.40}")
 
 
-def _fits(option: SamplingOption, value: object) -> bool:
+def _is_valid(option: SamplingOption, value: object) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return option.low <= value <= option.high and option.kind(value) == value

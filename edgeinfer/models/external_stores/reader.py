@@ -72,17 +72,17 @@ def verify(file: ExternalFile, progress: Callable[[float], None]) -> None:
     """
     if not file.sha256:
         return
-    now = _look(file)
+    now = _stamp_of(file)
     if _VERIFIED.read().get(file.path) == now:
         return
     digest = sha256_of(Path(file.path), lambda done: progress(done / now.size_bytes))
     if digest != file.sha256:
         raise ChecksumError(f"{file.path} has SHA-256 {digest}, not {file.sha256} as its name says")
-    if _look(file) == now:
+    if _stamp_of(file) == now:
         _VERIFIED.put(file.path, now)
 
 
-def _look(file: ExternalFile) -> _Seen:
+def _stamp_of(file: ExternalFile) -> _Seen:
     info = os.stat(file.path)
     return _Seen(info.st_size, info.st_mtime_ns, info.st_ino, file.sha256)
 

@@ -111,7 +111,7 @@ class HuggingFaceCache(_RepositoryStore):
     def _repository(self, root: Path, repo: Path, prefix: str) -> Iterator[ExternalModel]:
         revisions = reader.folders(repo / "snapshots")
         latest_first = sorted(revisions, key=lambda path: -path.stat().st_mtime)
-        main = _main(root, repo, latest_first)
+        main = _main_revision(root, repo, latest_first)
         seen: set[tuple[str, ...]] = set()
         for revision in sorted(latest_first, key=lambda path: path.name != main):
             called = prefix if revision.name == main else f"{prefix}@{revision.name}"
@@ -121,7 +121,7 @@ class HuggingFaceCache(_RepositoryStore):
                 seen.add(model.paths)
 
 
-def _main(root: Path, repo: Path, revisions: list[Path]) -> str:
+def _main_revision(root: Path, repo: Path, revisions: list[Path]) -> str:
     """Return the cached revision of the branch `main`; if there is none, the newest cached revision."""
     revision_names = [revision.name for revision in revisions]
     if (repo / "refs/main").is_file():

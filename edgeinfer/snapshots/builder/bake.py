@@ -142,7 +142,7 @@ class _Baker:
         self._memory = memory
         self._pid = pid
         self._runs = runs
-        self._content = [piece for run in runs for piece in _without(run, zeros)]
+        self._content = [piece for run in runs for piece in _without_zeros(run, zeros)]
         self._unmapped: list[Run] = []
         self._file_id = 0
 
@@ -253,7 +253,7 @@ def _pagemap_entry(run: Run) -> ImageMessage:
     return ImageMessage.of({**pages, criu_images.RUN_FLAGS: run.flags})
 
 
-def _without(run: Run, zeros: list[Range]) -> Iterator[Run]:
+def _without_zeros(run: Run, zeros: list[Range]) -> Iterator[Run]:
     start = run.offset
     for begin, stop in zeros:
         if stop <= start or begin >= run.offset + run.length:

@@ -54,7 +54,9 @@ def import_snapshot(image: ImageStore, host: EngineHost, progress: LoadProgress)
     _store_files(image, description, progress)
     model, requested = description.model, description.requested
     if description.adapters:  # on this machine, the adapters have other paths
-        requested |= {LORA.field: adapters_text([_local(file) for file in description.adapters])}
+        requested |= {
+            LORA.field: adapters_text([_local_adapter(file) for file in description.adapters])
+        }
     fields = {option.field: option for option in LOAD_OPTIONS}
     parsed = {field: fields[field].parse(text) for field, text in requested.items() if field in fields}
     options = msgspec.convert(parsed, LoadOptions)
@@ -68,7 +70,7 @@ def import_snapshot(image: ImageStore, host: EngineHost, progress: LoadProgress)
     return jobs.build(inputs, host.config.snapshots, progress), signer
 
 
-def _local(file: SnapshotFile) -> Adapter:
+def _local_adapter(file: SnapshotFile) -> Adapter:
     return Adapter(file.name, str(adapters.adapter_path(file.name)), file.scale)
 
 
@@ -89,7 +91,7 @@ def _store_files(image: ImageStore, description: SnapshotDescription, progress: 
     job = Job(
         lambda now: progress("fetch", now.done_bytes / now.total_bytes if now.total_bytes else None)
     )
-    with _scratch() as work:
+    with _temporary_folder() as work:
         fetched = {}
         for file in missing:
             folder = work / ("adapters" if file.kind == "adapter" else "model")
@@ -114,7 +116,9 @@ def _find_pulled(description: SnapshotDescription) -> store.PulledModel | None:
         same_file = (model for model in store.list_pulled() if model.files[0].sha256 == digests[0])
         return next((model for model in same_file if _digests(model) == digests), None)
     if _digests(pulled) != digests:
-        raise _stale("model", description.model, ", ".join(digests), ", ".join(_digests(pulled)))
+        raise _other_file_error(
+            "model", description.model, ", ".join(digests), ", ".join(_digests(pulled))
+        )
     return pulled
 
 
@@ -134,7 +138,7 @@ def _has_adapter(file: SnapshotFile) -> bool:
     if not path.exists():
         return False
     if sha256_of(path) != file.sha256:
-        raise _stale("adapter", file.name, file.sha256, sha256_of(path))
+        raise _other_file_error("adapter", file.name, file.sha256, sha256_of(path))
     return True
 
 
@@ -147,7 +151,7 @@ def _store_adapter(file: SnapshotFile, fetched: dict[SnapshotFile, Path]) -> Non
 
 
 @contextmanager
-def _scratch() -> Iterator[Path]:
+def _temporary_folder() -> Iterator[Path]:
     partial = paths.models_dir() / store.PARTIAL
     paths.make_folder(partial)
     work = Path(tempfile.mkdtemp(prefix="snapshot-", dir=partial))
@@ -158,6 +162,6 @@ def _scratch() -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _stale(key: str, name: str, exported: str, local: str) -> SnapshotStaleError:
+def _other_file_error(key: str, name: str, exported: str, local: str) -> SnapshotStaleError:
     problem = f"{_MISFIT}: the {key} {name} has SHA-256 {exported} there, but {local} here"
     return SnapshotStaleError(problem, key=key, hint=f"remove or rename yours: `edgeinfer rm {name}`")
