@@ -1,8 +1,8 @@
-// LoRA adapters of single rows of a batch: each product of matmul.cpp adds scale * B (A x) to the rows that have one.
+// LoRA adapters of single rows of a batch: each product of matmul.cpp adds scale * B (A x) to the rows that have an adapter.
 //
 // llama.cpp sets adapters on the whole context: four more nodes of the graph for each matrix and adapter, for all rows. Here the
-// graph stays as it is, rows without an adapter cost nothing, and rows with different ones share a step. A row's bits depend on
-// its activations and on its adapters alone: sums go through the columns of A by 16 lanes, and through the ranks in order.
+// graph stays as it is, rows without an adapter cost nothing, and rows with different ones share a step. A row's bits depend on its
+// activations and its adapters only: products with A are summed in 16 lanes of its columns, products with B by rank, in order.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -30,7 +30,7 @@ namespace {
 constexpr int kRanks = 4, kTokens = 8;  // ranks and tokens in a work unit of project()
 constexpr int kAtOnce = 4;              // columns (rows of the batch) that add_block() computes together
 
-// dots[r] = by * dot product of x and row r of A
+// Sets dots[r] to `by` times the dot product of x and row r of A
 template <int kN, class T> INLINE void dots(const T *a, int k, const float *x, float by, float *to) {
     Floats sums[kN][kParts]{};
     for (int i = 0; i < k; i += kSums)
@@ -41,7 +41,7 @@ template <int kN, class T> INLINE void dots(const T *a, int k, const float *x, f
     UNROLL for (int r = 0; r < kN; r++) to[r] = tree(sums[r]) * by;
 }
 
-// to[c][lane] += sum over rank of b[rank][lane] * t[c][rank], for kC columns and the first `lanes` lanes
+// Adds to to[c][lane] the sum over rank of b[rank][lane] * t[c][rank], for kC columns and the first `lanes` lanes
 template <int kC, class T> INLINE void add_block(const T *b, int rank, const float *t, float *const *to, int lanes) {
     Floats sums[kC]{};
     for (int r = 0; r < rank; r++) {
@@ -117,7 +117,7 @@ struct AdapterPlan {
     };
     std::vector<Run> runs;
     size_t n_floats = 0;
-    const AdapterPlan *next = nullptr;  // plan of the next product that has one
+    const AdapterPlan *next = nullptr;  // plan of the next product with adapters
 };
 
 namespace {
@@ -125,7 +125,7 @@ namespace {
 // The adapters of one llama_decode. After the last layer's attention, llama.cpp keeps only the rows with outputs.
 struct Step {
     int n_tokens, n_outputs;
-    bool is_whole = false, has_missed = false;  // a product of all tokens was seen; a product could not add its adapters
+    bool is_whole = false, has_missed = false;  // a product of all tokens was seen; one could not add its adapters
     std::vector<Group> groups;
     std::deque<AdapterPlan> plans;
 };
@@ -167,7 +167,7 @@ void Additions::project(float *work, int ith, int nth) {
     }
 }
 
-// Prefetches to L2: prefetching to L1, or line by line between the product's blocks, took more time than it saved.
+// Prefetches to the L2 cache: to L1, or line by line between the product's blocks, took more time than it saved.
 void Additions::prefetch(int first, int n) const {
     if (!plan) return;
     const size_t rows = op->ne[0];
@@ -241,7 +241,7 @@ extern "C" Adapter *edgeinfer_adapter_open(const llama_adapter_lora *from, const
 }
 extern "C" void edgeinfer_adapter_close(Adapter *adapter) { delete adapter; }
 
-// Begins a step, on the thread that will call llama_decode. `rows` should be sorted by adapter: each is then read once.
+// Begins a step, on the thread that will call llama_decode. `rows` should be sorted by adapter, so that each adapter is read once.
 extern "C" Step *edgeinfer_adapters_begin(const Rows *rows, int n_rows, int n_tokens, int n_outputs) {
     t_step = new Step{n_tokens, n_outputs};
     auto &groups = t_step->groups;

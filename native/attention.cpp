@@ -20,14 +20,14 @@ namespace {
 
 constexpr int kMostVectors = kRegisters == 32 ? 5 : 3;  // most vectors of rows summed in registers
 
-constexpr int kBlock = 64;     // cells whose scores are computed together
-constexpr int kMostLanes = 80;  // most rows computed together
+constexpr int kBlock = 64;     // number of cells whose scores are computed together
+constexpr int kMostLanes = 80;  // maximum of rows computed together
 constexpr int kMostHead = 256;  // most elements of a head
 constexpr size_t kMostShared = 16 << 20;  // most bytes of scores that threads share
 constexpr int kKeyStride = kMostHead + 16;  // distance of keys (floats): a constant, and not a power of two, which would use few sets of the cache
 constexpr int kAhead = 64;
 constexpr float kLowest = -2e4f;  // scores below this belong to masked cells
-constexpr float kNoBase = -3e4f;  // base_ before the first score: less than the exponent of any
+constexpr float kNoBase = -3e4f;  // base_ before the first score: less than any score's exponent
 
 // Returns the integer n for which e^x is 2^n times a number between 0.7 and 1.5
 inline Integers exponent(Floats x) { return nearest(x * 1.44269504f); }
@@ -81,7 +81,7 @@ void product_lanes(int n_i, int n_k, const float *a, size_t ak, const float *b, 
     for (int i = 0; i < n_i; i += kI) product_tile<kN, kI, kAI>(n_k, a + i * kAI, ak, b, c + i * lanes, lanes, add);
 }
 
-// The same for only the lanes from `low` to `high`; n_i is a multiple of 16
+// Like the function above, but only for the lanes from `low` to `high`; n_i is a multiple of 16
 template <int kAI>
 void product(int n_i, int n_k, const float *a, size_t ak, const float *b, float *c, size_t lanes, int low, int high,
              bool add) {
@@ -297,7 +297,7 @@ private:
         for (int i = n * o_.lanes; i < kBlock * o_.lanes; i++) scores[i] = -INFINITY;
     }
 
-    // turns scores into softmax weights; scales the sums so far down if there is a larger score
+    // turns scores into softmax weights; if there is a larger score than before, scales the sums so far down
     void weigh(float *scores, int n_values) {
         for (int l = low_; l < high_; l += kLanes) {
             Floats most = all(kLowest);
@@ -346,7 +346,7 @@ private:
     const Operation &o_;
     int head_, stream_, first_, end_;
     uint16_t masks_[kMostLanes][kBlock];
-    int low_, high_;  // range of the lanes that see a block
+    int low_, high_;  // range of the lanes that see cells of a block
     float *queries_, *scores_, *keys_, *cells_;
     float *base_, *sum_, *values_;  // per row: exponent of the largest score; sum of weights and weighted values, in units of 2^base
 };

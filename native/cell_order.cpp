@@ -1,9 +1,9 @@
-// The order in which the cells of a KV cache were written, which is that of a sequence's positions.
+// Records the order in which the cells of a KV cache were written: for one sequence, the order of its positions.
 //
-// llama.cpp gives a token the lowest free cell, so a sequence that continues after a cached prefix may have cells below it.
-// Sums in the order of cells' indices then round differently from an empty cache. Here each written key gets a number, and
-// attention.cpp sums the cells in the order of these numbers. It reads only the cells that a step sees, so that those of other
-// sequences cost nothing (300 tokens of one of four sequences of SmolLM2: 12 to 20 % less time).
+// llama.cpp gives a token the lowest free cell, so a sequence that continues after a cached prefix may have cells below it. Sums in
+// the order of cells' indices are then rounded differently than after a start with an empty cache. Here each written key gets a
+// number, and attention.cpp sums the cells in the order of these numbers. It reads only the cells that a step sees, so that cells
+// of other sequences cost nothing (12 to 20 % less time for 300 tokens of one of four sequences of SmolLM2).
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -24,7 +24,7 @@ struct Numbers {  // write order of one layer's cells; its memory grows as cells
 };
 std::map<const char *, Numbers> g_numbers;  // address of a layer's keys → their numbers
 std::mutex g_lock;
-std::atomic<int64_t> g_n_made = 0;  // how many Numbers were ever made
+std::atomic<int64_t> g_n_made = 0;  // number of Numbers objects ever made
 
 bool is_keys(const ggml_tensor *cache) { return !strncmp(cache->name, "cache_k", 7); }
 
@@ -47,7 +47,7 @@ class Writes : public ggml::cpu::tensor_traits {
             const int64_t cell = cells->type == GGML_TYPE_I64 ? ((int64_t *)cells->data)[i] : ((int32_t *)cells->data)[i];
             numbers.of_cell.get()[cell] = ++numbers.n_written;
         }
-        return false;  // leave this write to ggml
+        return false;  // ggml then writes it
     }
 };
 Writes g_writes;
@@ -55,7 +55,7 @@ Writes g_writes;
 // Cell order of a step, shared by all layers of a cache, because all are written in the same order.
 struct Order {
     const void *cache = nullptr, *mask = nullptr;
-    int64_t n_written = 0, n_made = 0;  // distinguishes a cache from a freed one at the same address with as many writes
+    int64_t n_written = 0, n_made = 0;  // distinguish a cache from a freed one with the same address and number of writes
     std::vector<int32_t> cells;
 
     bool is_of(const Order &o) const {
@@ -106,7 +106,7 @@ const std::vector<int32_t> *cell_order(const ggml_tensor *op) {
     return &order.cells;
 }
 
-// Records that cells [first, first + n) of a cache tensor were written, in this order, without an operation.
+// Records that cells [first, first + n) of a cache tensor were written in this order, by a restore and not by an operation.
 extern "C" void edgeinfer_cells_written(const ggml_tensor *tensor, int64_t first, int64_t n) {
     if (!is_keys(tensor)) return;
     Numbers &numbers = numbers_of(tensor);

@@ -46,7 +46,7 @@ bool map_pages(char *cells, const char *source, uint64_t size) {
     const off_t offset = static_cast<off_t>(reinterpret_cast<uint64_t>(source) + first - transfer->mapping);
     const int access = PROT_READ | PROT_WRITE, flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
     if (mmap(cells + first, length, access, flags, static_cast<int>(transfer->file), offset) == MAP_FAILED) {
-        mmap(cells + first, length, access, flags | MAP_ANONYMOUS, -1, 0);  // because a failed mmap may have unmapped these pages
+        mmap(cells + first, length, access, flags | MAP_ANONYMOUS, -1, 0);  // a failed mmap may have unmapped these pages
         return false;
     }
     std::memcpy(cells, source, first);
@@ -56,7 +56,7 @@ bool map_pages(char *cells, const char *source, uint64_t size) {
 }
 }  // namespace
 
-// Sets the transfer that get and set carry out from now on, on this thread.
+// Sets the transfer that edgeinfer_cells_get and _set carry out on this thread from now on.
 extern "C" void edgeinfer_cells(Transfer *now) { transfer = now; }
 
 extern "C" void edgeinfer_cells_get(void *, const ggml_tensor *tensor, void *data, size_t offset, size_t size) {

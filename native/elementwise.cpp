@@ -1,16 +1,16 @@
-// Operations whose bits depend on the instruction set if ggml computes them: activations, softmax, the norm with a mean,
-// state-space layers, and products that matmul.cpp declines. Here each computes the same on every level (functions.h): a sum
-// has kSums partial sums, each in order, which are added as a tree. A row's bits do not depend on other rows, nor on threads.
+// Operations for which ggml's bits depend on the instruction set: activations, softmax, the norm with a mean, state-space layers,
+// and products that matmul.cpp declines. Here each of them has the same bits on every level (functions.h): a sum consists of kSums
+// partial sums, each summed in order, which are added as a tree. A row's bits do not depend on other rows, nor on threads.
 #include <atomic>
 
 #include "functions.h"
 
 namespace {
 
-constexpr int kPiece = 512;   // elements of a row that a thread computes per turn
+constexpr int kPiece = 512;   // elements of a row that a thread computes at a time
 constexpr int kBlock = 1024;  // elements whose sums are floats; sums of blocks are doubles
 
-// Reads n floats or halves, and zeros for the other lanes; n may exceed the lanes or be less than 1, and is mostly constant
+// Reads n floats or halves, and zeros into the other lanes; n may be less than 1 or exceed the lanes, and usually is a constant
 template <class T> INLINE Floats load_some(const T *p, int n) {
     if (n >= kLanes) return load(p);
     T some[kLanes]{};
@@ -54,7 +54,7 @@ INLINE char *row_of(const ggml_tensor *t, int64_t row) {
 }
 bool is_floats(const ggml_tensor *t) { return !t || (t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float)); }
 float parameter(const ggml_tensor *op, int i) { return load<float>(op->op_params + i); }
-// Returns this thread's share of n
+// Returns this thread's part of [0, n)
 struct Share {
     int64_t first, end;
     Share(const ggml_compute_params *p, int64_t n) : first(n * p->ith / p->nth), end(n * (p->ith + 1) / p->nth) {}
@@ -114,7 +114,7 @@ void compute_map(const ggml_compute_params *params, const ggml_tensor *op) {
 
 // ---- normalization of rows
 
-// Calls f(row, where its elements are in src[0], and in the result) for this thread's rows
+// Calls f(row, its elements in src[0], its elements in the result) for this thread's rows
 template <class F> void each_row(const ggml_compute_params *params, const ggml_tensor *op, F f) {
     const Share share(params, ggml_nrows(op));
     for (int64_t row = share.first; row < share.end; row++) f(row, (const float *)row_of(op->src[0], row), (float *)row_of(op, row));
@@ -139,7 +139,7 @@ void compute_soft_max(const ggml_compute_params *params, const ggml_tensor *op) 
     each_row(params, op, [&](int64_t row, const float *x, float *y) {
         int64_t head = 0;
         const char *added = nullptr;
-        if (mask || sinks) {  // the softmax of a router has neither, and short rows
+        if (mask || sinks) {  // a router's softmax has neither
             const int64_t i1 = row % op->ne[1], i3 = row / op->ne[1] / op->ne[2];
             head = row / op->ne[1] % op->ne[2];
             if (mask) added = (const char *)mask->data + i1 * mask->nb[1] + head % mask->ne[2] * mask->nb[2] + i3 % mask->ne[3] * mask->nb[3];
@@ -163,14 +163,15 @@ void compute_soft_max(const ggml_compute_params *params, const ggml_tensor *op) 
         sum += sum_of(n_all, ADDS_VECTOR {
             const Floats power = exp_of(load_some(y + i, n) - most);
             store_some(y + i, power, n);
-            return sum + (n >= kLanes ? power : load_some(y + i, n));  // zeros after the row's end
+            return sum + (n >= kLanes ? power : load_some(y + i, n));  // lanes after the row's end are 0
         });
-        if (std::isnan(sum)) std::fill_n(y, n_all, NAN);  // as of a row without any position: another sign of NaN on each processor
+        if (std::isnan(sum)) std::fill_n(y, n_all, NAN);  // e.g. all positions masked: processors differ in the sign of NaN
         else scale_row(y, n_all, 1 / sum);
     });
 }
 
-// ---- rotary positions, pairs of neighbours: ggml's, as gcc compiles it for x86-64, up to the rest of a row, where AVX2 and AVX-512 differ
+// ---- rotary positions of neighbouring pairs, as gcc compiles ggml's for x86-64, except at a row's end, where AVX2 and AVX-512
+// differ
 
 // Cosine and sine of each pair at a position, and minus sine and cosine
 void turn_pairs(const ggml_tensor *op, int position, float *turns, float *across) {
@@ -270,8 +271,8 @@ void compute_ssm_scan(const ggml_compute_params *params, const ggml_tensor *op) 
 // ---- MUL_MAT and MUL_MAT_ID that matmul.cpp declines: few rows, odd widths, several matrices. Weights become floats.
 
 constexpr int kTall = 4, kWide = kRegisters == 32 ? 4 : 3;  // rows and columns computed together, so that the sums fit into registers
-constexpr int kRows = 8;    // rows that a column is multiplied with while it is in the L1 cache
-constexpr int kNear = 512;  // elements of these rows and columns that stay there until the next pass
+constexpr int kRows = 8;    // rows with which a column is multiplied while it is in the L1 cache
+constexpr int kNear = 512;  // elements of these rows and columns that stay in L1 until the next pass
 
 template <int kR, int kC, class W> void dots(const W *w, size_t stride, const float *const *x, float *const *out, int k) {
     constexpr int kOnce = std::clamp(kRegisters / 2 / (kR * kC), 1, kParts), kPasses = kParts / kOnce;  // parts at a time
@@ -313,7 +314,7 @@ template <class W> void products(const W *w, size_t stride, int n, const char *x
 void compute_dots(const ggml_compute_params *params, const ggml_tensor *op) {
     const ggml_tensor *w = op->src[0], *x = op->src[1], *ids = op->op == GGML_OP_MUL_MAT_ID ? op->src[2] : nullptr;
     const int64_t k = w->ne[0], groups = op->ne[2] * (ids ? op->ne[1] : op->ne[3]), n_columns = ids ? 1 : x->ne[1];
-    // a router has few rows: threads share its columns, or the rows of a single column
+    // a router has few rows, so threads divide its columns, or the rows of a single column
     const int64_t tall = n_columns < kWide ? kTall : kRows, tiles = (w->ne[1] + tall - 1) / tall, pieces = std::clamp<int64_t>(n_columns / 32, 1, params->nth);
     float *rows = (float *)((char *)params->wdata + params->ith * dots_size(op));
     const Share share(params, groups * tiles * pieces);
@@ -344,7 +345,7 @@ bool takes_dots(const ggml_tensor *op) {
     if (op->op == GGML_OP_MUL_MAT && op->op_params[1]) return false;  // the graph asks for a different precision
     if (w->nb[0] != ggml_type_size(w->type) || (w->buffer && !ggml_backend_buffer_is_host(w->buffer))) return false;
     const bool is_float = w->type == GGML_TYPE_F32 || w->type == GGML_TYPE_F16 || w->type == GGML_TYPE_BF16;
-    return is_float || (w->ne[1] < 16 && ggml_get_type_traits(w->type)->to_float);  // more rows would take longer than ggml's
+    return is_float || (w->ne[1] < 16 && ggml_get_type_traits(w->type)->to_float);  // for more rows, ggml is faster
 }
 
 // ---- choice of the operation

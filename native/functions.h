@@ -17,14 +17,15 @@ template <int n> INLINE Floats polynomial(Floats x, const float (&c)[n]) {
     UNROLL for (int i = n - 2; i >= 0; i--) sum = fma(sum, x, all(c[i]));
     return sum;
 }
-constexpr float kShift = 12582912;  // 1.5 * 2^23: a float near it has an integer in its lowest bits
+constexpr float kShift = 12582912;  // 1.5 * 2^23: adding it leaves the nearest integer in a float's lowest bits
 INLINE Floats shifted_exponent(Floats x) { return fma(x, all(1.44269504f), all(kShift)); }
 // Returns e^x / 2^n - 1, for an x close to n * log(2)
 INLINE Floats rest_of_exp(Floats x, Floats n) {
     const Floats r = fma(n, all(-1.42860677e-6f), fma(n, all(-0.693145752f), x));
     return fma(polynomial(r, {0.49999228f, 0.16667116f, 0.041890550f, 0.0083124777f}), r * r, r);
 }
-// As exp_of, but scales by 2^n in two steps, since 2^n may not be a float; results below the least normal number round once
+// Like exp_of, but scales by 2^n in two steps, because 2^n may not be a float; results below the least normal number are rounded
+// once
 __attribute__((noinline)) Floats exp_of_any(Floats x) {
     x = no_more(no_less(x, -104), 89);
     const Floats shifted = shifted_exponent(x);

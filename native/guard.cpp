@@ -1,9 +1,9 @@
-// libedgeinfer-guard.so.1: calls of llama.cpp for callers that can't catch C++ exceptions.
+// libedgeinfer-guard.so.1: calls llama.cpp for callers that cannot catch C++ exceptions.
 //
-// A backend whose device is lost, or has no memory left, throws (Vulkan's) or aborts (CUDA's). edgeinfer
-// calls llama.cpp through ctypes, where either ends the process. Here both become a return code. llama.cpp
-// copies and frees the cells of a state in destructors: an exception there calls std::terminate, which
-// returns by longjmp. Functions are passed as pointers, so that only the C++ library is needed.
+// A backend whose device is lost, or has no memory left, throws (Vulkan's) or aborts (CUDA's). edgeinfer calls llama.cpp through
+// ctypes, where either ends the process. Here both become a return code. llama.cpp copies and frees the cells of a state in
+// destructors: an exception there calls std::terminate, from which longjmp returns. Functions are passed as pointers, so that only
+// the C++ library is needed.
 #include <cxxabi.h>
 
 #include <csetjmp>
@@ -15,7 +15,7 @@
 
 namespace {
 using Word = uint64_t;
-struct Params {  // llama_batch or the parameters of a model or context: shorter, and passed in memory
+struct Params {  // at least as large as llama_batch and the parameters of models and contexts, and passed in memory like them
     Word words[32];
 };
 thread_local std::jmp_buf *escape = nullptr;  // return point of the guarded call in progress
@@ -76,8 +76,8 @@ extern "C" void edgeinfer_guard(void *(*set_abort_callback)(void (*)(const char 
 // Returns the message thrown by this thread's last guarded call; "" if it returned normally.
 extern "C" const char *edgeinfer_reason() { return reason; }
 
-// Calls a function of up to six integers and pointers, or of one or two and a structure of `size` bytes;
-// returns whether it returned normally. `n_words` counts those before a structure, 0 for none.
+// Calls a function of up to six integers and pointers, or of one or two and a structure of `size` bytes; returns whether it
+// returned normally. `n_words`: number of arguments before the structure; 0 without one.
 extern "C" bool edgeinfer_guarded_call(void *function, const Word *w, int n_words, const void *params,
                                        size_t size, Word *result) {
     Params copy{};

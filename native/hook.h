@@ -40,7 +40,7 @@ struct ggml_backend_buffer_type {
 };
 
 extern void (*g_barrier)(ggml_threadpool *);          // ggml_barrier
-ggml::cpu::tensor_traits *attention_for(const ggml_tensor *op);  // returns null for other operations
+ggml::cpu::tensor_traits *attention_for(const ggml_tensor *op);  // null for operations other than attention
 ggml::cpu::tensor_traits *matmul_for(const ggml_tensor *op);
 ggml::cpu::tensor_traits *cell_writes_for(const ggml_tensor *op);
 ggml::cpu::tensor_traits *elementwise_for(const ggml_tensor *op);
@@ -59,10 +59,10 @@ public:
     explicit Additions(const ggml_tensor *op) : op(op), plan((const AdapterPlan *)op->extra) {}
     size_t size() const;
     void project(float *work, int ith, int nth);  // computes this thread's share of A x; a barrier follows
-    void prefetch(int first, int n) const;        // prefetches B of these weight rows, and a part of the next product's A
+    void prefetch(int first, int n) const;        // prefetches B for these weight rows, and a part of the next product's A
     void add(int first, int n) const;             // `first` is a multiple of kLanes
 };
-// Called with each product before a graph is computed. The plan is kept in op->extra, which ggml's CPU backend leaves alone.
+// Called with each product before a graph is computed. The plan is kept in op->extra, which ggml's CPU backend does not use.
 void plan_adapters(const ggml_tensor *op, bool is_accepted);
 
 // Weights of a model that is larger than memory (streaming.cpp); null if all weights fit.
@@ -71,6 +71,6 @@ extern Stream *g_stream;
 void stream_note(const ggml_tensor *op, bool is_accepted);  // called for each product, in the order of the next graph
 // Called by one thread before a product; firsts[e]: number of columns of the experts before e.
 void stream_begin(const ggml_tensor *op, const int32_t *firsts, int n_threads);
-// Called by each thread; waits for a weight (expert 0), or for an expert. A thread asks for experts in order, at the end for the
-// index after the last.
+// Called by each thread; waits for a weight (expert 0), or for an expert. A thread asks for experts in order, and at the end for
+// the index after the last expert.
 const uint8_t *stream_slice(const ggml_tensor *op, int thread, int expert);

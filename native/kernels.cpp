@@ -1,7 +1,7 @@
 // libedgeinfer-kernels-*.so.1: the in-tree kernels (attention.cpp, cell_order.cpp, matmul.cpp, elementwise.cpp) and their entry into ggml's CPU backend.
 //
-// They are registered like repacked weights: ggml asks each "extra buffer type" whether it computes an operation of a graph, and
-// calls it on ggml's own threads. This buffer type never stores weights.
+// The kernels are registered like repacked weights: ggml asks each "extra buffer type" whether it computes an operation of a graph,
+// and calls it on ggml's own threads. This buffer type never stores weights.
 #include <cstdio>
 #include <vector>
 
@@ -26,7 +26,7 @@ bool is_independent(const ggml_tensor *op) {
         case GGML_OP_TOP_K: case GGML_OP_LEAKY_RELU: case GGML_OP_TRI: case GGML_OP_FILL: case GGML_OP_WIN_PART:
         case GGML_OP_WIN_UNPART:
             return true;
-        case GGML_OP_ROPE: return op->op_params[2] != GGML_ROPE_TYPE_NORMAL;  // the rest of a row is fused in another way
+        case GGML_OP_ROPE: return op->op_params[2] != GGML_ROPE_TYPE_NORMAL;  // at a row's end, additions are fused differently
         case GGML_OP_RWKV_WKV6: return op->ne[0] / op->src[1]->ne[1] % 16 == 0;
         case GGML_OP_UNARY:
             switch (ggml_get_unary_op(op)) {
@@ -40,8 +40,8 @@ bool is_independent(const ggml_tensor *op) {
     }
 }
 
-// The first operation of this thread whose bits depend on the processor, and the type of its first operand. An engine
-// computes on a thread of its own, which takes part in each operation: another engine of the process is not blamed.
+// The first operation of this thread whose bits depend on the processor, and the type of its first operand. Per thread, because
+// each engine has a decode thread, which takes part in all of its operations, and must not get another engine's.
 thread_local char t_dependent[64];
 
 void note_dependent(const ggml_tensor *op) {
@@ -57,7 +57,7 @@ class Hook : public ggml::cpu::extra_buffer_type {
         return matmul_for(op);
     }
 };
-// Second buffer type: ggml asks it about an operation that the first one declines.
+// Second buffer type, which ggml asks about operations that the first one declines.
 class SecondHook : public ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor *) override { return false; }
     ggml::cpu::tensor_traits *get_tensor_traits(const ggml_tensor *op) override {

@@ -1,5 +1,5 @@
-// NEON with the dot products of ARMv8.2 (dotprod); with the products of 2 x 8 and 8 x 2 bytes of ARMv8.6 (i8mm) where the compiler
-// may use them.
+// NEON with the dot products of ARMv8.2 (dotprod); with the products of 2 x 8 and 8 x 2 bytes of ARMv8.6 (i8mm) if the compiler may
+// use them.
 #include <arm_neon.h>
 
 #include <algorithm>
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kFew = 8, kColumns = 8, kTile = 4;
 constexpr bool kSignedBytes = true, kSaturates = false, kGathers = false, kDotsOfRows = false;
-constexpr int kRegisters = 32, kSpansAhead = 0;  // not measured on a processor
+constexpr int kRegisters = 32, kSpansAhead = 0;  // not measured on a real processor
 
 INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
@@ -37,14 +37,14 @@ INLINE Dwords low64(Dwords x, Dwords y) { return (Dwords)vzip1q_u64((uint64x2_t)
 INLINE Dwords high64(Dwords x, Dwords y) { return (Dwords)vzip2q_u64((uint64x2_t)x, (uint64x2_t)y); }
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-// two vectors of dwords, of rows 0 to 3, become eight bytes of rows 0 and 1, and of rows 2 and 3
+// converts two vectors of dwords of rows 0 to 3: to eight bytes each of rows 0 and 1, and of rows 2 and 3
 template <int kN> INLINE void arrange(Dwords *w) {
     UNROLL for (int j = 0; j < kN; j += 2) {
         const Dwords low = low32(w[j], w[j + 1]);
         w[j + 1] = high32(w[j], w[j + 1]), w[j] = low;
     }
 }
-// products of two rows and two columns at a time; an odd last column is its own pair
+// multiplies two rows with two columns at a time; an odd last column is paired with itself
 template <int kN, int kR, int kC> INLINE void add_products(const Dwords *const (&w)[kR], const int8_t *x, Integers (&dots)[kR][kC]) {
     constexpr int kPairs = (kC + 1) / 2;
     int32x4_t sums[kR][kPairs][2]{};

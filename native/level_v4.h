@@ -3,7 +3,8 @@
 
 namespace {
 
-// Columns (rows of a batch): most for which weights are unpacked in registers; computed together there; and with a slab.
+// Numbers of columns (rows of a batch): the most for which weights are unpacked in registers; computed together there; and with a
+// slab.
 constexpr int kFew = 6, kColumns = 8, kTile = 6;
 constexpr bool kSignedBytes = false;  // whether add_dots() takes 8-bit weights as int8, not uint8
 constexpr bool kSaturates = false;    // whether add_dots() needs the largest weight, as its sums saturate
@@ -16,7 +17,7 @@ INLINE Floats fma(Floats a, Floats b, Floats c) { return (Floats)_mm512_fmadd_ps
 INLINE Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }  // returns b if either is NaN
 INLINE Floats smaller(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE Integers nearest(Floats x) { return (Integers)_mm512_cvtps_epi32((__m512)x); }
-INLINE bool exceed(Floats x, float most) { return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(most), _CMP_GT_OQ); }  // whether any lane does
+INLINE bool exceed(Floats x, float most) { return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(most), _CMP_GT_OQ); }  // of any lane
 INLINE float from_half(uint16_t x) { return _cvtsh_ss(x); }
 INLINE Floats from_halves(const void *p) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE Floats from_bf16(const void *p) {
@@ -27,7 +28,7 @@ INLINE Floats halves(Dwords x) { return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_
 INLINE Dwords look_up(Table table, Dwords x) {
     return (Dwords)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)x);
 }
-// bits 4 * i to 4 * i + 3, to bit 4 of the bytes: a table of 16, which takes a third of the time of a multiplication of dwords
+// puts bits 4 * i to 4 * i + 3 into bit 4 of the bytes, by a table of 16: a third of the time of a multiplication of dwords
 INLINE Dwords fifth_bits_of(Dwords high, int i) {
     const Dwords table{0, 0x10, 0x1000, 0x1010, 0x100000, 0x100010, 0x101000, 0x101010,
                        0x10000000, 0x10000010, 0x10001000, 0x10001010, 0x10100000, 0x10100010, 0x10101000, 0x10101010};
@@ -45,7 +46,7 @@ INLINE Dwords of_rows(const uint8_t *p, size_t stride) {  // 16 bytes each of ro
     v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 8 * stride)), 2);
     return (Dwords)_mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(p + 12 * stride)), 3);
 }
-// The same of two consecutive 16 bytes: half the loads, which take longest
+// Like of_rows, for two consecutive 16 bytes: half as many loads, which take longest
 INLINE void of_rows(const uint8_t *p, size_t stride, Dwords &first, Dwords &second) {
     const auto two = [&](size_t row) __attribute__((always_inline)) {
         const __m512i v = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(p + row * stride)));
@@ -54,21 +55,21 @@ INLINE void of_rows(const uint8_t *p, size_t stride, Dwords &first, Dwords &seco
     const __m512i a = two(0), b = two(8);
     first = (Dwords)_mm512_shuffle_i32x4(a, b, 0x88), second = (Dwords)_mm512_shuffle_i32x4(a, b, 0xdd);
 }
-// x and y interleaved within each 16 bytes, by dwords or pairs of them: the lower halves, and the upper ones
+// Interleave x and y within each 16 bytes, by dwords or pairs of dwords: the lower halves, and the upper ones
 INLINE Dwords low32(Dwords x, Dwords y) { return (Dwords)_mm512_unpacklo_epi32((__m512i)x, (__m512i)y); }
 INLINE Dwords high32(Dwords x, Dwords y) { return (Dwords)_mm512_unpackhi_epi32((__m512i)x, (__m512i)y); }
 INLINE Dwords low64(Dwords x, Dwords y) { return (Dwords)_mm512_unpacklo_epi64((__m512i)x, (__m512i)y); }
 INLINE Dwords high64(Dwords x, Dwords y) { return (Dwords)_mm512_unpackhi_epi64((__m512i)x, (__m512i)y); }
 
-// Puts kN vectors of weights into another order, if add_dots() is faster with that for more columns than one.
+// Puts kN vectors of weights into the order with which add_dots() is faster for several columns, if it differs.
 template <int kN> INLINE void arrange(Dwords *) {}
-// dots[r][c] += the dots of the kN vectors w[r] and the bytes of column c at `x`. kMost is the largest byte of weights, -1 where
+// Adds to dots[r][c] the dots of the kN vectors w[r] and the bytes of column c at `x`. kMost is the largest byte of weights, -1 if
 // they are signed.
 template <int kN, int kMost, Order kOrder, int kR, int kC, class X>
 INLINE void add_dots(const Dwords *const (&w)[kR], const X &x, Integers (&dots)[kR][kC]) {
     UNROLL for (int j = 0; j < kN; j++) {
         UNROLL for (int c = 0; c < kC; c++) {
-            if constexpr (kR == 1 && kOrder != Order::kSpans) {  // asm, because gcc 12 would use a separate broadcast instruction, a fifth of all
+            if constexpr (kR == 1 && kOrder != Order::kSpans) {  // asm: gcc 12 would add broadcast instructions, a fifth of all
                 asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(dots[0][c]) : "v"(w[0][j]), "m"(*x.at(c, j)));
                 continue;
             }

@@ -1,10 +1,10 @@
-// Products of weights and activations for ggml's CPU backend (MUL_MAT, MUL_MAT_ID), on the weights of the mapped
-// GGUF file, without repacking.
+// Products of weights and activations for ggml's CPU backend (MUL_MAT, MUL_MAT_ID). Weights are read from the mapped GGUF file,
+// without repacking.
 //
-// Weight rows are the lanes of vectors: a few dwords of 16 rows (8 with AVX2) are transposed as they are read, so that no
-// sum is horizontal. Activations are quantized to 8 bits by blocks of 32, with float scales. Products within a block are
-// integers, and so exact; floats are summed by block within each kSpan weights, and these sums from the first to the last. A
-// row's bits depend on its activations and on the weights alone: not on how many rows there are, on threads, or on the kernel.
+// Weight rows are the lanes of vectors: a few dwords of 16 rows (8 with AVX2) are transposed as they are read, so that no sum is
+// horizontal. Activations are quantized to 8 bits by blocks of 32, with float scales. Products within a block are integers, and so
+// exact; floats are summed by block within each span of kSpan weights, and the spans' sums from the first to the last. A row's bits
+// depend only on its activations and the weights, not on the number of rows, on threads, or on the kernel.
 //
 // There are three kernels. For one column (row of the batch) of most types, or two of Q8_0, the lanes are kLanes consecutive spans
 // of kSpan weights instead, so that memory is read in order. Up to kFew columns, weights are unpacked in registers for all of them.
@@ -22,14 +22,14 @@ namespace {
 constexpr int kRows = 2 * kLanes;  // rows of a slab
 constexpr int kSpan = 256;         // weights whose products are summed before they are added to a row's sum
 constexpr bool kTakesSpans = kSpansAhead > 0;
-constexpr int kClaim = 4;          // units of work that a thread takes at once as long as it has many
+constexpr int kClaim = 4;          // units of work that a thread takes at a time as long as many are left
 
-// Transposes of_rows() of rows 0, 1, 2 and 3 to one dword of each row
+// Transposes of_rows() of the rows 0, 1, 2 and 3, so that each vector has one dword of each row
 INLINE void transpose(const Dwords (&z)[4], Dwords *out) {
     const Dwords a = low32(z[0], z[1]), b = high32(z[0], z[1]), c = low32(z[2], z[3]), d = high32(z[2], z[3]);
     out[0] = low64(a, c), out[1] = high64(a, c), out[2] = low64(b, d), out[3] = high64(b, d);
 }
-// Reads the dwords kBegin to n - 1 of each row, 4 or 8 at a time; the last ones overlap, so as not to read beyond n
+// Reads the dwords kBegin to n - 1 of each row, 4 or 8 at a time; the last reads overlap, to read nothing beyond n
 template <int n, int kBegin = 0> INLINE void dwords(const uint8_t *p, size_t stride, Dwords *out) {
     constexpr int kEights = kLanes == 16 && n >= 8 ? kBegin + (n - kBegin + 3) / 8 * 8 : kBegin;  // AVX2 does not gain
 #if defined(__AVX512VNNI__)
@@ -66,14 +66,14 @@ INLINE Dwords bytes_of_rows(const uint8_t *p, size_t stride) {
     UNROLL for (int i = 0; i < kLanes; i++) x[i] = p[i * stride];
     return x;
 }
-// f(x) for each kEach dwords of the n of each row, in `all`. They are read by eights as they are needed, so that few take registers.
+// Calls f(x) for each kEach of the n dwords of each row, in `all`. Dwords are read by eights when needed, to take few registers.
 template <int n, int kEach, int kAt = 0, class F> INLINE void each_of(const uint8_t *p, size_t stride, Dwords *all, F f) {
     constexpr int kEnd = kAt + kEach;
     dwords<std::min((kEnd + 7) / 8 * 8, n), std::min((kAt + 7) / 8 * 8, n)>(p, stride, all);
     f(all + kAt);
     if constexpr (kEnd < n) each_of<n, kEach, kEnd>(p, stride, all, f);
 }
-// f(d, x) for kPairs pairs of blocks from p on, each a half and n dwords
+// Calls f(d, x) for kPairs pairs of blocks from p on, each a half and n dwords
 template <Order kOrder, int n, int kPairs, class F> INLINE void pairs(const uint8_t *p, size_t stride, F f) {
     if constexpr (kGathers || kOrder == Order::kRows) {
         UNROLL for (int i = 0; i < 2 * kPairs; i++, p += 2 + 4 * n) {
@@ -88,18 +88,18 @@ template <Order kOrder, int n, int kPairs, class F> INLINE void pairs(const uint
         f(halves(pair[0]), x), f(halves(pair[n] >> 16), pair + n + 1);
     });
 }
-// Whether a group is read as a whole, in fewer loads: it fits into registers only of AVX-512, and next to one column's sums
+// Whether a group is read as a whole, with fewer loads: only AVX-512 has enough registers for it, next to one column's sums
 template <Order kOrder> constexpr bool kIsWhole = kLanes == 16 && kOrder == Order::kDwords;
 INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 
 // ---- formats (ggml-common.h): read() hands out blocks of kSub weights in order, kSub / 4 vectors of bytes each. A weight
 // is d * (byte - kZero) + m; m is 0 unless kMin. kMost is the largest byte. A group of kGroup weights has kBytes.
 
-// Properties of a format for the kernels. A block takes kVectors vectors; 32 bytes of activations are kActs of them. kMost is used
-// only where the dot instruction saturates. kMostBySpan is the largest number of columns for which few_by_span() is faster: 2 where
-// 16 rows that are read and 16 that are prefetched exceed the L1 cache, 0 where arithmetic takes longest. kBursts: see there.
-// kMostFew is the largest number of columns for which weights are unpacked in registers: for AVX2's sums of 16 bits, which need
-// more of these, four columns fit for only a few types.
+// Properties of a format for the kernels. A block takes kVectors vectors, 32 bytes of activations kActs vectors. kMost is used only
+// where the dot instruction saturates. kMostBySpan is the largest number of columns for which few_by_span() is faster: 2 if 16 rows
+// that are read and 16 that are prefetched exceed the L1 cache, 0 if arithmetic takes longest. kBursts: see few_by_span(). kMostFew
+// is the largest number of columns for which weights are unpacked in registers: AVX2's 16-bit sums need more registers, so that
+// only a few types can have four columns.
 template <int sub, bool min, int most> struct Shape {
     static constexpr int kSub = sub, kVectors = sub / 4, kActs = 32, kMost = most, kChunk = 512;
     static constexpr bool kFloat = false, kPairs = false, kMin = min, kTakesRows = sub == 32;
@@ -326,7 +326,7 @@ struct Q2_K : Shape<16, true, 3> {
 struct IQ4_XS : Shape<32, false, kMostByte> {
     static constexpr int kGroup = 256, kBytes = 136, kZero = kMiddle;
     template <Order kOrder, int, class F> static INLINE void read(const uint8_t *p, size_t stride, F f) {
-        constexpr int kOnce = kLanes == 16 ? 2 : 1;  // blocks that are read together
+        constexpr int kOnce = kLanes == 16 ? 2 : 1;  // number of blocks read together
         Dwords x[4], q[4 * kOnce];
         Block b;
         dwords<4>(p, stride, x);
@@ -378,7 +378,7 @@ struct BF16 : FloatShape {
 };
 
 #if defined(__AVX512VNNI__)
-// BF16 where the processor multiplies pairs of them (AVX512_BF16): activations are rounded to BF16, as llama.cpp's are
+// BF16 if the processor multiplies pairs of BF16 (AVX512_BF16): activations are rounded to BF16, as in llama.cpp
 struct PairShape {
     static constexpr int kSub = 16, kVectors = 8, kActs = 16, kZero = 0, kMost = 0, kChunk = 256;
     static constexpr bool kFloat = true, kPairs = true, kMin = false, kTakesRows = false;
@@ -422,7 +422,8 @@ struct Layout {
     }
 };
 
-// One block of 32. The largest is found among the bits: these order NaN above infinity, and a scale that is NaN stays one.
+// Quantizes one block of 32. The largest value is found by its bits, as an integer: NaN is then above infinity, and makes the scale
+// NaN.
 template <class T> INLINE void quantize_block(const float *x, int8_t *to, Extra *extras, int between) {
 #if defined(__AVX512VNNI__)
     if constexpr (T::kPairs) return round_to_bf16(x, to);
@@ -443,9 +444,9 @@ template <class T> INLINE void quantize_block(const float *x, int8_t *to, Extra 
     for (int i = 0; i < kLanes; i++) largest = std::max(largest, most[i]);
     float top;
     memcpy(&top, &largest, 4);
-    const float by = top > 1e-36f ? 127.0f / top : 0.0f;  // below, 127 / top is infinite
+    const float by = top > 1e-36f ? 127.0f / top : 0.0f;  // below this, 127 / top is infinite
     int sums[2] = {0, 0};
-    for (int i = 0; i < kParts; i++)  // NaN becomes -127 here, so that its integer has no special meaning
+    for (int i = 0; i < kParts; i++)  // NaN becomes -127 here, so that no integer needs a special meaning
         sums[i * kLanes / 16] += to_bytes(nearest(larger(v[i] * by, all(-127.0f))), to + i * kLanes);
     const float scale = top / 127.0f;
     constexpr int kSubs = 32 / T::kSub;
@@ -460,12 +461,12 @@ template <class T> INLINE void quantize_block(const float *x, int8_t *to, Extra 
 
 // ---- kernels
 
-// sums[r][c] += the product of one block of weights (kR vectors of rows) and of activations (kC columns), which are at `x`
+// Adds to sums[r][c] the product of one block of weights (kR vectors of rows) with activations (kC columns) at `x`
 template <class T, Order kOrder, int kR, int kC, class X>
 INLINE void multiply(const Dwords *const (&w)[kR], const Floats (&d)[kR], const Floats (&m)[kR], const X &x, Floats (&sums)[kR][kC]) {
     constexpr int kN = T::kVectors;
     if constexpr (T::kFloat) {
-        Floats some[kR][kC]{};  // several sums, because they round less than a long one
+        Floats some[kR][kC]{};  // several sums, which are rounded less than a single one
         UNROLL for (int j = 0; j < kN; j++) {
             UNROLL for (int c = 0; c < kC; c++) {
                 const Dwords v = x.dword(c, j);
@@ -511,7 +512,7 @@ template <class T, int kC> struct Position {
         else x += 32 * kC - 16;
     }
 };
-// The same if lanes are spans: each lane reads its own activations
+// Like the struct above, if lanes are spans: each lane reads its own activations
 template <class T, int kC> struct SpanPosition {
     const int32_t *x;
     const float *scales;
@@ -524,13 +525,14 @@ template <class T, int kC> struct SpanPosition {
     INLINE void step() { x += T::kVectors * kC * pitch, scales += kC * pitch, seconds = (const float *)seconds + kC * pitch; }
 };
 
-// Prefetches a part of the next rows: to the L1 cache for a few columns, which wait for memory; to L2 where a slab has L1.
+// Prefetches a part of the next rows: for a few columns, which wait for memory, to the L1 cache; to L2 if a slab fills L1.
 INLINE const uint8_t *prefetch(const uint8_t *p, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
     return p + bytes;
 }
 template <class T> INLINE const uint8_t *prefetch_to_l1(const uint8_t *p, int bytes) {
-    // The compiler spreads unrolled prefetches over the code of a whole group, which costs Q6_K a third of its rate on AVX-512.
+    // The compiler spreads unrolled prefetches over the code of a whole group, which would cost Q6_K a third of its rate on
+    // AVX-512.
     constexpr bool kIsLoop = kLanes == 16 && T::kGroup == kSpan;
     if constexpr (kIsLoop) {
 #pragma GCC unroll 1
@@ -544,8 +546,8 @@ template <class T> INLINE const uint8_t *prefetch_to_l1(const uint8_t *p, int by
 template <class T> constexpr int groups_of_span = T::kFloat || kLanes < 16 ? 1 : kSpan / T::kGroup;  // read together, by eights
 template <class T> constexpr int share_of = T::kBytes * kLanes / (T::kGroup / T::kSub);  // bytes of a block of kLanes rows
 
-// f(block) for k weights of kLanes rows. For a slab, groups of more than three cache lines (Q6_K) are prefetched to L1 one group
-// early: reads from L2 wait behind the prefetches from memory. Returns what to prefetch after that.
+// Calls f(block) for k weights of kLanes rows. For a slab, groups of more than three cache lines (Q6_K) are prefetched to L1 one
+// group early, because reads from L2 wait for the prefetches from memory. Returns the Ahead that is left to prefetch.
 template <class T, Order kOrder, bool kIsFew, int kGroups = groups_of_span<T>, class F>
 INLINE const uint8_t *each_block(const uint8_t *w, size_t stride, int k, const uint8_t *ahead, int share, F f) {
     if (kGroups > 1 && k % kSpan) return each_block<T, kOrder, kIsFew, 1>(w, stride, k, ahead, share, f);
@@ -566,7 +568,7 @@ INLINE const uint8_t *each_block(const uint8_t *w, size_t stride, int k, const u
     return ahead;
 }
 
-// Multiplies kLanes rows with kC columns into out[column][lane]. `ahead`: weights to prefetch.
+// Multiplies kLanes rows with kC columns into out[column][lane]. `ahead`: weights to prefetch meanwhile.
 template <class T, int kC>
 INLINE void few_rows(const uint8_t *w, size_t stride, int k, const int8_t *x, const Extra *e, float *out, const uint8_t *ahead) {
     Position<T, kC> at{x, e};
@@ -585,19 +587,21 @@ INLINE void few_rows(const uint8_t *w, size_t stride, int k, const int8_t *x, co
     for (int c = 0; c < kC; c++) store(out + c * kLanes, totals[c]);
 }
 
-// For groups of 256 and several columns, gcc 12 would keep a pointer in memory to each dword that it reads of these, and advance all
-// of them: on AVX-512, two rows of Q2_K and Q3_K came to a third of the rate. Other types and levels gain by it, 5 to 10 %.
+// For groups of 256 and several columns, gcc 12 would keep in memory a pointer to each dword that it reads, and advance all of
+// these pointers: on AVX-512, two rows of Q2_K and Q3_K came to a third of the rate. Other types and levels gain 5 to 10 % by such
+// pointers.
 template <class T, int kC, class... Args> __attribute__((optimize("no-ivopts"))) void few_groups(Args... args) { few_rows<T, kC>(args...); }
 template <class T, int kC, class... Args> __attribute__((noinline)) void few(Args... args) {
     if constexpr (kLanes == 16 && T::kGroup == kSpan) few_groups<T, kC>(args...);
     else few_rows<T, kC>(args...);
 }
 
-// The same where lanes are spans: kLanes rows, one after the other, are `spans` groups of kLanes spans. Prefetches run kSpansAhead
+// Like few(), if lanes are spans: kLanes rows, one after the other, are `spans` groups of kLanes spans. Prefetches run kSpansAhead
 // bytes before the reads, after these rows to the `next` ones: memory is read in order, and used from L1. Most types prefetch a
-// group's lines (36 of Q4_K) in two bursts: with one, they came to 0.9 to 0.96 of the rate where two threads read 75 GB/s, and Q6_K
-// to 0.93 at 50. Q4_0, Q4_1 and Q8_0 lose at 50 as much as they gain at 75. Spread over all blocks, all came to half of the rate.
-// `products`: space for kC * kLanes * spans.
+// group's cache lines (36 for Q4_K) in two bursts. With one burst they came to 0.9 to 0.96 of that rate on memory that two threads
+// read at 75 GB/s, and Q6_K to 0.93 at 50 GB/s. Q4_0, Q4_1 and Q8_0 use one burst, because they lose as much at 50 GB/s by two as
+// they gain at 75. With prefetches spread over all blocks, all types came to half of the rate. `products`: space for kC * kLanes *
+// spans.
 template <class T, int kC>
 void few_by_span(const uint8_t *w, int spans, const SpanPosition<T, kC> &x, float *out, float *products, const uint8_t *next) {
     constexpr int kParts = kSpan / T::kGroup, kBytes = kParts * T::kBytes, kOnce = kLanes * kBytes;
@@ -641,11 +645,11 @@ template <class T> void unpack(const uint8_t *w, size_t stride, int k, Unpacked<
         to += 2;
     });
 }
-// Adds a chunk to sums[column][2 * kLanes]; the first chunk starts them
+// Adds a chunk's products to sums[column][2 * kLanes]; the first chunk sets the sums
 template <class T, int kC>
 void tile(const Unpacked<T> *w, int k, const int8_t *x, const Extra *e, float *out, bool is_first, const uint8_t *ahead, int share) {
     Position<T, kC> at{x, e};
-    for (int begin = 0; begin < k; begin += kSpan, is_first = false) {  // at most kSpan columns at a time; float sums carry over
+    for (int begin = 0; begin < k; begin += kSpan, is_first = false) {  // kSpan weights at a time
         Floats sums[2][kC]{};
         const auto each_total = [&](auto f) __attribute__((always_inline)) {
             for (int c = 0; c < kC; c++)
@@ -656,7 +660,8 @@ void tile(const Unpacked<T> *w, int k, const int8_t *x, const Extra *e, float *o
             ahead = prefetch(ahead, share);
             Floats m[2]{};
             if constexpr (T::kMin) m[0] = w[0].m[0], m[1] = w[1].m[0];
-            // From three columns on, keep the sums in memory: the dot products need the registers. For fewer, that made each block wait.
+            // From three columns on, keep the sums in memory: the dot products need the registers. For fewer columns, that made
+            // each block wait.
             if (kRegisters < 32 && kC > 2 && !T::kFloat) asm("" : "+m"(sums));
             multiply<T, Order::kArranged>({w[0].w, w[1].w}, {w[0].d, w[1].d}, {m[0], m[1]}, at, sums);
         }
@@ -670,8 +675,8 @@ size_t round_up(size_t n) { return (n + 63) / 64 * 64; }
 
 struct Place { int32_t slot, token; };  // token and expert slot of a MUL_MAT_ID column
 
-// A thread's units, of which it takes some at the front: memory is read fastest in order, and no two threads prefetch the same. A
-// thread that has no more takes one at the end of another's.
+// The units of one thread, which takes them from the front: memory is read fastest in order, and no two threads prefetch the same.
+// A thread without units takes one from the end of another thread's.
 struct Range { int32_t first, end; };
 typedef std::atomic<Range> Units;
 Range take(Units &units, bool is_front, int most) {
@@ -686,11 +691,12 @@ Range take(Units &units, bool is_front, int most) {
     return taken;
 }
 
-// What a thread read first in the last product, and by that, in the product after it: it is prefetched at the end of the first one
+// Address that this thread read first in the last product; and, by that address, the one in the product after it, to be prefetched
+// next time
 struct { const uint8_t *last, *after[512]; } thread_local t_starts;
 const uint8_t *&next_start() { return t_starts.after[(uintptr_t)t_starts.last / 64 * 0x9e3779b97f4a7c15u >> 55]; }
 
-// A MUL_MAT, or one expert of a MUL_MAT_ID: its weights, and the columns they are multiplied with
+// A MUL_MAT, or one expert of a MUL_MAT_ID: its weights, and the columns with which they are multiplied
 struct Product {
     const uint8_t *weights;
     const ggml_tensor *op;
@@ -722,13 +728,13 @@ template <class T> struct Operation {
     static constexpr int kSubs = T::kActs / T::kSub, kChunk = T::kChunk;
     const ggml_tensor *op, *w, *x, *ids;
     int k, rows, n, experts;
-    int most_by_span = 0, pitch = 0;  // both numbers of columns
+    int most_by_span = 0, pitch = 0;  // numbers of columns
     Operation(const ggml_tensor *op) : op(op), w(op->src[0]), x(op->src[1]), ids(op->op == GGML_OP_MUL_MAT_ID ? op->src[2] : nullptr) {
         k = w->ne[0], rows = w->ne[1], experts = ids ? w->ne[2] : 1;
         n = ids ? ids->ne[0] * ids->ne[1] : x->ne[1];
         if (!T::kMostBySpan || k % kSpan || w->nb[1] != (size_t)k / T::kGroup * T::kBytes) return;
-        const int most = k <= 5120 ? T::kMostBySpan : 1;  // as long as their activations, which each span loads, stay in L1
-        if (n > (ids ? 64 : most)) return;  // with many columns, few experts get so few, and each column would take more memory
+        const int most = k <= 5120 ? T::kMostBySpan : 1;  // for longer rows, the activations would not stay in L1
+        if (n > (ids ? 64 : most)) return;  // with many columns, few experts have so few columns, and the layout takes more memory
         most_by_span = most, pitch = k / kSpan + kLanes;
         if (pitch % 64 == 0) pitch += 16;  // addresses at multiples of 256 bytes would share few sets of the L1 cache
     }
@@ -763,7 +769,7 @@ template <class T> struct Operation {
             return Product{weights + (ids ? expert * w->nb[2] : 0), op, ids ? places + first : nullptr,
                            Layout(count, k / T::kActs, rows, T::kMostFew, most_by_span, pitch), bytes + first * column_bytes(), extras + first * column_extras()};
         };
-        int at = 0, units = 0;  // numbers of activation blocks, and of units of work, in the products so far
+        int at = 0, units = 0;  // activation blocks and units of work of the products so far
         const int all = n * (k / T::kActs), begin = (int64_t)all * params->ith / params->nth,
                   end = (int64_t)all * (params->ith + 1) / params->nth;
         for (int expert = 0; expert < experts; expert++) {
@@ -784,7 +790,7 @@ template <class T> struct Operation {
                 taken = take(units_of((params->ith + i) % params->nth), false, 1);
             return taken.first < taken.end ? taken.first++ : -1;
         };
-        int expert = 0, reached = -1, before = 0;  // before: units of the experts before this one
+        int expert = 0, reached = -1, before = 0;  // before: number of units of earlier experts
         bool is_start = true;
         Product p = product(0);
         for (int unit = next_unit(), after; unit >= 0; unit = after) {  // the next unit is taken early, to prefetch its weights
@@ -836,7 +842,7 @@ template <class T> struct Operation {
         }
     }
 
-    // By blocks over all spans, so that threads do not write to the same cache lines
+    // Blocks are divided over all spans, so that threads do not write to the same cache lines
     template <int kC> void quantize_spans(const Product &p, int begin, int end) const {
         const int spans = k / kSpan;
         int32_t *x = (int32_t *)p.bytes, *scales = (int32_t *)p.extras, *seconds = scales + kSpan / T::kSub * kC * pitch;
@@ -890,7 +896,8 @@ template <class T> struct Operation {
         for (int i = 0; i < k; i += kChunk) {
             const int some = std::min(kChunk, k - i);
             const size_t done = (size_t)i / T::kGroup * T::kBytes, bytes = (size_t)some / T::kGroup * T::kBytes * kLanes;
-            // Tiles of the first groups prefetch too: with few columns memory takes longest, and must not wait for the next slab.
+            // Tiles of the first groups prefetch, too: with few columns, memory takes longest, and reading must not wait for the
+            // next slab.
             const int parts = 1 + std::min(l.groups(), 3), share = share_of<T> / parts;
             const uint8_t *soon = ahead + done * kRows;
             unpack<T>(from + done, w->nb[1], some, slab, soon, share);
@@ -912,7 +919,7 @@ template <class T> struct Operation {
     }
 };
 
-// Calls f(Format{}) for the tensor's type; returns false for unsupported types
+// Calls f with the Format of the tensor's type; returns false for unsupported types
 template <class F> bool with_format(ggml_type type, F f) {
 #if defined(__AVX512VNNI__)
     static const bool has_pairs = __builtin_cpu_supports("avx512bf16");
@@ -932,7 +939,7 @@ public:
         bool is_known = false;
         with_format(w->type, [&](auto format) { is_known = w->ne[0] % decltype(format)::kGroup == 0; });
         if (!is_known || w->ne[1] < 16 || w->ne[3] != 1 || w->nb[0] != ggml_type_size(w->type)) return false;
-        return !w->buffer || ggml_backend_buffer_is_host(w->buffer);  // false for weights that are on a device or repacked
+        return !w->buffer || ggml_backend_buffer_is_host(w->buffer);  // not on a device, not repacked
     }
     static bool accepts(const ggml_tensor *op) {
         const ggml_tensor *w = op->src[0], *x = op->src[1];

@@ -1,12 +1,13 @@
-// Weights of a model that is larger than memory: decides which stay in memory, and reads the others at each step.
+// Weights of a model that is larger than memory: decides which of them stay in memory, and reads the others at each step.
 //
-// A weight of a product is pinned: the pages of the mapped file are read once, and stay. Or it is read into a slot, memory of our
-// own: a dense weight before its turn in the graph, and a mixture's expert when it is used. The order of the graph is that of the
-// calls of MulMat::work_size before it is computed; names do not show it. Weights that the kernels do not multiply are read through
-// the mapping.
+// A weight of a product may be pinned: the pages of the mapped file are read once, and stay. Otherwise it is read into a slot,
+// which is separate memory: a dense weight before its turn in the graph, a mixture's expert when it is used. The order of weights
+// in the graph is the order in which MulMat::work_size is called before the graph is computed; their names do not show it. Weights
+// that the kernels do not multiply are read through the mapping.
 //
-// Linux's page cache keeps nothing of weights read in a cycle, so all that fit are pinned. Threads read with pread(2), because
-// containers' filters and CRIU refuse io_uring. They bypass the page cache (O_DIRECT), which contains the pinned weights.
+// Linux's page cache evicts weights that are read in a cycle before they are read again, so all that fit are pinned. Threads read
+// with pread(2), because containers' filters and CRIU refuse io_uring. Reads bypass the page cache (O_DIRECT), which contains the
+// pinned weights.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -39,12 +40,12 @@ namespace {
 constexpr int kReaders = 8;
 constexpr size_t kOnce = 2 << 20;     // bytes per read
 constexpr size_t kLeast = 2 << 20;    // smallest weight (bytes) that is streamed
-constexpr size_t kAhead = 128 << 10;  // bytes per readahead(2), which silently drops what exceeds limits of the device
+constexpr size_t kAhead = 128 << 10;  // bytes per readahead(2), which silently reads no more than the device's limit
 constexpr int kPopulateRead = 22;     // MADV_POPULATE_READ, since Linux 5.14
 constexpr double kHalf = 64;          // half-life of an expert's use, in tokens
-constexpr double kGolden = 0.6180339887;  // the fractional parts of its first multiples, however many, are evenly spread
-constexpr int kLostShare = 64;        // pinned weights are lost if a graph reads 1 / this of their bytes by page faults
-// Below the first amount of free memory (bytes), less is kept in memory; above the second one, more
+constexpr double kGolden = 0.6180339887;  // the fractional parts of its multiples are evenly spread, however many there are
+constexpr int kLostShare = 64;        // pinned weights count as lost if page faults of a graph read 1 / kLostShare of their bytes
+// If less memory (bytes) than the first amount is free, fewer weights are kept; if more than the second, more weights
 constexpr int64_t kLeastFree = 48 << 20, kAmpleFree = 112 << 20, kLeastChange = 16 << 20;
 constexpr int kShort = -1, kChanged = -2;  // failures without an errno: the file ends too early, or was written to
 const int64_t kPage = sysconf(_SC_PAGESIZE);
@@ -70,7 +71,7 @@ struct Slice {  // an expert, or a whole weight without experts
     size_t index;                 // index in Stream::cached
     int n_uses = 1;               // uses in a product of `group`
     int64_t group = -1;           // Stream::group that needed it last
-    double key = -INFINITY;       // log2 of all uses, which count half after kHalf tokens; time does not change the order of keys
+    double key = -INFINITY;       // log2 of the sum of uses, which count half after kHalf tokens; their order stays
 };
 struct Read {  // a read of whole pages
     Slice *slice;
@@ -97,7 +98,7 @@ struct sigaction g_before;
 
 struct Stream {
     std::mutex mutex;
-    std::condition_variable work, done;  // a read was requested; a slice was read, or an expert passed
+    std::condition_variable work, done;  // signals: a read was requested; a slice was read, or threads have passed an expert
     std::vector<File> files;
     std::deque<Read> reads;
     std::vector<std::thread> readers;
@@ -107,21 +108,21 @@ struct Stream {
     int64_t bytes_read = 0, moved = 0;
 
     std::unordered_map<const void *, Weight> weights;
-    std::vector<Weight *> recorded, order;  // weights of the graph that is planned, and of the one that is computed
+    std::vector<Weight *> recorded, order;  // weights of the graph being planned, and of the graph being computed
     std::map<double, Weight *> movable;     // weights that can be streamed; the first ones are, evenly spread over the graph
     int64_t movable_bytes = 0, to_stream, faults = 0;
-    bool has_lost = false;  // whether the graph before lost pinned pages
+    bool has_lost = false;  // whether the last graph lost pinned pages
 
     size_t ring_bytes, most_room, room, used = 0;  // bytes of slots: of dense weights (0: a mixture), at the start, now, and used
     std::map<size_t, std::vector<uint8_t *>> free_slots;  // by size; pages are in memory only while a slot is in use
     std::vector<Slice *> cached;
     std::vector<std::pair<void *, size_t>> areas;
 
-    Weight *present = nullptr;     // weight of the product that is computed
+    Weight *present = nullptr;     // weight of the product being computed
     std::vector<int> reached;      // the expert that each thread is at
     std::vector<Slice *> needed;   // slices that this product needs, then those of the next ones, in order
     size_t n_requested = 0;        // number of needed slices that are requested
-    int64_t group = 0;             // counts dense products, and layers with experts; the products of such a layer need the same ones
+    int64_t group = 0;             // counts dense products, and layers with experts, whose products need the same experts
     const ggml_tensor *ids = nullptr;  // the chosen experts of the layer
     int64_t tokens = 0;
 
@@ -158,7 +159,7 @@ struct Stream {
             if (!--r.slice->n_reads) done.notify_all();
         }
     }
-    // Requests a slice: into a slot, or as pages of the mapping if that is null.
+    // Requests a slice, to be read into a slot; if that is null, as pages of the mapping.
     void request(Slice &s, uint8_t *slot) {
         const int64_t start = s.weight->start(s), low = round_down(start), high = round_up(start + s.weight->bytes);
         s.at = (slot ? slot : s.weight->file->address(low)) + (start - low);
@@ -223,7 +224,7 @@ struct Stream {
         order.swap(recorded), recorded.clear(), ids = nullptr, group++;
         rusage now;
         getrusage(RUSAGE_SELF, &now);
-        const int64_t lost = (now.ru_majflt - faults) * kPage;  // bytes read by page faults: pinned pages that others evicted
+        const int64_t lost = (now.ru_majflt - faults) * kPage;  // bytes read by page faults, because pinned pages were evicted
         const bool is_again = std::exchange(has_lost, faults && lost > bytes_of(kPinned) / kLostShare);
         if (has_lost && is_again) to_stream += lost;
         faults = now.ru_majflt;
@@ -253,8 +254,8 @@ struct Stream {
 
     // ---- slots
 
-    // Evicts the least used slice that is not needed; the slot's pages stay if it has `same` bytes. Returns false if all are needed.
-    // For the present product, slices of later products are evicted too, and its experts that all threads have passed.
+    // Evicts the least used slice that is not needed; its slot keeps its pages if it has `same` bytes. Returns false if all are
+    // needed. A slice for the present product may also evict slices of later products, and experts that all threads have passed.
     bool evict_one(size_t same, bool is_for_present) {
         const int first = is_for_present ? *std::min_element(reached.begin(), reached.end()) : 0;
         Slice *victim = nullptr;
@@ -296,14 +297,15 @@ struct Stream {
     void keep_needed() {
         while (n_requested < needed.size() && keep(*needed[n_requested])) n_requested++;
     }
-    // The dense weights from this one on, in the order of the graph; after its end it is computed again.
+    // Needs the dense weights from this one on, in the order of the graph, and then from its beginning: it will be computed again.
     void need_dense(const Weight *w) {
         group++;
         const size_t n = order.size(), at = std::find(order.begin(), order.end(), w) - order.begin();
         for (size_t i = at; i < at + n; i++)
             if (order[i % n]->kind != kExperts) needed.push_back(&order[i % n]->slices[0]);
     }
-    // The experts of this product, and the same ones of the layer's next products, so that the disk always has many reads to do.
+    // Needs the experts of this product, and the same ones of the layer's next products, so that the disk always has many reads to
+    // do.
     void need_experts(Weight *w, const ggml_tensor *op, const int32_t *firsts) {
         if (!ids) tokens += op->src[2]->ne[1];
         group += ids != op->src[2], ids = op->src[2];
@@ -350,7 +352,7 @@ struct Stream {
             f.fd = ::open(f.path, O_RDONLY | O_CLOEXEC | O_DIRECT);
             if (f.fd < 0) f.fd = ::open(f.path, O_RDONLY | O_CLOEXEC);
             if (f.fd < 0 || fstat(f.fd, &f.opened)) return errno;
-            if (pread(f.fd, allocate(kPage), kPage, 0) < 0) fcntl(f.fd, F_SETFL, 0);  // some file systems only refuse the reads
+            if (pread(f.fd, allocate(kPage), kPage, 0) < 0) fcntl(f.fd, F_SETFL, 0);  // some file systems refuse only reads
             madvise(f.low, f.high - f.low, MADV_RANDOM);  // each row of the token table is about a page
         }
         sigset_t all, before;  // block all signals in the new threads
@@ -358,13 +360,13 @@ struct Stream {
         int code = 0;
         try {
             for (int i = 0; i < kReaders; i++) readers.emplace_back([this] { read(); });
-        } catch (const std::system_error &error) {  // a limit on threads: fewer threads can read as well
+        } catch (const std::system_error &error) {  // a limit on threads: go on with fewer
             if (readers.empty()) code = error.code().value();
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
         return code;
     }
-    // Returns the failure since the last call, 0 for none. After a failure, all slots are emptied.
+    // Returns the failure (errno or code) since the last call, 0 for none; after a failure, empties all slots.
     int end() {
         std::unique_lock<std::mutex> lock(mutex);
         int code = std::exchange(failure, 0);
@@ -379,7 +381,7 @@ struct Stream {
         done.wait(lock, [&] { return std::none_of(cached.begin(), cached.end(), [](Slice *s) { return s->n_reads; }); });
         while (!cached.empty()) evict(*cached.back(), 0);
         if (!g_is_damaged.exchange(false)) return code;
-        for (const File &f : files) {  // later steps must not compute with the zeros of on_bus_error
+        for (const File &f : files) {  // later steps must not use the zeros of on_bus_error
             if (mmap(f.low, f.high - f.low, PROT_READ, MAP_SHARED | MAP_FIXED, f.fd, f.offset) == MAP_FAILED) g_is_damaged = true;
             madvise(f.low, f.high - f.low, MADV_RANDOM);
         }
@@ -397,7 +399,7 @@ struct Stream {
 };
 
 namespace {
-// SIGBUS handler: a page that the file lost, or that the disk cannot read, becomes zeros, and the step ends in an error.
+// SIGBUS handler: a page that the file no longer has, or that the disk cannot read, becomes zeros, and the step ends with an error.
 void on_bus_error(int number, siginfo_t *info, void *) {
     uint8_t *page = (uint8_t *)round_down((intptr_t)info->si_addr);
     for (const File &f : g_stream->files)
@@ -414,7 +416,7 @@ void stream_begin(const ggml_tensor *op, const int32_t *firsts, int n_threads) {
 const uint8_t *stream_slice(const ggml_tensor *op, int thread, int expert) { return g_stream->slice(op, thread, expert); }
 
 extern "C" {
-// Called between two steps, like the following functions; returns an errno, or 0. One model at a time.
+// Starts streaming; returns an errno, or 0. Called between two steps, like the following functions. One model at a time.
 int edgeinfer_stream_start(int n, const Mapping *mappings, int64_t ring_bytes, int64_t expert_bytes, int64_t streamed_bytes) {
     if (g_stream) return EBUSY;
     auto *stream = new Stream;
@@ -428,8 +430,8 @@ int edgeinfer_stream_start(int n, const Mapping *mappings, int64_t ring_bytes, i
     return 0;
 }
 int edgeinfer_stream_end() { return g_stream ? g_stream->end() : 0; }
-// Adapts to the memory that is available (bytes), if pinned weights count as such: keeps less in memory if little is free, and more
-// if much is. Weights may use memory that is planned for the KV cache as long as that does not use it.
+// Adapts to the available memory (bytes), which includes that of pinned weights: keeps fewer weights if little is free, and more if
+// much is. Weights may use memory that is planned for the KV cache as long as the cache does not use it.
 void edgeinfer_stream_follow(int64_t available_bytes) {
     Stream &s = *g_stream;
     std::lock_guard<std::mutex> lock(s.mutex);
@@ -439,7 +441,8 @@ void edgeinfer_stream_follow(int64_t available_bytes) {
     if (s.ring_bytes) s.to_stream = std::clamp<int64_t>(std::min(s.to_stream, s.movable_bytes) - change, 0, s.movable_bytes);
     else s.room = std::clamp<int64_t>(s.room + change, 0, s.most_room);
 }
-// Returns bytes read, seconds waited, weights moved to slots; bytes of weights that are pinned, that are streamed, and of cached experts
+// Returns bytes read, seconds waited, number of weights moved to slots; and bytes of pinned weights, streamed weights and cached
+// experts
 void edgeinfer_stream_statistics(double *to) {
     Stream &s = *g_stream;
     std::lock_guard<std::mutex> lock(s.mutex);

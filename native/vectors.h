@@ -22,8 +22,8 @@ typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int8_t Table __attribute__((vector_size(16)));
 
-// Orders of a block's bytes in vectors: a dword of each row; the same, after arrange(); from four to four, 16 bytes of each of
-// some rows, which takes no transposing; or a dword of each lane that meets activations of its own.
+// Orders of a block's bytes in vectors: a dword of each row; the same, after arrange(); 16 bytes of each fourth row, which needs no
+// transposing; or a dword of each lane, to be multiplied with the lane's own activations.
 enum class Order { kDwords, kArranged, kRows, kSpans };
 
 template <class T> INLINE T load(const void *p) {
@@ -35,7 +35,7 @@ template <class T> INLINE void store(void *p, T v) { memcpy(p, &v, sizeof v); }
 INLINE Floats floats(Integers x) { return __builtin_convertvector(x, Floats); }
 INLINE Floats floats(Dwords x) { return __builtin_convertvector((Integers)x, Floats); }
 INLINE Integers all(int32_t x) { return Integers{} + x; }
-INLINE Floats all(float x) { return x - Floats{}; }  // minus, because x + 0 is 0 for -0 and the compiler would have to compute it
+INLINE Floats all(float x) { return x - Floats{}; }  // not x + 0, which turns -0 into 0, so that the compiler must compute it
 INLINE Dwords broadcast(const int8_t *x) { return (Dwords)all(load<int32_t>(x)); }
 
 }  // namespace
