@@ -225,7 +225,7 @@ class StoreError(EdgeInferError):
 
 
 class ShippingError(EdgeInferError):
-    """The shipped file is invalid or damaged, or cannot be unpacked here."""
+    """The one-file program is invalid or damaged, or cannot be unpacked here."""
 
 
 class ReceiptError(EdgeInferError):

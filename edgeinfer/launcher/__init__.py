@@ -35,7 +35,7 @@ def main() -> int:
 
         Launcher(argv, exec_ns, main_ns).run()
     if getattr(sys, "frozen", False):
-        # the shipped file contains two programs: this launcher, and the application, which has the
+        # the one-file program contains two programs: this launcher, and the application, which has the
         # modules of `cli` (shipping.shipped)
         import os
 

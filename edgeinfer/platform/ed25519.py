@@ -39,7 +39,7 @@ def _libcrypto() -> ctypes.CDLL:
                 getattr(library, maker).restype = ctypes.c_void_p
             return library
     problem = "this Python has a built-in OpenSSL that other code cannot use for signatures"
-    raise EdgeInferError(problem, hint="use the shipped file, or your distribution's Python")
+    raise EdgeInferError(problem, hint="use the one-file program, or your distribution's Python")
 
 
 def fingerprint(public: bytes) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-#: Environment variable by which the shipped file names the model that it contains.
+#: Environment variable by which the one-file program names the model that it contains.
 BUNDLED_MODEL = "EDGEINFER_BUNDLED_MODEL"
 #: The tag that Ollama adds to a model's name without one.
 LATEST = ":latest"

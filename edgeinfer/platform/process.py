@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any, BinaryIO
 
-#: In the shipped file, `edgeinfer --edgeinfer-module MODULE ARG...` runs MODULE as `__main__`.
+#: In the one-file program, `edgeinfer --edgeinfer-module MODULE ARG...` runs MODULE as `__main__`.
 MODULE_SWITCH = "--edgeinfer-module"
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
@@ -28,7 +28,7 @@ _AUTOGROUP_TRIES, _AUTOGROUP_WAIT_S = 5, 0.12
 
 
 def child_command(module: str, *args: str) -> list[str]:
-    """Return the command that runs our `module`: with Python, or with the shipped file itself."""
+    """Return the command that runs our `module`: with Python, or with the one-file program itself."""
     if getattr(sys, "frozen", False):
         return [sys.executable, MODULE_SWITCH, module, *args]
     return [sys.executable, "-P", "-m", module, *args]  # -P: import nothing from the current folder

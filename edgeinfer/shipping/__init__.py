@@ -1,1 +1,1 @@
-"""The one-file program ("shipped file"): its payload, unpacking, running from it, a model inside it."""
+"""The one-file program that releases ship: its payload, unpacking, running from it, a model inside."""

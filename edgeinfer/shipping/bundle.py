@@ -1,4 +1,4 @@
-"""Take the model out of a shipped file that contains one, at that file's first start.
+"""Take the model out of a one-file program that contains one, at that file's first start.
 
 The bundle section of the file (`shipping.payload`) starts with a u64 length and JSON of that length,
 the model's record; its files follow, each at a page boundary. llama.cpp maps a GGUF from its first
@@ -89,7 +89,7 @@ def _store(shipped: Shipped, bundled: PulledModel, work: Path, job: Job) -> Pull
 
 
 def _extract(shipped: Shipped, bundled: PulledFile, start: int, work: Path, job: Job) -> FetchedFile:
-    """Clone or copy the file at `start` of the shipped file, and hash it."""
+    """Clone or copy the file at `start` of the one-file program, and hash it."""
     name = names.check_file_name(bundled.path)
     target = work / f"{name}.part"
     with shipped.path.open("rb") as source, disk_full_errors(target), target.open("wb") as out:

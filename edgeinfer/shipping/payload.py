@@ -1,4 +1,4 @@
-"""The shipped file's format after the bootloader, and how to read it. Stdlib only.
+"""The one-file program's format after the bootloader, and how to read it. Stdlib only.
 
     bootloader                     ELF; its field EDGEINFER-APP= names the application's folder,
                                    EDGEINFER-MODEL= the model
@@ -76,7 +76,7 @@ class Index(NamedTuple):
 
 
 class Shipped(NamedTuple):
-    """Offsets (bytes) and lengths of the parts of a shipped file; a length of 0 means no such part."""
+    """Offsets and lengths (bytes) of a one-file program's parts; a length of 0 means no such part."""
 
     path: Path
     app: str
@@ -105,7 +105,7 @@ def find_field(head: bytes, key: bytes) -> int:
 
 
 def open_shipped(path: Path) -> Shipped:
-    """Find the parts of a shipped file. Raises ShippingError, OSError."""
+    """Find the parts of a one-file program. Raises ShippingError, OSError."""
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
         file_size = file.seek(0, os.SEEK_END)
@@ -192,7 +192,7 @@ def split_block(
 
 
 def damage_error(path: Path, reason: str) -> ChecksumError:
-    """Return the error of a damaged shipped file."""
+    """Return the error of a damaged one-file program."""
     hint = "download the file again and compare it with its SHA256SUMS"
     return ChecksumError(f"{path} is damaged: {reason}", hint=hint)
 

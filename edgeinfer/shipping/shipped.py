@@ -1,6 +1,6 @@
-"""Paths of the shipped file and of its unpacked application. Standard library only.
+"""Paths of the one-file program and of its unpacked application. Standard library only.
 
-The launcher runs inside the shipped file's own process (build/handover.c), with Python from the
+The launcher runs inside the one-file program's own process (build/handover.c), with Python from the
 unpacked application; the application proper is `APP/edgeinfer-app`, made by PyInstaller. Both are
 `sys.frozen`, and in both `sys.executable` is `APP/edgeinfer-app`, which is what
 `edgeinfer.platform.process` starts.
@@ -15,8 +15,8 @@ TYPE_CHECKING = False  # importing typing costs 3 ms, which the launcher would p
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Environment variable with the path of the shipped file that started this process or its launcher; not
-#: set in a checkout or an installation.
+#: Environment variable with the path of the one-file program that started this process or its launcher;
+#: not set in a checkout or an installation.
 FILE_VARIABLE = "EDGEINFER_FILE"
 #: Program of the unpacked application.
 APP_PROGRAM = "edgeinfer-app"
@@ -48,7 +48,7 @@ def restore_environment() -> None:
 
 
 def is_shipped() -> bool:
-    """Return whether this process runs from the shipped file."""
+    """Return whether this process runs from the one-file program."""
     return bool(getattr(sys, "frozen", False))
 
 
@@ -60,7 +60,7 @@ def app_dir() -> Path | None:
 
 
 def program_file() -> Path | None:
-    """Return the shipped file if it still exists."""
+    """Return the one-file program if it still exists."""
     from pathlib import Path
 
     named = os.environ.get(FILE_VARIABLE, "")
@@ -110,7 +110,7 @@ def _cxx_version(folder: str) -> tuple[int, ...]:
 
 
 def start() -> None:
-    """Mark this process as the shipped file, before other modules are imported.
+    """Mark this process as the one-file program, before other modules are imported.
 
     `handover.c` has put the paths into `sys`, and calls the launcher's main next.
     """

@@ -1,12 +1,12 @@
-"""Unpack a shipped file's application under the user's data, once. Standard library only.
+"""Unpack a one-file program's application under the user's data, once. Standard library only.
 
     DATA/app/.lock                   flock of the process that unpacks or removes
     DATA/app/.unpacking-XXXX/        an unpacking in progress; if it died, the next one removes it
     DATA/app/VERSION-DIGEST/         an application, renamed when complete; `payload.json` is its index
-    DATA/app/VERSION-DIGEST/.source  the shipped file it came from
+    DATA/app/VERSION-DIGEST/.source  the one-file program it came from
     DATA/app/MODEL-DIGEST.model      marks that the model of a bundle is in the store
 
-A version is removed once no process uses it and its shipped file was removed or has another version.
+A version is removed once no process uses it, and its one-file program is gone or has another version.
 Every file is checked against the index while it is written, and the index against the bootloader's
 name.
 """
@@ -193,7 +193,7 @@ def versions() -> list[Path]:
 
 
 def remove_unused(keep: Path | None = None) -> list[Path]:
-    """Remove versions that no process and no shipped file uses. The caller holds the lock."""
+    """Remove versions that no process and no one-file program uses. The caller holds the lock."""
     removed = []
     for folder in versions():
         if folder != keep and not _has_shipped_file(folder) and not users(folder):
@@ -203,7 +203,7 @@ def remove_unused(keep: Path | None = None) -> list[Path]:
 
 
 def _has_shipped_file(folder: Path) -> bool:
-    """Return whether the shipped file that `folder` was unpacked from still has this version."""
+    """Return whether the one-file program that `folder` was unpacked from still has this version."""
     try:
         source = Path((folder / SOURCE).read_text("utf-8", "surrogateescape"))
         return payload.open_shipped(source).app == folder.name
@@ -254,7 +254,7 @@ def _remove_leftovers() -> None:
 
 
 def main() -> int:
-    """Unpack, store a bundled model, and execute the shipped file again."""
+    """Unpack, store a bundled model, and execute the one-file program again."""
     from edgeinfer import error_text
 
     restore_environment()

@@ -1,13 +1,13 @@
-"""Update the shipped file, only on request: fetch, verify, test, replace.
+"""Update the one-file program, only on request: fetch, verify, test, replace.
 
     URL/release.json         `Release` in JSON
     URL/release.json.sig     its Ed25519 signature, 64 bytes, by a key that this program carries
-    URL/NAME                 the shipped file for a machine
+    URL/NAME                 the one-file program for a machine
     DATA/update/.lock        flock of the update in progress
     DATA/update/seen         issue time (Unix time) of the newest known manifest
     DATA/update/NAME.part    a download, kept for the next attempt
     DATA/update/trial.toml   configuration of a test, which builds, caches and counts nothing
-    DATA/update/previous     the previous shipped file, for `back`
+    DATA/update/previous     the previous one-file program, for `back`
 
 Nothing changes before the new file has started here, loaded llama.cpp and answered with a pulled model;
 then one rename replaces the old file. The previous version keeps its unpacked application
@@ -64,7 +64,7 @@ _MANIFEST_BYTES, _MANIFEST_S = 64 << 10, 60.0
 
 
 class ReleasedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A shipped file that the manifest lists."""
+    """A one-file program that the manifest lists."""
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,80}\Z")]
     size_bytes: Annotated[int, Meta(ge=1, le=64 << 30)]
@@ -118,7 +118,7 @@ def number(version: str) -> tuple[int, ...]:
 
 
 def own_program(*, replaces: bool = True) -> Path:
-    """Return this process's shipped file. Raises ShippingError if it cannot be replaced."""
+    """Return this process's one-file program. Raises ShippingError if it cannot be replaced."""
     if not shipped.is_shipped():
         raise ShippingError(
             "this edgeinfer is a Python package: update it with the tool that installed it",

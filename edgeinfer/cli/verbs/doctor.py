@@ -361,7 +361,7 @@ def _foreign_files(app: Path, index: Index) -> Iterator[str]:
 
 
 def _check_payload(file: Path, index: Index) -> Iterator[str]:
-    """Yield what is wrong with the payload of the program file, if it is of this version."""
+    """Yield what is wrong with the payload of the one-file program, if it is of this version."""
     try:
         parts = payload.open_shipped(file)
         if parts.app != index.name:

@@ -56,9 +56,9 @@ def share(n: int, total: int) -> Interval:
 def paired_difference(first: int, second: int, total: int) -> Interval:
     """Return by how much the second candidate's score is higher.
 
-    `first` and `second` are numbers of items that only one of them passes. The interval is Agresti and
-    Min's (Statistics in Medicine 24, 2005): Wald's interval for pairs, with half an item added to each
-    of the four cells.
+    `first` and `second` are numbers of items that only that candidate passes. The interval is Agresti's
+    and Min's (Statistics in Medicine 24, 2005): Wald's interval for pairs, with half an item added to
+    each of the four cells.
     """
     n, middle = total + 2, (second - first) / (total + 2)
     half = _Z * math.sqrt(((first + second + 1) / n - middle * middle) / n)

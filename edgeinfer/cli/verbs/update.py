@@ -1,4 +1,4 @@
-"""`edgeinfer update`: replace the program file by a newer release, or by the previous one."""
+"""`edgeinfer update`: replace the one-file program by a newer release, or by the previous one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _host: EngineHost) -> UpdateResult:
-    """Update the program file. Raises what `shipping.update` raises; then nothing has changed."""
+    """Update the one-file program. Raises what `shipping.update` raises; then nothing has changed."""
     from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, progress_on
     from edgeinfer.shipping import update
     from edgeinfer.shipping.update import channel, number

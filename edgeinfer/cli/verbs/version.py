@@ -46,7 +46,7 @@ class VersionResult(Result, frozen=True, kw_only=True):
 
 
 class LicensesResult(Result, frozen=True, kw_only=True):
-    """The components of the program file (`share/licences.json`); `folder` has their licences."""
+    """The components of the one-file program (`share/licences.json`); `folder` has their licences."""
 
     folder: str
     components: tuple[dict[str, Any], ...]

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> WebResult:
 def _open(remote: RemoteEndpoint) -> bool:
     """Open the page in a graphical browser; return whether one was started.
 
-    The browser's URL contains no code, because other users can read a process's arguments: instead,
+    The browser's URL contains no sign-in code, as other users can read a process's arguments: instead,
     the endpoint accepts the next browser of this user. A text browser would hide the printed URL.
     """
     if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
