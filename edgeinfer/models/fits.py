@@ -224,7 +224,7 @@ def active_share(model: Model | None, name: str, parameters: str) -> float:
 
 
 def first_run_choices() -> list[FirstRunChoice]:
-    """Return up to three chat models for this machine, in the order comfortable, better, tiny.
+    """Return up to three chat models for this machine: "comfortable", "better", "tiny", in this order.
 
     "tiny" is the default model, always offered. Takes 0.2 s to measure memory; uses no network.
     """

@@ -102,16 +102,14 @@ class Answering:
         if turn.conversation_id == self._session.conversation.id:
             streaming.entry.finish(turn, self._session.alternatives(turn.id))
             self._view.transcript.update_entry(streaming.entry)
-            self._show_outcome(turn, error, streaming.answer.store_error)
+            self._report(turn, error, streaming.answer.store_error)
         self._view.refresh_status()
         if self._session.calls is not None and error is None:
             await self._run_calls(self._session.calls)
         else:
             self._view.transcript.post_message(self.Ended(turn))
 
-    def _show_outcome(
-        self, turn: Turn, error: EdgeInferError | None, store_error: StoreError | None
-    ) -> None:
+    def _report(self, turn: Turn, error: EdgeInferError | None, store_error: StoreError | None) -> None:
         if store_error is not None:
             self._view.show_error(store_error)
         if error is not None:

@@ -186,7 +186,7 @@ def read_droppable_ranges() -> list[Range]:
 
 
 def clear_random_state(ranges: list[Range]) -> None:
-    """Drop pages of random state before a dump and after a restore: CRIU 4.1 would restore them."""
+    """Drop the pages of random states before a dump and after a restore; CRIU 4.1 would copy them."""
     for low, high in ranges:
         linux.forget_pages(low, high - low)
 

@@ -54,9 +54,8 @@ def import_snapshot(image: ImageStore, host: EngineHost, progress: LoadProgress)
     _store_files(image, description, progress)
     model, requested = description.model, description.requested
     if description.adapters:  # on this machine, the adapters have other paths
-        requested |= {
-            LORA.field: adapters_text([_local_adapter(file) for file in description.adapters])
-        }
+        lora = adapters_text([_local_adapter(file) for file in description.adapters])
+        requested |= {LORA.field: lora}
     fields = {option.field: option for option in LOAD_OPTIONS}
     parsed = {field: fields[field].parse(text) for field, text in requested.items() if field in fields}
     options = msgspec.convert(parsed, LoadOptions)
@@ -116,9 +115,7 @@ def _find_pulled(description: SnapshotDescription) -> store.PulledModel | None:
         same_file = (model for model in store.list_pulled() if model.files[0].sha256 == digests[0])
         return next((model for model in same_file if _digests(model) == digests), None)
     if _digests(pulled) != digests:
-        raise _other_file_error(
-            "model", description.model, ", ".join(digests), ", ".join(_digests(pulled))
-        )
+        raise _mismatch("model", description.model, ", ".join(digests), ", ".join(_digests(pulled)))
     return pulled
 
 
@@ -138,7 +135,7 @@ def _has_adapter(file: SnapshotFile) -> bool:
     if not path.exists():
         return False
     if sha256_of(path) != file.sha256:
-        raise _other_file_error("adapter", file.name, file.sha256, sha256_of(path))
+        raise _mismatch("adapter", file.name, file.sha256, sha256_of(path))
     return True
 
 
@@ -162,6 +159,6 @@ def _temporary_folder() -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _other_file_error(key: str, name: str, exported: str, local: str) -> SnapshotStaleError:
+def _mismatch(key: str, name: str, exported: str, local: str) -> SnapshotStaleError:
     problem = f"{_MISFIT}: the {key} {name} has SHA-256 {exported} there, but {local} here"
     return SnapshotStaleError(problem, key=key, hint=f"remove or rename yours: `edgeinfer rm {name}`")
