@@ -119,7 +119,7 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
                 document = parse_json(line + file.read(MAX_BYTES))
             # a list is one reply, with answers to several prompts, if its last member has `receipts`
             if isinstance(document, list) and not any("receipts" in d for d in _dicts(document[-1:])):
-                problem = "this is a list; `jq -c .[]` writes its replies as lines"
+                problem = "this is a list of replies; `jq -c .[]` writes each in a line"
                 yield f"{name}:{number}", ReceiptError(problem)
                 continue
             source = source or f"{name}:{number}"

@@ -25,7 +25,7 @@ Call = Callable[[Callable[[], Any]], Any]
 _MEAN, _RANK = 1, 4
 _MAX_SEQUENCES = 32
 _MIN_TOKENS, _MAX_TOKENS = 512, 2048
-#: Most bytes of logits per batch: llama.cpp computes them for every token even when embedding.
+#: Maximum bytes of logits per batch: llama.cpp computes them for every token even when embedding.
 _LOGITS_BYTES = 256 << 20
 _CHOOSE = "choose {}: `edgeinfer list`"
 

@@ -157,8 +157,8 @@ _PROCESS_BYTES = 64 << 20
 _RING_BYTES, _PADDING_BYTES = 64 << 20, 128 << 10
 #: Memory that streaming leaves free: this many bytes, and at least 1/20 of the machine's memory.
 _STREAMING_MARGIN_BYTES, _STREAMING_MARGIN_SHARE = 100_000_000, 20
-#: Shortest automatic context (tokens, in f16) of a model with streamed weights; it may take an eighth
-#: of the memory. With a longer one, fewer weights stay in memory, and more are read
+#: Shortest automatic context (tokens, in f16) of a model with streamed weights; an automatic context
+#: may take an eighth of the memory. With a longer one, fewer weights stay in memory, and more are read
 #: for every token.
 _STREAMING_CTX = 2048
 #: If weights are streamed, a quarter of the KV cache gets memory at first. As more of it is used,

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-#: Most memory (bytes) of all checkpoints.
+#: Maximum memory (bytes) of all checkpoints.
 _MOST_BYTES = 512 << 20
 #: Distance (tokens) between checkpoints during prefill.
 INTERVAL_TOKENS = 2048

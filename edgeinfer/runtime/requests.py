@@ -312,7 +312,7 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
     if request.prompt_logprobs is not None and request.overflow == "shift":
         _refuse(
             "prompt_logprobs",
-            'not with overflow "shift", which drops tokens of the prompt; use "refuse"',
+            'cannot be combined with overflow "shift", which drops tokens; use "refuse"',
         )
     if request.n_pictures and request.overflow == "shift":
         _refuse("overflow", 'a context with pictures cannot be shifted; use "refuse"')

@@ -216,7 +216,7 @@ def _no_route(path: str, *, hides_page: bool) -> Problem:
     allow = {"allow": ", ".join(methods)}
     return Problem(
         405,
-        "This route has other methods: see the header Allow.",
+        "This route does not have this method; the header Allow lists its methods.",
         code="method_not_allowed",
         headers=allow,
     )

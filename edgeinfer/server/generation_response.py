@@ -146,7 +146,7 @@ async def submit_all(
 
 
 def _is_slow_to_prepare(request: GenerateRequest) -> bool:
-    """Return whether a thread should call `Engine.submit`: switching to one takes about 0.1 ms."""
+    """Return whether a thread should call `Engine.submit`, although that takes 0.1 ms more."""
     if request.constraint is not None or request.infill is not None:
         return True
     return bool(request.tools or request.n_pictures) or request.length > _INLINE_CHARACTERS

@@ -42,7 +42,7 @@ def _range(field: str) -> Meta:
     return Meta(ge=BY_FIELD[field].low, le=BY_FIELD[field].high)
 
 
-#: Maximum of `max_tokens` and similar fields. The model's context is a lower limit.
+#: Maximum of `max_tokens` and similar fields. The model's context usually allows fewer.
 MAX_TOKENS = 1 << 24
 _INT32 = 1 << 31
 

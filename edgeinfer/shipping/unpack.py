@@ -250,7 +250,7 @@ def _remove_leftovers() -> None:
             shutil.rmtree(child, ignore_errors=True)
 
 
-# --- the main of the first start
+# --- the main function of the first start
 
 
 def main() -> int:

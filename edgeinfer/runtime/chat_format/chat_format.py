@@ -59,9 +59,10 @@ from edgeinfer.runtime.sampling.grammar import Lark, lark_parts, quote
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
 
-#: Most grammars of tool calls that are cached.
+#: Maximum number of grammars of tool calls that are cached.
 _CACHED_GRAMMARS = 32
-#: Most example calls in a prompt if the template cannot show tools. Small models copy the examples.
+#: Maximum number of example calls in a prompt whose template cannot show tools. Small models copy the
+#: examples.
 _EXAMPLES = 3
 
 

@@ -181,7 +181,7 @@ def write_call(form: ToolFormat, name: str, arguments: str) -> str:
 _EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 #: Keywords of JSON Schema by which an object may have properties that `properties` does not list.
 _JOINING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")
-#: Most optional arguments in an example if no argument is required.
+#: Maximum number of optional arguments in an example if no argument is required.
 _SHOWN = 3
 
 

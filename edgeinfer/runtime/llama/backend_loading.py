@@ -98,7 +98,7 @@ def load_driver() -> MissingBackend:
 
 
 def load_tried(file: BackendFile, stop: threading.Event | None = None) -> BackendOutcome:
-    """Load a backend's library here, like `load`, after a separate process could load it.
+    """Load a backend's library as `load` does, if a separate process could load it before.
 
     Raises EngineClosedError once `stop` is set.
     """

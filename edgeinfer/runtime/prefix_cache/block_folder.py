@@ -48,7 +48,7 @@ _log = logging.getLogger("edgeinfer.blocks")
 _N_READERS = 2
 #: How long (s) nothing is written after the disk was full.
 _FULL_DISK_PAUSE_S = 60.0
-#: Most bytes of blocks that may wait to be written. If none waits, a larger block is accepted.
+#: Maximum bytes of blocks that may wait to be written. If none waits, a larger block is accepted.
 _MAX_QUEUED_BYTES = 256 << 20
 #: How long (s) clearing waits for pending writes.
 _CLEAR_TIMEOUT_S = 10.0
@@ -56,7 +56,7 @@ _CLEAR_TIMEOUT_S = 10.0
 
 @dataclass(slots=True)
 class Traffic:
-    """Counts since the store was opened."""
+    """Counts of blocks and bytes since the store was opened."""
 
     bytes_written: int = 0
     bytes_read: int = 0

@@ -174,7 +174,7 @@ _FILE = re.compile(r"[a-z0-9-]{1,32}(\.[0-9a-f]{16})?")
 _SAME_SHARE = 0.5
 #: Number of sessions from which on the blocks in common are known.
 _MIN_SESSIONS = 2
-#: Most blocks recorded after the ones in common.
+#: Maximum number of blocks recorded after the ones in common.
 _MAX_FOLLOWING = 8
 
 

@@ -29,7 +29,7 @@ _CHUNK = 32
 #: Tokens of the text, and per block, for models without a sliding window.
 _TOKENS = 24
 _BLOCK_TOKENS = 8
-#: Most tokens of the text. A longer sliding window is not filled.
+#: Maximum number of tokens of the text. A longer sliding window is not filled.
 _MOST_TOKENS = 1600
 #: Sequence id of the text, scratch id for `SequenceStates`, number of ids.
 _SEQ_ID = 0

@@ -54,7 +54,7 @@ _LIMITS = {
     "circular references with sibling": "it refers to itself through `allOf`, or beside others",
 }
 _KINDS = {Regex: "regular expression", Choice: "choice", Grammar: "grammar"}
-#: Most digits of a number (a double has 17 significant ones), and most digits of its exponent.
+#: Maximum number of digits of a number (a double has 17 significant ones), and of its exponent.
 _MAX_DIGITS = 17
 _EXPONENT_DIGITS = 3
 _STACK_BYTES = 64 * 1024 * 1024

@@ -226,7 +226,7 @@ def _check_count(schema: dict[str, Any], pointer: str) -> None:
     is_open = "patternProperties" in schema or schema.get("additionalProperties", True) is not False
     if is_open and isinstance(minimum, int) and minimum > max(1, certain):
         keyword_pointer = _step(pointer, "minProperties")
-        problem = "without `additionalProperties: false`, it may not exceed the required properties"
+        problem = "without `additionalProperties: false`, it must not exceed the number of `required`"
         raise _refuse(keyword_pointer, problem)
 
 

@@ -36,7 +36,7 @@ from edgeinfer.platform.disk import open_private
 FOLDER = "answers"
 #: Tokens that a file stores, and entries of each of its tables. A file has at most 3 MiB.
 RING = 1 << 18
-#: Most files per model (96 MiB); the least recently written one is deleted first.
+#: Maximum number of files per model (96 MiB); the least recently written one is deleted first.
 MAX_FILES = 32
 #: Tokens before an answer that are stored with it, so that its beginning can be found.
 CONTEXT_TOKENS = 8

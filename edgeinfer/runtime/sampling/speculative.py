@@ -28,7 +28,7 @@ from edgeinfer.runtime.sampling.past_answers import (
     common_suffix,
 )
 
-#: Most draft tokens that a step verifies for one sequence.
+#: Maximum number of draft tokens that a step verifies for one sequence.
 MAX_DRAFT = 15
 #: Numbers of rows for which the cost of a step is measured; between them it is interpolated. The last
 #: one is measured when such a step first runs, because its logits would add to the size of a snapshot.

@@ -13,7 +13,7 @@ from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 
 #: If a burst's prompts have at most this many tokens together, all are prefilled before any decodes.
 _BURST_PROMPT_TOKENS = 256
-#: Most tokens forced by a constraint that a sequence computes in a decode step.
+#: Maximum number of tokens forced by a constraint that a sequence computes in a decode step.
 _MAX_FORCED_TOKENS = 32
 
 

@@ -153,7 +153,7 @@ class EngineCore:
         self.kv.drop_idle(include_pinned=True)
 
     def evict_to_fit(self, n_ctx: int, n_cells: int) -> bool:
-        """Evict idle sequences until `n_cells` suffice; return False if a request is too long."""
+        """Evict idle sequences until `n_cells` suffice; return False if a request exceeds `n_ctx`."""
         requests = [*self.queue.running, *self.queue.waiting]
         are_short = all(len(seq.tokens) < n_ctx for seq in requests)
         return are_short and self.kv.make_room(self.kv.n_cells - n_cells)

@@ -200,7 +200,7 @@ class OutputConfig(Wire, frozen=True, kw_only=True):
 
 
 class CountRequest(GenerationFields, frozen=True, kw_only=True):
-    """POST /v1/messages/count_tokens: count the tokens of a conversation."""
+    """Body of POST /v1/messages/count_tokens, to count the tokens of a conversation."""
 
     refused: ClassVar[Mapping[str, str]] = {
         "compaction": "conversations are not summarized",
@@ -220,7 +220,7 @@ class CountRequest(GenerationFields, frozen=True, kw_only=True):
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
-    """POST /v1/messages."""
+    """Body of POST /v1/messages."""
 
     max_tokens: TokenCount
     stream: bool = False

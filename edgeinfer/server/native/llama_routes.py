@@ -136,7 +136,7 @@ def adapters_by_id(
     for index, choice in enumerate(choices):
         if choice.id >= len(loaded):
             where = f"lora[{index}].id"
-            raise InvalidRequestError(f"no such id: {len(loaded)} adapters are loaded", param=where)
+            raise InvalidRequestError(f"no adapter has this id; {len(loaded)} are loaded", param=where)
     return tuple((loaded[choice.id].name, choice.scale) for choice in choices)
 
 

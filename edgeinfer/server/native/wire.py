@@ -33,7 +33,7 @@ from edgeinfer.server.wire_types import (
 
 
 class TokenizeRequest(ModelFields, frozen=True, kw_only=True):
-    """POST /tokenize."""
+    """Body of POST /tokenize."""
 
     content: Text
     add_special: bool = False
@@ -56,7 +56,7 @@ class TokenizeReply(Reply, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(ModelFields, frozen=True, kw_only=True):
-    """POST /detokenize."""
+    """Body of POST /detokenize."""
 
     tokens: list[TokenId]
 
@@ -70,7 +70,7 @@ class RerankDocument(Wire, frozen=True, kw_only=True):
 
 
 class RerankRequest(ModelFields, frozen=True, kw_only=True):
-    """POST /v1/rerank."""
+    """Body of POST /v1/rerank."""
 
     query: Annotated[str, Meta(min_length=1, max_length=65_536)]
     documents: Annotated[list[Text | RerankDocument], Meta(min_length=1, max_length=1024)]
@@ -94,13 +94,13 @@ class RerankReply(Reply, frozen=True, kw_only=True):
 
 
 class VerifyRequest(ModelFields, frozen=True, kw_only=True):
-    """POST /v1/verify. Without `model`, the model that the receipt names is used."""
+    """Body of POST /v1/verify. Without `model`, the model that the receipt names is used."""
 
     receipt: JsonObject
 
 
 class InferQuery(GenerationFields, frozen=True, kw_only=True):
-    """GET /infer, and POST /infer with a query. Send a longer prompt in the body."""
+    """Query of GET and POST /infer. Send a longer prompt in the body."""
 
     prompt: Annotated[str, Meta(min_length=1, max_length=4096)]
     system: Annotated[str, Meta(max_length=4096)] | None = None
@@ -110,7 +110,7 @@ class InferQuery(GenerationFields, frozen=True, kw_only=True):
 
 
 class InferRequest(InferQuery, frozen=True, kw_only=True):
-    """POST /infer with a body."""
+    """Body of POST /infer."""
 
     prompt: Annotated[str, Meta(min_length=1, max_length=1_048_576)]
     stop: StopList | None = None
@@ -133,7 +133,7 @@ class UnloadReply(Reply, frozen=True, kw_only=True):
 
 
 class RecallRequest(Wire, frozen=True, kw_only=True):
-    """POST /v1/models/{id}/recall: prefill the prompt prefix that a coding agent is about to send.
+    """Body of POST /v1/models/{id}/recall, to prefill the prompt prefix that an agent will send.
 
     `agent` is a name of `edgeinfer launch`, e.g. "claude". `folder` is the working directory of its
     session; `is_repository` says whether it is a Git repository.
@@ -156,7 +156,7 @@ SnapshotName = Annotated[str, Meta(max_length=64, pattern="^([A-Za-z0-9][A-Za-z0
 
 
 class SnapshotRequest(Wire, frozen=True, kw_only=True):
-    """POST /v1/models/{id}/snapshot."""
+    """Body of POST /v1/models/{id}/snapshot."""
 
     name: SnapshotName = ""
 
@@ -280,7 +280,7 @@ class LlamaFields(SamplingFields, frozen=True, kw_only=True):
 
 
 class LlamaCompletion(LlamaFields, frozen=True, kw_only=True):
-    """POST /completion."""
+    """Body of POST /completion."""
 
     prompt: Prompt | PromptText
     grammar: Annotated[str, Meta(max_length=262_144)] | None = None
@@ -295,7 +295,7 @@ class InfillExtra(Wire, frozen=True, kw_only=True):
 
 
 class LlamaInfill(LlamaFields, frozen=True, kw_only=True):
-    """POST /infill: write the text between `input_prefix` + `prompt` and `input_suffix`."""
+    """Body of POST /infill, to write the text between `input_prefix` + `prompt` and `input_suffix`."""
 
     input_prefix: Text = ""
     input_suffix: Text = ""
@@ -348,7 +348,7 @@ class ModelQuery(Wire, frozen=True, kw_only=True):
 
 
 class LoadAdapter(ModelQuery, frozen=True, kw_only=True):
-    """POST /v1/load_lora_adapter, with vLLM's fields and `scale`.
+    """Body of POST /v1/load_lora_adapter, with vLLM's fields and `scale`.
 
     `lora_path` is the name of a pulled adapter, by default `lora_name`. Requests that name no adapters
     use it with `scale` (0: not at all).
@@ -360,6 +360,6 @@ class LoadAdapter(ModelQuery, frozen=True, kw_only=True):
 
 
 class UnloadAdapter(ModelQuery, frozen=True, kw_only=True):
-    """POST /v1/unload_lora_adapter, with vLLM's fields."""
+    """Body of POST /v1/unload_lora_adapter, with vLLM's fields."""
 
     lora_name: ModelName

@@ -101,14 +101,14 @@ class MessageParam(Wire, frozen=True, kw_only=True):
 
 
 class OllamaChatRequest(OllamaFields, frozen=True, kw_only=True):
-    """POST /api/chat. Without messages it loads the model, or unloads it (`keep_alive` 0)."""
+    """Body of POST /api/chat. No messages: load the model, or unload it (`keep_alive` 0)."""
 
     messages: Annotated[list[MessageParam], Meta(max_length=4096)] | None = None
     tools: Tools | None = None
 
 
 class OllamaGenerateRequest(OllamaFields, frozen=True, kw_only=True):
-    """POST /api/generate. Without a prompt it loads the model, or unloads it (`keep_alive` 0)."""
+    """Body of POST /api/generate. No prompt: load the model, or unload it (`keep_alive` 0)."""
 
     refused: ClassVar[Mapping[str, str]] = {
         "context": "send the conversation to /api/chat",
@@ -126,7 +126,7 @@ class OllamaGenerateRequest(OllamaFields, frozen=True, kw_only=True):
 
 
 class OllamaEmbedRequest(NeedsModel, frozen=True, kw_only=True):
-    """POST /api/embed."""
+    """Body of POST /api/embed."""
 
     input: Text | Annotated[list[Text], Meta(max_length=2048)] | None = None
     truncate: bool | None = None
@@ -135,14 +135,14 @@ class OllamaEmbedRequest(NeedsModel, frozen=True, kw_only=True):
 
 
 class OllamaEmbeddingsRequest(NeedsModel, frozen=True, kw_only=True):
-    """POST /api/embeddings, the predecessor of /api/embed."""
+    """Body of POST /api/embeddings, the predecessor of /api/embed."""
 
     prompt: Text | None = None
     options: Options | None = None
 
 
 class OllamaDeleteRequest(Wire, frozen=True, kw_only=True):
-    """DELETE /api/delete. Older clients send `name` in place of `model`."""
+    """Body of DELETE /api/delete. Older clients send `name` in place of `model`."""
 
     model: OptionalName = ""
     name: OptionalName = ""
@@ -155,13 +155,13 @@ class OllamaDeleteRequest(Wire, frozen=True, kw_only=True):
 
 
 class OllamaShowRequest(OllamaDeleteRequest, frozen=True, kw_only=True):
-    """POST /api/show."""
+    """Body of POST /api/show."""
 
     verbose: bool | None = None
 
 
 class OllamaPullRequest(OllamaDeleteRequest, frozen=True, kw_only=True):
-    """POST /api/pull."""
+    """Body of POST /api/pull."""
 
     stream: bool | None = None
 

@@ -26,7 +26,7 @@ _MAX_EMBEDDED = 2048
 
 
 class EmbeddingRequest(ModelFields, frozen=True, kw_only=True):
-    """POST /v1/embeddings."""
+    """Body of POST /v1/embeddings."""
 
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None

@@ -268,7 +268,7 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
 
 
 class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     refused: ClassVar[Mapping[str, str]] = {
         "audio": "only text output is supported",
@@ -302,7 +302,7 @@ Prompt = Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
 
 
 class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: Prompt
     best_of: Literal[1] | None = None

@@ -173,7 +173,7 @@ class ReasoningConfig(Wire, frozen=True, kw_only=True):
 
 
 class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
-    """POST /v1/responses."""
+    """Body of POST /v1/responses."""
 
     refused: ClassVar[Mapping[str, str]] = {
         "background": "background mode is not supported",
@@ -202,7 +202,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
 
 
 class StoredQuery(Wire, frozen=True, kw_only=True):
-    """GET /v1/responses/{id}."""
+    """Query of GET /v1/responses/{id}."""
 
     refused: ClassVar[Mapping[str, str]] = {
         "starting_after": "streams are not stored, retrieve the finished response"

@@ -319,7 +319,7 @@ class Conversations:
         """Stop the running answer. Raises Problem 409 if this process does not generate one."""
         running = self.latest_answer(conversation_id)
         if not running.is_running:
-            message = "This endpoint writes no answer here: stop it in the program that writes it."
+            message = "This endpoint writes no answer here; if another program does, stop it there."
             raise Problem(409, message, code="not_answering")
         running.cancel()
 
