@@ -19,7 +19,7 @@ from edgeinfer.models import gguf
 from edgeinfer.models.catalog import Model, load_catalog, parameter_count
 from edgeinfer.models.gguf import GgufHeader
 from edgeinfer.models.store import list_pulled
-from edgeinfer.platform.disk import CacheTable, size_or_zero
+from edgeinfer.platform.disk import CacheTable
 from edgeinfer.platform.machine import (
     Machine,
     Memory,
@@ -186,7 +186,7 @@ def _speed_from_disk(size_bytes: int, active_share: float, room_bytes: int, spee
 def disk_rate() -> float:
     """Return the disk's speed (bytes/s), measured for 0.4 s on the largest pulled model, or 0.0."""
     files = [path for model in list_pulled() for path in model.paths]
-    return read_rate(max(files, key=size_or_zero)) if files else 0.0
+    return read_rate(*files) if files else 0.0
 
 
 @cache

@@ -20,6 +20,9 @@ _ROOT = Path("/")
 _GPU_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
 #: `read_rate` reads at most this part of a file (bytes), in blocks of this size.
 _RATE_BYTES, _RATE_BLOCK = 256 << 20, 1 << 20
+#: Smallest file (bytes) that is measured. Of a disk with 500 MB/s, 16 MiB gave 300 MB/s, 1 MiB 110 and
+#: 4 KiB less than 1, because starting the threads took most of the time.
+_LEAST_RATE_BYTES = 64 << 20
 _RATE_S = 0.4
 #: Eight threads read from an SSD three times as fast as one.
 _RATE_THREADS = 8
@@ -146,8 +149,11 @@ def read_memory_rate() -> MemoryRate:
     return MemoryRate(best, threads, busy)
 
 
-def read_rate(path: str | os.PathLike[str]) -> float:
-    """Measure a disk's speed (bytes/s) by reading `path` uncached for 0.4 s; 0.0 if that fails."""
+def read_rate(*paths: str | os.PathLike[str]) -> float:
+    """Measure a disk's speed (bytes/s) by reading the largest of `paths` uncached for 0.4 s.
+
+    Return 0.0 if that fails, or if the file has less than 64 MiB.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     def read_block(offset: int) -> int:
@@ -157,11 +163,14 @@ def read_rate(path: str | os.PathLike[str]) -> float:
             return os.preadv(fd, [block], offset)
 
     try:
+        path = max(paths, key=os.path.getsize)
+        size = os.path.getsize(path)
+        if size < _LEAST_RATE_BYTES:
+            return 0.0
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except (OSError, AttributeError):
         return 0.0
     try:
-        size = os.fstat(fd).st_size
         start = max(0, size - _RATE_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
         began = time.perf_counter()
         with ThreadPoolExecutor(_RATE_THREADS) as pool:

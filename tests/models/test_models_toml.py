@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.errors import ConfigError
+from edgeinfer.models import catalog as catalog_module
 from edgeinfer.models import sources
 from edgeinfer.models.catalog import load_catalog, shipped_path, user_path
 
@@ -109,3 +110,15 @@ def test_errors_name_file_model_key_and_the_nearest(text: str, fragments: list[s
     assert str(path) in caught.value.message
     for word in fragments:
         assert word in caught.value.message
+
+
+def test_unchanged_files_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    user_file(MINIMAL)
+    load_catalog().clear()
+    with monkeypatch.context() as patch:
+        patch.delattr(catalog_module, "_read")
+        assert "mine" in load_catalog(), "a caller cannot change the cached catalogue"
+    user_file(f'{MINIMAL}family = "Ours"\n')
+    assert load_catalog()["mine"].family == "Ours"
+    user_path().unlink()
+    assert "mine" not in load_catalog()

@@ -104,14 +104,20 @@ def test_this_machine() -> None:
 
 
 def test_rate_of_a_disk_is_measured_or_unknown(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(5_000_001))
-    assert machine.read_rate(tmp_path / "file") >= 0
+    large, tiny = tmp_path / "large", tmp_path / "tiny"
+    large.touch()
+    os.truncate(large, 80_000_001)
+    tiny.write_bytes(bytes(5_000_001))
+    assert machine.read_rate(large) >= 0
+    assert machine.read_rate(tiny) == 0.0, "starting the threads would take most of the time"
+    assert bool(machine.read_rate(tiny, large)) == bool(machine.read_rate(large))
     assert machine.read_rate(tmp_path / "none") == 0.0
 
 
 def test_rate_of_a_disk_counts_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 20_000_003
-    (tmp_path / "file").write_bytes(bytes(size))
+    size = 70_000_003
+    (tmp_path / "file").touch()
+    os.truncate(tmp_path / "file", size)
     if not machine.read_rate(tmp_path / "file"):
         pytest.skip("this file system cannot bypass the page cache")
     lengths, preadv = [], os.preadv

@@ -267,7 +267,7 @@ def _larger_than_memory() -> list[Finding]:
     shape, plan = header_plan([gguf.read_model_header(path) for path in paths], options, machine)
     if not plan.from_disk:
         return []
-    warning = disk_warning(shape, machine, plan, read_rate(paths[-1]))
+    warning = disk_warning(shape, machine, plan, read_rate(*paths))
     fix = "a smaller model or quantization fits: edgeinfer list --fits"
     return [Finding("warn", f"{config.default_model}: {warning}", fix)]
 

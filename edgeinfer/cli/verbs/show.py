@@ -365,7 +365,7 @@ def _memory(
     devices = _plan_layers(shape, plan, load_options.gpu_layers, host.config.gpu)
     warning = ""
     if plan.from_disk and not plan.refusal:
-        warning = disk_warning(shape, machine, plan, read_rate(headers[-1].path))
+        warning = disk_warning(shape, machine, plan, read_rate(*(header.path for header in headers)))
     return MemoryShown(
         estimate=plan.buffers,
         n_parallel=plan.n_parallel.value,

@@ -154,7 +154,7 @@ def load_model(
             progress("making a context", None)
         loaded = _with_context(model, meta, shape, options, plan)
         if plan.from_disk:
-            loaded.warnings = (disk_warning(shape, machine, plan, read_rate(files.paths[-1])),)
+            loaded.warnings = (disk_warning(shape, machine, plan, read_rate(*files.paths)),)
             loaded.start_streaming(files, plan.streaming)
     except BaseException:
         free_model(model)
