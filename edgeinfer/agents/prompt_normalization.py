@@ -297,8 +297,8 @@ def predict_prefix(text: str, folder: str, day: date, *, is_repository: bool) ->
     if not is_repository:
         answers = {"true": "false", "false": "false", "yes": "no", "no": "no"}
     text = _GIT.sub(lambda line: line[1] + answers[line[2]], text)
-    for old, new in ((before, folder), (_slug(before), _slug(folder))):
-        text = text.replace(old, new)
+    for old_name, new in ((before, folder), (_slug(before), _slug(folder))):
+        text = text.replace(old_name, new)
     return text[: _end_of_lines(text, (folder, _slug(folder)))]
 
 

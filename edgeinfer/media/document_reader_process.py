@@ -60,9 +60,9 @@ def main() -> int:
     charset = _CHARSET.search(data[:4096])
     codec = charset[1].decode("latin-1") if charset else "cp1252"
     # use each codec once: its first use imports it, but after `limit` no file can be opened
-    for late in ("utf-16-le", "cp437", "utf-8-sig", codec):
+    for name in ("utf-16-le", "cp437", "utf-8-sig", codec):
         with suppress(LookupError):
-            codecs.lookup(late)
+            codecs.lookup(name)
     limit(CPU_S)
     try:
         if mode == "html":

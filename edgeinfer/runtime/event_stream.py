@@ -232,10 +232,10 @@ class RepetitionWatch:
 
     def _is_loop(self) -> bool:
         text = _COUNTER.sub("", self._tail)
-        before = text.rfind(text[-_KEY:], 0, -1)
-        length = len(text) - _KEY - before
+        repeat_start = text.rfind(text[-_KEY:], 0, -1)
+        length = len(text) - _KEY - repeat_start
         span = max(_SPAN, _TIMES * length)
-        return before >= 0 and span <= len(text) and text[-span:-length] == text[length - span :]
+        return repeat_start >= 0 and span <= len(text) and text[-span:-length] == text[length - span :]
 
     def _is_monotonous_with(self, character: str) -> bool:
         if character.isalnum():

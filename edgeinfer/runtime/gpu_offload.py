@@ -131,8 +131,8 @@ class GpuOffloader:
         try:
             device_context = self._load(devices, layer_plan)
         except EngineError as error:
-            less = [structs.replace(d, free_bytes=int(_SMALLER * d.free_bytes)) for d in devices]
-            smaller = plan_layers(less)
+            less_memory = [structs.replace(d, free_bytes=int(_SMALLER * d.free_bytes)) for d in devices]
+            smaller = plan_layers(less_memory)
             if not _is_short_of_memory(error) or not 0 < smaller.total_bytes < layer_plan.total_bytes:
                 raise
             device_context = self._load(devices, smaller)

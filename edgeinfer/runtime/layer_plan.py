@@ -115,11 +115,11 @@ def _candidates(shape: Shape, n_all: int, layers: int | str) -> list[tuple[int, 
     """List layers on devices, layers without experts there and the reason, the best choice first."""
     if layers != "auto":
         return [(n_all if layers == "all" else min(int(layers), n_all), 0, "as asked")]
-    most = n_all - 1 if shape.expert_bytes else 0
-    whole = (n_all, 0, "all of it fits")
-    bare = [(n_all, n, "all but these experts fits") for n in range(1, most + 1)]
+    max_without = n_all - 1 if shape.expert_bytes else 0
+    all_layers = (n_all, 0, "all of it fits")
+    without_experts = [(n_all, n, "all but these experts fits") for n in range(1, max_without + 1)]
     fewer = range(n_all - 1, (n_all - 1) // 2, -1)
-    return [whole, *bare] + [(n, most, "as many as fit") for n in fewer]
+    return [all_layers, *without_experts] + [(n, max_without, "as many as fit") for n in fewer]
 
 
 def _device_choices(devices: Sequence[Device]) -> list[list[Device]]:

@@ -305,6 +305,6 @@ def match_route(path: str) -> RouteMatch:
     for spelled in (path, *spellings):
         if (match := routes.find(spelled)) is not None:
             return match
-    above = [match.dialect for parent, match in routes.exact.items() if path.startswith(f"{parent}/")]
-    above += [d for d in routes.dialects if d.prefix and path.startswith(d.prefix)]
-    return RouteMatch({}, above[0] if above else routes.dialects[0])
+    likely = [match.dialect for parent, match in routes.exact.items() if path.startswith(f"{parent}/")]
+    likely += [d for d in routes.dialects if d.prefix and path.startswith(d.prefix)]
+    return RouteMatch({}, likely[0] if likely else routes.dialects[0])

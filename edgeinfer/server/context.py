@@ -210,7 +210,7 @@ class RequestContext:
 
 
 def _slot(context: RequestContext, finished: Finished) -> Slot:
-    usage, where = finished.usage, finished.divergence
+    usage, divergence = finished.usage, finished.divergence
     return Slot(
         id_task=context.id,
         model=context.model,
@@ -220,8 +220,8 @@ def _slot(context: RequestContext, finished: Finished) -> Slot:
         prompt_n=usage.prompt_tokens - usage.cached_tokens,
         n_decoded=usage.completion_tokens,
         finish_reason=finished.reason,
-        n_diverged=where.n_tokens,
-        cause=where.cause,
+        n_diverged=divergence.n_tokens,
+        cause=divergence.cause,
     )
 
 

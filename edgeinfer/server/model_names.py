@@ -44,8 +44,8 @@ def ollama_name(name: str, taken_names: Container[str] = ()) -> str:
     The prefix stays if another model already has the short name.
     """
     short = name.removeprefix(PREFIX)
-    plain = name if short in taken_names else short
-    return plain if ":" in plain else plain + LATEST
+    listed_name = name if short in taken_names else short
+    return listed_name if ":" in listed_name else listed_name + LATEST
 
 
 def where_to_get(missing: str, local_names: Iterable[str]) -> str:

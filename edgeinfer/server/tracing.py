@@ -70,15 +70,15 @@ def write(
     `traceparent` is the client's W3C header; its span becomes the parent of `root`. Raises OSError.
     """
     parent = _PARENT.fullmatch(traceparent)
-    trace, above = parent.groups() if parent else (secrets.token_hex(16), "")
-    top = secrets.token_hex(8)
+    trace, parent_id = parent.groups() if parent else (secrets.token_hex(16), "")
+    root_id = secrets.token_hex(8)
     facts = [{"key": key, "value": _value(value)} for key, value in attributes.items()]
     to_unix_s = time.time() - time.perf_counter()
     written = [
         {
             "traceId": trace,
-            "spanId": top if span is root else secrets.token_hex(8),
-            "parentSpanId": above if span is root else top,
+            "spanId": root_id if span is root else secrets.token_hex(8),
+            "parentSpanId": parent_id if span is root else root_id,
             "name": span.name,
             "kind": _SERVER if span is root else _INTERNAL,
             "startTimeUnixNano": str(int((span.began_s + to_unix_s) * 1e9)),

@@ -314,11 +314,11 @@ def _try_out(candidate: Path, version: str, config: Path) -> None:
         save(switch, False, config)
     for command in commands:
         try:
-            code, said = _run([os.fspath(candidate), *command], {"EDGEINFER_CONFIG": str(config)})
+            code, output = _run([os.fspath(candidate), *command], {"EDGEINFER_CONFIG": str(config)})
         except (OSError, subprocess.TimeoutExpired) as error:
             raise _unfit_error(version, command, str(error)) from error
         if code:
-            raise _unfit_error(version, command, said.decode(errors="replace").strip()[-500:])
+            raise _unfit_error(version, command, output.decode(errors="replace").strip()[-500:])
 
 
 def _run(command: list[str], settings: dict[str, str]) -> tuple[int, bytes]:
@@ -332,11 +332,11 @@ def _run(command: list[str], settings: dict[str, str]) -> tuple[int, bytes]:
         start_new_session=True,
     ) as child:
         try:
-            _, said = child.communicate(timeout=_TRIAL_S)
+            _, output = child.communicate(timeout=_TRIAL_S)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-    return child.returncode, said
+    return child.returncode, output
 
 
 def _unfit_error(version: str, command: list[str], reason: str) -> EdgeInferError:

@@ -93,16 +93,16 @@ def refuse_stale(manifest: Manifest, folder: str) -> None:
     """Raise SnapshotStaleError if anything has changed since the build, or SnapshotCorruptError."""
     current = machine_keys()
     for key, value in current.items():
-        before = manifest.keys.get(key, "")
-        if before != value:
-            raise SnapshotStaleError(_difference(manifest.name, key, before, value), key=key)
-    for path, before in manifest.files.items():
+        recorded = manifest.keys.get(key, "")
+        if recorded != value:
+            raise SnapshotStaleError(_difference(manifest.name, key, recorded, value), key=key)
+    for path, recorded in manifest.files.items():
         try:
             now = stamp(path)
         except OSError as error:
             problem = f"{path}, which the snapshot {manifest.name} needs, does not exist"
             raise SnapshotStaleError(problem, key=path) from error
-        if now != before:
+        if now != recorded:
             problem = f"{path} was changed after the snapshot {manifest.name} was made"
             raise SnapshotStaleError(problem, key=path)
     for name, size in manifest.images.items():

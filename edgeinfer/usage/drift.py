@@ -88,10 +88,10 @@ def _design_effect(weeks: Sequence[Array]) -> float:
     """
     squares, freedom = np.zeros(weeks[0].shape[1]), 0
     for week in weeks:
-        below, sizes = week.cumsum(1), week.sum(1, keepdims=True)
-        share = below.sum(0) / sizes.sum()
+        n_below, sizes = week.cumsum(1), week.sum(1, keepdims=True)
+        share = n_below.sum(0) / sizes.sum()
         variance = np.maximum(sizes * share * (1 - share), 1e-9)
-        squares += ((below - sizes * share) ** 2 / variance).sum(0)
+        squares += ((n_below - sizes * share) ** 2 / variance).sum(0)
         freedom += len(week) - 1
     # an upper bound of one such variance is, by the F distribution, exp(7.3 / freedom) times as large.
     # But the largest of many is too large already: in simulations, half of 7.3 sufficed with 5 days a

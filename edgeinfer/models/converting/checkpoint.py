@@ -84,9 +84,9 @@ class Safetensors:
             self._bad(f"its header: {error}")
         tensors = [self._tensor(name, entry, 8 + length, size) for name, entry in entries.items()]
         stored = [tensor for tensor in tensors if tensor.n_bytes]
-        for tensor, after in pairwise(sorted(stored, key=lambda tensor: tensor.offset)):
-            if tensor.offset + tensor.n_bytes > after.offset:
-                self._bad(f"{tensor.name} and {after.name} overlap")
+        for tensor, following in pairwise(sorted(stored, key=lambda tensor: tensor.offset)):
+            if tensor.offset + tensor.n_bytes > following.offset:
+                self._bad(f"{tensor.name} and {following.name} overlap")
         return tensors
 
     def _tensor(self, name: str, entry: _Entry, data: int, size: int) -> Tensor:
@@ -166,8 +166,8 @@ class ModelCheckpoint:
         for file in self._open():
             for name in file.tensors:
                 if name in self.home:
-                    both = f"{self.home[name].path} and {file.path}"
-                    raise ConversionError(f"the tensor {name} is in two files: {both}")
+                    paths = f"{self.home[name].path} and {file.path}"
+                    raise ConversionError(f"the tensor {name} is in two files: {paths}")
                 self.home[name] = file
 
     def _open(self) -> list[Safetensors]:

@@ -217,10 +217,10 @@ def _specials(folder: Path, tokenizer: Values) -> Values:
             index = index[0] if index else None
         if isinstance(index, int):
             keys[f"ggml.{key}"] = index
-    begins, ends = _adds_bos_eos(tokenizer.get("post_processor"))
-    if begins is None and isinstance(special.get("add_bos_token"), bool):
-        begins = special["add_bos_token"]
-    return keys | {"ggml.add_bos_token": bool(begins), "ggml.add_eos_token": bool(ends)}
+    adds_bos, adds_eos = _adds_bos_eos(tokenizer.get("post_processor"))
+    if adds_bos is None and isinstance(special.get("add_bos_token"), bool):
+        adds_bos = special["add_bos_token"]
+    return keys | {"ggml.add_bos_token": bool(adds_bos), "ggml.add_eos_token": bool(adds_eos)}
 
 
 def _adds_bos_eos(step: Values | None) -> tuple[bool | None, bool | None]:

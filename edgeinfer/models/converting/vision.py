@@ -63,9 +63,9 @@ def _idefics3(config: Values, vision: Values, pictures: Values) -> Values:
 
 
 def _qwen2_5(_config: Values, vision: Values, _pictures: Values) -> Values:
-    whole = list(vision["fullatt_block_indexes"])
-    step = whole[0] + 1
-    if whole != list(range(step - 1, step * len(whole), step)) or vision["window_size"] != 112:
+    blocks = list(vision["fullatt_block_indexes"])
+    step = blocks[0] + 1
+    if blocks != list(range(step - 1, step * len(blocks), step)) or vision["window_size"] != 112:
         problem = "llama.cpp does not support these attention windows of the vision encoder"
         raise ConversionError(f"config.json: {problem}")
     keys = _qwen3(_config, vision | {"num_position_embeddings": 0}, _pictures)

@@ -56,13 +56,13 @@ def adaptations(messages: Sequence[Message], traits: TemplateTraits) -> Iterator
     Then come: one tool call per message, successive messages of a role joined, user and assistant
     alternating. All are repeated with {} for arguments of tool calls that are not JSON.
     """
-    tried: list[list[dict[str, Any]]] = []
+    forms: list[list[dict[str, Any]]] = []
     for variant in (messages, tuple(map(_without_broken_arguments, messages))):
         plain = shape(variant, traits)
         split = split_calls(plain)
         for turns in (plain, split, join_turns(plain), join_turns(split), alternate_turns(split)):
-            if turns not in tried:
-                tried.append(turns)
+            if turns not in forms:
+                forms.append(turns)
                 yield turns
 
 
@@ -157,10 +157,10 @@ def join_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join successive messages of one role that have no tool calls."""
     joined: list[dict[str, Any]] = []
     for message in shaped:
-        plain = message["role"] in ("user", "assistant", "system") and not message.get("tool_calls")
-        before = joined[-1] if joined else {}
-        if plain and before.get("role") == message["role"] and not before.get("tool_calls"):
-            joined[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
+        is_plain = message["role"] in ("user", "assistant", "system") and not message.get("tool_calls")
+        previous = joined[-1] if joined else {}
+        if is_plain and previous.get("role") == message["role"] and not previous.get("tool_calls"):
+            joined[-1] = {**previous, "content": f"{previous['content']}\n\n{message['content']}"}
         else:
             joined.append(message)
     return joined

@@ -340,8 +340,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
             if __obj.__name__ in ("split", "rsplit"):
-                named = dict(zip(("sep", "maxsplit"), args, strict=False)) | kwargs
-                args, kwargs = (named.get("sep"), named.get("maxsplit", -1)), {}
+                arguments = dict(zip(("sep", "maxsplit"), args, strict=False)) | kwargs
+                args, kwargs = (arguments.get("sep"), arguments.get("maxsplit", -1)), {}
             args = _check_text_call(owner, __obj.__name__, args)
         elif __obj is not charge and (kwargs or any(isinstance(arg, _CONTAINERS) for arg in args)):
             charge((*args, *kwargs.values()))

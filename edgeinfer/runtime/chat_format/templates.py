@@ -155,13 +155,9 @@ class ChatTemplate:
 
     def render_raw(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
         """Render messages as given. Raises one of `_TEMPLATE_FAILURES`."""
-        typed = self.traits.typed_content
-        names = {
-            **variables,
-            "messages": [_with_typed_content(message) for message in messages] if typed else messages,
-            "bos_token": self.bos,
-            "eos_token": self.eos,
-        }
+        if self.traits.typed_content:
+            messages = [_with_typed_content(message) for message in messages]
+        names = {**variables, "messages": messages, "bos_token": self.bos, "eos_token": self.eos}
         if names.get("tools") is None:
             names.pop("tools", None)  # some templates test `tools is defined`
         with limit_fuel():
@@ -193,9 +189,9 @@ _RESULT = {
 def probe(template: ChatTemplate) -> TemplateTraits:
     """Find out what `template` supports by rendering small conversations."""
     source = template.source
-    mark, typed = _MARKS["user"], _with_typed_content(_USER)
+    mark, typed_message = _MARKS["user"], _with_typed_content(_USER)
     typed_content = mark not in _render_probe(template, _USER) and mark in _render_probe(
-        template, typed
+        template, typed_message
     )
     if typed_content:
         template = replace(template, traits=TemplateTraits(typed_content=True))
@@ -233,8 +229,8 @@ def _render_probe(template: ChatTemplate, *messages: dict[str, Any], tools: Any 
 
 def _probe_late_system(template: ChatTemplate) -> bool:
     """Return whether a system message after others is rendered there, not moved or dropped."""
-    said = (("user", "user"), ("assistant", "value"), ("system", "system"), ("user", "result"))
-    text = _render_probe(template, *({"role": role, "content": _MARKS[mark]} for role, mark in said))
+    turns = (("user", "user"), ("assistant", "value"), ("system", "system"), ("user", "result"))
+    text = _render_probe(template, *({"role": role, "content": _MARKS[mark]} for role, mark in turns))
     return -1 < text.find(_MARKS["value"]) < text.find(_MARKS["system"]) < text.find(_MARKS["result"])
 
 
@@ -313,7 +309,7 @@ def load_untrusted(source: str, bos: str, eos: str) -> ChatTemplate:
 
 def _probe_in_process(trial: TemplateTrial) -> TemplateTraits | None:
     """Return the probed traits; None if no process can be started. Raises ModelLoadError."""
-    wrong = "the model's chat template was refused: its first rendering "
+    failure = "the model's chat template was refused: its first rendering "
     try:
         raw = msgspec.json.encode(trial)
         out, ending = ask_child(_HELPER, content=raw, patience_s=_PATIENCE_S)
@@ -321,7 +317,7 @@ def _probe_in_process(trial: TemplateTrial) -> TemplateTraits | None:
     except OSError:
         return None
     except msgspec.MsgspecError as error:
-        raise ModelLoadError(f"{wrong}{ending}") from error
+        raise ModelLoadError(f"{failure}{ending}") from error
     if isinstance(answer, str):
         raise ModelLoadError(answer)
     return answer

@@ -234,21 +234,21 @@ def _close(schema: Any, depth: int, *, joined: bool) -> Any:
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return schema
     closed = dict(schema)
-    below = depth + 1
+    inner_depth = depth + 1
     is_joined = joined or "properties" in schema
     for key, operand in schema.items():
         if key in ("anyOf", "oneOf"):
-            closed[key] = _close(operand, below, joined=is_joined)
+            closed[key] = _close(operand, inner_depth, joined=is_joined)
         elif key == "allOf":
             is_single = isinstance(operand, list) and len(operand) == 1
-            closed[key] = _close(operand, below, joined=is_joined or not is_single)
+            closed[key] = _close(operand, inner_depth, joined=is_joined or not is_single)
         elif key in ("properties", "patternProperties") and isinstance(operand, dict):
-            closed[key] = {n: _close(inner, below, joined=False) for n, inner in operand.items()}
+            closed[key] = {n: _close(inner, inner_depth, joined=False) for n, inner in operand.items()}
         elif key in ("$defs", "definitions") and isinstance(operand, dict):
             shared = _joins(schema, 0)
-            closed[key] = {n: _close(inner, below, joined=shared) for n, inner in operand.items()}
+            closed[key] = {n: _close(inner, inner_depth, joined=shared) for n, inner in operand.items()}
         elif key in ("items", "prefixItems", "additionalProperties"):
-            closed[key] = _close(operand, below, joined=False)
+            closed[key] = _close(operand, inner_depth, joined=False)
     if not joined and _is_plain_object(schema):
         closed["additionalProperties"] = False
         needed = schema.get("required")

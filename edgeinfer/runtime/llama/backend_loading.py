@@ -137,9 +137,9 @@ def load(name: str, tried: LoadedBackend | None = None) -> BackendOutcome:
 
 
 def _load(file: BackendFile) -> BackendOutcome:
-    beside = os.path.join(os.path.dirname(file.path), _VULKAN_LOADER)
-    if file.name == "vulkan" and os.path.isfile(beside):
-        ctypes.CDLL(beside)  # the backend is then linked with this copy
+    vulkan_loader = os.path.join(os.path.dirname(file.path), _VULKAN_LOADER)
+    if file.name == "vulkan" and os.path.isfile(vulkan_loader):
+        ctypes.CDLL(vulkan_loader)  # the backend is then linked with this copy
     warning = find_cublas(file.path) if file.name == "cuda" else ""
     lines: list[str] = []
     handle = _handles.get(file.name, 0)

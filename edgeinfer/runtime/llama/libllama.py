@@ -251,13 +251,13 @@ def guard_calls() -> None:
         guard = own_library("guard")
     except OSError:
         return
-    pointer, words = ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64)
+    pointer, word_pointer = ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64)
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "edgeinfer_guard": (None, [pointer]),
         "edgeinfer_reason": (ctypes.c_char_p, []),
         "edgeinfer_guarded_call": (
             ctypes.c_bool,
-            [pointer, words, ctypes.c_int, pointer, ctypes.c_size_t, words],
+            [pointer, word_pointer, ctypes.c_int, pointer, ctypes.c_size_t, word_pointer],
         ),
     }
     declare_functions(guard, signatures)
@@ -293,10 +293,10 @@ def call(function: Any, *args: Any) -> Any:
     if guard is None:
         return function(*args)
     *plain, params = args if isinstance(args[-1], ctypes.Structure) else (*args, None)
-    words, result = (ctypes.c_uint64 * _MAX_ARGUMENTS)(*map(_word, plain)), ctypes.c_uint64()
+    word_array, result = (ctypes.c_uint64 * _MAX_ARGUMENTS)(*map(_word, plain)), ctypes.c_uint64()
     address = ctypes.cast(function, ctypes.c_void_p)
     struct = (len(plain), ctypes.byref(params), ctypes.sizeof(params)) if params else (0, None, 0)
-    if not guard.edgeinfer_guarded_call(address, words, *struct, result):
+    if not guard.edgeinfer_guarded_call(address, word_array, *struct, result):
         raise DecodeError(f"llama.cpp's {function.__name__} failed: {_thrown()}")
     is_pointer = hasattr(function.restype, "contents")  # the type that an unguarded call returns
     return ctypes.cast(result.value, function.restype) if is_pointer else result.value

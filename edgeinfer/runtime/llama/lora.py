@@ -118,12 +118,12 @@ class LoraAdapters:
             raise InvalidRequestError("a LoRA adapter, or its name, is given twice", param="lora")
         for adapter in adapters:
             _check_scale(adapter.scale)
-        before = self._loaded_stamps()
+        stamps_before = self._loaded_stamps()
         try:
             for model, by_stamp in self._models:
                 self._load_missing(model, by_stamp, named)
         except BaseException:
-            self._free_others(before)
+            self._free_others(stamps_before)
             raise
         by_stamp = self._models[0][1]
         for name, (adapter, stamp) in named.items():

@@ -119,8 +119,8 @@ def _without_prefetch() -> Iterator[None]:
     original = _GET_FUNCTION(registry.get_proc_address)
     yes = ctypes.CFUNCTYPE(ctypes.c_bool)(lambda: True)
     replaced = {b"ggml_backend_cpu_is_numa": ctypes.cast(yes, ctypes.c_void_p).value}
-    own = _GET_FUNCTION(lambda address, name: replaced.get(name) or original(address, name))
-    with replace_function(registry, "get_proc_address", own):
+    get_function = _GET_FUNCTION(lambda address, name: replaced.get(name) or original(address, name))
+    with replace_function(registry, "get_proc_address", get_function):
         yield
 
 

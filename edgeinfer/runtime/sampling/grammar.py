@@ -274,10 +274,10 @@ class Constraints:
         matcher = _with_deep_stack(
             lambda: llguidance.LLMatcher(tokenizer, source, log_level=0, limits=_limits())
         )
-        wrong = _complaint(matcher)
-        if wrong:
+        fault = _complaint(matcher)
+        if fault:
             raise UnsupportedConstraintError(
-                f"the {_KINDS.get(type(constraint), 'constraint')} cannot be enforced: {wrong}",
+                f"the {_KINDS.get(type(constraint), 'constraint')} cannot be enforced: {fault}",
                 param=field_name,
             )
         return matcher

@@ -307,9 +307,9 @@ def negate(schema: Any, depth: int = 0) -> Any:
             negations.append({"type": other_types} if other_types else None)
         elif key not in _ANNOTATIONS:
             negations.append(None)
-    useful = [negation for negation in negations if negation not in (None, False)]
-    if useful:
-        return {"anyOf": useful}
+    alternatives_of_keys = [negation for negation in negations if negation not in (None, False)]
+    if alternatives_of_keys:
+        return {"anyOf": alternatives_of_keys}
     return None if None in negations else False
 
 
@@ -386,9 +386,9 @@ def locate(
         if child not in seen and node is not False:
             seen.add(child)
             reference = {"$ref": f"#/$defs/root{quote(child[1:])}"}
-            wrong = complaint({**draft, **reference, "$defs": {"root": moved}})
-            if wrong:
-                pointer, message = child, wrong
+            fault = complaint({**draft, **reference, "$defs": {"root": moved}})
+            if fault:
+                pointer, message = child, fault
                 children = _children(node, pointer, root) if isinstance(node, dict) else iter(())
     return pointer, message
 

@@ -169,9 +169,9 @@ class AnswerFile:
             ends = np.clip(places[keys], n, RING)
             grams = [ring[ends - n + i] for i in range(n)]
             hashes = _hash(gram.astype(np.uint64) for gram in grams)
-            old = keys[(np.min(grams, axis=0) < 0) | (hashes != keys)]
-            places[old] = 0
-            for page in np.unique(old // _PAGE * _PAGE).tolist():
+            old_keys = keys[(np.min(grams, axis=0) < 0) | (hashes != keys)]
+            places[old_keys] = 0
+            for page in np.unique(old_keys // _PAGE * _PAGE).tolist():
                 self._write(table + page, places[page : page + _PAGE])
 
     @contextmanager

@@ -122,13 +122,13 @@ class Overlaps:
         shared = self.kinds(a) & self.kinds(b)
         if all(self._apart(kind, a, b, depth) for kind in shared):
             return True
-        for this, other in ((a, b), (b, a)):
-            if "$ref" in this and self.disjoint(self._target_of(this["$ref"]), other, depth):
+        for schema, other in ((a, b), (b, a)):
+            if "$ref" in schema and self.disjoint(self._target_of(schema["$ref"]), other, depth):
                 return True
-            if any(self.disjoint(branch, other, depth) for branch in this.get("allOf", ())):
+            if any(self.disjoint(branch, other, depth) for branch in schema.get("allOf", ())):
                 return True
             for key in ("anyOf", "oneOf"):
-                if key in this and all(self.disjoint(branch, other, depth) for branch in this[key]):
+                if key in schema and all(self.disjoint(branch, other, depth) for branch in schema[key]):
                     return True
         return False
 

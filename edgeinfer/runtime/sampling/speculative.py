@@ -280,7 +280,7 @@ class SuffixDrafter:
         token; searching in every step at eight streams takes 1 % of the time of a 135M model.
         """
         rates = zip(_LENGTHS, *self._rates, strict=True)
-        paying = (n for n, *both in rates if max(r.rate for r in both) >= least_chance)
+        paying = (n for n, *groups in rates if max(r.rate for r in groups) >= least_chance)
         return min(next(paying, CONTEXT_TOKENS), CONTEXT_TOKENS)
 
     def _append(self, tokens: Sequence[int], n_known: int) -> None:

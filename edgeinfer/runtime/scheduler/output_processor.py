@@ -65,10 +65,10 @@ class OutputProcessor:
         while True:
             i, length = entry.first_output + n_accepted, len(seq.tokens)
             reason = seq.sample(self.vocab, context, i - len(self._logits), self._logits[i])
-            new = seq.tokens[length:]  # the sampled token, and forced ones after it
-            if reason is not None or entry.drafts[n_accepted : n_accepted + len(new)] != new:
+            sampled = seq.tokens[length:]  # the sampled token, and forced ones after it
+            if reason is not None or entry.drafts[n_accepted : n_accepted + len(sampled)] != sampled:
                 break
-            n_accepted += len(new)
+            n_accepted += len(sampled)
         self._verify_drafts(entry)
         if is_first_token:
             self._executor.counters.ttft_ms.append((clock.first_token - clock.submitted) * 1000.0)

@@ -60,12 +60,12 @@ def configured_keys(file: str | None = None) -> Keys:
     typed = os.environ.get("EDGEINFER_API_KEY", "")
     if typed:
         return Keys([_check(typed, "EDGEINFER_API_KEY")])
-    named = file or os.environ.get("EDGEINFER_API_KEY_FILE", "")
+    path = file or os.environ.get("EDGEINFER_API_KEY_FILE", "")
     try:
-        return Keys(read_keys(Path(named)) if named else [])
+        return Keys(read_keys(Path(path)) if path else [])
     except FileNotFoundError as error:
         hint = "name a file with an API key a line; `openssl rand -hex 32` makes a key"
-        raise ServeError(f"there is no file {named}", hint=hint) from error
+        raise ServeError(f"there is no file {path}", hint=hint) from error
 
 
 def stored_keys() -> tuple[Keys, bool]:

@@ -277,8 +277,8 @@ async def metrics(context: RequestContext) -> Response:
 @ROUTES.get("/", reply_type="text/plain")
 async def root(context: RequestContext) -> Response:
     """Identify the server. With `serve --ollama` it says "Ollama is running", for Ollama's clients."""
-    who = "edgeinfer" if context.endpoint.model_admin is None else "Ollama"
-    return Response(f"{who} is running", media_type="text/plain")
+    server_name = "edgeinfer" if context.endpoint.model_admin is None else "Ollama"
+    return Response(f"{server_name} is running", media_type="text/plain")
 
 
 @ROUTES.get("/slots")

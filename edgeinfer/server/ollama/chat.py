@@ -173,12 +173,12 @@ _WHOLE = {"top_k": 0, "repeat_last_n": -1, "seed": -(1 << 53)}
 
 def _shared_fields(body: wire.OllamaFields, info: EngineInfo) -> dict[str, Any]:
     options = body.options or wire.Options()
-    whole = {
+    numbers = {
         field: max(low, int(number))
         for field, low in _WHOLE.items()
         if (number := getattr(options, field)) is not None
     }
-    options = msgspec.structs.replace(options, repeat_penalty=options.repeat_penalty or None, **whole)
+    options = msgspec.structs.replace(options, repeat_penalty=options.repeat_penalty or None, **numbers)
     predict = int(options.num_predict or 0)
     schema = {"type": "object"} if isinstance(body.format, str) else body.format
     goes_on = info.can_shift and body.truncate is not False and body.shift is not False

@@ -82,9 +82,9 @@ def _shorten(vector: Sequence[float], dimensions: int | None) -> list[float]:
     """Return the first `dimensions` values of an embedding, scaled to length 1; all if None or 0."""
     if not dimensions or dimensions >= len(vector):
         return list(vector)
-    short = vector[:dimensions]
-    length = math.sqrt(sum(x * x for x in short)) or 1.0
-    return [x / length for x in short]
+    shortened = vector[:dimensions]
+    length = math.sqrt(sum(x * x for x in shortened)) or 1.0
+    return [x / length for x in shortened]
 
 
 @ROUTES.get("/api/tags")

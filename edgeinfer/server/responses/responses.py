@@ -49,11 +49,11 @@ _NO_REFERENCES = (
 async def create_response(context: RequestContext, body: wire.ResponsesRequest) -> Response:
     """Answer a conversation."""
     items = [_resolve(context, item) for item in _items(body)]
-    whole = msgspec.structs.replace(body, input=[*_previous_items(context, body), *items])
+    joined = msgspec.structs.replace(body, input=[*_previous_items(context, body), *items])
     context.ignore([f"include={name}" for name in body.include or () if name != wire.LOGPROBS])
     if body.store is True and context.endpoint.responses is None:
         context.ignore(["store"])
-    return await answer(context, whole, response_requests, ResponseRenderer, stream=bool(body.stream))
+    return await answer(context, joined, response_requests, ResponseRenderer, stream=bool(body.stream))
 
 
 def _items(body: wire.ResponsesRequest) -> Sequence[wire.Item]:

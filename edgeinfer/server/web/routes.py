@@ -413,8 +413,8 @@ async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
 async def _tools_text(context: RequestContext) -> str:
     """List the tools as text, after another attempt to start failed servers. Raises UsageError."""
     tools = await context.endpoint.use_tools()
-    said = await context.endpoint.in_thread(tools.prepare)
-    return "\n".join([tools.describe(), f"Tools work in the folder {tools.toolbox.folder}.", *said])
+    notices = await context.endpoint.in_thread(tools.prepare)
+    return "\n".join([tools.describe(), f"Tools work in the folder {tools.toolbox.folder}.", *notices])
 
 
 WEB = Dialect(name="web", operations=ROUTES, prefix=PATH, **ERRORS)
