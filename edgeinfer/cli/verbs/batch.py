@@ -4,7 +4,8 @@ Requests go to the routes of the HTTP endpoint, without sockets. An answer is ap
 line, in one write, in the order of completion. A later run skips the answered `custom_id`s in OUT and
 cuts off an incomplete last line, so nothing is lost or done twice after a kill. It removes the lines of
 failed requests and tries those again. After a temporary failure a request is retried with growing
-pauses, then left to the next run, without a line. OUT is locked.
+pauses, then left to the next run, without a line. OUT is locked. If OUT is a pipe or a device, answers
+are only written to it.
 """
 
 from __future__ import annotations
@@ -50,13 +51,16 @@ if TYPE_CHECKING:
 
 #: Number of temporary failures in a row that ends the run: no single request can be their cause.
 _MOST_FAILURES_IN_A_ROW = 16
+#: First byte of a line of OUT that is being removed; JSON never has it.
+_REMOVED = b"\x18"
 
 
 class BatchResult(Result, frozen=True, kw_only=True):
     """Counts of requests: `done` in this run, `skipped` because an earlier run answered them.
 
     `failed` ones got a status of 400 or more; `retried` ones had failed in an earlier run. `left` ones
-    have no answer yet; `left_reason` is the last failure.
+    have no answer yet; `left_reason` is the last failure. `output` is OUT, "" if OUT is stdout: then
+    stderr has the text of this result.
     """
 
     done: int
@@ -75,6 +79,8 @@ class BatchResult(Result, frozen=True, kw_only=True):
         return 1 if self.failed or self.left else 0
 
     def human(self) -> str:
+        if not self.output:
+            return ""
         rate = self.completion_tokens / self.seconds if self.seconds else 0.0
         counts = f"{self.done} done, {self.skipped} already there, {self.failed} failed"
         lines = [f"{counts}, of {self.total}: {self.output}"]
@@ -132,33 +138,59 @@ def answer(
     """Append missing answers to `path`. Requests may also name `models`. Raises what `run` raises."""
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(_open_output(path))
-        answers = read_output(output)
+        is_result_elsewhere = _is_stdout(output)
+        if is_result_elsewhere and options.json:
+            raise UsageError("stdout is for the result (--json)", hint="name another output file")
+        answers = read_output(output) if _is_file(output) else {}
         todo = [line for line in lines if answers.get(line.custom_id, True)]
         failed = {line.custom_id for line in todo} & answers.keys()
-        if failed:
-            output = stack.enter_context(_without_failed(path, output, failed))
+        if failed or None in answers:
+            output = stack.enter_context(_without_lines(path, output, {None, *failed}))
         n_skipped, began_s = len(lines) - len(todo), time.perf_counter()
         tally = _Tally(total=len(lines), skipped=n_skipped, retried=len(failed))
         if todo:
             asyncio.run(_run(options, host, models, todo, output, tally))
     seconds, counts = time.perf_counter() - began_s, msgspec.structs.asdict(tally)
-    return BatchResult(**counts, left=tally.n_left, seconds=seconds, output=str(path))
+    result = BatchResult(**counts, left=tally.n_left, seconds=seconds, output=str(path))
+    if is_result_elsewhere:
+        sys.stderr.write(f"{result.human()}\n")
+        return msgspec.structs.replace(result, output="")
+    return result
 
 
-def read_output(output: int) -> dict[str, bool]:
-    """Return for each `custom_id` whether its request has failed; cut off an incomplete last line."""
-    whole, answers = 0, dict[str, bool]()
+def _is_file(output: int) -> bool:
+    return stat.S_ISREG(os.fstat(output).st_mode)
+
+
+def _is_stdout(output: int) -> bool:
+    """Return whether OUT is the file or pipe to which results are printed."""
+    return os.path.sameopenfile(output, 1) and not stat.S_ISCHR(os.fstat(output).st_mode)
+
+
+def read_output(output: int) -> dict[str | None, bool]:
+    """Return for each `custom_id` whether its request has failed; cut off an incomplete last line.
+
+    The key None stands for lines that an interrupted run has begun to remove.
+    """
+    whole, answers = 0, dict[str | None, bool]()
     for raw in _whole_lines(output):
-        try:
-            line = msgspec.json.decode(raw, type=_Answer)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            message = f"the output file has a line that is not an answer: {error}"
-            raise UsageError(message, hint="name another output file") from error
-        has_failed = line.response is None or (line.response.get("status_code") or 0) >= 400
-        answers[line.custom_id] = has_failed and answers.get(line.custom_id, True)
+        custom_id, has_failed = _decode(raw)
+        answers[custom_id] = has_failed and answers.get(custom_id, True)
         whole += len(raw)
     os.ftruncate(output, whole)
     return answers
+
+
+def _decode(raw: bytes) -> tuple[str | None, bool]:
+    """Return a line's `custom_id`, None if it is being removed, and whether its request has failed."""
+    if raw.startswith(_REMOVED) or (raw.startswith(b" ") and raw.isspace()):
+        return None, True
+    try:
+        line = msgspec.json.decode(raw, type=_Answer)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        message = f"the output file has a line that is not an answer: {error}"
+        raise UsageError(message, hint="name another output file") from error
+    return line.custom_id, line.response is None or (line.response.get("status_code") or 0) >= 400
 
 
 def _whole_lines(output: int) -> Iterator[bytes]:
@@ -168,28 +200,60 @@ def _whole_lines(output: int) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _without_failed(path: Path, output: int, failed: set[str]) -> Iterator[int]:
-    """Replace OUT by a locked copy without the lines of these requests; yield its descriptor."""
+def _without_lines(path: Path, output: int, removed: set[str | None]) -> Iterator[int]:
+    """Remove the lines of these requests from OUT; yield the locked descriptor of the others.
+
+    OUT is replaced by a copy, or changed in place if that is impossible, as for a mounted file.
+    """
     mode = stat.S_IMODE(os.fstat(output).st_mode)
-    with path_errors(path, "name another output file"), durable_file(path.resolve(), mode) as file:
-        copy = os.dup(file.fileno())
-        fcntl.fcntl(copy, fcntl.F_SETFL, os.O_APPEND)
-        try_lock(copy)
-        for raw in _whole_lines(output):
-            if msgspec.json.decode(raw, type=_Answer).custom_id not in failed:
-                file.write(raw)
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            with durable_file(path.resolve(), mode) as file:
+                copy = os.dup(file.fileno())
+                stack.callback(os.close, copy)
+                fcntl.fcntl(copy, fcntl.F_SETFL, os.O_APPEND)
+                try_lock(copy)
+                file.writelines(raw for raw in _whole_lines(output) if _decode(raw)[0] not in removed)
+        except (OSError, DiskFullError):
+            stack.close()
+            with path_errors(path, "name another output file"):
+                _remove_in_place(output, removed)
+            copy = output
         yield copy
-    finally:
-        os.close(copy)
+
+
+def _remove_in_place(output: int, removed: set[str | None]) -> None:
+    """Cut off these requests' lines at the end of OUT; replace others by spaces before the next line.
+
+    JSON allows these spaces. After a kill or a power failure, the next run finds each line whole,
+    marked as removed, or blank, because line breaks are overwritten last.
+    """
+    n_read = n_left = 0
+    lines = list[range]()
+    for raw in _whole_lines(output):
+        line = range(n_read, n_read := n_read + len(raw))
+        if _decode(raw)[0] in removed:
+            lines.append(line)
+        else:
+            n_left = n_read
+    os.ftruncate(output, n_left)
+    fcntl.fcntl(output, fcntl.F_SETFL, 0)  # with O_APPEND, pwrite would append
+    for first, last, byte in ((0, 1, _REMOVED), (1, -1, b" "), (0, 1, b" "), (-1, None, b" ")):
+        for span in (line[first:last] for line in lines if line.start < n_left):
+            os.pwrite(output, byte * len(span), span.start)
+        os.fsync(output)
+    fcntl.fcntl(output, fcntl.F_SETFL, os.O_APPEND)
 
 
 @contextlib.contextmanager
 def _open_output(path: Path) -> Iterator[int]:
+    """Open OUT and lock it. Pipes and devices are only written to, without a lock."""
+    is_stream = path.is_fifo() or path.is_char_device()
+    access = os.O_WRONLY if is_stream else os.O_RDWR | os.O_CREAT
     with path_errors(path, "name another output file"):
-        output = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        output = os.open(path, access | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
-        if not try_lock(output):
+        if not (is_stream or try_lock(output)):
             raise ModelBusyError(f"another command writes to {path}")
         yield output
     finally:
@@ -239,7 +303,8 @@ async def _run(
             except asyncio.CancelledError:
                 raise InterruptedByUser("stopped; the same command continues from here") from None
     finally:
-        os.fsync(output)
+        if _is_file(output):
+            os.fsync(output)
         endpoint.cancel_all()
         await endpoint.models.close()
         endpoint.threads.shutdown(wait=False, cancel_futures=True)

@@ -3,6 +3,7 @@
 import argparse
 import errno
 import fcntl
+import itertools
 import json
 import os
 import subprocess
@@ -138,6 +139,114 @@ def test_a_run_that_replaces_failed_lines_still_holds_the_output(files):
     assert len(refused) == 1
 
 
+def _write_answers(path: str, pattern: str) -> dict[str, str]:
+    """Write a line for each letter, capitals for failed requests; return custom_id → line if answered."""
+    lines = {}
+    for number, letter in enumerate(pattern):
+        response = {"status_code": 400 if letter.isupper() else 200, "body": "x" * (50 * number)}
+        answer = {"custom_id": f"{number}", "response": response}
+        lines[f"{number}"] = " " * (letter in "bB") + json.dumps(answer)
+    Path(path).write_text("".join(f"{line}\n" for line in lines.values()))
+    return {
+        key: lines[key].strip() for key, letter in zip(lines, pattern, strict=True) if letter.islower()
+    }
+
+
+@pytest.fixture
+def busy_output(monkeypatch):
+    """Let no file be replaced, as if OUT were a mounted file."""
+
+    def refuse(*_, **_folders):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(os, "replace", refuse)
+
+
+def _remove_failed(path: str) -> None:
+    with batch._open_output(Path(path)) as output:
+        failed = {
+            custom_id for custom_id, has_failed in batch.read_output(output).items() if has_failed
+        }
+        with batch._without_lines(Path(path), output, failed) as rewritten:
+            os.write(rewritten, b'{"custom_id": "new"}\n')
+
+
+@pytest.mark.parametrize("pattern", ["aAa", "AaBAbA", "ABA", "aABABb", "AAAAa"])
+def test_no_answer_is_lost_if_a_run_is_killed_while_it_removes_lines(
+    files, busy_output, monkeypatch, pattern
+):
+    _, path = files()
+    real_write = os.pwrite
+    for n_writes in itertools.count():
+        answered, writes_left = _write_answers(path, pattern), [n_writes]
+
+        def write(output, text, offset, countdown=writes_left):
+            countdown[0] -= 1
+            if countdown[0] < 0:  # the run is killed in the middle of this write
+                real_write(output, text[: len(text) // 2], offset)
+                raise KeyboardInterrupt
+            return real_write(output, text, offset)
+
+        monkeypatch.setattr(os, "pwrite", write)
+        was_killed = False
+        try:
+            _remove_failed(path)
+        except KeyboardInterrupt:
+            was_killed = True
+            monkeypatch.setattr(os, "pwrite", real_write)
+            _remove_failed(path)
+        lines = [line.strip() for line in Path(path).read_text().splitlines()]
+        assert lines == [*answered.values(), '{"custom_id": "new"}']
+        assert sorted(os.listdir(os.path.dirname(path))) == ["in.jsonl", "out.jsonl"]
+        if not was_killed:
+            break
+
+
+def test_failed_lines_of_an_output_that_cannot_be_replaced_are_tried_again(files, busy_output):
+    _run(files(_chat("a", temperature=9), _chat("b"), _chat("c", temperature=9)))
+    paths = files(_chat("a"), _chat("b"), _chat("c", temperature=9))
+    result, _ = _run(paths)
+    assert (result.done, result.skipped, result.failed, result.retried) == (2, 1, 1, 2)
+    statuses = {key: line["response"]["status_code"] for key, line in _answers(paths[1]).items()}
+    assert statuses == {"a": 200, "b": 200, "c": 400}
+
+
+def test_the_output_may_be_a_device(files):
+    paths = files(_chat("a"), _chat("b", temperature=9))
+    for _ in range(2):
+        result, _ = _run((paths[0], os.devnull))
+        assert (result.done, result.failed, result.skipped) == (2, 1, 0)
+
+
+def test_the_output_may_be_a_pipe(files, tmp_path):
+    paths = files(_chat("a"), _chat("b"))
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with open(reader) as file:
+        _run((paths[0], str(tmp_path / "pipe")))
+        assert {json.loads(line)["custom_id"] for line in file} == {"a", "b"}
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_answers_on_stdout_are_followed_by_nothing(files, tmp_path, kind):
+    paths = files(*(_chat(str(n)) for n in range(45)))
+    path = ":".join([os.path.dirname(__file__), *sys.path])
+    command = [sys.executable, "-c", _SHAKY, "0", path, paths[0], "/dev/stdout"]
+    with open(paths[1], "w") as file:
+        to = file if kind == "file" else subprocess.PIPE
+        done = subprocess.run(command, stdout=to, stderr=subprocess.PIPE, text=True, check=True)
+    lines = (done.stdout or Path(paths[1]).read_text()).splitlines()
+    assert {json.loads(line)["custom_id"] for line in lines} == {str(n) for n in range(45) if n % 3}
+    assert "30 done, 0 already there, 0 failed, of 45: /dev/stdout" in done.stderr
+
+
+def test_stdout_is_refused_as_output_if_the_result_goes_there_as_json(files, tmp_path, monkeypatch):
+    paths = files(_chat("a"))
+    monkeypatch.setattr(batch, "_is_stdout", lambda _output: True)
+    with pytest.raises(UsageError, match="stdout is for the result"):
+        _run(paths, None, "--json")
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -249,7 +358,8 @@ def script(request):
     number = int(request.messages[-1].content)
     return [Delay(0.01 if number < 45 else rest_s), "fine" if number % 3 else DecodeError("broken")]
 result = batch.run(t._options(*sys.argv[1:], "--quiet"), t.FakeHost(lambda model: FakeEngine(script)))
-print(result.done, result.left)
+if result.output:
+    print(result.done, result.left)
 """
 
 
