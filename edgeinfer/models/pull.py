@@ -18,12 +18,14 @@ from edgeinfer.errors import CatalogError, ChecksumError, DownloadError, Invalid
 from edgeinfer.models import gguf, names, projectors, sources, store
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.converting.checkpoint_files import DIRECT
-from edgeinfer.models.fetching.fetch import fetch
+from edgeinfer.models.fetching.fetch import fetch, offered_digests
 from edgeinfer.models.gguf import parse_file_type
 from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress, RetryPolicy
 from edgeinfer.models.pull_plan import FetchedFile, PullPlan, plan_pull
 from edgeinfer.models.store import PulledModel, locked_work_folder
 from edgeinfer.platform.disk import sha256_of
+
+_ANOTHER_NAME = "give this one another name (`--name NAME`)"
 
 
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,43 +50,94 @@ def pull(
 ) -> PulledModel:
     """Fetch and store the model `text`, unless it is stored already; return its record.
 
-    Raises UsageError, UnknownModelError, ModelBusyError, OfflineError, DownloadError and its
-    subclasses, ChecksumError, InvalidGgufError, ConversionError, QuantizeError, DiskFullError,
-    InterruptedByUser.
+    The name of a pulled model that is not in the catalogue repeats its pull. Raises UsageError,
+    UnknownModelError, ModelBusyError, OfflineError, DownloadError and its subclasses, ChecksumError,
+    InvalidGgufError, ConversionError, QuantizeError, DiskFullError, InterruptedByUser.
     """
-    options = options or PullOptions()
+    options, catalog = options or PullOptions(), load_catalog()
     job = Job(progress, cancel, options.retry_policy)
-    plan = _with_type(plan_pull(text, load_catalog(), options.name), options.quantize)
+    is_source = names.is_path(text) or sources.looks_like_source(text)
+    if not is_source and names.plain_name(text).partition(":")[0] not in catalog:
+        text, options = _earlier_pull(text, options)
+    plan = _with_type(plan_pull(text, catalog, options.name), options.quantize)
     if options.sha256:
         plan = msgspec.structs.replace(plan, sha256=names.parse_digest(options.sha256), size_bytes=0)
     with locked_work_folder(plan.ref, FETCHED_IS_KEPT) as work:
         pulled = None if options.again else _find_unchanged(plan, job)
         if pulled is not None and (not options.sha256 or pulled.sha256 == plan.sha256):
-            is_entry = not (options.name or names.is_path(text) or sources.looks_like_source(text))
-            _refuse_difference(pulled, options, () if is_entry else plan.candidates)
-            return pulled
+            if not (options.name or is_source):  # the catalogue may have other sources by now
+                plan = msgspec.structs.replace(plan, candidates=())
+            if accepted := _accept(pulled, plan, options, job):
+                return accepted
         fetched, source = fetch_first_working(plan, work, job, options)
         if fetched[0].checkpoint and not plan.quantize:
             plan = _with_type(plan, _type_in_source(plan))
         return _publish(plan, fetched, source, work, job)
 
 
-def _refuse_difference(
-    pulled: PulledModel, options: PullOptions, candidates: tuple[tuple[sources.Source, ...], ...]
-) -> None:
-    """Raise UsageError if the stored model's quantization, source or place is not the requested one."""
-    way = "give this one another name (`--name NAME`)"
+def _earlier_pull(name: str, options: PullOptions) -> tuple[str, PullOptions]:
+    """Return source and options of an earlier pull if `name` is a pulled model, otherwise these."""
+    record = store.find_pulled(name)
+    if record is None:
+        return name, options
+    type_name = options.quantize or (record.quantization if record.requantized_from else "")
+    options = msgspec.structs.replace(
+        options,
+        name=options.name or record.name,
+        quantize=type_name,
+        in_place=options.in_place or record.in_place,
+    )
+    return record.source.removeprefix("file:"), options
+
+
+def _accept(pulled: PulledModel, plan: PullPlan, options: PullOptions, job: Job) -> PulledModel | None:
+    """Return the stored model if it is what `plan` asks for, or None if it must be stored anew.
+
+    A new source of the same files is recorded. A file in place is stored anew if it has moved, or if a
+    copy is asked for. Raises UsageError if the stored model has another type or other files, or is a
+    copy although `options.in_place`.
+    """
     if options.quantize and pulled.quantization != options.quantize.upper():
-        difference = f"in {pulled.quantization}"
         way = f"quantize it: `edgeinfer quantize {pulled.name} {options.quantize}`"
-    elif candidates and pulled.source not in map(_source_text, candidates):
-        difference = f"from {pulled.source}"
-    elif options.in_place and not pulled.in_place:
-        difference = "as a copy"
-    else:
-        return
+        raise _difference_error(pulled, f"in {pulled.quantization}", way)
+    typed = [_source_text(parts) for parts in plan.candidates]
+    new_source = ""
+    if typed and {pulled.source, *pulled.more_sources}.isdisjoint(typed):
+        new_source = _source_of_same_files(pulled, plan, job)
+    if options.in_place and not pulled.in_place:
+        raise _difference_error(pulled, "as a copy")
+    if pulled.in_place and (new_source if options.in_place else _is_local(plan)):
+        return None
+    if new_source:
+        more_sources = (*pulled.more_sources, new_source)
+        pulled = msgspec.structs.replace(pulled, more_sources=more_sources)
+        store.write_record(pulled)
+    return pulled
+
+
+def _source_of_same_files(pulled: PulledModel, plan: PullPlan, job: Job) -> str:
+    """Return the source of `plan` that has the stored model's files. Raises UsageError without one."""
+    pins = store.read_pins(plan.ref).pins
+    stored_digests = {pin.sha256 for pin in pins if pin.source == pulled.source}
+    stored_digests |= {file.sha256 for file in pulled.files}
+    digests: list[str] = []
+    for parts in plan.candidates:
+        digests = offered_digests(parts, plan, job)
+        if digests and stored_digests.issuperset(digests):
+            return _source_text(parts)
+    problem = "has another file" if digests else "has no SHA-256 to compare"
+    difference = f"from {pulled.source}; {_source_text(plan.candidates[-1])} {problem}"
+    same = f"if it is the same file: `--sha256 {pulled.sha256}`; otherwise " * (not digests)
+    raise _difference_error(pulled, difference, same + _ANOTHER_NAME)
+
+
+def _is_local(plan: PullPlan) -> bool:
+    return any(isinstance(parts[0], sources.LocalFile) for parts in plan.candidates)
+
+
+def _difference_error(pulled: PulledModel, difference: str, way: str = _ANOTHER_NAME) -> UsageError:
     hint = f"{way}, or fetch it again: --again"
-    raise UsageError(f"{pulled.name} is here already, {difference}", hint=hint)
+    return UsageError(f"{pulled.name} is here already, {difference}", hint=hint)
 
 
 def _source_text(parts: tuple[sources.Source, ...]) -> str:

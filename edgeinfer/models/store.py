@@ -87,7 +87,10 @@ class PulledFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of a pulled model (model.json). `base` is its catalogue entry's name, otherwise `name`."""
+    """Record of a pulled model (model.json). `base` is its catalogue entry's name, otherwise `name`.
+
+    `more_sources` have the same files as `source`, by their SHA-256.
+    """
 
     name: str
     base: str
@@ -100,6 +103,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
     pulled_at: str
     requantized_from: str = ""
     projector: PulledFile | None = None
+    more_sources: tuple[str, ...] = ()
     version: Literal[1] = 1
 
     @property
@@ -108,9 +112,9 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def other_names(self) -> tuple[str, ...]:
-        """Further names that `lookup.find` accepts: its source, and its name with its quantization."""
+        """Further names that `lookup.find` accepts: its sources, and its name with its quantization."""
         has_type = bool(self.quantization) and ":" not in self.name
-        return (self.source, *[f"{self.name}:{self.quantization}"] * has_type)
+        return (self.source, *self.more_sources, *[f"{self.name}:{self.quantization}"] * has_type)
 
     @property
     def folder(self) -> Path:

@@ -64,8 +64,8 @@ def test_name_under_which_another_file_is_stored_is_refused(local: Path, tmp_pat
     other.write_bytes(gguf_bytes(seed=2))
     record = pull(str(local))
     for path, name, in_place, difference in (
-        (other, None, False, f"from file:{local}"),
-        (other, record.name, True, f"from file:{local}"),
+        (other, None, False, f"from file:{local}; file:{other} has another file"),
+        (other, record.name, True, f"from file:{local}; file:{other} has another file"),
         (local, record.name, True, "as a copy"),
     ):
         options = PullOptions(name=name, in_place=in_place)
@@ -73,6 +73,41 @@ def test_name_under_which_another_file_is_stored_is_refused(local: Path, tmp_pat
             pull(str(path), options=options)
         assert pull(str(local)) == record
     assert pull(str(other), options=PullOptions(in_place=True, again=True)).paths == (other,)
+
+
+def test_same_file_of_another_place_is_here_already(local: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "b" / local.name
+    copy.parent.mkdir()
+    copy.write_bytes(local.read_bytes())
+    record = pull(str(local))
+    assert pull(str(copy)).more_sources == (f"file:{copy}",)
+    assert pull(str(copy)) == resolve(f"file:{copy}").pulled == store.list_pulled()[0]
+    assert store.list_pulled()[0].files == record.files
+    with pytest.raises(UsageError, match="as a copy"):
+        pull(str(copy), options=PullOptions(in_place=True))
+
+
+def test_file_in_place_follows_to_another_place_and_can_be_copied(local: Path, tmp_path: Path) -> None:
+    moved, options = tmp_path / "moved.gguf", PullOptions(name="mine", in_place=True)
+    pull(str(local), options=options)
+    moved.write_bytes(local.read_bytes())
+    assert pull(str(moved), options=options).paths == (moved,)
+    assert pull(f"file:{moved}", options=options).paths == (moved,)
+    copied = pull(str(moved), options=PullOptions(name="mine"))
+    assert (copied.in_place, copied.paths[0].read_bytes()) == (False, moved.read_bytes())
+
+
+def test_pulled_name_repeats_its_pull(local: Path) -> None:
+    record = pull(str(local), options=PullOptions(name="mine", in_place=True))
+    local.touch()
+    with pytest.raises(InvalidGgufError, match="was changed") as caught:
+        resolve("mine").files()
+    assert caught.value.hint == "verify it again: `edgeinfer pull mine`"
+    assert pull("mine").source == record.source
+    assert resolve("mine").files().paths == (str(local),)
+    local.write_bytes(gguf_bytes(seed=3))
+    assert pull("MINE:f32").sha256 != record.sha256
+    assert store.list_pulled()[0].in_place
 
 
 def test_import_refuses_bad_files(tmp_path: Path, local: Path) -> None:

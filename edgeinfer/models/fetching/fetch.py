@@ -66,6 +66,29 @@ def fetch(
             return _from_server(first, plan, work, job)
 
 
+def offered_digests(parts: tuple[sources.Source, ...], plan: PullPlan, job: Job) -> list[str]:
+    """Return the SHA-256 of a source's files, which are not fetched; [] if one is unknown.
+
+    Raises like `fetch`.
+    """
+    first = parts[0]
+    if plan.sha256:
+        return [plan.sha256]
+    if isinstance(first, sources.WheelFile):
+        return []
+    if isinstance(first, sources.LocalFile):
+        files = _from_disk(Path(first.path).expanduser(), Path(), job, in_place=True)
+        return [] if files[0].checkpoint else [_hash(file, job) for file in files]
+    refuse_offline(str(first))
+    digests = [remote.sha256 for remote in _resolve(first, plan) if not remote.is_projector]
+    return digests if all(digests) else []
+
+
+def _hash(file: FetchedFile, job: Job) -> str:
+    job.begin("verifying", file.file_name, total=file.size_bytes)
+    return disk.sha256_of(file.path, job.report)
+
+
 def _resolve(source: sources.Source, plan: PullPlan) -> list[Remote]:
     match source:
         case sources.Url():

@@ -1,5 +1,6 @@
 """Pulls from Hugging Face, played by a local server: quantizations, splits, tokens, gates, pins."""
 
+import msgspec
 import pytest
 from fake_hub import Fault, sha
 from made_gguf import gguf_bytes
@@ -11,6 +12,7 @@ from edgeinfer.errors import (
     DownloadError,
     ModelNotPulledError,
     SourceNotFoundError,
+    UsageError,
 )
 from edgeinfer.models import names, store
 from edgeinfer.models.progress import PullProgress
@@ -67,6 +69,27 @@ def test_projector_of_the_repository_is_pulled_too(repo, body, options, tmp_path
         resolve(record.name).files()
     assert pull(f"{REPO}:q8_0", options=options).projector is not None
     assert path.read_bytes() == projector
+
+
+@pytest.mark.parametrize("quant", ["q8_0", "F16"])
+def test_same_files_of_another_repository_are_here_already(repo, server, options, quant) -> None:
+    server.repos["other/Tiny"] = {name.replace("iny", "INY"): body for name, body in repo.items()}
+    options = msgspec.structs.replace(options, name="mine")
+    record = pull(f"{REPO}:{quant}", options=options)
+    n_served = server.served
+    again = pull(f"other/Tiny:{quant}", options=options)
+    assert (again.source, again.more_sources) == (record.source, (f"hf:other/Tiny:{quant.upper()}",))
+    assert resolve(f"hf.co/other/tiny:{quant}").name == "mine"
+    assert server.served - n_served < record.size_bytes // 2
+    for source, problem in (
+        (f"{REPO}:Q4_K_M", f"hf:{REPO}:Q4_K_M has another file"),
+        (f"{server.url}/x.gguf", f"{server.url}/x.gguf has no SHA-256 to compare"),
+    ):
+        with pytest.raises(UsageError, match=f"mine is here already, from {record.source}; {problem}"):
+            pull(source, options=options)
+    if quant == "q8_0":
+        options = msgspec.structs.replace(options, sha256=record.sha256)
+        assert f"{server.url}/x.gguf" in pull(f"{server.url}/x.gguf", options=options).more_sources
 
 
 @pytest.mark.parametrize("wrong", ["none", "wide"])
