@@ -35,7 +35,7 @@ _ROUTER = "edgeinfer.cluster.app.PrefixRouter"
 
 
 class ModelDeployment(EndpointReplica):
-    """The Ray actor of one replica."""
+    """The Ray actor of one replica: starts an endpoint, and exports its metrics."""
 
     async def __init__(self, settings: ModelSettings) -> None:  # type: ignore[misc]  # Ray awaits it
         super().__init__(settings, serve.get_replica_context().replica_id.unique_id)

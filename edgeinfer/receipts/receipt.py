@@ -105,7 +105,7 @@ class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
     content: Content | None = None
 
     def digest(self) -> str:
-        """Return the correct value of `sha256`."""
+        """Compute what `sha256` must be."""
         return _sha256(msgspec.structs.replace(self, sha256="", signature=None, content=None))
 
     def alteration(self) -> str:

@@ -95,7 +95,7 @@ class ReceiptCheck:
         self._is_cancelled = False
 
     def cancel(self) -> None:
-        """End `run` soon with ReceiptError; idempotent."""
+        """Have `run` end soon with ReceiptError. Thread-safe; idempotent."""
         self._is_cancelled = True
         if self._generation is not None:
             self._generation.cancel()

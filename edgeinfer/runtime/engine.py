@@ -247,7 +247,7 @@ class LlamaEngine:
             self._core.prefixes.open_cache(make_cache, self._gpu.loaded, self._check_outcome)
 
     def add_observer(self, observer: RequestObserver) -> None:
-        """Let `observer` record all later requests. `close` closes it."""
+        """Let `observer` record all later requests. The engine's `close` closes the observer."""
         self._core.queue.observers += (observer,)
 
     def attach_devices(self, request: OffloadRequest) -> None:

@@ -75,7 +75,7 @@ class LayerPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usable_bytes(n_bytes: int) -> int:
-    """Return how much of a device's memory a plan uses."""
+    """Return how many of a device's free bytes (`n_bytes`) a plan may use."""
     return max(0, n_bytes - max(_MARGIN_BYTES, n_bytes // _MARGIN_SHARE))
 
 

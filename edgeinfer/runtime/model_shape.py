@@ -225,7 +225,7 @@ class _Keys:
         return [self.number(key)] * n_layer if self.number(key) else []
 
     def head_lengths(self, n_heads: int) -> tuple[int, ...]:
-        """Return `Shape.head_lengths`."""
+        """Compute `Shape.head_lengths` from the metadata."""
         usual = self.number("embedding_length") // n_heads if n_heads else 0
         plain = [self.number(f"attention.{vector}_length", usual) for vector in ("key", "value")]
         other_lengths = (self.number(key) for key in _OTHER_HEADS)
@@ -241,7 +241,7 @@ class _Keys:
 
 
 def _cache_sizes(keys: _Keys, head_lengths: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """Return `Shape.kv_rows` and `Shape.state_elements`."""
+    """Compute `Shape.kv_rows` and `Shape.state_elements` from the metadata."""
     n_layer = max(0, keys.number("block_count") - keys.number("attention.shared_kv_layers"))
     k_length, v_length = head_lengths[:2]
     if keys.number(_LATENT):  # the cache has only K, of which V is a part

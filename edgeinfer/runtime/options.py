@@ -161,7 +161,7 @@ class StreamingStatistics(msgspec.Struct):
 
 
 class EngineTotals(StreamingStatistics, kw_only=True):
-    """Counts since the engine started."""
+    """Sums of requests, tokens, steps and times (s) since the engine started."""
 
     requests_total: int = 0
     cancelled_total: int = 0
@@ -236,7 +236,7 @@ class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def summary(self) -> str:
-        """A line: "2 of 3 replicas: " and the reason."""
+        """The number of running replicas with the reason: "2 of 3 replicas: as configured"."""
         return f"{len(self.running)} of {self.count} replicas: {self.reason}"
 
 

@@ -122,25 +122,25 @@ def with_options(defaults: Sampling, options: Mapping[str, Any]) -> Sampling:
 
 
 class JsonSchema(msgspec.Struct, frozen=True, tag="json_schema"):
-    """The answer is JSON that `schema` allows; `{}` allows any JSON value."""
+    """Constraint: the answer is JSON that `schema` allows; `{}` allows any JSON value."""
 
     schema: dict[str, Any]
 
 
 class Regex(msgspec.Struct, frozen=True, tag="regex"):
-    """The whole answer matches `pattern` (syntax of Rust's regex crate)."""
+    """Constraint: the whole answer matches `pattern` (syntax of Rust's regex crate)."""
 
     pattern: str
 
 
 class Choice(msgspec.Struct, frozen=True, tag="choice"):
-    """The answer is one of `options`."""
+    """Constraint: the answer is one of `options`."""
 
     options: tuple[str, ...]
 
 
 class Grammar(msgspec.Struct, frozen=True, tag="gbnf"):
-    """The answer follows a grammar in llama.cpp's notation (GBNF); its first rule is `root`."""
+    """Constraint: the answer follows a grammar in llama.cpp's notation (GBNF) with the rule `root`."""
 
     gbnf: str
 

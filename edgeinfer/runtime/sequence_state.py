@@ -45,5 +45,5 @@ class State(msgspec.Struct, frozen=True):
 
 
 def as_state(state: memoryview) -> State:
-    """Make a state of one piece."""
+    """Make a `State` that consists of one piece, `state`."""
     return State((state,), (ANYWHERE,))

@@ -239,7 +239,7 @@ class Vision:
         return self._projector.encode(pixels)
 
     def leave_device(self) -> None:
-        """Encode on the CPU from now on, and forget cached rows.
+        """Encode pictures on the CPU from now on, and forget cached rows.
 
         The projector on the GPU is not freed, because a lost device may never answer.
         """
@@ -276,7 +276,7 @@ class Vision:
             thread.shutdown(cancel_futures=True)
 
     def close(self) -> None:
-        """End the thread and free the projectors. Idempotent."""
+        """End the encoding thread and free the projectors. Idempotent."""
         self.park()
         if self.on_device is not None:
             self.on_device.free()

@@ -59,7 +59,7 @@ def read_lines(path: Path) -> list[BatchLine]:
 
 
 class BatchReply(msgspec.Struct, frozen=True):
-    """The response of a route. `body` is JSON."""
+    """The endpoint's response to one request of a batch. `body` is JSON."""
 
     status: int
     request_id: str

@@ -131,6 +131,6 @@ class DirectWriter:
             return True
 
     def close(self) -> None:
-        """Send later tokens through the event loop. Idempotent."""
+        """Stop: the event loop sends all later tokens. Idempotent."""
         with self._lock:
             self._is_open = False

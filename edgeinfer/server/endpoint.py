@@ -203,7 +203,7 @@ class Endpoint:
         return self.tools
 
     async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        """Run a blocking call in a thread."""
+        """Run the blocking call `work(*args)` in a thread, and return its result."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.threads, work, *args)
 

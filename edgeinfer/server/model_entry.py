@@ -16,7 +16,7 @@ Where = Literal["process", "worker"]
 
 
 class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a load.
+    """A loaded engine, and how it was loaded.
 
     `how`: "resumed" (from a snapshot), "cold", or "held" (the process already had the engine).
     `stages_ms`: time (ms) at which each stage of the process's start began (`host.ProcessStart`).

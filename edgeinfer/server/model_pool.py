@@ -138,7 +138,7 @@ class ModelPool:
         return self.info(name) is not None
 
     def state(self, name: str) -> str:
-        """Return "cold", "loading" or "loaded"."""
+        """Return the state of the model `name`: "cold", "loading" or "loaded"."""
         entry = self._entries.get(name)
         if entry is None:
             return "cold"
@@ -408,7 +408,7 @@ class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelPoolCallbacks(msgspec.Struct, frozen=True, kw_only=True):
-    """Functions that the pool calls.
+    """Functions that a `ModelPool` calls.
 
     - `load(model, progress)` loads a model in a thread.
     - `list_pulled()` lists the models that can be loaded.

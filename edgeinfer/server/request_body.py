@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 async def read_body(context: RequestContext) -> bytes:
-    """Read the body.
+    """Read the request's body.
 
     Raises Problem 413 if it is too long, 400 if the client disconnects, and 429 or 503 if the bodies of
     all running requests are too large together.

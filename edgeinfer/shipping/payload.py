@@ -95,7 +95,7 @@ def read_field(head: bytes, key: bytes) -> str:
 
 
 def find_field(head: bytes, key: bytes) -> int:
-    """Return the offset of a field from the start of the file."""
+    """Return the offset of the bootloader's field `key` from the start of the file."""
     position = head.find(key)
     if position < 0:
         raise ShippingError(

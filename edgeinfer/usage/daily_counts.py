@@ -180,7 +180,7 @@ def _sums(finished: Finished) -> dict[str, int]:
 def observe(
     request: GenerateRequest, answer: CollectedAnswer, logprobs: Sequence[float], n_broken: int
 ) -> dict[str, float | str]:
-    """Return the values of a generation that are counted.
+    """Return the values of one generation that are counted, by name.
 
     They are numbers (`"ttft_ms": 81.5`), shares from 0 to 1 (`"cached_share": 0.9`) and categories
     (`"finish_reason": "stop"`). `n_broken`: number of tool calls that could not be parsed.

@@ -32,7 +32,7 @@ MAX_BYTES = 1 << 30
 
 
 class Frame(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A message on the socket."""
+    """A message between client and worker."""
 
 
 class Submit(Frame, frozen=True):

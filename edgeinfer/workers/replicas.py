@@ -75,7 +75,7 @@ class ReplicatedEngine(ForwardingEngine):
         return not self._is_closed
 
     def health(self) -> str:
-        """Return "": the supervisor replaces a replica that fails."""
+        """Return "" (healthy): the supervisor replaces each replica that fails."""
         return ""
 
     @property
@@ -110,7 +110,7 @@ class ReplicatedEngine(ForwardingEngine):
         return loaded
 
     def metrics(self) -> EngineMetrics:
-        """Return the sums over all replicas."""
+        """Return the metrics summed over all replicas."""
         return EngineMetrics.sum([now for _, now in self._metrics()])
 
     def replicas(self) -> ReplicasInfo:

@@ -128,7 +128,7 @@ class AnswerParser:
         return True
 
     def _find_marker(self) -> bool:
-        """Emit the text before the next marker, and handle the marker."""
+        """Emit the text before the next marker; end the reasoning or begin a tool call there."""
         markers = self._form.begin
         if self._phase == "thinking":
             markers = self._ends_of_reasoning

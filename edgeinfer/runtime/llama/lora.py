@@ -166,7 +166,7 @@ class LoraAdapters:
         return self._models[0][1]
 
     def close(self) -> None:
-        """Free the first model's adapters, before that model is freed."""
+        """Free the first model's adapters. Call it before that model is freed."""
         self.remove_second_model()
         self._free_others(frozenset())
 

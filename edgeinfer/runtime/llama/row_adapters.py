@@ -80,7 +80,7 @@ class LoadedAdapter:
             self.kernels = 0
 
     def free(self) -> None:
-        """Free the adapter, before its model is freed."""
+        """Free the adapter. Call it before its model is freed."""
         self.use_llama_cpp()
         L.llama_adapter_lora_free(self.pointer)
 

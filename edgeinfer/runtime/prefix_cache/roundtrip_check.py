@@ -39,7 +39,7 @@ _TAIL_TOKENS = 3
 
 
 class RoundtripCheck:
-    """Runs one check of a loaded model, in a small context of it."""
+    """Runs the round-trip check of a loaded model once, in a small separate context."""
 
     def __init__(self, options: LoadOptions, loaded: LlamaModel) -> None:
         self._loaded, window = loaded, loaded.sliding_window

@@ -90,7 +90,7 @@ class AnswerFile:
 
     @property
     def ring(self) -> Tokens:
-        """Copy of the whole ring."""
+        """Copy of the whole ring of tokens."""
         return self.read(0, RING)
 
     def read(self, index: int, n: int) -> Tokens:

@@ -41,7 +41,7 @@ def max_invariant_tokens(n_batch: int, file_type: int) -> int:
 
 
 def batch_invariance(loaded: LlamaModel) -> BatchInvariance:
-    """Return the limits of a loaded model."""
+    """Return the limits of batch invariance for a loaded model."""
     kernels = libllama.build_info().kernels
     n_batch = loaded.n_batch
     max_tokens = n_batch if kernels else max_invariant_tokens(n_batch, loaded.shape.file_type)

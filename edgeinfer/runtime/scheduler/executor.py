@@ -198,7 +198,7 @@ class StepCancellation:
         return all(seq.is_prefill_only for seq in self._sequences)
 
     def end(self, *, lost: bool) -> None:
-        """Record the end of the step; `lost` if it was aborted."""
+        """Record the end of the step. `lost`: the step was aborted, so its time is wasted."""
         with self._lock:
             if not self._is_prefill_only:
                 took_s = time.monotonic() - self._began

@@ -196,7 +196,7 @@ class Prefixes:
             self._closing_threads.append(thread)
 
     def close_cache(self) -> None:
-        """Write pending blocks, and stop using the store."""
+        """Wait until pending blocks are written, and stop using the on-disk prefix cache."""
         self._make_cache = None
         self.detach_cache(())
         while self._closing_threads:

@@ -57,7 +57,7 @@ class TextBlock(Wire, frozen=True, tag="text", tag_field="type"):
 
 
 class PlainSource(Wire, frozen=True, tag="text", tag_field="type"):
-    """The text of a document."""
+    """A document given as plain text."""
 
     data: Text
 
@@ -74,7 +74,7 @@ class FileSource(Wire, frozen=True, tag="base64", tag_field="type"):
 
 
 class BlocksSource(Wire, frozen=True, tag="content", tag_field="type"):
-    """The text of a document in blocks."""
+    """A document given as blocks of text."""
 
     content: str | Annotated[list[TextBlock], Meta(max_length=1024)]
 
@@ -161,7 +161,7 @@ class AutoChoice(Wire, frozen=True, tag="auto", tag_field="type"):
 
 
 class AnyChoice(AutoChoice, frozen=True, tag="any", tag_field="type"):
-    """The model must call one of the tools."""
+    """`tool_choice`: the model must call one of the tools."""
 
 
 class OneChoice(AutoChoice, frozen=True, kw_only=True, tag="tool", tag_field="type"):
@@ -169,23 +169,23 @@ class OneChoice(AutoChoice, frozen=True, kw_only=True, tag="tool", tag_field="ty
 
 
 class NoChoice(Wire, frozen=True, tag="none", tag_field="type"):
-    """The model must not call a tool."""
+    """`tool_choice`: the model must not call a tool."""
 
 
 class ThinkingOff(Wire, frozen=True, tag="disabled", tag_field="type"):
-    """Switch reasoning off."""
+    """`thinking`: switch reasoning off."""
 
 
 class ThinkingAdaptive(Wire, frozen=True, tag="adaptive", tag_field="type"):
-    """Switch reasoning on; the model decides how much it reasons."""
+    """`thinking`: switch reasoning on; the model decides how much it reasons."""
 
 
 class ThinkingBetweenTools(Wire, frozen=True, tag="between_tools", tag_field="type"):
-    """Same as `adaptive`: a local model cannot be told to reason between tool calls."""
+    """`thinking`: as `adaptive`, because a local model cannot be told to reason between tool calls."""
 
 
 class ThinkingOn(Wire, frozen=True, tag="enabled", tag_field="type"):
-    """Switch reasoning on; it ends after `budget_tokens` tokens."""
+    """`thinking`: switch reasoning on, for at most `budget_tokens` tokens."""
 
     budget_tokens: ReasoningBudget | None = None
 

@@ -261,7 +261,7 @@ class PromptText(Wire, frozen=True, kw_only=True):
 
 
 class LlamaFields(SamplingFields, frozen=True, kw_only=True):
-    """Fields that /completion and /infill share."""
+    """Base of the bodies of POST /completion and /infill."""
 
     refused: ClassVar[Mapping[str, str]] = {
         "dynatemp_range": "a dynamic temperature is not supported",

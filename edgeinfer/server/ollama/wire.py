@@ -62,7 +62,7 @@ class NeedsModel(ModelFields, frozen=True, kw_only=True):
 
 
 class OllamaFields(GenerationFields, frozen=True, kw_only=True):
-    """Base of /api/chat and /api/generate. `stream` defaults to true."""
+    """Base of the bodies of POST /api/chat and /api/generate. `stream` defaults to true."""
 
     model: ModelName
     stream: bool | None = None

@@ -240,7 +240,7 @@ LogitBias = Annotated[
 
 
 class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
-    """Base of /v1/chat/completions and /v1/completions."""
+    """Base of the bodies of POST /v1/chat/completions and /v1/completions."""
 
     #: Fields of other servers → what to use here.
     refused: ClassVar[Mapping[str, str]] = {

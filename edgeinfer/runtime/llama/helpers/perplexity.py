@@ -35,7 +35,7 @@ _BATCH_TOKENS = 64
 
 
 def measure(argv: list[str]) -> dict[str, float]:
-    """Return the figures of the last line.
+    """Measure by the program's arguments; return the figures that `main` prints in its last line.
 
     Raises ModelLoadError, OutOfMemoryError, UsageError, DecodeError.
     """
