@@ -145,7 +145,7 @@ class ContextLengthError(InvalidRequestError):
         n_ctx: int | str | None = None,
     ) -> None:
         super().__init__(message, param=param, hint=hint)
-        # text if the error comes from another process
+        # from another process, it comes as text
         self.n_tokens = None if n_tokens is None else int(n_tokens)
         self.n_ctx = None if n_ctx is None else int(n_ctx)
 

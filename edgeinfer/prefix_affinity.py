@@ -9,7 +9,7 @@ from typing import Any
 
 #: Characters between two hashes: about as long as a KV block (256 tokens).
 _STRIDE = 1024
-#: Maximum number of hashes of a prompt: of a longer text, only the first 262,144 characters count.
+#: Maximum number of hashes of a prompt, so that only its first 262,144 characters count.
 _MAX_HASHES = 256
 #: Maximum number of hashes in the map (about 30 MB).
 _MAX_ENTRIES = 200_000

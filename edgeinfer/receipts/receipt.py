@@ -258,7 +258,7 @@ def to_receipt(document: Any) -> Receipt:
         receipt = msgspec.convert(document, Receipt, str_keys=True)
         if unknown := document["sampling"].keys() - set(Sampling.__struct_fields__):
             raise ValueError(f"sampling has the unknown field {min(unknown)!r}")
-        msgspec.json.encode(receipt)  # refuses invalid Unicode, and integers beyond 64 bits
+        msgspec.json.encode(receipt)  # raises for invalid Unicode and integers beyond 64 bits
     except RecursionError:
         raise ReceiptError("the receipt is nested too deeply") from None
     except (ValueError, OverflowError) as error:  # msgspec's ValidationError is a ValueError

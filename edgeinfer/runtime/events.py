@@ -205,5 +205,5 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _quote(text: str) -> str:
-    printable = "".join(c if c.isprintable() else " " for c in text)  # a terminal shows it
+    printable = "".join(c if c.isprintable() else " " for c in text)  # for terminals
     return f"“{' '.join(printable.split())}”"

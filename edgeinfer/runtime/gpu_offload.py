@@ -138,12 +138,12 @@ class GpuOffloader:
             device_context = self._load(devices, smaller)
         try:
             is_software = all(device.kind == "software" for device in devices)
-            # otherwise the first request would wait for the compilation
+            # otherwise the first request would wait for the compilation of kernels
             device_context.warm_up(_SOFTWARE_TOKENS if is_software else self.cpu.n_batch)
             while not self.call(lambda: self._switch(device_context)):
                 self._closing.wait(_SWITCH_S)
         except BaseException as error:
-            # freeing memory on a lost device could wait forever, so it is not freed
+            # do not free memory on a lost device: that could wait forever
             is_lost = isinstance(error, DecodeError) and not _is_short_of_memory(error)
             if self._device_context is None and (not is_lost or "no kernel image" in str(error)):
                 device_context.loaded.free()
@@ -173,7 +173,7 @@ class GpuOffloader:
             return
 
         def use() -> None:
-            if self._device_context is device_context:  # unless a step failed meanwhile
+            if self._device_context is device_context:  # no step has failed meanwhile
                 vision.on_device = projector
 
         try:
@@ -211,7 +211,7 @@ class GpuOffloader:
         self.core.prefixes.detach_cache(self.core.queue.running)
         self.core.switch_context(context, loaded.n_ctx, has_copy=has_copy, on_device=True)
         for cached_seq in self.core.kv.cached_sequences:
-            # do not store it: another context computed it, with different rounding
+            # not storable, because the other context computed it with different rounding
             cached_seq.is_storable = False
         self.core.on_failed_step = self._fall_back
         self._device_context = device_context

@@ -35,7 +35,7 @@ _AUTO_MAX_TOKENS = 131_072
 #: A quantized KV cache, which slows attention, is chosen only if an f16 cache cannot hold this many
 #: tokens (or the training context, if that is shorter).
 _AMPLE_TOKENS = 32_768
-#: Smallest number of cells per sequence that decodes in parallel.
+#: Minimum number of cells for each sequence that decodes in parallel.
 _CELLS_PER_SEQUENCE = 1024
 
 
@@ -141,7 +141,8 @@ DRAFT_SPARE_SEQUENCES = 8
 #: A step may compute logits for this many tokens of each request, or for up to 256 tokens if that takes
 #: no more memory. The logits of a token are a float per token of the vocabulary.
 _OUTPUTS_PER_REQUEST, _MAX_FREE_OUTPUTS = 8, 256
-#: Sequence ids besides the parallel ones: 16 for idle conversations, and one for saving KV blocks.
+#: Sequence ids in addition to the parallel ones: 16 for idle conversations, and one for saving KV
+#: blocks.
 _SPARE_SEQUENCES = 17
 _MAX_SEQUENCES = 256
 #: An automatic context is not shortened below this (cells) to place more layers on devices.
@@ -150,7 +151,7 @@ _MIN_DEVICE_CELLS = 8192
 _FALLBACK_CTX = 4096
 #: Smallest useful KV cache (bytes) of an automatic context.
 _USEFUL_KV_BYTES = 1 << 30
-#: Memory (bytes) of the process besides the model.
+#: Memory (bytes) that the process takes in addition to the model.
 _PROCESS_BYTES = 64 << 20
 #: Least memory (bytes) for streamed weights. It holds two of the largest, so that one is read while the
 #: other is multiplied; each takes up to two pages (of 64 KiB) more than its size.

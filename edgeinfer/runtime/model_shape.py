@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-#: Bytes per element of the KV cache.
+#: Type of the KV cache → bytes per element.
 _KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 #: Matches llama.cpp's names of expert weights.
 _EXPERT_WEIGHT = re.compile(r"_(ch)?exps\.weight$")

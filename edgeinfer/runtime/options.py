@@ -37,7 +37,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     no_draft: str = ""
 
 
-#: Largest alpha of an adapter; usual ones are some hundreds.
+#: Largest accepted alpha of a LoRA adapter; usual values are some hundreds at most.
 MOST_ALPHA = 65_536.0
 
 

@@ -290,7 +290,7 @@ def open_vision(files: ModelFiles, loaded: LlamaModel) -> tuple[Vision | None, s
     failure = projector_failure(files.projector, files.paths)
     if failure:
         return None, f": its projector {files.projector} was refused: {failure}"
-    from PIL import __version__  # versions may decode other pixels
+    from PIL import __version__  # versions of Pillow may decode differently
 
     key = f"{stamps((files.projector,))} {__version__}"
     projector = Projector(files.projector, loaded.model, loaded.n_threads)

@@ -106,7 +106,7 @@ class DirectWriter:
         """Send an event's token; return False if the event loop must send the event."""
         if not isinstance(event, TextDelta | ReasoningDelta):
             return False
-        with self._lock:  # `close` waits: a closed descriptor's number may soon be another client's
+        with self._lock:  # makes `close` wait: the descriptor's number may soon be another client's
             if not self._is_open:
                 return False
             try:

@@ -95,7 +95,7 @@ def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
     path = f"{newest[1]}/{_CXX}"
     try:
         ctypes.CDLL(path)
-    except OSError:  # a library for another architecture or libc
+    except OSError:  # it is for another architecture or libc
         return ""
     return path
 

@@ -369,7 +369,7 @@ def _swap(program: Path, candidate: Path, folder: Path) -> None:
     previous = folder / PREVIOUS
     with unpack.locked():  # prevents the removal of versions
         _link_or_copy(program, folder / ".previous")
-        _name_source(candidate)  # so that after a crash, too, both versions have a file
+        _name_source(candidate)  # both versions have a file, even after a crash
         os.replace(folder / ".previous", previous)
         _name_source(previous)
         os.replace(candidate, program)

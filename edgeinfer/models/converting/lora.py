@@ -157,7 +157,7 @@ def _scale(config: dict[str, Any], module: str, rank: int) -> float:
     by_pattern = (config.get("alpha_pattern") or {}).items()
     alphas = (value for pattern, value in by_pattern if re.fullmatch(rf"(.*\.)?({pattern})", module))
     alpha = float(next(alphas, config.get("lora_alpha", 8)))
-    if not abs(alpha) <= MOST_ALPHA:  # also for NaN
+    if not abs(alpha) <= MOST_ALPHA:  # also refuses NaN
         problem = f"the adapter has an alpha of {alpha:g} for {module}: it is damaged"
         raise ConversionError(problem, hint=_SAVE_AGAIN)
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

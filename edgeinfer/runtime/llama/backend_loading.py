@@ -183,7 +183,7 @@ def _explain(name: str, log: str, *, is_loaded: bool) -> MissingBackend:
                 return MissingBackend(name=name, reason=reason, fix=fix, absent=True)
         return MissingBackend(name=name, reason=f"it needs {library}, which is not on this machine")
     if name == "vulkan" and (is_loaded or "returned NULL" in log):
-        return _no_vulkan_device()  # ggml leaves out software devices, which are slower than the CPU
+        return _no_vulkan_device()  # ggml lists no software devices
     if "driver version is insufficient" in log:
         reason = "the NVIDIA driver is too old for this library"
         return MissingBackend(name=name, reason=reason, fix=DRIVER_FIX)

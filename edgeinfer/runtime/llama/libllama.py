@@ -271,7 +271,7 @@ def decode(context: Any, batch: Any) -> int:
         return int(L.llama_decode(context, batch))
     try:
         code = call(L.llama_decode, context, batch)
-        call(L.llama_synchronize, context)  # a device reports most errors only when it is waited for
+        call(L.llama_synchronize, context)  # devices report most errors only here
     except DecodeError:
         return _THROWN
     return ctypes.c_int32(code).value
@@ -298,7 +298,7 @@ def call(function: Any, *args: Any) -> Any:
     struct = (len(plain), ctypes.byref(params), ctypes.sizeof(params)) if params else (0, None, 0)
     if not guard.edgeinfer_guarded_call(address, word_array, *struct, result):
         raise DecodeError(f"llama.cpp's {function.__name__} failed: {_thrown()}")
-    is_pointer = hasattr(function.restype, "contents")  # the type that an unguarded call returns
+    is_pointer = hasattr(function.restype, "contents")  # return the same type as an unguarded call
     return ctypes.cast(result.value, function.restype) if is_pointer else result.value
 
 

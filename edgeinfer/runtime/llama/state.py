@@ -175,7 +175,7 @@ def _sort_by_position(state: npt.NDArray[np.uint8], runs: Iterable[Copied]) -> N
         if run.at - run_end > _BEFORE_TENSOR:
             header = state[run_end or _BEFORE_CACHES : run.at - _BEFORE_TENSOR].view(np.int32)
             cells = header[2:-2].reshape(header[1], -1)
-            # by position; then, for rows of a picture, which share one, by y and x
+            # by position; rows of a picture, which share a position, by y and x
             order = np.lexsort((*cells[:, 2:4].T, cells[:, 0]))
             if header[-2] or (order[1:] > order[:-1]).all():
                 order = None

@@ -32,7 +32,7 @@ MAX_NODES = 20_000
 #: Longest search (s) for the part of a schema that is to blame.
 LOCATE_S = 5.0
 
-#: Values of `format` that are enforced. JSON Schema allows to ignore others.
+#: Values of `format` that are enforced. JSON Schema allows implementations to ignore others.
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 #: Keywords that `alternatives` rewrites.
 _REWRITTEN = ("not", "if", "dependencies", "dependentRequired", "dependentSchemas")
@@ -100,7 +100,7 @@ class _Normaliser:
         while self._waiting:
             self._visit(*self._waiting.pop())
         overlaps = Overlaps(self._target, self._define)
-        for schema, pointer in reversed(self._visited.values()):  # inner ones first
+        for schema, pointer in reversed(self._visited.values()):  # inner schemas first
             _replace_one_of(schema, pointer, overlaps)
 
     def _target(self, ref: str) -> Any:

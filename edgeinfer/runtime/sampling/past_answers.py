@@ -34,7 +34,7 @@ from edgeinfer.platform import paths
 from edgeinfer.platform.disk import open_private
 
 FOLDER = "answers"
-#: Tokens that a file stores, and entries of each of its tables. A file has at most 3 MiB.
+#: Number of tokens that a file stores, and of entries in each of its tables. A file has at most 3 MiB.
 RING = 1 << 18
 #: Maximum number of files per model (96 MiB); the least recently written one is deleted first.
 MAX_FILES = 32

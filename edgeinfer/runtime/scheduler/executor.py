@@ -169,7 +169,7 @@ class Executor:
 #: Aborted steps may waste this share of the prefill time, and this much (s) before any prefill.
 _LOST_SHARE = 0.05
 _MAX_LOST_S = 1.0
-#: A step that is half done, and will end within this time (s), is not aborted.
+#: A step that is at least half done and will end within this time (s) is not aborted.
 _ALMOST_DONE_S = 0.3
 
 

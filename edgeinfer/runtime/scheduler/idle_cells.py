@@ -13,7 +13,7 @@ from edgeinfer.runtime.scheduler.prefixes import Prefixes
 
 #: Idle time (s) after which the memory is given back.
 _IDLE_S = 300.0
-#: Interval (s) at which is checked whether all blocks have been written.
+#: Interval (s) of the check whether all blocks have been written.
 _WRITE_CHECK_S = 0.5
 #: With fewer used cells, no memory is given back.
 _MIN_IDLE_CELLS = 512

@@ -18,7 +18,7 @@ from edgeinfer.runtime.scheduler.divergence import describe_divergence, find_lon
 from edgeinfer.runtime.scheduler.prefill_policy import ChunkSizer
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
-#: Longest time (s) for restoring blocks between two steps, while sequences decode and while none does.
+#: Maximum time (s) for restoring blocks between two steps: while sequences decode, and while none does.
 _LOAD_S_WHILE_DECODING = 0.02
 _LOAD_S = 0.1
 #: Idle sequences are evicted before a prefill only if they have this many cells.

@@ -133,7 +133,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._use_host_of_target()
         super().on_headers_complete()
         self.connection.is_chunked = version == "1.1"
-        if version == "1.0":  # no chunked encoding: the response ends with the connection
+        if version == "1.0":  # HTTP/1.0 has no chunked encoding: the response ends with the connection
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = _UnknownLength()
 

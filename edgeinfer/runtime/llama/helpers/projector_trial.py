@@ -49,7 +49,7 @@ def try_projector(path: str, model: Any, n_threads: int) -> str:
     try:
         projector = Projector(path, model, n_threads)
         for width, height in _SIZES:
-            with contextlib.suppress(DecodeError):  # a picture of this size would be refused later, too
+            with contextlib.suppress(DecodeError):  # pictures of this size will be refused
                 projector.chunks(width, height)
         projector.encode(Picture(_SIDE, _SIDE, bytes(3 * _SIDE * _SIDE)))
     except EngineError as error:

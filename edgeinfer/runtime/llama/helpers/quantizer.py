@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     """Quantize as `argv[0]` says; return 0 on success."""
     die_with_parent()
     job = msgspec.json.decode(argv[0], type=QuantizeJob)
-    libllama.lib()  # `lib` sets another log callback, so it comes first
+    libllama.lib()  # before `_Log`, because `lib` sets a log callback, too
     log = _Log()
     L.llama_log_set(log.callback, ctypes.c_void_p(0))
     failed = _run(job, _params(job, dry=True))
