@@ -253,7 +253,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def to_receipt(document: Any) -> Receipt:
-    """Convert a parsed document. Raises ReceiptError that says what is wrong with it."""
+    """Convert a parsed document to a receipt. Raises ReceiptError, which names the fault."""
     try:
         receipt = msgspec.convert(document, Receipt, str_keys=True)
         if unknown := document["sampling"].keys() - set(Sampling.__struct_fields__):

@@ -157,9 +157,10 @@ class KvCache:
         return (longest, n) if n else (None, 0)
 
     def _count_usable(self, cached_seq: CachedSequence, tokens: PromptTokens, n_top: int | None) -> int:
-        """Return how many first tokens of a cached sequence a prompt can reuse.
+        """Return how many tokens, from the first on, a prompt can reuse of a cached sequence.
 
-        Recurrent models reuse up to a checkpoint. 0 if layers with a window have dropped needed cells.
+        Recurrent models reuse tokens up to a checkpoint. The result is 0 if layers with a sliding
+        window have dropped needed cells.
         """
         n = common_prefix(cached_seq.tokens, tokens)
         if n_top is not None:

@@ -60,7 +60,7 @@ class Checkpoints:
         self._bytes = 0
 
     def save(self, checkpoints: list[Checkpoint], seq_id: int, n_tokens: int) -> None:
-        """Save the present state of `seq_id`, which has `n_tokens`, unless that was done."""
+        """Save the present state of `seq_id`, which has `n_tokens`, unless the list already has it."""
         if not n_tokens or any(checkpoint.n_tokens == n_tokens for checkpoint in checkpoints):
             return
         state = self._states.save_checkpoint(seq_id)

@@ -168,7 +168,7 @@ class EngineSlots:
     """Gives the decode slots of one model's engine to waiting callers in turn. Not thread-safe.
 
     The engine itself serves requests in order of arrival. Therefore only as many requests are submitted
-    as it has slots (and `_AHEAD`), and the others wait here.
+    as it has slots, plus `_AHEAD`; the others wait here.
     """
 
     def __init__(self) -> None:

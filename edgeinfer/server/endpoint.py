@@ -241,7 +241,7 @@ class PreparationPool:
         return await self._result(submitting, _cancel_late)
 
     async def read_files(self, caller: str, work: Callable[[], T]) -> T:
-        """Run `work`, which decodes files, in a thread. Raises what it raises, and Problem 503."""
+        """Run `work`, which decodes files, in a thread. Raises what `work` raises, and Problem 503."""
         return await self._result(self._files.begin(caller, work), lambda late: None)
 
     async def _result(self, future: Future[T], ended_late: Callable[[Future[T]], None]) -> T:

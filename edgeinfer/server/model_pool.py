@@ -216,8 +216,8 @@ class ModelPool:
     ) -> tuple[Adapter, ...]:
         """Change the LoRA adapters of a model, now and whenever it is loaded again.
 
-        `change` gets the loaded adapters and returns the wanted ones. Raises what it raises, and what
-        `Engine.use_adapters` raises.
+        `change` gets the loaded adapters and returns those to load. Raises what `change` and
+        `Engine.use_adapters` raise.
         """
         async with self._changing_adapters:
             adapters = change(lease.engine.info.lora)

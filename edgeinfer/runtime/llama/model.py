@@ -278,7 +278,7 @@ def _with_context(
 def with_another_context(
     loaded: LlamaModel, model: Any, options: LoadOptions, n_cells: int
 ) -> LlamaModel:
-    """Make a context of `n_cells` cells for `model`, a copy of `loaded` on devices; return both.
+    """Return `model`, a copy of `loaded` on devices, with a new context of `n_cells` cells.
 
     Raises ModelLoadError, OutOfMemoryError, DecodeError.
     """

@@ -30,7 +30,7 @@ def _penalises(s: Sampling) -> bool:
 class Sampler:
     """The sampler of one request. Not thread-safe; call `close` at the end.
 
-    `history` is how many last tokens of the prompt the penalties need.
+    `history` is the number of tokens at the end of the prompt that the penalties need.
     """
 
     def __init__(self, vocab: Vocab, sampling: Sampling, *, seed: int, n_ctx: int) -> None:

@@ -33,7 +33,7 @@ _WORTH_MAPPING = 32 << 10
 class SequenceStates:
     """Saves and restores states of a context's sequences. Not thread-safe.
 
-    Passes them through the sequence id `scratch`, which no request uses. Raises DecodeError if a
+    A state passes through the sequence id `scratch`, which no request uses. Raises DecodeError if a
     device fails.
     """
 
@@ -82,7 +82,7 @@ class SequenceStates:
         return self._get(seq_id, _PARTIAL_ONLY)
 
     def restore_checkpoint(self, seq_id: int, state: memoryview) -> bool:
-        """Restore the recurrent state of `seq_id`; return whether that worked."""
+        """Restore the recurrent state of `seq_id`; return False on failure."""
         return self._set(seq_id, state, _PARTIAL_ONLY)
 
     def _clear(self) -> None:

@@ -53,8 +53,8 @@ _MEAN_START, _MEAN_TOKENS = 0.7, 3
 #: choose other tokens for the text: `"/` instead of `"`. These are the acceptance rate assumed at
 #: first, and the least rate.
 _LIKELY_START, _LIKELY_LEAST = 0.95, 0.8
-#: Each step without a draft moves what was learned towards what was assumed, by this share of the
-#: difference: a draft model that was wrong, or slow, is tried again.
+#: Each step without a draft moves the learned rates and cost towards the assumed ones, by this share of
+#: the difference, so that a draft model that was wrong or slow is tried again.
 _RECOVERY = 0.0008
 #: How much drafts may lose before any has gained, and how much at most after gains (in steps of one
 #: row); and the share of each token's time that they may lose in addition.

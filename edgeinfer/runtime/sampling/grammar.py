@@ -62,10 +62,10 @@ _stack_lock = threading.Lock()
 
 
 def _limits() -> Any:
-    """Return limits for one parser: an ambiguous grammar fails its request and delays no other.
+    """Return llguidance's limits, so that an ambiguous grammar fails instead of delaying others.
 
-    With 1,000 items per row, a token takes 45 ms at most (an optional member is four items). A lexer
-    state takes 1 to 2 kB.
+    With 1,000 items per row of the parser, a token takes at most 45 ms (an optional member is four
+    items). A lexer state takes 1 to 2 kB.
     """
     return llguidance.LLParserLimits(
         max_items_in_row=1000, max_lexer_states=50_000, verbose_errors=False

@@ -62,7 +62,7 @@ class Overlaps:
         return None
 
     def _follow(self, schema: Any) -> Any:
-        """Return the target of a schema that is only a `$ref`, unless that is a `oneOf`."""
+        """Return the target of a schema that is only a `$ref`, unless the target has a `oneOf`."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict) or set(schema) != {"$ref"}:
                 break

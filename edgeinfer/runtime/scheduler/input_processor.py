@@ -220,7 +220,7 @@ class InputProcessor:
 
 _REPO = "repository\n"
 _FILE = "file\n"
-#: Precedes a file in fill-in-the-middle prompts of models that have no token for that.
+#: Precedes a file in fill-in-the-middle prompts of models without a token for files.
 _RULE = "\n\n--- {name} ---\n\n"
 
 

@@ -86,7 +86,7 @@ class RequestQueue:
         self._start_admitted()
 
     def _preempt_prefill_only(self, seq: Sequence) -> bool:
-        """Let a running prefill-only request wait for `seq`; return whether there was one."""
+        """Preempt a running prefill-only request for `seq`; return False if there is none."""
         prefill_only = [s for s in self.running if s.is_prefill_only]
         if seq.is_prefill_only or not prefill_only:
             return False
