@@ -301,7 +301,7 @@ class ChatSession:
 
     @property
     def _approved_in(self) -> tuple[int, int]:
-        # SQLite may reuse the id of a deleted conversation, which must not pass on its permissions
+        # the time, too: SQLite may reuse a deleted conversation's id, whose permissions must not apply
         return self.conversation.id, self.conversation.created_ms
 
     def start_calls(self, turn: Turn, front: CallFrontEnd) -> Callable[[], tuple[ToolUse, ...]]:

@@ -123,7 +123,7 @@ def _copy(db: sqlite3.Connection, name: str, version: int) -> None:
 
 def _hint_of_newer(name: str, version: int) -> str:
     copy = Path(f"{name}.schema-{version}")
-    if copy.exists():  # SQLite would apply the newer file's write-ahead log to the copy
+    if copy.exists():  # SQLite would apply the newer file's log (-wal) to the copy: remove that first
         remove = shlex.join(["rm", "-f", f"{name}-wal", f"{name}-shm"])
         move = shlex.join(["mv", str(copy), name])
         copying = f"use the copy made before: {remove}; {move}"

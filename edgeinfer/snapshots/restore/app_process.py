@@ -253,7 +253,7 @@ def _open(fd: int, mode: str, encoding: str, errors: str) -> object:
     try:
         buffering = 1 if os.isatty(fd) or fd == 2 else -1
         return open(fd, mode, buffering, encoding=encoding, errors=errors, closefd=False)
-    except OSError:  # the descriptor is closed; a new interpreter has None then
+    except OSError:  # closed descriptor: a new interpreter has None as its stream, too
         return None
 
 
