@@ -244,15 +244,15 @@ class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
 _SAMPLES = 1024
 
 
-def _ring() -> deque[float]:
+def _make_ring() -> deque[float]:
     return deque(maxlen=_SAMPLES)
 
 
 class Counters(EngineTotals, kw_only=True):
     """Counters of a running engine, and its latest latencies (ms)."""
 
-    ttft_ms: deque[float] = msgspec.field(default_factory=_ring)
-    inter_token_ms: deque[float] = msgspec.field(default_factory=_ring)
+    ttft_ms: deque[float] = msgspec.field(default_factory=_make_ring)
+    inter_token_ms: deque[float] = msgspec.field(default_factory=_make_ring)
 
     def copy_with(self, **fields: float) -> EngineMetrics:
         """Return these counters as metrics, with further `fields` that other parts count."""

@@ -127,7 +127,7 @@ def from_validation(error: msgspec.ValidationError, within: str = "") -> Problem
     text = str(error)
     code = next((code for pattern, code in _CODES if pattern.match(text)), "invalid_value")
     path = _PATH.search(text)
-    param = within + _below(path[1], within) if path else within
+    param = within + _join_path(path[1], within) if path else within
     field = _FIELD.search(text)
     if field:
         param = f"{param}.{field[1]}" if param else field[1]
@@ -141,7 +141,7 @@ def from_validation(error: msgspec.ValidationError, within: str = "") -> Problem
     return Problem(400, message + ".", param=param or None, code=code)
 
 
-def _below(path: str, within: str) -> str:
+def _join_path(path: str, within: str) -> str:
     return f".{path}" if path and within and not path.startswith("[") else path
 
 

@@ -246,7 +246,7 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
         raise ShippingError(problem, hint="build it: `make binary`")
     candidate = program.with_name(f".{program.name}-{release.version}")
     try:
-        place_verified(file, url, folder, candidate, job, mode=_mode(program))
+        place_verified(file, url, folder, candidate, job, mode=_permissions(program))
         job.begin("checking", f"{release.version} on this machine")
         _try_out(candidate, release.version, folder / "trial.toml")
         _swap(program, candidate, folder)
@@ -389,9 +389,9 @@ def _link_or_copy(file: Path, target: Path) -> None:
     try:
         os.link(file, target)
     except OSError:
-        with file.open("rb") as source, disk.durable_file(target, _mode(file)) as out:
+        with file.open("rb") as source, disk.durable_file(target, _permissions(file)) as out:
             shutil.copyfileobj(source, out)
 
 
-def _mode(file: Path) -> int:
+def _permissions(file: Path) -> int:
     return file.stat().st_mode & 0o777

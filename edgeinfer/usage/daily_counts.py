@@ -192,7 +192,7 @@ def observe(
         "prompt_tokens": usage.prompt_tokens,
         "turns": len(turns),
         "system_chars": sum(len(t.content) for t in turns if t.role in ("system", "developer")),
-        "kind": _kind(request),
+        "kind": _request_kind(request),
         "temperature": request.sampling.temperature,
         "answer_tokens": usage.completion_tokens,
         "reasoning_tokens": usage.reasoning_tokens,
@@ -220,7 +220,7 @@ def observe(
     return values
 
 
-def _kind(request: GenerateRequest) -> str:
+def _request_kind(request: GenerateRequest) -> str:
     kinds = ("pictures", request.n_pictures), ("tools", request.tools), ("schema", request.constraint)
     return next((kind for kind, has in kinds if has), "text")
 

@@ -67,7 +67,7 @@ class Safetensors:
             raise ConversionError(f"{path} cannot be read: {error}") from error
         self.tensors = {tensor.name: tensor for tensor in self._read()}
 
-    def _bad(self, problem: str) -> NoReturn:
+    def _refuse(self, problem: str) -> NoReturn:
         hint = "fetch it again: it is incomplete, or not a safetensors file"
         raise ConversionError(f"{self.path} is not a valid safetensors file: {problem}", hint=hint)
 
@@ -75,29 +75,29 @@ class Safetensors:
         size = len(self._map)
         length = int.from_bytes(self._map[:8], "little") if size >= 8 else size
         if length > min(MAX_HEADER_BYTES, size - 8):
-            self._bad(f"the header is {length} bytes long, but the file has {size}")
+            self._refuse(f"the header is {length} bytes long, but the file has {size}")
         try:
             header = msgspec.json.decode(self._map[8 : 8 + length], type=dict[str, msgspec.Raw])
             header.pop("__metadata__", None)
             entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
         except (RecursionError, msgspec.MsgspecError) as error:
-            self._bad(f"its header: {error}")
+            self._refuse(f"its header: {error}")
         tensors = [self._tensor(name, entry, 8 + length, size) for name, entry in entries.items()]
         stored = [tensor for tensor in tensors if tensor.n_bytes]
         for tensor, following in pairwise(sorted(stored, key=lambda tensor: tensor.offset)):
             if tensor.offset + tensor.n_bytes > following.offset:
-                self._bad(f"{tensor.name} and {following.name} overlap")
+                self._refuse(f"{tensor.name} and {following.name} overlap")
         return tensors
 
     def _tensor(self, name: str, entry: _Entry, data: int, size: int) -> Tensor:
         if entry.dtype not in DTYPES:
-            self._bad(f"{name} has the unknown type {entry.dtype}")
+            self._refuse(f"{name} has the unknown type {entry.dtype}")
         begin, stop = entry.data_offsets
         n_bytes = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
         if min(entry.shape, default=0) < 0 or not 0 <= begin <= stop or stop - begin != n_bytes:
-            self._bad(f"{name} of shape {list(entry.shape)} does not fit bytes {begin} to {stop}")
+            self._refuse(f"{name} of shape {list(entry.shape)} does not fit bytes {begin} to {stop}")
         if data + stop > size:
-            self._bad(f"{name} ends {data + stop - size} bytes past the end of the file")
+            self._refuse(f"{name} ends {data + stop - size} bytes past the end of the file")
         return Tensor(name, entry.dtype, entry.shape, data + begin, n_bytes)
 
     def view(self, name: str) -> Array:

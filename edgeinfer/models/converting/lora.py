@@ -57,7 +57,7 @@ def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path
         writer.add_string("adapter.type", "lora")
         writer.add_float32("adapter.lora.alpha", 1.0)
         for name, (module, pair) in pairs.items():
-            a, b = _fitting(name, pair, base)
+            a, b = _check_pair(name, pair, base)
             # llama.cpp has one alpha per file, so B is multiplied by each module's own scale
             with np.errstate(over="ignore"):
                 b = b * np.float32(_scale(config, module, len(a)) * len(a))
@@ -133,7 +133,7 @@ def _read_pairs(file: Safetensors, base: GgufHeader, family: Family) -> _Pairs:
     return pairs
 
 
-def _fitting(name: str, pair: dict[str, Array], base: GgufHeader) -> tuple[Array, Array]:
+def _check_pair(name: str, pair: dict[str, Array], base: GgufHeader) -> tuple[Array, Array]:
     if len(pair) < 2:
         raise ConversionError(f"{name} has only one of lora_A and lora_B", hint=_SAVE_AGAIN)
     a, b = pair["A"], pair["B"]

@@ -156,13 +156,13 @@ def _plain(name: str) -> str:
     return re.sub(r"_weight$", ".weight", name)
 
 
-def _frame(frame: int, values: Array, _heads: Heads) -> Array:
+def _frame_weights(frame: int, values: Array, _heads: Heads) -> Array:
     """Return the patch embedding's weights for one (0 or 1) of the two video frames."""
     selected: Array = values[:, :, frame]
     return selected
 
 
-def _third(third: int, values: Array, _heads: Heads) -> Array:
+def _qkv_rows(third: int, values: Array, _heads: Heads) -> Array:
     """Return the rows of the query (`third` 0), key (1) or value (2) in a joint projection."""
     rows = len(values) // 3
     return values[third * rows : (third + 1) * rows]
@@ -229,11 +229,11 @@ class _TowerConversion(Conversion):
         """
         if len(shape) == 5:
             for frame, suffix in enumerate(("", ".1")):
-                yield name + suffix, shape[:2] + shape[3:], partial(_frame, frame)
+                yield name + suffix, shape[:2] + shape[3:], partial(_frame_weights, frame)
         elif self.tower.kind == "qwen2.5vl_merger" and ".attn_qkv." in name:
             for third, letter in enumerate("qkv"):
                 part = name.replace("attn_qkv", f"attn_{letter}")
-                yield part, (shape[0] // 3, *shape[1:]), partial(_third, third)
+                yield part, (shape[0] // 3, *shape[1:]), partial(_qkv_rows, third)
         else:
             yield name, shape, plus_one if name == "mm.soft_emb_norm.weight" else None
 

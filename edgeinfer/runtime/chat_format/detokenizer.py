@@ -62,7 +62,7 @@ class Detokenizer:
         """Return the last events. `cut`: a limit ended the answer, perhaps inside a tool call."""
         events = self._parse(self._text.finish())
         if self._parser is not None:
-            events += self._note(self._parser.finish(cut=cut))
+            events += self._note_calls(self._parser.finish(cut=cut))
         if self._logprobs and not events and self.stopped_by is None:
             events = [TextDelta("")]
         return self._with_logprobs(events)
@@ -70,9 +70,9 @@ class Detokenizer:
     def _parse(self, text: str) -> list[Parsed]:
         if not text:
             return []
-        return [TextDelta(text)] if self._parser is None else self._note(self._parser.feed(text))
+        return [TextDelta(text)] if self._parser is None else self._note_calls(self._parser.feed(text))
 
-    def _note(self, events: Sequence[Parsed]) -> list[Parsed]:
+    def _note_calls(self, events: Sequence[Parsed]) -> list[Parsed]:
         self.has_tool_calls |= any(isinstance(event, ToolCallDelta) for event in events)
         return list(events)
 

@@ -283,31 +283,31 @@ class GenerationTag(Extension):
 class _AddCharges(NodeTransformer):
     """Adds calls of `tick` to loops and macros, and of `charge` to expressions that build values."""
 
-    def _call(self, node: nodes.Node, method: str, args: list[nodes.Expr]) -> nodes.Call:
+    def _make_call(self, node: nodes.Node, method: str, args: list[nodes.Expr]) -> nodes.Call:
         call = nodes.Call(nodes.EnvironmentAttribute(method), args, [], None, None)
         call.set_lineno(node.lineno)
         return call
 
-    def _ticking(self, node: Any) -> Any:
+    def _add_tick(self, node: Any) -> Any:
         self.generic_visit(node)
-        tick = nodes.ExprStmt(self._call(node, "tick", []))
+        tick = nodes.ExprStmt(self._make_call(node, "tick", []))
         tick.set_lineno(node.lineno)
         node.body.insert(0, tick)
         return node
 
-    visit_For = visit_Macro = visit_CallBlock = _ticking
+    visit_For = visit_Macro = visit_CallBlock = _add_tick
 
-    def _charged(self, node: Any) -> Any:
+    def _add_charge(self, node: Any) -> Any:
         plain = all(isinstance(child, nodes.Const) for child in node.iter_child_nodes())
         self.generic_visit(node)
         is_value = not plain and getattr(node, "ctx", "load") == "load"
-        return self._call(node, "charge", [node]) if is_value else node
+        return self._make_call(node, "charge", [node]) if is_value else node
 
-    visit_List = visit_Dict = visit_Tuple = _charged
+    visit_List = visit_Dict = visit_Tuple = _add_charge
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return self._call(node, "join", node.nodes)
+        return self._make_call(node, "join", node.nodes)
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):

@@ -212,7 +212,7 @@ def probe(template: ChatTemplate) -> TemplateTraits:
         tight_pictures=typed_content and _probe_tight_pictures(template),
         short_ids="length != 9" in source or "length == 9" in source,
         reasoning_key=next(
-            (key for key in ("reasoning_content", "thinking", "reasoning") if _reads(source, key)), ""
+            (key for key in ("reasoning_content", "thinking", "reasoning") if _uses(source, key)), ""
         ),
     )
 
@@ -241,7 +241,7 @@ def _probe_tight_pictures(template: ChatTemplate) -> bool:
     return head.endswith(" ") and pictured.startswith(head[:-1]) and not pictured.startswith(head)
 
 
-def _reads(source: str, key: str) -> bool:
+def _uses(source: str, key: str) -> bool:
     return bool(re.search(rf"""(\.{key}\b|\[['"]{key}['"]\]|get\(['"]{key}['"])""", source))
 
 

@@ -188,7 +188,7 @@ class XmlSection(Section):
 
     def _best_end(self, value: _Value) -> int | None:
         """Return the most likely end of the value once the answer has ended; None if there is none."""
-        ends = [candidate for candidate in value.ends if not self._dangles(candidate[0])]
+        ends = [candidate for candidate in value.ends if not self._has_unopened_tags(candidate[0])]
         rows = (
             [start for start, depth, kind in ends if kind == END_PARAMETER and not depth],
             [start for start, _, kind in ends if kind != END_FUNCTION],
@@ -197,7 +197,7 @@ class XmlSection(Section):
         )
         return next((row[0] for row in rows if row), None)
 
-    def _dangles(self, start: int) -> bool:
+    def _has_unopened_tags(self, start: int) -> bool:
         """Return whether closing tags lack opening tags if the value ends at `start`."""
         n_open = {CALL: 1, FUNCTION: 1, PARAMETER: 1}
         if self._raw.startswith((PARAMETER, END_FUNCTION), start):

@@ -146,7 +146,7 @@ class TokenMatcher:
         forbidden = np.unpackbits(self._bits, count=self._n_vocab, bitorder="little").view(np.bool_)
         # after an error the parser allows the end token, which would make a broken answer look complete
         if self._matcher.is_error() or forbidden[: len(logits)].all():
-            reason = _brief(self._matcher.get_error()) or "the grammar allows none here"
+            reason = _shorten(self._matcher.get_error()) or "the grammar allows none here"
             raise UnsupportedConstraintError(
                 f"no token satisfies the constraint: {reason}", param="constraint"
             )
@@ -296,7 +296,7 @@ def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
         wrong, messages = _with_deep_stack(
             lambda: llguidance.LLMatcher.validate_grammar_with_warnings(source, tokenizer)
         )
-        return _brief(messages[0]) if wrong and messages else ""
+        return _shorten(messages[0]) if wrong and messages else ""
 
     if whole_message := complaint(normalised):
         pointer, message = _at_keyword(*locate(normalised, complaint))
@@ -374,11 +374,11 @@ def quote(text: str) -> str:
 def _complaint(matcher: Any) -> str:
     """Return the error of a compiled grammar in one line; "" if some answer satisfies it."""
     if not matcher.is_error() and not any(matcher.compute_bitmask()):
-        return _brief(matcher.get_error()) or "no value satisfies it"
-    return _brief(matcher.get_error()) if matcher.is_error() else ""
+        return _shorten(matcher.get_error()) or "no value satisfies it"
+    return _shorten(matcher.get_error()) if matcher.is_error() else ""
 
 
-def _brief(error: str) -> str:
+def _shorten(error: str) -> str:
     for sign, text in _LIMITS.items():
         if sign in error:
             return text

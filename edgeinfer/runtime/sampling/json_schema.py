@@ -52,7 +52,7 @@ def _refuse(pointer: str, reason: str) -> UnsupportedConstraintError:
     return UnsupportedConstraintError(message, param=pointer)
 
 
-def _step(pointer: str, key: str | int) -> str:
+def _child_pointer(pointer: str, key: str | int) -> str:
     escaped = str(key).replace("~", "~0").replace("/", "~1")
     return f"{pointer}/{escaped}"
 
@@ -73,11 +73,11 @@ def target(root: dict[str, Any], ref: Any) -> Any:
 def _children(schema: dict[str, Any], pointer: str, root: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield (JSON pointer, schema) for each direct subschema, and for the target of a `$ref`."""
     for key, subschema in schema.items():
-        key_pointer = _step(pointer, key)
+        key_pointer = _child_pointer(pointer, key)
         if key in _MAPS and isinstance(subschema, dict):
-            yield from ((_step(key_pointer, name), sub) for name, sub in subschema.items())
+            yield from ((_child_pointer(key_pointer, name), sub) for name, sub in subschema.items())
         elif key in (*_LISTS, "items") and isinstance(subschema, list):
-            yield from ((_step(key_pointer, i), sub) for i, sub in enumerate(subschema))
+            yield from ((_child_pointer(key_pointer, i), sub) for i, sub in enumerate(subschema))
         elif key in _ONE:
             yield key_pointer, subschema
         elif key == "$ref" and target(root, subschema) is not None:
@@ -216,7 +216,7 @@ def _rewrite_patterns(schema: dict[str, Any], pointer: str) -> None:
         if isinstance(members, dict):
             schema["patternProperties"] = {patterns.narrow(k): s for k, s in members.items()}
     except ValueError as error:
-        raise _refuse(_step(pointer, "pattern"), str(error)) from error
+        raise _refuse(_child_pointer(pointer, "pattern"), str(error)) from error
 
 
 def _check_count(schema: dict[str, Any], pointer: str) -> None:
@@ -225,7 +225,7 @@ def _check_count(schema: dict[str, Any], pointer: str) -> None:
     certain = len(set(map(str, required))) if isinstance(required, list) else 0
     is_open = "patternProperties" in schema or schema.get("additionalProperties", True) is not False
     if is_open and isinstance(minimum, int) and minimum > max(1, certain):
-        keyword_pointer = _step(pointer, "minProperties")
+        keyword_pointer = _child_pointer(pointer, "minProperties")
         problem = "without `additionalProperties: false`, it must not exceed the number of `required`"
         raise _refuse(keyword_pointer, problem)
 
@@ -323,7 +323,7 @@ def _replace_one_of(schema: dict[str, Any], pointer: str, overlaps: Overlaps) ->
         parts = overlaps.exclusive(typed_parts)
         if isinstance(parts, tuple):
             raise _refuse(
-                _step(pointer, "oneOf"),
+                _child_pointer(pointer, "oneOf"),
                 f"its parts {parts[0]} and {parts[1]} may both be true, which no grammar can exclude; "
                 "give each a required property with a `const` of its own, or use `anyOf`",
             )

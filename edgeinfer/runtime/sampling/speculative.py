@@ -67,7 +67,7 @@ class StepCurve:
         while time.monotonic() < until:
             best = [min(seconds, step_s(rows)) for seconds, rows in zip(best, measured, strict=True)]
         best = [min(best[i:]) for i in range(len(best))]  # more rows never take less time
-        self._points = [seconds / best[0] for seconds in (*best, _line(best))]
+        self._points = [seconds / best[0] for seconds in (*best, _extrapolate(best))]
         self._weights = [_CURVE_WEIGHT] * len(measured) + [1.0]
         self._plain_s = {1: best[0]}
 
@@ -83,7 +83,7 @@ class StepCurve:
         if is_plain:
             self._plain_s[n_sequences] *= 1.0 + _PLAIN_WEIGHT * change
             # let a cost that is too high fall: only drafts of this length would correct it
-            excess = self._points[-1] - _line(self._points[:-1])
+            excess = self._points[-1] - _extrapolate(self._points[:-1])
             self._points[-1] -= _DRIFT * self._weights[-1] * max(0.0, excess)
             return
         self._plain_s[n_sequences] *= 1.0 + _DRIFT * change
@@ -110,7 +110,7 @@ class StepCurve:
         return self._points[i - 1] + slope * (rows - _ROWS[i - 1])
 
 
-def _line(points: Sequence[float]) -> float:
+def _extrapolate(points: Sequence[float]) -> float:
     """Return the cost of twice as many rows as the last of `points`, by a line through the last two."""
     return points[-1] + 2 * (points[-1] - points[-2])
 
@@ -262,7 +262,7 @@ class SuffixDrafter:
         self._append(tokens, n_known)
         if not (n_known and self._follows(n_known)):
             self._search()
-        self._next = self._n + max(1, self._shortest(least_chance) - self._length)
+        self._next = self._n + max(1, self._min_match_length(least_chance) - self._length)
         if self._length < _LENGTHS[0] or limit <= 0:
             return []
         if self.acceptance(0).rate < least_chance:
@@ -275,7 +275,7 @@ class SuffixDrafter:
             draft = (draft * limit)[:limit]  # a repetitive text: repeat the draft, too
         return list(takewhile(lambda token: 0 <= token < self._n_vocab, draft))
 
-    def _shortest(self, least_chance: float) -> int:
+    def _min_match_length(self, least_chance: float) -> int:
         """Return the minimum length of the next match: a shorter one would not pay. It grows by one per
         token; searching in every step at eight streams takes 1 % of the time of a 135M model.
         """

@@ -186,14 +186,14 @@ class Conversations:
         `update_session` raises.
         """
         if self.latest_answer(conversation_id).is_running:
-            raise _busy()
+            raise _busy_problem()
         running = RunningAnswer(conversation_id)
         if conversation_id:
             self._answers[conversation_id] = running
 
         def update_if_idle(session: ChatSession) -> Conversation:
             if conversation_id and session.store.is_answering(conversation_id):
-                raise _busy()
+                raise _busy_problem()
             update_session(session)
             return session.conversation
 
@@ -241,7 +241,7 @@ class Conversations:
                 running.notice = "Loading the tools…"
                 running.tools = await self._endpoint.use_tools()
             waits = await has_calls(begin_and_say)
-            while waits and await loop.run_in_executor(self._callers, self._call, running):
+            while waits and await loop.run_in_executor(self._callers, self._run_calls, running):
                 waits = await has_calls(ChatSession.begin_answer)
         except (EdgeInferError, Problem) as error:
             running.notice = self._endpoint.problem_of(error, context.id).message
@@ -298,7 +298,7 @@ class Conversations:
                 endpoint.host.note_prompt(answer.cache_report)
             return session.calls is not None
 
-    def _call(self, running: RunningAnswer) -> bool:
+    def _run_calls(self, running: RunningAnswer) -> bool:
         """Run the last answer's tool calls, in a thread; return whether to generate another one."""
         with self._session(running) as session:
             turn, tools = session.calls, session.tools
@@ -388,14 +388,14 @@ class Follower:
             yield "gone", {}
         elif is_new or stamp != self._stamp:
             self._stamp = stamp
-            yield "branch", self._branch(session, running)
+            yield "branch", self._changed_turns(session, running)
         elif (turn := session.answer_elsewhere) is not None:
             yield from self._pieces(turn.id, session.follow())
         if (calls := running.calls()) != self._calls:
             self._calls = calls
             yield "calls", calls
 
-    def _branch(self, session: ChatSession, running: RunningAnswer) -> dict[str, object]:
+    def _changed_turns(self, session: ChatSession, running: RunningAnswer) -> dict[str, object]:
         path = session.path
         changed = []
         for turn in path[-self._latest :]:
@@ -430,6 +430,6 @@ def no_conversation() -> Problem:
     return Problem(404, "There is no such conversation.", code="not_found")
 
 
-def _busy() -> Problem:
+def _busy_problem() -> Problem:
     message = "An answer to this conversation is being written: wait for its end, or stop it."
     return Problem(409, message, code="conversation_busy")

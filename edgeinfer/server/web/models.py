@@ -81,13 +81,13 @@ def list_offers() -> list[wire.Offer]:
     pulled_names = {model.name for model in list_pulled()}
     estimator = Estimator()
     return [
-        wire.Offer(name=model.name, title=model.title, about=_about(model, estimator.fit_of(model)))
+        wire.Offer(name=model.name, title=model.title, about=_describe(model, estimator.fit_of(model)))
         for model in estimator.catalog.values()
         if model.name not in pulled_names and model.purpose not in ("embedding", "reranker")
     ]
 
 
-def _about(model: Model, fit: Fit) -> str:
+def _describe(model: Model, fit: Fit) -> str:
     is_chat = model.purpose == "chat"
     speed = f"{'slow: ' * (fit.group == 'slow')}about {fit.tokens_per_s:.1f} tokens/s"
     facts = [
