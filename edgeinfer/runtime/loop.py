@@ -79,12 +79,13 @@ class DecodeLoop:
         self._stopping = False
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Cancel all requests and end the thread for good. Idempotent; not on the decode thread.
+        """Cancel all requests, abort the running step and end the thread for good. Idempotent.
 
-        After the timeout, the thread may still compute its last step.
+        Not on the decode thread. After the timeout, the thread may still compute on a device.
         """
         with self._changed:
             self._closed = True
+        self._core.executor.abort_all()
         self._join(timeout_s)
 
     def _join(self, timeout_s: float | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -265,7 +266,7 @@ class Batch:
 
 
 class AbortFlag:
-    """Aborts a llama_decode. Any thread may call `set`, only the decode thread the other methods.
+    """Aborts a llama_decode. Only the decode thread may call `install` and `clear`.
 
     llama.cpp calls a function before each node of its graph, and aborts if that returns true. A Python
     function would take the GIL thousands of times per step, so it is libc's `strlen` of a text: "" to
@@ -274,6 +275,8 @@ class AbortFlag:
 
     def __init__(self) -> None:
         self._text = ctypes.create_string_buffer(2)
+        self._lock = threading.Lock()
+        self._is_final = False
         strlen = ctypes.CDLL(None).strlen
         self._callback = ctypes.cast(strlen, libllama.lib().ggml_abort_callback)
 
@@ -287,5 +290,13 @@ class AbortFlag:
         """Abort the running llama_decode, or the next one, which then returns 2."""
         self._text[0] = b"x"
 
+    def set_for_good(self) -> None:
+        """Abort the running llama_decode and every later one."""
+        with self._lock:
+            self._is_final = True
+            self.set()
+
     def clear(self) -> None:
-        self._text[0] = b"\0"
+        with self._lock:
+            if not self._is_final:
+                self._text[0] = b"\0"

@@ -113,6 +113,9 @@ class EngineCore:
             return
         decode_s = self.executor.run(entries)
         if decode_s is None:
+            if not self.kv.supports_truncation:  # the aborted step may have changed recurrent states
+                for entry in entries:
+                    self.prefixes.preempt(entry.seq, keep=False)
             return
         self.counters.steps_total += 1  # count it now: a client may read it once it has its answer
         self._output_processor.process(entries)

@@ -35,7 +35,10 @@ _PROFILED_PREFILL = 32
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Executor:
-    """Runs `batch` on `context`, and measures the time. Steps of recurrent models are not aborted."""
+    """Runs `batch` on `context`, and measures the time.
+
+    Steps of recurrent models are aborted only when the engine closes.
+    """
 
     context: LlamaContext
     batch: Batch
@@ -45,17 +48,19 @@ class Executor:
     step_costs: StepCurve
     counters: Counters
     cancellation: StepCancellation = field(init=False)
-    _abort: AbortFlag | None = field(init=False)
+    _abort: AbortFlag = field(init=False, default_factory=AbortFlag)
     _low_priority_thread: ThreadPoolExecutor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._abort = AbortFlag() if self.kv.supports_truncation else None
         self.install_abort_callback()
-        self.cancellation = StepCancellation(self._abort.set if self._abort else lambda: None)
+        self.cancellation = StepCancellation(self._abort.set)
 
     def install_abort_callback(self) -> None:
-        if self._abort is not None:
-            self._abort.install(self.context.pointer)
+        self._abort.install(self.context.pointer)
+
+    def abort_all(self) -> None:
+        """Abort the running step and every later one: the engine closes. Any thread may call this."""
+        self._abort.set_for_good()
 
     def run(self, entries: list[BatchEntry]) -> float | None:
         """Compute the batch; return the time (s), or None if it was aborted. Raises DecodeError."""
@@ -98,7 +103,7 @@ class Executor:
 
     def _decode_or_abort(self, entries: list[BatchEntry]) -> int:
         """Decode the batch. If it has only prompt tokens, it can be aborted."""
-        if self._abort is None or not all(entry.is_prefill for entry in entries):
+        if not (self.kv.supports_truncation and all(entry.is_prefill for entry in entries)):
             return self.batch.decode(self.context)
         self._abort.clear()
         expected_s = self.batch.n_tokens * self.chunk_sizer.s_per_token

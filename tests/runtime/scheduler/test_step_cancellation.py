@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from made_decoders import make_mamba
 
 from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.event_stream import EventStream
 from edgeinfer.runtime.events import Event, Finished, Progress, TextDelta
+from edgeinfer.runtime.kv_cache import CachedSequence
 from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.row_adapters import MISSED_ADAPTER
 from edgeinfer.runtime.scheduler.executor import StepCancellation
@@ -118,6 +120,39 @@ def test_prefill_only_requests_yield_their_places(smollm2: Path) -> None:
         assert isinstance(list(engine.submit(ask("A client asks", max_tokens=2)))[-1], Finished)
         assert not early.has_ended
         assert list(events)[-1].reason == "length"
+
+
+@pytest.mark.parametrize("kind", ["attention", "recurrent"])
+def test_close_aborts_the_running_step(smollm2: Path, tmp_path: Path, kind: str) -> None:
+    path = smollm2 if kind == "attention" else make_mamba(tmp_path / "m.gguf", smollm2)
+    engine = load(path, None)
+    core, is_computing = engine._core, threading.Event()
+    decode, release = core.executor.batch.decode, core.kv.release
+    codes: list[int] = []
+    released: list[bool] = []
+
+    def decode_during_close(context: LlamaContext) -> int:
+        if core.queue.running[0].n_generated == 2:
+            is_computing.set()
+            while not engine._loop._closed or not core.executor._abort._is_final:
+                time.sleep(0.001)
+        codes.append(decode(context))
+        return codes[-1]
+
+    def record_release(cached_seq: CachedSequence, *, keep: bool) -> None:
+        released.append(keep)
+        release(cached_seq, keep=keep)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core.executor.batch, "decode", decode_during_close)
+        patch.setattr(core.kv, "release", record_release)
+        stream = engine.submit(ask("Answer at length", max_tokens=50, speculative="off"))
+        assert is_computing.wait(60)
+        engine.close()
+        assert codes[-1] == 2
+        assert set(codes[:-1]) == {0}
+        assert list(stream)[-1].reason == "cancelled"
+        assert released == [kind == "attention"], "states of an aborted step are not kept"
 
 
 def test_step_cancellation_loses_little_work() -> None:
