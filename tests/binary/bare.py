@@ -60,9 +60,8 @@ def run_and_grow(options, uid):
         os.execve(options.program[0], options.program, os.environ)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     path, _, size = options.grow.partition("=")
-    remaining = sorted(
-        os.path.join(d, f) for d, _, files in os.walk(path) for f in files if f != ".lock"
-    )
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+    remaining = sorted(file for file in files if os.path.basename(file) != ".lock")
     print(f"first run: {code}, left: {remaining}", file=sys.stderr, flush=True)
     linux.mount("tmpfs", path, "tmpfs", REMOUNT, f"size={size}")
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import pytest
@@ -123,20 +124,14 @@ class Machine:
         return document.get("result", document)
 
     def start(self, *args: str, **more: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.command(*args),
-            env=self.environment(**more),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        pipe = subprocess.PIPE
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, "text": True}
+        return subprocess.Popen(self.command(*args), env=self.environment(**more), **streams)
 
     def on_a_terminal(self, *args: str, **settings) -> pexpect.spawn:
         program, *arguments = self.command(*args)
-        return pexpect.spawn(
-            program, arguments, env=self.environment(), timeout=120, encoding="utf-8", **settings
-        )
+        usual = {"env": self.environment(), "timeout": 120, "encoding": "utf-8"}
+        return pexpect.spawn(program, arguments, **usual, **settings)
 
     @property
     def apps(self) -> list[str]:

@@ -17,12 +17,8 @@ def test_child_has_the_environment_that_the_shipped_file_was_given(binary, tmp_p
     child = tmp_path / "criu"
     child.write_text('#!/bin/sh\nenv -0 > "$0.environment"\n')
     child.chmod(0o755)
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(tmp_path),
-        "EDGEINFER_CRIU": str(child),
-        **user_environment,
-    }
+    required = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "EDGEINFER_CRIU": str(child)}
+    environment = required | user_environment
     subprocess.run([binary, "doctor"], env=environment, capture_output=True, check=False, timeout=300)
     lines = (tmp_path / "criu.environment").read_text().split("\0")[:-1]
     inherited = dict(line.split("=", 1) for line in lines)

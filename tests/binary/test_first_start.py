@@ -191,11 +191,8 @@ def test_kernels_of_our_own_open_on_the_oldest_libc(used):
 
 def elf_files(app):
     """Return the programs and libraries of an unpacked application but CRIU's."""
-    files = (
-        p
-        for p in sorted(app.rglob("*"))
-        if p.is_file() and not p.is_symlink() and "criu" not in p.parts
-    )
+    paths = (path for path in sorted(app.rglob("*")) if "criu" not in path.parts)
+    files = (path for path in paths if path.is_file() and not path.is_symlink())
     return [p for p in files if floor.is_elf(p)]
 
 

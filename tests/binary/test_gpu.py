@@ -51,11 +51,7 @@ def test_it_starts_on_the_oldest_libc_and_nothing_is_opened_without_a_loader(use
 def test_it_finds_a_device(modern: Machine) -> None:
     shutil.copytree(LAVAPIPE, modern.root / "opt/lavapipe")
     driver = "/opt/lavapipe/lvp_icd.json"
-    finding = vulkan(
-        modern,
-        LD_LIBRARY_PATH="/opt/lavapipe/loader",
-        VK_DRIVER_FILES=driver,
-        VK_ICD_FILENAMES=driver,
-        GGML_VK_VISIBLE_DEVICES="0",
-    )
+    drivers = {"VK_DRIVER_FILES": driver, "VK_ICD_FILENAMES": driver}
+    drivers |= {"LD_LIBRARY_PATH": "/opt/lavapipe/loader", "GGML_VK_VISIBLE_DEVICES": "0"}
+    finding = vulkan(modern, **drivers)
     assert "llvmpipe" in finding

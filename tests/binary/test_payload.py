@@ -26,9 +26,8 @@ from edgeinfer.shipping import bundle, payload, unpack
 from ..conftest import BUILD_CACHE
 
 PROGRAM, PLACED = "bin/program", "bin/placed"
-FIELDS = b"".join(
-    key.ljust(payload.FIELD_BYTES, b"\0") for key in (payload.APP_FIELD, payload.MODEL_FIELD)
-)
+_NAMES = (payload.APP_FIELD, payload.MODEL_FIELD)
+FIELDS = b"".join(name.ljust(payload.FIELD_BYTES, b"\0") for name in _NAMES)
 COOKIE = payload.COOKIE.pack(payload.COOKIE_MAGIC, payload.COOKIE.size, 0, 0, 311, b"libpython")
 
 

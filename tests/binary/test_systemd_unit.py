@@ -96,9 +96,8 @@ def systemd(tmp_path, binary, smollm2) -> Iterator[Systemd]:
     assert fetched.is_dir(), "scripts/setup.sh test-all fetches Debian 13's systemd"
     root = tmp_path / "root"
     shutil.copytree(fetched, root, symlinks=True)
-    (root / "etc/passwd").write_text(
-        f"root:x:0:0::/root:/bin/sh\nperson:x:{UID}:{UID}::{HOME}:/bin/sh\n"
-    )
+    person = f"person:x:{UID}:{UID}::{HOME}:/bin/sh"
+    (root / "etc/passwd").write_text(f"root:x:0:0::/root:/bin/sh\n{person}\n")
     (root / "etc/group").write_text(f"root:x:0:\nperson:x:{UID}:\n")
     (root / "etc/hosts").write_text("127.0.0.1 localhost\n")
     (root / "etc/systemd/system").mkdir(parents=True, exist_ok=True)
@@ -111,9 +110,8 @@ def systemd(tmp_path, binary, smollm2) -> Iterator[Systemd]:
     shutil.copy(smollm2, home / "small.gguf")
     for path in (home, *home.rglob("*")):
         os.chown(path, UID, UID)
-    group = Path(
-        "/sys/fs/cgroup/unified" if os.path.isdir("/sys/fs/cgroup/unified") else "/sys/fs/cgroup"
-    )
+    unified = Path("/sys/fs/cgroup/unified")
+    group = unified if unified.is_dir() else unified.parent
     group /= f"edgeinfer-test-{os.getpid()}"
     group.mkdir()
     namespaces = ["--mount", "--pid", "--fork", "--cgroup", "--uts", "--ipc", "--net"]

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,8 @@ import msgspec
 import pytest
 from fake_hub import Fault, sha
 from made_shipped import BLOCKS, variant
-from other_processes import wait_until
+from msgspec.structs import replace
+from other_processes import limited_files, wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "build"))
 
@@ -65,9 +65,8 @@ class Updates:
         body = ship(self.folder, version, options.get("behaviour", "exit 0")).read_bytes()
         file = ReleasedFile(name="edgeinfer-here", size_bytes=len(body), sha256=sha(body))
         files = {options.get("machine", platform.machine()): file}
-        release = Release(
-            version=options.get("says", version), issued_s=issued_s, expires_s=expires_s, files=files
-        )
+        says = options.get("says", version)
+        release = Release(version=says, issued_s=issued_s, expires_s=expires_s, files=files)
         raw = msgspec.json.encode(release)
         self.server.files |= {
             "/release.json": raw, "/release.json.sig": key.sign(raw), "/edgeinfer-here": body,
@@ -266,12 +265,8 @@ def test_half_a_download_goes_on(updates):
 
 def test_full_disk_keeps_what_was_fetched(updates):
     newer = updates.publish()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(newer) // 2, before[1]))
-    try:
+    with limited_files(len(newer) // 2):
         assert updates.refusal() == "disk-full"
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     updates.update()
     assert updates.server.gets("/edgeinfer-here")[-1].headers["range"] == f"bytes={len(newer) // 2}-"
 
@@ -364,7 +359,7 @@ def test_renewal_changes_the_time_alone(tmp_path):
     raw = (tmp_path / "release.json").read_bytes()
     renewed = msgspec.json.decode(raw, type=Release)
     assert renewed.expires_s - renewed.issued_s == 3 * 86400
-    assert msgspec.structs.replace(renewed, issued_s=1, expires_s=2) == before
+    assert replace(renewed, issued_s=1, expires_s=2) == before
     assert sums.read_text().endswith(f"{file.sha256}  edgeinfer-here\n{sha(raw)}  release.json\n")
     sums.write_text("")
     with pytest.raises(SystemExit, match="not of this"):

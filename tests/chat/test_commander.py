@@ -4,10 +4,10 @@ import json
 import re
 from contextlib import closing
 
-import msgspec
 import pytest
 from chats_here import consume
 from fake_engine import DEFAULT_INFO, FakeEngine
+from msgspec.structs import replace
 
 from edgeinfer.chat.commander import Commander, sessions_text
 from edgeinfer.chat.session import ChatSession
@@ -47,10 +47,8 @@ def front():
 
 @pytest.fixture
 def commander(store, front):
-    engine = FakeEngine(
-        [["one\n```py\ncode\n```"], ["two"], ["three"]],
-        info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=600),
-    )
+    scripts = [["one\n```py\ncode\n```"], ["two"], ["three"]]
+    engine = FakeEngine(scripts, info=replace(DEFAULT_INFO, n_ctx=600))
     front.session = ChatSession(lambda: store, "fake", engine)
     config = ChatConfig(system_prompts={"pirate": "Arr."}, presets={"mine": {"top_k": 1}})
     return Commander(front.session, front, config)
@@ -194,10 +192,9 @@ def test_the_receipt_of_the_last_answer_verifies(smollm2, store, front, tmp_path
         commander.run("/regen")
         commander.run("/receipt my again.json")
         assert front.said.endswith("`edgeinfer verify 'my again.json'`")
-        verdicts = [
-            ReceiptCheck(receipts.to_receipt(json.loads((tmp_path / name).read_bytes())), engine).run()
-            for name in ("name-a-ship.receipt.json", "my again.json")
-        ]
+        paths = (tmp_path / name for name in ("name-a-ship.receipt.json", "my again.json"))
+        documents = (receipts.to_receipt(json.loads(path.read_bytes())) for path in paths)
+        verdicts = [ReceiptCheck(receipt, engine).run() for receipt in documents]
     assert [result.verdict for result in verdicts] == ["verified"] * 2
 
 

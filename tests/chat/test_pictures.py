@@ -2,11 +2,11 @@
 
 import json
 
-import msgspec
 import pytest
 from chats_here import consume
 from fake_engine import DEFAULT_INFO, FakeEngine
 from made_documents import make_docx, make_pdf
+from msgspec.structs import replace
 
 from edgeinfer.chat import formats
 from edgeinfer.chat.attachments import describe, dropped_picture, mentioned_paths, read
@@ -35,7 +35,7 @@ def test_file_that_begins_as_a_picture_is_attached_as_one(red, tmp_path):
 
 
 def test_question_sends_pictures_first_and_stores_them(store, red):
-    engine = FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, can_see=True))
+    engine = FakeEngine(info=replace(DEFAULT_INFO, can_see=True))
     session = ChatSession(lambda: store, "fake", engine)
     session.ask("What is it?", [Attachment(name="n.txt", text="notes"), read(red)])
     consume(session.begin_answer())

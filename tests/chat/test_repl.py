@@ -10,13 +10,13 @@ import signal
 import sys
 import threading
 
-import msgspec
 import pytest
 from chats_here import consume
 from fake_engine import DEFAULT_INFO, Delay, FakeEngine, SmallEngine
 from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, end, make_setup, words
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
+from msgspec.structs import replace
 from tools_here import calling, tools_config
 
 from edgeinfer.chat.history.store import ConversationStore
@@ -177,10 +177,8 @@ def test_turns_of_another_program_are_shown_and_continued(tmp_path):
     out, source = Tty(), Tty()
     source.readline = functools.partial(next, lines(), "")  # type: ignore[method-assign]
     Repl(setup, source, out).run()
-    assert (
-        "changed the conversation.\nYou: From the page.\nAnswer: Said there.\nAnswer: Two."
-        in out.getvalue()
-    )
+    said = "changed the conversation.\nYou: From the page.\nAnswer: Said there.\nAnswer: Two."
+    assert said in out.getvalue()
 
 
 def test_files_are_attached(tmp_path):
@@ -256,7 +254,7 @@ def test_script_continues_after_an_error_and_ends_with_it(tmp_path):
     [(2048, "(stopped at 96 tokens · /continue"), (408, "(cut off: the context is full")],
 )
 def test_reason_of_a_cut_answer_is_shown(tmp_path, n_ctx, said):
-    info = msgspec.structs.replace(DEFAULT_INFO, n_ctx=n_ctx)
+    info = replace(DEFAULT_INFO, n_ctx=n_ctx)
     out, _ = talk(tmp_path, "q", engine=FakeEngine([["Hello", end(reason="length")]], info=info))
     assert said in out
 

@@ -1,9 +1,9 @@
 """The session with a scripted engine: turns before answers, branches, shortening, failures."""
 
-import msgspec
 import pytest
 from chats_here import AllowingFront, consume
 from fake_engine import DEFAULT_INFO, FakeEngine
+from msgspec.structs import replace
 from tools_here import calling
 
 from edgeinfer.chat import context
@@ -24,7 +24,7 @@ from edgeinfer.tools.loop import ChatTools
 
 
 def session_with(store, *scripts, **info):
-    engine = FakeEngine(scripts, info=msgspec.structs.replace(DEFAULT_INFO, **info))
+    engine = FakeEngine(scripts, info=replace(DEFAULT_INFO, **info))
     session = ChatSession(lambda: store, "fake", engine)
     return session, engine
 
@@ -48,10 +48,8 @@ def test_answer_is_stored_with_its_figures(store):
     assert done.stats.completion_tokens == 2
     assert done.stats.n_ctx == 4096
     assert reread(session).path == session.path
-    assert [(m.role, m.content) for m in engine.requests[0].messages] == [
-        ("system", "Be brief."),
-        ("user", "Why?"),
-    ]
+    said = [(m.role, m.content) for m in engine.requests[0].messages]
+    assert said == [("system", "Be brief."), ("user", "Why?")]
     assert engine.requests[0].conversation == f"chat-{session.conversation.id}"
 
 

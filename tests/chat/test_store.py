@@ -8,12 +8,12 @@ import subprocess
 import sys
 import threading
 
-import msgspec
 import pytest
 from fake_engine import FakeEngine
 from fixed_chat import FixedHost, make_app, make_setup, words
 from fixed_chat import wait_until as wait_shown
 from made_models import make_llama
+from msgspec.structs import replace
 from other_processes import wait_until
 
 from edgeinfer.chat.history import database
@@ -63,9 +63,8 @@ def talk(store, *texts, title="A title"):
     parent = None
     for index, text in enumerate(texts):
         role = "assistant" if index % 2 else "user"
-        parent = store.add(
-            Turn(conversation_id=conversation.id, parent_id=parent, role=role, content=text)
-        ).id
+        branch = {"conversation_id": conversation.id, "parent_id": parent}
+        parent = store.add(Turn(role=role, content=text, **branch)).id
     return conversation.id
 
 
@@ -75,9 +74,8 @@ def begin_answer(store, conversation):
 
 
 def test_turn_is_read_as_it_was_stored(store):
-    conversation = store.create(
-        Conversation(title="t", model="m", system_prompt="s", sampling={"top_k": 3}, draft="d")
-    )
+    fields = {"title": "t", "model": "m", "system_prompt": "s", "draft": "d"}
+    conversation = store.create(Conversation(**fields, sampling={"top_k": 3}))
     turn = Turn(
         conversation_id=conversation.id,
         content="Grüße\n\x1b[0m",
@@ -88,7 +86,7 @@ def test_turn_is_read_as_it_was_stored(store):
     )
     stored = store.add(turn)
     assert store.turns(conversation.id) == {stored.id: stored}
-    assert msgspec.structs.replace(stored, id=0, created_ms=0) == turn
+    assert replace(stored, id=0, created_ms=0) == turn
     read = store.conversation(conversation.id)
     assert (read.title, read.system_prompt, read.draft, read.head_id) == ("t", "s", "d", stored.id)
     assert read.sampling == {"top_k": 3}
@@ -112,7 +110,7 @@ def test_finish_folds_the_journal_and_indexes_the_text(store):
     answer = begin_answer(store, conversation)
     store.append(answer.id, "zebra")
     assert store.search("zebra") == []
-    store.finish(msgspec.structs.replace(answer, content="zebra stripes", status="complete"))
+    store.finish(replace(answer, content="zebra stripes", status="complete"))
     assert store.turns(conversation)[answer.id].content == "zebra stripes"
     assert [s.id for s in store.search("zebra")] == [conversation]
     assert store.db.execute("SELECT count(*) FROM journal").fetchone() == (0,)
@@ -126,7 +124,7 @@ def test_reopen_unindexes_until_it_ends_again(store):
     assert store.search("part") == []
     turn = store.turns(conversation)[head]
     assert turn.content == "first part and second"
-    store.finish(msgspec.structs.replace(turn, status="complete"))
+    store.finish(replace(turn, status="complete"))
     assert len(store.search("second")) == 1
     store.db.execute("INSERT INTO turn_search(turn_search) VALUES ('integrity-check')")
 
@@ -167,9 +165,8 @@ def test_deleted_conversation_can_be_restored_until_it_is_purged(store, clock):
 
 def test_search_finds_words_prefixes_accents_and_titles(store):
     first = talk(store, "How do I cook a soufflé?", "Whip the egg whites until stiff.", title="Cooking")
-    second = talk(
-        store, "What is a monad?", "A monoid in the category of endofunctors.", title="Category theory"
-    )
+    monads = ("What is a monad?", "A monoid in the category of endofunctors.")
+    second = talk(store, *monads, title="Category theory")
     assert [s.id for s in store.search("souffle")] == [first]
     assert [s.id for s in store.search("endofun")] == [second]
     assert [s.id for s in store.search("egg whites")] == [first]

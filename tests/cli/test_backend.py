@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from fake_hub import Fault, sha
-from other_processes import wait_until
+from other_processes import limited_files, wait_until
 
 from edgeinfer.errors import CatalogError, DownloadError, EdgeInferError
 from edgeinfer.models.fetching import download
@@ -73,16 +72,10 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make folders, each with a libcuda.so.1 that reports the CUDA version in the folder's name."""
     folder = tmp_path_factory.mktemp("drivers")
     (folder / "none").mkdir()
-    (folder / "none/libcuda.so.1").write_text(
-        "not a library, in the place of this machine's driver\n" * 9
-    )
+    (folder / "none/libcuda.so.1").write_text("no library, but it hides this machine's driver\n" * 9)
     answers = {str(n): f"*version = {n};" for n in (0, 12040, 13000, 13010)}
-    failures = {
-        "stub": "return 34;",
-        "crash": "*(volatile int *)0 = 1;",
-        "unnamed": "raise(40);",
-        "hang": "for (;;) pause();",
-    }
+    failures = {"stub": "return 34;", "unnamed": "raise(40);"}
+    failures |= {"crash": "*(volatile int *)0 = 1;", "hang": "for (;;) pause();"}
     for name, code in (answers | failures).items():
         out = folder / name / "libcuda.so.1"
         out.parent.mkdir()
@@ -109,9 +102,8 @@ class Releases:
         digest, n_bytes = sha(self.body), len(self.body)
         facts = LibraryFacts(name="cuda", build=build, sha256=digest, size_bytes=n_bytes)
         library = ReleasedBackend(name=name, size_bytes=n_bytes, sha256=digest, facts=facts)
-        release = Release(
-            version="9.9.9", issued_s=NOW, expires_s=expires_s, files={}, backends=(library,)
-        )
+        times = {"issued_s": NOW, "expires_s": expires_s}
+        release = Release(version="9.9.9", files={}, backends=(library,), **times)
         raw = msgspec.json.encode(release)
         self.server.files |= {
             "/release.json": raw, "/release.json.sig": key.sign(raw), f"/{name}": self.body,
@@ -160,10 +152,8 @@ def releases(server, drivers, monkeypatch) -> Releases:
 
 def test_install_list_and_remove(releases):
     cuda, _vulkan = releases.run()["libraries"]
-    assert (cuda["reason"], cuda["fix"]) == (
-        "its library is not installed",
-        "edgeinfer backend install cuda",
-    )
+    assert cuda["reason"] == "its library is not installed"
+    assert cuda["fix"] == "edgeinfer backend install cuda"
     assert "    → edgeinfer backend install cuda\n" in releases.start("backend").communicate()[0]
     first = releases.run("install", "cuda")
     assert first["message"].startswith("cuda is installed, but does not work here: ")
@@ -227,12 +217,8 @@ def test_release_that_is_refused_is_not_fetched(releases, published, code):
 @pytest.mark.parametrize("change", ["bit", "short", "long", "empty"])
 def test_file_that_was_changed_is_never_in_place(releases, change):
     raw = releases.body
-    changed = {
-        "bit": raw[:-1] + bytes([raw[-1] ^ 1]),
-        "short": raw[:-1],
-        "long": raw + b"x",
-        "empty": b"",
-    }
+    changed = {"short": raw[:-1], "long": raw + b"x", "empty": b""}
+    changed["bit"] = raw[:-1] + bytes([raw[-1] ^ 1])
     releases.server.files["/libggml-cuda-x86_64.so"] = changed[change]
     assert releases.refusal() == "checksum"
     assert not releases.library.exists()
@@ -422,12 +408,8 @@ def test_crash_before_a_step_of_the_publication_leaves_a_refused_pair_at_most(re
 
 
 def test_full_disk_is_said_and_what_was_fetched_is_kept(releases):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
-    try:
+    with limited_files(150_000):
         assert releases.refusal() == "disk-full"
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not releases.library.exists()
     releases.install()
     assert releases.server.gets("/libggml-cuda-x86_64.so")[-1].headers["range"] == "bytes=150000-"

@@ -222,9 +222,8 @@ RAPL = {
 
 
 def test_rapl_counts_packages_alone_and_wraps(tmp_path):
-    meter = machine(
-        tmp_path, **RAPL, power_supply__BAT0__status="Discharging", power_supply__BAT0__power_now=1
-    )
+    battery = {"power_supply__BAT0__status": "Discharging", "power_supply__BAT0__power_now": 1}
+    meter = machine(tmp_path, **RAPL, **battery)
     assert (meter.read_joules(), meter.reason) == (0.0, "")
     assert "RAPL" in meter.source
     counter = tmp_path / "class/powercap/intel-rapl:0/energy_uj"
@@ -236,12 +235,8 @@ def test_rapl_counts_packages_alone_and_wraps(tmp_path):
 
 
 def test_sockets_of_hwmon_are_added(tmp_path):
-    sensors = {
-        "energy1_label": "Ecore000",
-        "energy1_input": 9,
-        "energy2_label": "Esocket0",
-        "energy2_input": 9,
-    }
+    sensors = {"energy1_label": "Ecore000", "energy2_label": "Esocket0"}
+    sensors |= {"energy1_input": 9, "energy2_input": 9}
     meter = machine(tmp_path, **{f"hwmon__hwmon0__{name}": text for name, text in sensors.items()})
     meter.read_joules()
     (tmp_path / "class/hwmon/hwmon0/energy2_input").write_text("3000009")
@@ -250,9 +245,8 @@ def test_sockets_of_hwmon_are_added(tmp_path):
 
 @pytest.mark.parametrize("status", ["Discharging", "Charging"])
 def test_battery_is_integrated_while_it_is_in_use(tmp_path, status):
-    meter = machine(
-        tmp_path, power_supply__BAT0__status=status, power_supply__BAT0__power_now=20_000_000
-    )
+    battery = {"power_supply__BAT0__status": status, "power_supply__BAT0__power_now": 20_000_000}
+    meter = machine(tmp_path, **battery)
     first = meter.read_joules()
     if status == "Charging":
         assert (first, meter.source) == (None, "")

@@ -213,9 +213,8 @@ def test_hint_names_what_was_probably_meant(typed, hint, as_json):
 def test_file_that_looks_like_a_name_is_named_with_its_folder(as_json, tmp_path, monkeypatch, verb):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.gguf.partaa").write_bytes(b"GGUF")
-    assert (
-        as_json(verb, "x.gguf.partaa", code=3)["hint"] == "the file in this folder is ./x.gguf.partaa"
-    )
+    hint = as_json(verb, "x.gguf.partaa", code=3)["hint"]
+    assert hint == "the file in this folder is ./x.gguf.partaa"
 
 
 @pytest.mark.parametrize("typed", [["completion"], ["completion", "csh"], ["snapshots", "lst"]])
@@ -246,10 +245,11 @@ def test_endpoint_of_another_home_is_not_ours(monkeypatch):
 
     own_endpoint, other_endpoint = serving(1, "--port", "9000"), serving(2, "m")
     running_here = [own_endpoint]
-    monkeypatch.setattr(
-        "edgeinfer.cli.verbs.launch.processes",
-        lambda everywhere=False: [*running_here, other_endpoint] if everywhere else running_here,
-    )
+
+    def processes(everywhere=False):
+        return [*running_here, other_endpoint] if everywhere else running_here
+
+    monkeypatch.setattr("edgeinfer.cli.verbs.launch.processes", processes)
     assert list(launch.urls(Config())) == ["http://127.0.0.1:9000"]
     running_here.append(serving(3))
     assert next(iter(launch.urls(Config()))) == "http://127.0.0.1:8080"
@@ -282,9 +282,8 @@ def test_hint_about_an_option_leads_to_the_help_that_describes_it(verb, capsys):
             assert command[1] == name
             with pytest.raises(SystemExit):
                 parser.parse_args([command[2]])
-            assert re.search(rf"^  (-\w( \S+)?, )?{flag}\b", capsys.readouterr().out, re.MULTILINE), (
-                flag
-            )
+            out = capsys.readouterr().out
+            assert re.search(rf"^  (-\w( \S+)?, )?{flag}\b", out, re.MULTILINE), flag
 
 
 def _texts(path: Path) -> Iterator[str]:

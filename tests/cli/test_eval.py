@@ -183,10 +183,8 @@ def test_system_prompts_and_adapters_are_candidates(score, tmp_path):
     (tmp_path / "red.gguf").write_bytes(b"")
     prompt = tmp_path / "long.txt"
     prompt.write_text("Answer in one word, please, and think of it first.")
-    items = [
-        _item(1, contains="a"),
-        {"id": "2", "messages": [{"role": "user", "content": "b"}], "exact": "b"},
-    ]
+    turns = [{"role": "user", "content": "b"}]
+    items = [_item(1, contains="a"), {"id": "2", "messages": turns, "exact": "b"}]
     typed = ["--system", f"@{prompt}", "--system", "Briefly."]
     typed += ["--adapter", "none", "--adapter", f"{tmp_path}/red.gguf:0.5"]
     result, requests = score(items, *typed)
@@ -244,9 +242,8 @@ def test_check_that_does_not_end_is_told(score, monkeypatch):
 
 def test_report_has_every_item_and_no_text_breaks_its_table(score):
     evil = 'a|b\\|d\n| c |\n<script>alert("x")</script>'
-    result, _ = score(
-        [_item(1, evil, exact="no"), _item("a|b", "yes", exact="yes")], models=("one", "two")
-    )
+    items = [_item(1, evil, exact="no"), _item("a|b", "yes", exact="yes")]
+    result, _ = score(items, models=("one", "two"))
     report = (paths.data_dir() / "evaluations").glob("mine-*.md")
     text = next(report).read_text()
     assert text == result.report()
@@ -284,9 +281,8 @@ def test_intervals_cover_the_truth():
         scores, fresh = rng.random((2, 10_000, n))
         two = np.where(rng.random((10_000, n)) < common, scores, fresh)
         only_one, only_two = ((scores < p) & (two >= q)).sum(1), ((scores >= p) & (two < q)).sum(1)
-        intervals = [
-            astuple(paired_difference(*pair, n)) for pair in zip(only_one, only_two, strict=True)
-        ]
+        pairs = zip(only_one, only_two, strict=True)
+        intervals = [astuple(paired_difference(*pair, n)) for pair in pairs]
         assert np.mean([low <= q - p <= high for _, low, high in intervals]) >= 0.93
 
 

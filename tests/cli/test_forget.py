@@ -14,9 +14,8 @@ from edgeinfer.runtime.sequence_state import as_state
 
 def keep(model: str) -> None:
     """Store one block of `model` in the user's prefix cache."""
-    blocks = BlockStore(paths.blocks_dir(), CacheLimits(max_bytes=1 << 20, margin_bytes=0)).open_folder(
-        model, {}
-    )
+    limits = CacheLimits(max_bytes=1 << 20, margin_bytes=0)
+    blocks = BlockStore(paths.blocks_dir(), limits).open_folder(model, {})
     parent = blocks.names.root()
     name = blocks.names.full(parent, [1])
     header = Header("full", name, parent, blocks.names.identity, pack_tokens([1]), ())

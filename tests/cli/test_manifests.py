@@ -31,10 +31,8 @@ def _containers(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def test_deployment_is_what_kubernetes_takes() -> None:
-    kinds = [
-        validate(document, "1.30", strict=True) and document["kind"]
-        for document in _documents("deployment.yaml")
-    ]
+    documents = _documents("deployment.yaml")
+    kinds = [validate(document, "1.30", strict=True) and document["kind"] for document in documents]
     assert kinds == ["PersistentVolumeClaim", "Deployment", "Service"]
 
 
@@ -51,11 +49,8 @@ def test_containers_are_started_and_asked_as_this_program_is(name: str) -> None:
 
 
 def test_image_starts_as_this_program_does() -> None:
-    lines = dict(
-        line.split(" ", 1)
-        for line in (FOLDER / "Containerfile").read_text().splitlines()
-        if " " in line
-    )
+    text = (FOLDER / "Containerfile").read_text()
+    lines = dict(line.split(" ", 1) for line in text.splitlines() if " " in line)
     command = yaml.safe_load(lines["CMD"])
     assert build_parser().parse_args(command).host == "0.0.0.0"
     assert lines["USER"].partition(":")[0].isdigit()  # Kubernetes' runAsNonRoot needs a numeric user

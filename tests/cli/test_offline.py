@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sockets_seen import run_seen
@@ -56,12 +57,8 @@ ASKING = {
     "snapshots import oci://192.0.2.1/people/small:a": 4,
     "list --fits": 0,
 }
-BATCH = {
-    "custom_id": "1",
-    "method": "POST",
-    "url": "/v1/completions",
-    "body": {"prompt": "Hi", "max_tokens": 2},
-}
+BATCH = {"custom_id": "1", "method": "POST", "url": "/v1/completions"}
+BATCH |= {"body": {"prompt": "Hi", "max_tokens": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +68,8 @@ def home(smollm2, tmp_path_factory) -> Path:
     (home / "ei/config").mkdir(parents=True)
     (home / "ei/config/config.toml").write_text("[snapshots]\nauto-warm = false\n")
     (home / "in.jsonl").write_text(json.dumps(BATCH) + "\n")
-    (home / "items.jsonl").write_text(
-        '{"id": "1", "prompt": "Hi", "choices": ["a", "b"], "answer": 0}\n'
-    )
+    item = {"id": "1", "prompt": "Hi", "choices": ["a", "b"], "answer": 0}
+    (home / "items.jsonl").write_text(f"{json.dumps(item)}\n")
     for name in (MODEL, "other"):
         pull = ["pull", str(smollm2), "--name", name, "--in-place", "--quiet"]
         subprocess.run([PROGRAM, *pull], env=_environment(home), cwd=home, check=True)
@@ -93,17 +89,9 @@ def _environment(home: Path) -> dict[str, str]:
 
 def _run_and_watch(home: Path, *arguments: str):
     command, environment = [PROGRAM, *arguments], _environment(home)
-    return run_seen(
-        lambda: subprocess.Popen(
-            command,
-            env=environment,
-            cwd=home,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    )
+    pipe = subprocess.PIPE
+    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, "text": True}
+    return run_seen(lambda: subprocess.Popen(command, env=environment, cwd=home, **streams))
 
 
 def test_every_verb_is_here():

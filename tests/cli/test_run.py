@@ -4,9 +4,9 @@ import io
 import json
 import sys
 
-import msgspec
 import pytest
 from fake_engine import FakeEngine
+from msgspec.structs import replace
 from tools_here import calling, tools_config
 
 from edgeinfer import typed_options
@@ -23,11 +23,8 @@ from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, Usage
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import Grammar, JsonSchema, Sampling
 
-END = Finished(
-    reason="stop",
-    usage=Usage(prompt_tokens=5, completion_tokens=2),
-    timings=Timings(ttft_ms=9.0, decode_ms=10.0),
-)
+USAGE, TIMINGS = Usage(prompt_tokens=5, completion_tokens=2), Timings(ttft_ms=9.0, decode_ms=10.0)
+END = Finished(reason="stop", usage=USAGE, timings=TIMINGS)
 
 
 def script_engine(*script, **info):
@@ -47,9 +44,8 @@ class ScriptedHost(EngineHost):
 
 @pytest.fixture
 def engine():
-    return script_engine(
-        ReasoningDelta("hm"), "Red, ", "green.", END, system_prompt="You are brief.", can_see=True
-    )
+    script = (ReasoningDelta("hm"), "Red, ", "green.", END)
+    return script_engine(*script, system_prompt="You are brief.", can_see=True)
 
 
 def run(engine, *typed):
@@ -87,10 +83,8 @@ def test_answer_is_streamed_to_stdout(engine, capsys):
     assert out.out == "Red, green.\n"
     assert out.err == ""
     turns = engine.requests[0].messages
-    assert [(t.role, t.content) for t in turns] == [
-        ("system", "You are brief."),
-        ("user", "Name colours"),
-    ]
+    said = [(turn.role, turn.content) for turn in turns]
+    assert said == [("system", "You are brief."), ("user", "Name colours")]
 
 
 def test_raw_prompt_is_sent_unchanged(engine, capsys):
@@ -174,9 +168,7 @@ def test_time_between_a_failed_load_and_the_next_is_not_of_the_start(monkeypatch
     assert describe_start(host.start) == "cold start in 1.5 s: no snapshot yet"
 
 
-LENGTH = msgspec.structs.replace(
-    END, reason="length", usage=Usage(prompt_tokens=5, completion_tokens=1500)
-)
+LENGTH = replace(END, reason="length", usage=Usage(prompt_tokens=5, completion_tokens=1500))
 
 
 @pytest.mark.parametrize(
@@ -217,9 +209,7 @@ def test_timings_go_to_stderr(engine, capsys):
 
 
 def test_timings_name_accepted_drafts(capsys):
-    drafted = msgspec.structs.replace(
-        LENGTH, timings=Timings(draft_tokens=20, draft_accepted_tokens=12)
-    )
+    drafted = replace(LENGTH, timings=Timings(draft_tokens=20, draft_accepted_tokens=12))
     assert run(script_engine("x", drafted), "x", "--timings") == 0
     assert "; drafts: 12/20 accepted; " in capsys.readouterr().err
 

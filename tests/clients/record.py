@@ -94,18 +94,15 @@ def main() -> int:
             before = server.bodies()
             session = run.drive(name, server, "reader")
             assert not session.failure, session.failure
-            new = [
-                json.loads(path.read_text("utf-8")) for path in server.bodies() if path not in before
-            ]
+            paths = [path for path in server.bodies() if path not in before]
+            new = [json.loads(path.read_text("utf-8")) for path in paths]
             scrubbed = [{**request, "body": scrub(request["body"])} for request in new]
             raw = json.dumps({"version": session.version, "requests": scrubbed}).encode()
             (HERE / "recorded").mkdir(exist_ok=True)
             packed = lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)
             (HERE / "recorded" / f"{name}.json.xz").write_bytes(packed)
-            print(
-                f"{name}: {len(scrubbed)} requests, {len(raw):,} bytes, {len(packed):,} packed",
-                flush=True,
-            )
+            sizes = f"{len(raw):,} bytes, {len(packed):,} packed"
+            print(f"{name}: {len(scrubbed)} requests, {sizes}", flush=True)
     return 0
 
 

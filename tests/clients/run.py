@@ -56,12 +56,8 @@ class Session(msgspec.Struct, kw_only=True):
     @property
     def hints(self) -> str:
         """List the ignored fields of its requests, and the moved lines."""
-        names = [
-            name
-            for request in self.requests
-            for key in ("ignored", "normalized")
-            for name in _words(request.get(key))
-        ]
+        values = [request.get(key) for request in self.requests for key in ("ignored", "normalized")]
+        names = [name for value in values for name in _words(value)]
         return ", ".join(f"`{name}`" for name in dict.fromkeys(names)) or "–"
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from edgeinfer.errors import EngineError
 from edgeinfer.runtime.engine import load_engine
@@ -48,11 +48,8 @@ class ScriptedEngine:
 
     def submit(self, request: GenerateRequest) -> EventStream:
         """Prefill the prompt, then play the script. Raises as the real engine does."""
-        reading = self._real.submit(
-            msgspec.structs.replace(
-                request, max_tokens=0, constraint=None, tool_choice=ToolChoice(), continue_final=False
-            )
-        )
+        only_read = {"max_tokens": 0, "constraint": None, "continue_final": False}
+        reading = self._real.submit(replace(request, tool_choice=ToolChoice(), **only_read))
         script = () if request.max_tokens == 0 else self._choose(request)
         stream = EventStream(reading.cancel)
         threading.Thread(target=self._play, args=(reading, script, stream), daemon=True).start()
@@ -73,11 +70,9 @@ class ScriptedEngine:
     def _end(self, finished: Finished, script: Sequence[Event]) -> Finished:
         """Return the prefill's last event with the usage of the scripted answer."""
         said = "".join(e.text if isinstance(e, TextDelta) else _arguments(e) for e in script)
-        usage = msgspec.structs.replace(
-            finished.usage, completion_tokens=max(1, len(self._real.tokenize(said)))
-        )
+        usage = replace(finished.usage, completion_tokens=max(1, len(self._real.tokenize(said))))
         calls = any(isinstance(event, ToolCallDelta) for event in script)
-        return msgspec.structs.replace(finished, reason="tool_calls" if calls else "stop", usage=usage)
+        return replace(finished, reason="tool_calls" if calls else "stop", usage=usage)
 
 
 def _arguments(event: Event) -> str:
@@ -103,17 +98,14 @@ def _is_second(messages: Sequence[Message]) -> bool:
 def _call(tools: Sequence[Tool]) -> Sequence[Event]:
     tool = next((tool for tool in tools if tool.name in _SHELLS), tools[0])
     fields = tool.parameters.get("properties", {})
-    arguments = {
-        name: _value(fields[name]) for name in tool.parameters.get("required", ()) if name in fields
-    }
+    required = tool.parameters.get("required", ())
+    arguments = {name: _value(fields[name]) for name in required if name in fields}
     for name in _COMMAND_FIELDS:
         if name in fields:
             is_list = fields[name].get("type") == "array"
             arguments[name] = ["sh", "-c", COMMAND] if is_list else COMMAND
-    return [
-        ToolCallDelta(0, "", f"call_{time.monotonic_ns():x}", tool.name),
-        ToolCallDelta(0, json.dumps(arguments)),
-    ]
+    opening = ToolCallDelta(0, "", f"call_{time.monotonic_ns():x}", tool.name)
+    return [opening, ToolCallDelta(0, json.dumps(arguments))]
 
 
 def _value(schema: dict[str, Any]) -> Any:
@@ -159,9 +151,8 @@ def main() -> None:
     from served_endpoint import serving
 
     folder = Path(sys.argv[1])
-    smollm2 = (
-        build_cache() / "test-home/data/models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
-    )
+    models = build_cache() / "test-home/data/models"
+    smollm2 = models / "smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
     keep_bodies(folder)
     engine = ScriptedEngine(reader(folder, smollm2), answer)
     with serving(engine, keep_alive_s=-1, log=sys.stderr, wait_ready=False):

@@ -120,9 +120,8 @@ def test_replica_starts_with_the_first_request_and_answers_every_dialect(app: Ap
     assert app.endpoints("small") == []
 
     said = [{"role": "user", "content": "Name three colours."}]
-    answer = app.client.post(
-        "/v1/messages", json={"model": "small", "max_tokens": 8, "temperature": 0, "messages": said}
-    )
+    asked = {"model": "small", "max_tokens": 8, "temperature": 0, "messages": said}
+    answer = app.client.post("/v1/messages", json=asked)
     chat = app.chat("small", "Name three colours.")
     assert answer.json()["content"][0]["text"] == chat.json()["choices"][0]["message"]["content"] != ""
     assert len(app.endpoints("small")) == 1
@@ -166,15 +165,11 @@ def test_ray_exports_the_metrics_of_each_endpoint(app: Application) -> None:
     app.chat("twins", "Hello.")
 
     def has_metrics() -> bool:
-        texts = [
-            httpx2.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text for port in app.metrics
-        ]
-        counters = [
-            line
-            for text in texts
-            for line in text.splitlines()
-            if line.startswith("ray_edgeinfer_generation_tokens_total{")
-        ]
+        urls = [f"http://127.0.0.1:{port}/metrics" for port in app.metrics]
+        texts = [httpx2.get(url, timeout=60).text for url in urls]
+        lines = [line for text in texts for line in text.splitlines()]
+        name = "ray_edgeinfer_generation_tokens_total{"
+        counters = [line for line in lines if line.startswith(name)]
         return any('deployment="twins"' in line and 'model_name="twins"' in line for line in counters)
 
     wait_until(has_metrics, "the tokens that were generated")

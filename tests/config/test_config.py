@@ -24,9 +24,8 @@ def test_no_file_means_defaults(tmp_path):
 
 
 def test_values_are_read(tmp_path):
-    got = config_file.load_config(
-        write(tmp_path, 'default-model = "x"\n[load]\nctx = 4096\n[serve]\nport = 0\n')
-    )
+    text = 'default-model = "x"\n[load]\nctx = 4096\n[serve]\nport = 0\n'
+    got = config_file.load_config(write(tmp_path, text))
     assert (got.default_model, got.load.ctx, got.serve.port) == ("x", 4096, 0)
     assert got.snapshots == config_file.SnapshotsConfig()
 

@@ -100,8 +100,7 @@ def test_hint_of_a_cold_start_is_the_whole_command():
 
 
 def test_doctor_names_a_limit_of_memory(monkeypatch):
-    group = Memory(
-        total_bytes=doctor.GIB // 4, available_bytes=doctor.GIB // 8, reason="the limit in /x"
-    )
+    sizes = {"total_bytes": doctor.GIB // 4, "available_bytes": doctor.GIB // 8}
+    group = Memory(**sizes, reason="the limit in /x")
     monkeypatch.setattr("edgeinfer.platform.machine.read_memory", lambda: group)
     assert "a limit of 0.2 GiB is set (the limit in /x)" in doctor._memory().fix

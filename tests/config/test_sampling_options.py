@@ -26,11 +26,8 @@ def beyond(option: SamplingOption) -> list[float]:
 
 
 def test_table_is_the_engines_sampling() -> None:
-    numbers = set(Sampling.__struct_fields__) - {
-        "dry_sequence_breakers",
-        "penalize_prompt",
-        "logit_bias",
-    }
+    without_range = {"dry_sequence_breakers", "penalize_prompt", "logit_bias"}
+    numbers = set(Sampling.__struct_fields__) - without_range
     assert {option.field for option in SAMPLING_OPTIONS} == numbers
     check_sampling(Sampling(), n_vocab=10)
 
@@ -67,9 +64,7 @@ def test_command_line_chat_catalogue_and_endpoint_take_the_same_range(
 
 
 def _key(struct: type[msgspec.Struct], field: str) -> str | None:
-    names = {
-        struct_field.name: struct_field.encode_name for struct_field in msgspec.structs.fields(struct)
-    }
+    names = {field.name: field.encode_name for field in msgspec.structs.fields(struct)}
     return names.get(field)
 
 
@@ -82,11 +77,8 @@ def test_typed_option_reaches_the_request(option: SamplingOption) -> None:
 def test_model_may_set_every_option_but_the_seed() -> None:
     table = {option.label: option.high for option in SAMPLING_OPTIONS if option.field != "seed"}
     sampling = msgspec.convert(table, SamplingDefaults).over(Sampling())
-    assert all(
-        getattr(sampling, option.field) == option.high
-        for option in SAMPLING_OPTIONS
-        if option.field != "seed"
-    )
+    options = [option for option in SAMPLING_OPTIONS if option.field != "seed"]
+    assert all(getattr(sampling, option.field) == option.high for option in options)
 
 
 def test_openai_says_less_of_the_temperature() -> None:

@@ -119,9 +119,8 @@ class Page:
 
     def js(self, code: str) -> Any:
         """Evaluate an expression, a promise too; return its value."""
-        reply = self.call(
-            "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True, userGesture=True
-        )
+        options = dict.fromkeys(("awaitPromise", "returnByValue", "userGesture"), True)
+        reply = self.call("Runtime.evaluate", expression=code, **options)
         assert "exceptionDetails" not in reply, reply["exceptionDetails"]
         return reply["result"].get("value")
 
@@ -186,9 +185,8 @@ class Page:
     def problems(self) -> list[str]:
         """Return what the console holds against the page: errors, exceptions, refusals by the CSP."""
         entries = [event["entry"] for event in self._events("Log.entryAdded")]
-        messages = [
-            f"{entry['text']} {entry.get('url', '')}" for entry in entries if entry["level"] == "error"
-        ]
+        errors = [entry for entry in entries if entry["level"] == "error"]
+        messages = [f"{entry['text']} {entry.get('url', '')}" for entry in errors]
         exceptions = self._events("Runtime.exceptionThrown")
         return messages + [json.dumps(event["exceptionDetails"])[:500] for event in exceptions]
 

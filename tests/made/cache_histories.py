@@ -41,9 +41,8 @@ class CountingMemory:
 
     def shift(self, seq_id: int, start: int, delta: int) -> None:
         held = self.sequences[seq_id]
-        self.sequences[seq_id] = {
-            (pos + delta * (pos >= start), row): c for (pos, row), c in held.items()
-        }
+        moved = {(pos + delta * (pos >= start), row): c for (pos, row), c in held.items()}
+        self.sequences[seq_id] = moved
 
     @property
     def cells(self) -> int:

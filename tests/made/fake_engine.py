@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
+from msgspec.structs import replace
 
 from edgeinfer.config.config_file import Config
 from edgeinfer.errors import (
@@ -109,7 +109,7 @@ def split_script(script: Script, dice: random.Random, *, pause_s: float = 0.0) -
             changes = {name: piece}
             if number and name == "arguments":
                 changes |= {"id": "", "name": ""}
-            items.append(msgspec.structs.replace(event, **changes))
+            items.append(replace(event, **changes))
             if pause_s and dice.random() < 0.3:
                 items.append(Delay(dice.uniform(0, 2 * pause_s)))
     return items
@@ -235,13 +235,13 @@ class FakeEngine:
 
     def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
         """Replace the adapters, without reading files."""
-        self._info = msgspec.structs.replace(self._info, lora=tuple(adapters))
+        self._info = replace(self._info, lora=tuple(adapters))
         return self._info.lora
 
     def metrics(self) -> EngineMetrics:
         with self._lock:
             now = EngineMetrics(running=len(self._players), kv_total_tokens=self._info.n_ctx)
-            return msgspec.structs.replace(now, **self._totals)
+            return replace(now, **self._totals)
 
     def use_threads(self, n_threads: int) -> None:
         """Note the threads in `n_threads`; nothing is computed."""
@@ -264,7 +264,7 @@ class SmallEngine(FakeEngine):
     def __init__(
         self, scripts: Iterable[Script] | Callable[[GenerateRequest], Script] = (), *, longest: int
     ) -> None:
-        super().__init__(scripts, info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=longest))
+        super().__init__(scripts, info=replace(DEFAULT_INFO, n_ctx=longest))
         self._longest = longest
 
     def submit(self, request: GenerateRequest) -> EventStream:

@@ -39,23 +39,18 @@ def _string(rng: random.Random, _depth: int) -> dict[str, Any]:
 
 def _integer(rng: random.Random, _depth: int) -> dict[str, Any]:
     low = rng.randrange(-1000, 1000)
-    return rng.choice(
-        [
-            {"type": "integer", "minimum": low, "maximum": low + rng.randrange(0, 500)},
-            {"type": "integer", "exclusiveMinimum": low, "exclusiveMaximum": low + 2},
-            {"type": "integer", "multipleOf": rng.choice([2, 5, 7]), "minimum": 0, "maximum": 1000},
-        ]
-    )
+    ranges = [
+        {"minimum": low, "maximum": low + rng.randrange(0, 500)},
+        {"exclusiveMinimum": low, "exclusiveMaximum": low + 2},
+        {"multipleOf": rng.choice([2, 5, 7]), "minimum": 0, "maximum": 1000},
+    ]
+    return {"type": "integer"} | rng.choice(ranges)
 
 
 def _number(rng: random.Random, _depth: int) -> dict[str, Any]:
     low = rng.randrange(-100, 100)
-    return rng.choice(
-        [
-            {"type": "number", "minimum": low, "maximum": low + 1.5},
-            {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-        ]
-    )
+    ranges = [{"minimum": low, "maximum": low + 1.5}, {"exclusiveMinimum": 0, "maximum": 1}]
+    return {"type": "number"} | rng.choice(ranges)
 
 
 def _literal(rng: random.Random, _depth: int) -> dict[str, Any]:

@@ -100,9 +100,8 @@ class Recorder:
 
 
 def _use_variant(variant: str) -> None:
-    (library,) = (
-        path for folder in libllama.variant_dirs() for path in folder.glob(f"libggml-cpu-{variant}.so")
-    )
+    name, folders = f"libggml-cpu-{variant}.so", libllama.variant_dirs()
+    (library,) = (path for folder in folders for path in folder.glob(name))
     folder = Path(tempfile.mkdtemp())
     (folder / library.name).symlink_to(library)
     libllama.variant_dirs = lambda: [folder]
@@ -186,9 +185,8 @@ def main() -> None:
         for path in options.models:
             model = llama.llama_model_load_from_file(path.encode(), parameters)
             assert model, libllama.recent_reason()
-            results[path] = [
-                asdict(compute(model, is_flash, options.steps, file)) for is_flash in (True, False)
-            ]
+            both = (compute(model, is_flash, options.steps, file) for is_flash in (True, False))
+            results[path] = list(map(asdict, both))
             llama.llama_model_free(model)
     print(json.dumps(results))
 

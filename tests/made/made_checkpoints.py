@@ -46,11 +46,8 @@ def safetensors(tensors: dict[str, np.ndarray], *, bf16: bool = False) -> bytes:
     body = b""
     for name, values in tensors.items():
         raw = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes() if bf16 else values.tobytes()
-        header[name] = {
-            "dtype": "BF16" if bf16 else "F32",
-            "shape": list(values.shape),
-            "data_offsets": [len(body), len(body) + len(raw)],
-        }
+        header[name] = {"dtype": "BF16" if bf16 else "F32", "shape": list(values.shape)}
+        header[name]["data_offsets"] = [len(body), len(body) + len(raw)]
         body += raw
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

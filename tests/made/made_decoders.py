@@ -90,14 +90,9 @@ def _lfm2_layer(number: int) -> Shapes:
 
 def make_lfm2(path: Path, vocabulary_of: Path, layers: int = 4) -> Path:
     """Write a hybrid model: short convolutions, and attention in between."""
-    family = Family(
-        "lfm2",
-        {"token_embd_norm": (E,)},
-        _lfm2_layer,
-        {"shortconv.l_cache": 3},
-        kv_heads=[number % 2 for number in range(layers)],
-        n_layers=layers,
-    )
+    whole, keys = {"token_embd_norm": (E,)}, {"shortconv.l_cache": 3}
+    kv_heads = [number % 2 for number in range(layers)]
+    family = Family("lfm2", whole, _lfm2_layer, keys, kv_heads=kv_heads, n_layers=layers)
     return _make(path, family, vocabulary_of)
 
 

@@ -32,9 +32,8 @@ def make_pdf(lines: Sequence[str]) -> bytes:
 def make_docx(paragraphs: Sequence[str], *, head: str = "") -> bytes:
     """Make a DOCX file of paragraphs, with their tabs; `head` comes before its XML."""
     tab = "</w:t><w:tab/><w:t>"
-    body = "".join(
-        f"<w:p><w:r><w:t>{paragraph.replace(chr(9), tab)}</w:t></w:r></w:p>" for paragraph in paragraphs
-    )
+    texts = [paragraph.replace("\t", tab) for paragraph in paragraphs]
+    body = "".join(f"<w:p><w:r><w:t>{text}</w:t></w:r></w:p>" for text in texts)
     xml = f'{head}<w:document xmlns:w="{_NAMESPACE}"><w:body>{body}</w:body></w:document>'
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:

@@ -13,15 +13,8 @@ ALPHA = 6
 def make_peft(folder: Path, name: str, modules: tuple[str, ...], **config: object) -> Path:
     """Write an adapter of the golden checkpoint `name` for every module whose name ends with one of `modules`."""
     folder.mkdir(parents=True, exist_ok=True)
-    about = {
-        "peft_type": "LORA",
-        "r": RANK,
-        "lora_alpha": ALPHA,
-        "target_modules": list(modules),
-        "bias": "none",
-        "use_dora": False,
-        "use_rslora": False,
-    }
+    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": list(modules)}
+    about |= {"bias": "none", "use_dora": False, "use_rslora": False}
     (folder / "adapter_config.json").write_text(json.dumps(about | config))
     tensors = {}
     for module, (a, b) in pairs(name, modules).items():

@@ -82,14 +82,12 @@ def make_projector(
         writer.add_array(f"clip.vision.{key}", [0.5] * 3)
     matrix("v.patch_embd", encoder.width, 3, patch, patch)
     if kind == "qwen2vl_merger":
-        writer.add_tensor(
-            "v.patch_embd.weight.1", random(encoder.width, 3, patch, patch).astype(np.float16)
-        )
+        second = random(encoder.width, 3, patch, patch).astype(np.float16)
+        writer.add_tensor("v.patch_embd.weight.1", second)
     else:
         writer.add_tensor("v.patch_embd.bias", random(encoder.width, scale=0.1))
-        writer.add_tensor(
-            "v.position_embd.weight", random((image // patch) ** 2, encoder.width, scale=0.5)
-        )
+        positions = random((image // patch) ** 2, encoder.width, scale=0.5)
+        writer.add_tensor("v.position_embd.weight", positions)
     layer = {f"attn_{name}": (encoder.width, encoder.width) for name in ("q", "k", "v", "out")}
     wide = encoder.feed_forward
     layer |= {"ffn_up": (wide, encoder.width), "ffn_down": (encoder.width, wide)}

@@ -44,7 +44,6 @@ def variant(
     for name, text in changes.items():
         (tree / name).write_text(text)
     packed = pack.pack(tree, version or index.version, index.relocate, cache)
-    assemble.assemble(
-        bootloader.build(), packed.name, packed.data, folder / "archive", folder / "edgeinfer"
-    )
+    files = (folder / "archive", folder / "edgeinfer")
+    assemble.assemble(bootloader.build(), packed.name, packed.data, *files)
     return folder / "edgeinfer", packed.name

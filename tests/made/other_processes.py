@@ -2,14 +2,19 @@
 
 import contextlib
 import random
+import resource
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+#: The text of a program: `edgeinfer`, started by its launcher.
+LAUNCHER = (
+    "import sys; sys.argv[0] = 'edgeinfer'; from edgeinfer.launcher import main; sys.exit(main())"
+)
 T = TypeVar("T")
 _PAUSE_S = 0.01
 
@@ -26,12 +31,8 @@ def run(*command: object, check: bool = True, **settings: Any) -> subprocess.Com
     """Run a program to its end, with output as text. Unless `check` is off, fail with what it said."""
     usual = {"capture_output": True, "text": True, "timeout": 300}
     done = subprocess.run([*map(str, command)], check=False, **usual | settings)
-    assert not check or done.returncode == 0, (
-        command,
-        done.returncode,
-        done.stdout,
-        done.stderr[-2000:],
-    )
+    told = (command, done.returncode, done.stdout, done.stderr[-2000:])
+    assert not check or done.returncode == 0, told
     return done
 
 
@@ -71,11 +72,19 @@ def command_name(pid: int) -> str:
 
 def engines_below(pid: int) -> list[int]:
     """Return the processes below a launcher that have an engine, the launched one first."""
-    return [
-        process
-        for process in descendants(pid)
-        if command_name(process) == "edgeinfer" and not descendants(process)
-    ]
+    engines = [process for process in descendants(pid) if command_name(process) == "edgeinfer"]
+    return [process for process in engines if not descendants(process)]
+
+
+@contextlib.contextmanager
+def limited_files(n_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond `n_bytes`, as if the disk were full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def has_ended(pid: int) -> bool:
@@ -95,6 +104,5 @@ def private_bytes(pid: int) -> int:
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0
-    return sum(
-        int(line.split()[1]) * 1024 for line in rollup if line.startswith(("Private_Dirty:", "Swap:"))
-    )
+    private = [line for line in rollup if line.startswith(("Private_Dirty:", "Swap:"))]
+    return sum(int(line.split()[1]) * 1024 for line in private)

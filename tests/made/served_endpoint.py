@@ -56,11 +56,17 @@ class Served:
     def wait_ended(self) -> ServeOutcome:
         return self.outcome.result(60)
 
-    def get(self, path: str, **options: Any) -> httpx2.Response:
-        return self.client.get(path, **options)
+    def get(self, path: str, status: int = 0, **options: Any) -> httpx2.Response:
+        """Fail unless the answer has `status`; 0 is any."""
+        answer = self.client.get(path, **options)
+        assert status in (0, answer.status_code), answer.text
+        return answer
 
-    def post(self, path: str, body: Any = None, **options: Any) -> httpx2.Response:
-        return self.client.post(path, json=body, **options)
+    def post(self, path: str, body: Any = None, status: int = 0, **options: Any) -> httpx2.Response:
+        """Send a body as JSON; fail unless the answer has `status`; 0 is any."""
+        answer = self.client.post(path, json=body, **options)
+        assert status in (0, answer.status_code), answer.text
+        return answer
 
     def chat(self, **body: Any) -> httpx2.Response:
         return self.post(CHAT, {"messages": HI} | body)
@@ -128,17 +134,11 @@ def serving(
     starting: Future[tuple[Endpoint, EndpointServer, asyncio.AbstractEventLoop]] = Future()
 
     async def main() -> ServeOutcome:
-        models = ModelPool(
-            callbacks,
-            default=names[0],
-            keep_alive_s=keep_alive_s,
-            memory_wait_s=memory_wait_s,
-            aliases=aliases,
-        )
+        times = {"keep_alive_s": keep_alive_s, "memory_wait_s": memory_wait_s}
+        models = ModelPool(callbacks, default=names[0], aliases=aliases, **times)
         responses = ResponseStore(limits) if store_responses else None
-        endpoint = Endpoint(
-            models, limits, Log("json", log), EngineHost(), responses=responses, **parts
-        )
+        host, json_log = EngineHost(), Log("json", log)
+        endpoint = Endpoint(models, limits, json_log, host, responses=responses, **parts)
         if has_page:
             endpoint.web = _page(endpoint, port, keys)
         if log_payloads:
@@ -160,9 +160,7 @@ def serving(
         stack.enter_context(watch_loop(loop))
         try:
             if wait_ready and options.preload:
-                wait_until(
-                    lambda: '"ready"' in log.getvalue() or outcome.done(), "the endpoint to be ready"
-                )
+                wait_until(lambda: '"ready"' in log.getvalue() or outcome.done(), "the endpoint")
             yield live_server
         finally:
             if not outcome.done():

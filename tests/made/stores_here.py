@@ -28,9 +28,8 @@ MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 @contextmanager
 def moto() -> Iterator[str]:
     """Yield the address of an S3 server that accepts every key and has its objects in memory."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _MOTO], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command, pipe = [sys.executable, "-c", _MOTO], subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
     assert process.stdout
     try:
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
@@ -50,9 +49,8 @@ def docker_registry(program: Path, folder: Path) -> Iterator[str]:
         "http": {"addr": address},
     }
     (folder / "config.yml").write_text(json.dumps(config))  # JSON is YAML
-    process = subprocess.Popen(
-        [program, "serve", str(folder / "config.yml")], stderr=subprocess.DEVNULL
-    )
+    command = [program, "serve", str(folder / "config.yml")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         wait_until(lambda: _answers(address, process), "the registry")
         yield address

@@ -30,8 +30,7 @@ def configure(*kinds, **fields):
 
 def calling(**calls):
     """Return the script of an answer that calls tools: `calling(plain__add={"a": 1, "b": 2})`."""
-    deltas = [
-        ToolCallDelta(i, id=f"call_{uuid.uuid4().hex}", name=name, arguments=json.dumps(arguments))
-        for i, (name, arguments) in enumerate(calls.items())
-    ]
+    deltas = []
+    for i, (name, arguments) in enumerate(calls.items()):
+        deltas.append(ToolCallDelta(i, json.dumps(arguments), f"call_{uuid.uuid4().hex}", name))
     return [*deltas, Finished(reason="tool_calls", usage=Usage(), timings=Timings())]

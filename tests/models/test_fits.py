@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from edgeinfer.chat.model_choices import list_choices
 from edgeinfer.cli.main import main
@@ -25,7 +26,7 @@ def machine(monkeypatch):
         rate = MemoryRate(bytes_per_s, threads, busy)
         monkeypatch.setattr(fits, "read_memory", lambda: memory)
         monkeypatch.setattr(fits, "memory_rate", lambda: rate)
-        card = msgspec.structs.replace(CARD, total_bytes=card_bytes)
+        card = replace(CARD, total_bytes=card_bytes)
         monkeypatch.setattr(fits, "cards", lambda: (card,) if card_bytes else ())
 
     return make
@@ -60,7 +61,7 @@ def test_picker_shows_the_figures_of_list_whatever_memory_is_free(
     choices = {choice.name: choice.fit for choice in list_choices() if choice.fit is not None}
     assert len(choices) > 20
     for name, fit in choices.items():
-        assert msgspec.to_builtins(msgspec.structs.replace(fit, shortage="")) == by_name[name]
+        assert msgspec.to_builtins(replace(fit, shortage="")) == by_name[name]
     assert {bool(fit.shortage) for fit in choices.values() if fit.group == "slow"} == {True}
     assert {bool(fit.shortage) for fit in choices.values()} == {True, False}
 
@@ -162,10 +163,8 @@ def test_models_that_fit_the_card_are_faster_and_offered_first(machine, list_fit
     machine(32 * GB, 20e9, 4, card_bytes=12 * GB)
     on_card = {model["name"]: model["fit"] for model in list_fits()}
     main(["list", "--fits"])
-    assert (
-        "speeds are estimates for RTX where WHY says so, otherwise for the CPU"
-        in capsys.readouterr().out
-    )
+    note = "speeds are estimates for RTX where WHY says so, otherwise for the CPU"
+    assert note in capsys.readouterr().out
     assert on_card["phi-4"]["tokens_per_s"] > 5 * without["phi-4"]["tokens_per_s"]
     assert on_card["phi-4"]["why"].endswith(", on the GPU")
     too_large = [name for name, fit in on_card.items() if fit["needed_bytes"] > 12 * GB]

@@ -52,11 +52,8 @@ def test_file_types_agree_with_llama_cpp() -> None:
     import llama_cpp
 
     prefix = "LLAMA_FTYPE_MOSTLY_"
-    llama_types = {
-        value: name.removeprefix(prefix)
-        for name, value in vars(llama_cpp).items()
-        if name.startswith(prefix)
-    }
+    constants = {name: value for name, value in vars(llama_cpp).items() if name.startswith(prefix)}
+    llama_types = {value: name.removeprefix(prefix) for name, value in constants.items()}
     assert {0: "F32", **llama_types} == FILE_TYPES
 
 

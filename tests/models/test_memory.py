@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from other_processes import run_python
 
 from edgeinfer.cli.main import main
@@ -121,13 +121,9 @@ EMPTY = GgufHeader(
 
 
 def header_with(**metadata: object) -> GgufHeader:
-    base = {
-        "general.architecture": "x",
-        "x.block_count": 4,
-        "x.embedding_length": 64,
-        "x.attention.head_count": 8,
-    }
-    return msgspec.structs.replace(EMPTY, metadata={**base, **metadata})
+    base = {"general.architecture": "x", "x.block_count": 4}
+    base |= {"x.embedding_length": 64, "x.attention.head_count": 8}
+    return replace(EMPTY, metadata={**base, **metadata})
 
 
 def elements(**metadata: object) -> int:
@@ -138,11 +134,8 @@ def test_head_counts_follow_from_the_header() -> None:
     assert elements() == 4 * (64 + 64)
     assert elements(**{"x.attention.head_count_kv": 2}) == 4 * (16 + 16)
     assert elements(**{"x.attention.head_count_kv": (2, 0, 4, 0)}) == 2 * 16 + 2 * 32
-    lengths = {
-        "x.attention.head_count_kv": 1,
-        "x.attention.key_length": 24,
-        "x.attention.value_length": 8,
-    }
+    numbers = {"head_count_kv": 1, "key_length": 24, "value_length": 8}
+    lengths = {f"x.attention.{name}": n for name, n in numbers.items()}
     assert elements(**lengths) == 4 * (24 + 8)
     assert elements(**{"x.attention.shared_kv_layers": 3}) == 64 + 64
     assert elements(**lengths, **{"x.attention.kv_lora_rank": 512}) == 4 * 24
@@ -185,10 +178,10 @@ def test_recurrent_layers_keep_a_state_instead() -> None:
 def test_token_reads_its_experts_and_no_others() -> None:
     experts = {"x.expert_count": 8, "x.expert_used_count": 2, "x.expert_feed_forward_length": 100}
     tensor = TensorInfo(name="all", type="F16", shape=(200_000,), offset=0, size_bytes=400_000)
-    header = msgspec.structs.replace(header_with(**experts), tensors=(tensor,))
+    header = replace(header_with(**experts), tensors=(tensor,))
     # 4 layers of 8 experts of 3 matrices of 64 x 100 are 614,400 parameters: more than there are
     assert header_shape([header]).weights_bytes_per_token == 100_000
-    assert header_shape([msgspec.structs.replace(header_with(), tensors=(tensor,))]) == Shape(
+    assert header_shape([replace(header_with(), tensors=(tensor,))]) == Shape(
         weights_bytes=400_000,
         weights_bytes_per_token=400_000,
         file_type=-1,

@@ -24,10 +24,8 @@ def test_good_text_is_taken(check: Callable[[str], str], text: str, name: str) -
 
 def test_reference_has_a_folder_of_its_own() -> None:
     assert names.pulled_folder(names.parse_reference("Qwen3-4B")) == paths.models_dir() / "qwen3-4b"
-    assert (
-        names.pulled_folder(names.parse_reference("qwen3-4b:q8_0"))
-        == paths.models_dir() / "qwen3-4b+q8_0"
-    )
+    folder = names.pulled_folder(names.parse_reference("qwen3-4b:q8_0"))
+    assert folder == paths.models_dir() / "qwen3-4b+q8_0"
     assert str(names.parse_reference("qwen3-4b:q8_0")) == "qwen3-4b:Q8_0"
 
 

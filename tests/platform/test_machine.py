@@ -73,10 +73,8 @@ def test_doctor_warns_of_a_backend_without_a_device_unless_another_has_it(is_use
 
 
 def test_doctor_reads_without_colour():
-    shown = DoctorResult(
-        version="1",
-        checks=(Finding("ok", "fine", name="a"), Finding("fail", "no", "do this", name="bb")),
-    ).human()
+    checks = (Finding("ok", "fine", name="a"), Finding("fail", "no", "do this", name="bb"))
+    shown = DoctorResult(version="1", checks=checks).human()
     assert shown == "edgeinfer 1\n  ok    a   fine\n  FAIL  bb  no\n            → do this"
 
 

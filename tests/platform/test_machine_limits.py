@@ -82,11 +82,8 @@ def test_version_1_groups(tmp_path: Path) -> None:
 
 
 def test_least_processor_time_of_all_groups_counts(tmp_path: Path) -> None:
-    files = {
-        "a/b/cpu.max": "400000 100000\n",
-        "a/cpu.max": "250000 100000\n",
-        "cpu.max": "max 100000\n",
-    }
+    quotas = {"a/b/cpu.max": "400000", "a/cpu.max": "250000", "cpu.max": "max"}
+    files = {name: f"{quota} 100000\n" for name, quota in quotas.items()}
     assert machine.read_machine(tree(tmp_path, "0::/a/b\n", files)).quota == 2.5
     assert machine.read_machine(tmp_path / "nothing").quota is None
 

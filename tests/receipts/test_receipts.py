@@ -19,6 +19,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from edgeinfer.cli.receipt_file import ReceiptFile
 from edgeinfer.cli.verbs import verify as verb
@@ -106,10 +107,8 @@ def verify(receipt: Receipt, engine: LlamaEngine, quotes: Sequence[Quote] = ()) 
 
 def _receipts(engine: LlamaEngine, *requests: GenerateRequest) -> list[Receipt]:
     """Ask all at once, which batches them."""
-    outcomes = [
-        make_receipt(request, answer.finish, engine.info)
-        for request, answer in zip(requests, answers(engine, requests), strict=True)
-    ]
+    pairs = zip(requests, answers(engine, requests), strict=True)
+    outcomes = [make_receipt(request, answer.finish, engine.info) for request, answer in pairs]
     assert not [entry for entry in outcomes if isinstance(entry, Refusal)]
     return [entry for entry in outcomes if isinstance(entry, Receipt)]
 
@@ -126,10 +125,10 @@ def _parse(text: bytes) -> Receipt:
 def _forge(receipt: Receipt, **content: Any) -> Receipt:
     """Change the content, and all digests with it, as a forger would."""
     assert receipt.content is not None
-    changed = msgspec.structs.replace(receipt.content, **content)
+    changed = replace(receipt.content, **content)
     raw = receipts._sha256(changed)
-    receipt = msgspec.structs.replace(receipt, content=changed, content_sha256=raw)
-    return msgspec.structs.replace(receipt, sha256=receipt.digest())
+    receipt = replace(receipt, content=changed, content_sha256=raw)
+    return replace(receipt, sha256=receipt.digest())
 
 
 def _content(receipt: Receipt) -> Content:
@@ -163,7 +162,7 @@ def test_every_kind_of_answer_verifies_and_with_another_token_it_does_not(
 @pytest.mark.model
 def test_copies_of_a_batch_and_an_answer_from_the_cache_verify(engines: Engines) -> None:
     engine = engines["smollm2"]
-    four = [_request(sampling=msgspec.structs.replace(_SAMPLED, seed=seed)) for seed in range(4)]
+    four = [_request(sampling=replace(_SAMPLED, seed=seed)) for seed in range(4)]
     all_receipts = _receipts(engine, *four) + _receipts(engine, four[0])
     assert len({_content(receipt).answer for receipt in all_receipts}) == 4
     assert [verify(receipt, engine).verdict for receipt in all_receipts] == ["verified"] * 5
@@ -220,9 +219,9 @@ def test_a_longer_a_shorter_and_another_ending_differ(engines: Engines) -> None:
     (cut,) = _receipts(engine, _request("cut by length"))
     answer = _content(cut).answer
     few = {"answer": answer[:30], "logprobs": _content(cut).logprobs[:30]}
-    shorter = _forge(msgspec.structs.replace(cut, n_answer=30), **few)
+    shorter = _forge(replace(cut, n_answer=30), **few)
     assert "not cut off by length" in verify(shorter, engine).reason
-    stopped_early = _forge(msgspec.structs.replace(cut, n_answer=30, finish_reason="stop"), **few)
+    stopped_early = _forge(replace(cut, n_answer=30, finish_reason="stop"), **few)
     assert "continues" in verify(stopped_early, engine).reason
     (stopped,) = _receipts(engine, _request("stop strings"))
     assert stopped.finish_reason == "stop"
@@ -238,8 +237,8 @@ def test_another_seed_or_option_differs(engines: Engines) -> None:
     engine = engines["smollm2"]
     (receipt,) = _receipts(engine, _request("penalties"))
     for change in ({"seed": 6}, {"temperature": 1.4}, {"repeat_penalty": 3.0}, {"logit_bias": {}}):
-        sampling = msgspec.structs.replace(receipt.sampling, **change)
-        forged = _forge(msgspec.structs.replace(receipt, sampling=sampling))
+        sampling = replace(receipt.sampling, **change)
+        forged = _forge(replace(receipt, sampling=sampling))
         assert verify(forged, engine).verdict == "differs", change
 
 
@@ -259,8 +258,8 @@ def test_each_changed_field_of_a_receipt_is_noticed(engines: Engines) -> None:
             verdict = verify(receipts.to_receipt(changed), engine).verdict
         assert verdict == "differs", field
     # a forger can compute digests, and not the signature
-    forged = msgspec.structs.replace(receipt, model="qwen3-4b")
-    forged = msgspec.structs.replace(forged, sha256=forged.digest())
+    forged = replace(receipt, model="qwen3-4b")
+    forged = replace(forged, sha256=forged.digest())
     assert "signature" in verify(forged, engine).reason
 
 
@@ -321,7 +320,7 @@ def test_a_forger_who_computes_the_digests_again_is_noticed(
 def test_a_verdict_says_what_an_unsigned_receipt_does_not_show(engines: Engines) -> None:
     engine = engines["smollm2"]
     (receipt,) = _receipts(engine, _request())
-    forged = _forge(msgspec.structs.replace(receipt, program="9.9", seconds=0.0))
+    forged = _forge(replace(receipt, program="9.9", seconds=0.0))
     for checked, n_notes in ((forged, 1), (sign(receipt, SigningKey(b"k" * 32)), 0)):
         fields = msgspec.structs.asdict(verify(checked, engine))
         check = Check(source="a", **fields)
@@ -335,7 +334,7 @@ def test_a_verdict_says_what_an_unsigned_receipt_does_not_show(engines: Engines)
 def test_a_private_receipt_tells_nothing_and_verifies_with_its_content(engines: Engines) -> None:
     engine = engines["smollm2"]
     whole = sign(_receipts(engine, _request())[0], SigningKey(b"k" * 32))
-    private = _through_json(msgspec.structs.replace(whole, content=None))
+    private = _through_json(replace(whole, content=None))
     assert b"ships" not in msgspec.json.encode(private)
     with pytest.raises(ReceiptError, match="private"):
         verify(private, engine)
@@ -350,7 +349,7 @@ def test_a_private_receipt_tells_nothing_and_verifies_with_its_content(engines: 
 def test_another_kernel_revision_is_checked_within_a_tolerance(engines: Engines) -> None:
     engine = engines["smollm2"]
     (receipt,) = _receipts(engine, _request("schema"))
-    old = _forge(msgspec.structs.replace(receipt, kernel_revision=0))
+    old = _forge(replace(receipt, kernel_revision=0))
     result = verify(old, engine)
     assert (result.verdict, result.most_difference) == ("within tolerance", pytest.approx(0, abs=1e-3))
     answer = _content(old).answer
@@ -365,7 +364,7 @@ def test_another_model_differs_and_another_cache_type_is_refused(engines: Engine
     (receipt,) = _receipts(engines["smollm2"], _request())
     assert "another digest" in verify(receipt, engines["gemma3"]).reason
     with pytest.raises(ReceiptError, match="q8_0"):
-        verify(_forge(msgspec.structs.replace(receipt, kv_type="q8_0")), engines["smollm2"])
+        verify(_forge(replace(receipt, kv_type="q8_0")), engines["smollm2"])
 
 
 @pytest.mark.model
@@ -381,7 +380,7 @@ def test_hostile_receipts_are_refused_in_words(engines: Engines) -> None:
         with contextlib.suppress(EdgeInferError):
             assert verify(_forge(receipt, request=request), engine).verdict == "differs"
     for tokens, message in (((2_000_000,), "vocabulary"), ((1,) * 5000, "context")):
-        forged = msgspec.structs.replace(receipt, n_answer=len(tokens))
+        forged = replace(receipt, n_answer=len(tokens))
         with pytest.raises(ReceiptError, match=message):
             verify(_forge(forged, answer=tokens), engine)
     for request in ({"messages": 5}, {"prompt": "a", "infill": {}}, {"replay": {"answer": []}}, {}):
@@ -437,15 +436,9 @@ def test_a_receipt_with_anything_in_a_field_is_refused_or_altered(
     assert receipt.alteration() or receipt == receipts.to_receipt(_EXAMPLE)
 
 
+_RECORD = {"prompt": [1, 2], "answer": [3, 4], "logprobs": [-1.0, None]}
 _FINISHED = msgspec.convert(
-    {
-        "type": "finished",
-        "reason": "stop",
-        "usage": {},
-        "timings": {},
-        "record": {"prompt": [1, 2], "answer": [3, 4], "logprobs": [-1.0, None]},
-    },
-    Finished,
+    {"type": "finished", "reason": "stop", "usage": {}, "timings": {}, "record": _RECORD}, Finished
 )
 _INFO = EngineInfo(model="m", sha256="ab" * 32, n_ctx=64, choices={"kv_type": Chosen("f16", "")})
 _EXAMPLE: dict[str, Any] = json.loads(
@@ -465,7 +458,7 @@ def test_a_field_that_changes_no_token_cannot_be_forged(engines: Engines, kind: 
     engine, (fields, asked) = engines["smollm2"], _FORGED[kind]
     (receipt,) = _receipts(engine, _request("schema"))
     request = {**_content(receipt).request, **asked}
-    forged = _forge(msgspec.structs.replace(receipt, **fields), request=request)
+    forged = _forge(replace(receipt, **fields), request=request)
     verdict = "differs"
     with contextlib.suppress(ReceiptError):
         verdict = verify(forged, engine).verdict
@@ -476,16 +469,16 @@ def test_a_field_that_changes_no_token_cannot_be_forged(engines: Engines, kind: 
 def test_forged_names_and_log_probabilities_do_not_verify(engines: Engines) -> None:
     engine = engines["smollm2"]
     (receipt,) = _receipts(engine, _request())
-    renamed = _forge(msgspec.structs.replace(receipt, model="gpt\x1b[2J"))
+    renamed = _forge(replace(receipt, model="gpt\x1b[2J"))
     assert verify(renamed, engine).model == engine.info.model
     first, *later = _content(receipt).logprobs
     assert first is not None
     assert "log-probability" in verify(_forge(receipt, logprobs=(first - 1, *later)), engine).reason
     for revision in (0, receipt.kernel_revision):
-        old = msgspec.structs.replace(receipt, kernel_revision=revision)
+        old = replace(receipt, kernel_revision=revision)
         assert verify(_forge(old, logprobs=(None, *later)), engine).verdict == "differs"
     key = SigningKey(b"k" * 32)
-    altered = msgspec.structs.replace(sign(receipt, key), model="other")
+    altered = replace(sign(receipt, key), model="other")
     assert (verify(altered, engine).verdict, verify(altered, engine).signer) == ("differs", "")
     document = json.loads(msgspec.json.encode(receipt))
     document["sampling"]["creativity"] = 11
@@ -533,14 +526,9 @@ def test_changed_tool_calls_next_to_a_receipt_differ(engines: Engines) -> None:
     for arguments, verdict in ((call.arguments, "verified"), ("{}", "differs")):
         function = {"name": call.name, "arguments": arguments}
         message = {"content": None, "tool_calls": [{"function": function}]}
-        [entry], _ = find_receipts(
-            [
-                {
-                    "choices": [{"index": 0, "message": message}],
-                    "receipt": json.loads(msgspec.json.encode(receipt)),
-                }
-            ]
-        )
+        raw = json.loads(msgspec.json.encode(receipt))
+        reply = {"choices": [{"index": 0, "message": message}], "receipt": raw}
+        [entry], _ = find_receipts([reply])
         result = verify(receipt, engine, entry.quotes)
         assert (result.verdict, result.is_text_compared) == (verdict, True), result.reason
 
@@ -551,14 +539,12 @@ def test_a_cut_answer_is_named_and_a_revision_has_its_exit_status(engines: Engin
     (receipt,) = _receipts(engine, _request("cut by length"))
     content = _content(receipt)
     few = {"answer": content.answer[:5], "logprobs": content.logprobs[:5]}
-    cut = _forge(msgspec.structs.replace(receipt, finish_reason="cancelled", n_answer=5), **few)
+    cut = _forge(replace(receipt, finish_reason="cancelled", n_answer=5), **few)
     [line, *_] = describe(verify(cut, engine))
     assert "the first 5 tokens of an answer that was cancelled" in line
-    old = _forge(msgspec.structs.replace(receipt, kernel_revision=0))
-    checks = tuple(
-        Check(source="a", **msgspec.structs.asdict(verify(checked, engine)))
-        for checked in (old, receipt)
-    )
+    old = _forge(replace(receipt, kernel_revision=0))
+    results = (msgspec.structs.asdict(verify(checked, engine)) for checked in (old, receipt))
+    checks = tuple(Check(source="a", **result) for result in results)
     statuses = [VerifyResult(checks=checks[n:], n_receipts=2).exit_code for n in (0, 1)]
     assert statuses == [9, 0]
     torn = Check(source="c", verdict="not checked", reason="torn")
@@ -576,15 +562,8 @@ def _run(*arguments: object) -> VerifyResult:
 def test_a_sample_has_at_least_one_receipt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_receipts: int
 ) -> None:
-    verified = Verification(
-        verdict="verified",
-        model="m",
-        kernel_revision=1,
-        n_prompt=1,
-        n_answer=1,
-        finish_reason="stop",
-        generation_seconds=1.0,
-    )
+    counts = dict.fromkeys(("kernel_revision", "n_prompt", "n_answer", "generation_seconds"), 1)
+    verified = Verification(verdict="verified", model="m", finish_reason="stop", **counts)
     monkeypatch.setattr(ReceiptCheck, "run", lambda _check: verified)
     monkeypatch.setattr(verb, "_load", lambda *_arguments: io.BytesIO())  # it can be closed
     line = json.dumps({"data": {"answers": [{"text": "a", "receipt": _EXAMPLE}, {"text": "b"}]}})
@@ -658,10 +637,8 @@ def test_a_receipt_has_the_adapters_that_the_engine_loaded() -> None:
     """Neither their files nor those of the same names are looked at after the answer."""
     used = (Adapter("a", "/nowhere/a.gguf", 0.5, "ab" * 32),)
     assert _FINISHED.record is not None
-    finished = msgspec.structs.replace(
-        _FINISHED, record=msgspec.structs.replace(_FINISHED.record, adapters=used)
-    )
-    info = msgspec.structs.replace(_INFO, lora=(Adapter("a", "/elsewhere", 1.0, "cd" * 32),))
+    finished = replace(_FINISHED, record=replace(_FINISHED.record, adapters=used))
+    info = replace(_INFO, lora=(Adapter("a", "/elsewhere", 1.0, "cd" * 32),))
     receipt = make_receipt(with_record(GenerateRequest(prompt="a b")), finished, info)
     assert isinstance(receipt, Receipt)
     assert [(a.name, a.scale, a.sha256) for a in receipt.adapters] == [("a", 0.5, "ab" * 32)]
@@ -725,9 +702,8 @@ def test_the_command_line_writes_and_another_process_verifies(smollm2: Path, tmp
     text = json.loads(edgeinfer(*asked, "--json").stdout)["result"]["text"]
     for answer, status in ((text, 0), (text.replace(text[-1], "?"), 1)):
         choice = {"index": 0, "delta": {"content": answer}}
-        stream = (
-            f"data: {json.dumps({'choices': [choice]})}\n\ndata: {json.dumps({'receipt': receipt})}\n\n"
-        )
+        events = ({"choices": [choice]}, {"receipt": receipt})
+        stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
         checked = edgeinfer("verify", "-", stdin=stream)
         assert (checked.returncode, "not the text" in checked.stdout) == (status, False), checked.stderr
     file.write_text("{}")

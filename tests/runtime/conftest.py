@@ -80,8 +80,5 @@ def gemma(gemma3: Path) -> Iterator[LlamaEngine]:
 def lavapipe() -> dict[str, str]:
     """The environment in which the Vulkan loader finds Mesa's software device and no other."""
     driver = str(LAVAPIPE / "lvp_icd.json")
-    return {
-        "LD_LIBRARY_PATH": str(LAVAPIPE / "loader"),
-        "VK_DRIVER_FILES": driver,
-        "VK_ICD_FILENAMES": driver,
-    }
+    drivers = {"VK_DRIVER_FILES": driver, "VK_ICD_FILENAMES": driver}
+    return {"LD_LIBRARY_PATH": str(LAVAPIPE / "loader"), **drivers}

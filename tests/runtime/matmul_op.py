@@ -55,11 +55,9 @@ def _of_shape(kind: str, width: int, rows: int) -> tuple[float, bool, Floats]:
     x[3] *= 1e-38  # a row whose blocks have no scale
     x[5] *= 1e20
     all_rows = _multiply(kind, weights, x, 2)
-    same = all(
-        np.array_equal(_multiply(kind, weights, x[:n], n_threads), all_rows[:n])
-        for n in _ROWS
-        for n_threads in (1, 2, 3)
-    )
+    ways = [(n, n_threads) for n in _ROWS for n_threads in (1, 2, 3)]
+    products = ((n, _multiply(kind, weights, x[:n], n_threads)) for n, n_threads in ways)
+    same = all(np.array_equal(product, all_rows[:n]) for n, product in products)
     usual = [0, 1, 2, 4, *range(6, _MOST)]
     exact = x[usual].astype(np.float64) @ dequantize(kind, weights).T
     return _error(all_rows[usual], exact), same and bool(np.isfinite(all_rows).all()), all_rows

@@ -5,9 +5,9 @@ import sys
 import tomllib
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.llama import libedgeinfer, libllama
@@ -161,7 +161,7 @@ def test_block_identity_depends_on_the_kernels(
     build = libllama.build_info()
     identities = set()
     for level, version in (("", ""), ("v3", "a"), ("v4", "a"), ("v4", "b")):
-        other = msgspec.structs.replace(build, kernels=level, kernels_version=version)
+        other = replace(build, kernels=level, kernels_version=version)
         monkeypatch.setattr(libllama, "build_info", lambda other=other: other)
         identities.add(tuple(cache.identity(smol._loaded, 256).items()))
     assert len(identities) == 4

@@ -39,9 +39,8 @@ def _fuzz(*command: str | Path) -> list[str]:
 
 
 def _fuzz_shipped(level: str, folder: Path, cases: int = _CASES) -> list[str]:
-    _compile(
-        folder / level, "-O2", libedgeinfer.library(f"kernels-{level}"), libedgeinfer.library("cells")
-    )
+    libraries = (libedgeinfer.library(name) for name in (f"kernels-{level}", "cells"))
+    _compile(folder / level, "-O2", *libraries)
     return _fuzz(folder / level, str(cases), "grid")
 
 
@@ -50,13 +49,8 @@ def _fuzz_shipped(level: str, folder: Path, cases: int = _CASES) -> list[str]:
 def test_native_code_passes_the_sanitizers(level: str, tmp_path: Path) -> None:
     if not can_run(level):
         pytest.skip(f"this processor has not the instructions of {level}")
-    _compile(
-        tmp_path / level,
-        *_SOURCES,
-        '-DEDGEINFER_VERSION=""',
-        *_SANITIZED.split(),
-        *LEVELS[level].split(),
-    )
+    flags = ['-DEDGEINFER_VERSION=""', *_SANITIZED.split(), *LEVELS[level].split()]
+    _compile(tmp_path / level, *_SOURCES, *flags)
     lines = _fuzz(tmp_path / level, str(_SANITIZED_CASES))
     assert len(lines) == _SANITIZED_CASES
 
@@ -64,11 +58,8 @@ def test_native_code_passes_the_sanitizers(level: str, tmp_path: Path) -> None:
 def _agree(first: list[str], second: list[str], *apart: str) -> None:
     """Fail if outcomes differ that neither level declines and that have none of these words."""
     pairs = list(zip(first, second, strict=True))
-    both = [
-        pair
-        for pair in pairs
-        if not any(word in line for line in pair for word in ("declined", *apart))
-    ]
+    reasons = ("declined", *apart)
+    both = [pair for pair in pairs if not any(word in line for line in pair for word in reasons)]
     assert len(both) > len(pairs) * 0.8
     assert [a for a, _ in both] == [b for _, b in both]
 

@@ -2,10 +2,10 @@
 
 import random
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from edgeinfer.errors import OutOfMemoryError
 from edgeinfer.runtime.layer_plan import Device, LayerPlan, make_layer_plan
@@ -103,11 +103,11 @@ DENSE = Shape(
     embedding_bytes=int(0.3 * GIB),
 )
 #: 48 layers whose experts are nearly all of 17 GiB.
-EXPERTS = msgspec.structs.replace(
+EXPERTS = replace(
     DENSE, weights_bytes=17 * GIB, expert_bytes=16 * GIB, n_layer=48, n_ff=6144, kv_rows=(49_152,)
 )
 #: 30 layers in 90 MB.
-TINY = msgspec.structs.replace(
+TINY = replace(
     DENSE,
     weights_bytes=90 << 20,
     embedding_bytes=28 << 20,
@@ -119,7 +119,7 @@ TINY = msgspec.structs.replace(
     kv_rows=(11_520,),
 )
 #: Half of it is the output.
-LARGE_OUTPUT = msgspec.structs.replace(DENSE, embedding_bytes=int(2.3 * GIB))
+LARGE_OUTPUT = replace(DENSE, embedding_bytes=int(2.3 * GIB))
 
 
 def plan_of(shape: Shape) -> MemoryPlan:
@@ -170,9 +170,8 @@ def test_auto_leaves_experts_first_then_layers_then_all(shape, free_gib, n_layer
     assert layer_plan.n_without_experts in (n_without if isinstance(n_without, range) else (n_without,))
     assert layer_plan.reason
     held = layer_plan.weights_bytes + layer_plan.kv_bytes + layer_plan.compute_bytes
-    assert held <= sum(
-        device.free_bytes for device in devices_with(*free_gib) if device.name in layer_plan.devices
-    )
+    used = [device for device in devices_with(*free_gib) if device.name in layer_plan.devices]
+    assert held <= sum(device.free_bytes for device in used)
 
 
 def test_more_room_never_holds_less() -> None:
@@ -231,7 +230,7 @@ def test_a_person_reads_it() -> None:
 
 
 #: Weights that a token uses: an eighth of the experts, and all else.
-SPARSE = msgspec.structs.replace(EXPERTS, weights_bytes_per_token=3 * GIB)
+SPARSE = replace(EXPERTS, weights_bytes_per_token=3 * GIB)
 
 
 def streaming_on(shape: Shape, available_bytes: int, **options: int) -> MemoryPlan:
@@ -247,7 +246,7 @@ def streaming_on(shape: Shape, available_bytes: int, **options: int) -> MemoryPl
 def test_pinned_and_streamed_weights_are_all_that_a_dense_model_reads(
     available: int, unread: int, tensor: int
 ) -> None:
-    shape = msgspec.structs.replace(DENSE, unread_bytes=unread, layer_tensor_bytes=tensor)
+    shape = replace(DENSE, unread_bytes=unread, layer_tensor_bytes=tensor)
     plan = streaming_on(shape, available)
     streaming = plan.streaming
     assert plan.from_disk or streaming is None
@@ -323,9 +322,8 @@ def test_rate_is_that_of_the_disk_over_the_bytes_of_a_token() -> None:
     assert "stay there, the others are read from the disk for each step" in text
     assert "at 1.0 GB/s (measured just now)" in text
     mixture = streaming_on(SPARSE, 8 * GIB)
-    assert "of the experts that a token uses are in memory)" in disk_warning(
-        SPARSE, machine(8 * GIB), mixture, 1e9
-    )
+    text = disk_warning(SPARSE, machine(8 * GIB), mixture, 1e9)
+    assert "of the experts that a token uses are in memory)" in text
 
 
 def test_tensors_say_which_weights_a_token_does_not_read() -> None:
@@ -356,6 +354,7 @@ def eight_b(n_layer: int, n_ff: int, n_vocab: int, n_ctx_train: int) -> Shape:
     n_embd, n_kv = 4096, 1024
     layer = 2 * n_embd * n_embd + 2 * n_embd * n_kv + 3 * n_embd * n_ff
     n_params = n_layer * layer + 2 * n_vocab * n_embd
+    sizes = {"n_vocab": n_vocab, "n_params": n_params, "weights_bytes": int(n_params * 0.60625)}
     metadata: dict[str, object] = {
         "general.architecture": "llama",
         "llama.block_count": n_layer,
@@ -365,9 +364,7 @@ def eight_b(n_layer: int, n_ff: int, n_vocab: int, n_ctx_train: int) -> Shape:
         "llama.attention.head_count_kv": 8,
         "llama.context_length": n_ctx_train,
     }
-    return make_shape(
-        metadata, n_vocab=n_vocab, n_params=n_params, weights_bytes=int(n_params * 0.60625)
-    )
+    return make_shape(metadata, **sizes)
 
 
 LLAMA_8B, QWEN_8B = eight_b(32, 14_336, 128_256, 131_072), eight_b(36, 12_288, 151_936, 40_960)
@@ -406,18 +403,10 @@ def test_card_too_small_for_all_layers_gets_as_many_as_fit_with_a_useful_context
 
 def test_copies_of_a_quantized_cache_are_planned() -> None:
     """CUDA's attention keeps f16 copies of one layer's K and V."""
-    sizes = [
-        make_layer_plan(
-            QWEN_8B,
-            make_plan(
-                QWEN_8B, LoadOptions(n_ctx=40_960, kv_type=kind, n_parallel=1), machine(64 * GIB)
-            ),
-            devices_with(24),
-            "all",
-        ).compute_bytes
-        for kind in ("f16", "q8_0")
-    ]
-    assert sizes[1] - sizes[0] == 40_960 * (1024 + 1024) * 2
+    kinds = [LoadOptions(n_ctx=40_960, kv_type=kind, n_parallel=1) for kind in ("f16", "q8_0")]
+    plans = [make_plan(QWEN_8B, options, machine(64 * GIB)) for options in kinds]
+    placed = [make_layer_plan(QWEN_8B, plan, devices_with(24), "all") for plan in plans]
+    assert placed[1].compute_bytes - placed[0].compute_bytes == 40_960 * (1024 + 1024) * 2
 
 
 def test_draft_model_takes_its_part_of_the_plan() -> None:
@@ -432,7 +421,7 @@ def test_draft_model_takes_its_part_of_the_plan() -> None:
 
 
 def test_draft_model_of_the_catalogue_is_left_out_where_memory_is_short() -> None:
-    large = msgspec.structs.replace(TINY, weights_bytes=4 * GIB)
+    large = replace(TINY, weights_bytes=4 * GIB)
     small_machine = machine(8 * GIB)
     plan = make_plan(DENSE, LoadOptions(), small_machine, large)
     assert plan == make_plan(DENSE, LoadOptions(), small_machine)

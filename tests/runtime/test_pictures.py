@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from made_decoders import make_lfm2, make_qwen2vl, make_qwen35
 from made_projectors import IDEFICS3_TOKENS, copy_model, make_projector
+from msgspec.structs import replace
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.media.pictures import PICTURE_MARK, Picture, decode, join_parts
@@ -204,7 +204,7 @@ def test_one_pixel_is_another_picture(engine: LlamaEngine) -> None:
     request = chat(WORDS, picture(flip=1), "What is in it?")
     other = answer(engine, request)
     assert usage(other)[1] == spans_of(engine, request)[1][0].start
-    fresh = answer(engine, msgspec.structs.replace(request, cache_prompt=False))
+    fresh = answer(engine, replace(request, cache_prompt=False))
     assert other.logprobs == fresh.logprobs
 
 
@@ -278,7 +278,7 @@ def test_prompt_cut_beside_a_picture_continues_exactly(
     cut = chat(WORDS[:-20] + before if before else WORDS, picture(), question)
     start = spans_of(engine, cut)[1][0].start
     cached = answer(engine, cut)
-    fresh = answer(engine, msgspec.structs.replace(cut, cache_prompt=False))
+    fresh = answer(engine, replace(cut, cache_prompt=False))
     if before and not engine._loaded.supports_truncation:  # no checkpoint lies in the text before
         assert usage(cached)[1] == 0
     else:
@@ -304,7 +304,7 @@ def test_picture_longer_than_the_window_continues_exactly(gemma3: Path, tmp_path
     with closing(load_engine(files, options)) as engine:
         spans = spans_of(engine, second)[1]
         assert spans[0].chunk.n_rows == 576  # the window is 512
-        fresh = answer_as_bare_calls(engine, msgspec.structs.replace(second, cache_prompt=False))
+        fresh = answer_as_bare_calls(engine, replace(second, cache_prompt=False))
         answer(engine, first)
         cached = answer(engine, second)
         assert usage(cached)[1] >= spans[0].end
@@ -326,7 +326,7 @@ def test_picture_is_restored_from_disk(
         first = answer(engine, asked)
         assert engine.flush_blocks()
         copy = shutil.copytree(tmp_path, tmp_path / "killed")
-        fresh = answer(engine, msgspec.structs.replace(other, cache_prompt=False))
+        fresh = answer(engine, replace(other, cache_prompt=False))
         spans = spans_of(engine, other)[1]
     with restart(files, copy, encodes=False) as engine:
         restored = answer(engine, other)
@@ -353,11 +353,8 @@ def restart(files: ModelFiles, root: Path, *, encodes: bool = True) -> Iterator[
 
 
 def rows_on_disk(root: Path) -> list[Path]:
-    return [
-        path
-        for path in root.rglob("*.block")
-        if read_header(path.read_bytes()[: 1 << 16]).kind == "rows"
-    ]
+    headers = {path: read_header(path.read_bytes()[: 1 << 16]) for path in root.rglob("*.block")}
+    return [path for path, header in headers.items() if header.kind == "rows"]
 
 
 def test_known_picture_is_not_encoded_behind_another_prompt_after_a_restart(
@@ -410,7 +407,7 @@ def test_aborted_step_of_a_picture_is_computed_again(
     if not engine._loaded.supports_truncation:
         return  # such a model's steps are not aborted
     request = chat(WORDS, picture(width=700, height=600), "What is in it?")
-    fresh = answer(engine, msgspec.structs.replace(request, cache_prompt=False))
+    fresh = answer(engine, replace(request, cache_prompt=False))
     batch = engine._core.executor.batch
     decode, n_steps = batch.decode, 0
 
@@ -438,9 +435,8 @@ def test_text_cannot_place_a_picture(engine: LlamaEngine) -> None:
     hostile = f"<__media__> <image> <start_of_image> {PICTURE_MARK} picture0n0e"
     assert min(engine.tokenize_chat(chat(hostile))) >= 0
     tokens = engine.tokenize_chat(chat(hostile, picture(), "What?"))
-    assert len(tokens) - len(text_only(tokens)) == sum(
-        span.chunk.n_rows for span in spans_of(engine, chat(picture()))[1]
-    )
+    n_rows = sum(span.chunk.n_rows for span in spans_of(engine, chat(picture()))[1])
+    assert len(tokens) - len(text_only(tokens)) == n_rows
 
 
 def test_refused_beside_pictures(engine: LlamaEngine) -> None:
@@ -596,10 +592,8 @@ def test_pictures_must_have_their_pixels() -> None:
 def test_places_survive_a_template_that_moves_messages() -> None:
     markers = PictureMarkers()
     a, b = picture(), picture(flip=1)
-    first, second = (
-        Message(role="user", content=content, pictures=pictures)
-        for content, pictures in (join_parts(["x", a]), join_parts([b, "y"]))
-    )
+    joined = (join_parts(["x", a]), join_parts([b, "y"]))
+    first, second = (Message(role="user", content=text, pictures=files) for text, files in joined)
     later, earlier = markers.insert([first, second])
     assert list(markers.split(earlier.content + later.content, [a, b])) == ["", b, "yx", a, ""]
     spaced = f"User: {earlier.content}; User: {later.content}"

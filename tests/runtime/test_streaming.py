@@ -17,9 +17,9 @@ from contextlib import closing
 from pathlib import Path
 
 import made_families
-import msgspec
 import pytest
 from made_families import FAMILIES, Family, make_family
+from msgspec.structs import replace
 from other_processes import wait_until
 
 from edgeinfer.errors import DecodeError
@@ -347,9 +347,7 @@ def test_a_parked_engine_holds_neither_files_nor_threads_nor_memory_for_it(
     with streamed(model, None) as engine:
         expected = answer(engine, ask()).text
     with closing(load(model)) as engine:
-        engine._loaded.plan = msgspec.structs.replace(
-            engine._loaded.plan, from_disk=True, streaming=plan
-        )
+        engine._loaded.plan = replace(engine._loaded.plan, from_disk=True, streaming=plan)
         answer(engine, ask())
         engine.park()
         threads, files = len(os.listdir("/proc/self/task")), numbers_of(model)

@@ -30,12 +30,9 @@ def start_set_up(
     for name in set(_PROGRAMS.split()) - set(without.split()):
         if program := shutil.which(name):
             (programs / name).symlink_to(program)
-    return subprocess.Popen(
-        [checkout / "scripts/setup.sh", mode],
-        env={"PATH": str(programs), "HOME": str(tmp_path), **environment},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [checkout / "scripts/setup.sh", mode]
+    environment = {"PATH": str(programs), "HOME": str(tmp_path), **environment}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def read_error(process: subprocess.Popen[str]) -> list[str]:
@@ -92,12 +89,8 @@ def test_full_disk_is_seen_before_anything_is_made(tmp_path: Path) -> None:
 @pytest.mark.needs("time")
 @pytest.mark.parametrize("mode", ["lint", "run"])
 def test_packages_that_cannot_be_had_end_it_with_one_sentence(tmp_path: Path, mode: str) -> None:
-    nowhere = {
-        "HTTPS_PROXY": "http://127.0.0.1:1",
-        "PIP_RETRIES": "0",
-        "PIP_CONFIG_FILE": os.devnull,
-        "PIP_FIND_LINKS": "",
-    }
+    nowhere = {"HTTPS_PROXY": "http://127.0.0.1:1", "PIP_RETRIES": "0", "PIP_FIND_LINKS": ""}
+    nowhere["PIP_CONFIG_FILE"] = os.devnull
     error, hint = read_error(start_set_up(tmp_path, mode=mode, **nowhere))
     assert error.startswith("error: pip: ERROR: ")
     assert "HTTPS_PROXY names a proxy" in hint
@@ -107,14 +100,8 @@ def test_packages_that_cannot_be_had_end_it_with_one_sentence(tmp_path: Path, mo
 def test_proxy_that_never_answers_ends_it_after_four_tries(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
-        process = start_set_up(
-            tmp_path,
-            mode="lint",
-            HTTPS_PROXY=address,
-            PIP_DEFAULT_TIMEOUT="1",
-            PIP_CONFIG_FILE=os.devnull,
-            PIP_FIND_LINKS="",
-        )
+        pip = {"PIP_DEFAULT_TIMEOUT": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
+        process = start_set_up(tmp_path, mode="lint", HTTPS_PROXY=address, **pip)
         assert read_error(process)[0] == "error: pip: cannot reach the package index"
         for _ in range(4):  # pip's own update is tried once, the first package three times
             proxy.accept()[0].close()

@@ -188,13 +188,9 @@ class Person:
         }
         if os.getuid() == 0:  # otherwise this is the user already, who may not set groups
             defaults |= {"user": self.uid, "group": self.gid, "extra_groups": []}
-        process = subprocess.Popen(
-            [str(self.place.python), *start, *arguments],
-            env=environment,
-            start_new_session=True,
-            text=True,
-            **(defaults | settings),
-        )
+        command = [str(self.place.python), *start, *arguments]
+        settings = {"start_new_session": True, "text": True} | defaults | settings
+        process = subprocess.Popen(command, env=environment, **settings)
         _started.append(process)
         return process
 
@@ -264,9 +260,8 @@ class Endpoint:
                 "serve", *arguments, "--port", str(self.port), stderr=log, stdout=log, **settings
             )
         limits = httpx2.Limits(max_keepalive_connections=0)
-        self.client = httpx2.Client(
-            base_url=f"http://127.0.0.1:{self.port}", timeout=300, limits=limits
-        )
+        url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx2.Client(base_url=url, timeout=300, limits=limits)
 
     def ask(self, model: str = MODEL, tokens: int = 3) -> dict:
         """Return one completion; once the endpoint has started, no connection may be refused."""
@@ -391,10 +386,8 @@ def small_disk(person, size: str) -> Iterator[None]:
     folder = person.data / "cache"
     folder.mkdir(parents=True, exist_ok=True)
     os.chown(folder, person.uid, person.gid)
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0755,uid={person.uid}", "tmpfs", folder],
-        check=False,
-    )
+    options = f"size={size},mode=0755,uid={person.uid}"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=False)
     if mounted.returncode:
         pytest.skip("a tmpfs cannot be mounted here")
     try:

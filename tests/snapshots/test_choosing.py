@@ -8,11 +8,11 @@ import socket
 from collections import Counter
 from itertools import chain
 
-import msgspec
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine
 from made_gguf import gguf_bytes
 from made_models import make_llama
+from msgspec.structs import replace
 
 from edgeinfer import typed_options
 from edgeinfer.cli import endpoint_setup
@@ -84,7 +84,7 @@ def load(options: LoadOptions, model: str = "m", files: ModelFiles | None = None
     """Return a loaded model whose build was given these options, and chose `CHOSEN` for the others."""
     files = files or ModelFiles(name=model, paths=())
     values = CHOSEN | snapshot_options(options)
-    info = msgspec.structs.replace(
+    info = replace(
         DEFAULT_INFO,
         n_ctx=int(values["n_ctx"]),
         n_parallel=int(values["n_parallel"]),
@@ -221,7 +221,7 @@ def test_a_pulled_model_is_resumed_by_its_source(root, tmp_path, name, source, t
     file = tmp_path / "tiny.gguf"
     file.write_bytes(gguf_bytes())
     record = pull(str(file), options=PullOptions(name=name))
-    store.write_record(msgspec.structs.replace(record, source=source))
+    store.write_record(replace(record, source=source))
     publish(root, storage.snapshot_name(name, {}), model=name)
     publish(root, "other", model="other")
     choice = selection.launch_choice(["run", typed, "hello"])
@@ -325,7 +325,7 @@ def test_adapters_of_the_catalogue_are_no_choice_once_they_are_loaded(tmp_path):
     files = ModelFiles(name="fake", paths=(), lora=str(tmp_path / "a.gguf"))
     inputs = SnapshotInputs(model="fake", files=files, options=LoadOptions())
     (adapter,) = LoadOptions().adapters(files)
-    loaded = (msgspec.structs.replace(adapter, sha256="ab" * 32),)
+    loaded = (replace(adapter, sha256="ab" * 32),)
     running = describe(FakeEngine(), inputs).with_adapters(loaded)
     assert (running.options.lora, running.name) == ("", inputs.name)
     assert running.depends_on == inputs.depends_on

@@ -86,9 +86,8 @@ def test_from_the_launcher_to_an_app_that_asks_for_a_worker(monkeypatch):
         raise raised_here()
 
     monkeypatch.setattr(launcher._apps, "start", no_start)
-    answering = threading.Thread(
-        target=lambda: launcher._read_app(SimpleNamespace(link=launcher_end, role="verb"))
-    )
+    app = SimpleNamespace(link=launcher_end, role="verb")
+    answering = threading.Thread(target=lambda: launcher._read_app(app))
     answering.start()
     with app_end, launcher_end, pytest.raises(OutOfMemoryError) as raised:
         AppHost(ProcessStart(), app_end, None).worker("m", LoadOptions())

@@ -218,12 +218,8 @@ def test_a_monotonic_clock_that_went_back_or_far_ahead_does_not_matter(warm, off
     inside += ["setpriv", f"--reuid={warm.uid}", f"--regid={warm.gid}"]
     program = "import sys; from edgeinfer.launcher import main; sys.exit(main())"
     command = ["run", MODEL, "Hello", "--max-tokens", "3", "--json"]
-    done = run(
-        *(*inside, "--clear-groups", warm.place.python, "-c", program, *command),
-        env=warm.environment,
-        cwd=warm.home,
-        stdin=subprocess.DEVNULL,
-    )
+    inside += ["--clear-groups", warm.place.python, "-c", program, *command]
+    done = run(*inside, env=warm.environment, cwd=warm.home, stdin=subprocess.DEVNULL)
     assert json.loads(done.stdout)["result"]["usage"]["completion_tokens"] == 3
 
 
@@ -297,11 +293,8 @@ XATTR = struct.pack("<IIIII", 0x02000001, CAPABILITIES & 0xFFFFFFFF, 0, CAPABILI
 def test_file_capabilities_on_criu_do_where_namespaces_are_refused(user, tmp_path_factory):
     if os.getuid() != 0:
         pytest.skip("giving a file capabilities needs root")
-    alone = [
-        path
-        for path in candidates()
-        if version_of(path) >= MINIMUM and b"$ORIGIN" not in Path(path).read_bytes()
-    ]
+    recent = [path for path in candidates() if version_of(path) >= MINIMUM]
+    alone = [path for path in recent if b"$ORIGIN" not in Path(path).read_bytes()]
     if not alone:
         pytest.skip(
             "every criu here finds its libraries next to it, which a program with capabilities may not"

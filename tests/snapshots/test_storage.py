@@ -36,9 +36,8 @@ text_values = st.text(
 def test_a_manifest_is_read_as_it_was_written(keys, paths):
     files = {f"/{path}": f"{n} {n * 1000} {n}" for n, path in enumerate(paths)}
     options = {"n_ctx": "8"}
-    document = manifest(
-        keys=keys, files=files, images={"memory.img": 5}, requested=options, actual=options
-    )
+    content = {"keys": keys, "files": files, "images": {"memory.img": 5}}
+    document = manifest(**content, requested=options, actual=options)
     assert vars(storage.parse_manifest(storage.manifest_text(document), "here")) == vars(document)
 
 

@@ -93,10 +93,8 @@ def assert_same(endpoint: Endpoint, stream: Stream, undisturbed: Stream) -> None
     answer = endpoint.post({**body, "temperature": 0})
     (candidate,) = answer["choices"][0]["logprobs"]["top_logprobs"]
     likeliest = [stream.text[len(common) :], undisturbed.text[len(common) :]]
-    assert all(any(text.startswith(token) for text in likeliest) for token in candidate), (
-        candidate,
-        likeliest,
-    )
+    both = (candidate, likeliest)
+    assert all(any(text.startswith(token) for text in likeliest) for token in candidate), both
     assert abs(max(candidate.values()) - min(candidate.values())) < TIE
 
 
@@ -118,9 +116,8 @@ def test_take_disturbs_no_stream_and_holds_no_prompt(somebody):
         assert snapshot.result["was_built"]
         assert snapshot.result["pid"] == endpoint.process.pid
         (app,) = endpoint.apps()
-        description = process_metadata.read_process_record(
-            app, process_metadata.DESCRIPTION, ProcessDescription
-        )
+        record = (process_metadata.DESCRIPTION, ProcessDescription)
+        description = process_metadata.read_process_record(app, *record)
         assert SECRET not in repr(description)
         for path in somebody.snapshot(f"{MODEL},live").rglob("*"):
             content = path.read_bytes() if path.is_file() else b""

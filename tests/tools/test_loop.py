@@ -54,10 +54,8 @@ def open_tools(tmp_path, said):
 
 
 def run(tools, *calls, front=None, past=(), conversation=1):
-    uses = [
-        ToolUse(id=f"c{i}", name=name, arguments=json.dumps(arguments))
-        for i, (name, arguments) in enumerate(calls)
-    ]
+    texts = [(name, json.dumps(arguments)) for name, arguments in calls]
+    uses = [ToolUse(id=f"c{i}", name=name, arguments=text) for i, (name, text) in enumerate(texts)]
     return tools.start(uses, front or Front(), past=past, conversation=conversation)()
 
 

@@ -85,9 +85,8 @@ def test_commands_and_python_work_in_the_folder(sandbox, folder):
     assert result.text == "3 4tmp\n\n(exit status 3)"
     assert result.is_error
     assert (folder / "out.txt").read_text() == "five\n"
-    result = py(
-        sandbox, "import numpy, os; print(sum(map(int, open('data.txt').read().split())), os.getcwd())"
-    )
+    total = "sum(map(int, open('data.txt').read().split()))"
+    result = py(sandbox, f"import numpy, os; print({total}, os.getcwd())")
     assert result.text == f"7 {folder}\n"
 
 
@@ -492,9 +491,8 @@ def test_has_no_capability_and_no_open_file(sandbox, folder):
     (folder.parent / "kept").write_text("secret")
     with open(folder.parent / "kept") as file:
         os.set_inheritable(file.fileno(), True)
-        result = sh(
-            sandbox, "grep -E 'Cap(Prm|Eff|Inh|Amb)|NoNewPrivs' /proc/self/status; ls /proc/self/fd"
-        )
+        grep = "grep -E 'Cap(Prm|Eff|Inh|Amb)|NoNewPrivs' /proc/self/status"
+        result = sh(sandbox, f"{grep}; ls /proc/self/fd")
     rows = dict(line.split(":\t") for line in result.text.splitlines() if ":" in line)
     assert {rows[f"Cap{name}"] for name in ("Prm", "Eff", "Inh", "Amb")} == {"0" * 16}
     assert rows["NoNewPrivs"] == "1"
@@ -575,9 +573,8 @@ def test_the_number_of_files_is_limited(patient, folder):
 
 
 def test_nothing_outlives_the_call(sandbox, folder):
-    result = sh(
-        sandbox, f"setsid -f sleep {MARK}; (setsid nohup sleep {MARK} >/dev/null 2>&1 &) ; echo done"
-    )
+    sleep = f"sleep {MARK}"
+    result = sh(sandbox, f"setsid -f {sleep}; (setsid nohup {sleep} >/dev/null 2>&1 &) ; echo done")
     assert result.text == "done\n"
     assert not sleepers()
 

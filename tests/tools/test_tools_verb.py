@@ -71,9 +71,8 @@ def test_bad_servers_are_named_and_the_others_stay(configure, tmp_path, capsys):
     ]
     (tmp_path / "tools.json").write_text(json.dumps(tools))
     foreign = {"Figma Dev Mode": {"command": command("plain")[0], "args": command("plain")[1:]}}
-    (tmp_path / "mcp.json").write_text(
-        json.dumps({"mcpServers": {"unset": {"url": "${NOT_SET}"}} | foreign})
-    )
+    servers = {"unset": {"url": "${NOT_SET}"}} | foreign
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": servers}))
     configure(
         f'builtin = ["read"]\nmcp-files = [{json.dumps(str(tmp_path / "mcp.json"))}, "/nowhere.json"]\n'
         f'[tools.servers.files]\ncommand = ["x"]\n[tools.servers.empty]\n'

@@ -4,8 +4,8 @@ import asyncio
 import itertools
 import time
 
-import msgspec
 from fake_engine import DEFAULT_INFO, FakeEngine
+from msgspec.structs import replace
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.model_choices import ModelChoice
@@ -70,17 +70,16 @@ OFFERED = [
     make_offer("comfortable", "qwen3-0.6b", "answers faster than you can read", 484_000_000, 31.0),
     make_offer("tiny", MODEL, "small and quick to download, simple answers", 98_362_432, 140.0),
 ]
-EMPTY_SHELF = [msgspec.structs.replace(row, pulled=False, warm=False) for row in SHELF]
+EMPTY_SHELF = [replace(row, pulled=False, warm=False) for row in SHELF]
 
 
 class FixedHost(EngineHost):
     """A host that was resumed in 84 ms. It returns the given engine, or raises `errors` first."""
 
     def __init__(self, engine=None, start=None, errors=(), config=None):
-        super().__init__(
-            start or ProcessStart(how="resumed", stages_ms={"ready": 84.0}), config or Config()
-        )
-        self.fake = engine or FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=2048))
+        start = start or ProcessStart(how="resumed", stages_ms={"ready": 84.0})
+        super().__init__(start, config or Config())
+        self.fake = engine or FakeEngine(info=replace(DEFAULT_INFO, n_ctx=2048))
         self.errors = list(errors)
         self.opened = []
 
@@ -173,9 +172,8 @@ class Driven:
     def screen_text(self):
         """Return the transcript as text."""
         transcript = self.chat.transcript
-        return "\n".join(
-            line.text for e in transcript.entries for line in e.lines(transcript.text_width)
-        )
+        lines = [entry.lines(transcript.text_width) for entry in transcript.entries]
+        return "\n".join(line.text for line in itertools.chain(*lines))
 
     def status_text(self):
         self.chat.view.refresh_status()

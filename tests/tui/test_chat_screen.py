@@ -3,12 +3,12 @@
 import contextlib
 import threading
 
-import msgspec
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine, SmallEngine, StepGate
 from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, SHELF, FixedHost, make_app, wait_until, words
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
+from msgspec.structs import replace
 from textual import events
 from textual.selection import SELECT_ALL
 from textual.widgets import Static
@@ -28,7 +28,7 @@ from edgeinfer.tui.screens.model_picker import ModelScreen
 
 def gated_engine(*before, after=("done",)):
     """Return an engine whose answer waits at a gate, and the gate."""
-    gate = StepGate(threading.Event())
+    gate = StepGate()
     return FakeEngine([[*before, gate, *after]]), gate
 
 
@@ -323,6 +323,11 @@ async def picker_of(d):
     return await d.until(lambda: isinstance(d.app.screen, ModelScreen) and d.app.screen.rows)
 
 
+async def close_picker(d):
+    await picker_of(d)
+    await d.press("escape")
+
+
 @pytest.mark.parametrize("way", ["before", "at once", "after", "later"])
 async def test_first_question_is_answered_once_a_model_is_picked(drive, first_run, way):
     missing = [ModelNotPulledError(f"{MODEL} is not on this machine yet") for _ in range(2)]
@@ -355,12 +360,10 @@ async def test_first_question_is_answered_once_a_model_is_picked(drive, first_ru
 async def test_every_question_without_a_model_is_told_what_it_waits_for(drive, first_run):
     host = FixedHost(errors=[ModelNotPulledError("is not here") for _ in range(3)])
     async with drive(host=host, ready=False) as d:
-        await picker_of(d)
-        await d.press("escape")
+        await close_picker(d)
         for question in ("first", "second"):
             await d.type(question, "enter")
-            await picker_of(d)
-            await d.press("escape")
+            await close_picker(d)
             await d.until(lambda: "answered once a model is pulled" in d.screen_text())
             assert d.turns() == [question]
 
@@ -368,11 +371,9 @@ async def test_every_question_without_a_model_is_told_what_it_waits_for(drive, f
 async def test_waiting_question_of_another_conversation_is_not_answered(drive, first_run):
     host = FixedHost(errors=[ModelNotPulledError("is not here"), ModelNotPulledError("is not here")])
     async with drive(host=host, ready=False) as d:
-        await picker_of(d)
-        await d.press("escape")
+        await close_picker(d)
         await d.type("first", "enter")
-        await picker_of(d)
-        await d.press("escape")
+        await close_picker(d)
         d.chat.run_command("/new")
         d.chat.run_command("/model")
         await picker_of(d)
@@ -384,9 +385,8 @@ async def test_waiting_question_of_another_conversation_is_not_answered(drive, f
 
 async def test_first_screen_marks_no_model_before_its_list_is_here(drive, monkeypatch):
     listed = threading.Event()
-    monkeypatch.setattr(
-        "edgeinfer.tui.screens.model_picker.list_choices", lambda warm=(): listed.wait(60) and SHELF
-    )
+    list_choices = "edgeinfer.tui.screens.model_picker.list_choices"
+    monkeypatch.setattr(list_choices, lambda warm=(): listed.wait(60) and SHELF)
     host = FixedHost(errors=[ModelNotPulledError(f"{MODEL} is not on this machine yet")])
     async with drive(host=host, ready=False) as d:
         screen = await d.until(lambda: isinstance(d.app.screen, ModelScreen) and d.app.screen)
@@ -710,7 +710,7 @@ async def test_long_paste_is_attached_with_its_tokens(drive):
     ],
 )
 async def test_paste_that_does_not_fit_offers_ways_out_at_once(drive, steps, done):
-    info = msgspec.structs.replace(DEFAULT_INFO, n_ctx=2048, n_ctx_train=32768)
+    info = replace(DEFAULT_INFO, n_ctx=2048, n_ctx_train=32768)
     async with drive(FakeEngine(info=info)) as d:
         d.app.post_message(events.Paste("a line\n" * 900))
         await d.until(lambda: isinstance(d.app.screen, ChoiceScreen))
@@ -731,7 +731,7 @@ async def test_one_question_that_is_too_long_can_be_edited(drive):
 
 async def test_start_has_one_time_and_stats_name_options_as_typed(drive):
     choices = {"n_ctx": Chosen(2048, "as asked")}
-    info = msgspec.structs.replace(DEFAULT_INFO, choices=choices, load_ms=5069.0)
+    info = replace(DEFAULT_INFO, choices=choices, load_ms=5069.0)
     async with drive(FakeEngine(info=info)) as d:
         assert "resumed" not in d.screen_text()
         d.chat.run_command("/stats")

@@ -91,10 +91,8 @@ def test_columns_are_aligned_and_formulas_and_tasks_kept():
     table = "| n | cost | mid |\n|---|---:|:-:|\n| a | 1,200.00 | x |\n| b | 7.50 | xyz |"
     assert texts(table)[2:] == ["a │ 1,200.00 │  x", "b │     7.50 │ xyz"]
     formulas = "Thus \\( x_1 * y_1 \\)\n\\[\n- b\n= c\n\\]\nso $$a_b$$ and $c_d_$."
-    assert texts(formulas) == [
-        *("Thus \\( x_1 * y_1 \\)", "", "\\[", "- b", "= c", "\\]", ""),
-        "so $$a_b$$ and $c_d_$.",
-    ]
+    lines = ["Thus \\( x_1 * y_1 \\)", "", "\\[", "- b", "= c", "\\]", "", "so $$a_b$$ and $c_d_$."]
+    assert texts(formulas) == lines
     assert texts("- [ ] buy\n- [x] pay\n- [x](https://a.b)") == ["• ☐ buy", "• ☑ pay", "• x"]
     assert "link:https://a.b/c" in styles("see https://a.b/c.")
 
@@ -147,9 +145,8 @@ def test_control_characters_are_removed():
     for line in RenderedMarkdown(evil, 40).lines:
         assert not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in line.text)
         assert not any("\x1b" in s.style for s in line.spans)
-    question = Question(
-        Turn(content="\x1b[31mred", attachments=(Attachment(name="\x1b.txt", text=""),))
-    )
+    attachments = (Attachment(name="\x1b.txt", text=""),)
+    question = Question(Turn(content="\x1b[31mred", attachments=attachments))
     failed = AnswerEntry(Turn(role="assistant", status="failed", error="\x1b[1m"))
     for entry in (question, failed, Remark("\x1b", hint="\x1b"), Welcome("\x1b")):
         assert all("\x1b" not in line.text for line in entry.lines(40))

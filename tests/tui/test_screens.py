@@ -2,10 +2,10 @@
 
 import threading
 
-import msgspec
 import pytest
 from fake_engine import FakeEngine
 from fixed_chat import MEMORY, MODEL, SHELF, FixedHost
+from msgspec.structs import replace
 
 from edgeinfer.chat.model_choices import list_choices
 from edgeinfer.config.config_file import load_config
@@ -36,11 +36,8 @@ def pulling(monkeypatch):
 
         def __call__(self, name, progress, cancel):
             self.asked = name
-            progress(
-                PullProgress(
-                    stage="downloading", file="x.gguf", done_bytes=40_000_000, total_bytes=92_000_000
-                )
-            )
+            sizes = {"done_bytes": 40_000_000, "total_bytes": 92_000_000}
+            progress(PullProgress(stage="downloading", file="x.gguf", **sizes))
             while not self.go.wait(0.005):
                 if cancel.is_set():
                     raise InterruptedByUser("stopped")
@@ -140,15 +137,8 @@ class TestModels:
 
 
 def test_pull_shows_a_bar_and_the_words_of_every_front():
-    now = PullProgress(
-        stage="downloading",
-        file="a.gguf",
-        done_bytes=46_000_000,
-        total_bytes=92_000_000,
-        rate_bytes_per_s=8.2e6,
-        left_s=5.6,
-        note="again",
-    )
+    figures = {"done_bytes": 46_000_000, "total_bytes": 92_000_000, "rate_bytes_per_s": 8.2e6}
+    now = PullProgress(stage="downloading", file="a.gguf", left_s=5.6, note="again", **figures)
     text = "downloading a.gguf: 46.0 MB of 92.0 MB, 8.2 MB/s, 6 s left: again"
     assert progress_text(now) == text
     assert pull_text(now) == f"━━━━━━━━━━──────────  {text}"
@@ -248,19 +238,19 @@ async def test_palette_offers_the_commands(drive):
     ("group", "verdict"), [("comfortable", "fits"), ("slow", "slow"), ("too big", "too big"), ("", "")]
 )
 def test_model_is_judged_by_memory_and_speed(group, verdict):
-    judged = msgspec.structs.replace(SHELF[1].fit, group=group) if group else None
-    row = msgspec.structs.replace(SHELF[1], fit=judged, licence="LFM-1.0")
+    judged = replace(SHELF[1].fit, group=group) if group else None
+    row = replace(SHELF[1], fit=judged, licence="LFM-1.0")
     assert row.verdict == verdict
     assert "LFM-1.0: not an open-source licence" in model_picker.detail(row)
-    assert "Apache-2.0:" not in model_picker.detail(msgspec.structs.replace(row, licence="Apache-2.0"))
+    assert "Apache-2.0:" not in model_picker.detail(replace(row, licence="Apache-2.0"))
 
 
 def test_memory_that_other_programs_take_is_a_note_and_changes_no_figure():
     judged = fit(484_000_000, "chat", 1.0, MemoryRate(40e9, 2, busy=False), memory=MEMORY)
     busy = Memory(total_bytes=MEMORY.total_bytes, available_bytes=10**8, reason="")
     short = fit(484_000_000, "chat", 1.0, MemoryRate(40e9, 2, busy=False), memory=busy)
-    assert msgspec.structs.replace(short, shortage="") == judged
-    free, full = (msgspec.structs.replace(SHELF[1], fit=judged) for judged in (judged, short))
+    assert replace(short, shortage="") == judged
+    free, full = (replace(SHELF[1], fit=judged) for judged in (judged, short))
     assert model_picker.detail(full).startswith(model_picker.detail(free).partition("\nEnter")[0])
     assert "Short at the moment: needs 685.7 MB, 100.0 MB free now" in model_picker.detail(full)
 

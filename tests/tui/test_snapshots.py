@@ -30,9 +30,8 @@ def test_a_screen_is_drawn_as_before(scene, size, theme, snap_compare, tmp_path,
     scene_app = SCENES[scene]()
     monkeypatch.setattr(model_picker, "list_choices", lambda warm=(): scene_app.shelf)
     monkeypatch.setattr("edgeinfer.chat.model_choices.first_run_choices", lambda: OFFERED)
-    app = make_app(
-        tmp_path, scene_app.host, config=ChatConfig(theme=f"edgeinfer-{theme}"), clock=lambda: NOON
-    )
+    config = ChatConfig(theme=f"edgeinfer-{theme}")
+    app = make_app(tmp_path, scene_app.host, config=config, clock=lambda: NOON)
     assert snap_compare(app, terminal_size=size, run_before=scene_app.prepare)
 
 

@@ -79,11 +79,12 @@ def leave(terminal):
 
 def until_wide(terminal, columns):
     """Wait until the input field's frame is as wide as the terminal, minus a margin."""
-    terminal.until(
-        lambda: any(
-            line.endswith("╮") and len(line) == columns - 1 for line in terminal.screen().splitlines()
-        )
-    )
+
+    def is_wide():
+        lines = terminal.screen().splitlines()
+        return any(line.endswith("╮") and len(line) == columns - 1 for line in lines)
+
+    terminal.until(is_wide)
 
 
 def until_drawn(terminal, typed):
@@ -109,10 +110,8 @@ def answer_on(screen):
     above = screen.partition("╭")[0]  # up to the frame of the input field
     lines = above.rpartition("❯")[2].splitlines()
     # before the first token, a line that ends in `…` says what is waited for
-    shown = (
-        words_of(line) for line in lines if line.startswith("   ") and not line.rstrip().endswith("…")
-    )
-    return [cells for cells in shown if cells]
+    drawn = [line for line in lines if line.startswith("   ") and not line.rstrip().endswith("…")]
+    return [cells for cells in map(words_of, drawn) if cells]
 
 
 def drawn_answer(terminal):

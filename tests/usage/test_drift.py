@@ -29,15 +29,8 @@ ENGLISH = """The ferry leaves the harbour twice a day. Nobody had painted the fe
 knife keeps its edge for years. The committee will meet again on Thursday. Snow fell until noon. Her
 brother repairs old clocks. We walked along the river and counted herons.""".split(". ")
 RUSSIAN = ["Зимой река замерзает.", "Поезд опаздывает.", "Мой брат чинит часы."]
-WEATHER = Tool(
-    name="weather",
-    parameters={
-        "type": "object",
-        "properties": {"unit": {"enum": ["C", "F"]}},
-        "required": ["unit"],
-        "additionalProperties": False,
-    },
-)
+UNIT = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]}
+WEATHER = Tool(name="weather", parameters=UNIT | {"additionalProperties": False})
 ROMAN, KEY = "tell me of the romans", "the colour of the key is green"
 
 
@@ -140,12 +133,8 @@ def test_answers_are_counted_unless_that_is_switched_off(smollm2, record):
         answers(engine, [ask(max_tokens=0), ask(max_tokens=2)])
     assert drift_path().exists() == record
     if record:  # the request with `max_tokens` 0 has no answer and is not counted
-        assert (
-            read_week(drift_path(), date.today())["small"]["answer_tokens"][
-                date.today().isoformat()
-            ].total()
-            == 1
-        )
+        answer_tokens = read_week(drift_path(), date.today())["small"]["answer_tokens"]
+        assert answer_tokens[date.today().isoformat()].total() == 1
 
 
 @pytest.mark.parametrize("fault", ["folder", "locked", "damaged"])
@@ -208,10 +197,9 @@ def simulate_week(
         values: np.ndarray = np.floor(4 * rng.normal(level, 0.9)).astype(int)
         if k >= 13:
             values = np.where(values > 2 * (k - 13), "yes", "no")
-        table[f"value{k}"] = {
-            (day + timedelta(d)).isoformat(): Counter(values[days == d].tolist())
-            for d in np.unique(days).tolist()
-        }
+        by_day = table[f"value{k}"] = {}
+        for d in np.unique(days).tolist():
+            by_day[(day + timedelta(d)).isoformat()] = Counter(values[days == d].tolist())
     return table
 
 

@@ -5,9 +5,9 @@ import socket
 import threading
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine, StepGate
+from msgspec.structs import replace
 from other_processes import wait_until
 
 from edgeinfer.errors import EngineClosedError, ModelLoadError
@@ -24,9 +24,8 @@ END = Finished(reason="stop", usage=Usage(), timings=Timings())
 
 
 def _route(ends: list[str]) -> RoutedRequest:
-    return RoutedRequest(
-        GenerateRequest(prompt="x"), lambda _: ends.append("end"), lambda _: ends.append("lost")
-    )
+    request = GenerateRequest(prompt="x")
+    return RoutedRequest(request, lambda _: ends.append("end"), lambda _: ends.append("lost"))
 
 
 def test_queued_request_can_be_withdrawn_and_a_begun_one_cannot():
@@ -64,7 +63,7 @@ class Shop:
     """Starts replicas: scripted engines in threads, behind sockets. A test can end each."""
 
     def __init__(self, script=("a",), n_parallel: int = 2) -> None:
-        self.info = msgspec.structs.replace(DEFAULT_INFO, n_parallel=n_parallel)
+        self.info = replace(DEFAULT_INFO, n_parallel=n_parallel)
         self.script = script
         self.engines: list[FakeEngine] = []
         self.sockets: list[socket.socket] = []
@@ -80,11 +79,8 @@ class Shop:
         self.engines.append(engine)
         live_server, worker_end = socket.socketpair()
         self.sockets.append(worker_end)
-        worker = threading.Thread(
-            target=serve_engine,
-            args=(worker_end, lambda progress: (engine, ProcessStart(how="resumed"))),
-            daemon=True,
-        )
+        started = (worker_end, lambda progress: (engine, ProcessStart(how="resumed")))
+        worker = threading.Thread(target=serve_engine, args=started, daemon=True)
         worker.start()
         self.workers.append(worker)
         return Replica(RemoteEngine(live_server), "resumed", n_threads)
@@ -186,9 +182,8 @@ def test_worker_whose_decode_loop_has_failed_ends() -> None:
             return "the decode loop failed: MemoryError: no more"
 
     live_server, worker_end = socket.socketpair()
-    thread = threading.Thread(
-        target=serve_engine, args=(worker_end, lambda progress: (Dead(), ProcessStart()))
-    )
+    started = (worker_end, lambda progress: (Dead(), ProcessStart()))
+    thread = threading.Thread(target=serve_engine, args=started)
     thread.start()
     engine = RemoteEngine(live_server)
     assert engine.health() == ""

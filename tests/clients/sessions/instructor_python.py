@@ -18,19 +18,13 @@ class Place(BaseModel):
 
 
 for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
-    client = instructor.from_openai(
-        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), mode=mode
-    )
+    plain = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    client = instructor.from_openai(plain, mode=mode)
     talk = [{"role": "user", "content": "Where is the Louvre?"}]
     for question in ("And the Forum?", ""):
-        answer = client.chat.completions.create(
-            model=model,
-            messages=talk,
-            response_model=Place,
-            max_tokens=60,
-            temperature=0,
-            max_retries=1,
-        )
+        limits = {"max_tokens": 60, "temperature": 0, "max_retries": 1}
+        create = client.chat.completions.create
+        answer = create(model=model, messages=talk, response_model=Place, **limits)
         assert answer.city in ("Paris", "Rome")
         talk += [{"role": "assistant", "content": answer.city}, {"role": "user", "content": question}]
 print(version("instructor"))

@@ -26,18 +26,15 @@ BASES = {"llama3": (*ATTENTION, "gate_proj", "up_proj", "down_proj"), "qwen3": A
 
 
 def pulled_base(name, tmp_path) -> None:
-    pull(
-        str(make_checkpoint(name, tmp_path / "base")), options=PullOptions(name="base", quantize="F32")
-    )
+    checkpoint = make_checkpoint(name, tmp_path / "base")
+    pull(str(checkpoint), options=PullOptions(name="base", quantize="F32"))
 
 
 def with_adapter_added(name, folder, factor):
     """Save a checkpoint whose weights have factor * B @ A added."""
     make_checkpoint(name, folder)
-    tensors = {
-        tensor_name: weights(tensor_name, tuple(shape))
-        for tensor_name, shape in golden(name)["tensors"].items()
-    }
+    shapes = golden(name)["tensors"]
+    tensors = {tensor: weights(tensor, tuple(shape)) for tensor, shape in shapes.items()}
     for module, (a, b) in pairs(name, BASES[name]).items():
         added = factor * (b.astype(np.float64) @ a.astype(np.float64))
         tensors[f"{module}.weight"] = (tensors[f"{module}.weight"] + added).astype(np.float32)
@@ -53,10 +50,8 @@ def gap(converted, reference) -> float:
 def test_applied_adapter_equals_changed_weights(name, tmp_path) -> None:
     pulled_base(name, tmp_path)
     pull_adapter(str(make_peft(tmp_path / "red", name, BASES[name])), "base")
-    added = pull(
-        str(with_adapter_added(name, tmp_path / "added", 0.5 * ALPHA / RANK)),
-        options=PullOptions(quantize="F32"),
-    )
+    checkpoint = with_adapter_added(name, tmp_path / "added", 0.5 * ALPHA / RANK)
+    added = pull(str(checkpoint), options=PullOptions(quantize="F32"))
     base = resolve("base").pulled.paths[0]
     applied = read(base, token_ids(), adapters={adapters.adapter_path("red"): 0.5})
     changed = read(added.paths[0], token_ids())
@@ -142,10 +137,8 @@ def test_adapters_of_models_toml_can_be_left_out(tmp_path) -> None:
     write_models_toml("base", "file:/x.gguf", lora=lora)
     files = resolve("base").files()
     blue = os.path.expanduser("~/blue.gguf")
-    assert LoadOptions().adapters(files) == (
-        Adapter("red", str(adapters.adapter_path("red")), 0.5),
-        Adapter("blue", blue),
-    )
+    red = Adapter("red", str(adapters.adapter_path("red")), 0.5)
+    assert LoadOptions().adapters(files) == (red, Adapter("blue", blue))
     assert LoadOptions(lora="none").adapters(files) == ()
     assert [adapter.name for adapter in LoadOptions(lora="/a/green.gguf").adapters(files)] == ["green"]
 

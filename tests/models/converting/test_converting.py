@@ -124,9 +124,8 @@ def test_repository_is_pulled_and_stored_in_the_type_that_is_named(
 def test_repository_that_lacks_a_shard_says_which(server, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     folder = make_checkpoint("llama3", tmp_path / "made", shards=3)
-    server.repos[REPO] = {
-        path.name: path.read_bytes() for path in folder.iterdir() if "00002-of" not in path.name
-    }
+    files = [path for path in folder.iterdir() if "00002-of" not in path.name]
+    server.repos[REPO] = {path.name: path.read_bytes() for path in files}
     with pytest.raises(SourceNotFoundError, match="model-00002-of-00003"):
         pull(REPO, options=PullOptions(retry_policy=HASTY))
     assert store.list_pulled() == []

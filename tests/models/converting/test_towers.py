@@ -76,11 +76,8 @@ def test_pulled_checkpoint_has_a_projector_and_keeps_it_quantized(tmp_path) -> N
     ],
 )
 def test_tower_that_is_refused_leaves_a_model_of_text(changes, message, tmp_path) -> None:
-    name = (
-        "smolvlm"
-        if changes.keys() <= golden("smolvlm")["config"]["vision_config"].keys()
-        else "qwen2.5-vl"
-    )
+    fields = golden("smolvlm")["config"]["vision_config"].keys()
+    name = "smolvlm" if changes.keys() <= fields else "qwen2.5-vl"
     folder = make_checkpoint(name, tmp_path / name)
     config_file = folder / "config.json"
     config = json.loads(config_file.read_text())

@@ -6,10 +6,10 @@ import subprocess
 import threading
 from itertools import groupby
 
-import msgspec
 import pytest
 from fake_hub import Fault, sha
 from made_gguf import gguf_bytes
+from msgspec.structs import replace
 
 from edgeinfer.errors import (
     AuthenticationError,
@@ -92,14 +92,8 @@ def redirect(location: str) -> Fault:
     return Fault(status=302, headers={"Location": location})
 
 
-NO_ADDRESSES = (
-    "https://[::1/x",
-    "http://127.0.0.1:port/",
-    "http://127.0.0.1:99999999/x",
-    "https://[v1.x]/",
-    f"https://{'a' * 64}.example/",
-    "https://../",
-)
+NO_ADDRESSES = "https://[::1/x http://127.0.0.1:port/ http://127.0.0.1:99999999/x".split()
+NO_ADDRESSES += ["https://[v1.x]/", f"https://{'a' * 64}.example/", "https://../"]
 
 
 @pytest.mark.parametrize(
@@ -140,9 +134,7 @@ def test_changed_file_is_hashed_and_fetched_if_it_is_damaged(
 
 
 def test_dropped_download_continues(server, url, body, options) -> None:
-    server.faults.extend(
-        [Fault(cut_after=100_000), Fault(cut_after=1), Fault(cut_after=0), Fault(cut_after=150_000)]
-    )
+    server.faults.extend(Fault(cut_after=n) for n in (100_000, 1, 0, 150_000))
     pull(url, options=options)
     assert is_right(body)
     starts = [seen.headers.get("range", "bytes=0-") for seen in server.gets("/tiny.gguf")]
@@ -211,8 +203,8 @@ def test_not_a_gguf(server, options) -> None:
 def test_server_that_falls_silent(server, url, body, options) -> None:
     server.faults.append(Fault(cut_after=120_000, silent=True))
     notes: list[str] = []
-    policy = msgspec.structs.replace(options.retry_policy, silence_s=0.5)
-    options = msgspec.structs.replace(options, retry_policy=policy)
+    policy = replace(options.retry_policy, silence_s=0.5)
+    options = replace(options, retry_policy=policy)
     pull(url, lambda now: notes.append(now.note), options=options)
     assert is_right(body)
     assert any("stopped sending" in note for note in notes)

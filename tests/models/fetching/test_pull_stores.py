@@ -3,12 +3,12 @@
 import hashlib
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 from fake_hub import Fault
 from made_checkpoints import make_checkpoint
 from made_gguf import gguf_bytes, split_keys
 from made_projectors import make_projector
+from msgspec.structs import replace
 from stores_here import docker_registry, moto, push
 
 from edgeinfer.errors import (
@@ -85,13 +85,13 @@ def test_object_of_s3(bucket, body, options, monkeypatch) -> None:
         monkeypatch.delenv(name)
     [remote] = s3.resolve(sources.StoredObject("models", "a/tiny.gguf"))
     assert "Signature" not in remote.url, "without credentials it is asked for anonymously"
-    pull("s3://models/a/tiny.gguf", options=msgspec.structs.replace(options, again=True))
+    pull("s3://models/a/tiny.gguf", options=replace(options, again=True))
     with pytest.raises(AuthenticationError):
-        pull("s3://models/a/private.gguf", options=msgspec.structs.replace(options, name="other"))
+        pull("s3://models/a/private.gguf", options=replace(options, name="other"))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with pytest.raises(SourceNotFoundError):
-        pull("s3://models/a/other.gguf", options=msgspec.structs.replace(options, name="other"))
+        pull("s3://models/a/other.gguf", options=replace(options, name="other"))
 
 
 def test_checkpoint_of_s3(bucket, options, tmp_path) -> None:
@@ -103,7 +103,7 @@ def test_checkpoint_of_s3(bucket, options, tmp_path) -> None:
     assert (record.architecture, record.source) == ("llama", "s3://models/deep/tiny/")
     assert record.n_params > 1000
     with pytest.raises(SourceNotFoundError, match=r"config\.json"):
-        pull("s3://models/empty/", options=msgspec.structs.replace(options, name="other"))
+        pull("s3://models/empty/", options=replace(options, name="other"))
 
 
 def test_googles_buckets_at_their_s3_endpoint(bucket, s3_url, body, options, monkeypatch) -> None:
@@ -132,7 +132,7 @@ def test_object_whose_store_fails(server, store_settings, monkeypatch, body, opt
     pull("s3://models/tiny.gguf", options=options)
     assert is_right(body, "s3://models/tiny.gguf")
 
-    again = msgspec.structs.replace(options, again=True)
+    again = replace(options, again=True)
     partial = paths.models_dir() / ".partial/tiny/tiny.gguf.part"
     server.faults.extend(Fault(cut_after=100_000) for _ in range(8))
     server.always = Fault(status=403)
@@ -160,10 +160,10 @@ def test_artifact_of_a_registry(registry, body, options, kind) -> None:
     pull(f"oci://{registry}/library/tiny:1b", seen.append, options=options)
     assert is_right(body, f"oci://{registry}/library/tiny:1b")
     by_digest = f"oci://{registry}/library/tiny@{digest}"
-    pull(by_digest, options=msgspec.structs.replace(options, again=True))
+    pull(by_digest, options=replace(options, again=True))
     assert is_right(body, by_digest)
     with pytest.raises(SourceNotFoundError, match="no such file"):
-        pull(f"oci://{registry}/library/tiny:7b", options=msgspec.structs.replace(options, name="x"))
+        pull(f"oci://{registry}/library/tiny:7b", options=replace(options, name="x"))
 
 
 def test_projector_of_an_artifact_is_pulled_too(registry, body, options, tmp_path) -> None:
@@ -182,4 +182,4 @@ def test_artifact_of_several_files_and_one_without(registry, options) -> None:
     assert [path.read_bytes() for path in record.paths] == parts
     push(registry, "ai/none", "latest", [("application/vnd.docker.ai.safetensors", b"x")])
     with pytest.raises(SourceNotFoundError, match="safetensors"):
-        pull(f"oci://{registry}/ai/none", options=msgspec.structs.replace(options, name="x"))
+        pull(f"oci://{registry}/ai/none", options=replace(options, name="x"))

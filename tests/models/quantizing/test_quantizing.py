@@ -58,11 +58,8 @@ def test_smollm2_to_q2_k(smol: str) -> None:
     assert 10 < done.source_perplexity < done.perplexity < 10_000
     assert done.n_scored_tokens == 160 - 1 - 32
     tensors = [now for now in seen if now.stage == "quantizing" and now.total_bytes]
-    assert (
-        tensors[-1].done_bytes
-        == tensors[-1].total_bytes
-        == len(read_model_header(done.model.paths[0]).tensors)
-    )
+    n_tensors = len(read_model_header(done.model.paths[0]).tensors)
+    assert tensors[-1].done_bytes == tensors[-1].total_bytes == n_tensors
     assert generate("smol:Q2_K")
     assert not list((paths.models_dir() / ".partial").iterdir())
 
@@ -72,10 +69,8 @@ def test_gemma_to_a_q8_0_based_type(gemma: str) -> None:
     done = quantize(gemma, "Q8_0", options=QuantizeOptions(perplexity=False))
     assert done.model.quantization == "Q8_0"
     assert done.source_perplexity is None
-    assert (
-        read_model_header(done.model.paths[0]).n_params
-        == read_model_header(resolve(gemma).files().paths[0]).n_params
-    )
+    both = (done.model.paths[0], resolve(gemma).files().paths[0])
+    assert len({read_model_header(path).n_params for path in both}) == 1
     assert "capital" in generate("gemma:Q8_0")
 
 
@@ -100,9 +95,7 @@ def test_types_are_compared_by_size_speed_loss_and_score(
     smol: str, as_json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     items = tmp_path / "eval-basics.jsonl"
-    items.write_text(
-        '{"id": "1", "prompt": "Paris is in", "choices": ["France", "wax"], "answer": 0}\n'
-    )
+    items.write_text('{"id": "1", "prompt": "Paris is", "choices": ["here", "wax"], "answer": 0}\n')
     shipped_file = paths.shipped_file
     monkeypatch.setattr(
         paths, "shipped_file", lambda name: items if name == items.name else shipped_file(name)
@@ -137,16 +130,10 @@ def test_types_without_importance_matrix_are_refused(gemma: str, kind: str) -> N
 
 def importance(model: Path, target: Path, *, wrong: bool = False) -> str:
     """Write an importance matrix in which all values are equal."""
-    rows = {
-        t.name: t.shape[0]
-        for t in read_model_header(model).tensors
-        if len(t.shape) == 2 and t.name.startswith("blk.")
-    }
-    tensors = [
-        pair
-        for name, n in rows.items()
-        for pair in ((f"{name}.in_sum2", n), (f"{name}.counts", 24 if wrong else 8))
-    ]
+    tensors = []
+    for t in read_model_header(model).tensors:
+        if len(t.shape) == 2 and t.name.startswith("blk."):
+            tensors += [(f"{t.name}.in_sum2", t.shape[0]), (f"{t.name}.counts", 24 if wrong else 8)]
     content = bytearray(gguf_bytes(tensors=tensors))
     data = sum(4 * n for _, n in tensors)
     content[-data:] = struct.pack("<f", 1.0) * (data // 4)
@@ -268,9 +255,8 @@ def test_quantizing_on_a_full_disk_says_so(limit: int, tmp_path: Path, start_cli
 
 
 def test_perplexity_is_the_same_twice(smollm2: Path) -> None:
-    first, second = (
-        score_model(str(smollm2), Job(), QuantizeOptions(score_tokens=100)) for _ in range(2)
-    )
+    options = QuantizeOptions(score_tokens=100)
+    first, second = (score_model(str(smollm2), Job(), options) for _ in range(2))
     assert first["n_tokens"] == second["n_tokens"]
     assert first["perplexity"] == pytest.approx(second["perplexity"], rel=1e-3)
 

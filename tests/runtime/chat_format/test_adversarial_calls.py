@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from made_formats import json_or_text
 
 from edgeinfer.runtime.chat_format.answer_parser import AnswerParser
 from edgeinfer.runtime.chat_format.parameters import parameter_kinds, typed_value
@@ -54,9 +55,8 @@ def write_as(family: str, name: str, args: dict[str, Any]) -> str:
     if family in ("lfm", "gemma"):
         code = f"{name}({', '.join(f'{key}={item!r}' for key, item in args.items())})"
         form = FAMILIES[family]
-        return (
-            f"{form.begin[0]}[{code}]{form.end}" if family == "lfm" else f"{form.begin[0]}\n{code}\n```"
-        )
+        begin = form.begin[0]
+        return f"{begin}[{code}]{form.end}" if family == "lfm" else f"{begin}\n{code}\n```"
     return write_call(FAMILIES[family], name, json.dumps(args, ensure_ascii=False))
 
 
@@ -76,14 +76,7 @@ def read(
                 calls.append([event.name, ""])
             assert event.index == len(calls) - 1
             calls[-1][1] += event.arguments
-    return text, thought, [(name, _decode(sent)) for name, sent in calls]
-
-
-def _decode(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    return text, thought, [(name, json_or_text(sent)) for name, sent in calls]
 
 
 def splits(text: str, rng: random.Random) -> list[list[str]]:
@@ -126,9 +119,8 @@ def test_several_calls_after_words_are_all_forwarded(family):
     if form.bare:
         return  # the first call is the whole answer, or a fence each
     for _ in range(20):
-        calls = [
-            ("write_file", {"path": "a", "content": f"x{i} < y"}) for i in range(rng.randrange(1, 4))
-        ]
+        n_calls = rng.randrange(1, 4)
+        calls = [("write_file", {"path": "a", "content": f"x{i} < y"}) for i in range(n_calls)]
         text = "I'll do it.\n" + "\n".join(write_as(family, *call) for call in calls)
         for pieces in splits(text, rng)[:40]:
             said, _, passed = read(family, pieces)
@@ -199,9 +191,8 @@ def test_call_before_the_end_of_reasoning_ends_it(family, opened):
     if FAMILIES[family].bare:
         return
     args = {"path": "a", "content": "ends with </think> or so"}
-    answer = (
-        ("" if opened else "<think>") + "I should write.\n\n" + write_as(family, "write_file", args)
-    )
+    call = write_as(family, "write_file", args)
+    answer = f"{'' if opened else '<think>'}I should write.\n\n{call}"
     for pieces in splits(answer, random.Random(1)):
         answer_read = read(family, pieces, span=THINK, opened=opened)
         assert answer_read == ("", "I should write.", [("write_file", args)])
@@ -261,9 +252,8 @@ TYPED = [
 def test_values_have_the_types_of_the_schema(schema, text, expected):
     tool = {"properties": {"x": schema}, "$defs": {"text": TEXT}}
     assert json.loads(typed_value(text, parameter_kinds(tool, "x"))) == expected or len(text) > 64
-    answer = (
-        f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
-    )
+    parameter = f"<parameter=x>\n{text}\n</parameter>"
+    answer = f"<tool_call>\n<function=f>\n{parameter}\n</function>\n</tool_call>"
     for pieces in ([answer], list(answer)):
         parser = AnswerParser(FAMILIES["qwen-xml"], {"f": tool})
         events = [event for piece in pieces for event in parser.feed(piece)] + list(parser.finish())

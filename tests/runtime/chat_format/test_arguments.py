@@ -21,20 +21,16 @@ def test_arguments_object_is_closed_unless_it_says_otherwise():
     assert schema["properties"]["a"] == inner | CLOSED
     assert schema["properties"]["list"]["items"] == inner | CLOSED
     for said in (True, False, TEXT):
-        inner_schema = _schema_of(properties={"a": inner | {"additionalProperties": said}})[
-            "properties"
-        ]["a"]
+        schema = _schema_of(properties={"a": inner | {"additionalProperties": said}})
+        inner_schema = schema["properties"]["a"]
         assert inner_schema["additionalProperties"] == said
 
 
 def test_map_stays_open_and_tool_without_parameters_takes_none():
     assert _schema_of(properties={"env": {"type": "object"}})["properties"]["env"] == {"type": "object"}
     for schema in ({}, {"type": "object"}, {"type": "object", "properties": {}}):
-        assert arguments_schema(Tool(name="f", parameters=schema)) == {
-            "type": "object",
-            "properties": {},
-            "additionalProperties": False,
-        }
+        nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+        assert arguments_schema(Tool(name="f", parameters=schema)) == nothing
 
 
 def test_required_name_is_a_member_without_a_schema_of_its_own():

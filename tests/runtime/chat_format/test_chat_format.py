@@ -3,20 +3,15 @@ and reasoning.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import jsonschema
-import msgspec
 import pytest
+from made_formats import FAMILY_TEMPLATES, load_format, template_text
+from msgspec.structs import replace
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError, UnsupportedConstraintError
-from edgeinfer.runtime.chat_format.chat_format import (
-    ProcessedChat,
-    TemplateFacts,
-    load_chat_format,
-    unenforced_fields,
-)
+from edgeinfer.runtime.chat_format.chat_format import ProcessedChat, unenforced_fields
 from edgeinfer.runtime.chat_format.tool_call_formats import FAMILIES
 from edgeinfer.runtime.chat_format.tool_call_grammar import write_call
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, ToolCallDelta
@@ -36,8 +31,6 @@ from edgeinfer.runtime.sampling.grammar import Constraints, Lark, TokenMatcher
 
 from .conftest import draw_text
 
-FOLDER = Path(__file__).with_name("templates")
-ALL_TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 USER = (Message(role="user", content="Weather in Paris?"),)
 SYSTEM = Message(role="system", content="Be brief.")
 WEATHER = Tool(
@@ -60,55 +53,12 @@ ODD = Tool(
 )
 
 
-class Words:
-    """A vocabulary whose control tokens are the families' markers: what their models have."""
-
-    eos_tokens = (2,)
-    n_vocab = 100
-    markers = "[TOOL_CALLS] [ARGS] [THINK] [/THINK] <|python_tag|> <|tool_call|> <|/tool_call|>".split()
-
-    def tokenize(
-        self, text: str, *, add_special: bool = False, parse_special: bool = False
-    ) -> list[int]:
-        return (
-            [10 + self.markers.index(text)]
-            if parse_special and text in self.markers
-            else [50] * max(2, len(text))
-        )
-
-    def is_control(self, token: int) -> bool:
-        return token < 50
-
-    def control_tokens(self) -> dict[str, int]:
-        return {text: 10 + i for i, text in enumerate(self.markers)}
-
-    def piece(self, token: int, *, special: bool = False) -> bytes:
-        return b"x"
-
-
-def load(name: str = "", vocab: Any = None, **facts: Any):
-    source = (FOLDER / f"{name}.jinja").read_text() if name else ""
-    return load_chat_format(
-        TemplateFacts(
-            **{
-                "template": source,
-                "architecture": "llama",
-                "name": name,
-                "bos_text": "<s>",
-                "eos_text": "</s>",
-                "vocab": vocab or Words(),
-                **facts,
-            }
-        )
-    )
-
-
 def request_of(**fields: Any) -> GenerateRequest:
     return GenerateRequest(**{"messages": USER, **fields})
 
 
 def process(name: str, vocab: Any = None, **fields: Any) -> ProcessedChat:
-    return load(name, vocab).process(request_of(**fields))
+    return load_format(name, vocab).process(request_of(**fields))
 
 
 def choose(mode: str) -> ToolChoice:
@@ -150,7 +100,7 @@ def test_continued_user_turn_takes_no_answer():
 
 
 def test_base_model_continues_a_transcript():
-    chat_format = load()
+    chat_format = load_format()
     chat = chat_format.process(request_of())
     assert chat.prompt == "<s>User: Weather in Paris?\nAssistant:"
     assert "\nUser:" in chat.stop
@@ -160,37 +110,34 @@ def test_base_model_continues_a_transcript():
 
 
 def test_choices_are_reported_with_reasons():
-    chosen = load("qwen3").choices
-    assert (chosen["chat_template"].value, chosen["tool_format"].value, chosen["reasoning"].value) == (
-        "own",
-        "hermes",
-        "<think>",
-    )
+    chosen = load_format("qwen3").choices
+    names = ("chat_template", "tool_format", "reasoning")
+    assert [chosen[name].value for name in names] == ["own", "hermes", "<think>"]
     assert "<tool_call>" in chosen["tool_format"].reason
-    assert load().choices["chat_template"].value == "transcript"
+    assert load_format().choices["chat_template"].value == "transcript"
 
 
 def test_template_for_tools_is_used_with_tools_alone():
-    chat_format = load("smollm2", tool_template=(FOLDER / "qwen_xml.jinja").read_text())
+    chat_format = load_format("smollm2", tool_template=template_text("qwen_xml"))
     assert chat_format.tool_format == "qwen-xml"
     assert "<function=NAME>" in chat_format.process(request_of(tools=(WEATHER,))).prompt
     none = request_of(tools=(WEATHER,), tool_choice=ToolChoice(mode="none"))
     for request in (request_of(), none):
-        assert chat_format.process(request).prompt == load("smollm2").process(request).prompt
+        assert chat_format.process(request).prompt == load_format("smollm2").process(request).prompt
     call = write_call(FAMILIES["qwen-xml"], "get_weather", '{"city": "Rome"}')
     events = parse(chat_format.process(request_of(tools=(WEATHER,))).parser, call)
     assert events[0].name == "get_weather"
 
 
 def test_bos_is_added_if_the_model_wants_it_and_the_template_lacks_it():
-    assert load("qwen25", add_bos=True).render(request_of()).startswith("<s><|im_start|>")
-    assert load("qwen25").render(request_of()).startswith("<|im_start|>")
-    assert load("llama31", add_bos=True).render(request_of()).count("<s>") == 1
+    assert load_format("qwen25", add_bos=True).render(request_of()).startswith("<s><|im_start|>")
+    assert load_format("qwen25").render(request_of()).startswith("<|im_start|>")
+    assert load_format("llama31", add_bos=True).render(request_of()).count("<s>") == 1
 
 
 def test_broken_template_is_a_load_error_with_a_hint():
     with pytest.raises(ModelLoadError) as caught:
-        load(template="{% if %}")
+        load_format(template="{% if %}")
     assert "models.toml" in (caught.value.hint or "")
 
 
@@ -211,20 +158,19 @@ def test_invalid_tools_are_refused(fields, param):
 
 def test_tool_whose_arguments_are_no_object_is_left_loose_and_named(constraints, vocab):
     for kind in ("string", ["string", "null"]):
-        odd = msgspec.structs.replace(WEATHER, parameters={"type": kind})
+        odd = replace(WEATHER, parameters={"type": kind})
         request = request_of(tools=(odd,), tool_choice=choose("required"))
         assert unenforced_fields(request) == ["tools[0].parameters#/type"]
         call = '<tool_call>\n{"name": "get_weather", "arguments": {"a": 1}}\n</tool_call>'
-        assert matcher_after(
-            constraints, vocab, load("qwen25", vocab).process(request).constraint, call
-        )
+        constraint = load_format("qwen25", vocab).process(request).constraint
+        assert matcher_after(constraints, vocab, constraint, call)
 
 
 @pytest.mark.parametrize("constraint", [None, JsonSchema({"type": "boolean"})])
 @pytest.mark.parametrize("mode", ["auto", "required", "named"])
 def test_tool_beyond_the_grammar_is_left_loose_and_named(constraints, vocab, mode, constraint):
     request = request_of(tools=(WEATHER, ODD), tool_choice=choose(mode), constraint=constraint)
-    chat = load("qwen25", vocab).process(request)
+    chat = load_format("qwen25", vocab).process(request)
     loose = ["tools[1].parameters#/properties/a/uniqueItems"]
     assert unenforced_fields(request) == ([] if mode == "named" else loose)
     call = '<tool_call>\n{"name": "%s", "arguments": {"a": [1, 1], "city": 2}}\n</tool_call>'
@@ -233,7 +179,7 @@ def test_tool_beyond_the_grammar_is_left_loose_and_named(constraints, vocab, mod
 
 
 def test_strict_tool_beyond_the_grammar_is_refused_where_its_call_may_be_needed():
-    strict = msgspec.structs.replace(ODD, strict=True)
+    strict = replace(ODD, strict=True)
     for fields in (
         {"tool_choice": ToolChoice(mode="required")},
         {"tool_choice": ToolChoice(mode="named", name="odd")},
@@ -250,9 +196,8 @@ def test_broken_arguments_of_earlier_calls_are_named():
     texts = ('{"city": "Par', "", "[]", '{"city": "Rome"}', "\ud800")
     calls = tuple(ToolCall(id=str(i), name="f", arguments=text) for i, text in enumerate(texts))
     messages = (*USER, Message(role="assistant", tool_calls=calls))
-    assert unenforced_fields(request_of(messages=messages)) == [
-        f"messages[1].tool_calls[{i}].arguments" for i in (0, 4)
-    ]
+    named = [f"messages[1].tool_calls[{i}].arguments" for i in (0, 4)]
+    assert unenforced_fields(request_of(messages=messages)) == named
 
 
 #: Arguments as a client sends back what a cut answer or another server left.
@@ -262,27 +207,24 @@ BROKEN = ('{"path": "data.txt", "content": "cut', "null", "[]", '"x"', "", "{'a'
 TOOL_RESULT = Message(role="tool", content="thirty degrees", tool_call_id="call_1")
 
 
-@pytest.mark.parametrize("name", ALL_TEMPLATES)
+@pytest.mark.parametrize("name", FAMILY_TEMPLATES)
 @pytest.mark.parametrize("arguments", BROKEN)
 def test_conversation_with_broken_arguments_renders(name, arguments):
-    broken = Message(
-        role="assistant", tool_calls=(ToolCall(id="call_1", name="get_weather", arguments=arguments),)
-    )
-    text = load(name).render(request_of(messages=(*USER, broken, TOOL_RESULT, *USER), tools=(WEATHER,)))
+    call = ToolCall(id="call_1", name="get_weather", arguments=arguments)
+    messages = (*USER, Message(role="assistant", tool_calls=(call,)), TOOL_RESULT, *USER)
+    text = load_format(name).render(request_of(messages=messages, tools=(WEATHER,)))
     assert "thirty degrees" in text
 
 
 def test_template_that_takes_text_shows_broken_arguments():
     broken = Message(role="assistant", tool_calls=(ToolCall(id="1", name="f", arguments=BROKEN[0]),))
     request = request_of(messages=(*USER, broken))
-    assert BROKEN[0] in load("qwen3").render(request)
-    assert "<function=f>\n</function>" in load("qwen_xml").render(request)
+    assert BROKEN[0] in load_format("qwen3").render(request)
+    assert "<function=f>\n</function>" in load_format("qwen_xml").render(request)
 
 
-CALL = Message(
-    role="assistant",
-    tool_calls=(ToolCall(id="call_1", name="get_weather", arguments='{"city": "Rome"}'),),
-)
+_ROME = ToolCall(id="call_1", name="get_weather", arguments='{"city": "Rome"}')
+CALL = Message(role="assistant", tool_calls=(_ROME,))
 ANSWER = Message(role="assistant", content="Aye.")
 #: Conversations as clients send them after an interruption, or with a greeting of their own.
 UNUSUAL = {
@@ -300,10 +242,10 @@ UNUSUAL = {
 }
 
 
-@pytest.mark.parametrize("name", ALL_TEMPLATES)
+@pytest.mark.parametrize("name", FAMILY_TEMPLATES)
 @pytest.mark.parametrize("messages", UNUSUAL.values(), ids=UNUSUAL.keys())
 def test_unusual_order_of_roles_renders(name, messages):
-    text = load(name).render(request_of(messages=messages))
+    text = load_format(name).render(request_of(messages=messages))
     assert text.count(USER[0].content) >= messages.count(USER[0])
 
 
@@ -323,7 +265,7 @@ def test_tool_choice_none_shows_and_parses_no_tools():
 
 
 def test_template_without_tools_gets_a_description():
-    chat_format = load("gemma3", architecture="gemma3")
+    chat_format = load_format("gemma3", architecture="gemma3")
     prompt = chat_format.render(request_of(tools=(WEATHER,)))
     assert '"maxLength":8' in prompt
     assert '{"name": "get_weather", "parameters": {"city": "<city>"}}' in prompt
@@ -375,16 +317,15 @@ def test_required_call_grammar_draws_only_calls(constraints, vocab, name, mode):
     off = {"enable_thinking": False}
     request = request_of(tools=(WEATHER, PING), tool_choice=choose(mode), template_options=off)
     for seed in range(8):
-        chat = load(name, vocab).process(request)
+        chat = load_format(name, vocab).process(request)
         text = draw_text(constraints, vocab, chat.constraint, seed)
         events = parse(chat.parser, text)
         calls = [event for event in events if isinstance(event, ToolCallDelta) and event.name]
         assert all(isinstance(event, ToolCallDelta) for event in events), text
         assert 1 <= len(calls) <= 8
         assert len(calls) == 1 or mode == "required"
-        assert {call.name for call in calls} <= (
-            {"get_weather"} if mode == "named" else {"get_weather", "ping"}
-        )
+        names = {"get_weather"} if mode == "named" else {"get_weather", "ping"}
+        assert {call.name for call in calls} <= names
 
 
 @pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
@@ -416,14 +357,8 @@ MIXED = Tool(
 
 
 #: MIXED without texts, which a walk at random never ends.
-TYPED = Tool(
-    name="typed",
-    parameters={
-        **MIXED.parameters,
-        "properties": {k: MIXED.parameters["properties"][k] for k in ("unit", "at", "on")},
-        "required": ["unit"],
-    },
-)
+_TYPED = {name: MIXED.parameters["properties"][name] for name in ("unit", "at", "on")}
+TYPED = Tool(name="typed", parameters={**MIXED.parameters, "properties": _TYPED, "required": ["unit"]})
 
 
 def test_xml_call_grammar_draws_typed_calls_that_parse(constraints, vocab):
@@ -431,7 +366,7 @@ def test_xml_call_grammar_draws_typed_calls_that_parse(constraints, vocab):
     check = jsonschema.Draft202012Validator(TYPED.parameters)
     names = set()
     for seed in range(12):
-        chat = load("qwen_xml", vocab).process(request)
+        chat = load_format("qwen_xml", vocab).process(request)
         calls: list[list[str]] = []
         for event in parse(chat.parser, draw_text(constraints, vocab, chat.constraint, seed)):
             assert isinstance(event, ToolCallDelta)
@@ -482,12 +417,11 @@ def test_constraints_allow_reasoning_before_them(constraints, vocab, constraint)
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_answer_with_tools_and_constraint_is_a_call_or_follows_it(constraints, vocab, name):
-    request = request_of(
-        tools=(WEATHER,), constraint=Choice(("yes", "no")), template_options={"enable_thinking": False}
-    )
+    off = {"enable_thinking": False}
+    request = request_of(tools=(WEATHER,), constraint=Choice(("yes", "no")), template_options=off)
     seen = set()
     for seed in range(12):
-        chat = load(name, vocab).process(request)
+        chat = load_format(name, vocab).process(request)
         text = draw_text(constraints, vocab, chat.constraint, seed)
         events = parse(chat.parser, text)
         if isinstance(events[0], TextDelta):
@@ -512,9 +446,8 @@ def run(engine: Any, **fields: Any) -> tuple[list[Any], Finished]:
 @pytest.mark.model
 def test_model_calls_the_required_tool(smol):
     for mode, name in (("required", ""), ("named", "get_weather")):
-        events, finished = run(
-            smol, tools=(WEATHER, PING), tool_choice=ToolChoice(mode=mode, name=name), max_tokens=400
-        )
+        choice = ToolChoice(mode=mode, name=name)
+        events, finished = run(smol, tools=(WEATHER, PING), tool_choice=choice, max_tokens=400)
         calls = [event for event in events if isinstance(event, ToolCallDelta) and event.name]
         assert finished.reason == "tool_calls"
         assert calls
@@ -523,7 +456,7 @@ def test_model_calls_the_required_tool(smol):
 
 
 def test_call_grammar_is_shared_under_one_salt_only():
-    chat_format = load("qwen25")
+    chat_format = load_format("qwen25")
 
     def constraint_for(salt: str) -> Any:
         return chat_format.process(request_of(tools=(WEATHER,), cache_salt=salt)).constraint

@@ -128,9 +128,8 @@ def test_rewritten_schema_allows_and_forbids_as_the_original(constraints, vocab,
         matcher = compiled.copy()
         is_accepted = all(matcher.accept(token) for token in vocab.tokenize(json.dumps(document)))
         assert (is_accepted and (matcher.is_done or matcher.accept(vocab.eos_tokens[0]))) is allowed
-    validator = (
-        jsonschema.Draft7Validator if "dependencies" in schema else jsonschema.Draft202012Validator
-    )
+    is_old = "dependencies" in schema
+    validator = jsonschema.Draft7Validator if is_old else jsonschema.Draft202012Validator
     for seed in range(20):
         text = draw_text(constraints, vocab, JsonSchema(schema), seed, limit=200)
         if text is not None and "$id" not in schema:
@@ -249,14 +248,12 @@ def test_ambiguous_grammar_ends_its_own_request(constraints, vocab):
 def test_large_constraints_stay_within_the_limits(constraints, vocab):
     options = tuple(f"option {i}" for i in range(1000))
     members = {f"p{i}": {"type": "integer", "maximum": 9, "minimum": 0} for i in range(300)}
-    kinds = [
-        {"properties": {"kind": {"const": f"k{i}"}}, "required": ["kind"], "type": "object"}
-        for i in range(300)
-    ]
+    kind = CLOSED | {"required": ["kind"]}
+    kinds = [kind | {"properties": {"kind": {"const": f"k{i}"}}} for i in range(300)]
     for constraint in (
         Choice(options),
         JsonSchema({"type": "object", "properties": members, "additionalProperties": False}),
-        JsonSchema({"anyOf": [{**kind, "additionalProperties": False} for kind in kinds]}),
+        JsonSchema({"anyOf": kinds}),
     ):
         assert draw_text(constraints, vocab, constraint, 1, limit=4000)
 
@@ -475,18 +472,12 @@ def test_anchors_are_stripped_only_around_the_whole_pattern():
 
 def _run(engine: Any, constraints: list[Constraint]) -> list[tuple[str, str]]:
     messages = (Message(role="user", content="Answer in the form that was asked for."),)
-    results = answers(
-        engine,
-        [
-            GenerateRequest(
-                messages=messages,
-                constraint=constraint,
-                max_tokens=300,
-                sampling=Sampling(temperature=1.5, top_k=0, top_p=1, min_p=0, seed=seed),
-            )
-            for seed, constraint in enumerate(constraints)
-        ],
-    )
+    requests = []
+    for seed, constraint in enumerate(constraints):
+        hot = Sampling(temperature=1.5, top_k=0, top_p=1, min_p=0, seed=seed)
+        asked = {"constraint": constraint, "max_tokens": 300, "sampling": hot}
+        requests.append(GenerateRequest(messages=messages, **asked))
+    results = answers(engine, requests)
     assert all(result.finish.timings.constraint_ms > 0 for result in results)
     return [(result.text, result.finish.reason) for result in results]
 
@@ -497,11 +488,8 @@ def test_model_at_a_high_temperature_follows_its_schemas(smol, cases):
     answers = []
     for start in range(0, len(schemas), 25):
         answers += _run(smol, [JsonSchema(s) for s in schemas[start : start + 25]])
-    finished = [
-        (schema, text)
-        for schema, (text, reason) in zip(schemas, answers, strict=True)
-        if reason == "stop"
-    ]
+    pairs = zip(schemas, answers, strict=True)
+    finished = [(schema, text) for schema, (text, reason) in pairs if reason == "stop"]
     # max_tokens cuts the rest; a batch's rounding depends on its members
     assert len(finished) >= 0.9 * len(schemas)
     for schema, text in finished:
@@ -511,11 +499,8 @@ def test_model_at_a_high_temperature_follows_its_schemas(smol, cases):
 
 @pytest.mark.model
 def test_answer_cut_by_max_tokens_ends_with_length(smol):
-    request = GenerateRequest(
-        prompt="List: ",
-        constraint=JsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 50}),
-        max_tokens=5,
-    )
+    schema = JsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 50})
+    request = GenerateRequest(prompt="List: ", constraint=schema, max_tokens=5)
     assert answer(smol, request).finish.reason == "length"
 
 

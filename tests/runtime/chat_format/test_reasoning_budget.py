@@ -46,20 +46,15 @@ def test_the_answer_is_what_the_model_says_behind_the_closed_span(
     request = think(reasoning_budget=6, speculative=speculative, logprobs=0)
     events = list(engine.submit(request))
     reply = collect(events)
-    tokens = [
-        entry.chosen.token_id
-        for event in events
-        if isinstance(event, ReasoningDelta | TextDelta)
-        for entry in event.logprobs
-    ]
+    said = [event for event in events if isinstance(event, ReasoningDelta | TextDelta)]
+    tokens = [entry.chosen.token_id for event in said for entry in event.logprobs]
     prompt = engine.tokenize_chat(think())
     close = engine.tokenize("</think>", parse_special=True)
     usage = reply.finish.usage
     assert usage.completion_tokens == 24 == len(tokens) + len(close)
     assert 0 < usage.reasoning_tokens <= 6
-    behind = ask(
-        (*prompt, *tokens[:6], *close), max_tokens=len(tokens) - 6, logprobs=0, speculative="off"
-    )
+    asked = {"max_tokens": len(tokens) - 6, "logprobs": 0, "speculative": "off"}
+    behind = ask((*prompt, *tokens[:6], *close), **asked)
     expected = answer(engine, behind)
     assert tokens[6:] == [entry.chosen.token_id for entry in expected.logprobs]
     assert "think>" not in reply.reasoning != ""
@@ -79,12 +74,8 @@ def test_no_budget_at_all_closes_the_span_in_the_prompt(engine: LlamaEngine) -> 
 
 
 def test_a_constraint_holds_behind_the_closed_span(engine: LlamaEngine) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"blue": {"type": "boolean"}},
-        "required": ["blue"],
-        "additionalProperties": False,
-    }
+    schema = {"type": "object", "properties": {"blue": {"type": "boolean"}}}
+    schema |= {"required": ["blue"], "additionalProperties": False}
     request = think(reasoning_budget=5, constraint=JsonSchema(schema), ignore_eos=False, max_tokens=60)
     reply = answer(engine, request)
     assert reply.reasoning != ""
@@ -94,9 +85,8 @@ def test_a_constraint_holds_behind_the_closed_span(engine: LlamaEngine) -> None:
 def budget_states(engine: LlamaEngine, n_tokens: int, said: str, *, opened: bool = False) -> list[bool]:
     """Tell after each token of `said` if the budget is spent."""
     vocab = engine._loaded.vocab
-    detokenizer = Detokenizer(
-        vocab, (), AnswerParser(FAMILIES["hermes"], {}, span=THINK, opened=opened)
-    )
+    parser = AnswerParser(FAMILIES["hermes"], {}, span=THINK, opened=opened)
+    detokenizer = Detokenizer(vocab, (), parser)
     budget = ReasoningBudget(n_tokens, (), opened=opened)
     is_spent = []
     for token in vocab.tokenize(said):

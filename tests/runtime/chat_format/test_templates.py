@@ -4,16 +4,14 @@ insists on.
 
 import re
 from datetime import datetime
-from pathlib import Path
 
 import pytest
+from made_formats import FAMILY_TEMPLATES, template_text
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.chat_format.templates import CHATML, TRANSCRIPT, ChatTemplate, choose
 from edgeinfer.runtime.requests import Message, Tool, ToolCall
 
-FOLDER = Path(__file__).with_name("templates")
-FAMILIES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 TOOL = Tool(
     name="get_weather",
     description="Weather <now> & then",
@@ -25,18 +23,16 @@ TOOL = Tool(
 )
 USER = Message(role="user", content='Is it <hot> & "dry"?')
 SYSTEM = Message(role="system", content="Answer as a pirate.")
-CALL = Message(
-    role="assistant",
-    tool_calls=(ToolCall(id="call_12345678", name="get_weather", arguments='{"city": "Köln"}'),),
-)
+_KOELN = ToolCall(id="call_12345678", name="get_weather", arguments='{"city": "Köln"}')
+CALL = Message(role="assistant", tool_calls=(_KOELN,))
 RESULT = Message(role="tool", content="31", tool_call_id="call_12345678", name="get_weather")
 
 
 def load(name: str) -> ChatTemplate:
-    return ChatTemplate.load((FOLDER / f"{name}.jinja").read_text(), "<s>", "</s>")
+    return ChatTemplate.load(template_text(name), "<s>", "</s>")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILY_TEMPLATES)
 def test_conversation_with_a_system_prompt_renders(name):
     text = load(name).render(
         (SYSTEM, USER, Message(role="assistant", content="Aye."), Message(role="user", content="Sure?"))
@@ -47,7 +43,7 @@ def test_conversation_with_a_system_prompt_renders(name):
     assert "None" not in text
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILY_TEMPLATES)
 @pytest.mark.parametrize("first", [(), (SYSTEM,)])
 def test_late_system_turn_keeps_its_place(name, first):
     """Written as one where the template can, else with the user's words next to it: never left out."""
@@ -65,7 +61,7 @@ def test_late_system_turn_keeps_its_place(name, first):
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILY_TEMPLATES)
 def test_developer_turn_falls_back_to_system(name):
     developer = Message(role="developer", content=SYSTEM.content)
     assert load(name).render((developer, USER)) == load(name).render((SYSTEM, USER))
@@ -136,21 +132,19 @@ def test_template_error_reaches_the_client():
     assert "one turn only" in caught.value.message
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILY_TEMPLATES)
 def test_continued_answer_stays_open(name):
-    text = load(name).render(
-        (USER, Message(role="assistant", content="It is very ")), continue_final=True
-    )
+    answer = Message(role="assistant", content="It is very ")
+    text = load(name).render((USER, answer), continue_final=True)
     assert text.endswith("It is very ")
     assert text.count("It is very") == 1
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILY_TEMPLATES)
 def test_unfinished_question_is_a_prefix_of_the_whole_one(name):
     turns = (SYSTEM, USER, Message(role="assistant", content="Aye."))
-    text_part, whole = (
-        Message(role="user", content=text) for text in ("Why is", "Why is the sea salt?")
-    )
+    text_part = Message(role="user", content="Why is")
+    whole = Message(role="user", content="Why is the sea salt?")
     prompt = load(name).render((*turns, text_part), continue_final=True)
     assert prompt.endswith("Why is")
     assert load(name).render((*turns, whole)).startswith(prompt)
@@ -161,9 +155,8 @@ def test_several_calls_are_split_for_templates_of_one_call():
     results = tuple(
         Message(role="tool", content=f"result {i}", tool_call_id=f"call_{i}") for i in range(2)
     )
-    text = load("llama31").render(
-        (USER, Message(role="assistant", tool_calls=calls), *results), (TOOL,)
-    )
+    turns = (USER, Message(role="assistant", tool_calls=calls), *results)
+    text = load("llama31").render(turns, (TOOL,))
     assert text.index('"f0"') < text.index("result 0") < text.index('"f1"') < text.index("result 1")
 
 
@@ -184,9 +177,8 @@ def test_options_reach_the_template():
 def test_reasoning_renders_under_the_templates_key():
     thought = Message(role="assistant", reasoning="hm", tool_calls=CALL.tool_calls)
     assert "<think>\nhm\n</think>" in load("qwen3").render((USER, thought, RESULT), (TOOL,))
-    assert "hm" not in load("qwen25").render(
-        (USER, Message(role="assistant", content="a", reasoning="hm"), USER)
-    )
+    thought = Message(role="assistant", content="a", reasoning="hm")
+    assert "hm" not in load("qwen25").render((USER, thought, USER))
 
 
 def test_model_without_a_template_gets_chatml_or_a_transcript():
@@ -224,7 +216,7 @@ def test_template_that_reads_parts_gets_parts():
     assert template.traits.system
     assert template.render((SYSTEM, USER)) == f"system: {SYSTEM.content};user: {USER.content};"
     assert not template.traits.tight_pictures
-    assert not any(load(name).traits.typed_content for name in FAMILIES)
+    assert not any(load(name).traits.typed_content for name in FAMILY_TEMPLATES)
 
 
 def test_template_that_writes_no_space_before_a_picture_is_known():

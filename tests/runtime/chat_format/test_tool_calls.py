@@ -154,13 +154,8 @@ def test_certain_call_streams_its_arguments():
     parser = AnswerParser(HERMES, NAMES, constrained=True)
     chunks = ['<tool_call>\n{"name": "add", "argum', 'ents": {"a"', ": 1", "0}", "}\n</tool_call>"]
     seen = [parser.feed(chunk) for chunk in chunks]
-    assert [[e.arguments for e in events if not e.name] for events in seen] == [
-        [],
-        ['{"a"'],
-        [": 1"],
-        ["0}"],
-        [],
-    ]
+    arguments = [[e.arguments for e in events if not e.name] for events in seen]
+    assert arguments == [[], ['{"a"'], [": 1"], ["0}"], []]
     assert seen[1][0].name == "add"
     assert parser.finish() == []
 
@@ -188,9 +183,8 @@ def test_written_call_parses(family):
 
 
 def test_python_is_parsed_and_never_run():
-    assert python_calls("add(a=1, b='x', c=[True, None])") == [
-        ("add", '{"a": 1, "b": "x", "c": [true, null]}')
-    ]
+    arguments = '{"a": 1, "b": "x", "c": [true, null]}'
+    assert python_calls("add(a=1, b='x', c=[True, None])") == [("add", arguments)]
     literals = ("add(1)", "add(**x)", "add(a=open('/etc/passwd'))", "1", "add(a=b)", "")
     for code in (*literals, "(" * 10_000, "x" * 30_000):
         assert python_calls(code) is None
@@ -279,6 +273,5 @@ def test_call_after_reasoning_parses():
 
 def test_think_span_is_the_default():
     assert detect("{{ messages }}") == (THINK, False)
-    assert not any(
-        isinstance(e, ReasoningDelta) for e in AnswerParser(HERMES, {}, span=THINK).feed("no")
-    )
+    events = AnswerParser(HERMES, {}, span=THINK).feed("no")
+    assert not any(isinstance(event, ReasoningDelta) for event in events)

@@ -82,16 +82,21 @@ def text(stream: EventStream) -> str:
     return "".join(event.text for event in stream if isinstance(event, TextDelta))
 
 
+def attach(opened: LlamaEngine, **wanted: Any) -> None:
+    """Attach devices, and wait until the engine uses them or has given up."""
+    opened.attach_devices(OffloadRequest(**wanted))
+    assert opened.wait_for_devices(_PATIENCE_S)
+
+
 def place(opened: LlamaEngine) -> str:
     return str(opened.info.choices["gpu_layers"].value)
 
 
-def with_layers(layers: int | str, **wanted: object) -> dict[str, object]:
+def with_layers(layers: int | str, **options: Any) -> dict[str, object]:
     """The same question before and after devices are attached, and one more."""
     with engine() as opened:
         before = text(ask(opened))
-        opened.attach_devices(OffloadRequest(layers=layers, **wanted))  # type: ignore[arg-type]
-        assert opened.wait_for_devices(_PATIENCE_S)
+        attach(opened, layers=layers, **options)
         cached = opened.metrics().cached_tokens_total
         after = text(ask(opened))
         cached = opened.metrics().cached_tokens_total - cached
@@ -126,8 +131,7 @@ def while_answering(layers: int) -> dict[str, object]:
     with engine() as opened:
         stream = iter(ask(opened, 64))
         first = next(event.text for event in stream if isinstance(event, TextDelta))
-        opened.attach_devices(OffloadRequest(layers=layers))
-        assert opened.wait_for_devices(_PATIENCE_S)
+        attach(opened, layers=layers)
         rest = "".join(event.text for event in stream if isinstance(event, TextDelta))
         return {"texts": [first + rest], "place": place(opened)}
 
@@ -135,17 +139,12 @@ def while_answering(layers: int) -> dict[str, object]:
 def lost(layers: int) -> dict[str, object]:
     """A device that is lost in the middle of an answer, and the next answer."""
     with engine() as opened:
-        opened.attach_devices(OffloadRequest(layers=layers))
-        assert opened.wait_for_devices(_PATIENCE_S)
+        attach(opened, layers=layers)
         before = place(opened)
         fail("submit 40")
         found = text(ask(opened, 64))
-        return {
-            "texts": [found, text(ask(opened))],
-            "before": before,
-            "place": place(opened),
-            "failed": opened.metrics().cancelled_total,
-        }
+        report = {"texts": [found, text(ask(opened))], "before": before, "place": place(opened)}
+        return report | {"failed": opened.metrics().cancelled_total}
 
 
 def failing(how: str, layers: int | str) -> dict[str, object]:
@@ -165,8 +164,7 @@ def store_and_restore(layers: int) -> dict[str, object]:
         for _ in range(2):
             with engine() as opened:
                 opened.open_prefix_cache(BlockStore(Path(folder, "blocks"), CacheLimits(4 << 30, 0)))
-                opened.attach_devices(OffloadRequest(layers=layers))
-                assert opened.wait_for_devices(_PATIENCE_S)
+                attach(opened, layers=layers)
                 answers.append(text(ask(opened, prompt=prompt)))
                 disk = opened.metrics().cached_disk_tokens_total
                 answers.append(text(ask(opened, prompt="Roses")))
@@ -183,8 +181,7 @@ def lost_after(n: int) -> dict[str, object]:
         with engine() as opened:
             opened.open_prefix_cache(BlockStore(Path(folder, "blocks"), CacheLimits(4 << 30, 0)))
             fail(f"submit {n}")
-            opened.attach_devices(OffloadRequest(layers="all"))
-            assert opened.wait_for_devices(_PATIENCE_S)
+            attach(opened, layers="all")
             before = place(opened)
             texts = [text(ask(opened, prompt=PROMPT * 4)), text(ask(opened))]
             assert opened.flush_blocks()
@@ -192,8 +189,7 @@ def lost_after(n: int) -> dict[str, object]:
             fail("submit 0")  # the end frees what is on it
             opened.close()
         with engine() as another:  # of the same process
-            another.attach_devices(OffloadRequest(layers="all"))
-            assert another.wait_for_devices(_PATIENCE_S)
+            attach(another, layers="all")
             texts.append(text(ask(another)))
         return {"texts": texts, "before": before, "place": after, "reason": reason}
 
@@ -202,8 +198,7 @@ def lost_in_blocks() -> dict[str, object]:
     """A device that is lost while a block is read from it, written to it, and when all is freed."""
     errors = []
     with engine() as opened:
-        opened.attach_devices(OffloadRequest(layers="all"))
-        assert opened.wait_for_devices(_PATIENCE_S)
+        attach(opened, layers="all")
         texts = [text(ask(opened))]
         before = place(opened)
         states = make_states(opened._gpu.loaded, opened._context)
@@ -228,8 +223,7 @@ def lost_in_blocks() -> dict[str, object]:
 def freed_lost() -> dict[str, object]:
     """A device that is lost before the engine ends."""
     with engine() as opened:
-        opened.attach_devices(OffloadRequest(layers="all"))
-        assert opened.wait_for_devices(_PATIENCE_S)
+        attach(opened, layers="all")
         texts, before = [text(ask(opened))], place(opened)
         fail("submit 0")
     with engine() as other:
@@ -240,8 +234,7 @@ def close_during_a_hang() -> dict[str, object]:
     """A device that stops answering in the middle of an answer, and answers once the engine is closed."""
     engine_module._DRIVER_PATIENCE_S = 1.0
     with engine() as opened:
-        opened.attach_devices(OffloadRequest(layers="all"))
-        assert opened.wait_for_devices(_PATIENCE_S)
+        attach(opened, layers="all")
         stream = iter(ask(opened, 400))
         next(stream)
         fail("hang 0")
@@ -321,14 +314,8 @@ def shorter() -> dict[str, object]:
         fail("submit 0")
         texts += [text(ask(opened)), text(ask(opened, 64, PROMPT * 12))]
         n_ctx.append(opened.info.n_ctx)
-        return {
-            "texts": texts,
-            "place": attached,
-            "n_ctx": n_ctx,
-            "cells": kv_total,
-            "refused": refused,
-            "reason": loaded.choices["n_ctx"].reason,
-        }
+        report = {"texts": texts, "place": attached, "n_ctx": n_ctx, "cells": kv_total}
+        return report | {"refused": refused, "reason": loaded.choices["n_ctx"].reason}
 
 
 def experts() -> dict[str, object]:
@@ -341,11 +328,9 @@ def experts() -> dict[str, object]:
 def pictures(how: str) -> dict[str, object]:
     """Rows of a picture on the CPU, on the device, and while that fails as `how` says."""
     y, x = np.mgrid[:200, :300]
-    pixels = np.stack([x * 255 / 300, y * 255 / 200, (x // 20 + y // 20) % 2 * 255], -1).astype(
-        np.uint8
-    )
+    pixels = np.stack([x * 255 / 300, y * 255 / 200, (x // 20 + y // 20) % 2 * 255], -1)
     out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "PNG")
+    Image.fromarray(pixels.astype(np.uint8)).save(out, "PNG")
     content, files = join_parts((out.getvalue(), "What is in it?"))
     message = Message(role="user", content=content, pictures=files)
     request = GenerateRequest(messages=(message,), cache_prompt=False)
@@ -361,8 +346,7 @@ def pictures(how: str) -> dict[str, object]:
             return vision.encode(spans[0]).result()[0]
 
         cpu, before = encode(), vision.on_device
-        opened.attach_devices(OffloadRequest(layers="all"))
-        assert opened.wait_for_devices(_PATIENCE_S)
+        attach(opened, layers="all")
         is_moved = vision.on_device is not None
         device = encode()
         fail(how)

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from made_models import make_llama
+from msgspec.structs import replace
 from other_processes import run, run_python
 
 from edgeinfer.runtime.llama import backends
@@ -32,6 +33,7 @@ import json, sys
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama import backend_loading
 import msgspec
+from msgspec.structs import replace
 libllama.lib()
 if sys.argv[1] == "cuda":  # one that lies with the program is not looked at
     backend_loading.backends.shipped_dir = lambda: backend_loading.Path("/nowhere")
@@ -116,8 +118,8 @@ def test_the_real_cuda_library_finds_nothing_where_the_driver_is_a_stub(tmp_path
 def test_a_library_of_another_build_is_never_opened() -> None:
     out = library(backends.added_dir(), "cuda", "libc.so.6", "int f;")
     facts = msgspec.json.decode(backends.facts_path(out).read_bytes(), type=LibraryFacts)
-    build = msgspec.structs.replace(facts.build, ggml="0.1.0")
-    facts = msgspec.structs.replace(facts, build=build)
+    build = replace(facts.build, ggml="0.1.0")
+    facts = replace(facts, build=build)
     backends.facts_path(out).write_bytes(msgspec.json.encode(facts))
     found = load("cuda")
     assert "was built for" in found["answer"]["reason"]
@@ -130,13 +132,13 @@ def test_a_library_of_another_build_is_never_opened() -> None:
 def test_library_with_another_digest_than_its_description_is_never_opened() -> None:
     out = library(backends.added_dir(), "cuda", "libc.so.6", "int f;")
     facts = msgspec.json.decode(backends.facts_path(out).read_bytes(), type=LibraryFacts)
-    facts = msgspec.structs.replace(facts, sha256="0" * 64)
+    facts = replace(facts, sha256="0" * 64)
     backends.facts_path(out).write_bytes(msgspec.json.encode(facts))
     found = load("cuda")
     assert found["answer"]["reason"] == "its SHA-256 is not the one that libggml-cuda.json has"
     assert found["after"] == []
     digest = hashlib.sha256(out.read_bytes()).hexdigest()
-    facts = msgspec.structs.replace(facts, sha256=digest)
+    facts = replace(facts, sha256=digest)
     backends.facts_path(out).write_bytes(msgspec.json.encode(facts))
     assert "SHA-256" not in load("cuda")["answer"]["reason"]
 

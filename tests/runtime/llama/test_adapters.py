@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
 import pytest
 from made_models import make_adapter
+from msgspec.structs import replace
 from other_processes import run_python
 
 from edgeinfer.errors import InvalidRequestError, ModelLoadError
@@ -33,7 +33,7 @@ OPTIONS = LoadOptions(n_ctx=1024, n_parallel=4, kv_type="q8_0")
 
 
 def with_lora(*paths: str) -> LoadOptions:
-    return msgspec.structs.replace(OPTIONS, lora=",".join(paths))
+    return replace(OPTIONS, lora=",".join(paths))
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +241,7 @@ def test_record_has_the_digest_of_the_adapter_as_it_was_loaded(bare: LlamaEngine
     bare.use_adapters([Adapter("red", make_adapter(Path(red.path).with_name("blue.gguf"), 2))])
     assert isinstance(end, Finished)
     assert end.record is not None
-    assert end.record.adapters == (msgspec.structs.replace(red, scale=0.5),)
+    assert end.record.adapters == (replace(red, scale=0.5),)
     assert bare.info.lora[0].sha256 != red.sha256
 
 

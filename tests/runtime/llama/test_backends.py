@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from other_processes import command_name, descendants, wait_until
 
 from edgeinfer.cli.verbs import show
@@ -55,10 +56,8 @@ def test_a_vendors_own_goes_before_vulkan(shipped_folder: Path) -> None:
     assert backends.available() == ()
     put(shipped_folder)
     put(backends.added_dir(), "cuda")
-    assert [(file.name, file.added) for file in backends.available()] == [
-        ("cuda", True),
-        ("vulkan", False),
-    ]
+    files = [(file.name, file.added) for file in backends.available()]
+    assert files == [("cuda", True), ("vulkan", False)]
 
 
 def test_a_users_own_goes_before_the_programs_unless_it_is_broken(shipped_folder: Path) -> None:
@@ -72,7 +71,7 @@ def test_a_users_own_goes_before_the_programs_unless_it_is_broken(shipped_folder
 
 
 def test_a_library_of_another_llama_is_not_for_this_one(shipped_folder: Path) -> None:
-    put(shipped_folder, build=msgspec.structs.replace(BUILD, ggml="0.24.0"))
+    put(shipped_folder, build=replace(BUILD, ggml="0.24.0"))
     problem = backends.misfit(backends.find("vulkan"), BUILD)
     assert "ggml 0.24.0" in problem
     fitting = put(backends.added_dir())
@@ -85,7 +84,7 @@ OTHERS = (("commit", "unknown", True), ("commit", "def5678", False), ("binding",
 
 @pytest.mark.parametrize(("field", "value", "fits"), OTHERS)
 def test_what_makes_two_builds_one(field: str, value: str, fits: bool) -> None:
-    other = msgspec.structs.replace(BUILD, **{field: value})
+    other = replace(BUILD, **{field: value})
     assert BUILD.fits(other) is other.fits(BUILD) is fits
 
 
@@ -253,7 +252,7 @@ def test_software_devices_are_used_only_for_requested_layers() -> None:
 def test_heads_that_cuda_has_no_attention_for_are_named(
     lengths: tuple[int, ...], devices: tuple[str, ...], is_slow: bool
 ) -> None:
-    shape = msgspec.structs.replace(DENSE, head_lengths=lengths)
+    shape = replace(DENSE, head_lengths=lengths)
     layer_plan = LayerPlan(n_layers=len(devices), n_all=33, reason="", devices=devices)
     assert (f"heads of {lengths[0]}" in show.attention_note(shape, layer_plan)) == is_slow
     assert show.attention_note(shape, None) == ""

@@ -46,9 +46,8 @@ def test_a_trial_that_dies_is_a_reason(gemma3, projector, tmp_path, monkeypatch)
     monkeypatch.setattr(vision, "_HELPER", "no.such.module")
     copy = tmp_path / "mmproj.gguf"
     copy.write_bytes(projector.read_bytes())
-    assert "its first picture ended with status 1" in vision.projector_failure(
-        str(copy), (str(gemma3),)
-    )
+    failure = vision.projector_failure(str(copy), (str(gemma3),))
+    assert "its first picture ended with status 1" in failure
 
 
 def with_nan(projector, path):

@@ -108,9 +108,8 @@ def test_adapters_that_come_and_go_leave_other_rows_as_they_are(
     engine.use_adapters(adapters[:2])
     engine.use_adapters(adapters)
     assert [collect(generation).logprobs for generation in running] == unbatched
-    assert [(a.name, a.path, a.scale) for a in engine.info.lora] == [
-        (a.name, a.path, a.scale) for a in adapters
-    ]
+    told, asked = ([(a.name, a.path, a.scale) for a in of] for of in (engine.info.lora, adapters))
+    assert told == asked
 
 
 def prompt_scores(engine: LlamaEngine, lora: Lora) -> np.ndarray:

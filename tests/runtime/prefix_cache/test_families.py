@@ -40,12 +40,8 @@ def test_a_family(name: str, tmp_path: Path) -> None:
     prompt = tuple(engine.tokenize(PROMPT))
     alone, usage = heard(engine, ask(prompt, cache_prompt=False))
     assert usage.completion_tokens == 8
-    row = [
-        name,
-        f"`{header.architecture}`",
-        _batch(engine, prompt, alone),
-        _again(engine, prompt, alone),
-    ]
+    row = [name, f"`{header.architecture}`"]
+    row += [_batch(engine, prompt, alone), _again(engine, prompt, alone)]
     row.append(_answer_after_edit(engine))
     assert engine.flush_blocks()
     overflow = _overflow(engine)

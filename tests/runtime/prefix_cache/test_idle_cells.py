@@ -123,10 +123,8 @@ def map_from_file(ranges: Iterable[Range], path: Path) -> None:
             file.flush()
             where = (ctypes.c_void_p(low), ctypes.c_size_t(high - low))
             fd = mapped.fileno()
-            assert (
-                libc.mmap(*where, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, ctypes.c_long(offset))
-                == low
-            )
+            protection, start = mmap.PROT_READ | mmap.PROT_WRITE, ctypes.c_long(offset)
+            assert libc.mmap(*where, protection, flags, fd, start) == low
 
 
 @pytest.mark.parametrize("resumed", [False, True])

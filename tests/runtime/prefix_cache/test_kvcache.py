@@ -78,11 +78,8 @@ def test_short_idle_sequences_are_limited_beside_many(n_running: int, n_left: in
     for base in range(1000, 1900, 100):
         finished.append(claim(kv, memory, list(range(base, base + 60))))
         kv.release(finished[-1], keep=True)
-    reusable = [
-        cached_seq
-        for cached_seq in finished
-        if kv.match(PromptTokens([*cached_seq.tokens, 1]), ())[0] is cached_seq
-    ]
+    nexts = [(seq, PromptTokens([*seq.tokens, 1])) for seq in finished]
+    reusable = [seq for seq, prompt in nexts if kv.match(prompt, ())[0] is seq]
     assert reusable == finished[-n_left:]
     assert kv.match(PromptTokens([*long.tokens, 1]), ())[0] is long
     for cached_seq in running:

@@ -47,10 +47,8 @@ def count_mappings(engine: LlamaEngine) -> int:
 
 
 def digests(store: BlockStore) -> dict[Path, str]:
-    return {
-        block.path: hashlib.sha256(block.path.read_bytes()).hexdigest()
-        for block in list_blocks(store.root)
-    }
+    files = [block.path for block in list_blocks(store.root)]
+    return {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def private_bytes(engine: LlamaEngine) -> int:

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple, cast
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import TokenLogprobs
@@ -267,7 +267,7 @@ def test_conversations_with_edits_answer_like_an_oracle_that_forgets(
             request = ask(tuple(talk), max_tokens=2, logprobs=1)
             logprobs, usage = heard(engine, request)
             reused += usage.cached_disk_tokens
-            expected, _ = heard(oracle, msgspec.structs.replace(request, cache_prompt=False))
+            expected, _ = heard(oracle, replace(request, cache_prompt=False))
             assert logprobs == expected
         engine.flush_blocks()
         engine.close()

@@ -357,9 +357,8 @@ for round in range({rounds}):
 
 def whole_and_unfinished(root: Path) -> tuple[int, int]:
     blocks = BlockStore(root, ROOMY).open_folder("sha", {})
-    names = [
-        bytes.fromhex(b.path.name.removesuffix(retention.SUFFIX)) for b in retention.list_blocks(root)
-    ]
+    files = [block.path.name for block in retention.list_blocks(root)]
+    names = [bytes.fromhex(name.removesuffix(retention.SUFFIX)) for name in files]
     assert all(blocks.read(name) is not None for name in names)
     return len(names), sum(f.endswith(".new") for _, _, files in os.walk(root) for f in files)
 

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from other_processes import run_python
 
 from edgeinfer.runtime.engine import LlamaEngine
@@ -153,7 +153,7 @@ def engine(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def answer(engine: LlamaEngine, request: GenerateRequest, **fields: object) -> tuple[str, Finished]:
-    reply = engines.answer(engine, msgspec.structs.replace(request, **fields))
+    reply = engines.answer(engine, replace(request, **fields))
     return reply.text, reply.finish
 
 

@@ -13,24 +13,7 @@ from edgeinfer.runtime.sampling import patterns
 from edgeinfer.runtime.sampling.grammar import check_schema, schema_grammar
 
 BYTES = llguidance.LLTokenizer("byte")
-_ITEMS = [
-    '"',
-    "\\\\",
-    "a",
-    "b-f",
-    "0-9",
-    "/",
-    ":",
-    "é",
-    "\\n",
-    "\\s",
-    "\\d",
-    "\\x00-\\x1f",
-    "<>|",
-    "'",
-    ",",
-    "一-龥",
-]
+_ITEMS = r"""" \\ a b-f 0-9 / : é \n \s \d \x00-\x1f <>| ' , 一-龥""".split()
 _TEXT = ['"', "\\", "a", "c", "5", "/", ":", "é", "\n", " ", "\t", "x", "<", "'", ",", "中", "😀"]
 _CONTROLS = ["\x00", "\x01", "\x0b", "\x1f"]
 

@@ -59,13 +59,8 @@ def assert_nothing_left(engine: LlamaEngine) -> None:
     assert [llama.llama_memory_seq_pos_max(memory, s) for s in range(n)] == [-1] * n
 
 
-BENT = Sampling(
-    temperature=0.7,
-    repeat_penalty=1.3,
-    frequency_penalty=0.2,
-    logit_bias={100: -5.0},
-    dry_multiplier=0.8,
-)
+_PENALTIES = {"repeat_penalty": 1.3, "frequency_penalty": 0.2, "dry_multiplier": 0.8}
+BENT = Sampling(temperature=0.7, logit_bias={100: -5.0}, **_PENALTIES)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.9), BENT])
@@ -259,9 +254,8 @@ def test_a_full_context_shifts_when_asked(smollm2: Path, shared: bool) -> None:
     with closing(load(smollm2, n_ctx=256, n_parallel=2)) as engine:
         fields = {"prompt": "word " * 200, "overflow": "shift", "cache_prompt": shared}
         if shared:
-            list(
-                engine.submit(request_about("", **fields | {"prompt": "word " * 220, "max_tokens": 1}))
-            )
+            long = fields | {"prompt": "word " * 220, "max_tokens": 1}
+            list(engine.submit(request_about("", **long)))
         last_event = answer(engine, request_about("", max_tokens=150, **fields)).finish
         assert last_event.reason == "length"
         assert last_event.usage.completion_tokens == 150
@@ -274,9 +268,8 @@ def test_a_shifted_conversation_keeps_its_system_prompt(smollm2: Path) -> None:
     with closing(load(smollm2, n_ctx=256, n_parallel=1)) as engine:
         system = Message(role="system", content="Remember the word marmalade.")
         turns = (system, Message(role="user", content="tell me a story " * 20))
-        request = GenerateRequest(
-            messages=turns, max_tokens=300, overflow="shift", ignore_eos=True, sampling=GREEDY
-        )
+        asked = {"max_tokens": 300, "overflow": "shift", "ignore_eos": True}
+        request = GenerateRequest(messages=turns, sampling=GREEDY, **asked)
         list(engine.submit(request))
         longest = max((r.tokens for r in engine._core.kv.cached_sequences), key=len)
         assert b"marmalade" in engine.detokenize(longest)

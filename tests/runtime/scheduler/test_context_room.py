@@ -6,8 +6,8 @@ import os
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from other_processes import private_bytes
 
 from edgeinfer.runtime.engine import load_engine
@@ -73,7 +73,7 @@ def test_kv_type_is_chosen_with_its_reason() -> None:
     assert plan_for(EIGHT, 8, kv_type="f16").kv_type == Chosen("f16", "as asked")
     assert "room for" in plan_for(EIGHT, 8).kv_type.reason
     assert "off" in plan_for(EIGHT, 8, flash_attention="off").kv_type.reason
-    odd = msgspec.structs.replace(EIGHT, can_quantize_kv=False)
+    odd = replace(EIGHT, can_quantize_kv=False)
     assert plan_for(odd, 8).kv_type.value == "f16"
 
 

@@ -40,9 +40,8 @@ def test_budget_is_never_zero() -> None:
     ("ms_per_token", "expected"), [(0.1, 512), (0.5, 200), (1.25, 80), (3.0, 33), (60.0, 32)]
 )
 def test_chunk_beside_streams_takes_a_tenth_of_a_second(ms_per_token: float, expected: int) -> None:
-    assert chunks(ms_per_token=ms_per_token).token_budget(512, 2, [2000]) == pytest.approx(
-        expected, abs=2
-    )
+    budget = chunks(ms_per_token=ms_per_token).token_budget(512, 2, [2000])
+    assert budget == pytest.approx(expected, abs=2)
 
 
 def test_chunk_beside_streams_follows_the_cost_of_long_prompts() -> None:

@@ -4,21 +4,20 @@ The answers are scripted; chat templates, grammars and parsers are the real ones
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 from fake_engine import FakeEngine, Script
+from made_formats import json_or_text, load_format
 
-from edgeinfer.runtime.chat_format.chat_format import ChatFormat, TemplateFacts, load_chat_format
+from edgeinfer.runtime.chat_format.chat_format import ChatFormat
 from edgeinfer.runtime.chat_format.tool_call_formats import FAMILIES
 from edgeinfer.runtime.chat_format.tool_call_grammar import write_call
 from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.runtime.requests import GenerateRequest
 
-TEMPLATES = Path(__file__).parents[2] / "runtime/chat_format/templates"
 N_TURNS, CUT_AT = 40, 17
 PARAMETERS = {
     "type": "object",
@@ -31,24 +30,6 @@ PARAMETERS = {
 }
 #: A schema that no grammar enforces. It is reported as ignored.
 ODD = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-
-
-class Words:
-    """A vocabulary without control tokens."""
-
-    eos_tokens = (2,)
-    n_vocab = 256
-
-    def tokenize(
-        self, text: str, *, add_special: bool = False, parse_special: bool = False
-    ) -> list[int]:
-        return [*text.encode(), 0]
-
-    def is_control(self, token: int) -> bool:
-        return False
-
-    def control_tokens(self) -> dict[str, int]:
-        return {}
 
 
 def arguments(turn: int) -> dict[str, Any]:
@@ -75,11 +56,8 @@ class ScriptedModel:
             text = "I write." + ("" if turn % 2 else "</think>") + "\n\n" + text
         is_cut = turn == CUT_AT
         text = text[: text.index("</parameter>", text.index("<parameter=content>"))] if is_cut else text
-        events = [
-            event
-            for offset in range(0, len(text), 5)
-            for event in prepared.parser.feed(text[offset : offset + 5])
-        ]
+        pieces = [text[offset : offset + 5] for offset in range(0, len(text), 5)]
+        events = [event for piece in pieces for event in prepared.parser.feed(piece)]
         events += prepared.parser.finish(cut=is_cut)
         reason = "length" if is_cut else "tool_calls"
         return [*events, Finished(reason=reason, usage=Usage(), timings=Timings())]
@@ -87,15 +65,7 @@ class ScriptedModel:
 
 @pytest.fixture(params=["qwen_xml", "qwen35"])
 def model(request) -> ScriptedModel:
-    facts = TemplateFacts(
-        template=(TEMPLATES / f"{request.param}.jinja").read_text(),
-        architecture="",
-        name="",
-        bos_text="",
-        eos_text="",
-        vocab=Words(),
-    )
-    return ScriptedModel(load_chat_format(facts))
+    return ScriptedModel(load_format(request.param))
 
 
 def check(turn: int, passed: Any, prompts: list[str]) -> str:
@@ -110,19 +80,11 @@ def check(turn: int, passed: Any, prompts: list[str]) -> str:
     return f"written {turn}"
 
 
-def decode(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def test_openai_session_continues_after_a_broken_call(serve, model):
     live_server = serve(FakeEngine(model))
-    tools = [
-        {"type": "function", "function": {"name": "odd", "parameters": ODD}},
-        {"type": "function", "function": {"name": "write_file", "parameters": PARAMETERS}},
-    ]
+    schemas = {"odd": ODD, "write_file": PARAMETERS}
+    functions = [{"name": name, "parameters": schema} for name, schema in schemas.items()]
+    tools = [{"type": "function", "function": function} for function in functions]
     messages: list[Any] = [{"role": "user", "content": "Write the files."}]
     with openai.OpenAI(base_url=f"{live_server.url}/v1", api_key="none", max_retries=0) as client:
         for turn in range(N_TURNS):
@@ -135,7 +97,7 @@ def test_openai_session_continues_after_a_broken_call(serve, model):
                     call["id"] = call.get("id") or delta.id
                     call["function"]["name"] += delta.function.name or ""
                     call["function"]["arguments"] += delta.function.arguments or ""
-            result = check(turn, decode(call["function"]["arguments"]), model.prompts)
+            result = check(turn, json_or_text(call["function"]["arguments"]), model.prompts)
             ignored = raw.headers["x-edgeinfer-ignored"]
             assert "tools[0].parameters#/properties/a/uniqueItems" in ignored
             assert ("tool_calls[0].arguments" in ignored) is (turn > CUT_AT)
@@ -155,7 +117,7 @@ def test_responses_session_continues_after_a_broken_call(serve, model):
                 done = [event.item for event in stream if event.type == "response.output_item.done"]
             call = done[-1]
             assert call.status == ("incomplete" if turn == CUT_AT else "completed")
-            result = check(turn, decode(call.arguments), model.prompts)
+            result = check(turn, json_or_text(call.arguments), model.prompts)
             items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in done]
             items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
 
@@ -163,12 +125,11 @@ def test_responses_session_continues_after_a_broken_call(serve, model):
 def test_anthropic_session_continues_after_a_broken_call(serve, model):
     live_server = serve(FakeEngine(model))
     tool = {"name": "write_file", "input_schema": PARAMETERS}
+    asked: dict[str, Any] = {"model": "fake", "max_tokens": 500, "tools": [tool], "stream": False}
     messages: list[Any] = [{"role": "user", "content": "Write the files."}]
     with anthropic.Anthropic(base_url=live_server.url, api_key="none", max_retries=0) as client:
         for turn in range(N_TURNS):
-            answer = client.messages.create(
-                model="fake", max_tokens=500, messages=messages, tools=[tool], stream=False
-            )
+            answer = client.messages.create(messages=messages, **asked)
             (call,) = [block for block in answer.content if block.type == "tool_use"]
             result = check(turn, call.input, model.prompts)
             content = [block.model_dump(exclude_none=True) for block in answer.content]

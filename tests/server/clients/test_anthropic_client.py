@@ -65,11 +65,8 @@ def test_tools_are_used_and_their_results_taken(client, stream):
     (use,) = [block for block in first.content if block.type == "tool_use"]
     jsonschema.validate(use.input, PLACE)
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny"}
-    turns = [
-        question,
-        {"role": "assistant", "content": first.content},
-        {"role": "user", "content": [result]},
-    ]
+    turns = [question, {"role": "assistant", "content": first.content}]
+    turns.append({"role": "user", "content": [result]})
     last = client.messages.create(**asked, messages=turns, tool_choice={"type": "none"})
     assert last.content[0].type == "text"
 
@@ -104,7 +101,6 @@ def test_errors_are_the_clients_own(client):
     with pytest.raises(anthropic.BadRequestError):
         client.messages.create(model="smollm2", max_tokens=-1, messages=HELLO)
     image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+    turns = [{"role": "user", "content": [image]}]
     with pytest.raises(anthropic.BadRequestError, match="fetches nothing"):
-        client.messages.create(
-            model="smollm2", max_tokens=1, messages=[{"role": "user", "content": [image]}]
-        )
+        client.messages.create(model="smollm2", max_tokens=1, messages=turns)

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from least_requests import objects_of
 from other_processes import run
 
 ROOT = Path(__file__).parents[3]
@@ -16,12 +17,8 @@ pytestmark = [
 
 def _lines() -> list[str]:
     pages = (ROOT / "README.md", ROOT / "docs/guides/serve.md")
-    return [
-        line.strip()
-        for page in pages
-        for line in page.read_text("utf-8").splitlines()
-        if line.strip().startswith("curl ")
-    ]
+    lines = [line.strip() for page in pages for line in page.read_text("utf-8").splitlines()]
+    return [line for line in lines if line.startswith("curl ")]
 
 
 @pytest.mark.parametrize("line", _lines())
@@ -33,7 +30,5 @@ def test_a_documented_curl_line_works(real, line):
         assert json.loads(done.stdout)["result"]
     else:
         assert done.stdout.endswith("data: [DONE]\n\n")
-        chunks = [
-            json.loads(data[6:]) for data in done.stdout.split("\n\n") if data.startswith("data: {")
-        ]
+        chunks = objects_of(done.stdout.splitlines())
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks)

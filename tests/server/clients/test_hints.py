@@ -79,10 +79,8 @@ def test_nulls_zeros_and_empty_values_are_nothing(live_server, path, sent):
 
 
 def test_an_unknown_field_is_ignored_and_named(live_server):
-    assert _ignored_fields(live_server.chat(**{"mood": 0, "zesty\r\nx: y": 2})) == [
-        "mood",
-        "zesty??x:?y",
-    ]
+    answer = live_server.chat(**{"mood": 0, "zesty\r\nx: y": 2})
+    assert _ignored_fields(answer) == ["mood", "zesty??x:?y"]
 
 
 def test_names_in_the_header_are_safe_and_few(live_server):
@@ -108,10 +106,7 @@ def test_tools_of_a_namespace_come_back_under_it(serve):
     assert (call["namespace"], call["name"]) == ("mcp", "look")
     (request,) = engine.requests
     assert [tool.name for tool in request.tools] == ["mcp.look"]
-    assert (request.tool_choice.name, request.messages[1].tool_calls[0].name) == (
-        "mcp.look",
-        "mcp.look",
-    )
+    assert request.tool_choice.name == request.messages[1].tool_calls[0].name == "mcp.look"
 
 
 def test_stream_with_tools_begins_with_null_content(live_server):
@@ -131,10 +126,8 @@ def test_vllms_name_of_the_repeat_penalty_is_honoured(live_server, engine):
 
 
 def test_a_deferred_tool_is_offered_once_it_is_referred_to(live_server, engine):
-    tools = [
-        {"name": "ToolSearch", "input_schema": SCHEMA},
-        {"name": "paint", "input_schema": SCHEMA, "defer_loading": True},
-    ]
+    search, paint = ({"name": name, "input_schema": SCHEMA} for name in ("ToolSearch", "paint"))
+    tools = [search, paint | {"defer_loading": True}]
 
     def offered_tools(messages):
         sent = {"messages": messages, "max_tokens": 8, "tools": tools}
@@ -159,7 +152,5 @@ def test_beta_header_is_taken_and_named(live_server):
 
 def test_thread_request_is_refused_with_details_for_the_client(live_server):
     refused = live_server.post(MESSAGES, EVERY[MESSAGES] | {"thread": {"type": "create"}})
-    assert refused.json()["error"]["details"] == {
-        "error_code": "thread_unsupported_request",
-        "unsupported": ["thread"],
-    }
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert refused.json()["error"]["details"] == details

@@ -10,10 +10,10 @@ import sys
 import threading
 from pathlib import Path
 
-import msgspec
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine
 from made_models import make_llama
+from msgspec.structs import replace
 from other_processes import has_ended, wait_until
 
 from edgeinfer.agents import endpoint
@@ -66,7 +66,7 @@ def test_agent_gets_the_endpoint_and_its_model(serve, aider, configure_port, cap
             recalled.put(agent)
             return []
 
-    live_server = serve(Recalling(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=32768)))
+    live_server = serve(Recalling(info=replace(DEFAULT_INFO, n_ctx=32768)))
     configure_port(live_server.port)
     assert main(["launch", "aider", "--message", "hi", "--json", "--help"]) == 7
     assert recalled.get(timeout=60) == "aider"
@@ -118,9 +118,7 @@ def test_too_small_context_is_refused_before_the_agent_runs(serve, aider, config
     configure_port(serve(FakeEngine()).port)
     assert main(["launch", "aider"]) == 1
     said = capfd.readouterr().err
-    assert (
-        "fake has a context of 4,096 tokens, and aider needs 4,925 (its first request has 829)" in said
-    )
+    assert "fake has a context of 4,096 tokens, and aider needs 4,925 (its first request" in said
     assert "edgeinfer serve fake --ctx 8192" in said
     assert not aider.exists()
 
@@ -128,7 +126,7 @@ def test_too_small_context_is_refused_before_the_agent_runs(serve, aider, config
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_agent_outlives_its_launch(serve, aider, configure_port, tmp_path, number):
-    configure_port(serve(FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, n_ctx=32768))).port)
+    configure_port(serve(FakeEngine(info=replace(DEFAULT_INFO, n_ctx=32768))).port)
     pid_file = tmp_path / "pid"
     program = tmp_path / "bin/aider"
     program.write_text(
@@ -188,9 +186,8 @@ def test_failed_serve_is_quoted(aider, configure_port, tmp_path, capfd):
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_every_agent_gets_endpoint_model_and_key(name, tmp_path):
-    target = AgentTarget(
-        url="http://127.0.0.1:8097", model="some-model", n_ctx=40_960, key="secret-key"
-    )
+    url = "http://127.0.0.1:8097"
+    target = AgentTarget(url=url, model="some-model", n_ctx=40_960, key="secret-key")
     arguments, variables = AGENTS[name].setup(target, tmp_path)
     files = [path.read_text() for path in tmp_path.iterdir()]
     told = "\n".join([*arguments, *variables.values(), *files])

@@ -49,13 +49,10 @@ def test_stream_has_the_text_of_the_whole_answer(client):
 
 def test_a_second_turn_with_a_tools_answer(client):
     turns = [{"role": "user", "content": "What is the weather in Paris?"}]
-    called = ollama.Message.ToolCall(
-        function=ollama.Message.ToolCall.Function(name="get_weather", arguments={"city": "Paris"})
-    )
-    turns += [
-        ollama.Message(role="assistant", tool_calls=[called]),
-        ollama.Message(role="tool", tool_name="get_weather", content=get_weather("Paris")),
-    ]
+    call = ollama.Message.ToolCall
+    called = call(function=call.Function(name="get_weather", arguments={"city": "Paris"}))
+    turns.append(ollama.Message(role="assistant", tool_calls=[called]))
+    turns.append({"role": "tool", "tool_name": "get_weather", "content": get_weather("Paris")})
     said = client.chat(MODEL, turns, tools=[get_weather], options=SHORT)
     assert said.message.content or said.message.tool_calls
     assert said.prompt_eval_count > 50

@@ -12,10 +12,8 @@ pytestmark = pytest.mark.model
 
 FUNCTION = {"name": "get_weather", "description": "The weather in a city.", "parameters": PLACE}
 WEATHER = {"type": "function", "function": FUNCTION}
-CLOCK = {
-    "type": "function",
-    "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}},
-}
+NOTHING = {"type": "object", "properties": {}}
+CLOCK = {"type": "function", "function": {"name": "get_time", "parameters": NOTHING}}
 QUESTION = {"role": "user", "content": "What is the weather in Paris?"}
 
 
@@ -71,17 +69,10 @@ def test_a_constraint_is_followed(client, constraint, pattern):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_required_tool_is_called_and_its_answer_is_read(client, stream):
-    asked = {
-        "model": "smollm2",
-        "tools": [WEATHER, CLOCK],
-        "max_tokens": 60,
-        "temperature": 0,
-        "parallel_tool_calls": False,
-    }
-    called = {
-        "messages": [QUESTION],
-        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
-    }
+    asked = {"model": "smollm2", "max_tokens": 60, "temperature": 0}
+    asked |= {"tools": [WEATHER, CLOCK], "parallel_tool_calls": False}
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    called = {"messages": [QUESTION], "tool_choice": choice}
     if stream:
         with client.chat.completions.stream(**asked, **called) as running:
             choice = running.get_final_completion().choices[0]
@@ -92,9 +83,8 @@ def test_a_required_tool_is_called_and_its_answer_is_read(client, stream):
     assert call.function.name == "get_weather"
     jsonschema.validate(json.loads(call.function.arguments), PLACE)
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny, 21 C"}
-    last = client.chat.completions.create(
-        **asked, messages=[QUESTION, choice.message, result], tool_choice="none"
-    )
+    turns = [QUESTION, choice.message, result]
+    last = client.chat.completions.create(**asked, messages=turns, tool_choice="none")
     assert last.choices[0].message.content
     assert not last.choices[0].message.tool_calls
 
@@ -136,9 +126,8 @@ def test_errors_arrive_as_the_clients_own_exceptions(client):
     with pytest.raises(openai.BadRequestError) as wrong:
         client.chat.completions.create(model="smollm2", messages=HI, temperature=9)
     assert wrong.value.param == "temperature"
+    turns = [{"role": "user", "content": "word " * 9000}]
     with pytest.raises(openai.BadRequestError) as long:
-        client.chat.completions.create(
-            model="smollm2", messages=[{"role": "user", "content": "word " * 9000}]
-        )
+        client.chat.completions.create(model="smollm2", messages=turns)
     assert long.value.code == "context_length_exceeded"
     assert missing.value.request_id

@@ -56,12 +56,9 @@ Skills."""
     normalized, applied = normalize(tuple(_turn(*turn) for turn in turns))
     assert applied == ("day", "environment")
     moved = "Today's date: Sun Nov 22 2026\nWorking directory: /w\nWorkspace root folder: /\n"
-    assert [turn.content for turn in normalized] == [
-        "Rules.\n<env>\n  Platform: linux\n</env>\nSkills.",
-        f"{moved}Is directory a git repo: no\n\nhi",
-        "ho",
-        "on",
-    ]
+    rules = "Rules.\n<env>\n  Platform: linux\n</env>\nSkills."
+    said = [turn.content for turn in normalized]
+    assert said == [rules, f"{moved}Is directory a git repo: no\n\nhi", "ho", "on"]
 
 
 def test_standing_system_turn_moves_before_the_first_user_text():

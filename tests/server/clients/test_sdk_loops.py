@@ -67,10 +67,8 @@ def test_openais_parsed_response_is_sent_back(client):
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     second = client.responses.parse(input=[*HI, *first.output, result], **asked)
     assert second.output_parsed == Place(city="Rome")
-    third = client.responses.create(
-        model="fake", input=[*HI, *first.output, result, *second.output, *HI]
-    )
-    assert third.output
+    items = [*HI, *first.output, result, *second.output, *HI]
+    assert client.responses.create(model="fake", input=items).output
 
 
 def test_anthropics_tool_runner_works_without_threads(loop):
@@ -84,8 +82,6 @@ def test_anthropics_tool_runner_works_without_threads(loop):
         return f"sunny in {city}"
 
     with anthropic.Anthropic(base_url=loop.url, api_key="none", max_retries=0) as opened:
-        runner = opened.beta.messages.tool_runner(
-            model="fake", max_tokens=99, tools=[Place], messages=HI
-        )
-        last = runner.until_done()
+        run = opened.beta.messages.tool_runner
+        last = run(model="fake", max_tokens=99, tools=[Place], messages=HI).until_done()
     assert last.content[-1].text == '{"city": "Rome"}'

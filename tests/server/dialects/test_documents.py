@@ -2,10 +2,10 @@
 
 import base64
 
-import msgspec
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine
 from made_documents import make_docx, make_pdf
+from msgspec.structs import replace
 
 from edgeinfer.media.pictures import PICTURE_MARK
 
@@ -18,7 +18,7 @@ DOCX = base64.b64encode(make_docx(["One", "two"])).decode()
 
 @pytest.fixture(scope="module")
 def engine():
-    return FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, can_see=True, can_shift=True))
+    return FakeEngine(info=replace(DEFAULT_INFO, can_see=True, can_shift=True))
 
 
 def openai(data: str, **fields) -> dict:
@@ -34,10 +34,8 @@ def responses(data: str, **fields) -> dict:
 
 def anthropic(data: str, **fields) -> dict:
     source = {"type": "base64", "media_type": "application/pdf", "data": data} | fields
-    parts = [
-        {"type": "document", "title": "a.pdf", "source": source},
-        {"type": "text", "text": "How many?"},
-    ]
+    document = {"type": "document", "title": "a.pdf", "source": source}
+    parts = [document, {"type": "text", "text": "How many?"}]
     return {"max_tokens": 8, "messages": [{"role": "user", "content": parts}]}
 
 
@@ -47,8 +45,7 @@ PATHS = {"/v1/chat/completions": openai, "/v1/responses": responses, "/v1/messag
 @pytest.mark.parametrize("path", PATHS)
 def test_text_of_a_document_stands_before_the_question(live_server, engine, path):
     for data, said in ((PDF, "[page 1]\nSeven cranes."), (DOCX, "One\ntwo")):
-        answer = live_server.post(path, PATHS[path](data) | {"model": "fake"})
-        assert answer.status_code == 200, answer.text
+        live_server.post(path, PATHS[path](data) | {"model": "fake"}, status=200)
         (turn,) = engine.requests[-1].messages
         assert turn.content.startswith(f"File `a.pdf`:\n{said}\n\n")
         assert turn.content.endswith("How many?")
@@ -56,8 +53,7 @@ def test_text_of_a_document_stands_before_the_question(live_server, engine, path
 
 @pytest.mark.parametrize("path", PATHS)
 def test_pages_without_text_are_pictures(live_server, engine, path):
-    answer = live_server.post(path, PATHS[path](SCAN) | {"model": "fake"})
-    assert answer.status_code == 200, answer.text
+    live_server.post(path, PATHS[path](SCAN) | {"model": "fake"}, status=200)
     (turn,) = engine.requests[-1].messages
     assert turn.content.startswith(PICTURE_MARK)
     assert len(turn.pictures) == 1
@@ -65,8 +61,7 @@ def test_pages_without_text_are_pictures(live_server, engine, path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_broken_document_is_the_clients_error(live_server, path):
-    answer = live_server.post(path, PATHS[path](PDF[:80]) | {"model": "fake"})
-    assert answer.status_code == 400
+    answer = live_server.post(path, PATHS[path](PDF[:80]) | {"model": "fake"}, status=400)
     assert "cannot be read" in answer.text
 
 
@@ -75,6 +70,4 @@ def test_stored_and_distant_files_are_refused(live_server):
         ("/v1/chat/completions", openai(PDF, file_id="file-1")),
         ("/v1/responses", responses(PDF, file_url="https://a.example/a.pdf")),
     ):
-        answer = live_server.post(path, body | {"model": "fake"})
-        assert answer.status_code == 400
-        assert "file_data" in answer.text
+        assert "file_data" in live_server.post(path, body | {"model": "fake"}, status=400).text

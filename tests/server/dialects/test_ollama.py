@@ -2,10 +2,10 @@
 
 import json
 
-import msgspec
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine
 from least_requests import HI
+from msgspec.structs import replace
 
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, ToolCallDelta, Usage
@@ -13,14 +13,8 @@ from edgeinfer.runtime.requests import Infill, JsonSchema
 from edgeinfer.server.model_entry import LoadedEngine
 from edgeinfer.server.request_fields import keep_alive_s
 
-INFO = msgspec.structs.replace(
-    DEFAULT_INFO,
-    can_think=True,
-    can_infill=True,
-    can_shift=True,
-    architecture="llama",
-    n_params=134_500_000,
-)
+CAN = dict.fromkeys(("can_think", "can_infill", "can_shift"), True)
+INFO = replace(DEFAULT_INFO, **CAN, architecture="llama", n_params=134_500_000)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +47,8 @@ def test_chat_streams_lines_by_default(live_server):
 
 
 def test_statistics_are_nanoseconds(serve):
-    finished = Finished(
-        reason="length",
-        usage=Usage(prompt_tokens=7, completion_tokens=3),
-        timings=Timings(prefill_ms=1.5, decode_ms=2.0),
-    )
+    usage = Usage(prompt_tokens=7, completion_tokens=3)
+    finished = Finished(reason="length", usage=usage, timings=Timings(prefill_ms=1.5, decode_ms=2.0))
     said = _chat(serve(FakeEngine([["a", finished]])), stream=False).json()
     assert (said["prompt_eval_count"], said["eval_count"]) == (7, 3)
     assert (said["prompt_eval_duration"], said["eval_duration"]) == (1_500_000, 2_000_000)
@@ -215,9 +206,7 @@ def test_an_empty_list_or_text_asks_for_nothing(live_server, body):
 
 
 def test_showing_an_unknown_model_is_a_404_that_says_not_found(live_server):
-    answer = live_server.post("/api/show", {"model": "nobody"})
-    assert answer.status_code == 404
-    assert "not found" in answer.json()["error"]
+    assert "not found" in live_server.post("/api/show", {"model": "nobody"}, status=404).json()["error"]
 
 
 def test_curl_without_a_header_is_understood(live_server):
@@ -225,16 +214,13 @@ def test_curl_without_a_header_is_understood(live_server):
     body = b'{"model": "fake", "prompt": "hi", "stream": false}'
     answer = live_server.client.post("/api/generate", content=body, headers=form)
     assert answer.json()["response"] == "Hello world"
-    page = live_server.client.post(
-        "/api/generate", content=body, headers=form | {"origin": "https://evil.example"}
-    )
-    assert page.status_code == 403
+    evil = form | {"origin": "https://evil.example"}
+    assert live_server.client.post("/api/generate", content=body, headers=evil).status_code == 403
 
 
 def test_paths_that_do_not_exist_are_refused_as_ollama_does(live_server):
-    assert live_server.get("/api/nothing").json() == {
-        "error": "There is no such route; GET /openapi.json lists all."
-    }
+    error = "There is no such route; GET /openapi.json lists all."
+    assert live_server.get("/api/nothing").json() == {"error": error}
     assert live_server.get("/api/chat").status_code == 405
 
 
@@ -268,9 +254,7 @@ def test_keep_alive_refuses_other_words(keep_alive):
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_request_without_prompt_loads_and_unloads(serve, path):
-    live_server = serve(
-        load=lambda name, progress: LoadedEngine(engine=FakeEngine()), names=("fake", "other")
-    )
+    live_server = serve(load=lambda *_: LoadedEngine(engine=FakeEngine()), names=("fake", "other"))
     for keep_alive, reason in (("10m", "load"), (0, "unload")):
         said = live_server.post(path, {"model": "other:latest", "keep_alive": keep_alive}).json()
         assert (said["done"], said["done_reason"]) == (True, reason)
@@ -313,8 +297,7 @@ def test_a_long_text_loses_its_beginning_unless_that_is_forbidden(serve, chatter
     ask |= {"options": {"num_predict": 2}}
     assert live_server.post("/api/chat", ask).json()["prompt_eval_count"] < 256
     for never in ("truncate", "shift"):
-        refused = live_server.post("/api/chat", ask | {never: False})
-        assert refused.status_code == 400
+        refused = live_server.post("/api/chat", ask | {never: False}, status=400)
         assert refused.json()["error"].startswith("the input length exceeds the context length")
     embed = {"model": "chatterer", "input": "x" * 400}
     assert live_server.post("/api/embed", embed).json()["prompt_eval_count"] == 256

@@ -13,14 +13,8 @@ import pytest
 from made_models import make_llama
 from other_processes import run
 
-START = {
-    "launcher": [sys.executable, "-m", "edgeinfer"],
-    "alone": [
-        sys.executable,
-        "-c",
-        "import sys; from edgeinfer.cli.main import main; sys.exit(main())",
-    ],
-}
+PROGRAM = "import sys; from edgeinfer.cli.main import main; sys.exit(main())"
+START = {"launcher": [sys.executable, "-m", "edgeinfer"], "alone": [sys.executable, "-c", PROGRAM]}
 
 
 @pytest.fixture
@@ -66,12 +60,8 @@ def test_both_addresses_answer(ollama_port, tmp_path, start):
         assert httpx2.get(ollamas, timeout=60).text == "Ollama is running"
         assert httpx2.get(own_url, timeout=60).text == "Ollama is running"
         (listed,) = httpx2.get(f"{ollamas}/api/tags", timeout=60).json()["models"]
-        asked = {
-            "model": listed["model"],
-            "prompt": "x",
-            "options": {"num_predict": 2, "temperature": 0},
-            "stream": False,
-        }
+        asked = {"model": listed["model"], "prompt": "x", "stream": False}
+        asked["options"] = {"num_predict": 2, "temperature": 0}
         answer = httpx2.post(f"{ollamas}/api/generate", json=asked, timeout=60)
         assert answer.json()["eval_count"] == 2
     assert process.returncode == 0

@@ -48,9 +48,8 @@ def test_every_number_of_a_request_has_a_range():
     """A negative or huge number is refused by its type in every field."""
     doc = document(DIALECTS)
     schemas: dict[str, dict] = {}
-    waiting = [
-        o["requestBody"] for path in doc["paths"].values() for o in path.values() if "requestBody" in o
-    ]
+    operations = [operation for path in doc["paths"].values() for operation in path.values()]
+    waiting = [operation["requestBody"] for operation in operations if "requestBody" in operation]
     while waiting:
         for schema in _objects(waiting.pop()):
             if schema.get("type") in ("integer", "number"):
@@ -81,9 +80,8 @@ def test_schemathesis_finds_no_case_where_the_document_is_wrong(
     serve, tmp_path, chatterer, engine, phases, examples, at_least
 ):
     make = chatterer if engine == "real" else lambda: FakeEngine([["a", "b"]])
-    live_server = serve(
-        load=lambda name, progress: LoadedEngine(engine=make()), limits=Limits(max_requests=1000)
-    )
+    limits = Limits(max_requests=1000)
+    live_server = serve(load=lambda *_: LoadedEngine(engine=make()), limits=limits)
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{live_server.url}/openapi.json"]
     command += ["--max-examples", str(examples), "--phases", phases]
     command += ["--exclude-checks", LEFT_OUT, "--seed", "1", "--no-color"]

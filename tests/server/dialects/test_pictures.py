@@ -5,17 +5,17 @@ import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
 import numpy as np
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine
+from msgspec.structs import replace
 
 from edgeinfer.media.pictures import PICTURE_MARK as HERE
 from edgeinfer.media.pictures import split_at_pictures
 
 Image = pytest.importorskip("PIL.Image")
 
-SEES = msgspec.structs.replace(DEFAULT_INFO, can_see=True, can_shift=True)
+SEES = replace(DEFAULT_INFO, can_see=True, can_shift=True)
 
 
 def png(seed: int) -> str:
@@ -105,19 +105,14 @@ BODIES = {
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_pictures_stand_where_the_message_has_them(live_server, engine, path, stream):
-    answer = live_server.post(path, BODIES[path] | {"model": "fake", "stream": stream})
-    assert answer.status_code == 200, answer.text
-    assert last_turns(engine) == [
-        ("user", f"a{HERE}b{HERE}", [file(1), file(2)]),
-        ("assistant", "", []),
-        ("tool", f"{HERE}d", [file(2)]),
-    ]
+    live_server.post(path, BODIES[path] | {"model": "fake", "stream": stream}, status=200)
+    question = ("user", f"a{HERE}b{HERE}", [file(1), file(2)])
+    assert last_turns(engine) == [question, ("assistant", "", []), ("tool", f"{HERE}d", [file(2)])]
 
 
 def test_ollama_has_pictures_before_the_text(live_server, engine):
     turns = [{"role": "user", "content": "what?", "images": [RED, BLUE]}]
-    answer = live_server.post("/api/chat", {"model": "fake", "messages": turns, "stream": False})
-    assert answer.status_code == 200, answer.text
+    live_server.post("/api/chat", {"model": "fake", "messages": turns, "stream": False}, status=200)
     assert last_turns(engine) == [("user", f"{HERE}{HERE}what?", [file(1), file(2)])]
     assert engine.requests[-1].overflow == "refuse"  # the engine cannot drop tokens of pictures
     body = {"model": "fake", "prompt": "what?", "images": [BLUE], "stream": False}
@@ -160,17 +155,14 @@ def test_counting_tokens_takes_pictures(live_server, blind):
     path = "/v1/messages/count_tokens"
     body = {"model": "fake", "messages": [{"role": "user", "content": [anthropic_block(RED)]}]}
     assert live_server.post(path, body).status_code == 200
-    refused = blind.post(path, body)
-    assert refused.status_code == 400
-    assert "fake does not accept pictures" in refused.text
+    assert "fake does not accept pictures" in blind.post(path, body, status=400).text
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_text_model_refuses_pictures_for_the_engines_reason(serve, path):
     engine = FakeEngine()
     engine.vision_error = ": its projector is damaged"
-    answer = serve(engine).post(path, BODIES[path] | {"model": "fake"})
-    assert answer.status_code == 400
+    answer = serve(engine).post(path, BODIES[path] | {"model": "fake"}, status=400)
     assert "fake does not accept pictures: its projector is damaged" in answer.text
 
 
@@ -214,9 +206,7 @@ def test_pictures_that_are_decoded_delay_no_text(serve_module):
 def test_picture_that_is_not_base64_is_refused(live_server, path, content, reason):
     turns = [{"role": "user", "content": [content]}]
     body = {"input": turns} if path.endswith("responses") else {"messages": turns, "max_tokens": 8}
-    answer = live_server.post(path, body | {"model": "fake"})
-    assert answer.status_code == 400
-    assert reason in answer.text
+    assert reason in live_server.post(path, body | {"model": "fake"}, status=400).text
 
 
 def test_a_model_tells_whether_it_sees(live_server, blind):

@@ -128,13 +128,9 @@ def test_number_out_of_range_names_its_field(live_server, raw, param):
 
 
 def test_every_field_that_is_wrong_is_named_at_once(live_server):
-    body = {
-        "messages": [{"role": "robot"}, {"role": "user", "content": [{"type": "input_audio"}]}],
-        "temperature": "hot",
-        "n": 0,
-        "audio": {"voice": "x"},
-    }
-    error = _post(live_server, "/v1/chat/completions", body).json()["error"]
+    messages = [{"role": "robot"}, {"role": "user", "content": [{"type": "input_audio"}]}]
+    wrong = {"temperature": "hot", "n": 0, "audio": {"voice": "x"}}
+    error = live_server.chat(messages=messages, **wrong).json()["error"]
     assert error["param"] == "messages[0].role"
     for said in ("'robot'", "audio input is not supported", "'temperature'", "'n'", "'audio'"):
         assert said in error["message"]

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine
 from least_requests import EVERY, HI
+from msgspec.structs import replace
 
 from edgeinfer.errors import DecodeError
 from edgeinfer.runtime.events import (
@@ -21,10 +21,7 @@ from edgeinfer.runtime.events import (
 from edgeinfer.runtime.requests import Sampling
 
 CHAT = "/v1/chat/completions"
-TOOLS = [
-    {"type": "function", "function": {"name": "f"}},
-    {"type": "function", "function": {"name": "g"}},
-]
+TOOLS = [{"type": "function", "function": {"name": name}} for name in "fg"]
 CALLS = [
     ReasoningDelta("let me "),
     ReasoningDelta("see"),
@@ -63,12 +60,8 @@ def test_chat_calls_stream_with_id_and_name_first(serve):
     chunks = live_server.events(CHAT, {"messages": HI, "tools": TOOLS})
     deltas = [chunk["choices"][0]["delta"] for _, chunk in chunks]
     calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
-    assert calls[0] == {
-        "index": 0,
-        "id": "call_a",
-        "type": "function",
-        "function": {"name": "f", "arguments": ""},
-    }
+    function = {"name": "f", "arguments": ""}
+    assert calls[0] == {"index": 0, "id": "call_a", "type": "function", "function": function}
     assert calls[1] == {"index": 0, "function": {"arguments": '{"x":'}}
     assert calls[3]["id"] == "call_b"
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "let me see"
@@ -93,8 +86,7 @@ def test_minus_one_token_is_no_limit_and_whole_floats_are_integers(live_server, 
     assert live_server.chat(max_tokens=-1, max_completion_tokens=7.0).status_code == 200
     assert live_server.chat(max_tokens=-1, seed=3.0).status_code == 200
     assert engine.requests[-1].sampling.seed == 3
-    endless = live_server.post("/v1/completions", {"prompt": "p", "max_tokens": -1})
-    assert endless.status_code == 200
+    live_server.post("/v1/completions", {"prompt": "p", "max_tokens": -1}, status=200)
     assert [request.max_tokens for request in engine.requests[-3:]] == [7, None, None]
     assert live_server.chat(max_tokens=2.5).json()["error"]["param"] == "max_tokens"
 
@@ -125,12 +117,8 @@ def test_logprobs_survive_torn_characters_and_minus_infinity(serve):
     torn = TokenLogprobs(Logprob(1, b"\xc3", float("-inf")), (Logprob(2, b"a", -0.5),))
     body = serve(FakeEngine([[TextDelta("é", (torn,))]])).chat(logprobs=True, top_logprobs=1).json()
     (token,) = body["choices"][0]["logprobs"]["content"]
-    assert token == {
-        "token": "\N{REPLACEMENT CHARACTER}",
-        "logprob": -9999.0,
-        "bytes": [0xC3],
-        "top_logprobs": [{"token": "a", "logprob": -0.5, "bytes": [97]}],
-    }
+    assert token.pop("top_logprobs") == [{"token": "a", "logprob": -0.5, "bytes": [97]}]
+    assert token == {"token": "\N{REPLACEMENT CHARACTER}", "logprob": -9999.0, "bytes": [0xC3]}
 
 
 def test_completions_keep_prompts_in_order_with_echo(serve):
@@ -142,22 +130,16 @@ def test_completions_keep_prompts_in_order_with_echo(serve):
 
 
 def test_completions_logprobs_have_offsets(serve):
-    tokens = [
-        TextDelta(t, (TokenLogprobs(Logprob(1, t.encode(), -1.0), (Logprob(2, b"z", -2.0),)),))
-        for t in ("ab", "c")
-    ]
+    other = (Logprob(2, b"z", -2.0),)
+    logprobs = [TokenLogprobs(Logprob(1, text, -1.0), other) for text in (b"ab", b"c")]
+    tokens = [TextDelta(entry.chosen.piece.decode(), (entry,)) for entry in logprobs]
     live_server = serve(FakeEngine([tokens]))
     ask = {"prompt": "p", "logprobs": 1}
     (whole,) = live_server.post("/v1/completions", ask).json()["choices"]
-    assert whole["logprobs"] == {
-        "tokens": ["ab", "c"],
-        "token_logprobs": [-1.0, -1.0],
-        "top_logprobs": [{"z": -2.0}] * 2,
-        "text_offset": [0, 2],
-    }
-    streamed = [
-        chunk["choices"][0]["logprobs"] or {} for _, chunk in live_server.events("/v1/completions", ask)
-    ]
+    expected = {"tokens": ["ab", "c"], "token_logprobs": [-1.0, -1.0], "text_offset": [0, 2]}
+    assert whole["logprobs"] == expected | {"top_logprobs": [{"z": -2.0}] * 2}
+    chunks = live_server.events("/v1/completions", ask)
+    streamed = [chunk["choices"][0]["logprobs"] or {} for _, chunk in chunks]
     assert [offset for event in streamed for offset in event.get("text_offset", [])] == [0, 2]
 
 
@@ -186,11 +168,8 @@ def test_message_stream_opens_one_block_at_a_time(serve):
     message = live_server.post("/v1/messages", body).json()
     assert [b["type"] for b in message["content"]] == kinds
     assert message["content"][2]["input"] == {"x": 1}
-    assert message["usage"] == message["usage"] | {
-        "input_tokens": 5,
-        "cache_read_input_tokens": 4,
-        "output_tokens": 7,
-    }
+    usage = {"input_tokens": 5, "cache_read_input_tokens": 4, "output_tokens": 7}
+    assert message["usage"].items() >= usage.items()
 
 
 @pytest.mark.parametrize(
@@ -322,7 +301,7 @@ def test_failure_ends_a_stream_with_an_error_event_and_is_a_500_otherwise(serve,
 )
 def test_request_with_sampling_options_drops_default_penalties(serve, chosen, penalties):
     defaults = Sampling(dry_multiplier=0.4, repeat_penalty=1.1)
-    engine = FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, sampling=defaults))
+    engine = FakeEngine(info=replace(DEFAULT_INFO, sampling=defaults))
     serve(engine).chat(**chosen)
     sampling = engine.requests[0].sampling
     assert (sampling.dry_multiplier, sampling.repeat_penalty) == penalties

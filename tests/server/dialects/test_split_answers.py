@@ -3,33 +3,18 @@
 import json
 import random
 
-import msgspec
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine, split_script
+from msgspec.structs import replace
 
 from edgeinfer.runtime.events import ReasoningDelta, TextDelta, ToolCallDelta
 
 pytestmark = pytest.mark.slow  # it sends hundreds of requests
 
 HI = [{"role": "user", "content": "hi"}]
-INFO = msgspec.structs.replace(DEFAULT_INFO, can_think=True)
-WORDS = [
-    "Hello",
-    " ",
-    "\n",
-    "\n\n",
-    "  ",
-    "é",
-    "你好",
-    "👩\u200d🚀",
-    "**b**",
-    "```",
-    "<think>",
-    "data: x",
-    '{"a":1}',
-    "\t",
-    "e\u0301",
-]
+INFO = replace(DEFAULT_INFO, can_think=True)
+WORDS = ["Hello", " ", "\n", "\n\n", "  ", "é", "你好", "👩\u200d🚀", "\t", "e\u0301"]
+WORDS += ["**b**", "```", "<think>", "data: x", '{"a":1}']
 SPLITS = 250  # for each of the four dialects
 
 
@@ -55,12 +40,10 @@ class Answer:
 
     def expected_answer(self):
         """Return reasoning, text and calls."""
-        by_kind = {
-            kind: "".join(e.text for e in self.whole if isinstance(e, kind))
-            for kind in (ReasoningDelta, TextDelta)
-        }
+        thought = "".join(e.text for e in self.whole if isinstance(e, ReasoningDelta))
+        text = "".join(e.text for e in self.whole if isinstance(e, TextDelta))
         calls = [json.loads(e.arguments) for e in self.whole if isinstance(e, ToolCallDelta)]
-        return by_kind[ReasoningDelta], by_kind[TextDelta], calls
+        return thought, text, calls
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +62,8 @@ def post(live_server, path, **body):
 
 def read_chat(live_server):
     tools = [{"type": "function", "function": {"name": "f"}}]
-    message = post(live_server, "/v1/chat/completions", messages=HI, tools=tools).json()["choices"][0][
-        "message"
-    ]
+    whole = post(live_server, "/v1/chat/completions", messages=HI, tools=tools).json()
+    message = whole["choices"][0]["message"]
     chunks = live_server.events("/v1/chat/completions", {"messages": HI, "tools": tools})
     deltas = [chunk["choices"][0]["delta"] for _, chunk in chunks if chunk["choices"]]
     calls = {}
@@ -155,11 +137,8 @@ def read_anthropic(live_server):
 
 def of_messages(messages):
     calls = [call["function"]["arguments"] for m in messages for call in m.get("tool_calls") or ()]
-    return (
-        "".join(m.get("thinking") or "" for m in messages),
-        "".join(m["content"] for m in messages),
-        calls,
-    )
+    thought = "".join(m.get("thinking") or "" for m in messages)
+    return thought, "".join(m["content"] for m in messages), calls
 
 
 def read_ollama(live_server):

@@ -21,9 +21,8 @@ def client(serve):
 
         def make(engine: FakeEngine | None = None, **fields):
             live_server = serve(engine or FakeEngine(), store_responses=True, **fields)
-            openai_client = openai.OpenAI(
-                base_url=f"{live_server.url}/v1", api_key="none", max_retries=0
-            )
+            url = f"{live_server.url}/v1"
+            openai_client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
             return live_server, stack.enter_context(openai_client)
 
         yield make
@@ -47,13 +46,8 @@ def test_conversation_continues_from_a_stored_response(client, streamed: bool) -
     first = ask("One.", instructions="Be brief.")
     second = ask("Two.", previous_response_id=first.id)
     third = ask("Three.", previous_response_id=second.id)
-    assert said(engine) == [
-        ("user", "One."),
-        ("assistant", "blue"),
-        ("user", "Two."),
-        ("assistant", "green"),
-        ("user", "Three."),
-    ]
+    turns = [("user", "One."), ("assistant", "blue"), ("user", "Two."), ("assistant", "green")]
+    assert said(engine) == [*turns, ("user", "Three.")]
     assert third.previous_response_id == second.id
     assert openai_client.responses.retrieve(first.id).output_text == "blue"
 
@@ -61,15 +55,12 @@ def test_conversation_continues_from_a_stored_response(client, streamed: bool) -
 def test_tool_output_alone_continues_a_stored_response(client) -> None:
     engine = FakeEngine()
     _, openai_client = client(engine)
-    items = [
-        {"role": "user", "content": "add"},
-        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"},
-    ]
-    first = openai_client.responses.create(model="fake", input=items, tools=[TOOL])
+    asked = {"model": "fake", "tools": [TOOL]}
+    call = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"}
+    items = [{"role": "user", "content": "add"}, call]
+    first = openai_client.responses.create(input=items, **asked)
     output = {"type": "function_call_output", "call_id": "c1", "output": "3"}
-    openai_client.responses.create(
-        model="fake", input=[output], tools=[TOOL], previous_response_id=first.id
-    )
+    openai_client.responses.create(input=[output], previous_response_id=first.id, **asked)
     assert [role for role, _ in said(engine)][-1] == "tool"
 
 
@@ -153,13 +144,8 @@ def test_stored_response_does_not_keep_the_request_body(client) -> None:
         live_server.post(URL, {"input": "x", "metadata": {"a": "b"}})
     answers = list(live_server.endpoint.responses._responses.values())
     del live_server
-    contexts = [
-        request_context
-        for request_context in gc.get_objects()
-        if isinstance(request_context, RequestContext)
-    ]
     assert len(answers) == 3
-    assert not any(context.body for context in contexts)
+    assert not any(o.body for o in gc.get_objects() if isinstance(o, RequestContext))
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -183,6 +169,4 @@ def test_reference_to_an_item_of_a_stored_response_is_resolved(client, streamed:
 def test_reference_where_nothing_is_stored_names_the_way_out(serve) -> None:
     live_server = serve(FakeEngine())
     body = {"model": "fake", "input": [{"type": "item_reference", "id": "msg_1_0"}]}
-    reply = live_server.post(URL, body)
-    assert reply.status_code == 400
-    assert "store-responses" in reply.text
+    assert "store-responses" in live_server.post(URL, body, status=400).text

@@ -69,9 +69,8 @@ def test_each_character_of_a_value_is_an_event_at_once(family):
 def test_client_has_the_arguments_begun_while_the_model_writes(serve, path, family):
     gate = StepGate()
     pieces, start = fed(family), position(family) + len("notes")
-    before, after = (
-        [event for _, events in half for event in events] for half in (pieces[:start], pieces[start:])
-    )
+    halves = (pieces[:start], pieces[start:])
+    before, after = ([event for _, events in half for event in events] for half in halves)
     assert all(isinstance(event, ToolCallDelta) for event in (*before, *after))
     finished = Finished(reason="tool_calls", usage=Usage(), timings=Timings())
     script: Script = [*before, gate, *after, finished]

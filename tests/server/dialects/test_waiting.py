@@ -14,12 +14,8 @@ from edgeinfer.server.anthropic.messages import MessageRenderer
 from edgeinfer.server.anthropic.wire import MessagesRequest
 from edgeinfer.server.limits import Limits
 
-TOO_LONG = ContextLengthError(
-    "the prompt has 9 tokens and the context 8, which must hold the answer too",
-    param="messages",
-    n_tokens=9,
-    n_ctx=8,
-)
+MESSAGE = "the prompt has 9 tokens and the context 8, which must hold the answer too"
+TOO_LONG = ContextLengthError(MESSAGE, param="messages", n_tokens=9, n_ctx=8)
 
 
 def _events(lines, n):
@@ -43,10 +39,8 @@ def test_a_client_that_waits_for_its_prompt_gets_events(serve, path):
         gate.opened.set()
         remaining = list(lines)
     if path == "/v1/responses":
-        assert (waiting["type"], waiting["response"]["status"]) == (
-            "response.in_progress",
-            "in_progress",
-        )
+        assert waiting["type"] == "response.in_progress"
+        assert waiting["response"]["status"] == "in_progress"
     elif path == "/v1/messages":
         assert waiting == {"type": "ping"}
     else:

@@ -1,10 +1,10 @@
 """LoRA adapters are loaded and unloaded by vLLM's routes, on the real engine."""
 
-import msgspec
 import pytest
 from fake_engine import DEFAULT_INFO, FakeEngine
 from least_requests import EVERY
 from made_models import make_adapter, make_llama
+from msgspec.structs import replace
 
 from edgeinfer.platform import paths
 from edgeinfer.runtime.options import Adapter
@@ -26,9 +26,7 @@ def live_server(serve, load_model, smollm2):
 
 
 def said(live_server, **fields) -> str:
-    answer = live_server.post("/v1/completions", ASK | fields)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["text"]
+    return live_server.post("/v1/completions", ASK | fields, status=200).json()["choices"][0]["text"]
 
 
 def change(live_server, verb: str, **fields):
@@ -64,10 +62,9 @@ def fake(serve):
 
 @pytest.mark.parametrize("path", EVERY)
 def test_every_dialect_chooses_adapters(serve, path):
-    engine = FakeEngine(info=msgspec.structs.replace(DEFAULT_INFO, lora=(Adapter("red", ""),)))
+    engine = FakeEngine(info=replace(DEFAULT_INFO, lora=(Adapter("red", ""),)))
     lora = [{"id": 0, "scale": 0.5}] if path == "/completion" else [{"name": "red", "scale": 0.5}]
-    answer = serve(engine).client.post(path, json=EVERY[path] | {"model": "fake", "lora": lora})
-    assert answer.status_code == 200, answer.text
+    serve(engine).post(path, EVERY[path] | {"model": "fake", "lora": lora}, status=200)
     assert engine.requests[0].lora == (("red", 0.5),)
 
 

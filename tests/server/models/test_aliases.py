@@ -10,23 +10,14 @@ from edgeinfer.cli.endpoint_setup import ModelAdmin
 from edgeinfer.server.model_entry import LoadedEngine
 
 SLASHED = "ollama/someone/tiny:1b"
-ALIASES = {
-    "gpt-4o": SLASHED,
-    "small": "default",
-    "claude-*": "default",
-    "claude-opus-*": SLASHED,
-    "gone": "not-here",
-    "gpt-*": "not-here",
-}
+ALIASES = {"gpt-4o": SLASHED, "claude-opus-*": SLASHED, "small": "default", "claude-*": "default"}
+ALIASES |= {"gone": "not-here", "gpt-*": "not-here"}
 
 
 @pytest.fixture(scope="module")
 def live_server(serve_module):
-    return serve_module(
-        load=lambda name, _progress: LoadedEngine(engine=FakeEngine()),
-        names=("main", SLASHED),
-        aliases=ALIASES,
-    )
+    names = ("main", SLASHED)
+    return serve_module(load=lambda *_: LoadedEngine(engine=FakeEngine()), names=names, aliases=ALIASES)
 
 
 ROUTES = GENERATING | OLLAMA | {"/tokenize": {"content": "hi"}, "/api/embed": {"input": "hi"}}
@@ -46,8 +37,7 @@ ROUTES = GENERATING | OLLAMA | {"/tokenize": {"content": "hi"}, "/api/embed": {"
     ],
 )
 def test_an_alias_is_honoured_on_every_dialect(live_server, route: str, name: str, target: str) -> None:
-    reply = live_server.post(route, ROUTES[route] | {"model": name})
-    assert reply.status_code == 200, reply.text
+    reply = live_server.post(route, ROUTES[route] | {"model": name}, status=200)
     assert reply.headers["x-edgeinfer-model"] == target
     if route not in OLLAMA and not route.startswith("/api/"):  # Ollama repeats the name that was sent
         assert reply.json().get("model", target) == target
@@ -61,8 +51,7 @@ def test_a_models_own_name_needs_no_header(live_server) -> None:
 def test_only_model_answers_to_any_name(serve) -> None:
     live_server = serve(FakeEngine())
     for route, body in ROUTES.items():
-        reply = live_server.post(route, body | {"model": "gpt-9"})
-        assert reply.status_code == 200, reply.text
+        reply = live_server.post(route, body | {"model": "gpt-9"}, status=200)
         assert reply.headers["x-edgeinfer-model"] == "fake"
     assert live_server.get("/v1/models/gpt-9").status_code == 404
 
@@ -83,9 +72,8 @@ def test_unknown_name_is_refused_if_switched_off_or_among_several_models(serve, 
 def test_alias_of_a_missing_model_is_explained(live_server, name: str, target: str) -> None:
     reply = live_server.chat(model=name)
     assert reply.status_code == 404
-    assert (
-        f"There is no model '{target}' ('{name}' is an alias of it)" in reply.json()["error"]["message"]
-    )
+    said = reply.json()["error"]["message"]
+    assert f"There is no model '{target}' ('{name}' is an alias of it)" in said
 
 
 @pytest.mark.parametrize(
@@ -107,12 +95,8 @@ def test_unknown_model_error_names_pull_only_for_pullable_models(
 
 def test_aliases_are_listed_as_such(live_server) -> None:
     cards = {card["id"]: card for card in live_server.get("/v1/models").json()["data"]}
-    assert {name: card["alias_of"] for name, card in cards.items()} == {
-        "main": "",
-        SLASHED: "",
-        "gpt-4o": SLASHED,
-        "small": "main",
-    }
+    aliases = {name: card["alias_of"] for name, card in cards.items()}
+    assert aliases == {"main": "", SLASHED: "", "gpt-4o": SLASHED, "small": "main"}
 
 
 @pytest.mark.parametrize("name", [SLASHED, quote(SLASHED, safe=""), "gpt-4o", "claude-opus-5"])

@@ -25,38 +25,33 @@ def _options(*typed: str) -> argparse.Namespace:
 
 
 def _chat(custom_id: str, **body) -> dict:
-    body = {
-        "messages": [{"role": "user", "content": custom_id}],
-        "max_tokens": 4,
-        "temperature": 0,
-    } | body
+    turns = [{"role": "user", "content": custom_id}]
+    body = {"messages": turns, "max_tokens": 4, "temperature": 0} | body
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
 @pytest.fixture
 def files(tmp_path):
     def write(*lines: object):
-        path = tmp_path / "in.jsonl"
-        path.write_text(
-            "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
-        )
-        return str(path), str(tmp_path / "out.jsonl")
+        text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+        (tmp_path / "in.jsonl").write_text(f"{text}\n")
+        return tmp_path / "in.jsonl", tmp_path / "out.jsonl"
 
     return write
 
 
+def _repeat(request):
+    return [f"<{request.messages[-1].content if request.messages else request.prompt}>"]
+
+
 def _run(files_, engine=None, *typed):
-    engine = engine or FakeEngine(
-        lambda request: [
-            f"<{(request.messages or [None])[-1].content if request.messages else request.prompt}>"
-        ]
-    )
-    return batch.run(_options(*files_, "--quiet", *typed), FakeHost(lambda model: engine)), engine
+    engine = engine or FakeEngine(_repeat)
+    options = _options(*map(str, files_), "--quiet", *typed)
+    return batch.run(options, FakeHost(lambda model: engine)), engine
 
 
-def _answers(path: str) -> dict[str, dict]:
-    with open(path) as file:
-        lines = [json.loads(line) for line in file]
+def _answers(path: Path) -> dict[str, dict]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({line["custom_id"] for line in lines}) == len(lines)
     return {line["custom_id"]: line for line in lines}
 
@@ -95,11 +90,8 @@ def test_a_wrong_request_is_an_answer_with_its_status(files):
 def test_a_second_run_does_only_what_is_missing(files):
     paths = files(*(_chat(str(n)) for n in range(10)))
     _run(paths)
-    with open(paths[1]) as file:
-        lines = file.readlines()[:6]
-    with open(paths[1], "w") as file:
-        file.writelines(lines)
-        file.write('{"id":"torn","custom_id":"9"')
+    lines = paths[1].read_text().splitlines()[:6]
+    paths[1].write_text("\n".join([*lines, '{"id":"torn","custom_id":"9"']))
     result, engine = _run(paths)
     assert (result.done, result.skipped) == (4, 6)
     assert len(engine.requests) == 4
@@ -113,7 +105,7 @@ def test_a_second_run_tries_failed_lines_again(files, tmp_path):
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "out.jsonl")
     os.chmod(tmp_path / "out.jsonl", 0o640)
     again = files(_chat("a"), _chat("b"), _chat("c", temperature=9), _chat("e"))
-    result, engine = _run((again[0], str(tmp_path / "link.jsonl")))
+    result, engine = _run((again[0], tmp_path / "link.jsonl"))
     assert (result.done, result.skipped, result.failed, result.retried) == (3, 1, 1, 2)
     assert "2 had failed in an earlier run and were tried again" in result.human()
     assert [request.messages[-1].content for request in engine.requests] == ["b", "e"]
@@ -263,17 +255,15 @@ def test_a_line_that_is_no_request_is_named_before_anything_runs(files, line, sa
     paths = files(_chat("a"), line)
     with pytest.raises(UsageError, match=said):
         _run(paths)
-    assert not os.path.exists(paths[1])
+    assert not paths[1].exists()
 
 
 def test_an_output_file_of_something_else_is_left_alone(files):
     paths = files(_chat("a"))
-    with open(paths[1], "w") as file:
-        file.write("my notes\n")
+    paths[1].write_text("my notes\n")
     with pytest.raises(UsageError):
         _run(paths)
-    with open(paths[1]) as file:
-        assert file.read() == "my notes\n"
+    assert paths[1].read_text() == "my notes\n"
 
 
 def test_two_runs_do_not_share_an_output(files):
@@ -286,7 +276,7 @@ def test_two_runs_do_not_share_an_output(files):
 
 def test_missing_input_file_is_named(tmp_path):
     with pytest.raises(UsageError, match=r"nowhere\.jsonl"):
-        _run((str(tmp_path / "nowhere.jsonl"), str(tmp_path / "out")))
+        _run((tmp_path / "nowhere.jsonl", tmp_path / "out"))
 
 
 def test_a_full_queue_is_waited_for(files):
@@ -368,11 +358,10 @@ def test_failures_and_a_kill_in_their_midst_lose_nothing(files, until):
 
     def words(rest_s: float) -> list[str]:
         path = ":".join([os.path.dirname(__file__), *sys.path])
-        return [sys.executable, "-c", _SHAKY, str(rest_s), path, *paths]
+        return [sys.executable, "-c", _SHAKY, str(rest_s), path, *map(str, paths)]
 
     def lines() -> int:
-        output = Path(paths[1])
-        return output.read_bytes().count(b"\n") if output.exists() else 0
+        return paths[1].read_bytes().count(b"\n") if paths[1].exists() else 0
 
     with subprocess.Popen(words(600.0), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         until(lambda: lines() >= 9 or process.poll() is not None, "some answers")

@@ -1,6 +1,7 @@
 """What requests share of the prefix cache: prefill-only requests, salts, keys, usage, metrics."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from fake_engine import FakeEngine
 from least_requests import EVERY, GENERATING
 from made_decoders import make_reader
 from made_models import make_llama
-from other_processes import engines_below, free_port
+from other_processes import LAUNCHER, engines_below, free_port
 
 from edgeinfer.models import pull
 from edgeinfer.platform.paths import config_dir
@@ -22,9 +23,6 @@ from edgeinfer.runtime.prefix_cache import block_saver, cache
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
 
-LAUNCHER = (
-    "import sys; sys.argv[0] = 'edgeinfer'; from edgeinfer.launcher import main; sys.exit(main())"
-)
 #: Tokens per KV block. A last, partial block may be prefilled again.
 BLOCK = 256
 KEYS = ["test-key-0123456789abcdef", "another-key-0123456789"]
@@ -62,9 +60,7 @@ def serve_reader(serve, load_model, reader, tmp_path):
 def _complete(live_server, prompt=STORY, key="", **fields) -> dict:
     body = {"prompt": prompt, "temperature": 0, "max_tokens": 4, "ignore_eos": True} | fields
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    answer = live_server.post("/v1/completions", body, headers=headers)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return live_server.post("/v1/completions", body, headers=headers, status=200).json()
 
 
 def _cached_tokens(reply: dict) -> tuple[int, int]:
@@ -76,8 +72,7 @@ def _cached_tokens(reply: dict) -> tuple[int, int]:
 def test_every_route_accepts_the_prefix_cache_fields(serve, path):
     engine = FakeEngine()
     fields = {"cache_prompt": False, "cache_salt": "mine", "prompt_cache_key": "talk"}
-    answer = serve(engine).client.post(path, json=EVERY[path] | fields)
-    assert answer.status_code == 200, answer.text
+    serve(engine).post(path, EVERY[path] | fields, status=200)
     (request,) = engine.requests
     assert (request.cache_prompt, request.cache_salt, request.conversation) == (False, "mine", "talk")
 
@@ -124,12 +119,8 @@ def test_a_prompt_that_was_only_read_is_there_for_the_next(serve_reader, stream)
         assert '"predicted_n":0' in text
     else:
         read = _complete(live_server, max_tokens=0)
-        assert read["choices"][0] | {"logprobs": None} == {
-            "index": 0,
-            "text": "",
-            "finish_reason": "length",
-            "logprobs": None,
-        }
+        empty = {"index": 0, "text": "", "finish_reason": "length", "logprobs": None}
+        assert read["choices"][0] | {"logprobs": None} == empty
         assert read["usage"]["completion_tokens"] == 0
         assert read["timings"]["prompt_ms"] > 0
     asked = _complete(live_server, STORY + " and then")
@@ -145,10 +136,8 @@ def test_one_keys_blocks_are_not_found_by_another(serve_reader):
     n = first["usage"]["prompt_tokens"]
     assert _cached_tokens(first) == (0, 0)
     assert _cached_tokens(_complete(live_server, key=KEYS[1], max_tokens=0)) == (0, 0)
-    assert _cached_tokens(_complete(live_server, key=KEYS[0], cache_salt="mine", max_tokens=0)) == (
-        0,
-        0,
-    )
+    salted = _complete(live_server, key=KEYS[0], cache_salt="mine", max_tokens=0)
+    assert _cached_tokens(salted) == (0, 0)
     assert _cached_tokens(_complete(live_server, key=KEYS[0])) == (n - 1, 0)
     live_server.drain()
     live_server.wait_ended()
@@ -194,9 +183,8 @@ def test_slots_report_where_a_prompt_diverged(serve_reader):
     live_server = serve_reader(keys=KEYS)
     middle = STORY.index(" ", len(STORY) // 2)
     edited = STORY[:middle] + " Suddenly" + STORY[middle:]
-    replies = [
-        _complete(live_server, text, key=KEYS[0], max_tokens=1) for text in (STORY, edited, STORY)
-    ]
+    texts = (STORY, edited, STORY)
+    replies = [_complete(live_server, text, key=KEYS[0], max_tokens=1) for text in texts]
     _complete(live_server, key=KEYS[1], max_tokens=1)
 
     def slots(key: str) -> list[dict]:
@@ -210,11 +198,7 @@ def test_slots_report_where_a_prompt_diverged(serve_reader):
     (other,) = slots(KEYS[1])
     assert other["cause"] == "nothing"
     assert live_server.get("/slots").status_code == 401
-    assert not any(
-        isinstance(value, str) and "Sudden" in value
-        for slot in slots(KEYS[0])
-        for value in slot.values()
-    )
+    assert "Sudden" not in json.dumps(slots(KEYS[0]))
     assert "Suddenly" not in live_server.log.getvalue()
     _complete(live_server, "A secret.", key=KEYS[1], max_tokens=1, cache_prompt=False)
     assert len(slots(KEYS[1])) == 1  # a request with `cache_prompt: false` is not listed
@@ -254,9 +238,8 @@ def test_a_model_that_leaves_memory_keeps_its_conversations(smollm2, tmp_path, u
     def go_on(where: str, most: int) -> None:
         """Ask once more: at most `most` known tokens are prefilled again, by a model loaded at `where`."""
         nonlocal n_known
-        reply = post(
-            "/v1/chat/completions", model="small", messages=turns, max_tokens=16, temperature=0
-        )
+        asked = {"messages": turns, "max_tokens": 16, "temperature": 0}
+        reply = post("/v1/chat/completions", model="small", **asked)
         assert n_known - _cached_tokens(reply)[0] <= most
         n_known = reply["usage"]["prompt_tokens"]
         answer = {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}

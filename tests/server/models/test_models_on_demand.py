@@ -2,11 +2,11 @@
 
 import threading
 
-import msgspec
 import pytest
 import raw_http
 from fake_engine import DEFAULT_INFO, FakeEngine, StepGate
 from least_requests import READING
+from msgspec.structs import replace
 
 from edgeinfer.errors import EngineClosedError, ModelLoadError
 from edgeinfer.server.lifecycle import RunOptions
@@ -14,6 +14,7 @@ from edgeinfer.server.limits import Limits
 from edgeinfer.server.model_entry import LoadedEngine
 
 GIB = 1 << 30
+IMPATIENT = Limits(patience_s=0.02, comment_s=0.02)
 
 
 class ScriptedLoader:
@@ -52,13 +53,10 @@ class ScriptedLoader:
                 if loader.live.pop(name, None):
                     loader.closed.append(name)
 
-        info = msgspec.structs.replace(
-            DEFAULT_INFO, model=name, weights_bytes=self.size, sha256=name * 16
-        )
+        info = replace(DEFAULT_INFO, model=name, weights_bytes=self.size, sha256=name * 16)
         self.live[name] = Engine(self.scripts.get(name, [[f"I am {name}"]]), info=info)
-        return LoadedEngine(
-            engine=self.live[name], where="worker", how="resumed", stages_ms={"restore": 80.0}
-        )
+        start = {"where": "worker", "how": "resumed", "stages_ms": {"restore": 80.0}}
+        return LoadedEngine(engine=self.live[name], **start)
 
     def available(self):
         return self.total - self.size * len(self.live)
@@ -112,9 +110,7 @@ def test_a_request_does_not_wait_for_another_models_load(serve, loader, until):
 
 def test_a_streaming_client_gets_comments_while_its_model_loads(serve, loader):
     loader.holds["b"] = threading.Event()
-    live_server = serve(
-        load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02)
-    )
+    live_server = serve(load=loader.load, names=("a", "b"), limits=IMPATIENT)
     with live_server.stream(model="b") as answer:
         assert answer.status_code == 200
         lines = answer.iter_lines()
@@ -126,7 +122,7 @@ def test_a_streaming_client_gets_comments_while_its_model_loads(serve, loader):
 
 def test_a_field_refused_after_the_load_is_an_error_event(serve, loader):
     loader.holds["b"] = threading.Event()
-    live_server = serve(load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02))
+    live_server = serve(load=loader.load, names=("a", "b"), limits=IMPATIENT)
     body = {"model": "b", "prompt": "p", "logit_bias": [[5, True]], "stream": True}
     with live_server.client.stream("POST", "/completion", json=body) as answer:
         loader.holds["b"].set()
@@ -135,9 +131,7 @@ def test_a_field_refused_after_the_load_is_an_error_event(serve, loader):
 
 def test_failed_load_is_a_status_or_stream_error_and_is_retried(serve, loader):
     loader.refusals["b"] = ModelLoadError("the file is damaged")
-    live_server = serve(
-        load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02)
-    )
+    live_server = serve(load=loader.load, names=("a", "b"), limits=IMPATIENT)
     assert live_server.chat(model="b").status_code == 422
     assert "damaged" in live_server.chat(model="b").json()["error"]["message"]
     loader.holds["b"] = threading.Event()
@@ -203,9 +197,8 @@ def test_model_in_use_is_not_unloaded_for_another(serve, until):
     loader = ScriptedLoader(total_bytes=GIB + (1 << 29))
     gate = StepGate()
     loader.scripts["a"] = [[gate, "held"]]
-    live_server = serve(
-        load=loader.load, names=("a", "b"), available_bytes=loader.available, memory_wait_s=0.2
-    )
+    memory = {"available_bytes": loader.available, "memory_wait_s": 0.2}
+    live_server = serve(load=loader.load, names=("a", "b"), **memory)
     live_server.endpoint.models._sizes["b"] = GIB
     holding = live_server.begin(gate, model="a")
     refused = live_server.chat(model="b")
@@ -264,9 +257,7 @@ def test_a_model_is_unloaded_on_request(serve, loader, until):
 
 def test_client_that_disconnects_during_a_load_releases_the_model(serve, loader, until):
     loader.holds["b"] = threading.Event()
-    live_server = serve(
-        load=loader.load, names=("a", "b"), limits=Limits(patience_s=0.02, comment_s=0.02)
-    )
+    live_server = serve(load=loader.load, names=("a", "b"), limits=IMPATIENT)
     for stream in (True, False):
         with raw_http.connect(live_server.port) as client:
             client.sendall(raw_http.post(raw_http.HI_BODY | {"model": "b", "stream": stream}))
@@ -283,13 +274,9 @@ def test_health_reports_the_stage_of_a_load(serve, loader, until):
     loader.holds["a"] = threading.Event()
     live_server = serve(load=loader.load, names=("a",), wait_ready=False)
     until(lambda: "a" in loader.loads, "a to be loading")
-    answer = live_server.get("/health")
-    assert answer.status_code == 503
-    assert answer.json() == {
-        "status": "loading",
-        "model": "a",
-        "loading": [{"model": "a", "stage": "reading weights", "progress": 0.5}],
-    }
+    answer = live_server.get("/health", status=503)
+    loading = [{"model": "a", "stage": "reading weights", "progress": 0.5}]
+    assert answer.json() == {"status": "loading", "model": "a", "loading": loading}
     loader.holds["a"].set()
     until(lambda: live_server.get("/health").status_code == 200, "the endpoint to be healthy")
 
@@ -299,8 +286,7 @@ def test_a_default_model_that_does_not_load_leaves_the_endpoint_up(serve, loader
     live_server = serve(load=loader.load, names=("a", "b"), wait_ready=False)
     until(lambda: "a" in loader.loads, "a to be loading")
     assert _ask(live_server, "b") == "I am b"
-    health = live_server.get("/health")
-    assert health.status_code == 503
+    health = live_server.get("/health", status=503)
     assert (health.json()["status"], health.json()["error"]) == ("error", "damaged")
     until(lambda: "model-failed" in live_server.log.getvalue(), "the log to tell of it")
     assert "Traceback" not in live_server.log.getvalue()

@@ -25,9 +25,7 @@ def engine(load_model, path):
 
 
 def _complete(live_server, **body):
-    answer = live_server.post("/v1/completions", body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return live_server.post("/v1/completions", body, status=200).json()
 
 
 def _raw_logprobs(path, tokens):
@@ -40,9 +38,8 @@ def _raw_logprobs(path, tokens):
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_echoed_logprobs_of_a_list_are_those_of_raw_logits(live_server, path, max_tokens):
-    reply = _complete(
-        live_server, prompt=OPTIONS, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0, seed=1
-    )
+    asked = {"echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0, "seed": 1}
+    reply = _complete(live_server, prompt=OPTIONS, **asked)
     for option, choice in zip(OPTIONS, reply["choices"], strict=True):
         logprobs = choice["logprobs"]
         raw, best = _raw_logprobs(path, option)
@@ -98,14 +95,8 @@ def test_generated_end_counts_as_a_token(live_server, engine):
     """Evaluation harnesses drop the last logprob, because it belongs to the generated token."""
     (end_token,) = engine.tokenize("<|end|>", parse_special=True)
     prompt = OPTIONS[0]
-    reply = _complete(
-        live_server,
-        prompt=prompt,
-        echo=True,
-        logprobs=1,
-        max_tokens=1,
-        logit_bias={str(end_token): 100},
-    )
+    asked = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 1}
+    reply = _complete(live_server, **asked, logit_bias={str(end_token): 100})
     (choice,) = reply["choices"]
     assert choice["finish_reason"] == "stop"
     assert len(choice["logprobs"]["token_logprobs"]) == len(prompt) + 1
@@ -114,11 +105,8 @@ def test_generated_end_counts_as_a_token(live_server, engine):
 def test_streamed_echo_joins_to_the_whole_one(live_server):
     body = {"prompt": OPTIONS[1], "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0}
     (whole,) = _complete(live_server, **body)["choices"]
-    choices = [
-        choice
-        for _, chunk in live_server.events("/v1/completions", body)
-        for choice in chunk["choices"]
-    ]
+    events = live_server.events("/v1/completions", body)
+    choices = [choice for _, chunk in events for choice in chunk["choices"]]
     assert "".join(choice["text"] for choice in choices) == whole["text"]
 
     def join(field):
@@ -126,17 +114,15 @@ def test_streamed_echo_joins_to_the_whole_one(live_server):
 
     for field in ("tokens", "text_offset"):
         assert join(field) == whole["logprobs"][field]
-    assert join("token_logprobs")[1:] == pytest.approx(
-        whole["logprobs"]["token_logprobs"][1:], abs=1e-3
-    )
+    logprobs = whole["logprobs"]["token_logprobs"]
+    assert join("token_logprobs")[1:] == pytest.approx(logprobs[1:], abs=1e-3)
     assert [sorted(top or {}) for top in join("top_logprobs")] == [
         sorted(top or {}) for top in whole["logprobs"]["top_logprobs"]
     ]
 
 
 def test_text_prompt_is_echoed_as_it_was_sent(live_server):
-    (choice,) = _complete(live_server, prompt="Text, once.", echo=True, logprobs=0, max_tokens=0)[
-        "choices"
-    ]
+    reply = _complete(live_server, prompt="Text, once.", echo=True, logprobs=0, max_tokens=0)
+    (choice,) = reply["choices"]
     assert choice["text"] == "Text, once."
     assert "".join(choice["logprobs"]["tokens"]).endswith("Text, once.")

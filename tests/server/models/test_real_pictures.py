@@ -99,10 +99,9 @@ def test_completion_without_pictures_keeps_its_marker_as_text(sees):
         return sees.client.post("/completion", json=body).json()
 
     marker = "What is this: <__media__>\n"
-    as_text, red, blue = (
-        answer(prompt_string=marker, **data)
-        for data in ({}, {"multimodal_data": [base64_of(RED)]}, {"multimodal_data": [base64_of(BLUE)]})
-    )
+    as_text = answer(prompt_string=marker)
+    datas = ([base64_of(RED)], [base64_of(BLUE)])
+    red, blue = (answer(prompt_string=marker, multimodal_data=data) for data in datas)
     assert len({reply["content"] for reply in (as_text, red, blue)}) == 3
     assert red["prompt"] == marker
     assert red["tokens_evaluated"] == blue["tokens_evaluated"]
@@ -110,29 +109,21 @@ def test_completion_without_pictures_keeps_its_marker_as_text(sees):
 
 def test_embeddings_of_pictures_are_refused(sees):
     prompt = {"prompt_string": "<__media__>", "multimodal_data": [base64_of(RED)]}
-    reply = sees.client.post("/embeddings", json={"content": [prompt]})
-    assert reply.status_code == 400
+    sees.post("/embeddings", {"content": [prompt]}, status=400)
 
 
 def by_openai_chat(client, *pictures):
     parts = [{"type": "image_url", "image_url": {"url": uri(picture)}} for picture in pictures]
-    reply = client.chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": [*parts, {"type": "text", "text": ASKED}]}],
-        max_tokens=8,
-        **GREEDY,
-    )
+    turns = [{"role": "user", "content": [*parts, {"type": "text", "text": ASKED}]}]
+    asked = {"model": MODEL, "messages": turns, "max_tokens": 8}
+    reply = client.chat.completions.create(**asked, **GREEDY)
     return reply.choices[0].message.content, reply.usage.prompt_tokens
 
 
 def by_openai_responses(client, *pictures):
     parts = [{"type": "input_image", "image_url": uri(picture)} for picture in pictures]
-    reply = client.responses.create(
-        model=MODEL,
-        input=[{"role": "user", "content": [*parts, {"type": "input_text", "text": ASKED}]}],
-        max_output_tokens=8,
-        **GREEDY,
-    )
+    turns = [{"role": "user", "content": [*parts, {"type": "input_text", "text": ASKED}]}]
+    reply = client.responses.create(model=MODEL, input=turns, max_output_tokens=8, **GREEDY)
     return reply.output_text, reply.usage.input_tokens
 
 
@@ -179,16 +170,10 @@ def test_tokens_of_pictures_are_counted_as_they_are_used(anthropic_client):
             "content": [{"type": "tool_result", "tool_use_id": "c", "content": blocks(BLUE)}],
         },
     ]
-    counts = [
-        anthropic_client.messages.count_tokens(model=MODEL, messages=turns[:n]).input_tokens
-        for n in (1, 3)
-    ]
-    single, both = (
-        anthropic_client.messages.create(model=MODEL, max_tokens=1, messages=turns[:n]).usage
-        for n in (1, 3)
-    )
-    assert [
-        used.input_tokens + used.cache_read_input_tokens + used.cache_creation_input_tokens
-        for used in (single, both)
-    ] == counts
-    assert both.cache_read_input_tokens > 0
+    messages = anthropic_client.messages
+    for asked in (turns[:1], turns):
+        count = messages.count_tokens(model=MODEL, messages=asked).input_tokens
+        used = messages.create(model=MODEL, max_tokens=1, messages=asked).usage
+        cached = used.cache_read_input_tokens + used.cache_creation_input_tokens
+        assert used.input_tokens + cached == count
+    assert used.cache_read_input_tokens > 0

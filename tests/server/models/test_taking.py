@@ -21,13 +21,8 @@ def test_snapshot_is_taken_for_the_admin_key(serve):
     key = {"authorization": "Bearer secret"}
     for state in ("taken", "unchanged"):
         answer = live_server.post(PATH, {"name": "x"}, headers=key)
-        assert answer.json() == {
-            "id": "fake",
-            "state": state,
-            "snapshot": "fake,x",
-            "disk_bytes": 7,
-            "seconds": 0.5,
-        }
+        told = {"id": "fake", "snapshot": "fake,x", "disk_bytes": 7, "seconds": 0.5}
+        assert answer.json() == told | {"state": state}
     assert asked == [("fake", "x"), ("fake", "x")]
     assert live_server.post(PATH, {"name": "../x"}, headers=key).status_code == 400
     assert live_server.post("/v1/models/nix/snapshot", {}, headers=key).status_code == 404

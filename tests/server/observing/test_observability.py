@@ -6,8 +6,8 @@ import re
 from datetime import date, timedelta
 from pathlib import Path
 
-import msgspec
 from fake_engine import DEFAULT_INFO, FakeEngine
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from edgeinfer.runtime.events import Finished, Timings, Usage
@@ -19,15 +19,13 @@ from edgeinfer.usage.daily_counts import DriftRecorder, drift_path
 DOCS = Path(__file__).parents[3] / "docs"
 KEY = "test-key-0123456789abcdef"
 SHA = "0123456789abcdef" * 4
-END = Finished(
-    reason="stop",
-    usage=Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=3),
-    timings=Timings(queue_ms=1, prefill_ms=20, ttft_ms=21, decode_ms=40),
-)
+USAGE = Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=3)
+TIMINGS = Timings(queue_ms=1, prefill_ms=20, ttft_ms=21, decode_ms=40)
+END = Finished(reason="stop", usage=USAGE, timings=TIMINGS)
 
 
 def _engine() -> FakeEngine:
-    return FakeEngine([["a", "b", "c", END]], info=msgspec.structs.replace(DEFAULT_INFO, sha256=SHA))
+    return FakeEngine([["a", "b", "c", END]], info=replace(DEFAULT_INFO, sha256=SHA))
 
 
 def test_requests_tokens_and_times_are_counted(serve):
@@ -58,11 +56,9 @@ def test_a_loaded_model_is_counted_with_its_stages():
     metrics.model_loaded("m", "resumed", 0.09, {"restore": 70.0})
     text = metrics.exposition().decode()
     assert 'edgeinfer_model_loads_total{how="resumed",model_name="m"} 1.0' in text
-    assert (
-        'edgeinfer_model_load_seconds_bucket{how="resumed",le="0.075",model_name="m",stage="restore"} '
-        "1.0" in text
-    )
-    assert 'edgeinfer_model_load_seconds_count{how="resumed",model_name="m",stage="total"} 1.0' in text
+    seconds = "edgeinfer_model_load_seconds"
+    assert f'{seconds}_bucket{{how="resumed",le="0.075",model_name="m",stage="restore"}} 1.0' in text
+    assert f'{seconds}_count{{how="resumed",model_name="m",stage="total"}} 1.0' in text
 
 
 def test_described_metrics_are_those_of_a_scrape(serve):
@@ -116,19 +112,11 @@ def test_the_dashboard_asks_for_metrics_that_exist(serve):
     families = list(text_string_to_metric_families(live_server.get("/metrics").text))
     names = {f.name for f in families} | {s.name for f in families for s in f.samples}
     names |= {f"{f.name}_total" for f in families}
-    names |= {
-        f.name + suffix
-        for f in families
-        if f.type == "histogram"
-        for suffix in ("_bucket", "_sum", "_count")
-    }
+    histograms = [f.name for f in families if f.type == "histogram"]
+    names |= {name + suffix for name in histograms for suffix in ("_bucket", "_sum", "_count")}
     board = json.loads((DOCS / "grafana/edgeinfer.json").read_text("utf-8"))
-    asked = {
-        name
-        for panel in board["panels"]
-        for target in panel.get("targets", ())
-        for name in re.findall(r"edgeinfer_\w+", target["expr"])
-    }
+    targets = [target for panel in board["panels"] for target in panel.get("targets", ())]
+    asked = {name for target in targets for name in re.findall(r"edgeinfer_\w+", target["expr"])}
     assert len(asked) > 10
     assert asked <= names
 
@@ -137,9 +125,8 @@ def test_a_request_id_goes_in_and_out_and_into_the_log(serve, until):
     live_server = serve(FakeEngine())
     answer = live_server.get("/v1/models", headers={"x-request-id": "mine-1"})
     assert answer.headers["x-request-id"] == "mine-1"
-    new_id = live_server.get("/v1/models", headers={"x-request-id": "not ok\t!"}).headers[
-        "x-request-id"
-    ]
+    answer = live_server.get("/v1/models", headers={"x-request-id": "not ok\t!"})
+    new_id = answer.headers["x-request-id"]
     assert re.fullmatch(r"req_[0-9a-f]{24}", new_id)
 
     def logged_ids():  # a request is logged only after its answer was sent
@@ -165,9 +152,7 @@ def test_text_logs_read_as_text_and_off_is_off():
     log = Log("text", stream)
     log.info("ready", model="m", empty="")
     log.error("broken", ValueError("x"))
-    assert re.fullmatch(
-        r"\d\d:\d\d:\d\d ready model=m\n", stream.getvalue().splitlines(keepends=True)[0]
-    )
+    assert re.match(r"\d\d:\d\d:\d\d ready model=m\n", stream.getvalue())
     assert "ValueError: x" in stream.getvalue()
     quiet = io.StringIO()
     Log("off", quiet).info("ready")

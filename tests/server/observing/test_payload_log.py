@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 import raw_http
 from fake_engine import FakeEngine, StepGate
 from least_requests import EVERY, HI, objects_of, text_of
+from other_processes import limited_files
 
 from edgeinfer.cli.verbs import doctor
 from edgeinfer.config.config_file import Config, ServeConfig
@@ -30,9 +30,8 @@ OMITTED = {"bytes": len(PNG), "sha256": hashlib.sha256(PNG).hexdigest()}
 
 
 def raw_lines(folder):
-    return b"".join(path.read_bytes() for path in sorted(folder.glob("payloads-*.jsonl"))).splitlines(
-        True
-    )
+    files = sorted(folder.glob("payloads-*.jsonl"))
+    return b"".join(path.read_bytes() for path in files).splitlines(keepends=True)
 
 
 def events(folder, until, count):
@@ -56,8 +55,7 @@ FORMS.remove(("/infer", True))  # /infer does not stream
 def test_each_dialect_leaves_one_line_with_the_client_s_answer(serve, tmp_path, until, path, stream):
     body = EVERY[path] | ({} if path == "/infer" else {"stream": stream})
     live_server = serve(FakeEngine([["Hel", "lo ", "ü"]]), log_payloads=str(tmp_path))
-    reply = live_server.post(path, body)
-    assert reply.status_code == 200, reply.text
+    reply = live_server.post(path, body, status=200)
     [event] = events(tmp_path, until, 1)
     data = event["data"]
     [answer] = data["answers"]
@@ -83,10 +81,8 @@ def test_query_is_the_request_of_a_get(serve, tmp_path, until):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_calls_and_several_answers_are_logged_whole(serve, tmp_path, until, stream):
-    calls = [
-        ToolCallDelta(index=0, id="c1", name="look", arguments='{"a"'),
-        ToolCallDelta(0, arguments=":1}"),
-    ]
+    call = ToolCallDelta(0, id="c1", name="look", arguments='{"a"')
+    calls = [call, ToolCallDelta(0, arguments=":1}")]
     live_server = serve(FakeEngine([["one"], calls]), log_payloads=str(tmp_path))
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     live_server.chat(n=2, stream=stream, tools=[tool])
@@ -153,9 +149,8 @@ def test_requests_without_generation_or_opted_out_are_not_logged(serve, tmp_path
 )
 def test_bytes_of_pictures_and_audio_are_omitted(serve, tmp_path, until, content_part, kind):
     live_server = serve(log_payloads=str(tmp_path))
-    live_server.post(
-        CHAT, {"messages": [{"role": "user", "content": [{"type": "text", **content_part}]}]}
-    )
+    content = [{"type": "text", **content_part}]
+    live_server.chat(messages=[{"role": "user", "content": content}])
     data = one(tmp_path, until)
     assert ENCODED[:40] not in json.dumps(data)
     assert json.dumps({"omitted": kind, **OMITTED}) in json.dumps(data)
@@ -193,19 +188,14 @@ def test_failed_payload_log_loses_lines_but_no_request(serve, tmp_path, until, p
     live_server = serve(log_payloads=str(folder))
     live_server.chat(user="before")
     events(folder, until, 1)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if problem == "full":  # the next line is cut in the middle, the one after it at once
-        size = len(raw_lines(folder)[0])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, limits[1]))
+        most = len(raw_lines(folder)[0]) + 100
     else:
+        most = 1 << 30
         shutil.move(folder, tmp_path / "away")
-    try:
+    with limited_files(most):
         assert [live_server.chat().status_code for _ in range(3)] == [200] * 3
-        until(
-            lambda: live_server.endpoint.payload_log.status["dropped"] == 3, "three lines are dropped"
-        )
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        until(lambda: live_server.endpoint.payload_log.status["dropped"] == 3, "three lines to drop")
     if problem == "gone":
         shutil.move(tmp_path / "away", folder)
     live_server.chat(user="after")

@@ -43,9 +43,7 @@ def test_request_is_a_trace_below_the_client_s_without_its_text(serve, tmp_path,
     assert {span["parentSpanId"] for span in parts} == {root["spanId"]}
     assert root["parentSpanId"] == parent
     assert [round(milliseconds(span)) for span in parts[-3:]] == [1, 3, 8]
-    facts = {
-        attribute["key"]: next(iter(attribute["value"].values())) for attribute in root["attributes"]
-    }
+    facts = {fact["key"]: next(iter(fact["value"].values())) for fact in root["attributes"]}
     assert (facts["http.response.status_code"], facts["gen_ai.usage.input_tokens"]) == ("200", "5")
     assert facts["edgeinfer.cached_tokens"] == "3"
     assert "secret" not in path.read_text()
@@ -76,25 +74,15 @@ def test_file_that_cannot_be_written_ends_traces_and_no_request(serve, tmp_path,
 
 
 def test_start_is_divided_into_its_stages(tmp_path):
-    stages = {
-        "launcher": 5.0,
-        "restore": 9.0,
-        "running": 60.0,
-        "request": 61.0,
-        "load": 70.0,
-        "ready": 90.0,
-    }
+    names = ("launcher", "restore", "running", "request", "load", "ready")
+    stages = dict(zip(names, (5.0, 9.0, 60.0, 61.0, 70.0, 90.0), strict=True))
     stage_spans = start_spans(stages, "resumed")
     assert [span.name for span in stage_spans] == ["launcher", "resume", "running", "request", "load"]
     assert stage_spans[1].ended_s - stage_spans[1].began_s == pytest.approx(0.051)
     assert stage_spans[-1].ended_s - stage_spans[0].began_s == pytest.approx(0.085)
     assert start_spans({}, "cold") == []
-    write(
-        str(tmp_path / "t"),
-        Span("start", stage_spans[0].began_s, stage_spans[-1].ended_s),
-        stage_spans,
-        {},
-    )
+    root_span = Span("start", stage_spans[0].began_s, stage_spans[-1].ended_s)
+    write(str(tmp_path / "t"), root_span, stage_spans, {})
     [[root, *_]] = spans(tmp_path / "t")
     assert milliseconds(root) == pytest.approx(85, abs=0.01)
 

@@ -9,13 +9,10 @@ import threading
 
 import httpx2
 import pytest
-from other_processes import engines_below, free_port
+from other_processes import LAUNCHER, engines_below, free_port
 
 pytestmark = pytest.mark.model
 
-LAUNCHER = (
-    "import sys; sys.argv[0] = 'edgeinfer'; from edgeinfer.launcher import main; sys.exit(main())"
-)
 BODY = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 400, "ignore_eos": True}
 
 
@@ -46,11 +43,8 @@ def test_a_killed_application_comes_back_on_the_same_socket(smollm2, until):
             for client in clients:
                 client.start()
             assert said.acquire(timeout=120), "no client got a token"
-            until(
-                lambda: "in_flight 20.0" in httpx2.get(f"{url}/metrics", timeout=120).text,
-                "all to be in flight",
-                120,
-            )
+            metrics = f"{url}/metrics"
+            until(lambda: "in_flight 20.0" in httpx2.get(metrics, timeout=120).text, "all in flight")
             knocking = threading.Thread(target=lambda: _knock(port, stop, refused))
             knocking.start()
             os.kill(engines_below(launcher.pid)[0], signal.SIGKILL)

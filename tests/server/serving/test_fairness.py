@@ -152,10 +152,8 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
 def test_schemas_of_one_key_do_not_stop_those_of_another(serve):
     engine = StuckEngine()
     live_server = serve(engine, keys=KEYS)
-    asking = [
-        live_server.pool.submit(_ask, live_server, BUSY, "slow", response_format=SCHEMA)
-        for _ in range(6)
-    ]
+    slow = (_ask, live_server, BUSY, "slow")
+    asking = [live_server.pool.submit(*slow, response_format=SCHEMA) for _ in range(6)]
     assert engine.inside.acquire(timeout=60)
     assert _ask(live_server, OTHER, response_format=SCHEMA).status_code == 200
     assert _ask(live_server, BUSY).status_code == 200
@@ -201,9 +199,8 @@ def test_bodies_of_all_requests_have_a_limit_together(serve, until):
 
 
 def test_body_of_a_stored_response_counts_once(serve, until):
-    live_server = serve(
-        store_responses=True, limits=Limits(max_body_bytes=60_000, max_bodies_bytes=100_000)
-    )
+    limits = Limits(max_body_bytes=60_000, max_bodies_bytes=100_000)
+    live_server = serve(store_responses=True, limits=limits)
     body = b" " * 58_000 + b'{"model": "fake", "input": "hi"}'
     json_type = {"content-type": "application/json"}
     assert live_server.client.post("/v1/responses", content=body, headers=json_type).status_code == 200

@@ -315,10 +315,8 @@ def test_connections_stay_below_the_descriptors(monkeypatch, before, after, most
 )
 def test_an_integer_beyond_64_bits_is_refused(live_server, number, fields):
     body = json.dumps(HI_BODY | fields)
-    refused, accepted = (
-        exchange(live_server.port, raw_http.post(body.replace('"N"', str(n)).encode()))
-        for n in (number, 2**63)
-    )
+    bodies = (body.replace('"N"', str(n)).encode() for n in (number, 2**63))
+    refused, accepted = (exchange(live_server.port, raw_http.post(raw)) for raw in bodies)
     assert status(refused) == 400
     assert b"beyond 64 bits" in refused
     assert b"beyond 64 bits" not in accepted

@@ -106,9 +106,8 @@ def test_cors_answers_named_origins_only(live_server):
         assert answer.headers["access-control-allow-origin"] == PAGE
         assert answer.headers["access-control-allow-headers"] == allowed
         assert "access-control-allow-credentials" not in answer.headers
-    refused = live_server.client.options(
-        "/v1/chat/completions", headers=ask | {"origin": "https://evil.example"}
-    )
+    evil = ask | {"origin": "https://evil.example"}
+    refused = live_server.client.options("/v1/chat/completions", headers=evil)
     assert refused.status_code == 403
     assert "access-control-allow-origin" not in refused.headers
     got = live_server.get("/v1/models", headers={"origin": PAGE})
@@ -185,10 +184,9 @@ ADMIN = [operation for operation in OPERATIONS if operation.is_admin]
 def test_second_key_administers_nothing(keyed_server, operation):
     path = operation.path.replace("{id}", "fake")
     asked = {"content": b"{}"} if operation.method == "POST" else {}
-    second, first = (
-        keyed_server.client.request(operation.method, path, headers={"x-api-key": key}, **asked)
-        for key in ("another-key-0123456789", KEY)
-    )
+    headers = ({"x-api-key": key} for key in ("another-key-0123456789", KEY))
+    ask = keyed_server.client.request
+    second, first = (ask(operation.method, path, headers=sent, **asked) for sent in headers)
     assert second.status_code == 403
     assert "admin_only" in second.text or "first API key" in second.text
     assert "first API key" not in first.text
@@ -340,10 +338,8 @@ def test_tls_is_served(serve, tmp_path):
     live_server = serve(options=RunOptions(tls_cert=str(cert), tls_key=str(key)))
     with httpx2.Client(timeout=60, verify=ssl.create_default_context(cafile=str(cert))) as client:
         assert client.get(f"{live_server.url}/health").json()["status"] == "ok"
-        answer = client.post(
-            f"{live_server.url}/v1/chat/completions",
-            json={"messages": [{"role": "user", "content": "x"}]},
-        )
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        answer = client.post(f"{live_server.url}/v1/chat/completions", json=body)
         assert answer.json()["choices"][0]["message"]["content"] == "Hello world"
 
 

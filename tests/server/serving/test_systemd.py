@@ -62,9 +62,8 @@ def test_systemd_finds_nothing_to_say_about_the_units(tmp_path):
         variables = {**os.environ, "XDG_RUNTIME_DIR": runtime}
         command = ("systemd-analyze", "--user", "--man=no", "verify", *units)
         verified = run(*command, env=variables, check=False)
-    said = [
-        line for line in verified.stderr.splitlines() if str(tmp_path) in line or "edgeinfer" in line
-    ]
+    names = (str(tmp_path), "edgeinfer")
+    said = [line for line in verified.stderr.splitlines() if any(name in line for name in names)]
     assert (verified.returncode, said) == (0, []), verified.stderr
 
 

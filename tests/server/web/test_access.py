@@ -37,11 +37,8 @@ def ask_for(live_server, operation, **kw):
 
 
 def test_every_operation_of_the_page_is_open_or_wants_the_cookie():
-    assert {guarded.path for guarded in WEB.operations if guarded.web == "open"} == {
-        "/web",
-        "/web/static/{id}",
-        "/web/session",
-    }
+    unguarded = {operation.path for operation in WEB.operations if operation.web == "open"}
+    assert unguarded == {"/web", "/web/static/{id}", "/web/session"}
     assert not [guarded for guarded in OPERATIONS if guarded.web]
     assert all(guarded.web for guarded in WEB.operations)
 
@@ -66,9 +63,8 @@ def test_foreign_hosts_and_origins_are_refused(serve_page, operation):
         {"sec-fetch-site": "cross-site"},
     ):
         path = operation.path.replace("{id}", "1")
-        answer = page.client.request(
-            operation.method, f"{page.live_server.url}{path}", headers=headers, json={}
-        )
+        url = f"{page.live_server.url}{path}"
+        answer = page.client.request(operation.method, url, headers=headers, json={})
         assert answer.status_code == 403, headers
 
 
@@ -147,9 +143,8 @@ def test_a_browser_is_announced_and_gets_no_secret_in_its_arguments(serve, anoth
 
     monkeypatch.setattr(webbrowser, "open", open_browser)
     monkeypatch.setenv("DISPLAY", ":7")
-    monkeypatch.setattr(
-        web, "own_endpoint", lambda *_: RemoteEndpoint(url=live_server.url, model="fake")
-    )
+    own_endpoint = RemoteEndpoint(url=live_server.url, model="fake")
+    monkeypatch.setattr(web, "own_endpoint", lambda *_: own_endpoint)
     result = web.run(SimpleNamespace(model=None, json=False), EngineHost())
     assert (opened, result.opened) == ([live_server.url], True)
     with another_user(), httpx2.Client(base_url=live_server.url, timeout=60) as other:
@@ -246,9 +241,8 @@ def test_the_files_of_the_page_are_small_and_nothing_else_is_served(serve):
         assert answer.status_code == 200
         assert answer.headers["content-encoding"] == "gzip"
         total += int(answer.headers["content-length"])
-        again = live_server.client.get(
-            f"/web/static/{name}", headers={"if-none-match": answer.headers["etag"]}
-        )
+        headers = {"if-none-match": answer.headers["etag"]}
+        again = live_server.client.get(f"/web/static/{name}", headers=headers)
         assert (again.status_code, again.content) == (304, b"")
     assert total < 80_000
     for name in ("../routes.py", "..%2froutes.py", "", "nothing.js", "/etc/passwd", "%2fetc%2fpasswd"):

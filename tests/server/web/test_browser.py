@@ -359,12 +359,9 @@ def test_by_keyboard_alone_and_with_an_input_method(serve, tab):
     page = tab(with_page(serve(FakeEngine([["Good ", gate, "never"]]))))
     page.js(f"{MESSAGE}.focus()")
     page.call("Input.imeSetComposition", text="こん", selectionStart=2, selectionEnd=2)
-    page.js(
-        f"{MESSAGE}.dispatchEvent(new KeyboardEvent('keydown', {{key: 'Enter', isComposing: true, bubbles: true}}))"
-    )
-    page.js(
-        f"{MESSAGE}.dispatchEvent(new KeyboardEvent('keydown', {{key: 'Enter', keyCode: 229, bubbles: true}}))"
-    )
+    for composing in ("isComposing: true", "keyCode: 229"):
+        event = f"new KeyboardEvent('keydown', {{key: 'Enter', {composing}, bubbles: true}})"
+        page.js(f"{MESSAGE}.dispatchEvent({event})")
     assert "What can I help with?" in page.text()
     page.type("こんにちは")
     page.key("Enter", modifiers=8)
@@ -376,14 +373,10 @@ def test_by_keyboard_alone_and_with_an_input_method(serve, tab):
     page.wait("document.activeElement.type === 'search'")
     page.key("n", modifiers=1)
     page.see("What can I help with?")
-    reached = set()
+    reached, focus = set(), "document.activeElement"
     for _ in range(20):
         page.key("Tab")
-        reached.add(
-            page.js(
-                "document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent"
-            )
-        )
+        reached.add(page.js(f"{focus}.getAttribute('aria-label') ?? {focus}.textContent"))
     assert {"New", "Settings", "Model", "Search conversations", "Message"} <= reached
 
 
@@ -403,9 +396,8 @@ def violations(page):
 @pytest.mark.parametrize("width", [320, 1100])
 def test_accessible_at_every_size(serve, tab, width, dark):
     markdown = "# Plan\n\n1. one\n\n```sh\nls\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n> [x](https://e.example)"
-    page = tab(
-        with_page(serve(FakeEngine([[markdown], [markdown]]))), width=width, height=700, dark=dark
-    )
+    live_server = with_page(serve(FakeEngine([[markdown]])))
+    page = tab(live_server, width=width, height=700, dark=dark)
     say(page, "plan " * 40)
     page.see("Plan")
     page.wait(IDLE)
@@ -442,9 +434,8 @@ def test_reports_of_evaluations_are_listed_and_shown(serve, tab):
     live_server = with_page(serve())
     folder = private_dir(paths.data_dir() / "evaluations")
     page = tab(live_server, width=400)
-    assert page.js(
-        "document.querySelector('.side-head').scrollWidth <= document.querySelector('.side').clientWidth"
-    )
+    head, side = (f"document.querySelector('{name}')" for name in (".side-head", ".side"))
+    assert page.js(f"{head}.scrollWidth <= {side}.clientWidth")
     page.js("location.hash = '#evaluations'")
     page.see("No reports yet")
     (folder / "mine 1-ab.md").write_text(
@@ -552,10 +543,8 @@ def test_a_model_is_pulled_with_its_progress_and_used(serve, tab, hub):
     page.fill("#other", "hf.co/someone/Tiny-GGUF:Q8_0")
     page.key("Enter")
     page.wait("document.querySelector('dialog').textContent.includes('someone.tiny-gguf-q8_0')")
-    page.all(
-        "dialog li",
-        "one.textContent.includes('someone.tiny-gguf') && one.querySelector('button').click()",
-    )
+    is_ours = "one.textContent.includes('someone.tiny-gguf')"
+    page.all("dialog li", f"{is_ours} && one.querySelector('button').click()")
     page.wait("document.querySelector('[aria-label=Model]').value === 'someone.tiny-gguf-q8_0'")
 
 
@@ -581,9 +570,8 @@ def test_playground_compares_two_answers_token_by_token(serve, tab):
     page.js("document.querySelector('#right-temperature').value = 0")
     page.type("What shall I drink?")
     page.key("Enter")
-    left_side, right_side = (
-        f"document.querySelector('section[aria-label={side}]')" for side in ("left", "right")
-    )
+    sections = [f"section[aria-label={side}]" for side in ("left", "right")]
+    left_side, right_side = (f"document.querySelector('{section}')" for section in sections)
     page.wait(f"{left_side}.querySelector('.tokens').textContent === 'é<b>'")
     page.wait(f"{right_side}.querySelector('.tokens').textContent === 'tea'")
     page.wait(f"{left_side}.querySelector('.stats').textContent.includes('tokens/s')")

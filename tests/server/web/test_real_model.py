@@ -103,12 +103,12 @@ def test_an_open_terminal_prefills_only_what_is_new(typing):
         terminal.until(lambda: "is writing" not in terminal.screen())
         terminal.type(LAST)
         terminal.press("Enter")
-        from_terminal = terminal.until(
-            lambda: (
-                len(page.finished_turns(listed["id"])) == 6
-                and page.finished_turns(listed["id"])[-1]["stats"]
-            )
-        )
+
+        def last_stats():
+            turns = page.finished_turns(listed["id"])
+            return len(turns) == 6 and turns[-1]["stats"]
+
+        from_terminal = terminal.until(last_stats)
         assert from_terminal["cached_tokens"] >= decoded_tokens(turns[-1]["stats"]) - 1
         until_stored(from_terminal)
         page.ask("And the fourth?", listed["id"])

@@ -176,10 +176,9 @@ def test_a_call_that_no_page_shows_is_refused_in_the_end(waiting, monkeypatch):
     page = waiting(calling(plain__add=SUM))
     wait_until(lambda: not page.live_server.endpoint.in_flight, "the answer")
     _question, called, answer = page.finished_turns(page.number)
-    assert (called["calls"][0]["status"], called["calls"][0]["result"]) == (
-        "refused",
-        "the user said no: no page was open to allow the call",
-    )
+    (call,) = called["calls"]
+    assert call["status"] == "refused"
+    assert call["result"] == "the user said no: no page was open to allow the call"
     assert "Without." in answer["blocks"][0]
 
 
@@ -205,10 +204,8 @@ def test_only_the_card_on_show_can_be_decided(waiting):
     later = card_of(page)
     assert later["tool"] == "weather"
     page.post(path, action="decide", card=later["number"], choice="no", reason="not now")
-    assert [call["status"] for call in page.finished_turns(page.number)[1]["calls"]] == [
-        "done",
-        "refused",
-    ]
+    calls = page.finished_turns(page.number)[1]["calls"]
+    assert [call["status"] for call in calls] == ["done", "refused"]
 
 
 @pytest.mark.parametrize("runs", [False, True])
@@ -217,11 +214,8 @@ def test_stop_ends_a_call_that_waits_or_runs(waiting, runs):
     card = card_of(page)
     if runs:
         page.post(f"/conversations/{page.number}", action="decide", card=card["number"], choice="once")
-        next(
-            d
-            for name, d in page.events(page.number)
-            if name == "calls" and d["words"] and not d["card"]
-        )
+        calls = (told for name, told in page.events(page.number) if name == "calls")
+        next(told for told in calls if told["words"] and not told["card"])
     page.post(f"/conversations/{page.number}", action="stop")
     *_, called = page.finished_turns(page.number)
     assert called["calls"][0]["status"] == "stopped"

@@ -39,9 +39,8 @@ class Dump:
         (self.folder / "pages-1.img").write_bytes(b"".join(content.values()))
         self.write("files.img", ImageMessage.of({1: 1, 2: 7}))
         thread = ImageMessage.of({3: 38, 4: 5, 9: 1})
-        self.write(
-            f"core-{PID}.img", ImageMessage.of({1: 1}).with_parts(criu_images.CORE_THREAD, [thread])
-        )
+        core = ImageMessage.of({1: 1}).with_parts(criu_images.CORE_THREAD, [thread])
+        self.write(f"core-{PID}.img", core)
 
     def write(self, name: str, *messages: ImageMessage) -> None:
         image = criu_images.Image(b"\x19CVTF\x17\x03\x54", list(messages))

@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-import msgspec
 import pytest
 from made_models import make_adapter
+from msgspec.structs import replace
 
 from edgeinfer.config.load_options import LORA
 from edgeinfer.errors import SnapshotError
@@ -68,9 +68,8 @@ def test_adapters_are_exported_with_the_model(exporter, export_folder, signer, a
     assert (imported.start["how"], original.start["how"]) == ("resumed", "resumed")
     assert imported.result["text"] == original.result["text"] != exporter.ask().result["text"]
     with Endpoint(abroad, MODEL, *OPTIONS, "--resume=always") as endpoint:
-        asked = [
-            {"prompt": "Once", "max_tokens": 4, "temperature": 0, "lora": lora} for lora in ([], None)
-        ]
+        usual = {"prompt": "Once", "max_tokens": 4, "temperature": 0}
+        asked = [usual | {"lora": lora} for lora in ([], None)]
         plain, tuned = (endpoint.post(body)["choices"][0]["text"] for body in asked)
         # adapters are applied per request: the process has opened this machine's files
         assert plain != tuned
@@ -91,7 +90,7 @@ def last_adapter(**changes):
 
     def change(d):
         *files, last = d.files
-        return msgspec.structs.replace(d, files=(*files, msgspec.structs.replace(last, **changes)))
+        return replace(d, files=(*files, replace(last, **changes)))
 
     return lambda folder, key: sign_again(folder, key, change)
 
@@ -108,7 +107,7 @@ def wished_otherwise(folder, key):
     user_path().write_text(f'[models.{MODEL}]\ntitle = "S"\nsources = ["file:/x.gguf"]\n{lora}\n')
 
     def without_adapters(d):
-        return msgspec.structs.replace(d, requested={}, files=tuple(d.model_files))
+        return replace(d, requested={}, files=tuple(d.model_files))
 
     sign_again(folder, key, without_adapters)
 
