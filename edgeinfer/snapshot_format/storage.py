@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
 MAGIC = "edgeinfer-snapshot"
+#: Number of the manifest's form. Version 0.2.0 had the same, but names such as `m,ctx8192`, which now
+#: look like a user's; its snapshots are refused anyway, because the program has changed since.
 VERSION = 4
 
 LOCK = "lock"

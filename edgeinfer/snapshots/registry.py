@@ -123,6 +123,11 @@ def state_of(folder: Path) -> tuple[bool, str]:
     return True, "ready"
 
 
+def is_useless(folder: Path) -> bool:
+    """Return whether no program can resume the snapshot: an orphan, or one of this program's."""
+    return is_orphan(folder) or (is_own(folder) and not state_of(folder)[0])
+
+
 def disk_bytes(folder: Path) -> int:
     """Return the disk space (bytes) of a snapshot's files, without holes."""
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
@@ -210,13 +215,13 @@ def drop_older(root: Path, name: str) -> None:
 def by_last_use(root: Path) -> list[Path]:
     """List all snapshots in the order in which they are removed.
 
-    Orphans come first, then those that no user named, the longest unused first.
+    Those that cannot be resumed come first, then those that no user named, the longest unused first.
     """
     folders = map(Path, chain(*storage.generations(str(root)).values()))
 
     def rank(folder: Path) -> tuple[bool, bool, float]:
         user_name = storage.user_name_of(storage.name_of(folder.name))
-        return not is_orphan(folder), bool(user_name), last_used_s(folder)
+        return not is_useless(folder), bool(user_name), last_used_s(folder)
 
     return sorted(folders, key=rank)
 
@@ -241,10 +246,10 @@ def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: i
 
 
 def remove_stale(root: Path) -> list[str]:
-    """Remove orphans and this program's snapshots that cannot be resumed; return their names."""
+    """Remove all snapshots that cannot be resumed; return their names."""
     removed = []
     for folder in by_last_use(root):
-        if is_orphan(folder) or (is_own(folder) and not state_of(folder)[0]):
+        if is_useless(folder):
             removed.append(storage.name_of(folder.name))
             remove_snapshot(folder)
     return removed

@@ -30,7 +30,7 @@ from edgeinfer.errors import (
     SnapshotUnsafeError,
 )
 from edgeinfer.host import EngineHost, ProcessStart
-from edgeinfer.launcher import builds, launch, messages, supervise
+from edgeinfer.launcher import builds, launch, messages, selection, supervise
 from edgeinfer.launcher.apps import Apps
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import paths
@@ -434,6 +434,21 @@ def test_named_snapshot_is_pruned_last(root):
     use(publish(root, "m,ctx=512", 3, requested={"n_ctx": "512"}), 3000)
     names = [storage.name_of(folder.name) for folder in registry.by_last_use(root)]
     assert names == ["m", "m,ctx=512", "m,mine"]
+
+
+def test_snapshot_whose_name_v0_2_0_derived_from_options_is_refused_and_pruned_first(root):
+    old = publish(root, "m,ctx8192", 1, requested={"n_ctx": "8192"}, keys={"edgeinfer": "0.1"})
+    use(old, 2000)
+    use(publish(root, "m", 2), 1000)
+    launch_words = ("run", "m", "hello")
+    with pytest.raises(SnapshotMissingError, match="m has no snapshot with n_ctx=8192"):
+        selection.launch_choice([*launch_words, "--ctx", "8192"]).find()
+    with pytest.raises(SnapshotStaleError, match="m,ctx8192 was made with another edgeinfer"):
+        selection.launch_choice([*launch_words, "--snapshot", "ctx8192"]).find()
+    assert registry.state_of(old)[1].startswith(
+        "the snapshot m,ctx8192 was made with another edgeinfer"
+    )
+    assert [storage.name_of(folder.name) for folder in registry.by_last_use(root)] == ["m,ctx8192", "m"]
 
 
 def test_older_generations_and_stale_snapshots_are_pruned(root):
