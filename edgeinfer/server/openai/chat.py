@@ -242,7 +242,7 @@ class OpenAIRenderer(Renderer):
         return self.encode_choice(index, fields, logprobs) + _TAIL
 
     def finish(self, index: int, finished: Finished) -> bytes:
-        """Encode the last chunk of an answer. The very last chunk of the stream also has `timings`."""
+        """Encode the last chunk of an answer; that of the answer which ends last also has `timings`."""
         self._ends[index] = finished
         chunk = self.encode_choice(index, self.nothing, finish=_encode(finish_reason(finished)))
         if len(self._ends) < self.count:
