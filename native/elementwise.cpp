@@ -170,8 +170,7 @@ void compute_soft_max(const ggml_compute_params *params, const ggml_tensor *op) 
     });
 }
 
-// ---- rotary positions of neighbouring pairs, as gcc compiles ggml's for x86-64, except at a row's end, where AVX2 and AVX-512
-// differ
+// ---- rotary positions of neighbouring pairs, as gcc compiles ggml's for x86-64, except at a row's end, where levels differ
 
 // Cosine and sine of each pair at a position, and minus sine and cosine
 void turn_pairs(const ggml_tensor *op, int position, float *turns, float *across) {

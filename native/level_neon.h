@@ -1,5 +1,4 @@
-// NEON with the dot products of ARMv8.2 (dotprod); with the products of 2 x 8 and 8 x 2 bytes of ARMv8.6 (i8mm) if the compiler may
-// use them.
+// NEON with the dot products of ARMv8.2 (dotprod); with the products of 2 x 8 and 8 x 2 bytes of ARMv8.6 (i8mm) if available.
 #include <arm_neon.h>
 
 #include <algorithm>

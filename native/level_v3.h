@@ -71,8 +71,7 @@ template <bool kIsSigned> INLINE __m256i products(Dwords weights, __m256i x) {
     return kIsSigned ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)) : _mm256_maddubs_epi16(w, x);
 }
 INLINE __m256i widened(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }  // sums of pairs, as 32 bits
-// computes the dots of one column with kN vectors of the rows 0 and 4, 1 and 5, 2 and 6, 3 and 7; sums stay 16-bit as long as they
-// fit
+// computes the dots of one column with kN vectors of the rows 0 and 4, 1 and 5, 2 and 6, 3 and 7; 16-bit sums as long as they fit
 template <int kN, int kMost> INLINE Integers dots_of_rows(const Dwords *w, const int8_t *x) {
     constexpr bool kIsSigned = kMost < 0;
     __m256i sums[4];

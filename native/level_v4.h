@@ -3,8 +3,7 @@
 
 namespace {
 
-// Numbers of columns (rows of a batch): the most for which weights are unpacked in registers; computed together there; and with a
-// slab.
+// Columns (rows of a batch): the most for which weights are unpacked in registers; computed together there; and with a slab.
 constexpr int kFew = 6, kColumns = 8, kTile = 6;
 constexpr bool kSignedBytes = false;  // whether add_dots() takes 8-bit weights as int8, not uint8
 constexpr bool kSaturates = false;    // whether add_dots() needs the largest weight, as its sums saturate

@@ -422,8 +422,7 @@ struct Layout {
     }
 };
 
-// Quantizes one block of 32. The largest value is found by its bits, as an integer: NaN is then above infinity, and makes the scale
-// NaN.
+// Quantizes one block of 32. The largest value is found by its bits, as an integer: NaN is above infinity, and makes the scale NaN.
 template <class T> INLINE void quantize_block(const float *x, int8_t *to, Extra *extras, int between) {
 #if defined(__AVX512VNNI__)
     if constexpr (T::kPairs) return round_to_bf16(x, to);
@@ -531,8 +530,7 @@ INLINE const uint8_t *prefetch(const uint8_t *p, int bytes) {
     return p + bytes;
 }
 template <class T> INLINE const uint8_t *prefetch_to_l1(const uint8_t *p, int bytes) {
-    // The compiler spreads unrolled prefetches over the code of a whole group, which would cost Q6_K a third of its rate on
-    // AVX-512.
+    // The compiler spreads unrolled prefetches over the code of a whole group, which costs Q6_K a third of its rate on AVX-512.
     constexpr bool kIsLoop = kLanes == 16 && T::kGroup == kSpan;
     if constexpr (kIsLoop) {
 #pragma GCC unroll 1
@@ -588,8 +586,7 @@ INLINE void few_rows(const uint8_t *w, size_t stride, int k, const int8_t *x, co
 }
 
 // For groups of 256 and several columns, gcc 12 would keep in memory a pointer to each dword that it reads, and advance all of
-// these pointers: on AVX-512, two rows of Q2_K and Q3_K came to a third of the rate. Other types and levels gain 5 to 10 % by such
-// pointers.
+// these pointers: on AVX-512, two rows of Q2_K and Q3_K came to a third of the rate. Other types and levels gain 5 to 10 % by them.
 template <class T, int kC, class... Args> __attribute__((optimize("no-ivopts"))) void few_groups(Args... args) { few_rows<T, kC>(args...); }
 template <class T, int kC, class... Args> __attribute__((noinline)) void few(Args... args) {
     if constexpr (kLanes == 16 && T::kGroup == kSpan) few_groups<T, kC>(args...);
@@ -600,8 +597,7 @@ template <class T, int kC, class... Args> __attribute__((noinline)) void few(Arg
 // bytes before the reads, after these rows to the `next` ones: memory is read in order, and used from L1. Most types prefetch a
 // group's cache lines (36 for Q4_K) in two bursts. With one burst they came to 0.9 to 0.96 of that rate on memory that two threads
 // read at 75 GB/s, and Q6_K to 0.93 at 50 GB/s. Q4_0, Q4_1 and Q8_0 use one burst, because they lose as much at 50 GB/s by two as
-// they gain at 75. With prefetches spread over all blocks, all types came to half of the rate. `products`: space for kC * kLanes *
-// spans.
+// they gain at 75. With prefetches spread over all blocks, all came to half of it. `products`: space for kC * kLanes * spans.
 template <class T, int kC>
 void few_by_span(const uint8_t *w, int spans, const SpanPosition<T, kC> &x, float *out, float *products, const uint8_t *next) {
     constexpr int kParts = kSpan / T::kGroup, kBytes = kParts * T::kBytes, kOnce = kLanes * kBytes;
@@ -660,8 +656,8 @@ void tile(const Unpacked<T> *w, int k, const int8_t *x, const Extra *e, float *o
             ahead = prefetch(ahead, share);
             Floats m[2]{};
             if constexpr (T::kMin) m[0] = w[0].m[0], m[1] = w[1].m[0];
-            // From three columns on, keep the sums in memory: the dot products need the registers. For fewer columns, that made
-            // each block wait.
+            // From three columns on, keep the sums in memory: the dot products need the registers. For fewer, each block then
+            // waited.
             if (kRegisters < 32 && kC > 2 && !T::kFloat) asm("" : "+m"(sums));
             multiply<T, Order::kArranged>({w[0].w, w[1].w}, {w[0].d, w[1].d}, {m[0], m[1]}, at, sums);
         }
@@ -691,8 +687,8 @@ Range take(Units &units, bool is_front, int most) {
     return taken;
 }
 
-// Address that this thread read first in the last product; and, by that address, the one in the product after it, to be prefetched
-// next time
+// Address that this thread read first in the last product; and, by it, the first one in the product after that, to prefetch next
+// time
 struct { const uint8_t *last, *after[512]; } thread_local t_starts;
 const uint8_t *&next_start() { return t_starts.after[(uintptr_t)t_starts.last / 64 * 0x9e3779b97f4a7c15u >> 55]; }
 

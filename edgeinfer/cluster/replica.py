@@ -1,7 +1,6 @@
 """A replica: a process `edgeinfer serve` for one model, which listens on a unix socket.
 
-The first start on a node is cold. When the replica is idle, it takes a snapshot, from which later
-starts resume.
+The first start on a node is cold. An idle replica takes a snapshot, from which later starts resume.
 """
 
 from __future__ import annotations

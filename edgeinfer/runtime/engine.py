@@ -287,8 +287,7 @@ class LlamaEngine:
             self._constraints.token_table(self._loaded.vocab)
             self._chat_format.warm_up()
             libllama.build_info()  # cached; the prefix cache needs it
-            # on the decode thread, because OpenMP starts a team of threads for each thread that
-            # computes
+            # on the decode thread: OpenMP starts a team of threads for each thread that computes
             self._check_outcome = self._loop.call(RoundtripCheck(self._options, self._loaded).run)
             self._loop.call(lambda: self._core.profile_steps(max(self._loaded.vocab.bos, 0)))
         else:

@@ -202,8 +202,7 @@ _KEY = 32
 #: Matches the numbers of list items, which may differ between repeats.
 _COUNTER = re.compile(r"^\s*\d+[.)]", re.MULTILINE)
 #: A text is monotonous if most sequences of four words, among its last 200 words, occurred three times
-#: before. None of 76 documents was monotonous, but 4 of 1,011 pieces of Python code, so code blocks are
-#: left out.
+#: before. None of 76 documents was monotonous, but 4 of 1,011 pieces of code, so code is left out.
 _SEQUENCE, _LAST_WORDS = 4, 200
 _OCCURRENCES, _STALE_SHARE = 3, 0.5
 

@@ -141,8 +141,7 @@ DRAFT_SPARE_SEQUENCES = 8
 #: A step may compute logits for this many tokens of each request, or for up to 256 tokens if that takes
 #: no more memory. The logits of a token are a float per token of the vocabulary.
 _OUTPUTS_PER_REQUEST, _MAX_FREE_OUTPUTS = 8, 256
-#: Sequence ids in addition to the parallel ones: 16 for idle conversations, and one for saving KV
-#: blocks.
+#: Further sequence ids: 16 for idle conversations, and one for saving KV blocks.
 _SPARE_SEQUENCES = 17
 _MAX_SEQUENCES = 256
 #: An automatic context is not shortened below this (cells) to place more layers on devices.
@@ -158,16 +157,15 @@ _PROCESS_BYTES = 64 << 20
 _RING_BYTES, _PADDING_BYTES = 64 << 20, 128 << 10
 #: Memory that streaming leaves free: this many bytes, and at least 1/20 of the machine's memory.
 _STREAMING_MARGIN_BYTES, _STREAMING_MARGIN_SHARE = 100_000_000, 20
-#: Shortest automatic context (tokens, in f16) of a model with streamed weights; an automatic context
-#: may take an eighth of the memory. With a longer one, fewer weights stay in memory, and more are read
-#: for every token.
+#: Shortest automatic context (tokens, in f16) of a model with streamed weights; longer ones take at
+#: most an eighth of the memory. With a longer one, fewer weights stay in memory, and more are read for
+#: every token.
 _STREAMING_CTX = 2048
 #: If weights are streamed, a quarter of the KV cache gets memory at first. As more of it is used,
 #: `llama.streaming` keeps fewer weights in memory.
 _KV_SHARE = 4
-#: If a `share` of all experts is in memory, the fraction (1 - share) ** _MISS_POWER of the experts that
-#: a token uses must be read. In a trace of 24 layers it was 0.56 for a share of 0.13, 0.36 for 0.25,
-#: and 0.20 for 0.40.
+#: If a `share` of all experts is in memory, (1 - share) ** _MISS_POWER of a token's experts must be
+#: read. In a trace of 24 layers it was 0.56 for a share of 0.13, 0.36 for 0.25, and 0.20 for 0.40.
 _MISS_POWER = 3
 #: Rate (bytes/s) assumed of a disk that could not be measured: that of a SATA SSD.
 _ASSUMED_DISK_BYTES_PER_S = 500e6
@@ -233,8 +231,7 @@ def make_plan(
 ) -> MemoryPlan:
     """Plan the context for `options`, with room for a draft model of shape `draft`.
 
-    A draft model that the options do not name is left out if the model fits, or streams, only without
-    it.
+    A draft model that the options do not name is left out if the model fits or streams only without it.
     """
     if draft is None:
         return _make_plan(shape, options, machine)
@@ -373,8 +370,7 @@ def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[i
 def disk_pace(shape: Shape, streaming: StreamingPlan | None, disk_bytes_per_s: float = 0.0) -> float:
     """Estimate the tokens/s of one request if weights are read from disk.
 
-    Without `streaming`, this is the worst case: the page cache has nothing left of the last token's
-    weights.
+    Without `streaming`, this is the worst case: each token reads all of its weights from disk.
     """
     n_bytes = streaming.read_bytes(shape) if streaming else shape.weights_bytes_per_token
     return (disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S) / max(1, n_bytes)

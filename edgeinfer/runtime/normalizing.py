@@ -1,7 +1,6 @@
 """Unicode normalization of texts before they are tokenized, for models that need it.
 
-llama.cpp does not normalize. A file that edgeinfer converted names the normalization form under a
-separate metadata key.
+llama.cpp does not normalize. A file that edgeinfer converted names the form in a separate key.
 """
 
 from __future__ import annotations

@@ -35,8 +35,7 @@ from edgeinfer.runtime.sequence_state import as_state
 Rows = npt.NDArray[np.float32]
 
 _log = logging.getLogger("edgeinfer.gpu")
-#: Maximum bytes of encoded rows that are cached in memory. Rows are f32: with f16, logits would differ
-#: by 0.7 to 1.2.
+#: Maximum bytes of cached rows in memory. Rows are f32: with f16, logits differ by 0.7 to 1.2.
 _KEPT_BYTES = 128 << 20
 #: Maximum bytes of pixels that are cached until a picture is encoded. Others are decoded a second time.
 _PIXEL_BYTES = 48 << 20

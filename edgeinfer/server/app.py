@@ -253,8 +253,7 @@ class _Routes:
                 if operation.method == "GET":
                     methods["HEAD"] = operation
                 self.exact[operation.path] = RouteMatch(methods, dialect)
-        #: Longest first, because `{id}` also matches slashes, as in the model
-        #: `ollama/someone/model:tag`.
+        #: Longest first: `{id}` also matches slashes (`ollama/someone/model:tag`).
         self._patterns = [
             (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]|[^/].*[^/])", path)), match)
             for path, match in sorted(self.exact.items(), key=lambda item: -len(item[0]))
@@ -297,8 +296,7 @@ def _spellings(path: str) -> tuple[str, ...]:
 def match_route(path: str) -> RouteMatch:
     """Find the operations at `path`; for an unknown path none, and the dialect of the error.
 
-    Clients configure a base URL with or without `/v1` and a final slash, so all of these spellings
-    match.
+    Clients configure a base URL with or without `/v1` and a final slash, so all these spellings match.
     """
     spellings = _spellings(path)
     routes = _page_routes() if spellings[0].startswith(PAGE) else _ROUTES

@@ -25,10 +25,10 @@ T = TypeVar("T")
 class Caller(msgspec.Struct, frozen=True):
     """The client of a request.
 
-    `name` is the name of its API key (8 hex digits). Without API keys, `name` is "" for the user who
-    runs the endpoint, and `uid-N` for another user. An administrator may change models and settings for
-    other clients. Requests are scheduled round-robin by their callers' `turn`; requests with the `turn`
-    "" never wait.
+    `name` is that of its API key (8 hex digits); without API keys, "" for the user who runs the
+    endpoint, `uid-N` for another user. An administrator may change models and settings for other
+    clients. Requests are scheduled round-robin by their callers' `turn`; requests with the `turn` ""
+    never wait.
     """
 
     name: str
@@ -37,8 +37,7 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 NOBODY = Caller("", is_admin=False)
-#: The user who runs the endpoint. `edgeinfer batch`, which runs in the same process, is this caller,
-#: too.
+#: The user who runs the endpoint, also for `edgeinfer batch`, which runs in the same process.
 OWN = Caller("", is_admin=True)
 
 

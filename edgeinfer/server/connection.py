@@ -88,8 +88,8 @@ class DirectWriter:
     """Writes the tokens of a stream to the socket on the decode thread, without waking the event loop.
 
     It is passed to `Generation.tap`. While it is open, the event loop writes nothing to this
-    connection. If a token does not fit into the socket's buffer, the writer closes itself and the event
-    loop sends the rest.
+    connection. If a token does not fit into the socket's buffer, the writer ends and the event loop
+    continues.
     """
 
     def __init__(

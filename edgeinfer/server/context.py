@@ -38,8 +38,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 #: Maximum number and length (characters) of names in `x-edgeinfer-ignored`: proxies limit headers.
 _MAX_IGNORED = 32
 _MAX_NAME = 96
-#: Matches characters that a name in this header may not have: the comma, which separates names, and
-#: those that no header may have.
+#: Matches the comma, which separates the names in this header, and characters that no header may have.
 _UNSAFE = re.compile(r"[^ -+\--~]")
 
 

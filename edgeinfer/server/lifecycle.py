@@ -135,8 +135,7 @@ class EndpointServer(uvicorn.Server):
         self._listeners = listeners
         for listener in listeners:
             # asyncio sets TCP_NODELAY only if the socket's protocol number is known. Without it, the
-            # body of a second reply on a connection waited 40 ms for the client's delayed ACK of the
-            # head.
+            # body of a second reply waited 40 ms for the client's delayed ACK of the head.
             if listener.family != socket.AF_UNIX:
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._options = options

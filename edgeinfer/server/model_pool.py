@@ -216,8 +216,7 @@ class ModelPool:
     ) -> tuple[Adapter, ...]:
         """Change the LoRA adapters of a model, now and whenever it is loaded again.
 
-        `change` gets the loaded adapters and returns those to load. Raises what `change` and
-        `Engine.use_adapters` raise.
+        `change` gets the loaded adapters and returns those to load. Raises what both raise.
         """
         async with self._changing_adapters:
             adapters = change(lease.engine.info.lora)
@@ -294,8 +293,7 @@ class ModelPool:
         entry.loaded = loaded
         self._callbacks.on_loaded(entry.name, loaded, time.perf_counter() - began_s)
         info = loaded.engine.info
-        # count the smallest size of an automatic context, because loading shortens it if memory is
-        # short
+        # count the smallest size of an automatic context, which is shortened if memory is short
         kv_bytes = info.least_kv_bytes or info.kv_bytes
         size_bytes = info.weights_bytes + kv_bytes + info.compute_bytes
         self._sizes[entry.name] = entry.need_bytes = size_bytes or entry.need_bytes

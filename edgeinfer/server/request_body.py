@@ -22,8 +22,7 @@ from edgeinfer.server.wire_types import Wire
 
 #: Largest body (bytes) that is decoded on the event loop: 64 KiB take about 1 ms.
 _INLINE_BYTES = 64 << 10
-#: These headers switch on beta features of the original APIs. They are ignored, and named as ignored
-#: fields.
+#: Headers that switch on beta features of the original APIs. They are ignored, and named as ignored.
 _BETA_HEADERS = ("anthropic-beta", "openai-beta")
 
 T = TypeVar("T")

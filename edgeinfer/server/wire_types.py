@@ -27,8 +27,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     refused: ClassVar[Mapping[str, str]] = {}
     #: Prefixes of values of `type` that the original API has and this one refuses → reason.
     other_types: ClassVar[Mapping[str, str]] = {}
-    #: Prefixes of values of `type`. Such objects in lists are ignored, and named in
-    #: `x-edgeinfer-ignored`.
+    #: Prefixes of values of `type`. Such objects in lists are ignored and reported as ignored.
     dropped_types: ClassVar[tuple[str, ...]] = ()
     #: Whether an object without `type` is decoded as this class.
     is_untagged_form: ClassVar[bool] = False

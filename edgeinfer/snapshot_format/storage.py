@@ -204,8 +204,7 @@ def snapshot_name(model: str, requested: dict[str, str], user_name: str = "") ->
 def matching_names(names: Collection[str], requested: str, model: str = "") -> list[str]:
     """Return the snapshots' `names` that a typed name, `requested`, may mean.
 
-    That is the name itself. Otherwise they are the names whose user-chosen part it is: of `model`, or
-    else of any model.
+    That is the name itself, or names that contain it as the user's part: of `model`, or else of any.
     """
     whole = [name for name in (requested, snapshot_name(model, {}, requested)) if name in names][:1]
     return whole or sorted(name for name in names if name.partition(OPTION_SEPARATOR)[2] == requested)

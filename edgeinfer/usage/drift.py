@@ -94,8 +94,7 @@ def _design_effect(weeks: Sequence[Array]) -> float:
         squares += ((n_below - sizes * share) ** 2 / variance).sum(0)
         freedom += len(week) - 1
     # an upper bound of one such variance is, by the F distribution, exp(7.3 / freedom) times as large.
-    # But the largest of many is too large already: in simulations, half of 7.3 sufficed with 5 days a
-    # week
+    # But the largest of many is too large already: in simulations, 3.5 sufficed with 5 days a week
     inflation = 3.5 if freedom >= 8 else 7.3
     return max(1.0, float(squares.max()) / freedom * math.exp(inflation / freedom))
 

@@ -62,8 +62,7 @@ class ReplicatedEngine(ForwardingEngine):
         self.crashed_total = 0
         # ReplicaSupervisor sets these three functions
 
-        #: Makes a ReplicasInfo of running replicas: adds the configured number, and the reason for the
-        #: state.
+        #: Makes a ReplicasInfo: adds the configured number of replicas, and the reason for their state.
         self.describe: Callable[[tuple[ReplicaInfo, ...]], ReplicasInfo]
         #: Called, in any thread, when a replica's process has ended.
         self.on_death: Callable[[], None] = lambda: None

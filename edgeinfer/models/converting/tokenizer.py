@@ -167,8 +167,7 @@ def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
 def _sentence_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     """Add the tokens of a SentencePiece vocabulary; return its keys.
 
-    llama.cpp first merges the pair whose result has the highest score. So a token's score is minus the
-    rank of its merge.
+    llama.cpp first merges the pair whose result has the highest score: minus the rank of its merge.
     """
     model = tokenizer["model"]
     rank: dict[str, int] = {}

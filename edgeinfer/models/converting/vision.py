@@ -126,8 +126,7 @@ TOWERS = (
 )
 
 
-#: Prefix of tensor names in some checkpoints → prefix in the gguf package's map. All rows are applied,
-#: in order.
+#: Prefix of tensor names in some checkpoints → prefix in the gguf package's map; applied in order.
 _RENAMED = (
     ("model.vision_tower.", "vision_tower."),
     ("vision_tower.vision_model.", "vision_tower."),

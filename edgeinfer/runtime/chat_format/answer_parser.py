@@ -30,8 +30,8 @@ class AnswerParser:
 
     `tools` maps names to argument schemas. The answer may begin with the reasoning `span`; `opened`
     means that the prompt already contains the span's first marker. `constrained`: a grammar guarantees
-    well-formed calls, so their arguments can be streamed. `special_tokens`: the caller must pass
-    control tokens as text.
+    well-formed calls, so their arguments can be streamed. `special_tokens`: feed control tokens as
+    texts, too.
     """
 
     def __init__(

@@ -61,8 +61,7 @@ if TYPE_CHECKING:
 
 #: Maximum number of grammars of tool calls that are cached.
 _CACHED_GRAMMARS = 32
-#: Maximum number of example calls in a prompt whose template cannot show tools. Small models copy the
-#: examples.
+#: Maximum number of example calls if the template cannot show tools. Small models copy the examples.
 _EXAMPLES = 3
 
 

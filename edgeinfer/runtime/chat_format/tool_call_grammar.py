@@ -68,8 +68,7 @@ def text_or_calls(
 ) -> Lark | None:
     """Return the grammar of free text, in which the first marker must begin a well-formed call.
 
-    Returns None if the format's calls have no marker or are written in Python. Raises
-    UnsupportedConstraintError.
+    Returns None for a format without markers or in Python. Raises UnsupportedConstraintError.
     """
     if form.bare or not form.begin or form.inner == "python":
         return None

@@ -3,9 +3,8 @@
 `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>`. Models may omit
 all tags except `<function=` and `<parameter=`. Nothing is escaped, so a value (source code, say) may
 contain these tags itself. A value ends at the first closing tag that has no opening tag inside the
-value, and that is followed by the next parameter or call. Values are streamed, but text after a
-possible end is held back until the parser knows. If the answer ends first, `_best_end` chooses the most
-likely end.
+value, and that is followed by the next parameter or call. Values are streamed, except text after a
+possible end. If the answer ends first, `_best_end` chooses the most likely end.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ _TAIL = re.compile(
 #: Longest number, boolean or null (characters). A longer value is a string.
 _MAX_SCALAR = 64
 
-#: Whether a tag ends a value. "wait": unknown until more text arrives; "perhaps": unless a later tag
-#: fits better.
+#: Whether a tag ends a value. "wait": more text must arrive; "perhaps": unless a later tag fits better.
 Verdict = Literal["no", "wait", "end", "perhaps"]
 
 

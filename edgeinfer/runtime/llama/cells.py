@@ -126,8 +126,7 @@ def replace_function(functions: ctypes.Structure, name: str, function: Any) -> I
         setattr(functions, name, before)
 
 
-#: Maximum number of copies that are recorded while a state is saved. A layer has two per range of
-#: adjacent cells.
+#: Maximum number of recorded copies of a state. A layer has two per range of adjacent cells.
 _MOST_COPIES = 32768
 #: Assumed limit of a process's memory mappings if the kernel does not tell it; share of it for cells.
 _DEFAULT_MAPPINGS = 65_530

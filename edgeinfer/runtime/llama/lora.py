@@ -49,8 +49,7 @@ class LoraAdapters:
         self._current: AdapterKey = ()
         self._pointer = context.pointer
         self._models: list[tuple[Any, AdaptersByStamp]] = [(model, context.adapters)]
-        #: Whether the kernels can apply adapters: not if a recurrent model reorders the rows of a
-        #: batch.
+        #: Whether the kernels can apply adapters: not if a recurrent model reorders a batch's rows.
         self.has_kernels = not (L.llama_model_is_recurrent(model) or L.llama_model_is_hybrid(model))
         self.change(adapters)
 

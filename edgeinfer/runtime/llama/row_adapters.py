@@ -1,7 +1,6 @@
 """LoRA adapters computed by edgeinfer's kernels, for single rows of a batch (native/adapters.cpp).
 
-llama.cpp applies adapters to a whole batch. With these kernels, sequences with different adapters can
-share a step.
+llama.cpp applies adapters to whole batches. Here, sequences with different adapters share a step.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class RowAdapters:
     def add(self, adapters: AdapterKey, span: tuple[int, int, int, int]) -> None:
         """Record that a range of rows uses `adapters`.
 
-        `span`: index of the range's first token, number of tokens, index of the first output, number of
+        `span`: index of the first token, number of tokens, index of the first output, number of
         outputs.
         """
         if adapters:

@@ -33,8 +33,7 @@ _WORTH_MAPPING = 32 << 10
 class SequenceStates:
     """Saves and restores states of a context's sequences. Not thread-safe.
 
-    A state passes through the sequence id `scratch`, which no request uses. Raises DecodeError if a
-    device fails.
+    States pass through the sequence id `scratch`, which is no request's. Raises DecodeError.
     """
 
     def __init__(

@@ -24,8 +24,7 @@ NAME_BYTES = 20
 SECRET_BYTES = 32
 #: Tokens per block of models without a shorter sliding window.
 BLOCK_TOKENS = 256
-#: The name of a partial block is a hash of its first 32 tokens; if it has fewer, of its first 16, and
-#: so on.
+#: The name of a partial block is a hash of its first 32 tokens, or, if it has fewer, of 16, and so on.
 TAIL_KEYS_TOKENS = (32, 16, 8, 4, 2, 1)
 TAIL_KEY_TOKENS = TAIL_KEYS_TOKENS[0]
 

@@ -23,8 +23,7 @@ _WRITE_SHARE = 0.02
 #: How long (s) an idle engine waits for room in the writer's queue.
 _WAIT_S = 0.05
 
-#: A block that is not on disk: its header, the index of its first token, the name of a partial block
-#: that it replaces.
+#: A block that is not on disk: header, index of its first token, name of a partial block it replaces.
 _Missing = tuple[Header, int, bytes | None]
 
 

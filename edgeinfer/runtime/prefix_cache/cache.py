@@ -31,8 +31,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 
 #: Blocks are loaded only if they save at least this many tokens of prefill.
 _MIN_GAIN_TOKENS = 32
-#: A request waits for the round-trip check only if blocks save it this many times the tokens that the
-#: check computes.
+#: A request waits for the round-trip check only if blocks save this many times the check's tokens.
 _MIN_GAIN_CHECKS = 2
 #: Shortest time (s) that a request waits for a block before it prefills instead.
 _MIN_WAIT_S = 0.05

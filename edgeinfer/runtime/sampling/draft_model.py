@@ -50,8 +50,8 @@ _START = (0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 #: outweighs; few, so that wrong drafts end soon.
 _MEAN_START, _MEAN_TOKENS = 0.7, 3
 #: If a grammar forces a text, its usual tokens are drafted without the draft model. The large model may
-#: choose other tokens for the text: `"/` instead of `"`. These are the acceptance rate assumed at
-#: first, and the least rate.
+#: choose other tokens for the text: `"/` instead of `"`. The acceptance rate assumed at first, and the
+#: least.
 _LIKELY_START, _LIKELY_LEAST = 0.95, 0.8
 #: Each step without a draft moves the learned rates and cost towards the assumed ones, by this share of
 #: the difference, so that a draft model that was wrong or slow is tried again.
@@ -159,8 +159,7 @@ class DraftModel:
     def compute(self, cached_seq: CachedSequence, tokens: Sequence[int]) -> bool:
         """Append `tokens` to a sequence (logits for the last), and subtract the cost from `balance`.
 
-        Return False for more tokens than a batch, tokens that the draft model lacks, or too few free
-        cells.
+        Return False for more tokens than a batch, unknown tokens, or too few free cells.
         """
         is_valid = len(tokens) <= DRAFT_BATCH and max(tokens) < self.n_vocab
         if not (is_valid and self.kv.make_room(len(tokens))):
@@ -256,8 +255,7 @@ class ModelDrafting(Drafting):
     def _catch_up(self, tokens: Sequence[int], gain: float) -> list[int]:
         """Prefill missing text, if the rest of the answer repays that with `gain` per token.
 
-        Return the last tokens, which are still to be computed; [] if that is not worth it, or not done
-        yet.
+        Return the last tokens, which are still to be computed; [] if that is not worth it or not done.
         """
         model, request = self._model, self._request
         if self._cached is None and min(tokens) >= 0:  # the draft model cannot read pictures

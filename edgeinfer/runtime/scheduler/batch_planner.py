@@ -61,8 +61,7 @@ class BatchPlanner:
     def _ready_sequences(self) -> list[Sequence]:
         """Return the sequences that can be in one batch and have tokens to compute.
 
-        Sequences take turns if llama.cpp, not edgeinfer's kernels, must compute their different
-        adapters.
+        Sequences take turns if llama.cpp, not the kernels, must compute their different adapters.
         """
         started = [s for s in self.queue.running if s.is_started and not s.is_loading_blocks]
         by_adapters: dict[AdapterKey, list[Sequence]] = {}
@@ -163,8 +162,7 @@ class BatchPlanner:
         """Return how many tokens a step may have, to be bit-identical to unbatched ones."""
         invariance = self.batch_invariance
         is_beyond = invariance.max_cells is not None and self.kv.used_cells > invariance.max_cells
-        # in the cells of a rejected draft, a sequence is summed in another order, and rounds
-        # differently
+        # in the cells of a rejected draft, a sequence is summed, and so rounded, in another order
         is_mixed = not (is_unbatched or invariance.sums_in_order)
         # llama.cpp's products with the small matrices of a LoRA depend on the batch
         return 0 if is_beyond or is_mixed or self._context_adapters else invariance.max_tokens

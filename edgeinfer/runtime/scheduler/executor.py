@@ -25,8 +25,7 @@ _NO_CELLS = 1
 _ABORTED = 2
 #: Profiled steps use only the first 64 tokens, which every vocabulary has.
 _PROFILED_VOCAB = 64
-#: Maximum number of outputs of a profiled step. Each takes up to 1 MB of memory, which a snapshot then
-#: contains.
+#: Maximum outputs of a profiled step. Each takes up to 1 MB of memory, which a snapshot then contains.
 _PROFILED_OUTPUTS = 16
 #: Tokens of the profiled prefill, by which a restored engine estimates how much time cached prefixes
 #: save. With 128 tokens the estimate would be better (a quarter lower), but a snapshot 6 MB larger.

@@ -18,8 +18,7 @@ _CHUNK_MIN = 32
 IDLE_CHUNK_TOKENS = 128
 #: Prompts up to this length (tokens) are short; they are prefilled before long ones.
 SHORT_TOKENS = 256
-#: Decode-only steps may delay a long prefill by this share of its time; at most this much (s) of it in
-#: advance.
+#: Decode-only steps may delay a long prefill by this share of its time, and this much (s) in advance.
 _DECODE_SHARE = 0.1
 _MAX_ADVANCE_S = 1.0
 

@@ -21,8 +21,7 @@ _MIN_SAVED_TOKENS = 32
 class RequestQueue:
     """The requests that wait and those that run; at most `n_parallel` run.
 
-    A running request without cells has not been started yet. `on_end` is called with each ended
-    request.
+    A running request without cells is not started yet. `on_end` is called with each ended request.
     """
 
     def __init__(self, prefixes: Prefixes, kv: KvCache, counters: Counters, *, n_parallel: int) -> None:

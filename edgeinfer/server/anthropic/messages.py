@@ -167,8 +167,7 @@ def _tools(body: wire.CountRequest) -> tuple[Tool, ...]:
     """Return the tools that the model sees.
 
     If one of the client's tools searches for tools, those with `defer_loading` are left out until a
-    tool result refers to them. Otherwise the model sees all, because Anthropic's own search does not
-    run here.
+    tool result refers to them. Otherwise the model sees all: Anthropic's own search does not run here.
     """
     referred = _referenced_names(body)
     searches = any(_SEARCH.search(tool.name) for tool in body.tools or () if not tool.defer_loading)

@@ -194,8 +194,7 @@ def constraint_of(body: wire.OpenAIFields) -> Constraint | None:
 
 
 _encode = msgspec.json.Encoder().encode
-#: End of a chunk. It has no `usage: null`, because the client strands-agents drops the text of such
-#: chunks.
+#: End of a chunk, without `usage: null`: the client strands-agents drops the text of such chunks.
 _TAIL = b"]}\n\n"
 _DONE = b"data: [DONE]\n\n"
 

@@ -45,8 +45,7 @@ Begin = Callable[[ChatSession], AnswerWriter]
 _POLL_S = 0.05
 #: Maximum number of answers that are generated at once for the page.
 _MAX_ANSWERS = 16
-#: How long (s) a request waits for its answer to begin. Loading a model may take longer; then it
-#: returns before that.
+#: How long (s) a request waits for its answer to begin. If a model must be loaded, it returns earlier.
 _BEGIN_S = 1.0
 #: How long (s) a tool call waits for the user's permission while no page is open.
 UNSEEN_S = 600.0
@@ -340,8 +339,7 @@ class Conversations:
             if events:
                 commented = now
                 yield events
-            # rendering takes CPU time from the engine: pause, so that it takes at most a fifth of the
-            # time
+            # pause, so that rendering, which slows the engine, takes at most a fifth of the time
             await asyncio.sleep(max(_POLL_S, 4 * (now - began) if events else 0))
 
 

@@ -92,8 +92,7 @@ def as_code(session: ChatSession, turn_id: int, form: str, base: str, system: st
 ROUTES = RouteTable()
 _STATIC = Path(__file__).with_name("static")
 _FORWARDED = {"forwarded", "via", "x-forwarded-for", "x-real-ip"}
-#: With these headers, browsers would run no script and load nothing from elsewhere even if model output
-#: became HTML.
+#: With these headers, browsers run no script and load nothing from elsewhere, even in model output.
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' blob: data:; connect-src 'self'; manifest-src 'self'; base-uri 'none'; "
