@@ -30,15 +30,13 @@ from edgeinfer.runtime.revision import KERNEL_REVISION
 
 #: Largest receipt (bytes). The receipt of 131,072 tokens takes 2 MB.
 MAX_BYTES = 16 << 20
-_MAX_TOKENS = 1 << 21
 #: Prefix of the signed message, which separates it from other uses of the key; the digest follows.
 _SIGNED = b"edgeinfer receipt 1\n"
 
 _Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 _Name = Annotated[str, Meta(max_length=1024)]
-_Tokens = Annotated[
-    tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...], Meta(min_length=1, max_length=_MAX_TOKENS)
-]
+_Number = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Tokens = Annotated[tuple[_Number, ...], Meta(min_length=1)]
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,7 +69,7 @@ class Content(_Part, frozen=True, kw_only=True, omit_defaults=True):
     request: dict[str, Any]
     prompt: _Tokens
     answer: _Tokens
-    logprobs: Annotated[tuple[float | None, ...], Meta(max_length=_MAX_TOKENS)]
+    logprobs: tuple[float | None, ...]
     stop_sequence: str | None = None
 
 
@@ -85,7 +83,7 @@ class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
 
     version: Literal[1]
     program: _Name
-    kernel_revision: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    kernel_revision: _Number
     model: _Name
     model_sha256: _Digest
     adapters: Annotated[tuple[AdapterDigest, ...], Meta(max_length=64)] = ()
@@ -97,7 +95,7 @@ class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
     n_prompt: int
     n_answer: int
     finish_reason: FinishReason
-    index: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+    index: _Number = 0
     seconds: Annotated[float, Meta(ge=0)]
     content_sha256: _Digest
     sha256: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
@@ -155,31 +153,26 @@ def make_receipt(
         return Refusal(refused="the engine recorded no tokens")
     if reason := _why_refused(request, record, info):
         return Refusal(refused=reason)
-    logprobs = (None if value is None else round(value, 3) + 0.0 for value in record.logprobs)
     content = Content(
         salt=secrets.token_hex(32),
         request=request_fields(request),
         prompt=record.prompt,
         answer=record.answer,
-        logprobs=tuple(logprobs),
+        logprobs=tuple(None if p is None else round(p, 3) + 0.0 for p in record.logprobs),
         stop_sequence=finished.stop_sequence,
     )
-    # the values are those after decoding: a temperature of 0 is 0.0
-    sampling = msgspec.to_builtins(request.sampling, str_keys=True)
     receipt = Receipt(
         version=1,
         program=__version__,
         kernel_revision=KERNEL_REVISION,
         model=info.model,
         model_sha256=info.sha256,
-        adapters=tuple(
-            AdapterDigest(name=adapter.name, scale=adapter.scale, sha256=adapter.sha256)
-            for adapter in record.adapters
-        ),
+        adapters=msgspec.convert(record.adapters, tuple[AdapterDigest, ...], from_attributes=True),
         kv_type=str(info.choices["kv_type"].value),
         n_ctx=info.n_ctx,
         time=datetime.now().astimezone(),
-        sampling=msgspec.convert(sampling, Sampling, str_keys=True),
+        # as it will be read: a temperature of 0 is 0.0
+        sampling=msgspec.json.decode(msgspec.json.encode(request.sampling), type=Sampling),
         constraint_sha256=constraint_digest(request, content.salt),
         n_prompt=len(record.prompt),
         n_answer=len(record.answer),
@@ -256,8 +249,10 @@ def to_receipt(document: Any) -> Receipt:
     """Convert a parsed document to a receipt. Raises ReceiptError, which names the fault."""
     try:
         receipt = msgspec.convert(document, Receipt, str_keys=True)
-        if unknown := document["sampling"].keys() - set(Sampling.__struct_fields__):
-            raise ValueError(f"sampling has the unknown field {min(unknown)!r}")
+        if receipt.content is not None:
+            request = msgspec.convert(receipt.content.request, GenerateRequest)
+            if request_fields(request) != receipt.content.request:
+                raise ValueError("content.request lacks a field or has an unknown one")
         msgspec.json.encode(receipt)  # raises for invalid Unicode and integers beyond 64 bits
     except RecursionError:
         raise ReceiptError("the receipt is nested too deeply") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -12,6 +12,7 @@ from edgeinfer.errors import ReceiptError
 from edgeinfer.receipts.receipt import MAX_BYTES, parse_json
 from edgeinfer.runtime.event_stream import CollectedAnswer, CollectedCall
 
+_T = TypeVar("_T")
 #: Keys of an answer's text and reasoning in whole replies, choices, messages and content blocks.
 _TEXT_KEYS = ("content", "text", "response", "result")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -155,9 +156,8 @@ def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], 
     """
     documents = _dicts(documents)
     last = documents[-1] if documents else {}
-    while isinstance(body := last.get("response"), dict) and isinstance(body.get("body"), dict):
-        last = body["body"]  # in a line of `batch`, the reply is here
-        documents = [last]
+    while body := as_type(dict, as_type(dict, last.get("response")).get("body")):
+        last, documents = body, [body]  # in a line of `batch`, the reply is here
     if "content_sha256" in last:
         return [Entry(source=source, document=last, is_lone=True)], 1
     if not isinstance(data := last.get("data"), dict):
@@ -171,7 +171,7 @@ def _entries(documents: list[dict[str, Any]], source: str) -> tuple[list[Entry],
         receipt
         for document in documents
         if document.keys() & {"receipt", "receipts"}
-        for receipt in _list(document.get("receipts")) or [document.get("receipt")]
+        for receipt in as_type(list, document.get("receipts")) or [document.get("receipt")]
     ]
     quotes = _quote_answers(documents)
     entries = [
@@ -204,15 +204,15 @@ def _copy_and_pieces(document: dict[str, Any]) -> tuple[str, Iterable[_Piece]]:
     Streams of the Responses API repeat an answer as contents ("done"), as parts, as items, and as a
     whole ("response").
     """
-    kind, index = _string(document.get("type")), _number(document.get("index"))
+    kind, index = as_type(str, document.get("type")), max(0, as_type(int, document.get("index")))
     if kind.startswith("content_block_"):  # Anthropic's event, with a block's index
         return "", _pieces(document, 0, index)
     if not kind.startswith("response."):
         return "response" if "output" in document else "", _pieces(document, index, 0)
-    number = _number(document.get("output_index"))
+    number = max(0, as_type(int, document.get("output_index")))
     if kind.endswith(".delta"):
         field = next((field for field in ("arguments", "reasoning") if field in kind), "text")
-        return "", [(0, field, _string(document.get("delta")), number)]
+        return "", [(0, field, as_type(str, document.get("delta")), number)]
     copy = next((key for key in ("part", "item", "response") if key in document), "done")
     is_first = kind.endswith((".created", ".added"))
     return "" if is_first else copy, _pieces(document, 0, number)
@@ -225,7 +225,7 @@ def _pieces(document: dict[str, Any], index: int, number: int) -> Iterator[_Piec
         node, index, number = pending.pop()
         if node.keys() & set(_ANSWER_KEYS):
             yield index, "text", "", 0  # an empty text is compared, too
-        is_reasoning = "reasoning" in _string(node.get("type"))
+        is_reasoning = "reasoning" in as_type(str, node.get("type"))
         for key in (*_TEXT_KEYS, *_REASONING_KEYS):
             if isinstance(text := node.get(key), str):
                 yield index, "text" if key in _TEXT_KEYS and not is_reasoning else "reasoning", text, 0
@@ -238,22 +238,15 @@ def _pieces(document: dict[str, Any], index: int, number: int) -> Iterator[_Piec
         for key in (*_ANSWER_KEYS, *_OTHER_KEYS):
             inner = node.get(key)
             for i, child in enumerate(_dicts(inner if isinstance(inner, list) else [inner])):
-                position = _number(child.get("index", number + i))
+                position = max(0, as_type(int, child.get("index", number + i)))
                 children.append((child, position, 0) if key == "choices" else (child, index, position))
         pending += reversed(children)
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+def as_type(kind: type[_T], value: Any) -> _T:
+    """Return `value` if it has this type, otherwise the type's empty value."""
+    return value if isinstance(value, kind) else kind()
 
 
 def _dicts(value: Any) -> list[dict[str, Any]]:
-    return [element for element in _list(value) if isinstance(element, dict)]
-
-
-def _string(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def _number(value: Any) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
+    return [element for element in as_type(list, value) if isinstance(element, dict)]

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from edgeinfer.errors import ReceiptError
-from edgeinfer.receipts.receipt import Content, Receipt, constraint_digest, request_fields
+from edgeinfer.receipts.receipt import Content, Receipt, constraint_digest
 from edgeinfer.receipts.replies import Quote
 from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Finished, FinishReason, TokenRecord
@@ -48,9 +48,9 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     `position` is the index of the first different token, or the answer's length. There the receipt has
     `expected`, and this engine generates `chosen`; None is an end. `mean_difference` and
     `most_difference` are those of log-probabilities, if only these were compared. `text` is that of the
-    tokens, None if they were not generated again, and `is_text_compared` says whether it was compared
-    with the response's text. `signer` is "" without a signature: then anyone may have written what is
-    not generated again. `seconds` is the time of the check, `generation_seconds` that of the answer.
+    tokens, None if they were not generated again. `signer` is "" without a signature: then anyone may
+    have written what is not generated again. `seconds` is the time of the check, `generation_seconds`
+    that of the answer.
     """
 
     verdict: Verdict
@@ -63,7 +63,6 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     n_answer: int = 0
     finish_reason: FinishReason | None = None
     text: str | None = None
-    is_text_compared: bool = False
     position: int | None = None
     expected: TokenChoice | None = None
     chosen: TokenChoice | None = None
@@ -90,6 +89,8 @@ class ReceiptCheck:
     def __init__(self, receipt: Receipt, engine: Engine, quotes: Sequence[Quote] = ()) -> None:
         self._receipt, self._engine = receipt, engine
         self._quotes = quotes
+        self._is_exact = receipt.kernel_revision == KERNEL_REVISION
+        self._ended_by_itself = receipt.finish_reason in ("stop", "tool_calls")
         self._findings: dict[str, Any] = {}
         self._generation: Generation | None = None
         self._is_cancelled = False
@@ -120,15 +121,6 @@ class ReceiptCheck:
             **self._findings,
         )
 
-    @property
-    def _is_exact(self) -> bool:
-        return self._receipt.kernel_revision == KERNEL_REVISION
-
-    @property
-    def _is_whole(self) -> bool:
-        """Return whether the answer ended by itself."""
-        return self._receipt.finish_reason in ("stop", "tool_calls")
-
     def _difference(self) -> str:
         """Describe how the receipt differs from a new answer, "" if not at all. Raises ReceiptError."""
         content = self._receipt.content
@@ -139,7 +131,7 @@ class ReceiptCheck:
         if contradiction := self._contradiction(content, request):
             return contradiction
         # one more token shows whether the answer continues; with a tolerance, only the prompt counts
-        n = len(content.answer) + self._is_whole if self._is_exact else 1
+        n = len(content.answer) + self._ended_by_itself if self._is_exact else 1
         replay = Replay(answer=content.answer[:n], time=self._receipt.time)
         generated = self._generate(msgspec.structs.replace(request, replay=replay, max_tokens=n))
         record = generated.finish.record
@@ -147,8 +139,7 @@ class ReceiptCheck:
         if record.irreproducible:
             problem = f"this engine cannot check receipts: {record.irreproducible}"
             raise ReceiptError(problem, hint="check it on the CPU, or on another machine")
-        position = _first_difference(record.prompt, content.prompt)
-        if position is not None:
+        if (position := _first_difference(record.prompt, content.prompt)) is not None:
             return f"the prompt of the request differs from token {position} on"
         if not self._is_exact:
             return self._compare_logprobs(content, request.lora)
@@ -175,13 +166,7 @@ class ReceiptCheck:
         return ""
 
     def _request(self, content: Content) -> GenerateRequest:
-        try:
-            request = msgspec.convert(content.request, GenerateRequest)
-        except (msgspec.ValidationError, RecursionError) as error:
-            raise ReceiptError(f"this is not a receipt: content.request: {error}") from error
-        if request_fields(request) != content.request:
-            problem = "content.request lacks a field or has an unknown one"
-            raise ReceiptError(f"this is not a receipt: {problem}")
+        request = msgspec.convert(content.request, GenerateRequest)
         if request.n_pictures:
             raise ReceiptError("the receipt has pictures, which cannot be checked")
         return msgspec.structs.replace(
@@ -207,7 +192,7 @@ class ReceiptCheck:
         Raises ReceiptError if the receipt does not fit this engine's vocabulary or context.
         """
         receipt, info = self._receipt, self._engine.info
-        n_prompt, n_answer = len(content.prompt), len(content.answer)
+        n_prompt, n_answer, n_logprobs = map(len, (content.prompt, content.answer, content.logprobs))
         if max(*content.prompt, *content.answer) >= info.n_vocab:
             problem = f"the receipt has a token beyond the vocabulary of {info.n_vocab}"
             raise ReceiptError(problem, hint="name the model that the receipt names")
@@ -222,35 +207,34 @@ class ReceiptCheck:
             return "the receipt lacks log-probabilities, although no token was forced"
         if constraint_digest(request, content.salt) != receipt.constraint_sha256:
             return "the digest of schema, grammar and tools does not match"
-        if (n_prompt, n_answer) != (receipt.n_prompt, receipt.n_answer):
-            return "the numbers of tokens contradict each other"
+        if (n_prompt, n_answer, n_logprobs) != (receipt.n_prompt, receipt.n_answer, n_answer):
+            return "the numbers of tokens and log-probabilities contradict each other"
         limit = receipt.n_ctx if request.max_tokens is None else request.max_tokens
         most = min(receipt.n_ctx - n_prompt, limit)
         if n_answer > most:
             return f"the answer has {n_answer} tokens, but its limit was {most}"
         if receipt.finish_reason == "length" and n_answer < most:
             return f"the answer was not cut off by length: it has {n_answer} of {most} tokens"
-        if len(content.logprobs) != n_answer:
-            return "the receipt does not have a log-probability for each token"
         return ""
 
     def _compare_tokens(self, content: Content, record: TokenRecord, finished: Finished) -> str:
         """Describe how tokens, log-probabilities or the end differ, "" if they do not."""
-        position = _first_difference(record.answer, content.answer)
-        if position is not None:
+        if (position := _first_difference(record.answer, content.answer)) is not None:
             return self._token_difference(record, content.answer, position)
         reason = self._receipt.finish_reason
         ending = (finished.reason, finished.stop_sequence)
-        if self._is_whole and ending != (reason, content.stop_sequence):
+        if self._ended_by_itself and ending != (reason, content.stop_sequence):
             return f"the answer ends with {finished.reason!r}, but the receipt says {reason!r}"
-        for i, (computed, value) in enumerate(zip(record.logprobs, content.logprobs, strict=False)):
-            if not _is_rounded(value, computed):
+        for i, (computed, value) in enumerate(zip(record.logprobs, content.logprobs, strict=True)):
+            # the receipt has None for a forced token, and for an infinite value
+            pair = [-math.inf if logprob is None else logprob for logprob in (computed, value)]
+            if not math.isclose(*pair, abs_tol=_ROUNDING):
                 return f"the log-probability of token {i} is {computed}, but the receipt says {value}"
         return ""
 
     def _compare_text(self, generated: CollectedAnswer, prompt: str | tuple[int, ...] | None) -> str:
         """Describe how a copy of the answer next to the receipt differs, "" if none does."""
-        self._findings |= {"text": generated.text, "is_text_compared": bool(self._quotes)}
+        self._findings["text"] = generated.text
         if isinstance(prompt, tuple):
             prompt = self._engine.detokenize(prompt).decode("utf-8", "replace")
         is_cut = self._receipt.finish_reason in ("cancelled", "deadline")
@@ -277,8 +261,7 @@ class ReceiptCheck:
             self._findings["expected"] = self._choice(expected[0], record.replayed_logprob)
         if not chosen:
             return f"the answer ends after {position} tokens"
-        logprob = record.logprobs[-1] if record.logprobs else None
-        self._findings["chosen"] = self._choice(chosen[0], logprob)
+        self._findings["chosen"] = self._choice(chosen[0], record.logprobs[-1])
         return f"token {position} differs" if expected else "the answer continues after its last token"
 
     def _choice(self, token: int, logprob: float | None) -> TokenChoice:
@@ -309,13 +292,6 @@ class ReceiptCheck:
             f"log-probabilities differ by {mean:.2f} on average and by at most {most:.2f}; allowed are "
             f"{MEAN_TOLERANCE} and {MOST_TOLERANCE}"
         )
-
-
-def _is_rounded(value: float | None, logprob: float | None) -> bool:
-    """Return whether a receipt may have `value` for `logprob`: None if it is forced or infinite."""
-    if value is None:
-        return logprob is None or math.isinf(logprob)
-    return logprob is not None and abs(logprob - value) <= _ROUNDING
 
 
 def _first_difference(tokens: tuple[int, ...], expected: tuple[int, ...]) -> int | None:

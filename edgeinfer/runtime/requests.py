@@ -66,7 +66,7 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     parallel: bool = True
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling options, with llama.cpp's names. `edgeinfer.config.sampling_options` describes each.
 
     Stages are applied in llama.cpp's order. `seed` None means a random seed. Without `penalize_prompt`,

@@ -385,7 +385,8 @@ def test_hostile_receipts_are_refused_in_words(engines: Engines) -> None:
             verify(_forge(forged, answer=tokens), engine)
     for request in ({"messages": 5}, {"prompt": "a", "infill": {}}, {"replay": {"answer": []}}, {}):
         with contextlib.suppress(EdgeInferError):
-            assert verify(_forge(receipt, request=request), engine).verdict == "differs"
+            forged = _through_json(_forge(receipt, request=request))
+            assert verify(forged, engine).verdict == "differs"
 
 
 _WRONG = {
@@ -461,7 +462,7 @@ def test_a_field_that_changes_no_token_cannot_be_forged(engines: Engines, kind: 
     forged = _forge(replace(receipt, **fields), request=request)
     verdict = "differs"
     with contextlib.suppress(ReceiptError):
-        verdict = verify(forged, engine).verdict
+        verdict = verify(_through_json(forged), engine).verdict
     assert verdict == "differs"
 
 
@@ -510,10 +511,9 @@ def test_a_changed_answer_next_to_its_receipt_differs(engines: Engines) -> None:
         for kind, document in _beside(receipt, changed).items():
             [entry], _ = find_receipts([document])
             result = verify(receipts.to_receipt(entry.document), engine, entry.quotes)
-            assert (result.verdict, result.is_text_compared) == (verdict, True), kind
+            assert (result.verdict, bool(entry.quotes)) == (verdict, True), kind
     [entry], _ = find_receipts([{"usage": {}, "receipt": _beside(receipt, "")["chat"]["receipt"]}])
     assert entry.quotes == ()
-    assert not verify(receipt, engine, entry.quotes).is_text_compared
 
 
 @pytest.mark.model
@@ -529,8 +529,9 @@ def test_changed_tool_calls_next_to_a_receipt_differ(engines: Engines) -> None:
         raw = json.loads(msgspec.json.encode(receipt))
         reply = {"choices": [{"index": 0, "message": message}], "receipt": raw}
         [entry], _ = find_receipts([reply])
+        assert entry.quotes
         result = verify(receipt, engine, entry.quotes)
-        assert (result.verdict, result.is_text_compared) == (verdict, True), result.reason
+        assert result.verdict == verdict, result.reason
 
 
 @pytest.mark.model

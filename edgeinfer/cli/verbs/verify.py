@@ -22,7 +22,7 @@ from edgeinfer.errors import EdgeInferError, ReceiptError, UsageError
 from edgeinfer.host import EngineHost
 from edgeinfer.platform.disk import path_errors
 from edgeinfer.receipts.receipt import Receipt, parse_json, to_receipt
-from edgeinfer.receipts.replies import Entry, find_receipts, read_replies
+from edgeinfer.receipts.replies import Entry, as_type, find_receipts, read_replies
 from edgeinfer.receipts.verify import ReceiptCheck, TokenChoice, Verdict, Verification, with_content
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.safe_text import escape_hidden
@@ -66,9 +66,8 @@ class VerifyResult(Result, frozen=True, kw_only=True):
     @property
     def exit_code(self) -> int:
         """Exit status of the worst verdict."""
-        verdicts = {check.verdict for check in self.checks}
-        statuses = [status for verdict, status in _STATUSES.items() if verdict in verdicts]
-        return statuses[-1] if statuses else _NOTHING_CHECKED
+        worst = max((check.verdict for check in self.checks), key=[*_STATUSES].index, default=None)
+        return _NOTHING_CHECKED if worst is None else _STATUSES[worst]
 
     def human(self) -> str:
         return "\n".join(self._lines())
@@ -79,9 +78,8 @@ class VerifyResult(Result, frozen=True, kw_only=True):
         if not self.checks:
             yield f"nothing was checked: {f'{n} {has_none}' if n else 'the log is empty'}"
             return
-        first = self.checks[0]
-        if self.n_receipts == len(self.checks) == 1 and first.verdict != "not checked":
-            yield from [*describe(first), *first.notes]
+        if self.n_receipts == len(self.checks) == 1:
+            yield from [*describe(self.checks[0]), *self.checks[0].notes]
         else:
             yield from map(escape_hidden, self._summary())
         if n:
@@ -155,30 +153,25 @@ def run(options: argparse.Namespace, host: EngineHost) -> VerifyResult:
     """Check receipts; exit status 0 if all answers verify. Raises UsageError, ReceiptError."""
     if (options.receipt is None) == (options.log is None):
         raise UsageError("give a receipt, or a payload log with --log", hint="edgeinfer verify --help")
-    checks, sample = list[Check](), list[Entry]()
-    spare, least = list[Entry](), 1.0
+    checks = list[Check]()
+    sample, spare = list[Entry](), list[Entry]()
     n_receipts = n_without = 0
     for source, documents in _replies(options):
         if isinstance(documents, ReceiptError):
-            checks.append(_to_check(source, documents))
+            checks.append(Check(source=source, verdict="not checked", reason=documents.message))
             continue
         entries, n_answers = find_receipts(documents, source)
-        n_receipts += len(entries)
         n_without += n_answers - len(entries)
         for entry in entries:
-            draw = random.random()
-            if draw < options.sample:
+            n_receipts += 1
+            if random.random() < options.sample:
                 sample.append(entry)
-            elif draw < least:  # checked if the sample stays empty
-                spare, least = [entry], draw
+            if not random.randrange(n_receipts):  # any one of them, checked if the sample stays empty
+                spare = [entry]
     if options.receipt and not n_receipts and not checks:
         hint = "`edgeinfer run --receipt FILE` writes one, and requests ask for it by `receipt: true`"
         raise ReceiptError(f"{options.receipt} contains no receipt", hint=hint)
-    is_single = n_receipts == 1 and not checks
-    for entry, outcome in _check_all(sample or spare, options, host):
-        if is_single and isinstance(outcome, EdgeInferError):
-            raise outcome
-        checks.append(_to_check(entry.source, outcome, is_lone=entry.is_lone))
+    checks += _check_all(sample or spare, options, host, may_raise=n_receipts == 1 and not checks)
     return VerifyResult(checks=tuple(checks), n_receipts=n_receipts, without_receipt=n_without)
 
 
@@ -209,15 +202,14 @@ def _load(receipt: Receipt, options: argparse.Namespace, host: EngineHost) -> En
     if not options.model and name.startswith(("/", ".", "~")):  # foreign receipts must not open files
         raise ReceiptError(f"the receipt's model is a file, {name!r}", hint="name a model: `--model`")
     load = typed_options.load_options(options, host.config.load)
-    if options.kv_type is None:
-        load = msgspec.structs.replace(load, kv_type=receipt.kv_type)
-    return host.engine(name, msgspec.structs.replace(load, is_counted=False))
+    kv_type = options.kv_type or receipt.kv_type
+    return host.engine(name, msgspec.structs.replace(load, kv_type=kv_type, is_counted=False))
 
 
 def _check_all(
-    sample: list[Entry], options: argparse.Namespace, host: EngineHost
-) -> Iterator[tuple[Entry, Verification | EdgeInferError]]:
-    """Check a sample, model by model; yield an error for a receipt that cannot be checked."""
+    sample: list[Entry], options: argparse.Namespace, host: EngineHost, *, may_raise: bool
+) -> Iterator[Check]:
+    """Check a sample, model by model. `may_raise` the error if a receipt cannot be checked."""
     for _, entries in itertools.groupby(sorted(sample, key=_load_key), key=_load_key):
         with contextlib.ExitStack() as loaded:
             engine: Engine | None = None
@@ -226,18 +218,17 @@ def _check_all(
                     receipt = _read(entry.document, options.content)
                     if engine is None:
                         engine = loaded.enter_context(contextlib.closing(_load(receipt, options, host)))
-                    yield entry, ReceiptCheck(receipt, engine, entry.quotes).run()
+                    result = ReceiptCheck(receipt, engine, entry.quotes).run()
                 except EdgeInferError as error:
-                    yield entry, error
-
-
-def _to_check(source: str, outcome: Verification | EdgeInferError, *, is_lone: bool = True) -> Check:
-    if isinstance(outcome, EdgeInferError):
-        return Check(source=source, verdict="not checked", reason=outcome.message)
-    lacks_text = not (is_lone or outcome.is_text_compared or outcome.verdict == "differs")
-    return Check(source=source, lacks_text=lacks_text, **msgspec.structs.asdict(outcome))
+                    if may_raise:
+                        raise
+                    yield Check(source=entry.source, verdict="not checked", reason=error.message)
+                    continue
+                is_compared = entry.is_lone or (entry.quotes and result.text is not None)
+                lacks_text = not is_compared and result.verdict != "differs"
+                fields = msgspec.structs.asdict(result)
+                yield Check(source=entry.source, lacks_text=lacks_text, **fields)
 
 
 def _load_key(entry: Entry) -> list[str]:
-    values = (entry.document.get(key) for key in ("model", "kv_type"))  # unchecked JSON: any type
-    return [value if isinstance(value, str) else "" for value in values]
+    return [as_type(str, entry.document.get(key)) for key in ("model", "kv_type")]
