@@ -64,7 +64,7 @@ def _describe(path: Path) -> PulledAdapter:
 
 def is_adapter(text: str) -> bool:
     """Return whether `text` is the path of a PEFT adapter's folder."""
-    return names.is_path(text) and (Path(text).expanduser() / ADAPTER_CONFIG).is_file()
+    return paths.is_model_path(text) and (Path(text).expanduser() / ADAPTER_CONFIG).is_file()
 
 
 def pull_adapter(

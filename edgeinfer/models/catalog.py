@@ -151,8 +151,9 @@ class Model(_Table, frozen=True, kw_only=True):
     @property
     def projector_source(self) -> source_types.Source | None:
         """Source of the projector; None if there is none, or a local path. Raises UsageError."""
-        named = source_types.looks_like_source(self.projector) and not names.is_path(self.projector)
-        return source_types.parse(self.projector) if named else None
+        text = self.projector
+        is_source = source_types.looks_like_source(text) and not paths.is_model_path(text)
+        return source_types.parse(text) if is_source else None
 
     def parsed_sources(self) -> list[tuple[source_types.Source, ...]]:
         """Parse `sources`, alternatives that are tried in order. Raises UsageError.

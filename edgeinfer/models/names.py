@@ -93,9 +93,6 @@ def sanitize_file_name(text: str) -> str:
     return check_file_name(re.sub(r"\.{2,}", ".", plain).strip("-._"))
 
 
-is_path = paths.is_model_path
-
-
 def path_hint(text: str) -> str | None:
     """Return a hint if `text`, which was taken for a name, is a file here; otherwise None."""
     return f"the file in this folder is ./{text}" if Path(text).exists() else None

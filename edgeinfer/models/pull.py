@@ -24,6 +24,7 @@ from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, OnProgress, RetryPol
 from edgeinfer.models.pull_plan import FetchedFile, PullPlan, plan_pull
 from edgeinfer.models.store import PulledModel, locked_work_folder
 from edgeinfer.platform.disk import sha256_of
+from edgeinfer.platform.paths import is_model_path
 
 _ANOTHER_NAME = "give this one another name (`--name NAME`)"
 
@@ -56,7 +57,7 @@ def pull(
     """
     options, catalog = options or PullOptions(), load_catalog()
     job = Job(progress, cancel, options.retry_policy)
-    is_source = names.is_path(text) or sources.looks_like_source(text)
+    is_source = is_model_path(text) or sources.looks_like_source(text)
     if not is_source and names.plain_name(text).partition(":")[0] not in catalog:
         text, options = _earlier_pull(text, options)
     plan = _with_type(plan_pull(text, catalog, options.name), options.quantize)

@@ -14,6 +14,7 @@ from edgeinfer.models.catalog import Catalog, Model
 from edgeinfer.models.names import Reference
 from edgeinfer.models.progress import Job
 from edgeinfer.platform.disk import sha256_of
+from edgeinfer.platform.paths import is_model_path
 
 
 class PullPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +64,7 @@ class FetchedFile(msgspec.Struct, kw_only=True):
 def plan_pull(text: str, catalog: Catalog, name: str | None = None) -> PullPlan:
     """Return how to pull a path, a source or a catalogue name. Raises UsageError, UnknownModelError."""
     given_ref = names.parse_reference(name) if name else None
-    if names.is_path(text):
+    if is_model_path(text):
         path = Path(text).expanduser().absolute()
         ref = given_ref or _named_after(path.name if path.is_dir() else path.stem, catalog)
         return PullPlan(ref=ref, candidates=((sources.LocalFile(str(path)),),))

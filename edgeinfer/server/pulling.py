@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 
 from edgeinfer.errors import InvalidRequestError, UsageError
-from edgeinfer.models import names, sources
+from edgeinfer.models import sources
 from edgeinfer.models.progress import OnProgress, PullProgress
 from edgeinfer.platform import paths
 
@@ -54,7 +54,7 @@ def source_of(name: str) -> str:
     """
     plain = name.removesuffix(paths.LATEST)
     plain = plain.removeprefix("https://") if plain.startswith(_HUBS) else plain
-    if not (names.is_path(plain) or sources.looks_like_source(plain)):
+    if not (paths.is_model_path(plain) or sources.looks_like_source(plain)):
         return plain
     with contextlib.suppress(UsageError):
         source = sources.parse(plain)

@@ -93,10 +93,10 @@ def test_bad_text_is_refused(check: Callable[[str], object], text: str) -> None:
 
 
 def test_sources_are_recognized() -> None:
-    assert names.is_path("./x")
-    assert names.is_path("x.gguf")
-    assert not names.is_path("qwen3-4b")
-    assert not names.is_path("hf:a/b/x.gguf")
+    assert paths.is_model_path("./x")
+    assert paths.is_model_path("x.gguf")
+    assert not paths.is_model_path("qwen3-4b")
+    assert not paths.is_model_path("hf:a/b/x.gguf")
     assert sources.looks_like_source("a/b:Q8_0")
     assert not sources.looks_like_source("qwen3-4b:Q8_0")
 

@@ -22,6 +22,7 @@ from edgeinfer.models.fetching import fetch
 from edgeinfer.models.progress import FETCHED_IS_KEPT, PullProgress, progress_on
 from edgeinfer.models.pull import PullOptions
 from edgeinfer.models.reference import resolve
+from edgeinfer.platform.paths import is_model_path
 from edgeinfer.units import format_bytes
 
 #: Command that is suggested after a pull, by the model's purpose.
@@ -102,7 +103,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> Result:
     if options.base or is_adapter(source):
         return _pull_adapter(source, options)
     anew = options.again or options.name or options.sha256
-    if stores.is_name(source) or not (anew or names.is_path(source)):
+    if stores.is_name(source) or not (anew or is_model_path(source)):
         external = _check_external(source)
         if external is not None and not options.name:
             if options.sha256 and names.parse_digest(options.sha256) != external.sha256:
