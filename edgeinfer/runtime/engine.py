@@ -143,7 +143,6 @@ class LlamaEngine:
         seq = self._input_processor.make_sequence(request)
         if seq.recorder is not None:
             seq.recorder.why_irreproducible = self._why_irreproducible
-        seq.report_progress()
         try:
             with self._lora.lock:
                 seq.adapters = self._lora.key(request.lora)

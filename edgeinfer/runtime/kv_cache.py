@@ -95,8 +95,8 @@ class KvCache:
     """Keeps account of the `n_cells` cells and `n_seq_max` sequence ids of the cache. Not thread-safe.
 
     Recurrent and hybrid models have `checkpoints`; their sequences can be reused only whole or up to a
-    checkpoint. `window` is the sliding window (positions), 0 without one. `before_drop` is called with
-    each cached sequence before it is dropped.
+    checkpoint. `window` is the sliding window (positions), 0 without one. `before_drop`, which
+    `BlockSaver` sets, is called with each cached sequence before it is dropped.
     """
 
     def __init__(

@@ -29,17 +29,20 @@ class DecodeLoop:
     def __init__(self, core: EngineCore, *, capacity: int) -> None:
         self._core, self._capacity = core, capacity
         self._queue = core.queue
-        self._queue.on_end = self._count_end
         self._inbox: queue.SimpleQueue[Sequence] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        #: Number of requests that run or wait.
-        self.n_requests = 0
+        self._n_submitted = 0
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._closed = False
         #: The error that ended the thread, "" if there is none.
         self.failure = ""
+
+    @property
+    def n_requests(self) -> int:
+        """Number of requests that run or wait."""
+        return self._n_submitted - self._queue.n_ended
 
     def submit(self, seq: Sequence) -> None:
         """Queue a request. Raises QueueFullError, EngineClosedError."""
@@ -47,7 +50,7 @@ class DecodeLoop:
             self._check_open()
             if self.n_requests >= self._capacity:
                 raise QueueFullError(f"the queue is full: {self.n_requests} requests run or wait")
-            self.n_requests += 1
+            self._n_submitted += 1
             seq.wake_loop = self.wake
             self._inbox.put(seq)
             self._wake_thread()
@@ -112,10 +115,6 @@ class DecodeLoop:
             self._thread.start()
         self._changed.notify_all()
 
-    def _count_end(self, seq: Sequence) -> None:
-        with self._changed:
-            self.n_requests -= 1
-
     def _main(self) -> None:
         try:
             self._run_until_stopped()
@@ -126,7 +125,7 @@ class DecodeLoop:
         with self._changed:
             self.failure = f"the decode loop failed: {type(error).__name__}: {error}"
             self._thread = None
-            self.n_requests = 0
+            self._n_submitted = self._queue.n_ended
             sequences = [*self._queue.running, *self._queue.waiting]
             while not self._inbox.empty():
                 sequences.append(self._inbox.get())

@@ -1,4 +1,4 @@
-"""The file format of a KV block: `encode`, `decode`.
+"""The file of a KV block: `write` it, `decode` its contents.
 
     offset  bytes
     0       8      MAGIC, the version in it
@@ -16,8 +16,10 @@ MAGIC. The checksum is verified, because llama.cpp aborts on damaged states.
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -25,6 +27,7 @@ import numpy as np
 import xxhash
 
 from edgeinfer.errors import BlockDamagedError
+from edgeinfer.platform.disk import new_file
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.sequence_state import ANYWHERE, MappedFile, State
 
@@ -93,6 +96,16 @@ def encode(block: KvBlock) -> list[bytes | memoryview]:
     for buffer in buffers:
         checksum.update(buffer)
     return [_HEAD.pack(MAGIC, checksum.intdigest(), size, len(header)), *buffers]
+
+
+def write(path: Path, block: KvBlock) -> int:
+    """Write a block's file durably, or leave none; return its size (bytes). Raises OSError."""
+    with new_file(path, 0o600) as file:
+        for buffer in encode(block):
+            file.write(buffer)
+        file.flush()
+        os.fdatasync(file.fileno())
+        return file.tell()
 
 
 def read_header(start: bytes | memoryview) -> Header:

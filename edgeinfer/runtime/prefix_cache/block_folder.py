@@ -372,8 +372,7 @@ class BlockFolder:
         """Write a block's file, unless there is no space. Runs on the writer thread."""
         if self._store.reserve(block.n_bytes):
             header = block.header
-            n_bytes = _write_file(self.path(header.name), block_file.encode(block), is_durable=True)
-            self.traffic.bytes_written += n_bytes
+            self.traffic.bytes_written += block_file.write(self.path(header.name), block)
             if header.kind in ("full", "tail"):
                 parent, name = header.parent.hex(), header.name.hex()
                 retention.record_following(self._folder, parent, name, is_tail=header.kind == "tail")
@@ -420,7 +419,8 @@ class BlockFolder:
 
     def _write_check(self) -> None:
         if self._checked:
-            _write_file(self._folder / "checked", [self._checked.encode()])
+            with new_file(self._folder / "checked", 0o600) as file:
+                file.write(self._checked.encode())
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Write waiting blocks and end the threads; return False if that takes longer than the timeout.
@@ -433,18 +433,6 @@ class BlockFolder:
         is_written = self._writer.stop(timeout_s)
         self.answers.close()
         return is_written
-
-
-def _write_file(path: Path, buffers: Sequence[bytes | memoryview], *, is_durable: bool = False) -> int:
-    """Write a file atomically; return its size (bytes). Raises OSError."""
-    with new_file(path, 0o600) as file:
-        for buffer in buffers:
-            file.write(buffer)
-        size = file.tell()
-        if is_durable:
-            file.flush()
-            os.fdatasync(file.fileno())
-    return size
 
 
 def forget_all(root: Path) -> int:

@@ -31,7 +31,7 @@ _Missing = tuple[Header, int, bytes | None]
 class _PendingWrite:
     """A sequence that waits to be saved. The first `n_done` blocks of `chain` are on disk or queued."""
 
-    chain: Chain
+    chain: Chain = field(default_factory=lambda: Chain([]))
     n_done: int = 0
     conversations: set[str] = field(default_factory=set)
 
@@ -78,8 +78,7 @@ class BlockSaver:
         if pending is None:
             if self.folder.is_idle:
                 self._queued.clear()  # queued blocks may have been deleted since
-            root = self.folder.names.root(cached_seq.adapters, cached_seq.salt)
-            pending = self._pending[cached_seq] = _PendingWrite(Chain([root]))
+            pending = self._pending[cached_seq] = _PendingWrite()
             cached_seq.n_unchanged = 0
             self._was_used = True
         if cached_seq.conversation:
@@ -172,10 +171,13 @@ class BlockSaver:
         self, cached_seq: CachedSequence, tokens: PromptTokens, pending: _PendingWrite
     ) -> None:
         """Add the names of new blocks to the chain, after removing those whose tokens have changed."""
+        names = self.folder.names
+        if not pending.chain.names:
+            pending.chain.names.append(names.root(cached_seq.adapters, cached_seq.salt))
         n_same = pending.chain.index_at(cached_seq.n_unchanged)
         del pending.chain.names[n_same + 1 :], pending.chain.ends[n_same + 1 :]
         pending.n_done = min(pending.n_done, n_same)
-        self.folder.names.extend(pending.chain, tokens)
+        names.extend(pending.chain, tokens)
         cached_seq.n_unchanged = len(cached_seq.tokens)
 
     def _missing_whole(self, tokens: list[int], pending: _PendingWrite) -> Iterator[_Missing]:

@@ -60,13 +60,6 @@ class Prefixes:
         if (cache := self.prefix_cache) is not None:
             cache.saver.step(is_idle=is_idle)
 
-    def count_cached_in_memory(self, seq: Sequence) -> int:
-        """Return how many tokens of a prompt can be reused from the KV cache in memory."""
-        if not seq.request.cache_prompt:
-            return 0
-        n_top = seq.request.prompt_logprobs
-        return self._kv.match(seq.tokens, seq.adapters, seq.request.cache_salt, n_top=n_top)[1]
-
     def acquire(self, seq: Sequence, *, is_only_request: bool) -> None:
         """Start `seq` with the longest prefix in memory, and begin to load further blocks from disk.
 

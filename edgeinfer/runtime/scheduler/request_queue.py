@@ -21,7 +21,7 @@ _MIN_SAVED_TOKENS = 32
 class RequestQueue:
     """The requests that wait and those that run; at most `n_parallel` run.
 
-    A running request without cells is not started yet. `on_end` is called with each ended request.
+    A running request without cells is not started yet. `n_ended` counts the ended requests.
     """
 
     def __init__(self, prefixes: Prefixes, kv: KvCache, counters: Counters, *, n_parallel: int) -> None:
@@ -30,7 +30,7 @@ class RequestQueue:
         self._n_parallel = n_parallel
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.on_end: Callable[[Sequence], None] = lambda seq: None
+        self.n_ended = 0
         #: Observers of all requests added from now on.
         self.observers: tuple[RequestObserver, ...] = ()
 
@@ -70,7 +70,7 @@ class RequestQueue:
         c.constraint_seconds_total += seq.constraint_s
         c.draft_tokens_total += seq.drafting.drafted
         c.draft_accepted_total += seq.drafting.accepted
-        self.on_end(seq)  # before the last event: its consumer may read the metrics at once
+        self.n_ended += 1  # before the last event: its consumer may read the metrics at once
         send_last_event()
 
     def admit(self) -> None:
@@ -103,12 +103,13 @@ class RequestQueue:
         """
         running = self.running
         for seq in [s for s in running if not s.is_started]:
-            n_cached = self.prefixes.count_cached_in_memory(seq)
             started = [s for s in running if s.is_started]
-            if self._count_soon_cached(seq, started) >= n_cached + _MIN_SAVED_TOKENS:
-                continue
-            if started and not self._fits(seq, n_cached, started):
-                return
+            if started:
+                n_cached = self._count_cached(seq)
+                if self._count_soon_cached(seq, started) >= n_cached + _MIN_SAVED_TOKENS:
+                    continue
+                if not self._fits(seq, n_cached, started):
+                    return
             self.prefixes.acquire(seq, is_only_request=len(running) == 1)
 
     def _fits(self, seq: Sequence, n_cached: int, started: list[Sequence]) -> bool:
@@ -116,6 +117,14 @@ class RequestQueue:
         in_use = len(set().union(*(s.cached_seq.cells for s in started)))
         promised = sum(s.n_pending for s in started)
         return in_use + promised + len(seq.tokens) - n_cached <= self._kv.n_cells
+
+    def _count_cached(self, seq: Sequence) -> int:
+        """Return how many tokens of a prompt can be reused from the KV cache in memory."""
+        request = seq.request
+        if not request.cache_prompt:
+            return 0
+        n_top = request.prompt_logprobs
+        return self._kv.match(seq.tokens, seq.adapters, request.cache_salt, n_top=n_top)[1]
 
     def _count_soon_cached(self, seq: Sequence, started: list[Sequence]) -> int:
         """Return how many tokens of `seq` a running prefill will have cached at its end."""

@@ -93,6 +93,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.n_prompt_tokens = len(self.tokens)
         self.stream = EventStream(self.cancel)
+        self.report_progress()
         replay = self.request.replay
         if self.request.record_tokens or replay is not None:
             self.recorder = TokenRecorder(self.tokens, replay.answer if replay else None)
