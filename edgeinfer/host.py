@@ -22,7 +22,7 @@ from edgeinfer.errors import SnapshotsUnavailableError, SnapshotUnsafeError
 from edgeinfer.platform import paths, process_metadata
 from edgeinfer.runtime.events import CacheReport
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.runtime.options import LoadOptions, ModelFiles, ReplicasInfo
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
 
 if TYPE_CHECKING:
     from edgeinfer.models.reference import ModelRef
@@ -90,7 +90,8 @@ class EngineHost:
         self.listeners: tuple[socket.socket, ...] = ()
         self._config = config
         self._cache_report = process_metadata.ProcessRecord(process_metadata.CACHE_REPORT)
-        self._replicas = process_metadata.ProcessRecord(process_metadata.REPLICAS)
+        #: The replicas of a model, for `edgeinfer ps`.
+        self.replicas = process_metadata.ProcessRecord(process_metadata.REPLICAS)
         # Python cannot ask for the time of exec. So far this process has never waited, so its CPU time
         # is its age
         self._exec_ns = exec_ns or time.monotonic_ns() - time.process_time_ns()
@@ -112,13 +113,6 @@ class EngineHost:
         """Model of the snapshot from which this process was resumed; "" if it was not."""
         return ""
 
-    def resolve(self, model: str) -> ModelRef:
-        """Resolve a model's name or path. Raises UsageError, CatalogError for a bad record."""
-        # imported here: a resumed process does not need the catalogue
-        from edgeinfer.models.reference import resolve
-
-        return resolve(model)
-
     def files(
         self, model: str | ModelRef, progress: LoadProgress | None = None, *, draft: str = ""
     ) -> ModelFiles:
@@ -127,8 +121,12 @@ class EngineHost:
         A file of another program is hashed at its first use, reported to `progress` (default: stderr).
         Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError, ModelLoadError.
         """
-        ref = self.resolve(model) if isinstance(model, str) else model
-        files = ref.files(progress or _slow_stages_on_stderr(), draft=draft)
+        if isinstance(model, str):
+            # imported here: a resumed process does not need the catalogue
+            from edgeinfer.models.reference import resolve
+
+            model = resolve(model)
+        files = model.files(progress or _slow_stages_on_stderr(), draft=draft)
         if draft and files.draft_paths:
             from edgeinfer.models.fits import refuse_unfit_draft
 
@@ -148,11 +146,15 @@ class EngineHost:
         from edgeinfer.runtime.engine import load_engine  # imported here: it takes 170 ms
 
         engine = load_engine(files, options, progress)
+        self._prepare(engine, files, options)
+        return engine
+
+    def _prepare(self, engine: LlamaEngine, files: ModelFiles, options: LoadOptions) -> None:
+        """Give a loaded or resumed engine what this launch adds: prefix cache, counts and GPUs."""
         self.open_prefix_cache(engine)
         self.record_drift(engine, files, options)
         self.attach_devices(engine, options)
         self._note_stage("ready")
-        return engine
 
     def attach_devices(self, engine: LlamaEngine, options: LoadOptions) -> None:
         """Let `engine` attach GPUs by this launch's options; the CPU computes until that is done."""
@@ -190,10 +192,6 @@ class EngineHost:
         """Publish how much of the latest prompt was cached, for `edgeinfer ps`."""
         self._cache_report.write(last)
 
-    def note_replicas(self, replicas: ReplicasInfo) -> None:
-        """Publish the replicas of a model for `edgeinfer ps`."""
-        self._replicas.write(replicas)
-
     def _note_stage(self, stage: str) -> None:
         """Record when a stage is first reached; the time from a failed load to the next is left out."""
         stages = self.start.stages_ms
@@ -208,9 +206,7 @@ class EngineHost:
         return self.engine(model, options, progress)
 
     def listens_at(self, url: str) -> None:
-        """Publish the endpoint's URL for `edgeinfer ps`; on a terminal, print it."""
-        if sys.stderr.isatty():
-            sys.stderr.write(f"chat: edgeinfer web · API: {url}/v1 · Ctrl+C stops it\n")
+        """Publish the endpoint's URL for `edgeinfer ps`."""
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
         """Snapshot a loaded `model` without delaying its requests; return when it is done.

@@ -17,7 +17,7 @@ from edgeinfer.config.load_options import LOAD_OPTIONS
 from edgeinfer.config.sampling_options import TYPED
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.runtime.requests import Constraint, Grammar, JsonSchema, Sampling, with_options
+from edgeinfer.runtime.requests import Constraint, Grammar, JsonSchema
 
 _MAX_TEXT_BYTES = 64 << 20
 
@@ -35,11 +35,6 @@ def typed_sampling(options: argparse.Namespace) -> dict[str, float | int | None]
     """Return the sampling options that were typed, by field."""
     typed = {option.field: getattr(options, option.field, None) for option in TYPED}
     return {field: value for field, value in typed.items() if value is not None}
-
-
-def sampling(options: argparse.Namespace, default: Sampling) -> Sampling:
-    """Return the model's sampling, overridden by typed options."""
-    return with_options(default, typed_sampling(options))
 
 
 def system_prompt(typed: str, config: Config) -> str:

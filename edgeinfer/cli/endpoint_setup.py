@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
 import os
+import resource
 import socket
 import sys
 import threading
@@ -23,12 +25,14 @@ from edgeinfer.agents.prompt_normalization import PromptNormalizer
 from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import EngineHost, LoadProgress
-from edgeinfer.platform import paths
+from edgeinfer.models.external_stores import stores
+from edgeinfer.models.reference import ModelRef, resolve
+from edgeinfer.models.store import list_pulled
+from edgeinfer.platform import listening, paths
 from edgeinfer.platform.machine import read_processors
 from edgeinfer.receipts.receipt import load_key
 from edgeinfer.runtime.memory_plan import choose_threads
 from edgeinfer.runtime.options import EngineInfo, LoadOptions, ReplicasInfo
-from edgeinfer.server import lifecycle
 from edgeinfer.server.app import EndpointApp
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards import keys
@@ -37,10 +41,9 @@ from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.model_entry import LoadedEngine
-from edgeinfer.server.model_pool import AvailableModel, ModelPool, ModelPoolCallbacks
+from edgeinfer.server.model_pool import AvailableModel, ModelPool
 from edgeinfer.server.payload_log import PayloadLog
 from edgeinfer.server.response_store import ResponseStore
-from edgeinfer.server.tracing import Span, start_spans
 from edgeinfer.server.web.access import Access, Web
 from edgeinfer.workers.remote_engine import RemoteEngine
 from edgeinfer.workers.replica_supervisor import ReplicaSupervisor
@@ -50,11 +53,11 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from edgeinfer.models.progress import OnProgress
-    from edgeinfer.models.reference import ModelRef
 
 T = TypeVar("T")
 #: Number of file descriptors reserved for files, models and workers; connections may use the others.
 _OWN_DESCRIPTORS = 128
+_MAX_DESCRIPTORS = 65_536
 
 _PURGE_EVERY_S = 24 * 3600
 #: Longest time (s) for which the list of other programs' models is cached: clients ask often.
@@ -65,11 +68,11 @@ def serve(options: argparse.Namespace, host: EngineHost) -> ServeOutcome:
     """Serve until a signal, or until no request has arrived for the time of `--idle-exit`.
 
     Raises ServeError if the address cannot be bound or the API key file is readable by others, and what
-    `EngineHost.resolve` and `EngineHost.files` raise.
+    `reference.resolve` and `EngineHost.files` raise.
     """
     loader = _default_loader(options, host)
     address = pick(options.host, host.config.serve.host), pick(options.port, host.config.serve.port)
-    listeners = list(host.listeners) or lifecycle.bind(*address)
+    listeners = list(host.listeners) or bind(*address)
     if _speaks_ollama(options, host):
         listeners += _bind_ollama(options, listeners)
     gate = make_gate(options, host, listeners)
@@ -79,9 +82,9 @@ def serve(options: argparse.Namespace, host: EngineHost) -> ServeOutcome:
 def _default_loader(
     options: argparse.Namespace, host: EngineHost, *, is_counted: bool = True
 ) -> ModelLoader:
-    """Verify the default model; return its loader. Raises like `EngineHost.resolve` and `files`."""
+    """Verify the default model; return its loader. Raises like `reference.resolve` and `files`."""
     typed: str = options.model or host.config.default_model
-    model = typed if typed == host.loaded_model else host.resolve(typed)
+    model = typed if typed == host.loaded_model else resolve(typed)
     loading = typed_options.load_options(options, host.config.load)
     files = host.files(model, draft=loading.draft)
     if not isinstance(model, str):
@@ -96,40 +99,17 @@ async def _serve(
     listeners: list[socket.socket],
     gate: Gate,
 ) -> ServeOutcome:
-    name = loader.name
-    models: ModelPool
-    endpoint: Endpoint
-
-    def report_loaded(model: str, loaded: LoadedEngine, seconds: float) -> None:
-        endpoint.metrics.model_loaded(model, loaded.how, seconds, loaded.stages_ms)
-        log = {"how": loaded.how, "where": loaded.where, "seconds": round(seconds, 3)}
-        endpoint.log.info("model-loaded", model=model, **log)
-        now_s = time.perf_counter()
-        spans = start_spans(loaded.stages_ms, loaded.how)
-        root = Span(f"start {model}", min([now_s - seconds, *(span.began_s for span in spans)]), now_s)
-        endpoint.trace(root, spans, {"edgeinfer.how": loaded.how, "edgeinfer.where": loaded.where})
-        for text in loaded.engine.info.warnings:
-            endpoint.log.warning("model-slow", model=model, reason=text)
-
-    def replicas_changed(info: ReplicasInfo) -> None:
-        endpoint.log.info("replicas", model=name, running=len(info.running), reason=info.reason)
-        host.note_replicas(info)
-
-    replicas = options.replicas or 1
-    callbacks = ModelPoolCallbacks(
-        load=ReplicaLoader(loader, replicas, replicas_changed) if replicas > 1 else loader,
-        list_pulled=pulled_models(),
-        on_loaded=report_loaded,
-    )
-    models = ModelPool(
-        callbacks,
-        default=name,
-        keep_alive_s=host.config.serve.keep_alive_s,
-        aliases=host.config.serve.aliases,
-    )
-    log = Log(options.log or ("text" if sys.stderr.isatty() else "json"))
     config = host.config.serve
     most = limits(options, config.max_queue)
+    log = Log(options.log or ("text" if sys.stderr.isatty() else "json"))
+    replicas = options.replicas or 1
+    models = ModelPool(
+        load=ReplicaLoader(loader, replicas, log) if replicas > 1 else loader,
+        list_pulled=pulled_models(),
+        default=loader.name,
+        keep_alive_s=config.keep_alive_s,
+        aliases=config.aliases,
+    )
     endpoint = Endpoint(
         models,
         most,
@@ -166,8 +146,12 @@ def offline_endpoint(
     """
     loader = _default_loader(options, host, is_counted=not names)
     stored, also = pulled_models(), [AvailableModel(name=model_name) for model_name in names]
-    callbacks = ModelPoolCallbacks(load=loader, list_pulled=lambda: [*stored(), *also])
-    models = ModelPool(callbacks, default=loader.name, keep_alive_s=host.config.serve.keep_alive_s)
+    models = ModelPool(
+        load=loader,
+        list_pulled=lambda: [*stored(), *also],
+        default=loader.name,
+        keep_alive_s=host.config.serve.keep_alive_s,
+    )
     limits = Limits(max_requests=1_000_000, max_queue=1_000_000)
     endpoint = Endpoint(models, limits, Log("off"), host)
     return endpoint, EndpointApp(endpoint, Gate(keys=keys.Keys([])))
@@ -229,7 +213,7 @@ class ReplicaLoader:
 
     loader: ModelLoader
     count: int
-    on_change: Callable[[ReplicasInfo], None]
+    log: Log
 
     def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
         """Load the replicas, or another model. Runs in a thread. Raises what `ModelLoader` raises."""
@@ -244,8 +228,13 @@ class ReplicaLoader:
             return Replica(cast(RemoteEngine, worker.engine), worker.how, n_threads)
 
         cores = self.loader.n_threads()
-        supervisor = ReplicaSupervisor(start, self.count, cores, self.on_change)
+        supervisor = ReplicaSupervisor(start, self.count, cores, self._report)
         return msgspec.structs.replace(loaded[0], engine=supervisor.engine, where="worker")
+
+    def _report(self, info: ReplicasInfo) -> None:
+        fields = {"running": len(info.running), "reason": info.reason}
+        self.log.info("replicas", model=self.loader.name, **fields)
+        self.loader.host.replicas.write(info)
 
 
 def _context_options(first: EngineInfo | None) -> dict[str, Any]:
@@ -262,9 +251,6 @@ def pulled_models() -> Callable[[], Sequence[AvailableModel]]:
 
     @lru_cache(maxsize=1)
     def external_models(_period: int) -> list[AvailableModel]:
-        # imported here: the catalogue is first needed when a second model is requested
-        from edgeinfer.models.external_stores import stores
-
         return [
             AvailableModel(
                 name=m.name,
@@ -280,8 +266,6 @@ def pulled_models() -> Callable[[], Sequence[AvailableModel]]:
 
 
 def _stored_models() -> list[AvailableModel]:
-    from edgeinfer.models.store import list_pulled
-
     return [
         AvailableModel(
             name=m.name,
@@ -310,6 +294,17 @@ def _speaks_ollama(options: argparse.Namespace, host: EngineHost) -> bool:
     return bool(pick(options.ollama, host.config.serve.ollama))
 
 
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Listen on every TCP address of `host` (IPv4 and IPv6). Raises ServeError."""
+    return [socket.socket(fileno=descriptor) for descriptor in listening.bind(host, port)]
+
+
+def _addresses(listeners: Sequence[socket.socket]) -> list[tuple[str, int]]:
+    """Return address and port of each listener, except for unix sockets."""
+    inet = [listener.getsockname() for listener in listeners if listener.family != socket.AF_UNIX]
+    return [(name[0].partition("%")[0], name[1]) for name in inet]
+
+
 def _bind_ollama(
     options: argparse.Namespace, listeners: Sequence[socket.socket]
 ) -> list[socket.socket]:
@@ -317,10 +312,10 @@ def _bind_ollama(
         problem = "--ollama serves plain HTTP: it cannot be combined with --tls-cert"
         raise UsageError(problem, hint="leave out one of them")
     port = paths.ollama_port()
-    if lifecycle.has_port(listeners, port):
+    if any(bound == port for _, bound in _addresses(listeners)):
         return []
     try:
-        return lifecycle.bind(paths.OLLAMA_HOST, port)
+        return bind(paths.OLLAMA_HOST, port)
     except ServeError as error:
         raise ServeError(
             error.message,
@@ -337,13 +332,16 @@ def make_gate(
     An address beyond loopback needs an API key, which is created at the first use. Raises ServeError.
     """
     api_keys = keys.configured_keys(options.api_key_file)
-    if not api_keys and not lifecycle.is_loopback(listeners):
+    addresses = [address for address, _ in _addresses(listeners)]
+    is_loopback = all(ipaddress.ip_address(address).is_loopback for address in addresses)
+    if not api_keys and not is_loopback:
         api_keys, created = keys.stored_keys()
         if created:
             sys.stderr.write(f"made an API key for this endpoint: {keys.key_path()}\n")
     config = host.config.serve
-    hosts = {*LOOPBACK_HOSTS, *lifecycle.host_names(listeners), *map(str.lower, options.allow_host)}
-    if not lifecycle.is_loopback(listeners):
+    hosts = {*LOOPBACK_HOSTS, *map(str.lower, options.allow_host)}
+    hosts |= {f"[{address}]" if ":" in address else address for address in addresses}
+    if not is_loopback:
         hosts.add(socket.gethostname().lower())
     if "*" in options.allow_origin:
         message = "'*' is not an origin: name the web pages that may send requests"
@@ -352,7 +350,7 @@ def make_gate(
         keys=api_keys,
         hosts=frozenset(hosts),
         origins=frozenset(options.allow_origin),
-        any_address=not lifecycle.is_loopback(listeners),
+        any_address=not is_loopback,
         owner=os.getuid(),
         any_user=config.any_user,
     )
@@ -364,8 +362,18 @@ def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> 
         raise UsageError("--tls-cert and --tls-key must be given together")
     if options.tls_cert is not None:
         _check_certificate(options.tls_cert, options.tls_key)
-    descriptors = max(lifecycle.raise_descriptor_limit() - _OWN_DESCRIPTORS, _OWN_DESCRIPTORS // 8)
+    descriptors = max(_raise_descriptor_limit() - _OWN_DESCRIPTORS, _OWN_DESCRIPTORS // 8)
     return Limits(max_connections=min(Limits().max_connections, descriptors), max_queue=max_queue)
+
+
+def _raise_descriptor_limit() -> int:
+    """Raise the soft limit of open files to the hard limit, at most 65,536; return the new limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        return limit
+    return _MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
 
 
 def _check_certificate(cert: str, key: str) -> None:

@@ -16,7 +16,7 @@ import gc
 import sys
 import time
 
-from edgeinfer.launcher.argv import LAUNCH_VERBS, with_verb
+from edgeinfer.launcher.argv import LAUNCH_VERBS, CommandLine, with_verb
 from edgeinfer.platform import process
 
 _HELP = ("-h", "--help", "--help-all")
@@ -33,7 +33,7 @@ def main() -> int:
         gc.disable()  # a launch makes no garbage, and each collection would take 0.7 ms
         from edgeinfer.launcher.launch import Launcher  # works only on Linux
 
-        Launcher(argv, exec_ns, main_ns).run()
+        Launcher(CommandLine(argv), exec_ns, main_ns).run()
     if getattr(sys, "frozen", False):
         # the one-file program contains two programs: this launcher, and the application, which has the
         # modules of `cli` (shipping.shipped)

@@ -13,13 +13,10 @@ import time
 
 from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStaleError, to_fields
 from edgeinfer.launcher import messages, selection, supervise
+from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.launcher.messages import LIMITS, LaunchRequest
 from edgeinfer.platform import process
 from edgeinfer.snapshot_format import storage
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class LaunchedApp:
@@ -30,14 +27,10 @@ class LaunchedApp:
     """
 
     def __init__(
-        self,
-        supervisor: supervise.Supervisor,
-        link: _socket.socket,
-        request: LaunchRequest,
-        fds: list[int],
+        self, supervisor: supervise.Supervisor, request: LaunchRequest, fds: list[int]
     ) -> None:
         self.supervisor = supervisor
-        self.link = link
+        self.link = supervisor.link
         self.request = request
         self.fds = fds
         self.started_s = time.monotonic()
@@ -52,15 +45,16 @@ class LaunchedApp:
 class Apps:
     """Starts apps, polls them, and drops those that have ended.
 
-    `running` lists the apps, the oldest first. `choice` says which snapshot the command line needs.
+    `running` lists the apps, the oldest first. `choice` says which snapshot the verb's app needs.
     `fds` are the descriptors that the verb's app gets: 0, 1, 2 and listening sockets.
     """
 
-    def __init__(self, argv: list[str], poll: select.poll, exec_ns: int, main_ns: int) -> None:
+    choice: selection.LaunchChoice
+
+    def __init__(self, line: CommandLine, poll: select.poll, exec_ns: int, main_ns: int) -> None:
         self.running: list[LaunchedApp] = []
-        self.choice = selection.launch_choice(argv)
         self.fds = [0, 1, 2]
-        self._argv = argv
+        self._line = line
         self._poll = poll
         self._exec_ns = exec_ns
         self._main_ns = main_ns
@@ -91,7 +85,8 @@ class Apps:
         return self.start_cold(request, fds, reason, hint_for(reason, choice))
 
     def start_verb(self) -> LaunchedApp:
-        request = LaunchRequest(role="verb", argv=tuple(self._argv))
+        self.choice = selection.launch_choice(self._line)
+        request = LaunchRequest(role="verb", argv=tuple(self._line.argv))
         return self.start(self.choice, request, self.fds)
 
     def start_worker(self, app: LaunchedApp, message: messages.StartWorker) -> None:
@@ -128,7 +123,8 @@ class Apps:
         """Begin to restore an app from the snapshot in `folder`. Raises OSError."""
         request.how, request.snapshot = "resumed", manifest.name
         request.reason, request.hint = "", choice.warm_hint
-        app = self._launch(lambda fd: supervise.resume(manifest, folder, fd), request, fds)
+        request.spawn_ns = time.monotonic_ns()
+        app = self._send_request(supervise.resume(manifest, folder), request, fds)
         # the file's mtime records the last use: the least recently used snapshots are removed first
         process.quietly(os.utime, f"{folder}/{storage.LOCK}")
         return app
@@ -139,12 +135,8 @@ class Apps:
         """Start an app that loads its model; with a `hint`, it prints why it was not resumed."""
         request.how, request.snapshot = "cold", ""
         request.reason, request.hint = error.message, hint
-
-        def start(link_fd: int) -> supervise.Supervisor:
-            command = process.child_command("edgeinfer.snapshots.restore.app_process", str(link_fd))
-            return supervise.start(command, link_fd, dict(os.environ))
-
-        app = self._launch(start, request, fds)
+        request.spawn_ns = time.monotonic_ns()
+        app = self._send_request(supervise.start(), request, fds)
         self.close_sent_descriptors(app)
         return app
 
@@ -155,26 +147,23 @@ class Apps:
                 os.close(fd)
             del app.fds[3:]
 
-    def _launch(
-        self, start: Callable[[int], supervise.Supervisor], request: LaunchRequest, fds: list[int]
+    def _send_request(
+        self, supervisor: supervise.Supervisor, request: LaunchRequest, fds: list[int]
     ) -> LaunchedApp:
-        """Start an app with the descriptor of its link, complete and send its request, and poll it."""
-        link, app_link = _socket.socketpair()
-        spawn_ns = time.monotonic_ns()
-        app = LaunchedApp(start(app_link.fileno()), link, request, fds)
-        app_link.close()
+        """Poll a started app; complete and send its request."""
+        app = LaunchedApp(supervisor, request, fds)
         self.running.append(app)
         self._poll.register(app.supervisor.status_fd, select.POLLIN)
         self._poll.register(app.link.fileno(), select.POLLIN)
         is_verb = app.request.role == "verb"
         _describe_this_process(request)
-        request.exec_ns = request.main_ns = request.spawn_ns = spawn_ns
+        request.exec_ns = request.main_ns = request.spawn_ns
         if is_verb:  # a verb's launch began with this process, a worker's begins now
             request.exec_ns, request.main_ns = self._exec_ns, self._main_ns
         request.is_named = is_verb and bool(self.choice.snapshot)
         request.expected_model = self.choice.model
         fds = list(app.fds)
-        serves = is_verb and self._argv[0] == "serve"
+        serves = is_verb and self._line.verb == "serve"
         users = _open_user_lookup() if serves and request.how == "resumed" else None
         if users is not None:
             fds.append(users.fileno())

@@ -58,6 +58,7 @@ class CommandLine:
     """The parts of a verb's command line that the launcher needs."""
 
     def __init__(self, argv: list[str]) -> None:
+        self.argv = argv
         self.verb = argv[0]
         options, self._positionals = options_and_words(argv[1:])
         self._values: dict[str, list[str]] = {}

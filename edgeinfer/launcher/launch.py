@@ -37,27 +37,27 @@ _UNEXPECTED = 70
 class Launcher:
     """One launch of a verb that loads a model."""
 
-    def __init__(self, argv: list[str], exec_ns: int, main_ns: int) -> None:
-        self.argv = argv
+    def __init__(self, line: CommandLine, exec_ns: int, main_ns: int) -> None:
+        self._line = line
         self._main: LaunchedApp | None = None
         self._asked_to_end = False
         self._is_suspending = False
         self._crashes = 0
         self._terminal = Terminal()
         self._poll = select.poll()
-        self._apps = Apps(argv, self._poll, exec_ns, main_ns)
+        self._apps = Apps(line, self._poll, exec_ns, main_ns)
         self._builds = builds.Builds(self._poll)
 
     def run(self) -> NoReturn:
         """Start the app and handle messages until it ends; this process then exits."""
         for number in supervise.FORWARDED:
             _signal.signal(number, self._forward)
-        if self.argv[0] == "serve":
+        if self._line.verb == "serve":
             try:
-                self._apps.fds += listen(self.argv)
+                self._apps.fds += listen(self._line)
             except EdgeInferError as error:
                 _fail(error)
-        if self.argv[0] == "chat":
+        if self._line.verb == "chat":
             self._terminal.watch()
         self._start_verb()
         gc.enable()
@@ -133,7 +133,7 @@ class Launcher:
         if self._is_suspending:
             self._is_suspending = False
             os.kill(os.getpid(), _signal.SIGSTOP)
-        elif self.argv[0] == "chat" and self._terminal.is_in_foreground():
+        elif self._line.verb == "chat" and self._terminal.is_in_foreground():
             os.kill(0, _signal.SIGSTOP)  # the shell waits until the whole process group has stopped
 
     def _handle_failure(self, app: LaunchedApp, reason: str) -> None:
@@ -221,7 +221,7 @@ class Launcher:
         os._exit(code)
 
 
-def listen(argv: list[str]) -> list[int]:
+def listen(line: CommandLine) -> list[int]:
     """Listen for `serve` before the model is loaded, so that clients can connect and wait.
 
     Return the descriptors. If an address cannot be bound, the app tries again and reports the error.
@@ -229,18 +229,18 @@ def listen(argv: list[str]) -> list[int]:
     """
     from edgeinfer.platform import listening  # only `serve` needs it
 
-    line, serve = CommandLine(argv), selection.read_config().get("serve", {})
-    sockets = listening.activated_sockets()
+    serve = selection.read_config().get("serve", {})
+    descriptors = listening.activated_sockets()
     try:
-        if not sockets:
+        if not descriptors:
             host = line.value("--host", serve.get("host", listening.HOST))
             port = line.value("--port", serve.get("port", listening.PORT))
-            sockets += listening.bind(host, int(port))
+            descriptors += listening.bind(host, int(port))
         if line.has("--ollama") or serve.get("ollama"):
-            sockets += listening.bind(paths.OLLAMA_HOST, paths.ollama_port())
+            descriptors += listening.bind(paths.OLLAMA_HOST, paths.ollama_port())
     except (EdgeInferError, ValueError):
         pass
-    return [listener.detach() for listener in sockets]
+    return descriptors
 
 
 def _say(text: str) -> None:

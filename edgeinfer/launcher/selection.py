@@ -47,9 +47,9 @@ class LaunchChoice:
         return find(self.model, self.options)
 
 
-def launch_choice(argv: list[str]) -> LaunchChoice:
+def launch_choice(line: CommandLine) -> LaunchChoice:
     """Return the choice that a command line makes; config.toml supplies what is not typed."""
-    line, config = CommandLine(argv), read_config()
+    config = read_config()
     snapshot = line.value("--snapshot")
     load = {} if snapshot else config.get("load", {})
     options = {}

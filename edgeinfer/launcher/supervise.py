@@ -11,6 +11,7 @@ Standard library only, and nothing that starts threads.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # importing `signal` takes 3 ms
+import _socket
 import os
 import sys
 
@@ -34,21 +35,22 @@ _LOG_BYTES = 4000
 
 
 class Supervisor:
-    """A running supervisor: its pid, and the reading end of the pipe on which it reports."""
+    """A running supervisor: its pid, the pipe on which it reports, and the link to its app."""
 
-    def __init__(self, pid: int, status_fd: int) -> None:
+    def __init__(self, pid: int, status_fd: int, link: _socket.socket) -> None:
         self.pid, self.status_fd = pid, status_fd
+        self.link = link
 
 
-def resume(
-    manifest: Manifest, folder: str, link_fd: int, limit_s: int = criu.RESTORE_LIMIT_S
-) -> Supervisor:
-    """Start a supervisor that restores a snapshot; `link_fd` becomes the app's link. Raises OSError.
+def resume(manifest: Manifest, folder: str, limit_s: int = criu.RESTORE_LIMIT_S) -> Supervisor:
+    """Start a supervisor that restores an app from a snapshot. Raises OSError.
 
     It reports whether the restore succeeded, and ends a restore after `limit_s` seconds.
     """
     flags = criu.NAMESPACES[manifest.tier]
     user, group = os.getuid(), os.getgid()
+    link, app_link = _socket.socketpair()
+    link_fd = app_link.fileno()
     status_read, status_write = os.pipe()
     wake_read, wake_write = os.pipe()
     os.write(wake_write, b"!")  # the parked process (snapshots/parked.py: _sleep) waits for this byte
@@ -70,13 +72,17 @@ def resume(
     pid = linux.clone(flags) if flags else os.fork()
     if pid == 0:
         _main(work, status_write, keep=(status_write, link_fd, wake_read))
+    app_link.close()
     for fd in (status_write, wake_read, wake_write):
         os.close(fd)
-    return Supervisor(pid, status_read)
+    return Supervisor(pid, status_read, link)
 
 
-def start(command: list[str], link_fd: int, environment: dict[str, str]) -> Supervisor:
-    """Start a supervisor that runs `command` as a cold app with the link `link_fd`. Raises OSError."""
+def start() -> Supervisor:
+    """Start a supervisor that runs a cold app. Raises OSError."""
+    link, app_link = _socket.socketpair()
+    link_fd = app_link.fileno()
+    command = process.child_command("edgeinfer.snapshots.restore.app_process", str(link_fd))
     status_read, status_write = os.pipe()
 
     def prepare() -> None:
@@ -85,15 +91,16 @@ def start(command: list[str], link_fd: int, environment: dict[str, str]) -> Supe
 
     def work(tell: Tell) -> NoReturn:
         os.set_inheritable(link_fd, True)
-        child = process.fork_and_exec(command, prepare, environment)
+        child = process.fork_and_exec(command, prepare)
         os.close(link_fd)
         _supervise(tell, 0, child, -1)
 
     pid = os.fork()
     if pid == 0:
         _main(work, status_write, keep=(status_write, link_fd))
+    app_link.close()
     os.close(status_write)
-    return Supervisor(pid, status_read)
+    return Supervisor(pid, status_read, link)
 
 
 def _main(work: Callable[[Tell], NoReturn], status_fd: int, keep: tuple[int, ...]) -> NoReturn:

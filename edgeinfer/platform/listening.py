@@ -11,8 +11,8 @@ from edgeinfer.errors import ServeError
 HOST, PORT = "127.0.0.1", 8080
 
 
-def bind(host: str, port: int) -> list[_socket.socket]:
-    """Listen on every TCP address of `host` (IPv4 and IPv6). Raises ServeError."""
+def bind(host: str, port: int) -> list[int]:
+    """Listen on every TCP address of `host` (IPv4, IPv6); return descriptors. Raises ServeError."""
     listeners: list[_socket.socket] = []
     try:
         # for a str, Python would import the IDNA codec (6 ms)
@@ -34,11 +34,11 @@ def bind(host: str, port: int) -> list[_socket.socket]:
         problem = f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}"
         hint = "pick another address: `edgeinfer serve --host 127.0.0.1 --port 0`"
         raise ServeError(problem, hint=hint) from error
-    return listeners
+    return [listener.detach() for listener in listeners]
 
 
-def activated_sockets() -> list[_socket.socket]:
-    """Return the sockets that systemd passed (sd_listen_fds(3)). Raises ServeError for wrong ones."""
+def activated_sockets() -> list[int]:
+    """Return descriptors of systemd's sockets (sd_listen_fds(3)). Raises ServeError for wrong ones."""
     count = os.environ.pop("LISTEN_FDS", "")
     pid = os.environ.pop("LISTEN_PID", "")
     os.environ.pop("LISTEN_FDNAMES", None)
@@ -52,9 +52,9 @@ def activated_sockets() -> list[_socket.socket]:
         raise ServeError(problem, hint=hint) from error
 
 
-def _take_over(descriptor: int) -> _socket.socket:
+def _take_over(descriptor: int) -> int:
     os.set_inheritable(descriptor, False)
     listener = _socket.socket(fileno=descriptor)
     if not listener.getsockopt(_socket.SOL_SOCKET, _socket.SO_ACCEPTCONN):
         raise OSError(f"the socket {descriptor} does not listen")
-    return listener
+    return listener.detach()

@@ -87,15 +87,13 @@ def describe_exit(code: int) -> str:
     return name if code < 0 else f"status {code}"
 
 
-def fork_and_exec(
-    command: list[str], prepare: Callable[[], None], environment: Mapping[str, str] = os.environ
-) -> int:
+def fork_and_exec(command: list[str], prepare: Callable[[], None]) -> int:
     """Fork, call `prepare` and execute `command` in the child (127 if that fails); return its pid."""
     pid = os.fork()
     if pid == 0:
         try:
             prepare()
-            os.execve(command[0], command, environment)
+            os.execv(command[0], command)
         finally:
             os._exit(127)
     return pid

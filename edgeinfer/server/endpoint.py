@@ -24,10 +24,11 @@ from edgeinfer.server.callers import BodyBudget, EngineSlots, FairPool
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.metrics import Metrics
+from edgeinfer.server.model_entry import LoadedEngine
 from edgeinfer.server.model_pool import ModelAdministrator, ModelPool
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.response_store import ResponseStore
-from edgeinfer.server.tracing import Span
+from edgeinfer.server.tracing import Span, start_spans
 from edgeinfer.server.wire_types import Slot
 
 T = TypeVar("T")
@@ -66,6 +67,7 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.models.engines)
+        self.models.on_loaded = self._report_loaded
         self.bodies = BodyBudget(self.limits)
         self.threads = ThreadPoolExecutor(8, "calls")
         #: Runs calls like tokenize and embed, so that `threads` stays free for health and metrics.
@@ -120,6 +122,17 @@ class Endpoint:
         self._by_key[key] -= 1
         self.metrics.in_flight.dec()
         self.last_activity = time.monotonic()
+
+    def _report_loaded(self, model: str, loaded: LoadedEngine, seconds: float) -> None:
+        self.metrics.model_loaded(model, loaded.how, seconds, loaded.stages_ms)
+        log = {"how": loaded.how, "where": loaded.where, "seconds": round(seconds, 3)}
+        self.log.info("model-loaded", model=model, **log)
+        now_s = time.perf_counter()
+        spans = start_spans(loaded.stages_ms, loaded.how)
+        root = Span(f"start {model}", min([now_s - seconds, *(span.began_s for span in spans)]), now_s)
+        self.trace(root, spans, {"edgeinfer.how": loaded.how, "edgeinfer.where": loaded.where})
+        for text in loaded.engine.info.warnings:
+            self.log.warning("model-slow", model=model, reason=text)
 
     def trace(
         self, root: Span, spans: Iterable[Span], facts: Mapping[str, Any], traceparent: str = ""

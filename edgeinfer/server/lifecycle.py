@@ -1,4 +1,4 @@
-"""Run the endpoint: bind sockets, serve them with uvicorn, report readiness, drain, exit when idle.
+"""Run the endpoint: serve its sockets with uvicorn, report readiness, drain, exit when idle.
 
 SIGTERM or SIGINT begins a drain: new requests are refused, and running ones get `drain_s` seconds to
 finish. A second signal ends the endpoint at once. (uvicorn's own signal handlers are not used.)
@@ -9,56 +9,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import ipaddress
 import os
-import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import msgspec
 import uvicorn
 
 from edgeinfer.errors import EdgeInferError
-from edgeinfer.platform import listening
 from edgeinfer.server.app import EndpointApp
 from edgeinfer.server.connection import unless
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards.protocol import GuardedProtocol
 from edgeinfer.server.guards.security import Gate
 from edgeinfer.server.logs import capture
-
-_MAX_DESCRIPTORS = 65_536
-
-
-def bind(host: str, port: int) -> list[socket.socket]:
-    """Listen on every TCP address of `host` (IPv4 and IPv6). Raises ServeError."""
-    return [socket.socket(fileno=listener.detach()) for listener in listening.bind(host, port)]
-
-
-def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open files to the hard limit, at most 65,536; return the new limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-        return limit
-    return _MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
-
-
-def _addresses(listeners: Sequence[socket.socket]) -> list[tuple[str, int]]:
-    inet = [listener.getsockname() for listener in listeners if listener.family != socket.AF_UNIX]
-    return [(name[0].partition("%")[0], name[1]) for name in inet]
-
-
-def has_port(listeners: Sequence[socket.socket], port: int) -> bool:
-    return any(bound == port for _, bound in _addresses(listeners))
-
-
-def is_loopback(listeners: Sequence[socket.socket]) -> bool:
-    """Return whether only programs on this machine can connect: loopback and unix sockets."""
-    return all(ipaddress.ip_address(host).is_loopback for host, _ in _addresses(listeners))
 
 
 def url(listener: socket.socket, *, tls: bool) -> str:
@@ -68,11 +36,6 @@ def url(listener: socket.socket, *, tls: bool) -> str:
         return f"unix:{name}"
     host = f"[{name[0]}]" if listener.family == socket.AF_INET6 else name[0]
     return f"{'https' if tls else 'http'}://{host}:{name[1]}"
-
-
-def host_names(listeners: Sequence[socket.socket]) -> set[str]:
-    """Return the listeners' addresses as a Host header has them: `192.168.1.7`, `[fd00::7]`."""
-    return {f"[{host}]" if ":" in host else host for host, _ in _addresses(listeners)}
 
 
 def notify(*lines: str) -> bool:
@@ -103,9 +66,9 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServeOutcome(msgspec.Struct, frozen=True):
-    """Why the server ended ("signal" or "idle"), and whether the end of `drain_s` cut off answers."""
+    """Why the server ended, and whether the end of `drain_s` cut off answers."""
 
-    reason: str
+    reason: Literal["signal", "idle"]
     cut_short: bool = False
 
 
@@ -139,7 +102,7 @@ class EndpointServer(uvicorn.Server):
             if listener.family != socket.AF_UNIX:
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._options = options
-        self._reason = "signal"
+        self._reason: Literal["signal", "idle"] = "signal"
         self._cut_short = False
         self._drain_timer: asyncio.TimerHandle | None = None
         self._forced = asyncio.Event()
@@ -220,6 +183,8 @@ class EndpointServer(uvicorn.Server):
         while not self.started:
             await asyncio.sleep(0.001)
         urls = [url(listener, tls=options.tls_cert is not None) for listener in self._listeners]
+        if sys.stderr.isatty():
+            sys.stderr.write(f"chat: edgeinfer web · API: {urls[0]}/v1 · Ctrl+C stops it\n")
         endpoint.host.listens_at(urls[0])
         endpoint.log.info("listening", url=" ".join(urls), model=endpoint.models.default)
         if loading is not None:

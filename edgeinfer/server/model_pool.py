@@ -1,7 +1,7 @@
 """Load each model when a request needs it; unload it when it is idle or another one needs the memory.
 
 The pool is used on the event loop only; it loads and closes engines in threads. Different models load
-concurrently if memory allows. How a model is loaded is up to `ModelPoolCallbacks.load`.
+concurrently if memory allows. How a model is loaded is up to its `load`.
 """
 
 from __future__ import annotations
@@ -71,12 +71,17 @@ class Lease:
 
 
 class ModelPool:
-    """The loaded models of an endpoint. Requests `acquire` a model and release the lease."""
+    """The loaded models of an endpoint. Requests `acquire` a model and release the lease.
+
+    `load(model, progress)` loads a model in a thread, `list_pulled()` lists those that can be loaded.
+    """
 
     def __init__(
         self,
-        callbacks: ModelPoolCallbacks,
         *,
+        load: Callable[[str, LoadProgress], LoadedEngine],
+        list_pulled: Callable[[], Sequence[AvailableModel]],
+        available_bytes: Callable[[], int] = lambda: read_memory().available_bytes,
         default: str,
         keep_alive_s: float,
         memory_wait_s: float = 60.0,
@@ -84,7 +89,9 @@ class ModelPool:
     ) -> None:
         self.default = default
         self._aliases = Aliases(aliases or {})
-        self._callbacks = callbacks
+        self._load_model = load
+        self._list_pulled = list_pulled
+        self._available_bytes = available_bytes
         self._keep_alive_s = keep_alive_s
         self._memory_wait_s = memory_wait_s
         self._entries: dict[str, ModelEntry] = {}
@@ -96,6 +103,8 @@ class ModelPool:
         self._adapters: dict[str, tuple[Adapter, ...]] = {}
         self._changing_adapters = asyncio.Lock()
         self.last_error = ""
+        #: Called on the event loop after each load, with the model and the time (s) that it took.
+        self.on_loaded: Callable[[str, LoadedEngine, float], None] = lambda model, loaded, seconds: None
 
     def resolve(self, name: str | None) -> str:
         """Return the model that a request means by `name`; None means the default model.
@@ -127,7 +136,7 @@ class ModelPool:
     def _models(self) -> list[AvailableModel]:
         """List the default model, loaded ones and those on the disk; some of them twice."""
         names = (self.default, *self._entries)
-        return [*(AvailableModel(name=name) for name in names), *self._callbacks.list_pulled()]
+        return [*(AvailableModel(name=name) for name in names), *self._list_pulled()]
 
     def only_model(self) -> str | None:
         """Return the default model if no other one is available, so that any name means it; or None."""
@@ -165,7 +174,7 @@ class ModelPool:
 
     def list_available(self) -> list[AvailableModel]:
         """List all names of models, aliases and loaded adapters, the default model first."""
-        listed = list(self._callbacks.list_pulled())
+        listed = list(self._list_pulled())
         if all(pulled.name != self.default for pulled in listed):
             listed.append(AvailableModel(name=self.default))
         by_name = {pulled.name: pulled for pulled in listed}
@@ -291,7 +300,7 @@ class ModelPool:
             self._changed.set()
             return
         entry.loaded = loaded
-        self._callbacks.on_loaded(entry.name, loaded, time.perf_counter() - began_s)
+        self.on_loaded(entry.name, loaded, time.perf_counter() - began_s)
         info = loaded.engine.info
         # count the smallest size of an automatic context, which is shortened if memory is short
         kv_bytes = info.least_kv_bytes or info.kv_bytes
@@ -304,7 +313,7 @@ class ModelPool:
             self.end_use(entry, self._keep_alive_s)
 
     def _load_engine(self, entry: ModelEntry) -> LoadedEngine:
-        loaded = self._callbacks.load(entry.name, entry.report)
+        loaded = self._load_model(entry.name, entry.report)
         adapters = self._adapters.get(entry.name)
         if adapters is not None:
             try:
@@ -327,9 +336,7 @@ class ModelPool:
         size_bytes = self._sizes.get(name)
         if size_bytes is not None:
             return size_bytes
-        files = next(
-            (pulled.size_bytes for pulled in self._callbacks.list_pulled() if pulled.name == name), 0
-        )
+        files = next((pulled.size_bytes for pulled in self._list_pulled() if pulled.name == name), 0)
         return files + files // 4 + (256 << 20)
 
     async def _wait_for_memory(self, entry: ModelEntry) -> None:
@@ -355,7 +362,7 @@ class ModelPool:
             for s in self._entries.values()
             if s.loaded is None and s is not entry and s.stage == "loading"
         )
-        return entry.need_bytes + promised + _RESERVE_BYTES <= self._callbacks.available_bytes()
+        return entry.need_bytes + promised + _RESERVE_BYTES <= self._available_bytes()
 
     def _expire(self, entry: ModelEntry) -> None:
         entry.expiry = None
@@ -403,21 +410,6 @@ class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):
     n_params: int = 0
     can_see: bool = False
     other_names: tuple[str, ...] = ()
-
-
-class ModelPoolCallbacks(msgspec.Struct, frozen=True, kw_only=True):
-    """Functions that a `ModelPool` calls.
-
-    - `load(model, progress)` loads a model in a thread.
-    - `list_pulled()` lists the models that can be loaded.
-    - `available_bytes()` returns the free memory.
-    - `on_loaded(model, engine, seconds)` is called on the event loop after a load.
-    """
-
-    load: Callable[[str, LoadProgress], LoadedEngine]
-    list_pulled: Callable[[], Sequence[AvailableModel]]
-    available_bytes: Callable[[], int] = lambda: read_memory().available_bytes
-    on_loaded: Callable[[str, LoadedEngine, float], None] = lambda name, loaded, seconds: None
 
 
 class ModelAdministrator(Protocol):

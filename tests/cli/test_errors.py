@@ -9,7 +9,7 @@ import pytest
 from edgeinfer import error_text, errors
 from edgeinfer.agents.endpoint import RemoteEndpoint
 from edgeinfer.cli.result import SCHEMA, error_envelope
-from edgeinfer.server import lifecycle
+from edgeinfer.platform import listening
 from edgeinfer.tools.mcp_transports import SessionEndedError
 
 
@@ -44,7 +44,7 @@ def test_address_hints_fit_the_client_and_the_server():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(errors.ServeError) as refused:
-            lifecycle.bind("127.0.0.1", port)
+            listening.bind("127.0.0.1", port)
     assert "--port 0" in error_text.hint(refused.value)
     with pytest.raises(errors.ServeError) as silent:
         RemoteEndpoint(url=f"http://127.0.0.1:{port}", model="m").request("GET", "/health")

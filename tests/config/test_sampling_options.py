@@ -14,7 +14,7 @@ from edgeinfer.config.sampling_options import SAMPLING_OPTIONS, TYPED, SamplingO
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.host import EngineHost
 from edgeinfer.models.catalog import SamplingDefaults
-from edgeinfer.runtime.requests import Sampling, check_sampling
+from edgeinfer.runtime.requests import Sampling, check_sampling, with_options
 from edgeinfer.server.openai.wire import ChatRequest
 from edgeinfer.server.wire_types import SamplingFields
 
@@ -71,7 +71,8 @@ def _key(struct: type[msgspec.Struct], field: str) -> str | None:
 @pytest.mark.parametrize("option", TYPED, ids=lambda option: option.field)
 def test_typed_option_reaches_the_request(option: SamplingOption) -> None:
     options = build_parser().parse_args(["run", "m", "hello", f"{option.flag}={option.high}"])
-    assert getattr(typed_options.sampling(options, Sampling()), option.field) == option.high
+    sampling = with_options(Sampling(), typed_options.typed_sampling(options))
+    assert getattr(sampling, option.field) == option.high
 
 
 def test_model_may_set_every_option_but_the_seed() -> None:

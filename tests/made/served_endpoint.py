@@ -15,10 +15,9 @@ from fake_engine import FakeEngine, StepGate
 from loop_watchdog import watch_loop
 from other_processes import wait_until
 
-from edgeinfer.cli.endpoint_setup import ModelAdmin
+from edgeinfer.cli.endpoint_setup import ModelAdmin, bind
 from edgeinfer.host import EngineHost, LoadProgress
 from edgeinfer.runtime.interface import Engine
-from edgeinfer.server import lifecycle
 from edgeinfer.server.endpoint import Endpoint
 from edgeinfer.server.guards.keys import Keys
 from edgeinfer.server.guards.security import Gate
@@ -26,7 +25,7 @@ from edgeinfer.server.lifecycle import EndpointServer, RunOptions, ServeOutcome
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.logs import Log
 from edgeinfer.server.model_entry import LoadedEngine
-from edgeinfer.server.model_pool import AvailableModel, ModelPool, ModelPoolCallbacks
+from edgeinfer.server.model_pool import AvailableModel, ModelPool
 from edgeinfer.server.payload_log import PayloadLog
 from edgeinfer.server.response_store import ResponseStore
 from edgeinfer.server.web.access import Access, Web
@@ -123,19 +122,21 @@ def serving(
     engine = engine or FakeEngine()
     limits, options = limits or Limits(), options or RunOptions()
     names = names or [engine.info.model]
-    callbacks = ModelPoolCallbacks(
-        load=load or (lambda name, progress: LoadedEngine(engine=engine)),
-        list_pulled=pulled or (lambda: [AvailableModel(name=name, size_bytes=1) for name in names]),
-        available_bytes=available_bytes,
-    )
     log = log or io.StringIO()
-    (listener,) = lifecycle.bind("127.0.0.1", port)
+    (listener,) = bind("127.0.0.1", port)
     port = listener.getsockname()[1]
     starting: Future[tuple[Endpoint, EndpointServer, asyncio.AbstractEventLoop]] = Future()
 
     async def main() -> ServeOutcome:
         times = {"keep_alive_s": keep_alive_s, "memory_wait_s": memory_wait_s}
-        models = ModelPool(callbacks, default=names[0], aliases=aliases, **times)
+        models = ModelPool(
+            load=load or (lambda name, progress: LoadedEngine(engine=engine)),
+            list_pulled=pulled or (lambda: [AvailableModel(name=name, size_bytes=1) for name in names]),
+            available_bytes=available_bytes,
+            default=names[0],
+            aliases=aliases,
+            **times,
+        )
         responses = ResponseStore(limits) if store_responses else None
         host, json_log = EngineHost(), Log("json", log)
         endpoint = Endpoint(models, limits, json_log, host, responses=responses, **parts)

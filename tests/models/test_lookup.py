@@ -19,7 +19,7 @@ from edgeinfer.models.lookup import find, similar_names
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import find_unless_misspelt, resolve
 from edgeinfer.models.store import list_pulled
-from edgeinfer.server.model_pool import ModelPool, ModelPoolCallbacks
+from edgeinfer.server.model_pool import ModelPool
 
 CATALOG = tuple(load_catalog())
 #: Words with which a prompt of one word may begin, of each shape that a name may have.
@@ -44,8 +44,8 @@ def pool(tmp_path: Path) -> ModelPool:
         pull(str(path), options=PullOptions(name=name, in_place=True))
     OllamaStore(gguf_bytes(seed=7))
     HubCache(gguf_bytes(seed=8))
-    callbacks = ModelPoolCallbacks(load=lambda *_: pytest.fail("loaded"), list_pulled=pulled_models())
-    return ModelPool(callbacks, default="main", keep_alive_s=0)
+    loads = {"load": lambda *_: pytest.fail("loaded"), "list_pulled": pulled_models()}
+    return ModelPool(**loads, default="main", keep_alive_s=0)
 
 
 def _spellings(name: str) -> set[str]:

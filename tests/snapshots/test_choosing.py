@@ -23,6 +23,7 @@ from edgeinfer.config.load_options import LOAD_OPTIONS, snapshot_options
 from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError
 from edgeinfer.host import EngineHost, ProcessStart
 from edgeinfer.launcher import launch, selection
+from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.models import store
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import ModelRef, resolve
@@ -37,6 +38,10 @@ from .conftest import folder_of, publish
 
 #: Values that a build chooses for options that were left out.
 CHOSEN = {"n_ctx": "4096", "n_parallel": "4", "kv_type": "f16", "lora": "none", "draft": "none"}
+
+
+def launch_choice(argv):
+    return selection.launch_choice(CommandLine(argv))
 
 
 def spellings(folder) -> dict[str, dict[str, list[str]]]:
@@ -112,7 +117,7 @@ def test_a_snapshot_serves_exactly_the_launches_with_its_options(root, tmp_path,
         (tmp_path / "config.toml").write_text(config)
         argv = ["run", "m", "hello", *arguments]
         app_options = typed_options.load_options(parser.parse_args(argv), load_config().load)
-        launcher_options = selection.launch_choice(argv).options
+        launcher_options = launch_choice(argv).options
         assert launcher_options == snapshot_options(app_options), (argv, config)
         return launcher_options, app_options
 
@@ -144,9 +149,9 @@ def test_a_snapshot_serves_exactly_the_launches_with_its_options(root, tmp_path,
 
 def test_the_model_is_the_first_word_that_has_a_snapshot(root):
     publish(root, "m")
-    assert selection.launch_choice(["run", "--seed", "4", "m", "hello"]).model == "m"
-    assert selection.launch_choice(["run", "hello"]).model == paths.DEFAULT_MODEL
-    assert selection.launch_choice(["run", "--lora", "m", "hello"]).model == paths.DEFAULT_MODEL
+    assert launch_choice(["run", "--seed", "4", "m", "hello"]).model == "m"
+    assert launch_choice(["run", "hello"]).model == paths.DEFAULT_MODEL
+    assert launch_choice(["run", "--lora", "m", "hello"]).model == paths.DEFAULT_MODEL
 
 
 @pytest.mark.parametrize(
@@ -164,9 +169,9 @@ def test_launcher_and_argparse_agree_on_the_model_wherever_options_stand(root, t
     publish(root, "m")
     publish(root, "other")
     parsed = build_parser().parse_args(typed)
-    assert selection.launch_choice(typed).model == "m"
+    assert launch_choice(typed).model == "m"
     assert getattr(parsed, "model_or_prompt", None) or parsed.model == "m"
-    assert selection.launch_choice(typed).snapshot == (parsed.snapshot or "")
+    assert launch_choice(typed).snapshot == (parsed.snapshot or "")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +189,7 @@ def test_launcher_and_argparse_agree_on_the_model_wherever_options_stand(root, t
 )
 def test_a_cold_start_names_the_model_that_was_typed(root, typed, said):
     with pytest.raises(SnapshotMissingError, match=f"^{said} has no snapshot yet"):
-        selection.launch_choice(typed.split()).find()
+        launch_choice(typed.split()).find()
 
 
 @pytest.mark.parametrize(
@@ -201,7 +206,7 @@ def test_a_cold_start_names_the_model_that_was_typed(root, typed, said):
 )
 def test_a_model_is_known_however_it_is_spelled(root, made_of, typed):
     publish(root, storage.snapshot_name(made_of, {}), model=made_of)
-    assert selection.launch_choice(["run", typed, "hello"]).find()[1].model == made_of
+    assert launch_choice(["run", typed, "hello"]).find()[1].model == made_of
 
 
 @pytest.mark.parametrize(
@@ -224,17 +229,17 @@ def test_a_pulled_model_is_resumed_by_its_source(root, tmp_path, name, source, t
     store.write_record(replace(record, source=source))
     publish(root, storage.snapshot_name(name, {}), model=name)
     publish(root, "other", model="other")
-    choice = selection.launch_choice(["run", typed, "hello"])
+    choice = launch_choice(["run", typed, "hello"])
     assert resolve(typed).name == choice.find()[1].model == name
     assert choice.model.lower() == name.lower()
     for text in (f"{typed}x", str(file), f"hello/{typed}"):
-        assert selection.launch_choice(["run", text, "hello"]).model == text
+        assert launch_choice(["run", text, "hello"]).model == text
 
 
 def test_a_given_name_is_enough_everywhere(root):
     folder = publish(root, "m,work", 5, requested={"n_ctx": "512"})
     assert registry.find("work") == folder
-    assert selection.launch_choice(["run", "hello", "--snapshot", "work"]).find()[0] == str(folder)
+    assert launch_choice(["run", "hello", "--snapshot", "work"]).find()[0] == str(folder)
     publish(root, "other,work", model="other")
     with pytest.raises(SnapshotMissingError, match="work is the name of several") as caught:
         registry.find("work")
@@ -245,11 +250,11 @@ def test_a_given_name_is_enough_everywhere(root):
 
 
 def test_default_model_is_the_configured_one(root, tmp_path):
-    assert Config().default_model == selection.launch_choice(["run", "hi"]).model == paths.DEFAULT_MODEL
+    assert Config().default_model == launch_choice(["run", "hi"]).model == paths.DEFAULT_MODEL
     (tmp_path / "config").mkdir()
     (tmp_path / "config/config.toml").write_text('default-model = "d"')
-    assert selection.launch_choice(["run", "hi"]).model == "d"
-    assert selection.launch_choice(["run", "hi", "--resume", "always"]).resume == "always"
+    assert launch_choice(["run", "hi"]).model == "d"
+    assert launch_choice(["run", "hi", "--resume", "always"]).resume == "always"
 
 
 def test_an_exact_match_is_preferred_then_the_newest(root):
@@ -279,9 +284,9 @@ def test_a_quantization_is_resumed_from_its_own_snapshot_only(root, tmp_path, ty
     assert main(["pull", str(file), "--name", "tiny", "--in-place", "--quiet"]) == 0
     keys = {storage.QUANTIZATION: resolve("tiny").files().quantization}
     publish(root, "tiny", model="tiny", keys=keys)
-    assert selection.launch_choice(["run", typed, "hello"]).find()[1].model == resolve(typed).name
+    assert launch_choice(["run", typed, "hello"]).find()[1].model == resolve(typed).name
     with pytest.raises(SnapshotMissingError, match=r"^tiny:Q8_0 has no snapshot yet"):
-        selection.launch_choice(["run", "tiny:Q8_0", "hello"]).find()
+        launch_choice(["run", "tiny:Q8_0", "hello"]).find()
     # a model that was pulled under the whole name is another one
     record = paths.models_dir() / "tiny/model.json"
     (paths.models_dir() / "tiny+f32").mkdir()
@@ -289,7 +294,7 @@ def test_a_quantization_is_resumed_from_its_own_snapshot_only(root, tmp_path, ty
     (paths.models_dir() / "tiny+f32/model.json").write_text(text)
     assert resolve(typed).name == "tiny:F32"
     with pytest.raises(SnapshotMissingError, match=f"^{typed} has no snapshot yet"):
-        selection.launch_choice(["run", typed, "hello"]).find()
+        launch_choice(["run", typed, "hello"]).find()
 
 
 def test_endpoint_verifies_a_file_once_and_names_it_alike_resumed_and_cold(tmp_path, monkeypatch):
@@ -315,9 +320,9 @@ def test_endpoint_verifies_a_file_once_and_names_it_alike_resumed_and_cold(tmp_p
 
 def test_model_without_a_snapshot_is_not_resumed_from_that_of_the_default_model(root):
     publish(root, paths.DEFAULT_MODEL, model=paths.DEFAULT_MODEL)
-    assert selection.launch_choice(["run", "hello"]).find()[1].model == paths.DEFAULT_MODEL
+    assert launch_choice(["run", "hello"]).find()[1].model == paths.DEFAULT_MODEL
     with pytest.raises(SnapshotMissingError, match=r"^other has no snapshot yet"):
-        selection.launch_choice(["serve", "other"]).find()
+        launch_choice(["serve", "other"]).find()
 
 
 def test_adapters_of_the_catalogue_are_no_choice_once_they_are_loaded(tmp_path):
@@ -336,8 +341,8 @@ def test_a_launch_leaves_a_wrong_configuration_to_the_app(tmp_path, monkeypatch,
     monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
     (tmp_path / "config").mkdir()
     (tmp_path / "config/config.toml").write_bytes(text)
-    assert selection.launch_choice(["run", "hi"]).model
-    (listener,) = launch.listen(["serve", "--port", "0"])
+    assert launch_choice(["run", "hi"]).model
+    (listener,) = launch.listen(CommandLine(["serve", "--port", "0"]))
     os.close(listener)
 
 

@@ -19,6 +19,7 @@ from edgeinfer.errors import (
     to_fields,
 )
 from edgeinfer.host import ProcessStart
+from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.launcher.launch import Launcher
 from edgeinfer.launcher.selection import LaunchChoice
 from edgeinfer.runtime.options import LoadOptions
@@ -79,7 +80,7 @@ def test_from_a_worker_to_its_engine_s_stand_in():
 
 def test_from_the_launcher_to_an_app_that_asks_for_a_worker(monkeypatch):
     app_end, launcher_end = socket.socketpair()
-    launcher = Launcher(["chat"], 0, 0)
+    launcher = Launcher(CommandLine(["chat"]), 0, 0)
     launcher._apps.choice = LaunchChoice("m", {}, "auto")
 
     def no_start(*_):

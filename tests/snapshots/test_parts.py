@@ -29,9 +29,10 @@ from edgeinfer.errors import (
     SnapshotStaleError,
     SnapshotUnsafeError,
 )
-from edgeinfer.host import EngineHost, ProcessStart
+from edgeinfer.host import ProcessStart
 from edgeinfer.launcher import builds, launch, messages, selection, supervise
 from edgeinfer.launcher.apps import Apps
+from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes, locked
@@ -269,7 +270,7 @@ def test_worker_reports_the_start_that_its_load_ended_with(monkeypatch):
 @pytest.mark.parametrize("ends_first", [False, True])
 def test_stopped_worker_is_continued_when_its_launch_ends(ends_first):
     """Otherwise the endpoint would wait 30 s for its end."""
-    launcher, sent = launch.Launcher(["serve"], 0, 0), {}
+    launcher, sent = launch.Launcher(CommandLine(["serve"]), 0, 0), {}
     for name, role in (("app", "verb"), ("worker", "worker"), ("stopped", "worker")):
         sent[name] = []
         request = SimpleNamespace(role=role)
@@ -298,7 +299,7 @@ def test_serve_is_restarted_unless_its_first_start_fails(
     monkeypatch, ending, crashes, alive_s, is_restarted
 ):
     calls = []
-    starting = launch.Launcher(["serve"], 0, 0)
+    starting = launch.Launcher(CommandLine(["serve"]), 0, 0)
     starting._apps.fds.append(3)  # a listening socket
     starting._crashes = crashes
     monkeypatch.setattr(starting, "_exit", lambda code: calls.append(code))
@@ -310,7 +311,8 @@ def test_serve_is_restarted_unless_its_first_start_fails(
 @pytest.mark.parametrize("app_has_ended", [False, True])
 @pytest.mark.parametrize("problem", [SnapshotMissingError("m"), OSError(24, "too many files")])
 def test_a_worker_that_cannot_start_leaves_no_descriptor(monkeypatch, problem, app_has_ended):
-    apps = Apps(["serve"], select.poll(), 0, 0)
+    apps = Apps(CommandLine(["serve"]), select.poll(), 0, 0)
+    monkeypatch.setattr(apps, "choice", SimpleNamespace(snapshot="", resume="auto"), raising=False)
     app_end, launcher_end = socket.socketpair()
 
     def start(choice, request, fds):
@@ -340,14 +342,6 @@ def test_only_one_background_build_waits_for_another(tmp_path, monkeypatch):
         wait_until(lambda: sum(b.poll() is not None for b in builders) == 2, "two builders to end")
     assert [builder.wait(60) for builder in builders] == [0, 0, 0]
     assert (tmp_path / "state/auto-warm.log").read_text().count("not built") == 1
-
-
-def test_endpoint_on_a_terminal_says_what_to_do_with_it(capsys, monkeypatch):
-    EngineHost().listens_at("http://127.0.0.1:8080")
-    assert capsys.readouterr().err == "", "a log gets no such line"
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    EngineHost().listens_at("http://127.0.0.1:8080")
-    assert "API: http://127.0.0.1:8080/v1 · Ctrl+C stops it" in capsys.readouterr().err
 
 
 @pytest.mark.criu
@@ -380,11 +374,10 @@ def test_criu_that_hangs_in_a_restore_is_ended(tmp_path):
     program.write_text(HANGS)
     program.chmod(0o755)
     parked = manifest(criu=str(program), tier=criu.CAPABILITIES)
-    app_end, worker_end = socket.socketpair()
-    with app_end, worker_end:
-        child = supervise.resume(parked, str(tmp_path), worker_end.fileno())
-        with open(child.status_fd, encoding="utf-8") as reports:
-            assert reports.read().startswith(f"failed criu did not end within {criu.RESTORE_LIMIT_S} s")
+    child = supervise.resume(parked, str(tmp_path))
+    child.link.close()
+    with open(child.status_fd, encoding="utf-8") as reports:
+        assert reports.read().startswith(f"failed criu did not end within {criu.RESTORE_LIMIT_S} s")
     os.waitpid(child.pid, 0)
 
 
@@ -442,9 +435,9 @@ def test_snapshot_whose_name_v0_2_0_derived_from_options_is_refused_and_pruned_f
     use(publish(root, "m", 2), 1000)
     launch_words = ("run", "m", "hello")
     with pytest.raises(SnapshotMissingError, match="m has no snapshot with n_ctx=8192"):
-        selection.launch_choice([*launch_words, "--ctx", "8192"]).find()
+        selection.launch_choice(CommandLine([*launch_words, "--ctx", "8192"])).find()
     with pytest.raises(SnapshotStaleError, match="m,ctx8192 was made with another edgeinfer"):
-        selection.launch_choice([*launch_words, "--snapshot", "ctx8192"]).find()
+        selection.launch_choice(CommandLine([*launch_words, "--snapshot", "ctx8192"])).find()
     assert registry.state_of(old)[1].startswith(
         "the snapshot m,ctx8192 was made with another edgeinfer"
     )

@@ -32,6 +32,7 @@ from edgeinfer.config.config_file import save
 from edgeinfer.config.load_options import LOAD_OPTIONS
 from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import EngineHost
+from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
 from edgeinfer.platform.energy import EnergyMeter
 from edgeinfer.platform.machine import describe_machine
@@ -129,7 +130,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> BenchResult:
     if max(plan.streams) > MOST_STREAMS:
         raise UsageError(f"--streams allows at most {MOST_STREAMS} concurrent answers")
     meter, load = EnergyMeter(), os.getloadavg()[0]
-    models = [host.resolve(name) for name in options.models or [host.config.default_model]]
+    models = [resolve(name) for name in options.models or [host.config.default_model]]
     draft = typed_options.load_options(options, host.config.load).draft
     names = [host.files(ref, draft=draft).name for ref in models] + [
         target.label for target in options.against

@@ -61,7 +61,9 @@ def _refuse_missing(model: str, host: EngineHost) -> None:
     """Raise the error if `model` cannot be loaded, unless it is loaded already."""
     if model == host.loaded_model:
         return
-    ref = host.resolve(model)
+    from edgeinfer.models.reference import resolve  # a resumed chat seldom needs it
+
+    ref = resolve(model)
     if ref.kind in ("absent", "file"):
         host.files(ref)
 

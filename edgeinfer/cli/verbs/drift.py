@@ -75,7 +75,9 @@ def run(options: argparse.Namespace, host: EngineHost) -> DriftResult:
         raise UsageError(overlap, hint="give days that are at least 7 days apart")
     models = compare_weeks(drift_path(), against, until)
     if options.model:
-        name = options.model if options.model in models else host.resolve(options.model).name
+        from edgeinfer.models.reference import resolve  # imported here: it takes 30 ms
+
+        name = options.model if options.model in models else resolve(options.model).name
         if name not in models:
             off = "" if host.config.drift.record else "; drift.record is off in config.toml"
             problem = f"no answers of {name} were recorded in these weeks{off}"

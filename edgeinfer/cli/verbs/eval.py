@@ -32,6 +32,7 @@ from edgeinfer.cli.verbs.eval_report import EvalResult, ItemResult, Verdict
 from edgeinfer.config.load_options import LORA, NO_ADAPTERS, adapters_of
 from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.host import EngineHost
+from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import path_errors, write_durably
 from edgeinfer.platform.machine import read_gpus
@@ -265,7 +266,7 @@ def _candidate(
     name = os.path.basename(typed) if typed.endswith(".gguf") else typed
     return _Candidate(
         name=" + ".join(filter(None, [name, label and f"“{label}”", adapter])),
-        model=files.name if typed == options.model else host.resolve(typed).name,
+        model=files.name if typed == options.model else resolve(typed).name,
         stamp=[
             *(loading, files.sha256, [(stat.st_size, stat.st_mtime_ns) for stat in stats]),
             *_engine_stamp(host),

@@ -25,6 +25,7 @@ from edgeinfer.config.config_file import Config
 from edgeinfer.config.load_options import N_CTX
 from edgeinfer.errors import ServeError
 from edgeinfer.host import EngineHost
+from edgeinfer.models.reference import resolve
 from edgeinfer.server.guards import keys
 from edgeinfer.shipping.shipped import program_file
 from edgeinfer.snapshots.running import RunningLaunch, processes
@@ -117,7 +118,7 @@ def _find_endpoint(
     if remote is not None:
         model = host.files(options.model).name if options.model else remote.model
     else:
-        ref = host.resolve(options.model or host.config.default_model)
+        ref = resolve(options.model or host.config.default_model)
         model = host.files(ref).name
         if ref.pulled is not None and 0 < ref.pulled.n_ctx_train < agent.needs_tokens:
             raise _too_small(agent, model, ref.pulled.n_ctx_train)
@@ -145,7 +146,7 @@ def own_endpoint(options: argparse.Namespace, host: EngineHost) -> RemoteEndpoin
     key = keys.own_key()
     remote = endpoint.find(urls(host.config), key)
     if remote is None:
-        ref = host.resolve(options.model or host.config.default_model)
+        ref = resolve(options.model or host.config.default_model)
         host.files(ref)  # fail here: the endpoint would only write the error to its log
         remote, pid = endpoint.start(serve_command(ref.text, host.config), key)
         _say_started(pid)

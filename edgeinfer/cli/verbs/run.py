@@ -32,7 +32,7 @@ from edgeinfer.runtime.event_stream import CollectedAnswer, RepetitionWatch
 from edgeinfer.runtime.events import Finished, ReasoningDelta, TextDelta, Timings, Usage
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo
-from edgeinfer.runtime.requests import GenerateRequest, Message, with_answer_limit
+from edgeinfer.runtime.requests import GenerateRequest, Message, with_answer_limit, with_options
 from edgeinfer.safe_text import without_controls
 from edgeinfer.server.tracing import Span, generation_spans, start_spans, write
 from edgeinfer.tools.tool_use import ToolUse, call_messages, uses_of
@@ -106,6 +106,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
         message = "--raw sends the prompt unchanged, so it cannot offer tools"
         raise UsageError(message, hint="leave out --raw or --tools")
     answer_fields = typed_options.answer_fields(options)
+    typed_sampling = typed_options.typed_sampling(options)
     system = options.system and typed_options.system_prompt(options.system, host.config)
     try:
         engine = host.engine(ref or model, typed_options.load_options(options, host.config.load))
@@ -122,7 +123,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
         prompt=prompt if options.raw else None,
         pictures=pictures if options.raw else (),
         messages=() if options.raw else _turns(system, prompt, pictures),
-        sampling=typed_options.sampling(options, engine.info.sampling),
+        sampling=with_options(engine.info.sampling, typed_sampling),
         max_tokens=options.max_tokens,
         **answer_fields,
     )

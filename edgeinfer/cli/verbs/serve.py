@@ -64,6 +64,4 @@ def run(options: argparse.Namespace, host: EngineHost) -> ServeResult:
     from edgeinfer.cli.endpoint_setup import serve  # imported here: it takes 240 ms
 
     outcome = serve(options, host)
-    return ServeResult(
-        reason="idle" if outcome.reason == "idle" else "signal", cut_short=outcome.cut_short
-    )
+    return ServeResult(reason=outcome.reason, cut_short=outcome.cut_short)

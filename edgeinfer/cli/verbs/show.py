@@ -22,7 +22,7 @@ from edgeinfer.models.catalog import Model, SamplingDefaults, parameter_count
 from edgeinfer.models.external_stores import stores
 from edgeinfer.models.external_stores.reader import ExternalFile, ExternalModel
 from edgeinfer.models.fits import Estimator, header_plan
-from edgeinfer.models.reference import ModelRef
+from edgeinfer.models.reference import ModelRef, resolve
 from edgeinfer.models.store import PulledModel
 from edgeinfer.platform.machine import Memory, read_machine, read_rate
 from edgeinfer.runtime.layer_plan import LayerPlan, make_layer_plan
@@ -230,7 +230,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, host: EngineHost) -> ShowResult:
     """Describe a model. Raises UnknownModelError, InvalidGgufError, CatalogError."""
-    ref = host.resolve(options.model or host.config.default_model)
+    ref = resolve(options.model or host.config.default_model)
     if ref.external is not None:
         return _show_external(ref.external, options, host)
     if ref.kind == "absent" and ref.entry is None:

@@ -16,6 +16,7 @@ from edgeinfer.cli.terminal import StageProgress, stoppable
 from edgeinfer.config.load_options import snapshot_options
 from edgeinfer.errors import UsageError
 from edgeinfer.host import EngineHost
+from edgeinfer.models.reference import resolve
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.safe_text import without_controls
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, host: EngineHost) -> WarmResult:
     """Build a snapshot. Raises what `jobs.build` raises, UsageError for a bad prompt or adapter."""
     storage.refuse_bad_name(options.name)
-    ref = host.resolve(options.model or host.config.default_model)
+    ref = resolve(options.model or host.config.default_model)
     config = host.config.snapshots
     load_options = typed_options.load_options(options, host.config.load)
     files = host.files(ref, draft=load_options.draft)

@@ -12,7 +12,7 @@ from edgeinfer.cli.result import Result
 from edgeinfer.cli.verbs.launch import own_endpoint
 from edgeinfer.errors import ServeError
 from edgeinfer.host import EngineHost
-from edgeinfer.models.reference import find
+from edgeinfer.models.reference import find, resolve
 from edgeinfer.server.web.access import PATH, make_code
 
 
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> WebResult:
     """Open the page in a browser, except with `--json`. Raises ServeError, what `host.files` raises."""
     # a running endpoint would not report a missing model
     if options.model and find(options.model) is None:
-        raise host.resolve(options.model).absence()
+        raise resolve(options.model).absence()
     remote = own_endpoint(options, host)
     if not remote.has(PATH):
         raise ServeError(f"{remote.url} serves no page", hint="remove `web = false` from [serve]")

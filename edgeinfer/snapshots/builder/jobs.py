@@ -34,6 +34,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.host import EngineHost, LoadProgress
 from edgeinfer.launcher import builds, messages, selection
+from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths, process
 from edgeinfer.platform.disk import free_bytes, is_locked, locked
 from edgeinfer.runtime.options import LoadOptions
@@ -253,7 +254,7 @@ def build_if_useful(model: str, options: LoadOptions) -> str:
     """Build the snapshot unless it would be useless; return the line for the log."""
     host = EngineHost()
     try:
-        ref = host.resolve(model)
+        ref = resolve(model)
         name = ref.name
         files = host.files(ref, draft=options.draft)
         inputs = SnapshotInputs(model=name, files=files, options=options, system=files.system_prompt)

@@ -34,7 +34,7 @@ from edgeinfer.launcher import builds, messages, selection
 from edgeinfer.launcher.messages import LaunchRequest
 from edgeinfer.platform import paths, process_metadata
 from edgeinfer.platform.disk import is_locked
-from edgeinfer.platform.machine import read_memory
+from edgeinfer.platform.machine import read_memory, read_processors
 from edgeinfer.platform.page_cache import is_cached, is_cold
 from edgeinfer.runtime.events import TextDelta, TokenLogprobs
 from edgeinfer.runtime.interface import Engine
@@ -91,7 +91,7 @@ class LoadedModel:
         actual = chosen_values(self.engine)
         return not first_difference(snapshot_options(options), requested, actual, is_named=named)
 
-    def engine_for(self, options: LoadOptions) -> Engine:
+    def engine_for(self, options: LoadOptions) -> LlamaEngine:
         """Return the engine, set to the number of threads in `options`. Raises EngineClosedError."""
         if not self.is_open:
             raise EngineClosedError("the resumed engine was closed")
@@ -101,9 +101,7 @@ class LoadedModel:
 
     def resume(self, entropy: bytes) -> None:
         """Let the engine run again, with new entropy and a thread for each core of this launch."""
-        # a parked process has already imported it
-        from edgeinfer.platform.machine import read_processors
-        from edgeinfer.runtime.memory_plan import choose_threads
+        from edgeinfer.runtime.memory_plan import choose_threads  # a parked process has imported it
 
         self._entropy = entropy
         self.engine.resume(choose_threads(0, read_processors()).value, entropy)
@@ -235,7 +233,9 @@ class AppHost(EngineHost):
         self._note_stage("load")
         # the resumed model's own name needs no import of the catalogue
         if isinstance(model, str) and model != self.loaded_model:
-            model = self.resolve(model)
+            from edgeinfer.models.reference import resolve
+
+            model = resolve(model)
         name = model if isinstance(model, str) else model.name
         is_served = self._loaded is not None and self._loaded.serves(name, options, named=self._named)
         if self._is_worker and self._loaded is not None and not is_served:
@@ -245,43 +245,41 @@ class AppHost(EngineHost):
             reason = f"the snapshot does not serve {name}"
             self.start = msgspec.structs.replace(self.start, how="cold", snapshot="", reason=reason)
         if self._loaded is None:
-            ref = self.resolve(model) if isinstance(model, str) else model
-            engine = self._load_and_describe(ref, options, progress)
+            files = self.files(model, progress, draft=options.draft)
+            engine = self._load_and_describe(name, files, options, progress)
             self._ask_for_warming(engine, name, options)
             return engine
         if is_served:
             engine = self._loaded.engine_for(options)
-            self._describe(self._loaded.engine, self._loaded.description)
-            self.open_prefix_cache(self._loaded.engine)
-            self.record_drift(self._loaded.engine, self._loaded.description.files, options)
-            self.attach_devices(self._loaded.engine, options)
-        elif self._named:
+            self._describe(engine, self._loaded.description)
+            self._prepare(engine, self._loaded.description.files, options)
+            return engine
+        if self._named:
             problem = f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {name}"
             raise UsageError(problem, hint="leave the model out, or name a snapshot of that model")
-        else:  # the launcher chose another model: report how the worker started
-            engine = remote = self.worker(name, options, progress)
-            how = {field: getattr(remote.start, field) for field in ("how", "reason", "snapshot")}
-            self.start = msgspec.structs.replace(self.start, **how)
-            self._say_cold_start(storage.snapshot_name(name, snapshot_options(options)))
+        # the launcher chose another model: report how the worker started
+        remote = self.worker(name, options, progress)
+        how = {field: getattr(remote.start, field) for field in ("how", "reason", "snapshot")}
+        self.start = msgspec.structs.replace(self.start, **how)
+        self._say_cold_start(storage.snapshot_name(name, snapshot_options(options)))
         self._note_stage("ready")
-        return engine
+        return remote
 
     def _load_and_describe(
-        self, ref: ModelRef, options: LoadOptions, progress: LoadProgress | None
+        self, model: str, files: ModelFiles, options: LoadOptions, progress: LoadProgress | None
     ) -> Engine:
-        files = self.files(ref, progress, draft=options.draft)
         to_build = SnapshotInputs(
-            model=ref.name,
+            model=model,
             files=files,
             options=options,
             system=files.system_prompt,
             stamps=inputs.stamps_of(files, options),
         )
         expected = self._request.expected_model
-        if self._hint and storage.model_prefix(expected) != storage.model_prefix(ref.name):
+        if self._hint and storage.model_prefix(expected) != storage.model_prefix(model):
             reason = f"the launcher expected {expected}"
             try:
-                selection.find(ref.name, snapshot_options(options))
+                selection.find(model, snapshot_options(options))
             except EdgeInferError as error:
                 reason = error.message
             self.start = msgspec.structs.replace(self.start, reason=reason)
@@ -309,7 +307,6 @@ class AppHost(EngineHost):
             self._publish(self._description.with_adapters(adapters))
 
     def listens_at(self, url: str) -> None:
-        super().listens_at(url)
         self._url = url
         self._publish(self._description)
 

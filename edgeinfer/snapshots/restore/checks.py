@@ -7,7 +7,6 @@ import random
 import resource
 import secrets
 import signal
-import socket
 import ssl
 import sys
 import tempfile
@@ -95,14 +94,12 @@ def ask_resumed_process(
     now = time.monotonic_ns()
     request = LaunchRequest(role=role, entropy=os.urandom(64), how="resumed")
     request.exec_ns = request.main_ns = request.spawn_ns = now
-    own_link, link = socket.socketpair()
-    supervisor = supervise.resume(manifest, folder, link.fileno(), limit_s)
-    link.close()
+    supervisor = supervise.resume(manifest, folder, limit_s)
     try:
-        messages.send(own_link, request)
-        answer = messages.receive(own_link)
+        messages.send(supervisor.link, request)
+        answer = messages.receive(supervisor.link)
     finally:
-        own_link.close()
+        supervisor.link.close()
     payload = answer[0] if answer else None
     if not isinstance(payload, messages.Payload):
         os.kill(supervisor.pid, signal.SIGKILL)

@@ -21,8 +21,10 @@ def spans(path):
     return [resource["scopeSpans"][0]["spans"] for [resource] in lines]
 
 
-def is_written(path):
-    return lambda: path.exists() and path.read_bytes().endswith(b"\n")
+def request_spans(path, until):
+    """Return the spans of the only request, which follow those of the start."""
+    until(lambda: path.exists() and path.read_bytes().count(b"\n") == 2, "the traces are written")
+    return spans(path)[1]
 
 
 def milliseconds(span):
@@ -36,8 +38,7 @@ def test_request_is_a_trace_below_the_client_s_without_its_text(serve, tmp_path,
     trace, parent = "ab" * 16, "cd" * 8
     headers = {"traceparent": f"00-{trace}-{parent}-01"}
     live_server.post("/v1/chat/completions", BODY | {"stream": stream}, headers=headers).read()
-    until(is_written(path), "the trace is written")
-    [[root, *parts]] = spans(path)
+    root, *parts = request_spans(path, until)
     assert [span["name"] for span in (root, *parts)] == ["POST /v1/chat/completions", *PARTS]
     assert {span["traceId"] for span in (root, *parts)} == {trace}
     assert {span["parentSpanId"] for span in parts} == {root["spanId"]}
@@ -55,8 +56,7 @@ def test_refused_request_with_a_wrong_traceparent_is_a_new_trace(serve, tmp_path
     live_server = serve(traces=str(path))
     headers = {"traceparent": "00-zz-1"}
     assert live_server.post("/v1/chat/completions", {}, headers=headers).status_code == 400
-    until(is_written(path), "the trace is written")
-    [[root]] = spans(path)
+    [root] = request_spans(path, until)
     assert (len(root["traceId"]), root["parentSpanId"]) == (32, "")
 
 

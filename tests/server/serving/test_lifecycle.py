@@ -105,6 +105,14 @@ def test_an_abstract_notify_socket_is_understood(monkeypatch):
         assert manager.recv(100) == b"READY=1"
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_endpoint_on_a_terminal_says_what_to_do_with_it(serve, until, capsys, monkeypatch, is_terminal):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    live_server = serve()
+    until(lambda: '"listening"' in live_server.log.getvalue(), "the endpoint to listen")
+    assert (f"API: {live_server.url}/v1 · Ctrl+C" in capsys.readouterr().err) is is_terminal
+
+
 def test_sockets_for_another_process_are_ignored(monkeypatch):
     monkeypatch.setenv("LISTEN_FDS", "1")
     monkeypatch.setenv("LISTEN_PID", str(os.getpid() + 1))

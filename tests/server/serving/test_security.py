@@ -10,12 +10,11 @@ import httpx2
 import pytest
 from raw_http import exchange, get, status
 
-from edgeinfer.cli.endpoint_setup import limits, make_gate
+from edgeinfer.cli.endpoint_setup import bind, limits, make_gate
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import Config, ServeConfig
 from edgeinfer.errors import EdgeInferError, ServeError, UsageError
 from edgeinfer.host import EngineHost
-from edgeinfer.server import lifecycle
 from edgeinfer.server.app import OPERATIONS
 from edgeinfer.server.guards import keys
 from edgeinfer.server.guards.keys import Keys
@@ -228,7 +227,7 @@ def test_no_key_reaches_the_log(keyed_server):
 
 
 def test_a_key_is_made_once_with_0600_for_a_bind_beyond_loopback(capsys):
-    (listener,) = lifecycle.bind("0.0.0.0", 0)
+    (listener,) = bind("0.0.0.0", 0)
     with listener:
         gate = make_gate(_options(), EngineHost(config=Config()), [listener])
         path = keys.key_path()
@@ -246,7 +245,7 @@ def test_a_key_is_made_once_with_0600_for_a_bind_beyond_loopback(capsys):
 
 
 def test_loopback_needs_no_key():
-    (listener,) = lifecycle.bind("127.0.0.1", 0)
+    (listener,) = bind("127.0.0.1", 0)
     with listener:
         gate = make_gate(_options(), EngineHost(config=Config()), [listener])
         assert not gate.keys
@@ -291,7 +290,7 @@ def test_a_key_file_that_is_open_to_others_or_without_a_usable_key_is_refused(tm
 
 def test_typed_hosts_and_origins_are_accepted_and_star_is_not():
     typed = _options("--allow-host", "Box.lan", "--allow-host=other.lan", "--allow-origin", PAGE)
-    (listener,) = lifecycle.bind("127.0.0.1", 0)
+    (listener,) = bind("127.0.0.1", 0)
     with listener:
         gate = make_gate(typed, EngineHost(config=Config()), [listener])
         assert {"box.lan", "other.lan", *LOOPBACK_HOSTS} <= gate.hosts
@@ -344,13 +343,12 @@ def test_tls_is_served(serve, tmp_path):
 
 
 def test_impossible_bind_raises_serve_error():
-    (listener,) = lifecycle.bind("127.0.0.1", 0)
+    (listener,) = bind("127.0.0.1", 0)
     with listener:
         taken_port = listener.getsockname()[1]
         with pytest.raises(ServeError, match=str(taken_port)):
-            lifecycle.bind("127.0.0.1", taken_port)
+            bind("127.0.0.1", taken_port)
     with pytest.raises(ServeError):
-        lifecycle.bind("no.such.host.invalid", 0)
+        bind("no.such.host.invalid", 0)
     with pytest.raises(EdgeInferError):
-        lifecycle.bind("203.0.113.7", 0)
-    assert os.listdir("/proc/self/fd")
+        bind("203.0.113.7", 0)
