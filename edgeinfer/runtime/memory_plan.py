@@ -138,9 +138,10 @@ def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_byte
 #: `DRAFT_SPARE_SEQUENCES` sequence ids for texts that later requests may continue.
 DRAFT_BATCH = 128
 DRAFT_SPARE_SEQUENCES = 8
-#: A step may compute logits for this many tokens of each request, or for up to 256 tokens if that takes
-#: no more memory. The logits of a token are a float per token of the vocabulary.
+#: A step may compute logits for this many tokens of each request, or for up to 256 tokens if the
+#: compute buffer need not grow for that, and their copy takes at most an eighth of the memory left.
 _OUTPUTS_PER_REQUEST, _MAX_FREE_OUTPUTS = 8, 256
+_OUTPUTS_SHARE = 8
 #: Further sequence ids: 16 for idle conversations, and one for saving KV blocks.
 _SPARE_SEQUENCES = 17
 _MAX_SEQUENCES = 256
@@ -275,7 +276,9 @@ def _make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> MemoryPl
     if shape.is_recurrent:  # a scratch id for saving and restoring ranges of states (decision 080)
         n_seq_max = n_parallel.value + 1
     n_batch = min(max(options.n_batch, n_parallel.value), n_cells.value)
-    n_free = min(_MAX_FREE_OUTPUTS, outputs_without_memory(shape, n_batch))
+    unused_bytes = 0 if from_disk else max(0, free - n_cells.value * per_token)
+    n_affordable = unused_bytes // _OUTPUTS_SHARE // shape.logits_bytes(1)
+    n_free = min(_MAX_FREE_OUTPUTS, n_affordable, outputs_without_memory(shape, n_batch))
     # llama.cpp aborts if fewer outputs are allowed than there are sequence ids
     n_outputs = max(n_seq_max, min(n_batch, max(n_free, n_parallel.value * _OUTPUTS_PER_REQUEST)))
     buffers = make_buffers(
@@ -284,6 +287,8 @@ def _make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> MemoryPl
     streaming = None
     if from_disk and not refusal:
         context_bytes = buffers.kv_bytes // _KV_SHARE + buffers.compute_bytes
+        # llama.cpp has room for the logits of one token of each sequence, and adds it at need
+        context_bytes += shape.logits_bytes(n_outputs - n_seq_max)
         streaming = plan_streaming(shape, machine.memory.available_bytes, context_bytes)
     return MemoryPlan(
         n_threads=n_threads,

@@ -90,6 +90,10 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     def kv_bytes_per_token(self, kv_type: str) -> int:
         return int(self.kv_elements * _KV_BYTES[kv_type])
 
+    def logits_bytes(self, n_tokens: int) -> int:
+        """Return the memory of the logits of `n_tokens`: a float per token of the vocabulary."""
+        return 4 * n_tokens * max(1, self.n_vocab)
+
 
 def draft_problem(draft: Shape, large: Shape) -> str:
     """Return why `draft` cannot be a draft model for `large`, "" if it can."""
@@ -174,7 +178,7 @@ def make_buffers(
     """Estimate a context's memory. A micro-batch has `n_ubatch` tokens, `n_outputs` with logits."""
     n_cells = round_up_cells(n_cells)
     kv_bytes = int(n_cells * shape.kv_elements * _KV_BYTES[kv_type])
-    logits = 4 * (n_outputs * shape.n_vocab + 2 * shape.n_embd * n_ubatch)
+    logits = shape.logits_bytes(n_outputs) + 8 * shape.n_embd * n_ubatch
     middle = 4 * n_ubatch * (3 * shape.n_ff + 3 * shape.n_embd + shape.n_query)
     masks = 2 * n_ubatch * n_cells * (2 if shape.has_windows else 1)
     return Buffers(
@@ -184,7 +188,7 @@ def make_buffers(
         weights_bytes=shape.weights_bytes,
         kv_bytes=kv_bytes + 4 * shape.state_elements * n_seq_max,
         kv_per_1000_bytes=int(1000 * shape.kv_elements * _KV_BYTES[kv_type]),
-        compute_bytes=max(logits, middle + masks) + 4 * shape.n_vocab * n_seq_max,
+        compute_bytes=max(logits, middle + masks) + shape.logits_bytes(n_seq_max),
     )
 
 

@@ -134,6 +134,29 @@ def test_more_tokens_have_logits_where_these_take_no_memory(shape: Shape, n_outp
     assert (plan.n_outputs, plan.buffers.compute_bytes) == (n_outputs, fewest.compute_bytes)
 
 
+def test_fewer_tokens_have_logits_where_memory_is_short() -> None:
+    n_outputs, options = [], LoadOptions(n_ctx=4096, n_parallel=4, kv_type="f16")
+    for available in range(4 * GIB, 10 * GIB, 32 << 20):
+        plan = make_plan(DENSE, options, machine(available))
+        n_outputs.append(plan.n_outputs)
+        unused = available - plan.buffers.total_bytes if plan.fits else 0
+        assert DENSE.logits_bytes(plan.n_outputs - 32) <= unused // 8
+    assert n_outputs == sorted(n_outputs)
+    assert (n_outputs[0], n_outputs[-1]) == (32, 204)
+
+
+def test_streaming_leaves_room_for_logits() -> None:
+    few, many = (
+        make_plan(DENSE, LoadOptions(n_ctx=8192, n_parallel=n), machine(4 * GIB)) for n in (4, 8)
+    )
+    assert few.streaming is not None
+    assert many.streaming is not None
+    pinned = few.streaming.pinned_bytes - many.streaming.pinned_bytes
+    compute = many.buffers.compute_bytes - few.buffers.compute_bytes
+    grown = DENSE.logits_bytes((many.n_outputs - many.n_seq_max) - (few.n_outputs - few.n_seq_max))
+    assert pinned == compute + grown > compute
+
+
 def devices_with(*free_gib: float) -> tuple[Device, ...]:
     return tuple(
         Device(name=f"Vulkan{i}", description="", kind="gpu", backend="", free_bytes=int(g * GIB))
