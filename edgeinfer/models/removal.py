@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
+from pathlib import Path
 
 import msgspec
 
@@ -13,7 +13,7 @@ from edgeinfer.models.names import Reference
 from edgeinfer.models.reference import resolve
 from edgeinfer.models.store import PulledModel, model_lock
 from edgeinfer.platform import paths
-from edgeinfer.platform.disk import bytes_below
+from edgeinfer.platform.disk import bytes_below, size_or_zero
 
 
 class RemovedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,60 +25,70 @@ class RemovedModel(msgspec.Struct, frozen=True, kw_only=True):
     forgot_pins: bool = False
 
 
-def remove_model(text: str, *, forget: bool = False) -> RemovedModel:
-    """Remove the model or adapter `text` and its cached prefixes.
+def find_removable(text: str, *, forget: bool = False) -> tuple[Reference, PulledModel | None]:
+    """Return what `text` names: a pulled model, or an unfinished pull or an adapter, with None.
 
-    `forget` also removes the SHA-256 that the next pull would have to match. Raises UnknownModelError,
-    ModelNotPulledError, ModelBusyError, UsageError for another program's model.
+    With `forget`, pins are enough. Raises UnknownModelError, ModelNotPulledError, and UsageError for a
+    file or another program's model.
+    """
+    try:
+        model = resolve(text)
+    except CatalogError:
+        ref = names.parse_reference(text)
+        if names.pulled_folder(ref).exists():  # its record is damaged
+            return ref, None
+        raise
+    if model.pulled is not None:
+        return model.pulled.reference, model.pulled
+    if model.external is not None:
+        owner = model.external.store
+        problem = f"{model.name} belongs to {owner}, whose files edgeinfer never changes"
+        raise UsageError(problem, hint=f"remove it with {owner}")
+    if model.kind == "file":
+        of_file = store.find_pulled(f"file:{model.name}")
+        hint = (
+            f"to remove the model: `edgeinfer rm {of_file.name}`" if of_file else "delete it yourself"
+        )
+        raise UsageError(f"{text} is a file, which edgeinfer never deletes", hint=hint)
+    typed_ref = None if sources.looks_like_source(text) else names.find_reference(text)
+    if typed_ref is None or not any(path.exists() for path in _paths_of(typed_ref, forget=forget)):
+        raise model.absence()
+    return typed_ref, None
+
+
+def _paths_of(ref: Reference, *, forget: bool) -> list[Path]:
+    """Return the paths of a model's folder, unfinished pull and, with `forget`, pins; of an adapter."""
+    partial = paths.models_dir() / store.PARTIAL / ref.folder
+    pins = [store.pins_path(ref)] if forget else []
+    return [names.pulled_folder(ref), partial, *pins, paths.adapters_dir() / f"{ref.folder}.gguf"]
+
+
+def remove_model(text: str, *, forget: bool = False) -> RemovedModel:
+    """Remove the model `text` and its cached prefixes, or the adapter if no model has that name.
+
+    `forget` also removes the SHA-256 that the next pull would have to match. Raises ModelBusyError, and
+    what `find_removable` raises.
     """
     # slow import: 80 ms (numpy)
     from edgeinfer.runtime.prefix_cache.block_folder import forget_model
-    from edgeinfer.runtime.prefix_cache.block_names import model_key
 
-    try:
-        ref = resolve(text)
-    except CatalogError:  # its record is damaged: remove it by its name
-        return _remove(text, None, forget=forget)
-    if ref.external is not None:
-        owner = ref.external.store
-        problem = f"{ref.name} belongs to {owner}, whose files edgeinfer never changes"
-        raise UsageError(problem, hint=f"remove it with {owner}")
-    if ref.kind == "absent" and (sources.looks_like_source(text) or not names.find_reference(text)):
-        raise ref.absence()
-    key = ""
-    with contextlib.suppress(CatalogError):
-        files = ref.files()
-        key = model_key(files.sha256, files.paths)
-    removed = _remove(text, ref.pulled, forget=forget)
-    if key:
-        forget_model(paths.blocks_dir(), key)
-    return removed
-
-
-def _remove(text: str, pulled: PulledModel | None, *, forget: bool) -> RemovedModel:
-    ref = pulled.reference if pulled is not None else names.parse_reference(text)
+    ref, pulled = find_removable(text, forget=forget)
+    files = pulled.files if pulled is not None else ()
     with model_lock(ref):
-        folder, partial = names.pulled_folder(ref), paths.models_dir() / store.PARTIAL / ref.folder
-        has_pin = forget and store.pins_path(ref).exists()
-        if not (folder.exists() or partial.exists() or has_pin):
-            return _remove_adapter(text, ref)
-        files = pulled.files if pulled is not None else ()
-        in_place = tuple(file.path for file in files if file.path.startswith("/"))
-        freed_bytes = bytes_below(folder) + bytes_below(partial)
-        (folder / store.RECORD).unlink(missing_ok=True)
-        for path in (folder, partial):
-            shutil.rmtree(path, ignore_errors=True)
-        if forget:
-            store.pins_path(ref).unlink(missing_ok=True)
+        *of_model, adapter = _paths_of(ref, forget=forget)
+        removed = [path for path in of_model if path.exists()] or [adapter]
+        freed_bytes = sum(bytes_below(path) or size_or_zero(path) for path in removed)
+        (names.pulled_folder(ref) / store.RECORD).unlink(missing_ok=True)
+        for path in removed:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+    if pulled is not None:
+        forget_model(paths.blocks_dir(), pulled.sha256)
     return RemovedModel(
-        name=str(ref), freed_bytes=freed_bytes, left_in_place=in_place, forgot_pins=has_pin
+        name=str(ref),
+        freed_bytes=freed_bytes,
+        left_in_place=tuple(file.path for file in files if file.path.startswith("/")),
+        forgot_pins=forget and store.pins_path(ref) in removed,
     )
-
-
-def _remove_adapter(text: str, ref: Reference) -> RemovedModel:
-    adapter = paths.adapters_dir() / f"{ref.folder}.gguf"
-    if not adapter.is_file():
-        raise resolve(text).absence()
-    freed_bytes = adapter.stat().st_size
-    adapter.unlink()
-    return RemovedModel(name=str(ref), freed_bytes=freed_bytes)

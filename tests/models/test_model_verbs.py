@@ -112,6 +112,21 @@ def test_snapshots_are_counted_and_go_with_their_model(local: Path, capsys, as_j
     assert sorted(path.name for path in root.iterdir()) == ["mine+Q8_0@03", "minest@04"]
 
 
+def test_nothing_is_removed_if_one_of_several_is_missing(local: Path, as_json) -> None:
+    as_json("pull", str(local), "--name", "mine")
+    as_json("pull", str(local), "--name", "placed", "--in-place")
+    assert as_json("rm", "mine", "nope", "--yes", code=3)["code"] == "unknown-model"
+    error = as_json("rm", "mine", str(local), "--yes", code=2)
+    assert error["message"] == f"{local} is a file, which edgeinfer never deletes"
+    assert error["hint"] in [
+        f"to remove the model: `edgeinfer rm {name}`" for name in ("mine", "placed")
+    ]
+    removed = as_json("rm", "MINE", "mine:F32", "mine", f"file:{local}", "--yes")["removed"]
+    assert {row["name"] for row in removed} <= {"mine", "placed"}
+    assert len(list_pulled()) == 2 - len(removed)
+    assert local.exists()
+
+
 def test_cached_prefixes_go_with_their_model(local: Path, as_json) -> None:
     pulled = as_json("pull", str(local), "--name", "mine")
     blocks = BlockStore(paths.blocks_dir()).open_folder(pulled["sha256"], {})

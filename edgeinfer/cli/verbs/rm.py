@@ -9,7 +9,7 @@ from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import confirm
 from edgeinfer.host import EngineHost
-from edgeinfer.models.removal import RemovedModel, remove_model
+from edgeinfer.models.removal import RemovedModel, find_removable, remove_model
 from edgeinfer.snapshots.registry import remove_snapshots_of
 from edgeinfer.units import format_bytes
 
@@ -40,12 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, _host: EngineHost) -> RmResult:
     """Remove models. Raises UnknownModelError, ModelNotPulledError, ModelBusyError, InterruptedByUser.
 
-    If one of several cannot be removed, the ones before it are already removed.
+    Nothing is removed if one of them is missing; if one is busy, the ones before it are removed.
     """
-    names = ", ".join(options.models)
-    confirm(f"Remove {names} and its snapshots?", yes=options.yes, needs_yes=True)
+    refs = dict.fromkeys(find_removable(text, forget=options.forget)[0] for text in options.models)
+    names = list(map(str, refs))
+    confirm(f"Remove {', '.join(names)} and its snapshots?", yes=options.yes, needs_yes=True)
     removed, snapshots = list[RemovedModel](), list[str]()
-    for text in options.models:
-        removed.append(remove_model(text, forget=options.forget))
-        snapshots += remove_snapshots_of(removed[-1].name)
+    for name in names:
+        removed.append(remove_model(name, forget=options.forget))
+        snapshots += remove_snapshots_of(name)
     return RmResult(removed=tuple(removed), snapshots=tuple(snapshots))
