@@ -95,7 +95,8 @@ def test_types_are_compared_by_size_speed_loss_and_score(
     smol: str, as_json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     items = tmp_path / "eval-basics.jsonl"
-    items.write_text('{"id": "1", "prompt": "Paris is", "choices": ["here", "wax"], "answer": 0}\n')
+    item = {"id": "1", "prompt": "Paris is in", "choices": ["France", "wax"], "answer": 0}
+    items.write_text(json.dumps(item))
     shipped_file = paths.shipped_file
     monkeypatch.setattr(
         paths, "shipped_file", lambda name: items if name == items.name else shipped_file(name)
