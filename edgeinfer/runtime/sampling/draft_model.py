@@ -129,6 +129,7 @@ class DraftModel:
             loaded.choices["draft"] = Chosen(self._files.draft, source)
 
     def _make_context(self, loaded: LlamaModel, shape: Shape) -> None:
+        self.large_vocab = loaded.vocab
         self.n_vocab = min(loaded.vocab.n_vocab, self.vocab.n_vocab)
         spellings = ((self.vocab.raw_text(i), loaded.vocab.raw_text(i)) for i in range(self.n_vocab))
         problem = draft_problem(shape, loaded.shape)
@@ -304,7 +305,7 @@ class ModelDrafting(Drafting):
             sampler.accept(forced)
             pending = [token, *forced]
             runs.append(Run(pending, model.rates[bisect_right(_PROBABILITIES, probability)]))
-            is_end = model.vocab.is_eos(token)
+            is_end = model.large_vocab.is_eos(token)
 
     def _draft_likely(self, sampler: Sampler, matcher: TokenMatcher | None) -> list[int]:
         """Draft the text that the grammar forces, without the draft model; return its tokens."""
@@ -320,7 +321,7 @@ class ModelDrafting(Drafting):
         model = self._model
         logits = model.context.all_logits(1, model.vocab.n_vocab)[0]
         if self._request.ignore_eos:
-            logits[list(model.vocab.eos_tokens)] = -np.inf
+            logits[[token for token in model.large_vocab.eos_tokens if token < len(logits)]] = -np.inf
         if matcher is not None:
             matcher.mask_into(logits)
         token = sampler.sample(model.context.pointer, -1, logits)

@@ -241,6 +241,19 @@ def wrong_draft(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
+def test_drafts_end_where_the_large_model_ends(smollm2: Path, tmp_path: Path) -> None:
+    content, key = bytearray(smollm2.read_bytes()), b"tokenizer.ggml.eos_token_id"
+    start = content.index(key) + len(key) + 4  # after the key comes its type
+    with drafting(smollm2, smollm2) as plain:
+        (comma,) = plain.tokenize(",")
+        expected = draft_tokens(plain, ask(STORY, max_tokens=60, ignore_eos=True))
+    content[start : start + 4] = comma.to_bytes(4, "little")
+    (tmp_path / "draft.gguf").write_bytes(content)
+    with drafting(smollm2, tmp_path / "draft.gguf") as opened:
+        assert opened._draft.vocab.is_eos(comma)
+        assert draft_tokens(opened, ask(STORY, max_tokens=60, ignore_eos=True)) == expected
+
+
 @pytest.mark.needs("time")
 def test_drafts_that_are_wrong_end(smollm2: Path, wrong_draft: Path) -> None:
     with drafting(smollm2, wrong_draft) as opened:
