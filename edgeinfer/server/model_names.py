@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
+from edgeinfer.errors import ConfigError
 from edgeinfer.models import lookup
 from edgeinfer.models.external_stores.ollama import PREFIX
 from edgeinfer.models.names import plain_name
 from edgeinfer.platform.paths import LATEST
+
+if TYPE_CHECKING:
+    from edgeinfer.models.catalog import Catalog
 
 #: In `[serve.aliases]`, a target that stands for the endpoint's default model.
 DEFAULT = "default"
@@ -52,7 +58,9 @@ def where_to_get(missing: str, local_names: Iterable[str]) -> str:
     """Return a hint: how to get the model `missing`, or local names that resemble it."""
     from edgeinfer.models.catalog import load_catalog  # this import takes 8 ms, and only errors need it
 
-    catalog = load_catalog()
+    catalog: Catalog = {}
+    with suppress(ConfigError):  # a mistake in models.toml must not fail requests
+        catalog = load_catalog()
     if "/" in missing or missing.partition(":")[0] in catalog:
         return f"`edgeinfer pull {missing}`, or GET /v1/models"
     near = lookup.similar_names(missing, catalog, local_names)

@@ -7,6 +7,7 @@ from fake_engine import FakeEngine
 from least_requests import GENERATING, OLLAMA
 
 from edgeinfer.cli.endpoint_setup import ModelAdmin
+from edgeinfer.models.catalog import user_path
 from edgeinfer.server.model_entry import LoadedEngine
 
 SLASHED = "ollama/someone/tiny:1b"
@@ -113,3 +114,11 @@ def test_a_model_with_slashes_is_unloaded(live_server, until) -> None:
     assert (reply["id"], reply["state"]) == (SLASHED, "unloaded")
     assert live_server.get("/v1/models/no/such/model").status_code == 404
     assert live_server.post("/v1/models/no/such/unload").status_code == 404
+
+
+def test_mistake_in_the_users_catalogue_fails_no_request(live_server, serve):
+    user_path().parent.mkdir(parents=True, exist_ok=True)
+    user_path().write_text("[models.x]\nsize = 1\n")
+    live_server.post("/v1/messages", GENERATING["/v1/messages"] | {"model": "nobody"}, status=404)
+    alone = serve(FakeEngine())
+    alone.post("/v1/messages", GENERATING["/v1/messages"] | {"model": "claude-9"}, status=200)
