@@ -66,6 +66,11 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
     snapshot: str = ""
     url: str = ""
 
+    def is_of(self, model: str) -> bool:
+        """Return whether `model` names the loaded model, in any letter case, or is its file."""
+        named = storage.model_prefix(model)
+        return named in map(storage.model_prefix, (self.model, self.files.name))
+
     def resumed_from(self, snapshot: str) -> ProcessDescription:
         """Return a copy for a process that was resumed from this snapshot ("" for none)."""
         name = storage.user_name_of(snapshot)

@@ -101,6 +101,11 @@ def loaded_below(pid: int) -> tuple[ProcessDescription, ...]:
     return _loaded_by(_apps(_descendants(pid, _parents())))
 
 
+def has_loaded(pid: int, model: str) -> bool:
+    """Return whether an app among a process's descendants has loaded this model."""
+    return any(loaded.is_of(model) for loaded in loaded_below(pid))
+
+
 def shares_folders(pid: int) -> bool:
     """Return whether a process uses this one's data folders; True if its environment is unreadable."""
     try:

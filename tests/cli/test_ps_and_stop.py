@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from other_processes import wait_until
 
@@ -13,9 +14,22 @@ from edgeinfer.cli.main import main
 from edgeinfer.launcher import builds
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import locked
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.snapshots.builder import jobs
+from edgeinfer.snapshots.inputs import ProcessDescription
 
-PROGRAM = "import sys\nprint('up', flush=True)\nsys.stdin.read()\n"
+#: A launch, whose app publishes the text in LOADED as its description.
+PROGRAM = """
+import os, sys
+loaded = os.environ.get("LOADED")
+if loaded and not os.fork():
+    open("/proc/self/comm", "w").write("edgeinfer")
+    os.write(os.memfd_create("edgeinfer-description"), loaded.encode())
+    loaded = None
+if not loaded:
+    print("up", flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture
@@ -62,6 +76,21 @@ def test_another_home_is_left_alone_unless_everywhere_is_asked(
     assert as_json("stop", "--all")["stopped"] == [mine.pid]
     assert other.poll() is None
     assert as_json("stop", "--everywhere", str(other.pid))["stopped"] == [other.pid]
+
+
+def test_launch_is_stopped_by_the_model_that_it_has_loaded(start_launch, as_json, monkeypatch):
+    loaded = ProcessDescription(
+        model="mine:Q8_0",
+        files=ModelFiles(name="mine:Q8_0", paths=()),
+        options=LoadOptions(),
+        program="",
+    )
+    plain = start_launch("serve", "--port", "1234")
+    monkeypatch.setenv("LOADED", msgspec.json.encode(loaded).decode())
+    serving = start_launch("serve")
+    assert "no running process" in as_json("stop", "mine", code=2)["message"]
+    assert as_json("stop", "Mine:q8_0")["stopped"] == [serving.pid]
+    assert plain.poll() is None
 
 
 def test_background_build_is_listed_and_stopped(list_pids, as_json):

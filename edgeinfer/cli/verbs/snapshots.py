@@ -317,7 +317,7 @@ class SnapshotsTakeResult(TimedResult, frozen=True, kw_only=True):
 def _take(options: argparse.Namespace, host: EngineHost) -> SnapshotsTakeResult:
     storage.refuse_bad_name(options.name)
     pid = _resolve_pid(options.which)
-    which = options.which if options.which and _has_loaded(pid, options.which) else None
+    which = options.which if options.which and running.has_loaded(pid, options.which) else None
     loaded = _loaded_model(pid, options.model or which)
     criu.available()
     progress = StageProgress(sys.stderr, quiet=options.quiet, note="in the background: idle cores only")
@@ -334,7 +334,9 @@ def _resolve_pid(which: str | None) -> int:
         matches = [launch for launch in launches if launch.verb == "serve"]
         no_match, ambiguous = "no endpoint is running", "several endpoints are running"
     else:
-        matches = [run for run in launches if which in run.arguments or _has_loaded(run.pid, which)]
+        matches = [
+            run for run in launches if which in run.arguments or running.has_loaded(run.pid, which)
+        ]
         no_match, ambiguous = f"no running process has {which}", f"several processes have {which}"
     if len(matches) == 1:
         return _require_own_process(matches[0].pid)
@@ -342,14 +344,6 @@ def _resolve_pid(which: str | None) -> int:
         raise UsageError(no_match, hint=_PS)
     pids = ", ".join(str(launch.pid) for launch in matches)
     raise UsageError(f"{ambiguous}: {pids}", hint="name one by its PID")
-
-
-def _has_loaded(pid: int, model: str) -> bool:
-    return any(_names_model(loaded, model) for loaded in running.loaded_below(pid))
-
-
-def _names_model(loaded: ProcessDescription, model: str) -> bool:
-    return model in (loaded.model, loaded.files.name)
 
 
 def _require_own_process(pid: int) -> int:
@@ -370,7 +364,7 @@ def _require_own_process(pid: int) -> int:
 
 def _loaded_model(pid: int, model: str | None) -> ProcessDescription:
     loaded = running.loaded_below(pid)
-    matches = [process for process in loaded if model is None or _names_model(process, model)]
+    matches = [process for process in loaded if model is None or process.is_of(model)]
     candidates = [process for process in matches if not process.is_worker] or matches
     if not candidates:
         outcome = f"has not loaded {model}" if model and loaded else "has loaded no model"

@@ -13,7 +13,7 @@ from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import UsageError
 from edgeinfer.host import EngineHost
-from edgeinfer.snapshots.running import RunningLaunch, processes
+from edgeinfer.snapshots.running import RunningLaunch, has_loaded, processes
 
 #: Seconds for a process to finish its requests before it is killed.
 GRACE_S = 35.0
@@ -51,7 +51,8 @@ def run(options: argparse.Namespace, _host: EngineHost) -> StopResult:
 
 
 def _find_processes(name: str, running: list[RunningLaunch]) -> list[RunningLaunch]:
-    matches = [r for r in running if name == str(r.pid) or name in r.arguments]
+    matches = [r for r in running if name == str(r.pid)]
+    matches = matches or [r for r in running if name in r.arguments or has_loaded(r.pid, name)]
     if not matches:
         hint = "`edgeinfer ps --everywhere` lists all processes, including other data folders"
         raise UsageError(f"no running process is called {name}", hint=hint)
