@@ -55,7 +55,7 @@ def every_model(catalog: Catalog) -> Iterator[Listed]:
     """Yield the pulled models, other programs' models, then catalogue entries that are not pulled."""
     pulled = list_pulled()
     for model in pulled:
-        yield _of_pulled(model, catalog.get(model.base)), model.paths
+        yield _of_pulled(model, catalog.get(model.base) or model.entry_by_header()), model.paths
     sources = {model.source for model in pulled}
     for external in stores.search():
         if external.name not in sources:
@@ -66,20 +66,19 @@ def every_model(catalog: Catalog) -> Iterator[Listed]:
             yield _of_catalogue(entry), ()
 
 
-def _of_pulled(model: PulledModel, entry: Model | None) -> ModelSummary:
-    projector = entry.projector if entry else ""
+def _of_pulled(model: PulledModel, entry: Model) -> ModelSummary:
     return ModelSummary(
         name=model.name,
-        title=entry.title if entry else model.name,
-        purpose=entry.purpose if entry else model.purpose,
-        parameters=(entry.parameters if entry else "") or format_parameters(model.n_params),
+        title=entry.title,
+        purpose=entry.purpose,
+        parameters=entry.parameters or format_parameters(model.n_params),
         quantization=model.quantization,
-        licence=entry.licence if entry else "",
+        licence=entry.licence,
         context_length=model.n_ctx_train,
         pulled=True,
         in_place=model.in_place,
         size_bytes=model.size_bytes,
-        can_see=bool(projector or model.projector or projectors.in_folder_of(model.paths[0])),
+        can_see=bool(entry.projector or model.projector or projectors.in_folder_of(model.paths[0])),
     )
 
 

@@ -23,6 +23,7 @@ import msgspec
 
 from edgeinfer.errors import CatalogError, InvalidGgufError, ModelBusyError, UsageError
 from edgeinfer.models import gguf, lookup, names
+from edgeinfer.models.catalog import Model
 from edgeinfer.models.names import Reference
 from edgeinfer.models.pull_plan import FetchedFile
 from edgeinfer.platform import disk, paths
@@ -133,13 +134,17 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.all_files)
 
-    @property
-    def purpose(self) -> str:
-        """Purpose by the file's header: "chat", "base" or "embedding"; "" if it is unreadable."""
-        try:
-            return gguf.read_header(self.paths[0]).purpose
-        except InvalidGgufError:
-            return ""
+    def entry_by_header(self) -> Model:
+        """Return what the first file's header says as an entry of the catalogue, without sources.
+
+        Its purpose is "" if the header is unreadable.
+        """
+        entry = Model(title=self.name, sources=(), purpose="")  # type: ignore[arg-type]
+        with suppress(InvalidGgufError):
+            header = gguf.read_header(self.paths[0])
+            licence = header.text("general.license")
+            entry = msgspec.structs.replace(entry, purpose=header.purpose, licence=licence)
+        return entry
 
     @property
     def in_place(self) -> bool:

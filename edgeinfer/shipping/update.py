@@ -302,7 +302,7 @@ def _try_out(candidate: Path, version: str, config: Path) -> None:
     app = payload.open_shipped(candidate).app.rpartition("-")[0]
     if app != version:
         raise ReleaseUntrustedError(f"the release {version} contains a file of version {app}")
-    writing = (m for m in store.list_pulled() if m.purpose in ("chat", "base"))
+    writing = (m for m in store.list_pulled() if m.entry_by_header().purpose in ("chat", "base"))
     smallest = min(writing, key=lambda model: model.size_bytes, default=None)
     commands = [["version", "--json"]]
     if smallest is not None:

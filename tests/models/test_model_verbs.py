@@ -208,7 +208,7 @@ def test_digest_that_was_typed_is_compared(server, local: Path, as_json) -> None
 
 def test_purpose_follows_from_header(tmp_path: Path, capsys, as_json) -> None:
     keys: dict[str, dict[str, Value]] = {
-        'run b "The sea is"': {},
+        'run b "The sea is"': {"general.license": "mit"},
         'run c "What is photosynthesis?"': {"tokenizer.chat_template": "{{ messages }}"},
         "serve e": {"llama.attention.causal": False},
     }
@@ -219,7 +219,8 @@ def test_purpose_follows_from_header(tmp_path: Path, capsys, as_json) -> None:
         assert out.splitlines()[-1] == f"try it: edgeinfer {command}"
     listed = as_json("list", "--pulled")["models"]
     assert [row["purpose"] for row in listed] == ["base", "chat", "embedding"]
-    assert listed[0]["parameters"] == "72"
+    assert (listed[0]["parameters"], listed[0]["licence"]) == ("72", "mit")
+    assert as_json("pull", str(tmp_path / "b.gguf"))["licence"] == "mit"
 
 
 def test_file_in_place_that_others_may_change_is_warned_of(local: Path, capsys) -> None:

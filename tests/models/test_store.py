@@ -75,7 +75,7 @@ def test_name_under_which_another_file_is_stored_is_refused(local: Path, tmp_pat
     assert pull(str(other), options=PullOptions(in_place=True, again=True)).paths == (other,)
 
 
-def test_same_file_of_another_place_is_here_already(local: Path, tmp_path: Path) -> None:
+def test_same_file_of_another_place_is_here_already(local: Path, tmp_path: Path, as_json) -> None:
     copy = tmp_path / "b" / local.name
     copy.parent.mkdir()
     copy.write_bytes(local.read_bytes())
@@ -83,6 +83,7 @@ def test_same_file_of_another_place_is_here_already(local: Path, tmp_path: Path)
     assert pull(str(copy)).more_sources == (f"file:{copy}",)
     assert pull(str(copy)) == resolve(f"file:{copy}").pulled == store.list_pulled()[0]
     assert store.list_pulled()[0].files == record.files
+    assert as_json("show", record.name)["sources"] == [f"file:{copy}"]
     with pytest.raises(UsageError, match="as a copy"):
         pull(str(copy), options=PullOptions(in_place=True))
 

@@ -128,7 +128,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> Result:
     hint = "run the same command again: it continues where it stopped"
     with progress_on(quiet=options.quiet) as report, stoppable(f"stopped; {FETCHED_IS_KEPT}", hint):
         record = catalog_pull.pull(source, on_progress, options=pull_options)
-    entry = load_catalog().get(record.base)
+    entry = load_catalog().get(record.base) or record.entry_by_header()
     if record.in_place and any(map(fetch.writable_by_others, record.paths)):
         sys.stderr.write(
             f"warning: others may change {record.paths[0]} while it is used; a copy is safe from that: "
@@ -136,13 +136,13 @@ def run(options: argparse.Namespace, host: EngineHost) -> Result:
         )
     return PullResult(
         name=record.name,
-        title=entry.title if entry else record.name,
+        title=entry.title,
         files=tuple(map(str, record.paths)),
         size_bytes=record.size_bytes,
         sha256=record.sha256,
         quantization=record.quantization,
-        purpose=entry.purpose if entry else record.purpose,
-        licence=entry.licence if entry else "",
+        purpose=entry.purpose,
+        licence=entry.licence,
         source=record.source,
         was_here=not fetched,
         no_draft=resolve(record.name).files().no_draft,

@@ -295,7 +295,10 @@ def _describe(
         parameters=entry.parameters,
         context_length=header.n_ctx_train if header else entry.context_length,
         quantization=header.quantization if header else entry.final_quantization,
-        sources=tuple(" + ".join(map(str, parts)) for parts in entry.parsed_sources()),
+        sources=(
+            *(" + ".join(map(str, parts)) for parts in entry.parsed_sources()),
+            *(pulled.more_sources if pulled else ()),
+        ),
         pulled_from=pulled.source if pulled else "",
         pulled_at=pulled.pulled_at if pulled else "",
         requantized_from=pulled.requantized_from if pulled else "",
