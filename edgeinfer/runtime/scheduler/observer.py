@@ -51,8 +51,8 @@ class TokenRecorder(SequenceObserver):
         self._replayed = None if replayed is None else tuple(replayed)
         self._answer: list[int] = []
         self._logprobs: list[float | None] = []
+        #: Log-probability of the replayed token, where the sampled one differs from it.
         self._replayed_logprob: float | None = None
-        self._expected_logprob: float | None = None
         self._logits: npt.NDArray[np.float32] | None = None
         self._log_sum, self._log_sum_of = 0.0, LogSum()
         self.differs = False
@@ -64,16 +64,15 @@ class TokenRecorder(SequenceObserver):
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:
         self._logits, self._log_sum = logits, self._log_sum_of(logits)
         for expected in self._next_token:  # before a constraint masks it
-            self._expected_logprob = float(logits[expected]) - self._log_sum
+            self._replayed_logprob = float(logits[expected]) - self._log_sum
 
     def on_token(self, token: int) -> None:
         logits, self._logits = self._logits, None
         # a constraint may have masked logits since, but never that of the sampled token
         self._logprobs.append(None if logits is None else float(logits[token]) - self._log_sum)
         self.differs = self._replayed is not None and self._next_token != (token,)
-        if self.differs:
-            self._replayed_logprob = self._expected_logprob
-        self._expected_logprob = None
+        if not self.differs:
+            self._replayed_logprob = None
         self._answer.append(token)
 
     @property
