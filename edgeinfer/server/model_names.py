@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from contextlib import suppress
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from edgeinfer.errors import ConfigError
 from edgeinfer.models import lookup
 from edgeinfer.models.external_stores.ollama import PREFIX
 from edgeinfer.models.names import plain_name
 from edgeinfer.platform.paths import LATEST
-
-if TYPE_CHECKING:
-    from edgeinfer.models.catalog import Catalog
 
 #: In `[serve.aliases]`, a target that stands for the endpoint's default model.
 DEFAULT = "default"
@@ -58,9 +53,10 @@ def where_to_get(missing: str, local_names: Iterable[str]) -> str:
     """Return a hint: how to get the model `missing`, or local names that resemble it."""
     from edgeinfer.models.catalog import load_catalog  # this import takes 8 ms, and only errors need it
 
-    catalog: Catalog = {}
-    with suppress(ConfigError):  # a mistake in models.toml must not fail requests
+    try:
         catalog = load_catalog()
+    except ConfigError:  # a mistake in models.toml must not fail requests
+        catalog = {}
     if "/" in missing or missing.partition(":")[0] in catalog:
         return f"`edgeinfer pull {missing}`, or GET /v1/models"
     near = lookup.similar_names(missing, catalog, local_names)
