@@ -208,7 +208,7 @@ def test_digest_that_was_typed_is_compared(server, local: Path, as_json) -> None
 
 def test_purpose_follows_from_header(tmp_path: Path, capsys, as_json) -> None:
     keys: dict[str, dict[str, Value]] = {
-        'run b "The sea is"': {"general.license": "mit"},
+        'run b "The sea is" --raw': {"general.license": "mit"},
         'run c "What is photosynthesis?"': {"tokenizer.chat_template": "{{ messages }}"},
         "serve e": {"llama.attention.causal": False},
     }

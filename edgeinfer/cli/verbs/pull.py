@@ -28,7 +28,7 @@ from edgeinfer.units import format_bytes
 #: Command that is suggested after a pull, by the model's purpose.
 _NEXT_COMMANDS = {
     "chat": 'edgeinfer run {} "What is photosynthesis?"',
-    "base": 'edgeinfer run {} "The sea is"',
+    "base": 'edgeinfer run {} "The sea is" --raw',
     "code": 'edgeinfer run {} "Write a Python function that reverses a string."',
     "embedding": "edgeinfer serve {}",
     "reranker": "edgeinfer serve {}",
