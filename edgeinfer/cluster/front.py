@@ -82,7 +82,7 @@ class FrontEnd:
                 start = await anext(chunks)
             except TimeoutError:
                 message = f"No replica of {named} has started within {self._start_s:g} s"
-                message += "; `serve status` tells why."
+                message += "; Ray's `serve status` shows why."
                 raise unavailable(message, "model_unavailable", 10) from None
             except Exception:  # noqa: BLE001  # Ray raises many kinds of errors if a replica has ended
                 _LOG.warning("a replica ended before it answered", exc_info=True)

@@ -85,7 +85,7 @@ def _find_warm(word: str, folders: dict[str, str]) -> str:
     name, _, quantization = word.partition(":")
     folder = folders.get(storage.model_prefix(name))
     record = _record_path(storage.model_prefix(word))
-    # NAME:QUANT may be a model of its own
+    # a pulled model with this whole name is meant, not a quantization
     if not quantization or folder is None or os.path.exists(record):
         return ""
     try:

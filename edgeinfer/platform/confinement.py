@@ -109,7 +109,8 @@ _MODES = {
     "aarch64": ((52, 1), (53, 2), (452, 2), (56, 3), (33, 2)),
 }
 _SETUID_OR_SETGID = 0o6000
-#: Call number of setsockopt, which must not set SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE or SO_RCVBUFFORCE.
+#: Call number of setsockopt, which must not set SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE or SO_RCVBUFFORCE:
+#: socket buffers do not count as memory of the process.
 _SET_OPTION = {"x86_64": 54, "aarch64": 208}
 _OF_SOCKETS, _BUFFERS = 1, (7, 8, 32, 33)
 #: Call numbers of socket and socketpair.

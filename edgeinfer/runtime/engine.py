@@ -174,7 +174,7 @@ class LlamaEngine:
         try:
             return self._loaded.vocab.detokenize(tokens)
         except IndexError as error:
-            raise InvalidRequestError("a token is not in the vocabulary", param="tokens") from error
+            raise InvalidRequestError(str(error), param="tokens") from error
 
     def tokenize_chat(self, request: GenerateRequest) -> list[int]:
         self._check_open()

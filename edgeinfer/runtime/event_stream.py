@@ -197,7 +197,7 @@ class CollectedAnswer:
 #: over at least _SPAN characters.
 _SPAN, _TIMES = 240, 4
 _LONGEST_PART = 400
-#: To find a repeat, the last 32 characters are searched in the text before.
+#: To find a repeat, the text before the last 32 characters is searched for them.
 _KEY = 32
 #: Matches the numbers of list items, which may differ between repeats.
 _COUNTER = re.compile(r"^\s*\d+[.)]", re.MULTILINE)

@@ -147,7 +147,7 @@ _SPARE_SEQUENCES = 17
 _MAX_SEQUENCES = 256
 #: An automatic context is not shortened below this (cells) to place more layers on devices.
 _MIN_DEVICE_CELLS = 8192
-#: Context (tokens) in the plan of a model that does not fit.
+#: Context (tokens) in the plan of a model that does not fit or names no training context.
 _FALLBACK_CTX = 4096
 #: Smallest useful KV cache (bytes) of an automatic context.
 _USEFUL_KV_BYTES = 1 << 30

@@ -37,7 +37,8 @@ Rows = npt.NDArray[np.float32]
 _log = logging.getLogger("edgeinfer.gpu")
 #: Maximum bytes of cached rows in memory. Rows are f32: with f16, logits differ by 0.7 to 1.2.
 _KEPT_BYTES = 128 << 20
-#: Maximum bytes of pixels that are cached until a picture is encoded. Others are decoded a second time.
+#: Maximum bytes of decoded pixels that wait for their encoding. Beyond them, the oldest pictures'
+#: pixels are dropped; those pictures are decoded again.
 _PIXEL_BYTES = 48 << 20
 #: Number of image files whose size and chunks are cached.
 _KNOWN_FILES = 256

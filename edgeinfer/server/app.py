@@ -33,7 +33,7 @@ from edgeinfer.server.web.access import PATH as PAGE
 from edgeinfer.server.web.access import user_of
 
 _REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
-_ADMIN_ONLY = "This needs the endpoint's first API key or, without keys, the user who started it."
+_ADMIN_ONLY = "Only the endpoint's first API key may do this or, without keys, the user who started it."
 
 
 class EndpointApp:

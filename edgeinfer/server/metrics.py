@@ -173,7 +173,7 @@ class Metrics:
         ]
 
     def exposition(self) -> bytes:
-        """Return all metrics in Prometheus' text format. It asks each engine: call it in a thread."""
+        """Return all metrics in Prometheus' text format. Blocks while engines answer: use a thread."""
         if time.monotonic() >= self._drift_due:
             self._drift_due = time.monotonic() + _DRIFT_S
             self._compare_weeks()

@@ -90,7 +90,10 @@ def package_stamps() -> dict[str, str]:
 
 
 def refuse_stale(manifest: Manifest, folder: str) -> None:
-    """Raise SnapshotStaleError if anything has changed since the build, or SnapshotCorruptError."""
+    """Raise SnapshotStaleError if anything has changed since the build.
+
+    Raises SnapshotCorruptError for a damaged image.
+    """
     current = machine_keys()
     for key, value in current.items():
         recorded = manifest.keys.get(key, "")

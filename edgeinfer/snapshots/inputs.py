@@ -57,7 +57,7 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
 class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
     """What a running process has loaded; `ps` and `snapshots take` read it from that process.
 
-    `program` is the tag of its installation (`fingerprint.program_tag`). `snapshot` is the name of the
+    `program` identifies its installation (`fingerprint.program_tag`). `snapshot` is the name of the
     snapshot that it was resumed from, "" for none. `url` is its endpoint's address.
     """
 

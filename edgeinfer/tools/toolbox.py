@@ -73,7 +73,8 @@ class Toolbox:
         self._specs = {spec.name: spec for spec in specs if spec.name not in self._builtin}
         for name in self._builtin.keys() & {spec.name for spec in specs}:
             self.notices.append(f"{name} is left out: a built-in server has the same name; rename it")
-        #: Whether `shell` or `python` is enabled: MCP servers then run outside of the folder.
+        #: Whether the model can run programs: it may have changed those in the chat's folder, so MCP
+        #: servers are then started outside of it.
         self._is_apart = not {"shell", "python"}.isdisjoint(config.builtin)
         self._started: dict[str, McpClient] = {}
         self._starting = {name: threading.Lock() for name in self._specs}
@@ -94,7 +95,7 @@ class Toolbox:
         return [*first, *(name for name in self._specs if name not in first)]
 
     def prepare(self, *, refresh: bool = False) -> None:
-        """Ask servers whose list is unknown for their tools; with `refresh`, every server.
+        """Request the tool lists of MCP servers that have sent none; with `refresh`, of every server.
 
         Failed servers and unusable built-in tools are left out; `notices` says why.
         """

@@ -213,7 +213,7 @@ def names(person) -> set[str]:
 def test_impossible_take_reports_a_next_step(somebody):
     assert "no endpoint is running" in take(somebody).error["message"]
     assert "there is no process" in take(somebody, str(1 << 22)).error["message"]
-    assert "no running process has unheard" in take(somebody, "unheard").error["message"]
+    assert "no running process has loaded unheard" in take(somebody, "unheard").error["message"]
     if somebody.uid != os.stat("/proc/1").st_uid:
         outcome = take(somebody, "1")
         assert (outcome.code, "belongs to another user" in outcome.error["message"]) == (2, True)

@@ -113,9 +113,8 @@ class ConversationStore:
             contextlib.suppress(FileExistsError),
         ):
             paths.make_folder(file.parent)
-            # create only a new file: closing a descriptor of an existing one would end this process's
-            # SQLite locks on it, and another process that closes the store would delete the log that is
-            # in use
+            # O_EXCL: closing a descriptor of an existing database drops this process's locks on it.
+            # Another process would then take itself for the last user and delete the WAL file.
             os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         with store_errors(str(file)):
             db = database.connect(str(file))

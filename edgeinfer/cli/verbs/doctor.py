@@ -288,7 +288,7 @@ CHECKS: dict[str, Callable[[], Finding | list[Finding]]] = {
 
 
 class SelfCheckResult(Result, frozen=True, kw_only=True):
-    """The files that were compared. `findings` are the differences from the build."""
+    """Result of `doctor --verify`. `findings` name the unpacked files that differ from the build's."""
 
     app: str
     file: str

@@ -149,7 +149,7 @@ def read_set(typed: str) -> tuple[str, list[Item]]:
     return path.stem.removeprefix("eval-"), list(items.values())
 
 
-_FORM = f'an item is a line such as {{"id": "1", "prompt": "2 + 2?", "number": 4}}; checks: {CHECKS}'
+_FORM = 'an item is a line such as {"id": "1", "prompt": "2 + 2?", "number": 4}'
 
 
 class _Candidate(msgspec.Struct, frozen=True, kw_only=True):

@@ -337,7 +337,8 @@ def _resolve_pid(which: str | None) -> int:
         matches = [
             run for run in launches if which in run.arguments or running.has_loaded(run.pid, which)
         ]
-        no_match, ambiguous = f"no running process has {which}", f"several processes have {which}"
+        no_match = f"no running process has loaded {which}"
+        ambiguous = f"several processes have loaded {which}"
     if len(matches) == 1:
         return _require_own_process(matches[0].pid)
     if not matches:

@@ -71,7 +71,7 @@ def required_number(config: Values, key: str, most: int = 1 << 31) -> int:
 
 
 def attention_heads(config: Values) -> Heads:
-    """Return the number and width of attention heads. Raises ConversionError."""
+    """Return the numbers of heads and of key-value heads, and their width. Raises ConversionError."""
     n_head = required_number(config, "attention.head_count")
     width = required_number(config, "embedding_length")
     head_dim = config.get("head_dim")

@@ -27,7 +27,7 @@ MARK = "\ufdd0"
 #: that contains it is escaped, too.
 _MARK_IN_JSON = "\\ufdd0"
 _MARKS = re.compile(f"{MARK}({MARK}?)")
-#: Number of characters at the beginning of a control token by which a prompt is searched for it.
+#: Prompts are first searched for only this many leading characters of each control token.
 _PREFIX = 3
 #: Matches a `\\uXXXX` of JSON whose backslash is not escaped itself.
 _JSON_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\u([0-9a-fA-F]{4})")

@@ -45,7 +45,7 @@ _TEMPLATE_FAILURES = (
     TypeError,
     ValueError,
 )
-#: Text that is searched in rendered prompts. Its invisible characters occur in no template.
+#: Text put into a message to find its place in the rendered prompt. No template has its characters.
 _MARK = "\u2060\u2063{}\u2063\u2060"
 #: CPU time (s) of all probes of one template; the longest template in use takes 0.02.
 _PROBE_CPU_S = 1.0

@@ -109,9 +109,9 @@ def variant_of(path: str) -> str:
 
 
 def level_of(variant: str) -> str:
-    """Return the kernel level for a CPU variant of ggml on this machine, "" if there is none.
+    """Return which build of the kernels fits a CPU variant of ggml on this machine, "" if none does.
 
-    On arm64 the processor decides, not the variant: ggml's variants with i8mm need SVE too.
+    On arm64 the variant is ignored: ggml has i8mm only together with SVE, processors also alone.
     """
     if not variant.startswith("armv"):
         return LEVELS.get(variant, "")

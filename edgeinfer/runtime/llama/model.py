@@ -60,7 +60,7 @@ class LlamaModel:
 
     @property
     def supports_truncation(self) -> bool:
-        """Return whether sequences can be truncated to any length: not in recurrent layers."""
+        """Return whether sequences can be truncated to any length; those of recurrent models cannot."""
         return not self.shape.is_recurrent
 
     @property

@@ -136,8 +136,9 @@ class Vocab:
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         """Return the text of `tokens` as bytes, with control tokens. Raises IndexError."""
-        if any(not 0 <= token < self.n_vocab for token in tokens):
-            raise IndexError("a token is not in the vocabulary")
+        for token in tokens:
+            if not 0 <= token < self.n_vocab:
+                raise IndexError(f"token {token} is not in the vocabulary (0 to {self.n_vocab - 1})")
         args = (self.pointer, (L.llama_token * len(tokens))(*tokens), len(tokens))
         size = 8 * len(tokens) + 64
         text: bytes = _fill(ctypes.c_char, size, L.llama_detokenize, args, (False, True))

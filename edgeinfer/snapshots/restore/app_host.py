@@ -465,7 +465,7 @@ def follow_build(
 
     Raises the error that it printed, DumpError without one, InterruptedByUser after a cancellation.
     """
-    from edgeinfer.models.progress import Job  # only the model picker needs it
+    from edgeinfer.models.progress import Job  # slow import: only the model picker follows a build
 
     with Job(cancel=cancel).call_on_cancel(stop):
         outcome = read_build(output, progress)
