@@ -39,7 +39,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.host import EngineHost
-from edgeinfer.platform.disk import durable_file, path_errors, try_lock
+from edgeinfer.platform.disk import new_file, path_errors, sync, try_lock
 from edgeinfer.server import batches
 from edgeinfer.server.batches import BatchLine
 from edgeinfer.server.callers import OWN
@@ -208,17 +208,22 @@ def _without_lines(path: Path, output: int, removed: set[str | None]) -> Iterato
     mode = stat.S_IMODE(os.fstat(output).st_mode)
     with contextlib.ExitStack() as stack:
         try:
-            with durable_file(path.resolve(), mode) as file:
+            with new_file(path.resolve(), mode) as file:
                 copy = os.dup(file.fileno())
                 stack.callback(os.close, copy)
                 fcntl.fcntl(copy, fcntl.F_SETFL, os.O_APPEND)
                 try_lock(copy)
                 file.writelines(raw for raw in _whole_lines(output) if _decode(raw)[0] not in removed)
-        except (OSError, DiskFullError):
+                file.flush()
+                os.fsync(copy)
+        except OSError:
             stack.close()
             with path_errors(path, "name another output file"):
                 _remove_in_place(output, removed)
             copy = output
+        else:
+            with contextlib.suppress(OSError):  # not every folder can be read, or flushed
+                sync(path.resolve().parent)
         yield copy
 
 

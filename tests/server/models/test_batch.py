@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -201,6 +202,21 @@ def test_failed_lines_of_an_output_that_cannot_be_replaced_are_tried_again(files
     assert (result.done, result.skipped, result.failed, result.retried) == (2, 1, 1, 2)
     statuses = {key: line["response"]["status_code"] for key, line in _answers(paths[1]).items()}
     assert statuses == {"a": 200, "b": 200, "c": 400}
+
+
+def test_answers_after_a_replacement_are_kept_if_its_folder_cannot_be_flushed(files, monkeypatch):
+    path = files()[1]
+    _write_answers(path, "aA")
+    real_sync = os.fsync
+
+    def refuse_folders(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real_sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    _remove_failed(str(path))
+    assert "new" in _answers(path)
 
 
 def test_the_output_may_be_a_device(files):
