@@ -228,9 +228,7 @@ def test_cold_start_lasts_until_the_model_can_compute(engine, capsys, monkeypatc
         clock[0] = 500_000_000
         host = EngineHost(ProcessStart(how="cold", reason="no snapshot yet"), exec_ns=1)
         monkeypatch.setattr(host, "files", lambda model, *_, **__: ModelFiles(name=model, paths=()))
-        monkeypatch.setattr(host, "open_prefix_cache", lambda _engine: None)
-        monkeypatch.setattr(host, "record_drift", lambda *_: None)
-        monkeypatch.setattr(host, "attach_devices", lambda _engine, _options: None)
+        monkeypatch.setattr(host, "_prepare", lambda *_, host=host: host._note_stage("ready"))
         assert main(["run", "tiny", "x", *more], host) == 0
         out = capsys.readouterr()
         said = out.err.partition(";")[0] or said

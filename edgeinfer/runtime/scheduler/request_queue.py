@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 
 from edgeinfer.errors import EngineError
 from edgeinfer.runtime.events import FinishReason
@@ -54,12 +53,14 @@ class RequestQueue:
                 self.end(seq, "deadline")
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
-        self._remove(seq, lambda: seq.finish(reason), keep=seq.request.cache_prompt)
+        self._remove(seq, keep=seq.request.cache_prompt)
+        seq.finish(reason)
 
     def fail(self, seq: Sequence, error: EngineError) -> None:
-        self._remove(seq, lambda: seq.end(error), keep=False)
+        self._remove(seq, keep=False)
+        seq.end(error)
 
-    def _remove(self, seq: Sequence, send_last_event: Callable[[], None], *, keep: bool) -> None:
+    def _remove(self, seq: Sequence, *, keep: bool) -> None:
         if seq in self.running:
             self.running.remove(seq)
         else:
@@ -71,7 +72,6 @@ class RequestQueue:
         c.draft_tokens_total += seq.drafting.drafted
         c.draft_accepted_total += seq.drafting.accepted
         self.n_ended += 1  # before the last event: its consumer may read the metrics at once
-        send_last_event()
 
     def admit(self) -> None:
         """Move waiting requests to the running ones, prefill-only ones last, and start them."""

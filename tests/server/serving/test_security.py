@@ -13,7 +13,7 @@ from raw_http import exchange, get, status
 from edgeinfer.cli.endpoint_setup import bind, limits, make_gate
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import Config, ServeConfig
-from edgeinfer.errors import EdgeInferError, ServeError, UsageError
+from edgeinfer.errors import ServeError, UsageError
 from edgeinfer.host import EngineHost
 from edgeinfer.server.app import OPERATIONS
 from edgeinfer.server.guards import keys
@@ -348,7 +348,6 @@ def test_impossible_bind_raises_serve_error():
         taken_port = listener.getsockname()[1]
         with pytest.raises(ServeError, match=str(taken_port)):
             bind("127.0.0.1", taken_port)
-    with pytest.raises(ServeError):
-        bind("no.such.host.invalid", 0)
-    with pytest.raises(EdgeInferError):
-        bind("203.0.113.7", 0)
+    for host in ("no.such.host.invalid", "203.0.113.7"):
+        with pytest.raises(ServeError):
+            bind(host, 0)
