@@ -37,6 +37,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.host import EngineHost
 from edgeinfer.launcher.argv import with_verb
+from edgeinfer.platform import paths
 from edgeinfer.safe_text import without_controls
 
 #: Verb of another program → verb of edgeinfer.
@@ -86,8 +87,8 @@ def main(argv: Sequence[str] | None = None, host: EngineHost | None = None) -> i
             target = error.filename or "the output"
             failure: EdgeInferError = DiskFullError(f"cannot write {target}: {error.strerror}")
         elif isinstance(error, PermissionError) and error.filename:
-            hint = "check the permissions of this path and its folders"
-            failure = UsageError(f"{error.filename}: {error.strerror}", hint=hint)
+            problem = f"{error.filename}: {error.strerror}"
+            failure = UsageError(problem, hint=paths.DENIED_HINT)
         else:
             _print_unexpected(error, as_json=as_json)
             return 70

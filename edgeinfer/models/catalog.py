@@ -225,7 +225,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     try:
         document = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+        raise ConfigError(f"{path}: {error.strerror}", hint=paths.DENIED_HINT) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     for key in document:

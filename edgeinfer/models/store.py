@@ -177,7 +177,8 @@ def _read_json(path: Path, kind: type[T], rm_argument: str) -> T | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, msgspec.MsgspecError) as error:
-        hint = f"`edgeinfer rm {rm_argument}`"
+        denied = isinstance(error, PermissionError)
+        hint = paths.DENIED_HINT if denied else f"`edgeinfer rm {rm_argument}`"
         raise CatalogError(f"{path} cannot be read: {error}", hint=hint) from error
 
 

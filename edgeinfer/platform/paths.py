@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+#: Hint for a file or folder of edgeinfer that this user may not read or write.
+DENIED_HINT = (
+    "check the permissions of this path and its folders, or set EDGEINFER_HOME to a folder of your own"
+)
 #: Environment variable by which the one-file program names the model that it contains.
 BUNDLED_MODEL = "EDGEINFER_BUNDLED_MODEL"
 #: The tag that Ollama adds to a model's name without one.

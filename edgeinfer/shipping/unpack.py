@@ -55,21 +55,23 @@ def ensure_unpacked(
     """
     shipped = payload.open_shipped(file)
     folder = app_root() / shipped.app
-    if folder.is_dir():
+    with _disk_errors(folder):
+        if folder.is_dir():
+            return _refuse_unsafe(folder)
+        with locked(waiting):
+            if not folder.is_dir():
+                _remove_leftovers()
+                _unpack(shipped, folder, progress or (lambda _done, _all: None))
+                remove_unused(keep=folder)
         return _refuse_unsafe(folder)
-    with _disk_errors(folder), locked(waiting):
-        if not folder.is_dir():
-            _remove_leftovers()
-            _unpack(shipped, folder, progress or (lambda _done, _all: None))
-            remove_unused(keep=folder)
-    return _refuse_unsafe(folder)
 
 
 def _refuse_unsafe(folder: Path) -> Path:
     info = os.lstat(folder)
     if info.st_uid != os.geteuid() or info.st_mode & 0o022:
         message = f"other users can change {folder}"
-        raise SnapshotUnsafeError(message, hint=f"remove it and start again: {folder}")
+        hint = f"set EDGEINFER_HOME to a folder of your own, or remove {folder} and start again"
+        raise SnapshotUnsafeError(message, hint=hint)
     return folder
 
 
@@ -82,10 +84,8 @@ def _disk_errors(folder: Path) -> Iterator[None]:
     except DiskFullError as error:
         raise DiskFullError(error.message, hint=_ROOM) from error
     except OSError as error:
-        raise ShippingError(
-            f"cannot unpack to {folder.parent}: {error.filename or ''}: {error.strerror}",
-            hint="make it writable, or set EDGEINFER_HOME to a writable folder",
-        ) from error
+        problem = f"cannot unpack to {folder.parent}: {error.strerror}"
+        raise ShippingError(problem, hint=paths.DENIED_HINT) from error
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import finish
 import pack
 from made_gguf import gguf_bytes
 
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, ShippingError
 from edgeinfer.models.progress import Job
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
@@ -113,6 +113,13 @@ def test_file_of_another_processor_is_finished_here(tmp_path, monkeypatch, numbe
     # the filter's number stands after xz's magic and the block's size
     assert (block_header[14] == 4) == has_x86_filter
     assert (unpack.ensure_unpacked(tmp_path / "edgeinfer") / "note").read_text() == "hello\n"
+
+
+def test_home_that_cannot_be_looked_into_is_an_error_in_words(shipped_file, monkeypatch):
+    monkeypatch.setenv("EDGEINFER_HOME", "/tmp/" + "x" * 300)  # an OSError for root, too
+    with pytest.raises(ShippingError, match=r"cannot unpack to .*: File name too long") as refused:
+        unpack.ensure_unpacked(shipped_file)
+    assert "set EDGEINFER_HOME to a folder of your own" in refused.value.hint
 
 
 def test_truncated_file_is_no_shipped_file(shipped_file):

@@ -78,6 +78,12 @@ def test_offline_by_environment(monkeypatch, value, expected):
     assert bool(config_file.way_out_of_offline(config_file.Config())) is expected
 
 
+def test_file_that_cannot_be_read_is_no_mistake_in_it(tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        config_file.load_config(tmp_path)  # a folder cannot be read, even by root
+    assert "set EDGEINFER_HOME to a folder of your own" in refused.value.hint
+
+
 def test_every_key_has_a_sentence():
     sections = msgspec.json.schema(config_file.Config)["$defs"].values()
     keys = {name: key for section in sections for name, key in section["properties"].items()}

@@ -91,6 +91,8 @@ def _run_check(name: str, check: Callable[[], Finding | list[Finding]]) -> list[
         findings = check()
     except EdgeInferError as error:
         findings = Finding("fail", error.message, error_text.hint(error))
+    except PermissionError as error:
+        findings = Finding("fail", f"{error.filename}: {error.strerror}", paths.DENIED_HINT)
     except Exception as error:  # noqa: BLE001  # one broken check must not end the others
         findings = Finding("fail", f"could not be checked: {error!r}")
     findings = findings if isinstance(findings, list) else [findings]
@@ -208,7 +210,7 @@ def _directories() -> Finding:
     places = {"config": paths.config_dir(), "data": paths.data_dir()}
     places |= {"cache": paths.cache_dir(), "run": Path(paths.runtime_path())}
     for path in places.values():
-        above = next(p for p in (path, *path.parents) if p.exists())
+        above = next(p for p in (path, *path.parents) if os.path.exists(p))
         if not os.access(above, os.W_OK | os.X_OK):
             fix = "set EDGEINFER_HOME to a folder that you own"
             return Finding("fail", f"{path} cannot be written", fix)
