@@ -77,10 +77,18 @@ def pull(
 
 
 def _earlier_pull(name: str, options: PullOptions) -> tuple[str, PullOptions]:
-    """Return source and options of an earlier pull if `name` is a pulled model, otherwise these."""
+    """Return source and options of an earlier pull if `name` is a pulled model, otherwise these.
+
+    Raises UsageError if the model was quantized here.
+    """
     record = store.find_pulled(name)
     if record is None:
         return name, options
+    origin = record.source.removeprefix(store.QUANTIZED_FROM)
+    if origin != record.source:
+        typed = f"edgeinfer quantize {origin} {record.quantization}"
+        problem = f"{record.name} was not pulled, but {record.source}"
+        raise UsageError(problem, hint=f"make it again: `{typed} --name {record.name}`")
     type_name = options.quantize or (record.quantization if record.requantized_from else "")
     options = msgspec.structs.replace(
         options,

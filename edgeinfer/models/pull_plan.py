@@ -69,8 +69,8 @@ def plan_pull(text: str, catalog: Catalog, name: str | None = None) -> PullPlan:
         ref = given_ref or _named_after(path.name if path.is_dir() else path.stem, catalog)
         return PullPlan(ref=ref, candidates=((sources.LocalFile(str(path)),),))
     if sources.looks_like_source(text):
-        source = sources.parse(text)
-        return PullPlan(ref=given_ref or _named_after(_stem(source), catalog), candidates=((source,),))
+        parts = tuple(map(sources.parse, re.split(r" \+ (?=wheel:)", text)))
+        return PullPlan(ref=given_ref or _named_after(_stem(parts[0]), catalog), candidates=(parts,))
     typed = names.find_reference(text)
     entry = catalog.get(typed.name) if typed is not None else None
     if typed is None or entry is None:

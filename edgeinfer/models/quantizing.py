@@ -92,7 +92,7 @@ def quantize(
                 ref,
                 [quantized],
                 base=origin.base if origin else ref.name,
-                source=f"quantized from {source.name}",
+                source=store.QUANTIZED_FROM + source.name,
                 requantized_from=before.quantization,
                 projector=_own_projector(source.projector, work, job) if source.projector else None,
             )

@@ -29,6 +29,8 @@ from edgeinfer.models.pull_plan import FetchedFile
 from edgeinfer.platform import disk, paths
 
 RECORD = "model.json"
+#: Beginning of the `source` of a model that was quantized here; its source's name follows.
+QUANTIZED_FROM = "quantized from "
 PARTIAL = ".partial"
 LOCKS = ".locks"
 

