@@ -400,7 +400,7 @@ class ModelAdmin:
     def pull(self, text: str, report: OnProgress, cancel: threading.Event) -> None:
         from edgeinfer.models import pull
 
-        pull.pull(text, report, cancel)
+        pull.pull(text, report, cancel, pull.PullOptions(for_client=True))
 
     def remove(self, name: str) -> None:
         from edgeinfer.models.removal import remove_model

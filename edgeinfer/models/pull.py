@@ -32,7 +32,8 @@ _ANOTHER_NAME = "give this one another name (`--name NAME`)"
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a pull; `quantize` and `sha256` override the catalogue's.
 
-    `in_place` uses a local file where it is; `again` fetches a model that is already stored.
+    `in_place` uses a local file where it is; `again` fetches a model that is already stored. With
+    `for_client`, a pulled model's name repeats only a pull from Hugging Face.
     """
 
     name: str | None = None
@@ -40,6 +41,7 @@ class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str = ""
     in_place: bool = False
     again: bool = False
+    for_client: bool = False
     retry_policy: RetryPolicy = RetryPolicy()
 
 
@@ -79,7 +81,7 @@ def pull(
 def _earlier_pull(name: str, options: PullOptions) -> tuple[str, PullOptions]:
     """Return source and options of an earlier pull if `name` is a pulled model, otherwise these.
 
-    Raises UsageError if the model was quantized here.
+    Raises UsageError if the model was quantized here, or may not be pulled `options.for_client`.
     """
     record = store.find_pulled(name)
     if record is None:
@@ -89,6 +91,9 @@ def _earlier_pull(name: str, options: PullOptions) -> tuple[str, PullOptions]:
         typed = f"edgeinfer quantize {origin} {record.quantization}"
         problem = f"{record.name} was not pulled, but {record.source}"
         raise UsageError(problem, hint=f"make it again: `{typed} --name {record.name}`")
+    if options.for_client and not record.source.startswith("hf:"):
+        command = f"repeat its pull on the server: `edgeinfer pull {record.name}`"
+        raise UsageError(f"{record.name} was not pulled from Hugging Face", hint=command)
     type_name = options.quantize or (record.quantization if record.requantized_from else "")
     options = msgspec.structs.replace(
         options,

@@ -50,7 +50,7 @@ def source_of(name: str) -> str:
     """Return the model that a client wants to pull: a catalogue name, or `hf:OWNER/REPOSITORY:QUANT`.
 
     Raises InvalidRequestError for other sources, because clients must not make the server read its
-    files or connect to other servers.
+    files or connect to other servers. `PullOptions.for_client` refuses names of models from there.
     """
     plain = name.removesuffix(paths.LATEST)
     plain = plain.removeprefix("https://") if plain.startswith(_HUBS) else plain

@@ -139,6 +139,15 @@ def test_a_pull_reads_no_files_and_asks_no_other_servers(live_server, name):
     assert "edgeinfer pull" in answer.json()["error"]
 
 
+def test_a_pull_of_a_local_name_is_repeated_only_from_the_hub(live_server, hub, gguf, mine):
+    refused = _pull(live_server, "mine")
+    assert refused.status_code == 400
+    assert "`edgeinfer pull mine`" in refused.json()["error"]
+    assert str(gguf) not in refused.text
+    pull.pull(f"hf.co/{REPO}:Q8_0", options=pull.PullOptions(name="tiny"))
+    assert json.loads(_pull(live_server, "tiny").text.splitlines()[-1]) == {"status": "success"}
+
+
 def test_deleting_an_unknown_model_is_a_404(live_server):
     assert _delete(live_server, model="nobody").status_code == 404
 
