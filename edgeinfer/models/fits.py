@@ -185,8 +185,7 @@ def _speed_from_disk(size_bytes: int, active_share: float, room_bytes: int, spee
 @cache
 def disk_rate() -> float:
     """Return the disk's speed (bytes/s), measured for 0.4 s on the largest pulled model, or 0.0."""
-    files = [path for model in list_pulled() for path in model.paths]
-    return read_rate(*files) if files else 0.0
+    return read_rate(*(path for model in list_pulled() for path in model.paths))
 
 
 @cache

@@ -152,7 +152,7 @@ def read_memory_rate() -> MemoryRate:
 def read_rate(*paths: str | os.PathLike[str]) -> float:
     """Measure a disk's speed (bytes/s) by reading the largest of `paths` uncached for 0.4 s.
 
-    Return 0.0 if that fails, or if the file has less than 64 MiB.
+    Return 0.0 if that fails, or if no file has 64 MiB. Missing files are left out.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -163,7 +163,7 @@ def read_rate(*paths: str | os.PathLike[str]) -> float:
             return os.preadv(fd, [block], offset)
 
     try:
-        path = max(paths, key=os.path.getsize)
+        path = max(filter(os.path.exists, paths), key=os.path.getsize, default="")
         size = os.path.getsize(path)
         if size < _LEAST_RATE_BYTES:
             return 0.0
