@@ -47,7 +47,7 @@ from edgeinfer.snapshots.restore.app_host import AppHost
 from edgeinfer.workers.remote_engine import RemoteEngine
 
 from ..conftest import ROOT
-from .conftest import folder_of, manifest, publish
+from .conftest import NO_AUTO_WARM, folder_of, manifest, publish
 
 # --- building and removing
 
@@ -342,6 +342,18 @@ def test_only_one_background_build_waits_for_another(tmp_path, monkeypatch):
         wait_until(lambda: sum(b.poll() is not None for b in builders) == 2, "two builders to end")
     assert [builder.wait(60) for builder in builders] == [0, 0, 0]
     assert (tmp_path / "state/auto-warm.log").read_text().count("not built") == 1
+
+
+@pytest.mark.parametrize("options", [(), ("--ctx", "256")])
+def test_cold_start_of_a_piped_prompt_names_the_model_that_was_loaded(tmp_path, monkeypatch, options):
+    (tmp_path / "config.toml").write_text(NO_AUTO_WARM)
+    monkeypatch.setenv("EDGEINFER_CONFIG", str(tmp_path / "config.toml"))
+    model = make_llama(tmp_path / "tiny.gguf", 512)
+    command = (sys.executable, "-m", "edgeinfer")
+    run(*command, "pull", str(model), "--name", "tiny", "--in-place", "--quiet")
+    completed = run(*command, "run", "tiny", *options, "--max-tokens", "2", input="Hi")
+    hint = f"`{' '.join(['edgeinfer warm tiny', *options])}` builds it now"
+    assert completed.stderr == f"edgeinfer: cold start: tiny has no snapshot yet ({hint})\n"
 
 
 @pytest.mark.criu

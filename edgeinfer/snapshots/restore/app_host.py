@@ -41,7 +41,7 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.llama.mappings import HUGEPAGE, Area, Range, advise
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import GenerateRequest, Sampling
-from edgeinfer.snapshot_format import storage
+from edgeinfer.snapshot_format import criu, storage
 from edgeinfer.snapshots import inputs
 from edgeinfer.snapshots.inputs import ProcessDescription, SnapshotInputs
 
@@ -261,6 +261,7 @@ class AppHost(EngineHost):
         remote = self.worker(name, options, progress)
         how = {field: getattr(remote.start, field) for field in ("how", "reason", "snapshot")}
         self.start = msgspec.structs.replace(self.start, **how)
+        self._has_other_hint(name, options)
         self._say_cold_start(storage.snapshot_name(name, snapshot_options(options)))
         self._note_stage("ready")
         return remote
@@ -275,9 +276,8 @@ class AppHost(EngineHost):
             system=files.system_prompt,
             stamps=inputs.stamps_of(files, options),
         )
-        expected = self._request.expected_model
-        if self._hint and storage.model_prefix(expected) != storage.model_prefix(model):
-            reason = f"the launcher expected {expected}"
+        if self._has_other_hint(model, options):
+            reason = f"the launcher expected {self._request.expected_model}"
             try:
                 selection.find(model, snapshot_options(options))
             except EdgeInferError as error:
@@ -287,6 +287,15 @@ class AppHost(EngineHost):
         self._say_cold_start(to_build.name)
         self._describe(engine, inputs.describe(engine, to_build))
         return engine
+
+    def _has_other_hint(self, model: str, options: LoadOptions) -> bool:
+        """Return whether the launcher expected another model; then let the hint name this one."""
+        expected = self._request.expected_model
+        if not self._hint or storage.model_prefix(expected) == storage.model_prefix(model):
+            return False
+        if self._hint != criu.FILTERED:
+            self._hint = selection.LaunchChoice(model, snapshot_options(options), "auto").warm_hint
+        return True
 
     def _say_cold_start(self, snapshot: str) -> None:
         if not self._hint or self.start.how != "cold":
