@@ -16,6 +16,9 @@ JOBS = "edgeinfer.snapshots.builder.jobs"
 #: Log in the state directory: each line says which snapshot was built in the background, or why not.
 LOG = "auto-warm.log"
 _LOG_BYTES = 256 << 10
+#: Reasons for which a background build does nothing that are not failures.
+ALREADY_BUILT, BEING_BUILT = "it is already built", "another process is building it"
+_NOT_BUILT = ": not built: "
 
 
 class Builds:
@@ -113,16 +116,38 @@ def detach(module: str, *arguments: str) -> int:
 
 def was_logged(text: str) -> bool:
     """Return whether the log of background builds contains this text."""
+    return text in _read_log()
+
+
+def not_built(name: str, reason: str) -> str:
+    """Return the line of the log for a background build of the snapshot `name` that failed."""
+    return f"{name}{_NOT_BUILT}{reason}"
+
+
+def failures() -> dict[str, str]:
+    """Return why the last background build of each snapshot failed, by the snapshot's name."""
+    reasons: dict[str, str] = {}
+    for line in _read_log().splitlines():
+        text = line.partition(" ")[2]
+        name, is_failure, reason = text.partition(_NOT_BUILT)
+        reasons.pop(text.partition(": built in ")[0], None)
+        reasons.pop(name, None)  # the last failure becomes the last entry
+        if is_failure and reason not in (ALREADY_BUILT, BEING_BUILT):
+            reasons[name] = reason
+    return reasons
+
+
+def _read_log() -> str:
     try:
-        with open(_log_file(), encoding="utf-8", errors="replace") as file:
-            return text in file.read()
+        with open(log_file(), encoding="utf-8", errors="replace") as file:
+            return file.read()
     except OSError:
-        return False
+        return ""
 
 
 def log(text: str) -> None:
     """Add a line to the log, after renaming a large one to auto-warm.old.log. Raises OSError."""
-    path = _log_file()
+    path = log_file()
     folder = os.path.dirname(path)
     os.makedirs(folder, 0o700, exist_ok=True)
     storage.refuse_unsafe(folder, directory=True)
@@ -133,5 +158,6 @@ def log(text: str) -> None:
         file.write(f"{stamp} {text}\n")
 
 
-def _log_file() -> str:
+def log_file() -> str:
+    """Return the path of the log."""
     return os.path.join(paths.base("state"), LOG)

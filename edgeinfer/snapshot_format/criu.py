@@ -81,7 +81,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     try:
         return run(command, stdin=DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except TimeoutExpired as error:
-        raise OSError(str(error)) from error
+        raise OSError(f"the test took more than {_TIMEOUT_S} s") from error
 
 
 def version_of(criu: str) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from made_models import make_llama
 from other_processes import run, run_python, wait_until
 
 from edgeinfer.cli.main import main
+from edgeinfer.cli.verbs import doctor
 from edgeinfer.cli.verbs.snapshots import SnapshotsResult
 from edgeinfer.config.config_file import SnapshotsConfig
 from edgeinfer.errors import (
@@ -223,6 +224,33 @@ def test_cold_start_is_said_once_and_never_where_a_chat_draws(root, capsys, role
         host._say_cold_start("m")
     line = f"edgeinfer: cold start: no snapshot ({hint})\n" if hint else ""
     assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "reason"),
+    [
+        (("m: not built: no: memory", "m: not built: it hung", "other: not built: no"), "it hung"),
+        (("m: not built: it hung", "m: not built: another process is building it"), ""),
+        (("m: not built: it hung", "m: built in 2.0 s, 9 MB on disk"), ""),
+        (("m,ctx=512: not built: it hung", "m: not built before these options are used again"), ""),
+    ],
+)
+def test_failed_background_build_is_told_by_the_next_cold_start_and_doctor(
+    root, capsys, outcomes, reason
+):
+    for outcome in outcomes:
+        builds.log(outcome)
+    app_end, launcher_end = socket.socketpair()
+    request = LaunchRequest(role="verb", argv=("run",), hint="warm it")
+    host = AppHost(ProcessStart(how="cold", reason="no snapshot"), app_end, None, request=request)
+    with launcher_end, app_end:
+        host._say_cold_start("m")
+    clause = f"; not built in the background: {reason}; see {builds.log_file()}" if reason else ""
+    assert capsys.readouterr().err == f"edgeinfer: cold start: no snapshot (warm it{clause})\n"
+    described = doctor._snapshots().found
+    if criu.probe().tier is not None:
+        assert ("was not built in the background: it hung" in described) == ("ctx" in outcomes[0])
+        assert ("other was not built in the background: no" in described) == bool(reason)
 
 
 @pytest.mark.parametrize("model", ["Other", "m"])

@@ -239,7 +239,7 @@ def reason_not_to_build(config: Config, inputs: SnapshotInputs) -> str:
     if probed.tier is None:
         return probed.reason
     if is_locked(registry.build_lock(paths.snapshots_dir(), inputs.name)):
-        return "another process is building it"
+        return builds.BEING_BUILT
     for failed in registry.list_failures():
         if (failed.name, failed.depends_on) == (inputs.name, inputs.depends_on):
             return f"its last build failed, and nothing has changed since: {failed.message}"
@@ -247,23 +247,24 @@ def reason_not_to_build(config: Config, inputs: SnapshotInputs) -> str:
         selection.find(inputs.model, snapshot_options(inputs.options))
     except EdgeInferError:
         return ""
-    return "it is already built"
+    return builds.ALREADY_BUILT
 
 
 def build_if_useful(model: str, options: LoadOptions) -> str:
     """Build the snapshot unless it would be useless; return the line for the log."""
-    host = EngineHost()
+    host, name = EngineHost(), model
     try:
         ref = resolve(model)
-        name = ref.name
         files = host.files(ref, draft=options.draft)
-        inputs = SnapshotInputs(model=name, files=files, options=options, system=files.system_prompt)
+        system = files.system_prompt
+        inputs = SnapshotInputs(model=ref.name, files=files, options=options, system=system)
+        name = inputs.name
         if why_not := reason_not_to_build(host.config, inputs):
-            return f"{name}: not built: {why_not}"
+            return builds.not_built(name, why_not)
         began = time.monotonic()
         details = build(inputs, host.config.snapshots, lambda _stage, _fraction: None)
     except EdgeInferError as error:
-        return f"{model}: not built: {error.message}"
+        return builds.not_built(name, error.message)
     took = f"{time.monotonic() - began:.1f} s"
     return f"{details.name}: built in {took}, {format_bytes(details.disk_bytes)} on disk"
 
