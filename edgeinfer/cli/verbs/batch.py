@@ -4,8 +4,8 @@ Requests go to the routes of the HTTP endpoint, without sockets. An answer is ap
 line, in one write, in the order of completion. A later run skips the answered `custom_id`s in OUT and
 cuts off an incomplete last line, so nothing is lost or done twice after a kill. It removes the lines of
 failed requests and tries those again. After a temporary failure a request is retried with growing
-pauses, then left to the next run, without a line. OUT is locked. If OUT is a pipe or a device, answers
-are only written to it.
+pauses, then left to the next run, without a line. OUT is locked. If OUT is a pipe or a character device,
+answers are only written to it.
 """
 
 from __future__ import annotations
@@ -252,7 +252,12 @@ def _remove_in_place(output: int, removed: set[str | None]) -> None:
 
 @contextlib.contextmanager
 def _open_output(path: Path) -> Iterator[int]:
-    """Open OUT and lock it. Pipes and devices are only written to, without a lock."""
+    """Open OUT and lock it. Pipes and character devices are only written to, without a lock.
+
+    Raises UsageError for a block device, whose content the answers would overwrite.
+    """
+    if path.is_block_device():
+        raise UsageError(f"{path} is a disk, not a file", hint="name another output file")
     is_stream = path.is_fifo() or path.is_char_device()
     access = os.O_WRONLY if is_stream else os.O_RDWR | os.O_CREAT
     with path_errors(path, "name another output file"):

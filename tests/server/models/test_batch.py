@@ -226,6 +226,15 @@ def test_the_output_may_be_a_device(files):
         assert (result.done, result.failed, result.skipped) == (2, 1, 0)
 
 
+def test_a_disk_is_not_overwritten(files, monkeypatch):
+    source, path = files(_chat("a"))
+    path.write_text("")
+    monkeypatch.setattr(Path, "is_block_device", lambda self: self == path)
+    with pytest.raises(UsageError, match="is a disk, not a file"):
+        _run((source, path))
+    assert not path.read_text()
+
+
 def test_the_output_may_be_a_pipe(files, tmp_path):
     paths = files(_chat("a"), _chat("b"))
     os.mkfifo(tmp_path / "pipe")
