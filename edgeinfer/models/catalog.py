@@ -197,16 +197,29 @@ def user_path() -> Path:
 def load_catalog(user: Path | None = None) -> Catalog:
     """Load the shipped catalogue, overridden by the user's. Raises ConfigError.
 
-    Both are cached until a file changes, because reading them takes 13 ms, for which an endpoint that
-    looks up an unknown name would delay all streams.
+    Both, or the error, are cached until a file changes, because reading them takes 13 ms, for which an
+    endpoint that looks up an unknown name would delay all streams.
     """
     user = user or user_path()
-    files = [str(path) for path in (shipped_path(), user) if path.exists()]
-    return dict(_load(user, stamps(files)))
+    try:
+        files = [str(path) for path in (shipped_path(), user) if path.exists()]
+        loaded = _load(user, stamps(files))
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}", hint=paths.DENIED_HINT) from error
+    if isinstance(loaded, ConfigError):
+        raise ConfigError(loaded.message, hint=loaded.hint) from loaded
+    return dict(loaded)
 
 
 @lru_cache(maxsize=2)
-def _load(user: Path, file_stamps: str) -> Catalog:
+def _load(user: Path, file_stamps: str) -> Catalog | ConfigError:
+    try:
+        return _read_both(user)
+    except ConfigError as error:
+        return error
+
+
+def _read_both(user: Path) -> Catalog:
     tables = _read(shipped_path())
     origin = dict.fromkeys(tables, shipped_path())
     for name, table in _read(user).items() if user.exists() else ():
@@ -224,8 +237,6 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
     try:
         document = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", hint=paths.DENIED_HINT) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     for key in document:

@@ -118,7 +118,19 @@ def test_unchanged_files_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.delattr(catalog_module, "_read")
         assert "mine" in load_catalog(), "a caller cannot change the cached catalogue"
+    user_file("[models")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_catalog()
+    with monkeypatch.context() as patch:
+        patch.delattr(catalog_module, "_read")
+        with pytest.raises(ConfigError, match="not valid TOML"):
+            load_catalog()
     user_file(f'{MINIMAL}family = "Ours"\n')
     assert load_catalog()["mine"].family == "Ours"
     user_path().unlink()
     assert "mine" not in load_catalog()
+
+
+def test_file_that_cannot_be_looked_up_is_an_error_in_words() -> None:
+    with pytest.raises(ConfigError, match="too long"):
+        load_catalog(Path("x" * 300))
