@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from edgeinfer.config.load_options import NO_ADAPTERS, snapshot_options
+from edgeinfer.platform.paths import is_model_path
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.snapshot_format import fingerprint, storage
@@ -68,8 +69,8 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
 
     def is_of(self, model: str) -> bool:
         """Return whether `model` names the loaded model, in any letter case, or is its file."""
-        named = storage.model_prefix(model)
-        return named in map(storage.model_prefix, (self.model, self.files.name))
+        names = {self.model} if is_model_path(self.model) else {self.model, self.files.name}
+        return storage.model_prefix(model) in map(storage.model_prefix, names)
 
     def resumed_from(self, snapshot: str) -> ProcessDescription:
         """Return a copy for a process that was resumed from this snapshot ("" for none)."""

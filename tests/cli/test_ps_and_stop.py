@@ -93,6 +93,14 @@ def test_launch_is_stopped_by_the_model_that_it_has_loaded(start_launch, as_json
     assert plain.poll() is None
 
 
+def test_file_is_not_stopped_by_the_name_of_a_model():
+    files, options = ModelFiles(name="mine", paths=("/x/mine.gguf",)), LoadOptions()
+    loaded = ProcessDescription(model="/x/mine.gguf", files=files, options=options, program="")
+    assert loaded.is_of("/x/../x/mine.gguf")
+    assert not loaded.is_of("mine")
+    assert msgspec.structs.replace(loaded, model="Mine:latest").is_of("mine")
+
+
 def test_background_build_is_listed_and_stopped(list_pids, as_json):
     lock = paths.private_dir(paths.state_dir()) / jobs.BACKGROUND_LOCK
     command = [sys.executable, "-P", "-m", builds.JOBS, "m", "{}"]
