@@ -81,7 +81,7 @@ def _find_warm(word: str, folders: dict[str, str]) -> str:
         if storage.model_prefix(spelling) in folders:
             return spelling
     if "/" in word and not paths.is_model_path(word):
-        return _name_of_source((*spellings, word + paths.LATEST), folders)
+        return _name_of_source(word, spellings, folders)
     name, _, quantization = word.partition(":")
     folder = folders.get(storage.model_prefix(name))
     record = _record_path(storage.model_prefix(word))
@@ -99,19 +99,22 @@ def _record_path(folder: str) -> str:
     return f"{paths.base('data')}/models/{folder}/model.json"
 
 
-def _name_of_source(spellings: tuple[str, ...], folders: dict[str, str]) -> str:
-    """Return the name of the model in `folders` that was pulled from a source, "" for none.
+def _name_of_source(word: str, spellings: tuple[str, ...], folders: dict[str, str]) -> str:
+    """Return the name of the model in `folders` that was pulled from the source `word`, "" for none.
 
-    The source is searched in the texts of records: importing `json` would delay each launch.
+    The source is searched in the texts of records: importing `json` would delay each launch. Letter
+    case does not matter in the `spellings` that are Hugging Face's.
     """
-    quoted = [f'"{spelling.lower()}"' for spelling in spellings]
+    sources = (f'"{word}"', f'"{word}{paths.LATEST}"')
+    on_hub = [f'"{spelling}"' for spelling in spellings if spelling.startswith("hf:")]
     for folder in folders:
         try:
             with open(_record_path(folder), encoding="utf-8") as file:
-                record = file.read().lower()
+                record = file.read()
         except (OSError, ValueError):
             continue
-        if any(text in record for text in quoted):
+        lower = record.lower()
+        if any(text in record for text in sources) or any(text in lower for text in on_hub):
             return folder.replace("+", ":")
     return ""
 

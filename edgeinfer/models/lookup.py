@@ -19,7 +19,7 @@ from edgeinfer.models.names import plain_name
 from edgeinfer.platform.paths import model_spellings
 
 #: Prefixes of sources in which letter case matters.
-_CASE_MATTERS = ("http", "file:", "s3:", "/")
+_CASE_MATTERS = ("http:", "https:", "file:", "s3:", "gs:", "wheel:", "/")
 #: Minimum similarity (0 to 1) of a misspelt name to the one that is suggested.
 _LEAST_LIKENESS = 0.7
 
@@ -48,14 +48,18 @@ def find(text: str, models: Collection[M]) -> M | None:
 
 
 def spellings(text: str) -> Iterator[str]:
-    """Yield the full names that `text` may stand for, the likeliest first; a source as it is stored."""
-    names = model_spellings(text)
+    """Yield the full names that `text` may stand for, the likeliest first; a source as it is stored.
+
+    They are in lower case, except sources in which letter case matters.
+    """
+    case_matters = text.lower().startswith(_CASE_MATTERS)
+    names = () if case_matters else model_spellings(text)
     yield from names
     if len(names) == 1:  # only Ollama's or LM Studio's
         return
     with suppress(UsageError):
         source = str(sources.parse(text))
-        yield from (source, source.lower())
+        yield from (source,) if case_matters else (source, source.lower())
 
 
 def did_you_mean(text: str, catalog: Iterable[str], local_names: Iterable[str] = ()) -> str | None:

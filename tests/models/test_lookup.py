@@ -137,10 +137,13 @@ def test_what_cannot_be_a_name_is_refused() -> None:
 
 
 def test_letter_case_matters_in_addresses_of_files():
-    models = [Named("a1", ("https://h/A.gguf",)), Named("a2", ("https://h/a.gguf",))]
-    for model in models:
-        assert find(model.other_names[0], models) is model
-    assert find("https://h/a.gguf", models[:1]) is None
+    for root in ("https://h/", "http://h/", "file:/", "s3://b/", "gs://b/", "wheel:h==1/"):
+        models = [Named("a1", (f"{root}A.gguf",)), Named("a2", (f"{root}a.gguf",))]
+        for model in models:
+            assert find(model.other_names[0], models) is model
+            assert find(model.other_names[0].swapcase(), [model]) is None
+        assert find(f"{root}a.gguf", models[:1]) is None
+        assert find(f"{root}A.gguf", models[1:]) is None
 
 
 def test_catalogues_name_is_no_model_of_another_user(monkeypatch):

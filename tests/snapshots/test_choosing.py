@@ -232,7 +232,8 @@ def test_a_pulled_model_is_resumed_by_its_source(root, tmp_path, name, source, t
     choice = launch_choice(["run", typed, "hello"])
     assert resolve(typed).name == choice.find()[1].model == name
     assert choice.model.lower() == name.lower()
-    for text in (f"{typed}x", str(file), f"hello/{typed}"):
+    other_case = {typed.replace("iny.gguf", "INY.gguf")} - {typed}
+    for text in (f"{typed}x", str(file), f"hello/{typed}", *other_case):
         assert launch_choice(["run", text, "hello"]).model == text
 
 
