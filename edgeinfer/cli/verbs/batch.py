@@ -4,8 +4,8 @@ Requests go to the routes of the HTTP endpoint, without sockets. An answer is ap
 line, in one write, in the order of completion. A later run skips the answered `custom_id`s in OUT and
 cuts off an incomplete last line, so nothing is lost or done twice after a kill. It removes the lines of
 failed requests and tries those again. After a temporary failure a request is retried with growing
-pauses, then left to the next run, without a line. OUT is locked. If OUT is a pipe or a character device,
-answers are only written to it.
+pauses, then left to the next run, without a line. OUT is locked. If OUT is a pipe or a character
+device, answers are only written to it.
 """
 
 from __future__ import annotations
