@@ -33,7 +33,7 @@ class Moves:
         offloader.cpu = SimpleNamespace(model=None, n_threads=1)
         offloader.call = lambda work: work()
         offloader._closing = threading.Event()
-        self.on = SimpleNamespace(device=DEVICE)
+        self.on = SimpleNamespace(device=DEVICE, loaded=SimpleNamespace(choices={}))
         offloader._device_context = self.on
         self.vision = SimpleNamespace(on_device=None)
 
