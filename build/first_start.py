@@ -2,6 +2,11 @@
 
 import sys
 
-from edgeinfer.shipping.unpack import main
+from edgeinfer.launcher import end_quietly, raise_on_ctrl_c
 
+end_quietly()  # Ctrl-C may come while the other modules are imported
+
+from edgeinfer.shipping.unpack import main  # noqa: E402
+
+raise_on_ctrl_c()  # from here on, it removes what was unpacked
 sys.exit(main())

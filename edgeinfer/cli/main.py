@@ -36,6 +36,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.host import EngineHost
+from edgeinfer.launcher import raise_on_ctrl_c
 from edgeinfer.launcher.argv import with_verb
 from edgeinfer.platform import paths
 from edgeinfer.safe_text import without_controls
@@ -134,8 +135,12 @@ def _run(options: argparse.Namespace, host: EngineHost) -> Result:
     if options.verb in LINUX_ONLY and sys.platform != "linux":
         problem = f"`{options.verb}` needs Linux; without it every launch is a cold start"
         raise SnapshotsUnavailableError(problem, hint="")
+    verb = module_of(options.verb)
+    # `doctor` has nothing to undo, and a KeyboardInterrupt in a callback of llama.cpp would be lost
+    if options.verb != "doctor":
+        raise_on_ctrl_c()
     start_s = time.monotonic()
-    result: Result = module_of(options.verb).run(options, host)
+    result: Result = verb.run(options, host)
     if isinstance(result, TimedResult):
         return msgspec.structs.replace(result, wall_s=round(time.monotonic() - start_s, 3))
     return result

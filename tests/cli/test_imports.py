@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from other_processes import run_python
+from other_processes import run, run_python
 
 from ..conftest import ROOT
 
@@ -49,6 +49,56 @@ def test_launcher_and_first_start_import_the_standard_library_and_edgeinfer_only
     bare = modules_after("pass")
     foreign = {m.split(".")[0] for m in loaded - bare} - set(sys.stdlib_module_names) - {"edgeinfer"}
     assert foreign == set()
+
+
+#: Runs a program; this process gets a SIGINT, as by Ctrl-C, when it imports a module.
+INTERRUPTED = """
+import os, runpy, signal, sys
+program, module, *sys.argv[1:] = sys.argv[1:]
+class Interrupter:
+    def find_spec(name, *_):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupter)
+runpy.run_path(program, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "module", "arguments"),
+    [
+        ("edgeinfer/__main__.py", "edgeinfer.launcher.argv", ("list",)),
+        ("edgeinfer/__main__.py", "edgeinfer.launcher.launch", ("run", "hi")),
+        ("edgeinfer/__main__.py", "edgeinfer.cli.main", ("list",)),
+        ("edgeinfer/__main__.py", "edgeinfer.cli.parser", ("list",)),
+        ("edgeinfer/__main__.py", "edgeinfer.cli.verbs.list", ("list",)),
+        ("edgeinfer/__main__.py", "edgeinfer.models.external_stores", ("doctor",)),
+        ("build/app_main.py", "edgeinfer.platform.process", ("list",)),
+        ("build/first_start.py", "edgeinfer.shipping.unpack", ("list",)),
+    ],
+)
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(program, module, arguments):
+    command = (sys.executable, "-c", INTERRUPTED, ROOT / program, module, *arguments)
+    done = run(*command, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+#: Runs `doctor` with a check in whose callback from C the process gets a SIGINT.
+CALLED_BACK = """
+import ctypes, os, signal, sys
+from edgeinfer.cli.verbs import doctor
+from edgeinfer.launcher import main
+callback = ctypes.CFUNCTYPE(None)(lambda: os.kill(os.getpid(), signal.SIGINT))
+doctor.CHECKS.clear()
+doctor.CHECKS["called back"] = lambda: callback() or []
+sys.argv[1:] = ["doctor"]
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_in_a_callback_from_c_is_not_lost():
+    done = run(sys.executable, "-c", CALLED_BACK, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 #: Imports what unpacks the one-file program, as the Python inside that file does.
