@@ -18,7 +18,7 @@ from edgeinfer.chat.session import ChatSession
 from edgeinfer.config import config_file
 from edgeinfer.config.config_file import ChatConfig
 from edgeinfer.config.load_options import LOAD_OPTIONS, LORA
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.receipts.receipt import Refusal, load_key
 from edgeinfer.runtime.options import parse_adapters
 
@@ -54,6 +54,9 @@ class FrontEnd(Protocol):
 
     def use_model(self, name: str, n_ctx: int | None = None) -> None:
         """Load another model, or this one with another context; the conversation stays open."""
+
+    def follow_model(self) -> None:
+        """Load the opened conversation's model; if that fails, say that the loaded one answers."""
 
     def pick_model(self) -> None: ...
 
@@ -170,7 +173,7 @@ class Commander:
     def _ctx(self, argument: str) -> None:
         engine = self.session.engine
         if argument.isdecimal() and int(argument) <= 1 << 24:
-            self.front.use_model(self.session.conversation.model, int(argument))
+            self.front.use_model(self.session.model, int(argument))
         elif argument:
             message = "a context is a number of tokens, e.g. /ctx 4096"
             raise UsageError(message, hint="0 chooses by the free memory")
@@ -263,7 +266,11 @@ class Commander:
             raise UsageError(
                 f"{argument!r} is not a conversation's number", hint="/sessions lists them"
             )
-        self.session.open(int(argument))
+        self._show_stored(int(argument))
+
+    def _show_stored(self, conversation_id: int) -> None:
+        self.session.open(conversation_id)
+        self.front.follow_model()
         self.front.show_changed()
 
     def _save(self, argument: str) -> None:
@@ -286,8 +293,7 @@ class Commander:
             self.front.show_changed()
 
     def _undo(self, _: str) -> None:
-        self.session.open(self.undelete())
-        self.front.show_changed()
+        self._show_stored(self.undelete())
 
     def undelete(self) -> int:
         """Restore the conversation that was deleted last; return its id."""
@@ -368,6 +374,11 @@ class Commander:
         self.front.summarise(context.first_kept(self.session, self.session.idle_engine()))
 
 
+def other_model_text(error: EdgeInferError, answering: str) -> str:
+    """Say why a conversation's model is not loaded, and which one answers in it."""
+    return f"{error.message}. {answering} answers in this conversation; another one: /model"
+
+
 def sessions_text(session: ChatSession, query: str) -> str:
     """List the conversations that match `query` (all for ""): number, length, title, and snippet."""
     summaries = session.store.search(query, 20)
@@ -386,7 +397,7 @@ def stats_text(session: ChatSession, started: str) -> str:
     engine = session.engine
     answers = [t for t in session.path if t.role == "assistant" and t.stats.completion_tokens]
     stats = answers[-1].stats if answers else None
-    rows = [("model", session.conversation.model), ("started", started)]
+    rows = [("model", session.model), ("started", started)]
     if engine is not None:
         used = stats.context_tokens if stats else 0
         rows.append(("context", f"{used:,} of {engine.info.n_ctx:,} tokens"))

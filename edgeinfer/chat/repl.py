@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from edgeinfer.chat import attachments, commands, context, model_choices
 from edgeinfer.chat.answer import AnswerWriter
-from edgeinfer.chat.commander import Commander, sessions_text, stats_text
+from edgeinfer.chat.commander import Commander, other_model_text, sessions_text, stats_text
 from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.chat.history.values import Attachment, Turn
 from edgeinfer.chat.model_choices import list_choices
@@ -322,6 +322,14 @@ class Repl:
         self.show_text(text)
 
     def use_model(self, name: str, n_ctx: int | None = None) -> None:
+        try:
+            self._load(name, n_ctx)
+        except ModelNotPulledError as error:
+            if not self._interactive:
+                raise
+            self._load(self._fetch(name, error), n_ctx)
+
+    def _load(self, name: str, n_ctx: int | None = None) -> None:
         said: list[str] = []
 
         def progress(stage: str, fraction: float | None) -> None:
@@ -329,17 +337,22 @@ class Repl:
                 said.append(stage)
                 self.show_text(f"{stage}…")
 
-        try:
-            engine = self._engines.get(name, n_ctx, progress)
-        except ModelNotPulledError as error:
-            if not self._interactive:
-                raise
-            name = self._fetch(name, error)
-            engine = self._engines.get(name, n_ctx, progress)
-        self.session.engine = engine
+        engine = self._engines.get(name, n_ctx, progress)
+        self.session.use_engine(engine, name)
         if self.session.conversation.model != name:
             self.session.set(model=name)
         self.show_text(f"Model: {name}, context {engine.info.n_ctx:,} tokens.")
+
+    def follow_model(self) -> None:
+        model, loaded = self.session.conversation.model, self.session.loaded_model
+        try:
+            if model not in ("", loaded):
+                self._load(model)
+        except EdgeInferError as error:
+            if loaded:
+                self.show_text(other_model_text(error, loaded))
+            else:
+                self._show_error(error)
 
     def _fetch(self, name: str, error: ModelNotPulledError) -> str:
         """Pull the chosen model and return its name. Raises `error` if the user declines."""

@@ -49,8 +49,9 @@ _DRAFTS = 1 << 40
 class ChatSession:
     """Edits one open conversation and starts its answers.
 
-    `answer` is the latest answer, finished or not. `unstored` says why `store` is only in memory; it is
-    "" if the store is a file.
+    `loaded_model` is the name of the model of `engine`, "" without one. `answer` is the latest answer,
+    finished or not. `unstored` says why `store` is only in memory; it is "" if the
+    store is a file.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class ChatSession:
     ) -> None:
         self._open_store = open_store
         self.engine = engine
+        self.loaded_model = model if engine is not None else ""
         self.answer: AnswerWriter | None = None
         self.tools: ChatTools | None = None
         self.unstored = ""
@@ -125,6 +127,15 @@ class ChatSession:
         if self.answer_elsewhere is not None or (owner and self.store.is_answering(owner)):
             raise other_writer_error()
 
+    @property
+    def model(self) -> str:
+        """Name of the model that answers: the loaded one, otherwise that of the conversation."""
+        return self.loaded_model or self.conversation.model
+
+    def use_engine(self, engine: Engine | None, model: str) -> None:
+        """Let `engine` answer from now on; None while another model is loaded."""
+        self.engine, self.loaded_model = engine, model if engine is not None else ""
+
     def all_turns(self) -> list[Turn]:
         """Return every turn of every branch, by id, for a JSON export."""
         return [self._turns[key] for key in sorted(self._turns)]
@@ -141,7 +152,7 @@ class ChatSession:
         old = self.conversation
         self._stop_all()
         self.conversation = Conversation(
-            model=old.model, system_prompt=old.system_prompt, sampling=old.sampling
+            model=self.model, system_prompt=old.system_prompt, sampling=old.sampling
         )
         self._turns = {}
 
@@ -289,7 +300,8 @@ class ChatSession:
             request = with_record(self.prompt.request(self.path, continue_final=True))
             generation = engine.submit(request)
             self.store.reopen(head.id)
-            return msgspec.structs.replace(head, status="streaming", error=""), request, generation
+            turn = msgspec.structs.replace(head, status="streaming", error="", model=self.model)
+            return turn, request, generation
 
         return self._begin(submit)
 
@@ -348,6 +360,8 @@ class ChatSession:
         engine = self.idle_engine()
         lease = self.store.acquire(self.conversation.id)
         try:
+            if self.conversation.model != self.model:
+                self.set(model=self.model)
             turn, request, generation = submit(engine)
         except BaseException:
             lease.release()
@@ -366,7 +380,7 @@ class ChatSession:
             conversation_id=self.conversation.id,
             parent_id=question_id,
             role="assistant",
-            model=self.conversation.model,
+            model=self.model,
             status="streaming",
         )
         try:

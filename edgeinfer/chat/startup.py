@@ -63,12 +63,16 @@ def describe_start(start: ProcessStart) -> str:
 
 
 class Engines:
-    """Loads the first model in this process, others in workers. Only the newest engine stays open."""
+    """Loads the first model in this process, others in workers. Only the newest engine stays open.
+
+    `engine` is that engine, None before the first load, and `model` the name of its model.
+    """
 
     def __init__(self, host: EngineHost, options: LoadOptions) -> None:
         self.host = host
         self.options = options
         self.engine: Engine | None = None
+        self.model = ""
         self._local: Engine | None = None
         self._first: tuple[str, int] | None = None
         self._loading = threading.Lock()
@@ -97,6 +101,7 @@ class Engines:
         else:
             new = self.host.worker(model, options, progress)
         before, self.engine = self.engine, new
+        self.model = model
         if before is not None and before is not new:
             self._release(before)
         return new

@@ -45,6 +45,8 @@ class AppFrontEnd:
 
     def __post_init__(self) -> None:
         self.session = self.view.session
+        #: Model that is loaded because its conversation was opened; "" after a choice of the user.
+        self.followed = ""
         self.commander = Commander(self.session, self, self.setup.config, self.setup.tools)
 
     def show_text(self, text: str) -> None:
@@ -97,7 +99,7 @@ class AppFrontEnd:
 
         if any(isinstance(screen, ModelScreen) for screen in self.app.screen_stack):
             return  # the picker is already open: a question was sent before it was painted
-        screen = ModelScreen(self.setup, model or self.session.conversation.model, first=first)
+        screen = ModelScreen(self.setup, model or self.view.model, first=first)
         self.app.push_screen(screen, self._model_picked)
 
     def _model_picked(self, name: str | None) -> None:
@@ -108,8 +110,16 @@ class AppFrontEnd:
         self.view.composer.focus()
 
     def _load(self, name: str, n_ctx: int | None = None) -> None:
+        self.followed = ""
+        self.session.use_engine(None, "")  # the load closes it, so it takes no more questions
         self.view.loader.start(name, n_ctx)
         self.view.refresh_status()
+
+    def follow_model(self) -> None:
+        model = self.session.conversation.model
+        if model not in ("", self.view.loader.loading or self.session.loaded_model):
+            self._load(model)
+            self.followed = model
 
     def pick_session(self, query: str) -> None:
         from edgeinfer.tui.screens.sessions import SessionScreen
@@ -124,6 +134,7 @@ class AppFrontEnd:
             except EdgeInferError as error:
                 self.view.show_error(error)
                 return
+            self.follow_model()
             self.view.composer.editing = None
             if self.session.conversation.draft and self.session.owns_draft():
                 self.view.composer.fill(self.session.conversation.draft)

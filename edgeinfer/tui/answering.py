@@ -71,9 +71,9 @@ class Answering:
         """Answer the last question again, now that older turns are no longer sent."""
         self._view.show_session()
         head = self._session.head
-        if head is not None and head.failed_without_text:
+        if head is not None and head.failed_without_text and self._session.engine is not None:
             self._begin(self._session.regenerate)
-        elif head is not None and head.role == "user":
+        elif head is not None and (head.failed_without_text or head.role == "user"):
             self.answer_question()
 
     def _begin(self, begin: Callable[[], AnswerWriter]) -> None:

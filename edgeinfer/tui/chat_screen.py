@@ -15,6 +15,7 @@ from textual.widgets import Static, TextArea
 
 from edgeinfer.chat import context
 from edgeinfer.chat.attachments import missing_note
+from edgeinfer.chat.commander import other_model_text
 from edgeinfer.chat.commands import complete, is_command
 from edgeinfer.chat.history.store import purge_deleted
 from edgeinfer.chat.speculative_prefill import SpeculativePrefill
@@ -134,7 +135,7 @@ class ChatScreen(Screen[None]):
         if isinstance(message.outcome, EdgeInferError):
             self._not_loaded(message.model, message.outcome)
             return
-        self.session.engine = message.outcome
+        self.session.use_engine(message.outcome, message.model)
         if self.session.conversation.model != message.model:
             self.session.set(model=message.model)
         self.attachments.show()
@@ -142,7 +143,12 @@ class ChatScreen(Screen[None]):
         self.answering.answer_waiting()
 
     def _not_loaded(self, model: str, error: EdgeInferError) -> None:
+        self.session.use_engine(*self.loader.loaded)
         self.view.refresh_status()
+        if self.session.engine is not None and self.front.followed == model:
+            self.front.show_text(other_model_text(error, self.session.model))
+            self.answering.answer_waiting()
+            return
         if isinstance(error, ModelNotPulledError):  # the question waits until a model is picked
             self.front.pick_model(model, first=True)
             return

@@ -121,6 +121,16 @@ class Loader:
         arguments = (model, n_ctx, self._serial)
         threading.Thread(target=self._load, args=arguments, name=f"load {model}", daemon=True).start()
 
+    @property
+    def loading(self) -> str:
+        """Name of the model that is being loaded, "" if none is."""
+        return self._model if self.progress else ""
+
+    @property
+    def loaded(self) -> tuple[Engine | None, str]:
+        """The engine that was loaded last and its model: after a failure, the previous ones."""
+        return self._engines.engine, self._engines.model
+
     def finish(self, message: Ended) -> bool:
         """Note the end of the newest load; return False if `message` is from an older one."""
         if message.serial != self._serial:
@@ -257,8 +267,8 @@ class ChatView:
 
     @property
     def model(self) -> str:
-        """The conversation's model, or the one with which the chat was started."""
-        return self.session.conversation.model or self._setup.model
+        """The model that answers, or will answer once it is loaded."""
+        return self.loader.loading or self.session.model or self._setup.model
 
     def show_welcome(self) -> None:
         self.transcript.show([Welcome(self.model)])

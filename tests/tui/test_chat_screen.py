@@ -14,6 +14,7 @@ from textual.selection import SELECT_ALL
 from textual.widgets import Static
 from tools_here import calling, tools_config
 
+from edgeinfer.chat import formats
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
@@ -442,6 +443,73 @@ async def test_switching_the_model_keeps_the_conversation(drive):
         assert d.turns() == ["q", "one", "q2", "two"]
         assert [name for name, _ in d.host.opened] == [MODEL, "other"]
         assert d.session.path[-1].model == "other"
+
+
+def model_names(d):
+    """Return each name that the chat gives the answering model, once."""
+    conversation = d.session.conversation
+    d.chat.front.show_stats()
+    stats = d.chat.transcript.entries[-1].text.splitlines()[0].split()[-1]
+    exported = formats.to_markdown(conversation, d.session.path)
+    stored = d.session.store.conversation(conversation.id).model
+    shown = d.status_text().split(" ")[0]
+    return {shown, stats, stored, d.session.path[-1].model, exported.split("*")[1].split(",")[0]}
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+@pytest.mark.parametrize("opened", ["by number", "in the list", "by undo"])
+async def test_an_opened_conversation_names_the_model_that_answers(drive, opened, is_here):
+    async with drive(FakeEngine([["one"], ["two"], ["three"]])) as d:
+        await d.ask("q")
+        number = d.session.conversation.id
+        d.session.set(model="other")
+        d.host.errors += [] if is_here else [ModelNotPulledError("other is not here")]
+        d.chat.run_command("/delete" if opened == "by undo" else "/new")
+        assert d.session.conversation.model == MODEL
+        if opened == "in the list":
+            await d.press("f3", "enter")
+        else:
+            d.chat.run_command("/undo" if opened == "by undo" else f"/open {number}")
+        await d.type("q2", "enter")
+        await d.until(lambda: d.idle() and d.turns() == ["q", "one", "q2", "two"])
+        answering = "other" if is_here else MODEL
+        assert [name for name, _ in d.host.opened] == [MODEL, "other"]
+        assert model_names(d) == {answering}
+        d.chat.run_command("/new")
+        await d.ask("q3")
+        assert model_names(d) == {answering}
+
+
+async def test_model_that_cannot_be_loaded_for_a_conversation_is_named(drive):
+    async with drive() as d:
+        await d.ask("q")
+        d.session.set(model="other")
+        d.host.errors.append(ModelNotPulledError("other is not here"))
+        d.chat.run_command(f"/open {d.session.conversation.id}")
+        await d.until(lambda: f"other is not here. {MODEL} answers in this" in d.screen_text())
+        assert d.session.store.conversation(d.session.conversation.id).model == "other"
+
+
+@pytest.mark.parametrize("last", [MODEL, "other"])
+async def test_conversation_opened_while_another_model_loads_gets_its_own(drive, last):
+    gate = threading.Event()
+
+    class Slow(FixedHost):
+        def worker(self, model, options, progress=None):
+            assert gate.wait(60)
+            return super().engine(model, options, progress)
+
+    async with drive(host=Slow(FakeEngine([["one"], ["two"]]))) as d:
+        await d.ask("q")
+        d.session.store.update(d.session.conversation.id, model=last)
+        d.chat.run_command("/model third")
+        d.chat.run_command(f"/open {d.session.conversation.id}")
+        assert d.status_text().startswith(last)
+        await d.type("q2", "enter")
+        assert len(d.host.fake.requests) == 1
+        gate.set()
+        await d.until(lambda: d.idle() and d.turns() == ["q", "one", "q2", "two"])
+        assert model_names(d) == {last}
 
 
 async def test_ctrl_c_copies_stops_or_asks_and_leaves(drive):
