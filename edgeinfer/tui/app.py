@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from textual import on
+from textual import events, on
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
@@ -19,6 +19,7 @@ from edgeinfer.chat import commands
 from edgeinfer.chat.startup import ChatSetup
 from edgeinfer.tui.bindings import BY_ID
 from edgeinfer.tui.chat_screen import ChatScreen
+from edgeinfer.tui.key_order import KeyOrder
 from edgeinfer.tui.textual_internals import ParsedStyles, use_parsed
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class ChatApp(App[None]):
         self._styled_for = self._set_first_theme(setup.config.theme)
         self.set_keymap({name: keys for name, keys in setup.config.keys.items() if name in BY_ID})
         self.chat = ChatScreen(setup)
+        self.key_order = KeyOrder(self, super().on_event)
 
     def _set_first_theme(self, theme: str) -> str:
         """Set the theme before style sheets are parsed, so that happens only once; return its name."""
@@ -109,6 +111,13 @@ class ChatApp(App[None]):
 
     def get_default_screen(self) -> Screen[object]:
         return self.chat  # type: ignore[return-value]
+
+    async def on_event(self, event: events.Event) -> None:
+        """Handle typed keys and pastes one after the other."""
+        if isinstance(event, events.Key | events.Paste) and not event.is_forwarded:
+            await self.key_order.add(event)
+        else:
+            await super().on_event(event)
 
     def on_ready(self) -> None:
         if not self.is_headless:

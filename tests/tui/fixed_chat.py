@@ -6,6 +6,7 @@ import time
 
 from fake_engine import DEFAULT_INFO, FakeEngine
 from msgspec.structs import replace
+from textual import events
 
 from edgeinfer.chat.history.store import ConversationStore
 from edgeinfer.chat.model_choices import ModelChoice
@@ -152,7 +153,13 @@ class Driven:
 
     async def press(self, *keys):
         await self.pilot.press(*keys)
-        await self.pilot.pause()
+        await self.until(lambda: self.app.key_order.is_idle)
+
+    async def burst(self, *keys):
+        """Press keys faster than the app handles them."""
+        for key in keys:
+            self.app.post_message(events.Key(key, key if len(key) == 1 else None))
+        await self.until(lambda: self.app.key_order.is_idle)
 
     async def ask(self, text):
         before = len(self.session.all_turns())

@@ -1,6 +1,7 @@
 """The chat screen with a scripted engine: asking, stopping, branches, commands, files, errors."""
 
 import contextlib
+import random
 import threading
 
 import pytest
@@ -189,6 +190,50 @@ async def test_transcript_follows_its_end_only_when_already_there(drive):
         await d.press("ctrl+end")
         assert transcript.scroll_y == transcript.max_scroll_y
         assert transcript.following
+
+
+def typed_by(keys):
+    """Return the sent texts and the rest of the text, as an editor without any queue has them."""
+    sent = []
+    before = after = ""  # the text up to the cursor, and after it
+    for key in keys:
+        if key == "enter" and (before + after).strip():
+            sent.append(before + after)
+            before = after = ""
+        elif key == "ctrl+j":
+            before += "\n"
+        elif key == "backspace":
+            before = before[:-1]
+        elif key == "left":
+            before, after = before[:-1], before[-1:] + after
+        elif key == "right":
+            before, after = before + after[:1], after[1:]
+        elif len(key) == 1:
+            before += key
+    return sent, before + after
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_keys_that_arrive_together_take_effect_in_their_order(drive, seed):
+    choose = random.Random(seed).choice
+    keys = [
+        choose([*"abcdef", "enter", "backspace", "left", "left", "right", "ctrl+j"]) for _ in range(60)
+    ]
+    sent, unsent = typed_by(keys)
+    async with drive(FakeEngine()) as d:
+        await d.burst(*keys)
+        await d.until(lambda: d.idle() and not d.chat.composer.has_queue)
+        assert [t.content for t in d.session.path if t.role == "user"] == sent
+        assert d.chat.composer.text == unsent
+
+
+async def test_keys_that_arrive_together_reach_commands_lists_and_dialogs(drive):
+    async with drive(FakeEngine()) as d:
+        await d.burst(*"Say yes", "enter", *"/temp 1", "enter", *"/tem", "tab", "2", "enter")
+        await d.until(lambda: d.idle() and d.turns() == ["Say yes", "Hello world"])
+        assert d.session.conversation.sampling == {"temperature": 2.0}
+        await d.burst("ctrl+n", "f3", *"yes", "enter", *"abc", "left", "X")
+        assert (d.turns()[:1], d.chat.composer.text) == (["Say yes"], "abXc")
 
 
 async def test_composer_has_lines_and_history(drive):
@@ -546,6 +591,22 @@ async def test_draft_survives(drive):
         await d.until(lambda: d.session.conversation.draft == "half a thou")
     async with drive(FakeEngine(), continue_last=True, ready=False) as d:
         await d.until(lambda: d.chat.composer.text == "half a thou")
+
+
+@pytest.mark.parametrize("command", ["/new", "/file x"])
+async def test_a_command_is_no_draft(drive, command):
+    async with drive(FakeEngine()) as d:
+        await d.ask("q")
+        number = d.session.conversation.id
+        await d.type("half a thou")
+        await d.until(lambda: d.session.conversation.draft == "half a thou")
+        await d.type(command)
+        await d.until(lambda: d.session.conversation.draft != "half a thou")
+        assert d.session.store.conversation(number).draft == ""
+        await d.type("half a thou")
+        await d.until(lambda: d.session.conversation.draft == "half a thou")
+        await d.burst("ctrl+u", *"/new", "enter")
+        assert d.session.store.conversation(number).draft == ""
 
 
 async def test_keys_are_rebound_by_their_ids(drive):

@@ -1,0 +1,52 @@
+"""Keys take effect in the order in which they are typed, also if many arrive at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from textual.app import App
+from textual.events import Event
+
+#: How often the queues of focused widget, screen and app are waited for after each key: the key goes
+#: through them, then the message of its action (`Sent`), then what that one changes (`Changed`), and
+#: once more for the result of a dialog that it closes.
+_ROUNDS = 4
+
+
+class KeyOrder:
+    """Passes keys and pastes to `dispatch` one by one, each once the previous one has had its effect.
+
+    Textual inserts a printable key in the focused widget, but runs a binding in the app, after the key
+    has bubbled up to it. Without this class, a cursor key would move, and Enter would send, after the
+    characters that were typed later.
+    """
+
+    def __init__(self, app: App[Any], dispatch: Callable[[Event], Awaitable[None]]) -> None:
+        self._app = app
+        self._dispatch = dispatch
+        self._waiting: deque[Event] = deque()
+        self.is_idle = True
+
+    async def add(self, event: Event) -> None:
+        """Dispatch a key or paste, now or after the earlier ones."""
+        self._waiting.append(event)
+        if self.is_idle:
+            await self._dispatch_next()
+
+    async def _dispatch_next(self) -> None:
+        self.is_idle = not self._waiting
+        if self._waiting:
+            await self._dispatch(self._waiting.popleft())
+            await self._wait(3 * _ROUNDS)
+
+    async def _wait(self, n_queues: int) -> None:
+        """Go on once `n_queues` more queues have handled what they contain now."""
+        if not n_queues:
+            await self._dispatch_next()
+            return
+        screen = self._app.screen
+        queue = (self._app, screen, screen.focused or screen)[(n_queues - 1) % 3]
+        if not queue.call_later(self._wait, n_queues - 1):  # it is closing
+            await self._wait(n_queues - 1)
