@@ -118,7 +118,8 @@ class ChatScreen(Screen[None]):
             self.speculative_prefill.start()
 
     def _save_draft(self) -> None:
-        draft = "" if self.composer.editing else self.composer.text
+        typed = self.composer.text
+        draft = "" if self.composer.editing or is_command(typed.strip()) else typed
         if self.session.conversation.id and draft != self.session.conversation.draft:
             with contextlib.suppress(StoreError):
                 if self.session.owns_draft():
@@ -166,6 +167,7 @@ class ChatScreen(Screen[None]):
         elif is_command(line):
             self.composer.remember(line)
             self.composer.clear()
+            self._save_draft()  # before the command opens another conversation
             self.run_command(line)
         elif self.session.busy and message.editing is None:
             self.composer.clear()
