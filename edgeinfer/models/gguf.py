@@ -23,6 +23,7 @@ import msgspec
 
 from edgeinfer.errors import InvalidGgufError, UsageError
 from edgeinfer.platform.disk import open_regular
+from edgeinfer.safe_text import without_controls
 
 
 class TensorType(msgspec.Struct, frozen=True):
@@ -157,6 +158,11 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
         """Return the string at `key`; "" if there is none."""
         value = self.metadata.get(key)
         return value if isinstance(value, str) else ""
+
+    def label(self, key: str) -> str:
+        """Return the string at `key` as one line of at most 60 characters, without control characters."""
+        line = " ".join(without_controls(self.text(key)).split())
+        return line if len(line) <= 60 else f"{line[:59]}…"
 
     def number(self, key: str, default: int = 0) -> int:
         """Return the non-negative integer at `key`; `default` if there is none."""

@@ -91,11 +91,11 @@ def _of_external(model: ExternalModel) -> ModelSummary | UnusableModel:
     first = parts[0]
     return ModelSummary(
         name=model.name,
-        title=first.text("general.name") or model.name,
+        title=first.label("general.name") or model.name,
         purpose=first.purpose,
         parameters=format_parameters(sum(part.n_params for part in parts)),
         quantization=first.quantization,
-        licence=first.text("general.license"),
+        licence=first.label("general.license"),
         context_length=first.n_ctx_train,
         pulled=True,
         in_place=True,

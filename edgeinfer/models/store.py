@@ -144,7 +144,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
         entry = Model(title=self.name, sources=(), purpose="")  # type: ignore[arg-type]
         with suppress(InvalidGgufError):
             header = gguf.read_header(self.paths[0])
-            licence = header.text("general.license")
+            licence = header.label("general.license")
             entry = msgspec.structs.replace(entry, purpose=header.purpose, licence=licence)
         return entry
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from edgeinfer.cli.main import main
 from edgeinfer.errors import InvalidGgufError, ModelNotPulledError
+from edgeinfer.models.gguf import read_header
 from edgeinfer.models.names import parse_reference
 from edgeinfer.models.progress import Job, ProgressLines, PullProgress, progress_on, progress_text
 from edgeinfer.models.reference import resolve
@@ -221,6 +222,19 @@ def test_purpose_follows_from_header(tmp_path: Path, capsys, as_json) -> None:
     assert [row["purpose"] for row in listed] == ["base", "chat", "embedding"]
     assert (listed[0]["parameters"], listed[0]["licence"]) == ("72", "mit")
     assert as_json("pull", str(tmp_path / "b.gguf"))["licence"] == "mit"
+
+
+def test_texts_of_a_foreign_header_are_short_lines(tmp_path: Path, as_json) -> None:
+    text = "a\tb\r\n\x1b[31mc\u2028" + "d" * 500
+    path = tmp_path / "b.gguf"
+    path.write_bytes(gguf_bytes({"general.license": text, "general.name": text}))
+    pulled = as_json("pull", str(path), "--quiet")
+    (listed,) = as_json("list", "--pulled")["models"]
+    shown = as_json("show", "b")["header"]
+    assert {pulled["licence"], listed["licence"], shown["licence"], shown["name"]} == {
+        "a b [31mc " + "d" * 49 + "…"
+    }
+    assert read_header(path).label("general.none") == ""
 
 
 def test_file_in_place_that_others_may_change_is_warned_of(local: Path, capsys) -> None:

@@ -160,13 +160,13 @@ def _check_external(source: str) -> PullResult | None:
     header = gguf.read_model_header(files.paths[0])
     return PullResult(
         name=files.name,
-        title=header.text("general.name") or files.name,
+        title=header.label("general.name") or files.name,
         files=files.paths,
         size_bytes=sum(os.path.getsize(path) for path in files.paths),
         sha256=files.sha256,
         quantization=header.quantization,
         purpose=header.purpose,
-        licence=header.text("general.license"),
+        licence=header.label("general.license"),
         source=stored.store if stored else "",
         was_here=True,
     )

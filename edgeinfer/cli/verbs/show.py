@@ -345,7 +345,7 @@ def _header(headers: list[gguf.GgufHeader]) -> HeaderShown:
             types[tensor.type] = types.get(tensor.type, 0) + tensor.size_bytes
     return HeaderShown(
         architecture=first.architecture,
-        name=first.text("general.name"),
+        name=first.label("general.name"),
         quantization=first.quantization,
         n_params=sum(header.n_params for header in headers),
         n_layer=first.n_layer,
@@ -353,7 +353,7 @@ def _header(headers: list[gguf.GgufHeader]) -> HeaderShown:
         n_vocab=first.n_vocab,
         n_ctx_train=first.n_ctx_train,
         has_chat_template=bool(first.chat_template),
-        licence=first.text("general.license"),
+        licence=first.label("general.license"),
         tensor_types=dict(sorted(types.items(), key=lambda item: -item[1])),
     )
 
