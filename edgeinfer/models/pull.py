@@ -123,6 +123,8 @@ def _accept(pulled: PulledModel, plan: PullPlan, options: PullOptions, job: Job)
     if pulled.in_place and (new_source if options.in_place else _is_local(plan)):
         return None
     if new_source:
+        if options.sha256 and not _is_local(plan):
+            job.note(f"{new_source} was not fetched: you said that it is {pulled.name}")
         more_sources = (*pulled.more_sources, new_source)
         pulled = msgspec.structs.replace(pulled, more_sources=more_sources)
         store.write_record(pulled)

@@ -72,13 +72,13 @@ def offered_digests(parts: tuple[sources.Source, ...], plan: PullPlan, job: Job)
     Raises like `fetch`.
     """
     first = parts[0]
+    if isinstance(first, sources.LocalFile):
+        files = _from_disk(Path(first.path).expanduser(), Path(), job, in_place=True)
+        return [] if files[0].checkpoint else [_hash(file, job) for file in files]
     if plan.sha256:
         return [plan.sha256]
     if isinstance(first, sources.WheelFile):
         return []
-    if isinstance(first, sources.LocalFile):
-        files = _from_disk(Path(first.path).expanduser(), Path(), job, in_place=True)
-        return [] if files[0].checkpoint else [_hash(file, job) for file in files]
     refuse_offline(str(first))
     digests = [remote.sha256 for remote in _resolve(first, plan) if not remote.is_projector]
     return digests if all(digests) else []

@@ -89,7 +89,10 @@ def test_same_files_of_another_repository_are_here_already(repo, server, options
             pull(source, options=options)
     if quant == "q8_0":
         options = msgspec.structs.replace(options, sha256=record.sha256)
-        assert f"{server.url}/x.gguf" in pull(f"{server.url}/x.gguf", options=options).more_sources
+        notes: list[PullProgress] = []
+        again = pull(f"{server.url}/x.gguf", notes.append, options=options)
+        assert f"{server.url}/x.gguf" in again.more_sources
+        assert f"{server.url}/x.gguf was not fetched" in notes[-1].note
 
 
 @pytest.mark.parametrize("wrong", ["none", "wide"])
