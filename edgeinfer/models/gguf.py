@@ -160,7 +160,7 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
         return value if isinstance(value, str) else ""
 
     def label(self, key: str) -> str:
-        """Return the string at `key` as one line of at most 60 characters, without control characters."""
+        """Return the string at `key` as a line of at most 60 characters, none of them controls."""
         line = " ".join(without_controls(self.text(key)).split())
         return line if len(line) <= 60 else f"{line[:59]}…"
 

@@ -205,8 +205,8 @@ def test_digest_that_was_typed_is_compared(server, local: Path, as_json) -> None
     assert as_json(*command, "--sha256", digest)["was_here"]
     as_json(*command, "--sha256", "0" * 64, code=5)  # the stored model does not have this digest
     local.write_bytes(gguf_bytes(seed=3))
-    command = ("pull", str(local), "--name", "mine", "--sha256", digest)
-    assert "has another file" in as_json(*command, code=2)["message"]
+    error = as_json("pull", str(local), "--name", "mine", "--sha256", digest, code=2)
+    assert "has another file" in error["message"]
     assert list_pulled()[0].sha256 == digest
 
 
