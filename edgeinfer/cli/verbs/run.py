@@ -249,6 +249,9 @@ def _with_stdin(prompt: str) -> str:
     if sys.stdin is None or sys.stdin.isatty():
         return prompt
     piped = typed_options.read_text(sys.stdin.buffer, "stdin", errors="replace")
+    if "\0" in piped:
+        hint = "pipe text, or attach a PDF, DOCX or picture: `--file FILE`"
+        raise UsageError("stdin is a binary file", hint=hint)
     return f"{prompt}\n\n{piped}" if prompt and piped.strip() else prompt or piped
 
 
