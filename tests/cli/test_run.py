@@ -304,6 +304,20 @@ def test_answer_options_reach_the_request(engine, tmp_path):
     assert engine.requests[-1].constraint == Grammar('root ::= "a"')
 
 
+@pytest.mark.parametrize(
+    ("typed", "can_think", "said"),
+    [
+        (["--think", "on"], False, "edgeinfer: tiny does not think: --think on changes nothing\n"),
+        (["--think", "on"], True, ""),
+        (["--think", "off"], False, ""),
+        ([], False, ""),
+    ],
+)
+def test_think_of_a_model_that_cannot_is_said_and_the_prompt_answered(capsys, typed, can_think, said):
+    assert run(script_engine("Red.", END, can_think=can_think), *typed, "hi") == 0
+    assert capsys.readouterr() == ("Red.\n", said)
+
+
 def test_file_stands_before_the_prompt(engine, tmp_path):
     (tmp_path / "notes.txt").write_text("be there at nine")
     assert run(engine, "When?", "--file", str(tmp_path / "notes.txt")) == 0

@@ -118,6 +118,8 @@ def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
     started = start_spans(host.start.stages_ms, host.start.how) if options.traces else []
     for warning in engine.info.warnings:
         sys.stderr.write(without_controls(f"warning: {warning}\n"))
+    if options.think == "on" and not engine.info.can_think:
+        sys.stderr.write(f"edgeinfer: {model} does not think: --think on changes nothing\n")
     system = engine.info.system_prompt if system is None else system
     request = GenerateRequest(
         prompt=prompt if options.raw else None,
