@@ -401,7 +401,7 @@ class Repl:
         self.show_text(commands.help_text())
 
     def show_stats(self) -> None:
-        self.show_text(stats_text(self.session, describe_start(self.setup.host.start)))
+        self.show_text(stats_text(self.session, self._engines.start_text))
 
     def fold_reasoning(self) -> None:
         self._unfolded = not self._unfolded

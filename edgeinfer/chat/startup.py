@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,8 +76,18 @@ class Engines:
         self.model = ""
         self._local: Engine | None = None
         self._first: tuple[str, int] | None = None
+        self._load_ms = 0.0
         self._loading = threading.Lock()
         self._local_key: tuple[str, int] | None = None
+
+    @property
+    def start_text(self) -> str:
+        """Start of `engine`: that of the process (`resumed in 84 ms`), or `loaded in 3.2 s`."""
+        return (
+            f"loaded in {format_ms(self._load_ms)}"
+            if self._load_ms
+            else describe_start(self.host.start)
+        )
 
     def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
         """Return an engine of `model`, loading it if necessary, and close the previous one.
@@ -93,8 +104,10 @@ class Engines:
             options = options.for_another_model()
         key = (model, options.n_ctx)
         self._first = self._first or key
+        began = time.monotonic()
         if self._local is not None and key == self._local_key:
             new = self._local
+            began = 0.0
         elif self._local is None:
             new = self._local = self.host.engine(model, options, progress)
             self._local_key = key
@@ -102,6 +115,7 @@ class Engines:
             new = self.host.worker(model, options, progress)
         before, self.engine = self.engine, new
         self.model = model
+        self._load_ms = (time.monotonic() - began) * 1000 if began and before is not None else 0.0
         if before is not None and before is not new:
             self._release(before)
         return new

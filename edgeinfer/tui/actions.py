@@ -149,7 +149,7 @@ class AppFrontEnd:
         self.app.push_screen(HelpScreen())
 
     def show_stats(self) -> None:
-        self.show_text(stats_text(self.session, self.view.start_text))
+        self.show_text(stats_text(self.session, self.view.loader.start_text))
 
     def use_theme(self, name: str) -> None:
         themes = self.app.available_themes

@@ -25,7 +25,7 @@ from textual.widgets import Static
 from edgeinfer.chat.answer import AnswerWriter
 from edgeinfer.chat.history.values import Stats, Turn
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.chat.startup import ChatSetup, Engines, describe_start
+from edgeinfer.chat.startup import ChatSetup, Engines
 from edgeinfer.error_text import hint
 from edgeinfer.errors import EdgeInferError, EngineClosedError
 from edgeinfer.runtime.event_stream import CollectedAnswer
@@ -125,6 +125,11 @@ class Loader:
     def loading(self) -> str:
         """Name of the model that is being loaded, "" if none is."""
         return self._model if self.progress else ""
+
+    @property
+    def start_text(self) -> str:
+        """Start of the loaded model; without a time until one is loaded."""
+        return self._engines.start_text
 
     @property
     def loaded(self) -> tuple[Engine | None, str]:
@@ -261,11 +266,6 @@ class ChatView:
         self._setup = setup
 
     @property
-    def start_text(self) -> str:
-        """Text about the start: `resumed in 84 ms`; without a time until the model is loaded."""
-        return describe_start(self._setup.host.start)
-
-    @property
     def model(self) -> str:
         """The model that answers, or will answer once it is loaded."""
         return self.loader.loading or self.session.model or self._setup.model
@@ -360,7 +360,7 @@ class ChatView:
             return [StatusPart(self.loader.progress, 10, "$accent")], "F1 help"
         if self.transcript.selection is not None:
             return [], "e edit · c copy · y code · f fork · Esc"
-        return [StatusPart(self.start_text, 6, shortens=True)], "F1 help"
+        return [StatusPart(self.loader.start_text, 6, shortens=True)], "F1 help"
 
 
 def answer_statistics(

@@ -490,6 +490,21 @@ async def test_switching_the_model_keeps_the_conversation(drive):
         assert d.session.path[-1].model == "other"
 
 
+async def test_the_start_of_one_model_is_not_said_of_the_next(drive):
+    class Workers(FixedHost):
+        def worker(self, model, options, progress=None):
+            return FakeEngine()
+
+    async with drive(host=Workers()) as d:
+        assert "resumed in 84 ms" in d.status_text()
+        d.chat.run_command("/model other")
+        await d.ready()
+        assert "loaded in" in d.status_text()
+        d.chat.run_command(f"/model {MODEL}")
+        await d.ready()
+        assert "resumed in 84 ms" in d.status_text()
+
+
 def model_names(d):
     """Return each name that the chat gives the answering model, once."""
     conversation = d.session.conversation
