@@ -159,6 +159,8 @@ class TestSessions:
             screen = await self.two(d)
             titles = [summary.title for summary in screen.summaries]
             assert titles == ["What is a monad?", "How do I cook a soufflé?"]
+            rows = [str(screen.query_one("#found").get_option_at_index(n).prompt) for n in (0, 1)]
+            assert [row.split()[0] for row in rows] == [str(s.id) for s in screen.summaries]
             await d.press(*"whites")
             await d.until(lambda: [s.title for s in screen.summaries] == ["How do I cook a soufflé?"])
             await d.press("enter")

@@ -55,7 +55,7 @@ class SessionScreen(ListScreen[int | None]):
             return
         listed = self.query_one(OptionList)
         listed.clear_options()
-        room = max(20, self.app.size.width * 9 // 10 - 30)
+        room = max(20, self.app.size.width * 9 // 10 - 36)
         listed.add_options(
             Option(_row(s, self.session.store.clock(), room), id=str(s.id)) for s in self.summaries
         )
@@ -104,11 +104,13 @@ def _row(summary: Summary, now_ms: int, room: int) -> Content:
     title = clean(summary.title)
     title = title if len(title) <= room else title[: room - 1] + "…"
     head = Content.assemble(
-        (title, "bold"), (f"   {format_age(now_ms - summary.updated_ms)} · {summary.length}", "dim")
+        (f"{summary.id:>4}  ", "dim"),
+        (title, "bold"),
+        (f"   {format_age(now_ms - summary.updated_ms)} · {summary.length}", "dim"),
     )
     if not summary.snippet:
         return head
-    return Content.assemble(head, "\n  ", _snippet(summary.snippet))
+    return Content.assemble(head, "\n      ", _snippet(summary.snippet))
 
 
 def _snippet(text: str) -> Content:
