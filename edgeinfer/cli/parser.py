@@ -331,7 +331,11 @@ def wants_json(typed: Sequence[str]) -> bool:
 
 
 def nearest(word: str, candidates: Sequence[str]) -> str:
-    """Return the candidate most similar to `word`, or one that begins with it; "" if none does."""
+    """Return the candidate most similar to `word`, or one that begins with it; "" if none does.
+
+    Swapped letters are similar, even in a short word.
+    """
     from edgeinfer.models.lookup import similar_names  # only needed after a mistake
 
-    return next(iter(similar_names(word, (), candidates)), "")
+    swapped = [name for name in candidates if sorted(name) == sorted(word)]
+    return next(iter(similar_names(word, (), candidates) or swapped), "")

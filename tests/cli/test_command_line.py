@@ -182,6 +182,8 @@ def test_chat_is_meant_where_no_verb_is_typed(typed, completed):
         ("smollm2-135m-instruct", "did you mean `edgeinfer chat smollm2-135m-instruct`?"),
         ("'hello there'", "did you mean `edgeinfer run 'hello there'`?"),
         ("hello there", "did you mean `edgeinfer run 'hello there'`?"),
+        ("rnu hi", "did you mean `edgeinfer run`?"),
+        ("sp", "did you mean `edgeinfer ps`?"),
         ("models", "did you mean `edgeinfer list`?"),
         ("convert", "did you mean `edgeinfer pull FOLDER --name NAME`?"),
         ("completion csh", "run `edgeinfer completion --help`"),

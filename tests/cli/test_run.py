@@ -133,7 +133,9 @@ def test_piped_text_follows_the_prompt(engine, monkeypatch):
     assert engine.requests[0].messages[-1].content == "Summarise:\n\nañ\n"
 
 
-@pytest.mark.parametrize("data", [b"\x7fELF\0\1", b"a" * 100_000 + b"\0", "añ".encode("utf-16")])
+@pytest.mark.parametrize(
+    "data", [b"\x7fELF\0\1", b"a" * 100_000 + b"\0", "añ".encode("utf-16")], ids=len
+)
 def test_piped_binary_is_refused_as_a_binary_file_is(engine, capsys, monkeypatch, data):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     assert run(engine, "what is it") == 2
