@@ -58,9 +58,9 @@ _REMOVED = b"\x18"
 class BatchResult(Result, frozen=True, kw_only=True):
     """Counts of requests: `done` in this run, `skipped` because an earlier run answered them.
 
-    `failed` ones got a status of 400 or more; `retried` ones had failed in an earlier run. `left` ones
-    have no answer yet; `left_reason` is the last failure. `output` is OUT, "" if OUT is stdout: then
-    stderr has the text of this result.
+    `failed` ones of these got a status of 400 or more; `retried` ones had failed in an earlier run.
+    `left` ones have no answer yet; `left_reason` is the last failure. `output` is OUT, "" if OUT is
+    stdout: then stderr has the text of this result.
     """
 
     done: int
@@ -82,8 +82,11 @@ class BatchResult(Result, frozen=True, kw_only=True):
         if not self.output:
             return ""
         rate = self.completion_tokens / self.seconds if self.seconds else 0.0
-        counts = f"{self.done} done, {self.skipped} already there, {self.failed} failed"
+        n_answered = self.done - self.failed
+        counts = f"{n_answered} done, {self.skipped} already there, {self.failed} failed"
         lines = [f"{counts}, of {self.total}: {self.output}"]
+        if self.failed:
+            lines.append("the line of a failed request has the reason: `response.body.error`")
         if self.retried:
             lines.append(f"{self.retried} had failed in an earlier run and were tried again")
         if self.left:

@@ -86,6 +86,9 @@ def test_a_wrong_request_is_an_answer_with_its_status(files):
     assert answers["bad"]["response"]["body"]["error"]["param"] == "temperature"
     assert answers["other"]["response"]["status_code"] == 200  # the only model answers to any name
     assert (result.failed, result.exit_code) == (1, 1)
+    summary, reason, _ = result.human().splitlines()
+    assert summary == f"2 done, 0 already there, 1 failed, of 3: {paths[1]}"
+    assert "`response.body.error`" in reason
 
 
 def test_a_second_run_does_only_what_is_missing(files):
