@@ -156,8 +156,10 @@ class EndpointServer(uvicorn.Server):
             return
         self._reason = "idle" if reason == "idle" else "signal"
         self._endpoint.draining = True
-        self._endpoint.log.info("draining", why=reason, running=self._endpoint.in_flight)
-        notify("STOPPING=1", f"STATUS=finishing {self._endpoint.in_flight} requests")
+        n_running = self._endpoint.in_flight
+        hint = "a second Ctrl-C ends at once" if n_running and reason == "SIGINT" else None
+        self._endpoint.log.info("draining", why=reason, running=n_running, hint=hint)
+        notify("STOPPING=1", f"STATUS=finishing {n_running} requests")
         drain_s, loop = self._endpoint.limits.drain_s, asyncio.get_running_loop()
         self._drain_timer = loop.call_later(drain_s, self._cut_off_answers)
         self.should_exit = True

@@ -1,5 +1,6 @@
 """Start, drain, idle exit, and systemd's sockets and notifications."""
 
+import io
 import os
 import socket
 import sys
@@ -15,16 +16,19 @@ from edgeinfer.platform import listening
 from edgeinfer.server import lifecycle
 from edgeinfer.server.lifecycle import RunOptions
 from edgeinfer.server.limits import Limits
+from edgeinfer.server.logs import Log
 
 
-def test_drain_finishes_running_requests_and_refuses_new_ones(serve, until):
+@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGINT"])
+def test_drain_finishes_running_requests_and_refuses_new_ones(serve, until, signal_name):
     gate = StepGate()
     live_server = serve(FakeEngine([["one ", gate, "two"]]))
     with live_server.stream() as answer:
         assert gate.reached.wait(60)
         with httpx2.Client(base_url=live_server.url, timeout=60) as other:
             assert other.get("/health").status_code == 200
-        live_server.drain()
+        live_server.endpoint.log = Log("text", log := io.StringIO())
+        live_server.drain(signal_name)
         until(lambda: live_server.endpoint.draining, "the drain to begin")
         # `httpx2.get` opens a new connection: on an open one, the endpoint would still answer
         health = f"{live_server.url}/health"
@@ -36,6 +40,7 @@ def test_drain_finishes_running_requests_and_refuses_new_ones(serve, until):
     assert "[DONE]" in text
     outcome = live_server.wait_ended()
     assert (outcome.reason, outcome.cut_short) == ("signal", False)
+    assert ("a second Ctrl-C ends at once" in log.getvalue()) == (signal_name == "SIGINT")
 
 
 def test_a_request_on_a_kept_connection_is_refused_while_draining(serve, until):
