@@ -241,6 +241,11 @@ def parse_json(data: bytes) -> Any:
         return json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except RecursionError:
         raise ReceiptError("the receipt is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ReceiptError("this is not a receipt: it is not text") from error
+    except json.JSONDecodeError as error:
+        problem = f"it is not JSON (line {error.lineno}, column {error.colno})"
+        raise ReceiptError(f"this is not a receipt: {problem}") from error
     except ValueError as error:
         raise ReceiptError(f"this is not a receipt: {error}") from error
 

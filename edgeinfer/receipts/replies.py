@@ -22,6 +22,11 @@ _ANSWER_KEYS = ("message", "delta", "content", "output")
 _OTHER_KEYS = ("choices", "content_block", "tool_calls", "function", "item", "part", "response")
 #: Events that end a stream without `[DONE]`.
 _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "response.failed")
+#: Hint for a file that is something else.
+_WHAT_IS_ONE = (
+    "a receipt is JSON that shows how an answer was made: `edgeinfer run --receipt FILE` writes one, "
+    "and requests ask for it by `receipt: true`"
+)
 
 
 class Quote(msgspec.Struct, kw_only=True):
@@ -117,7 +122,10 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
                 if n_lines > 1 or is_event or name.endswith(".jsonl"):
                     yield f"{name}:{number}", error
                     continue
-                document = parse_json(line + file.read(MAX_BYTES))
+                try:
+                    document = parse_json(line + file.read(MAX_BYTES))
+                except ReceiptError as fault:
+                    raise ReceiptError(f"{name}: {fault.message}", hint=_WHAT_IS_ONE) from fault
             # a list is one reply, with answers to several prompts, if its last member has `receipts`
             if isinstance(document, list) and not any("receipts" in d for d in _dicts(document[-1:])):
                 problem = "this is a list of replies; `jq -c .[]` writes each in a line"

@@ -328,6 +328,7 @@ def test_a_verdict_says_what_an_unsigned_receipt_does_not_show(engines: Engines)
         for n_receipts in (1, 2):
             result = VerifyResult(checks=(check,), n_receipts=n_receipts)
             assert ("does not show who answered" in result.human()) == bool(n_notes)
+            assert not result.human().startswith("1 of them")
 
 
 @pytest.mark.model
@@ -600,6 +601,22 @@ def test_a_torn_a_blank_and_an_odd_line_end_no_check(tmp_path: Path) -> None:
     assert [check.source.rpartition(":")[2] for check in result.checks] == ["1", "3", "12", "9"]
     assert {check.verdict for check in result.checks} == {"not checked"}
     assert result.exit_code == 5
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"Buy milk\n", "it is not JSON (line 1, column 1)"),
+        (b'{\n "a": 1,\n]', "it is not JSON (line 3, column 1)"),
+        (b"\x7fELF\xff\n\xfe", "it is not text"),
+    ],
+)
+def test_a_file_that_is_no_receipt_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / "notes.txt").write_bytes(content)
+    with pytest.raises(ReceiptError) as refused:
+        _run(tmp_path / "notes.txt")
+    assert refused.value.message == f"{tmp_path}/notes.txt: this is not a receipt: {problem}"
+    assert "`edgeinfer run --receipt FILE` writes one" in (refused.value.hint or "")
 
 
 @pytest.mark.parametrize("indent", [None, 1])

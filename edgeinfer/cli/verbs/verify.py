@@ -91,12 +91,12 @@ class VerifyResult(Result, frozen=True, kw_only=True):
             yield f"{check.source}: {check.verdict}: {check.reason}"
         if len(suspects) > _MOST_NAMED:
             yield f"and {len(suspects) - _MOST_NAMED} more"
-        for note, n in Counter(note for check in self.checks for note in check.notes).items():
-            yield f"{n} of them: {note}"
         n_of = Counter(check.verdict for check in self.checks)
         counts = ", ".join(f"{n_of[verdict]} {verdict}" for verdict in _STATUSES if verdict in n_of)
         n_checked = len(self.checks) - n_of["not checked"]
         yield f"checked {n_checked} of {self.n_receipts} receipts: {counts}"
+        for note, n in Counter(note for check in self.checks for note in check.notes).items():
+            yield f"{n} of them: {note}"
 
 
 def describe(result: Verification) -> Iterator[str]:
