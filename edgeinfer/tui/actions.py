@@ -100,13 +100,14 @@ class AppFrontEnd:
         if any(isinstance(screen, ModelScreen) for screen in self.app.screen_stack):
             return  # the picker is already open: a question was sent before it was painted
         screen = ModelScreen(self.setup, model or self.view.model, first=first)
-        self.app.push_screen(screen, self._model_picked)
+        self.app.push_screen(screen, lambda name: self._model_picked(name, screen.question))
 
-    def _model_picked(self, name: str | None) -> None:
+    def _model_picked(self, name: str | None, question: str) -> None:
         if name:
             self._load(name)
         elif self.answering.unanswered and not self.view.loader.progress:
             self.show_text("The question will be answered once a model is pulled: /model")
+        self.view.composer.insert(question)
         self.view.composer.focus()
 
     def _load(self, name: str, n_ctx: int | None = None) -> None:

@@ -82,6 +82,27 @@ class TestModels:
                 lambda: d.app.screen is d.chat and d.session.conversation.model == "qwen3-0.6b"
             )
 
+    @pytest.mark.parametrize("pull_is", ["pulled", "failed", "left"])
+    async def test_text_typed_during_a_pull_becomes_the_question(self, drive, pulling, pull_is):
+        pulling.error = DownloadError("no route to host") if pull_is == "failed" else None
+        async with drive() as d:
+            screen = await open_models(d)
+            await d.press(*"qwen")
+            await d.until(lambda: len(screen.rows) == 1)
+            await d.press("enter")
+            await d.until(lambda: pulling.asked)
+            await d.burst(*"Why", "enter", "!")
+            assert [row.name for row in screen.rows] == ["qwen3-0.6b"]
+            if pull_is != "left":
+                pulling.go.set()
+                await d.until(lambda: not screen._working)
+            if pull_is != "pulled":
+                assert pull_is == "left" or screen.query_one("#words").value == "qwen"
+                await d.press("escape")
+            await d.until(lambda: d.app.screen is d.chat)
+            await d.burst("1")
+            assert d.chat.composer.text == "Why!1"
+
     async def test_pull_is_stopped(self, drive, pulling):
         async with drive() as d:
             screen = await open_models(d)

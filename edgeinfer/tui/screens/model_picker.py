@@ -32,12 +32,16 @@ _KEYS = "Enter use or pull · ^W warm · ^X stop · Esc"
 _KEYS_NARROW = "Enter use or pull · Esc"
 _OFFERED = "These suit this machine; Enter fetches one and starts the chat. Type to see others."
 _ANY = "Enter starts the chat with the marked model, which is fetched first if it is not here either."
+_FILTER = "Type to filter"
 #: Minimum width (cells) of a list with all columns; a narrower one shows only names and sizes.
 _ROOM_FOR_ALL = 56
 
 
 class ModelScreen(ListScreen[str | None]):
-    """Lists models; returns one, or None after Esc. `first`: the requested model is not here."""
+    """Lists models; returns one, or None after Esc. `first`: the requested model is not here.
+
+    `question` is what the user typed during pulls.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("models")]
 
@@ -46,17 +50,20 @@ class ModelScreen(ListScreen[str | None]):
         self.setup = setup
         self.requested = requested
         self.first = first
+        self.question = ""
+        self._filter_text = ""
         self.rows: list[ModelChoice] = []
         self.offered: dict[str, FirstRunChoice] = {}
         self._all: list[ModelChoice] = []
         self._stop = threading.Event()
         self._working = ""
+        self._pulls = False
 
     def compose(self) -> ComposeResult:
         with dialog_frame("Models", _KEYS if self.app.size.width >= 60 else _KEYS_NARROW):
             if self.first:
                 yield Static("Looking for models…", classes="text first", markup=False)
-            yield self.field("Type to filter")
+            yield self.field(_FILTER)
             yield OptionList(id="models")
             yield Static("", classes="detail", markup=False)
             yield Static("", classes="progress", markup=False)
@@ -89,6 +96,8 @@ class ModelScreen(ListScreen[str | None]):
 
     @on(Input.Changed)
     def _filter(self) -> None:
+        if self._pulls:
+            return
         self._list(self.selection.name if self.selection else self.requested)
 
     def _list(self, chosen: str) -> None:
@@ -151,7 +160,21 @@ class ModelScreen(ListScreen[str | None]):
             self.dismiss(chosen.name)
         else:
             self._begin(f"pulling {chosen.name}")
+            self._take_question()
             self._pull(chosen.name)
+
+    def _take_question(self) -> None:
+        """Let the user type a question during a pull."""
+        self._pulls = True
+        field = self.query_one(Input)
+        self._filter_text, field.value = field.value, ""
+        field.placeholder = "Type a question meanwhile"
+
+    def _keep_question(self) -> None:
+        field = self.query_one(Input)
+        self.question += field.value
+        field.value, field.placeholder = self._filter_text, _FILTER
+        self._pulls = False
 
     def action_warm(self) -> None:
         chosen = self.selection
@@ -168,6 +191,8 @@ class ModelScreen(ListScreen[str | None]):
 
     def action_leave(self) -> None:
         self._stop.set()
+        if self._pulls:
+            self._keep_question()
         self.dismiss(None)
 
     def _begin(self, activity: str) -> None:
@@ -193,10 +218,13 @@ class ModelScreen(ListScreen[str | None]):
         except EdgeInferError as error:
             app.call_from_thread(self._finish, error)
             return
-        app.call_from_thread(self._finish, None)
         if note:
             app.call_from_thread(self.notify, note)
-        app.call_from_thread(self.dismiss, name)
+        app.call_from_thread(self._use, name)
+
+    def _use(self, name: str) -> None:
+        self._finish(None)
+        self.dismiss(name)
 
     @work(thread=True, group="pull")
     def _warm(self, name: str) -> None:
@@ -230,6 +258,8 @@ class ModelScreen(ListScreen[str | None]):
         if not self.is_mounted:
             return
         self._progress("")
+        if self._pulls:
+            self._keep_question()
         if isinstance(error, InterruptedByUser):
             self.notify("Stopped. Downloaded data is kept.")
         elif error is not None:
