@@ -133,7 +133,7 @@ def from_bytes(name: str, data: bytes) -> Attachment:
         return Attachment(name=name, data=data)
     if document_files.is_document(data):
         try:
-            return Attachment(name=name, text=document_files.text_of(data, name))
+            return Attachment(name=name, text=document_files.text_of(data, name, param=""))
         except InvalidRequestError as error:
             raise UsageError(error.message, hint=error.hint) from error
     if len(data) > MAX_BYTES:

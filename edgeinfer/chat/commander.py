@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: Maximum context (tokens) that `/ctx` takes.
+_MAX_CTX = 1 << 24
+
 
 class FrontEnd(Protocol):
     """The methods of a front end that commands call: the Textual screen, or lines on a terminal."""
@@ -172,10 +175,10 @@ class Commander:
 
     def _ctx(self, argument: str) -> None:
         engine = self.session.engine
-        if argument.isdecimal() and int(argument) <= 1 << 24:
+        if argument.isdecimal() and int(argument) <= _MAX_CTX:
             self.front.use_model(self.session.model, int(argument))
         elif argument:
-            message = "a context is a number of tokens, e.g. /ctx 4096"
+            message = f"a context is a number of tokens up to {_MAX_CTX:,}, e.g. /ctx 4096"
             raise UsageError(message, hint="0 chooses by the free memory")
         else:
             size = f"Context: {engine.info.n_ctx} tokens" if engine else "The model is not loaded yet."

@@ -45,8 +45,9 @@ def _is_html(data: bytes) -> bool:
 def text_of(data: bytes, name: str, param: str = "messages") -> str:
     """Return the text of a document. Each page of a PDF begins with a line `[page 3]`.
 
-    `name` is the file's name, for errors. Raises InvalidRequestError for a file that is broken,
-    encrypted or too large, and for one without text.
+    `name` is the file's name, for errors; `param` that of the request's field, "" for a file of the
+    user. Raises InvalidRequestError for a file that is broken, encrypted or too large, and for one
+    without text.
     """
     text = _text(data, name, param)
     if not text:
@@ -130,8 +131,7 @@ def _read(data: bytes, name: str, mode: str, param: str) -> bytes:
 
 
 def _refusal(name: str, reason: str, param: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{name} cannot be read: {reason}",
-        hint="send a PDF, a DOCX file or UTF-8 text in base64, or its text",
-        param=param,
-    )
+    hint = "attach a whole PDF or DOCX file, or its text"
+    if param:
+        hint = "send a PDF, a DOCX file or UTF-8 text in base64, or its text"
+    return InvalidRequestError(f"{name} cannot be read: {reason}", hint=hint, param=param)

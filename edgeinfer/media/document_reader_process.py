@@ -80,7 +80,11 @@ def main() -> int:
 
 
 def _pdf(data: bytes, mode: str) -> Iterator[bytes]:
-    document = pypdfium2.PdfDocument(data)
+    try:
+        document = pypdfium2.PdfDocument(data)
+    except pypdfium2.PdfiumError as error:
+        is_locked = "password" in str(error)
+        raise ValueError("it needs a password" if is_locked else "it is damaged, or no PDF") from error
     if len(document) > MAX_PAGES[mode]:
         raise ValueError(f"it has {len(document)} pages; at most {MAX_PAGES[mode]} are read")
     for page in document:

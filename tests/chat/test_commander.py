@@ -106,6 +106,8 @@ def test_models_and_context(commander, front):
     commander.run("/ctx")
     with pytest.raises(UsageError):
         commander.run("/ctx many")
+    with pytest.raises(UsageError, match="up to 16,777,216"):
+        commander.run("/ctx 99999999")
     assert front.asked == [
         ("use_model", "other"),
         ("pick_model",),

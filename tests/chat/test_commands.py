@@ -130,6 +130,14 @@ class TestAttachments:
         with pytest.raises(UsageError, match=word):
             attachments.read(tmp_path / "a")
 
+    def test_damaged_document_is_refused_in_words_of_the_chat(self, tmp_path):
+        (tmp_path / "fake.pdf").write_bytes(b"%PDF-1.4 no")
+        with pytest.raises(
+            UsageError, match=r"^fake\.pdf cannot be read: it is damaged, or no PDF$"
+        ) as caught:
+            attachments.read(tmp_path / "fake.pdf")
+        assert caught.value.hint == "attach a whole PDF or DOCX file, or its text"
+
     def test_too_large_or_missing_file_is_refused(self, tmp_path):
         with open(tmp_path / "big", "wb") as file:
             file.truncate(attachments.MAX_BYTES + 1)
