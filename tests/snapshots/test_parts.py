@@ -266,7 +266,8 @@ def test_a_worker_loads_itself_what_its_snapshot_does_not_serve(model, monkeypat
     app_end, launcher_end = socket.socketpair()
     request = LaunchRequest(role="worker", argv=("run",))
     host = AppHost(ProcessStart(how="resumed"), app_end, resumed, request=request)
-    monkeypatch.setattr(host, "_load_and_describe", lambda ref, *_: ref.name)
+    monkeypatch.setattr(host, "files", lambda *_, **__: None)
+    monkeypatch.setattr(host, "_load_and_describe", lambda name, *_: name)
     monkeypatch.setattr(host, "_ask_for_warming", lambda *_: None)
     with launcher_end, app_end:
         assert host.engine(model, LoadOptions()) == model.lower()
