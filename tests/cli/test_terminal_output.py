@@ -43,7 +43,7 @@ def test_escapes_of_a_file_or_an_error_are_not_shown(tmp_path: Path, typed, stat
 
 
 @pytest.fixture
-def pulled(tmp_path: Path):
+def pulled_model(tmp_path: Path):
     """Store the model `m`."""
     (tmp_path / "m.gguf").write_bytes(gguf_bytes())
     pull(str(tmp_path / "m.gguf"))
@@ -57,14 +57,14 @@ def pulled(tmp_path: Path):
         ("rm m", "Remove m and its snapshots? [y/N]"),
     ],
 )
-def test_verb_that_deletes_asks_on_a_terminal(pulled, answer_no, capsys, typed, question):
+def test_verb_that_deletes_asks_on_a_terminal(pulled_model, answer_no, capsys, typed, question):
     assert main(typed.split()) == 130
     assert question in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("typed", ["forget all", "rm m"])
 @pytest.mark.parametrize("stdin", [io.StringIO("y\n"), None])
-def test_verb_that_deletes_refuses_without_a_terminal(pulled, monkeypatch, capsys, typed, stdin):
+def test_verb_that_deletes_refuses_without_a_terminal(pulled_model, monkeypatch, capsys, typed, stdin):
     monkeypatch.setattr("sys.stdin", stdin)
     assert main(typed.split()) == 2
     said = capsys.readouterr().err
