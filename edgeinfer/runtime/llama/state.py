@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -50,14 +50,14 @@ class SequenceStates:
         start: int,
         stop: int,
         shift: int = 0,
-        position: Callable[[int], int] = lambda n: n,
+        positions: tuple[int, int] | None = None,
     ) -> State | None:
         """Save the state of tokens [start, stop); None if the context lacks some of them.
 
-        `position(n)` returns the position after the first `n` tokens. The state's page offsets are for
-        a restore into cells [start + shift, stop + shift).
+        `positions` are those of `start` and `stop` in the context, if rows of pictures share some. The
+        state's page offsets are for a restore into cells [start + shift, stop + shift).
         """
-        low, high = position(start), position(stop)
+        low, high = positions or (start, stop)
         first = self._llama.llama_memory_seq_pos_min(self._context.memory, seq_id)
         if self._supports_truncation and first > low:
             return None  # a sliding window has dropped these tokens

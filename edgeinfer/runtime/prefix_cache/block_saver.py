@@ -149,8 +149,8 @@ class BlockSaver:
     ) -> tuple[State, ...] | None:
         """Return the state of a block's tokens and, if any, its checkpoint; None if one is missing."""
         stop = start + len(unpack_tokens(header.tokens))
-        shift, position = self.kv.pinned_cells, cached_seq.tokens.position
-        state = self.states.save(cached_seq.seq_id, start, stop, shift, position)
+        positions = (cached_seq.tokens.position(start), cached_seq.tokens.position(stop))
+        state = self.states.save(cached_seq.seq_id, start, stop, self.kv.pinned_cells, positions)
         if state is None or self.kv.checkpoints is None or header.kind == "full":
             return None if state is None else (state,)
         checkpoint = next((c for c in cached_seq.checkpoints if c.n_tokens == stop), None)
