@@ -2,7 +2,7 @@
 
 import sys
 
-from edgeinfer.launcher import end_quietly, raise_on_ctrl_c
+from edgeinfer.platform.early_ctrl_c import end_quietly, raise_on_ctrl_c
 
 end_quietly()  # Ctrl-C may come while the other modules are imported
 

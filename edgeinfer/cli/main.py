@@ -36,9 +36,9 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.host import EngineHost
-from edgeinfer.launcher import raise_on_ctrl_c
 from edgeinfer.launcher.argv import with_verb
 from edgeinfer.platform import paths
+from edgeinfer.platform.early_ctrl_c import raise_on_ctrl_c
 from edgeinfer.safe_text import without_controls
 
 #: Verb of another program → verb of edgeinfer.

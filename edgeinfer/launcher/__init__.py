@@ -12,34 +12,13 @@ Modules of this package import only cheap modules of the standard library: each 
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # importing `signal` takes 3 ms
 import gc
-import os
 import sys
 import time
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import NoReturn
+from edgeinfer.platform.early_ctrl_c import end_quietly
 
 _HELP = ("-h", "--help", "--help-all")
-
-
-def exit_at_once(_number: int, _frame: object) -> NoReturn:
-    """Handle Ctrl-C while modules are imported: nothing has begun that must be undone or told."""
-    os._exit(130)
-
-
-def end_quietly() -> None:
-    """Let Ctrl-C end this process without a traceback, unless something handles or ignores it."""
-    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
-        _signal.signal(_signal.SIGINT, exit_at_once)
-
-
-def raise_on_ctrl_c() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again after `end_quietly`."""
-    if _signal.getsignal(_signal.SIGINT) is exit_at_once:
-        _signal.signal(_signal.SIGINT, _signal.default_int_handler)
 
 
 def main() -> int:
@@ -62,6 +41,8 @@ def main() -> int:
     if getattr(sys, "frozen", False):
         # the one-file program contains two programs: this launcher, and the application, which has the
         # modules of `cli` (shipping.shipped)
+        import os
+
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     from edgeinfer.cli.main import main  # slow import (60 ms): a launch does not need it
 

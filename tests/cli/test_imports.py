@@ -2,6 +2,7 @@
 
 import ast
 import json
+import modulefinder
 import sys
 
 import pytest
@@ -49,6 +50,16 @@ def test_launcher_and_first_start_import_the_standard_library_and_edgeinfer_only
     bare = modules_after("pass")
     foreign = {m.split(".")[0] for m in loaded - bare} - set(sys.stdlib_module_names) - {"edgeinfer"}
     assert foreign == set()
+
+
+def test_first_start_has_no_module_of_the_application():
+    finder = modulefinder.ModuleFinder(
+        [str(ROOT)]
+    )  # finds imports in functions too, as PyInstaller does
+    finder.run_script(str(ROOT / "build/first_start.py"))
+    packages = {name.split(".")[1] for name in finder.modules if name.startswith("edgeinfer.")}
+    assert "shipping" in packages
+    assert packages.isdisjoint({"cli", "launcher", "models", "runtime", "server", "tui"}), packages
 
 
 #: Runs a program; this process gets a SIGINT, as by Ctrl-C, when it imports a module.
