@@ -156,7 +156,6 @@ def test_a_browser_is_announced_and_gets_no_secret_in_its_arguments(serve, anoth
 def test_web_reports_that_it_started_an_endpoint(serve, monkeypatch, capfd):
     live_server = RemoteEndpoint(url=with_page(serve()).url, model="fake")
     monkeypatch.setattr("edgeinfer.agents.endpoint.start", lambda *_: (live_server, 4242))
-    monkeypatch.setattr(EngineHost, "resolve", lambda *_: SimpleNamespace(text="fake"))
     monkeypatch.setattr(EngineHost, "files", lambda *_, **__: None)
     for endpoint in (None, live_server):
         monkeypatch.setattr("edgeinfer.agents.endpoint.find", lambda *_, endpoint=endpoint: endpoint)
