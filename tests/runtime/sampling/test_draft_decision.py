@@ -54,7 +54,7 @@ class Draft(DraftModel):
         self.mean = Acceptance(draft_model._MEAN_START)
         self.likely = Acceptance(draft_model._LIKELY_START)
         self.balance = draft_model._FIRST_LOSS
-        self.vocab: Any = SimpleNamespace(n_vocab=9, is_eos=lambda token: False)
+        self.large_vocab: Any = SimpleNamespace(n_vocab=9, is_eos=lambda token: False)
         self.n_vocab, self.kv = 9, Kv()  # type: ignore[assignment]
         self.cost = self.least_cost = TOKEN_S / row_s
         self.clock = clock
