@@ -57,7 +57,13 @@ class AppFrontEnd:
         if self.session.retries_after_shortening:
             self.answering.answer_after_shortening()
         else:
+            self._show_draft()
             self.view.show_session()
+
+    def _show_draft(self) -> None:
+        draft = self.session.conversation.draft
+        if draft and not self.view.composer.text and self.session.owns_draft():
+            self.view.composer.fill(draft)
 
     def show_answer(self, answer: AnswerWriter) -> None:
         self.answering.stream(answer)
@@ -137,8 +143,7 @@ class AppFrontEnd:
                 return
             self.follow_model()
             self.view.composer.editing = None
-            if self.session.conversation.draft and self.session.owns_draft():
-                self.view.composer.fill(self.session.conversation.draft)
+            self._show_draft()
         self.view.show_session()
 
     def summarise(self, first_sent: Turn) -> None:

@@ -624,6 +624,18 @@ async def test_a_command_is_no_draft(drive, command):
         assert d.session.store.conversation(number).draft == ""
 
 
+async def test_a_conversation_opened_by_number_shows_its_draft(drive):
+    async with drive(FakeEngine()) as d:
+        await d.ask("q")
+        number = d.session.conversation.id
+        await d.type("half a thou")
+        await d.until(lambda: d.session.conversation.draft == "half a thou")
+        d.chat.run_command("/new")
+        d.chat.composer.fill("")
+        d.chat.run_command(f"/open {number}")
+        assert d.chat.composer.text == "half a thou"
+
+
 async def test_keys_are_rebound_by_their_ids(drive):
     async with drive(
         FakeEngine([["a"], ["b"]]), config=ChatConfig(keys={"regenerate": "ctrl+x", "nonsense": "a"})
