@@ -48,5 +48,8 @@ class KeyOrder:
             return
         screen = self._app.screen
         queue = (self._app, screen, screen.focused or screen)[(n_queues - 1) % 3]
-        if not queue.call_later(self._wait, n_queues - 1) and queue is not self._app:
-            await self._wait(n_queues - 1)  # a closing screen or widget takes no more messages
+        if queue.call_later(self._wait, n_queues - 1):
+            return
+        if queue is self._app:  # it is closing: the keys that wait can have no effect
+            self._waiting.clear()
+        await self._wait(n_queues - 1)
