@@ -80,7 +80,7 @@ NAMES = tuple(rule.name for rule in RULES)
 
 #: Tags around reminders, which clients write into user turns.
 _REMINDER = ("<system-reminder>", "</system-reminder>")
-#: Maximum number of reminders that are remembered, and of the characters of a reminder.
+#: Maximum number of stored reminders, and maximum number of characters of each.
 _MAX_REMINDERS = 256
 _MAX_REMINDER_LENGTH = 16_384
 #: Opening tag of Codex's turn about its environment, and its parts that name folders.

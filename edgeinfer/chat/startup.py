@@ -83,11 +83,9 @@ class Engines:
     @property
     def start_text(self) -> str:
         """Start of `engine`: that of the process (`resumed in 84 ms`), or `loaded in 3.2 s`."""
-        return (
-            f"loaded in {format_ms(self._load_ms)}"
-            if self._load_ms
-            else describe_start(self.host.start)
-        )
+        if not self._load_ms:
+            return describe_start(self.host.start)
+        return f"loaded in {format_ms(self._load_ms)}"
 
     def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
         """Return an engine of `model`, loading it if necessary, and close the previous one.

@@ -29,7 +29,7 @@ from edgeinfer.models.pull_plan import FetchedFile
 from edgeinfer.platform import disk, paths
 
 RECORD = "model.json"
-#: Beginning of the `source` of a model that was quantized here; its source's name follows.
+#: Prefix of the `source` of a model that was quantized here, before the other model's name.
 QUANTIZED_FROM = "quantized from "
 PARTIAL = ".partial"
 LOCKS = ".locks"

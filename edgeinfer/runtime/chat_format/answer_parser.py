@@ -76,7 +76,7 @@ class AnswerParser:
         return self._phase in ("start", "thinking") and bool(self._text)
 
     def feed(self, text: str) -> Sequence[Parsed]:
-        """Add text; return the events of all text that cannot be the beginning of a marker."""
+        """Add text; return the events of all text that cannot be the start of a marker."""
         self._text += text
         while self._step():
             pass

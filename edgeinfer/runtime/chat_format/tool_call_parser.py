@@ -55,7 +55,7 @@ class Section:
         """Parse more text. Sets `is_over` at the section's end or at an error."""
         self._raw += text
         self.is_over = next(self._steps, True) is True
-        if self.is_over and self._index >= 0:  # the call's beginning was sent, so it cannot become text
+        if self.is_over and self._index >= 0:  # the call's start was sent, so it cannot become text
             self._end_of_calls = self._cursor
 
     def finish(self, *, cut: bool) -> None:

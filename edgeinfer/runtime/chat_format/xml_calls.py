@@ -247,7 +247,7 @@ class _Value:
         return opening + self._encode(text[self._n_sent :]) + self._quote
 
     def _open(self, text: str) -> str:
-        """Set `_quote` by `text`, the value's beginning; return it, or "" if it is not a string."""
+        """Set `_quote` by `text`, the value's start; return it, or "" if it is not a string."""
         self._quote = self._choose_quote(text.strip())
         return self._quote or ""
 

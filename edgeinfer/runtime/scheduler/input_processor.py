@@ -168,7 +168,7 @@ class InputProcessor:
         return tokens[:n_keep] + tokens[-n_tail:]
 
     def _n_keep(self, request: GenerateRequest, tokens: list[int]) -> int:
-        """Return how many tokens at the beginning a context shift keeps: the system prompt, or BOS."""
+        """Return how many first tokens a context shift keeps: the system prompt, or BOS."""
         if request.messages and request.messages[0].role in ("system", "developer"):
             return common_prefix(self.system_prefix(request.messages[0].content), tokens)
         return int(tokens[:1] == [self.vocab.bos])

@@ -151,7 +151,7 @@ class RecallReply(Reply, frozen=True, kw_only=True):
     n_tokens: int
 
 
-#: Name of a snapshot, beginning with a letter or digit; "" means a name made of the load options.
+#: Name of a snapshot, with a letter or digit first; "" means a name made of the load options.
 SnapshotName = Annotated[str, Meta(max_length=64, pattern="^([A-Za-z0-9][A-Za-z0-9._+-]*)?$")]
 
 

@@ -389,7 +389,7 @@ def logprob_fields(token: Logprob) -> dict[str, Any]:
 
 
 def error_text(problem: Problem) -> str:
-    """Return the error text; for a too long prompt, clients expect OpenAI's text at the beginning."""
+    """Return the error text; for a too long prompt, clients expect OpenAI's text at its start."""
     if problem.lengths is None:
         return problem.message
     n_tokens, n_ctx = problem.lengths
