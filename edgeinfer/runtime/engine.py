@@ -46,7 +46,7 @@ from edgeinfer.runtime.scheduler.prefixes import FLUSH_S
 from edgeinfer.runtime.vision import open_vision
 
 _log = logging.getLogger("edgeinfer.engine")
-#: How long (s) `close` waits for a GPU's driver to end a step, and then to free its memory.
+#: How long (s) `close` waits for a GPU's driver to end a step, and then to free the model.
 _DRIVER_PATIENCE_S = 10.0
 
 
@@ -158,7 +158,7 @@ class LlamaEngine:
         if str(self._gpu.loaded.choices["gpu_layers"].value) != "none":
             return "layers of the model are on a GPU"
         if self._lora.named_adapters and not self._lora.has_kernels:
-            return "llama.cpp computes this model's LoRA adapters, and its bits depend on the batch"
+            return "llama.cpp computes the LoRA adapters, with results that depend on the batch"
         return why_irreproducible(self._loaded)
 
     def tokenize(
@@ -199,11 +199,11 @@ class LlamaEngine:
     def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
         self._check_open()
         if not self._loaded.can_generate:
-            problem = f"{self._info.model} is an embedding model; it takes no adapters"
+            problem = f"{self._info.model} is an embedding model; it does not support LoRA adapters"
             raise InvalidRequestError(problem, param="lora", hint="leave out the adapters")
         self._loop.call(lambda: self._lora.change(adapters))
         while not self._loop.call(self._unload_removed_adapters):
-            continue  # requests still use a removed adapter: look again after the next step
+            continue  # requests still use a removed adapter: try again after the next step
         self.on_new_adapters(self._lora.named_adapters)
         return self._lora.named_adapters
 
@@ -219,14 +219,14 @@ class LlamaEngine:
             raise EngineClosedError("the engine is closed")
 
     def metrics(self) -> EngineMetrics:
-        s = self._core
-        running = len(s.queue.running)
+        core = self._core
+        running = len(core.queue.running)
         traffic = self._prefix_cache.folder.traffic if self._prefix_cache is not None else Traffic()
-        return s.counters.copy_with(
+        return core.counters.copy_with(
             queued=max(0, self._loop.n_requests - running),
             running=running,
-            kv_used_tokens=s.kv.used_cells,
-            kv_total_tokens=s.kv.n_cells,
+            kv_used_tokens=core.kv.used_cells,
+            kv_total_tokens=core.kv.n_cells,
             block_bytes_written_total=traffic.bytes_written,
             block_bytes_read_total=traffic.bytes_read,
             blocks_pruned_total=traffic.pruned,
@@ -239,7 +239,7 @@ class LlamaEngine:
         return self._core.prefixes.prefix_cache
 
     def open_prefix_cache(self, store: BlockStore) -> None:
-        """Use the on-disk prefix cache in `store`; do nothing for an encoder. Raises OSError."""
+        """Use the on-disk prefix cache in `store`, unless the model is an encoder. Raises OSError."""
         if self._loaded.can_generate and self._prefix_cache is None:
             parts = (self._files, self._options, self._context, self._core.kv)
             make_cache = partial(PrefixCache, store, *parts)
@@ -262,7 +262,7 @@ class LlamaEngine:
         return self._gpu.wait(timeout_s)
 
     def flush_blocks(self, timeout_s: float = FLUSH_S) -> bool:
-        """Wait until pending blocks are on disk; return False after the timeout. Only while idle."""
+        """Wait until pending blocks are on disk; return False after the timeout. Raises EngineError."""
         if self._prefix_cache is None:
             return True
         self._loop.stop()
@@ -281,11 +281,11 @@ class LlamaEngine:
             self.flush_blocks()
 
     def warm_up(self) -> None:
-        """Do what the first request would wait for: tables, round-trip check, step costs."""
+        """Prepare what the first request needs: token table, round-trip check, step costs."""
         if self._loaded.can_generate:
             self._constraints.token_table(self._loaded.vocab)
             self._chat_format.warm_up()
-            libllama.build_info()  # cached; the prefix cache needs it
+            libllama.build_info()  # cached for the prefix cache
             # on the decode thread: OpenMP starts a team of threads for each thread that computes
             self._check_outcome = self._loop.call(RoundtripCheck(self._options, self._loaded).run)
             self._loop.call(lambda: self._core.profile_steps(max(self._loaded.vocab.bos, 0)))
@@ -293,9 +293,9 @@ class LlamaEngine:
             self._embedder.warm_up()
 
     def prefill_system(self, text: str) -> int:
-        """Prefill and pin a system prompt ("": the template's own); return its length (tokens).
+        """Prefill and pin a system prompt ("": the chat template's own); return its length (tokens).
 
-        Only while idle. Raises InvalidRequestError, ContextLengthError.
+        Returns 0 if there is none, or it fills the context. Call this only while no request runs.
         """
         tokens = self._input_processor.system_prefix(text)
         if not tokens or len(tokens) >= self._loaded.n_ctx:
@@ -310,7 +310,7 @@ class LlamaEngine:
         self._loop.stop()
         if self._vision is not None:
             self._vision.park()
-            self._core.executor.batch.clear()  # frees a picture's rows
+            self._core.executor.batch.clear()  # the batch may hold rows of a picture
         self._core.prefixes.close_cache()
         self._core.kv.drop_idle()
         self._embedder.close()
@@ -320,7 +320,7 @@ class LlamaEngine:
     def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None:
         """Prepare a restored engine: use `n_threads` (0: as before), and mix `entropy` into seeds.
 
-        If the weights do not all fit into the free memory, streaming them starts again.
+        If the plan streams weights from disk, streaming starts again, as the free memory allows.
         """
         self._input_processor.entropy = entropy
         if self._loaded.plan.from_disk:
@@ -343,7 +343,7 @@ class LlamaEngine:
     def close(self) -> None:
         """Cancel all requests and free the model. Idempotent.
 
-        If a GPU's driver does not answer, a thread frees the model when it does.
+        If a GPU's driver hangs, `close` returns, and a thread frees the model when the driver answers.
         """
         if self._closed:
             return

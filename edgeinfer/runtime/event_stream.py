@@ -1,4 +1,4 @@
-"""Streams of a request's events: from the decode thread to a consumer, and collected into an answer."""
+"""Pass a request's events from the decode thread to a consumer, or collect them into an answer."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class EventStream:
         self._tap = tap
 
     def pipe(self, sink: Callable[[Item], None]) -> None:
-        """Send all events to `sink`: past ones in this call, later ones on the producer's thread."""
+        """Send all events to `sink`: buffered ones in this call, later ones on the thread of `put`."""
         self._mark_iterated()
         with self._sink_lock:
             self._sink = sink
@@ -138,7 +138,7 @@ class CollectedCall:
         self._fragments: list[str] = []
 
     def add(self, delta: ToolCallDelta) -> None:
-        """Add a delta. The first one has `id` and `name`, later ones parts of the arguments."""
+        """Add a delta. The first delta has `id` and `name`, later ones have parts of the arguments."""
         self.id = self.id or delta.id
         self.name = self.name or delta.name
         self._fragments.append(delta.arguments)
@@ -197,12 +197,12 @@ class CollectedAnswer:
 #: over at least _SPAN characters.
 _SPAN, _TIMES = 240, 4
 _LONGEST_PART = 400
-#: To find a repeat, the text before the last 32 characters is searched for them.
+#: A repeat is found by searching the earlier text for the last 32 characters.
 _KEY = 32
 #: Matches the numbers of list items, which may differ between repeats.
 _COUNTER = re.compile(r"^\s*\d+[.)]", re.MULTILINE)
-#: A text is monotonous if most sequences of four words, among its last 200 words, occurred three times
-#: before. None of 76 documents was monotonous, but 4 of 1,011 pieces of code, so code is left out.
+#: A text is monotonous if, of the four-word sequences in its last 200 words, more than half occurred
+#: three times before. Code is not checked: 4 of 1,011 code files were monotonous, 0 of 76 documents.
 _SEQUENCE, _LAST_WORDS = 4, 200
 _OCCURRENCES, _STALE_SHARE = 3, 0.5
 
@@ -219,7 +219,7 @@ class RepetitionWatch:
         self._is_in_code = False
 
     def add(self, text: str) -> int | None:
-        """Add generated text; return how many of its characters it took to detect a loop, or None.
+        """Add generated text; return after how many of its characters a loop was detected, or None.
 
         The result does not depend on how the answer is split into pieces.
         """

@@ -36,8 +36,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts of one request.
 
-    `cached_tokens` of `prompt_tokens` were not prefilled; `cached_disk_tokens` of those came from the
-    on-disk prefix cache, the others from memory.
+    `cached_tokens` are the prompt tokens that were reused from the prefix cache instead of prefilled;
+    `cached_disk_tokens` are those of them that were read from disk, not memory.
     """
 
     prompt_tokens: int = 0
@@ -48,11 +48,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a prompt differs from the cached prefix most like it: after `n_tokens` equal tokens.
+    """Where a prompt differs from the most similar cached prefix: after `n_tokens` equal tokens.
 
-    The prompt has the text `before`, then `here`; the cache has `there` instead of `here`. `cause`:
-    "text" (it differs), "end" (the cached prefix is shorter), "nothing" (none is cached), "none" (all
-    of the prompt is cached), "off" (the request did not use the cache, or never ran).
+    `before` is the text before that point, `here` the prompt's text after it, `there` the cached
+    prefix's. `cause`: "text" (the texts differ), "end" (the cached prefix is shorter), "nothing" (no
+    prefix is cached), "none" (the whole prompt is cached), "off" (the request did not use the cache).
     """
 
     n_tokens: int = 0
@@ -83,18 +83,18 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
         return (self.ttft_ms or self.queue_ms + self.prefill_ms) + self.decode_ms
 
     def cost(self, cached_tokens: int) -> str:
-        """Return a sentence with the total time and the time that cached tokens saved."""
+        """Return a text with the total time and the time that `cached_tokens` saved."""
         return format_cost(self.total_ms / 1000, cached_tokens, self.saved_ms / 1000)
 
     def decode_tokens_per_s(self, completion_tokens: int) -> float:
-        """Return the decode rate (tokens/s) after the first token; 0 without further tokens."""
+        """Return the decode rate (tokens/s) after the first token; 0 if there was at most one."""
         if completion_tokens <= 1 or not self.decode_ms:
             return 0.0
         return (completion_tokens - 1) * 1000.0 / self.decode_ms
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="type"):
-    """Progress of prefill: `done_tokens` of the prompt's `total_tokens`. `queued`: it has not begun."""
+    """Progress of prefill: `done_tokens` of `total_tokens`. `queued`: the request still waits."""
 
     done_tokens: int
     total_tokens: int
@@ -102,7 +102,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="type"):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, tag="prompt_logprobs", tag_field="type"):
-    """Log-probabilities of the prompt's tokens, except the `first` one, which nothing precedes."""
+    """Log-probabilities of the prompt's tokens after the first one. `first` is the first one's text."""
 
     first: bytes
     tokens: tuple[TokenLogprobs, ...] = ()
@@ -138,10 +138,10 @@ Parsed = TextDelta | ReasoningDelta | ToolCallDelta
 class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of a prompt and its answer, for receipts.
 
-    `logprobs` are of the answer's tokens; None for a token that a constraint or the reasoning budget
-    forced. `adapters` have the scales that were used. `irreproducible` says why another engine may get
-    other tokens, "" if it cannot. After a replay that ended at a different token, `replayed_logprob` is
-    the log-probability of the expected token.
+    `logprobs` has an entry per answer token: None if a constraint or the reasoning budget forced it.
+    `adapters` have the scales of this request. `irreproducible` says why another engine may compute
+    other tokens, "" if none should. If a replay ended at a different token, `replayed_logprob` is the
+    log-probability of the expected token.
     """
 
     prompt: tuple[int, ...]
@@ -153,7 +153,7 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_field="type"):
-    """The end of a generation. `stop_sequence` is the stop string that ended it, None for none."""
+    """The end of a generation. `stop_sequence` is the stop string that ended the text, or None."""
 
     reason: FinishReason
     usage: Usage
@@ -205,5 +205,5 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _quote(text: str) -> str:
-    printable = "".join(c if c.isprintable() else " " for c in text)  # for terminals
+    printable = "".join(c if c.isprintable() else " " for c in text)  # no escape codes for terminals
     return f"“{' '.join(printable.split())}”"

@@ -1,8 +1,8 @@
-"""The interface between the engine and its front ends, which import this module and never the engine.
+"""The engine's interface for front ends: they import this module, never an implementation.
 
 Three engines implement it: `runtime.engine.LlamaEngine` (in this process),
 `workers.remote_engine.RemoteEngine` (in a worker process) and `workers.replicas.ReplicatedEngine`
-(several workers). Tests of front ends use a scripted one, `tests/made/fake_engine.py`.
+(several workers). Tests of front ends use a scripted engine, `tests/made/fake_engine.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edgeinfer.runtime.requests import GenerateRequest
 class Generation(Protocol):
     """A running request. Iterate over its events once, on a thread (`for`) or in a task (`async for`).
 
-    A slow consumer does not delay other requests: its events are buffered.
+    Events are buffered, so a slow consumer does not delay other requests.
     """
 
     def __iter__(self) -> Iterator[Event]: ...
@@ -28,8 +28,8 @@ class Generation(Protocol):
     def tap(self, tap: Callable[[Event], bool] | None) -> None:
         """Let `tap` handle events on the decode thread, without waking the task that iterates.
 
-        `tap` is called with each event except the last while that task waits. If it returns True, the
-        iteration does not yield the event.
+        While that task waits, `tap` is called with each event except the last one. If `tap` returns
+        True, the iteration does not yield that event. None removes the tap.
         """
 
     def cancel(self) -> None:
@@ -41,10 +41,10 @@ class Engine(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Return whether requests are accepted; False after `close` and after a crash."""
+        """Return whether the engine accepts requests: not after `close`, nor after a crash."""
 
     def health(self) -> str:
-        """Return the error that stopped the engine, "" while it is healthy. Does not block."""
+        """Return the error that stopped the engine, "" if there was none. Does not block."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -69,20 +69,20 @@ class Engine(Protocol):
         """Return a vector of length 1 per text. Raises InvalidRequestError, ContextLengthError."""
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Score documents, better ones higher. Raises InvalidRequestError, ContextLengthError."""
+        """Return a score per document, higher for a better match. Raises as `embed` does."""
 
     def agent_prefix(self, agent: str, salt: str = "") -> list[int]:
         """Return the cached prefix of a coding agent's prompts ("claude-code"), [] if there is none.
 
-        It has the tokens that the agent's sessions share, and those that followed in the latest
-        session, as far as they are in the on-disk prefix cache under this `salt`.
+        The prefix has the tokens that all sessions of the agent share, then those of its latest
+        session, as far as the on-disk prefix cache has them for this `salt`.
         """
 
     def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
         """Load these LoRA adapters, unload all others, and return the loaded ones.
 
-        A changed file is read again. Waits for the end of requests that use an unloaded adapter. Raises
-        InvalidRequestError, ModelLoadError; then nothing has changed.
+        Changed files are read again. Waits for requests that use a removed adapter. After an
+        InvalidRequestError or ModelLoadError, the loaded adapters are the same as before.
         """
 
     def metrics(self) -> EngineMetrics: ...
@@ -96,4 +96,4 @@ class HasReplicas(Protocol):
     """An engine that consists of several replicas of one model."""
 
     def replicas(self) -> ReplicasInfo:
-        """Describe the running replicas, and the reason for their number."""
+        """Describe the running replicas, and why there are that many."""

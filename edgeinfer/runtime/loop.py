@@ -1,4 +1,4 @@
-"""The decode thread, the only one that uses the context. It starts with the first request."""
+"""The decode thread: the only thread that uses the llama.cpp context. The first request starts it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DecodeLoop:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._closed = False
-        #: The error that ended the thread, "" if there is none.
+        #: The error that ended the decode thread, "" if there was none.
         self.failure = ""
 
     @property
@@ -73,7 +73,7 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End the thread until there is work again. Raises EngineError while requests run or wait."""
+        """End the decode thread until the next call. Raises EngineError if requests run or wait."""
         with self._changed:
             if self.n_requests:
                 raise EngineError(f"{self.n_requests} requests are still running")
@@ -84,7 +84,7 @@ class DecodeLoop:
     def close(self, timeout_s: float | None = None) -> None:
         """Cancel all requests, abort the running step and end the thread for good. Idempotent.
 
-        Not on the decode thread. After the timeout, the thread may still compute on a device.
+        Do not call it on the decode thread. If `timeout_s` has passed, that thread may still compute.
         """
         with self._changed:
             self._closed = True
@@ -118,7 +118,7 @@ class DecodeLoop:
     def _main(self) -> None:
         try:
             self._run_until_stopped()
-        except BaseException as error:  # noqa: BLE001  the main of a thread: every caller gets the error
+        except BaseException as error:  # noqa: BLE001  every caller gets the error
             self._fail_everything(error)
 
     def _fail_everything(self, error: BaseException) -> None:
@@ -157,7 +157,7 @@ class DecodeLoop:
                 for seq in [*self._queue.running, *self._queue.waiting]:
                     seq.cancelled = True
             if not self._has_work():
-                self._thread = None  # within the lock: new work then starts a thread
+                self._thread = None  # under the lock, so that the next caller starts a new thread
                 return False
             return True
 
@@ -189,5 +189,5 @@ class DecodeLoop:
             work()
         except EngineError as error:
             self._core.fail_all(error)
-        except Exception as error:  # noqa: BLE001  the main of a thread: every consumer gets the error
+        except Exception as error:  # noqa: BLE001  every request ends with the error
             self._core.fail_all(DecodeError(f"the decode loop failed: {type(error).__name__}: {error}"))
