@@ -1,6 +1,6 @@
 """Unicode normalization of texts before they are tokenized, for models that need it.
 
-llama.cpp does not normalize. A file that edgeinfer converted names the form in a separate key.
+llama.cpp does not normalize. GGUF files that edgeinfer converted name the form in NORMALIZER_KEY.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ NFC = "nfc"
 
 
 def normalize_text(text: str, form: str) -> str:
-    """Return the text in the normalization form "nfc", or unchanged for ""."""
+    """Return `text` in Unicode form NFC if `form` is "nfc", otherwise unchanged."""
     return text if form != NFC or text.isascii() else unicodedata.normalize("NFC", text)

@@ -16,10 +16,10 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
     """A pulled model: the absolute paths of its files, and its settings in models.toml.
 
     `paths` are the GGUF files in order, several for a split model. `quantization` is, for example,
-    "Q4_K_M"; "" if it is not recorded. `chat_template` replaces the one in the file. `lora` is used if
-    `LoadOptions.lora` is "". `draft` is the name of the draft model and `draft_paths` its files;
-    `no_draft` is why it is left out. `projector` is the path of the GGUF file that encodes pictures, ""
-    without one.
+    "Q4_K_M"; "" if it is not recorded. `chat_template` replaces the template in the file. `lora` is
+    used if `LoadOptions.lora` is "". `draft` is the name of the draft model, `draft_paths` its files;
+    `no_draft` says why there is no draft model. `projector` is the path of the GGUF file that encodes
+    pictures, "" if there is none.
     """
 
     name: str
@@ -42,7 +42,7 @@ MOST_ALPHA = 65_536.0
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """A LoRA adapter: its name in requests, its file, and its scale unless a request sets one.
+    """A LoRA adapter: its name in requests, its file, and its default scale.
 
     `sha256` is the digest of the loaded file, "" before it is loaded.
     """
@@ -54,11 +54,11 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a load. `edgeinfer.config.load_options` documents each field and its range.
+    """Options for loading a model. `config.load_options` documents each field and its range.
 
-    With 0 or "auto" the engine chooses a value, and gives its reason in `EngineInfo.choices`.
-    `max_queue` limits the waiting requests. `is_counted`: `edgeinfer drift` and `ps --usage` count the
-    answers.
+    For 0 or "auto", the engine chooses a value; `EngineInfo.choices` has the value and the reason.
+    `max_queue` limits the number of waiting requests. `is_counted`: the answers are recorded for
+    `edgeinfer drift` and `ps --usage`.
     """
 
     n_ctx: int = table.N_CTX.default
@@ -75,7 +75,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     is_counted: bool = True
 
     def adapters(self, files: ModelFiles) -> tuple[Adapter, ...]:
-        """Return the LoRA adapters to load: the requested ones, otherwise those of models.toml."""
+        """Return the LoRA adapters to load: those of `--lora`, otherwise those of models.toml."""
         return parse_adapters(self.lora or files.lora)
 
     def adapter_paths(self, files: ModelFiles) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_adapters(text: str) -> tuple[Adapter, ...]:
-    """Parse a value of `--lora` that was checked before."""
+    """Parse a value of `--lora`, which must be valid."""
     return tuple(Adapter(name, *settings) for name, settings in table.adapters_of(text).items())
 
 
@@ -148,8 +148,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 class StreamingStatistics(msgspec.Struct):
     """Statistics of weights streamed from disk (native/streaming.cpp writes the fields in this order).
 
-    First the sums since the start: bytes read, seconds that threads waited, weights that had to leave
-    memory. Then the present bytes of pinned weights, streamed weights and cached experts.
+    Totals since the start: bytes read, seconds that threads waited, weights evicted from memory. At
+    present: bytes of pinned weights, of streamed weights, and of cached experts.
     """
 
     streamed_bytes_total: int = 0
@@ -161,7 +161,7 @@ class StreamingStatistics(msgspec.Struct):
 
 
 class EngineTotals(StreamingStatistics, kw_only=True):
-    """Sums of requests, tokens, steps and times (s) since the engine started."""
+    """Totals of requests, tokens, steps and times (s) since the engine started."""
 
     requests_total: int = 0
     cancelled_total: int = 0
@@ -207,8 +207,8 @@ class EngineMetrics(EngineTotals, kw_only=True):
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A replica of a model, in a separate process.
 
-    `number` counts from 1 and is never reused. `how` is "resumed" or "cold". `requests` counts running
-    and waiting ones.
+    `number` counts from 1 and is never reused. `how` is how it started: "resumed" or "cold". `requests`
+    is the number of running and waiting requests.
     """
 
     number: int
@@ -226,7 +226,7 @@ class LayersInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The replicas of a model. `count` is the number that there should be, `reason` says why."""
+    """The replicas of a model. `count` is the target number of replicas; `reason` says why."""
 
     model: str
     count: int
@@ -240,7 +240,7 @@ class ReplicasInfo(msgspec.Struct, frozen=True, kw_only=True):
         return f"{len(self.running)} of {self.count} replicas: {self.reason}"
 
 
-#: Number of samples of each latency that are kept, the latest ones.
+#: Number of latest samples retained per latency.
 _SAMPLES = 1024
 
 
@@ -255,7 +255,7 @@ class Counters(EngineTotals, kw_only=True):
     inter_token_ms: deque[float] = msgspec.field(default_factory=_make_ring)
 
     def copy_with(self, **fields: float) -> EngineMetrics:
-        """Return these counters as metrics, with further `fields` that other parts count."""
+        """Return these counters as metrics, with `fields` that other components count."""
         latencies = {"ttft_ms": _copy(self.ttft_ms), "inter_token_ms": _copy(self.inter_token_ms)}
         return EngineMetrics(**msgspec.structs.asdict(self) | latencies | fields)
 

@@ -29,8 +29,8 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """A message of a conversation.
 
-    Role "tool" uses `tool_call_id` and `name`, role "assistant" `tool_calls` and `reasoning`. With
-    `pictures`, which are bytes of image files, `media.pictures.join_parts` makes `content`.
+    Only role "tool" has `tool_call_id` and `name`; only role "assistant" has `tool_calls` and
+    `reasoning`. `pictures` are image files; with them, `media.pictures.join_parts` makes `content`.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -45,8 +45,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """A function that the model may call; `parameters` is a JSON schema.
 
-    If a required call's schema cannot be enforced, a `strict` tool refuses the request; for other
-    tools, the arguments may then be any JSON object.
+    If a call is required and its schema cannot be enforced, the request is refused if the tool is
+    `strict`; otherwise the arguments may be any JSON object.
     """
 
     name: str
@@ -69,8 +69,8 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling options, with llama.cpp's names. `edgeinfer.config.sampling_options` describes each.
 
-    Stages are applied in llama.cpp's order. `seed` None means a random seed. Without `penalize_prompt`,
-    the repeat penalties ignore the prompt's tokens.
+    The samplers run in llama.cpp's order. If `seed` is None, the seed is random. Without
+    `penalize_prompt`, the repeat penalties ignore the prompt's tokens.
     """
 
     temperature: float = 0.8
@@ -156,7 +156,7 @@ class InfillFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Infill(msgspec.Struct, frozen=True, kw_only=True):
-    """A fill-in-the-middle prompt: text before and after the gap, and files, the most relevant last."""
+    """A fill-in-the-middle prompt: text before and after the gap; `files`, the most relevant last."""
 
     prefix: str = ""
     suffix: str = ""
@@ -166,8 +166,8 @@ class Infill(msgspec.Struct, frozen=True, kw_only=True):
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
     """An earlier answer (tokens) with which the engine's answer is compared, to verify a receipt.
 
-    Its tokens are verified several at a time, like draft tokens. The generation ends at the first
-    different token. A template that writes the date gets `time`.
+    The answer's tokens are verified several at a time, like draft tokens. The generation ends at the
+    first different token. Chat templates that write the date get `time`.
     """
 
     answer: tuple[int, ...]
@@ -177,22 +177,22 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One generation. Its prompt is exactly one of `messages`, `prompt` (text or tokens) and `infill`.
 
-    - prompt: with `pictures`, a text `prompt` has their places as the content of a message has.
-      `continue_final`: the prompt ends inside the last message, which the answer continues.
+    - prompt: with `pictures`, a text `prompt` has a mark for each, as `Message.content` has.
+      `continue_final`: the answer continues the last message.
     - limits: `overflow` decides what happens if the context is full: "refuse" refuses a longer prompt
       and ends the answer with "length"; "shift" drops the oldest tokens after the system prompt.
       `deadline_s` counts from submission. `reasoning_budget` is the most reasoning tokens.
-    - log-probabilities: `logprobs` is the number of alternatives per token (0 to 20), None for none at
-      all. `prompt_logprobs` is the same for the prompt's tokens, which arrive as one `PromptLogprobs`.
+    - log-probabilities: `logprobs` is the number of alternatives per token (0 to 20); None returns no
+      log-probabilities. `prompt_logprobs` is the same for the prompt (one event, `PromptLogprobs`).
     - model: `lora` are pairs of adapter name and scale; None applies all loaded adapters. `speculative`
       "auto" drafts tokens while that pays.
     - prefill only: with `max_tokens` 0, the prompt is prefilled for later requests, at the lowest
-      priority. If the request is cancelled, the finished part stays cached. With `background`, other
-      programs get the processor first.
-    - prefix cache: without `cache_prompt` it is neither used nor filled, in memory and on disk. Without
-      `cache_on_disk` the prompt stays in memory only. Only requests with the same `cache_salt` share
-      prefixes. Blocks on disk are deleted with their `conversation`. `preamble` is the name of a coding
-      agent, whose shared prefix is evicted last.
+      priority. If the request is cancelled, the finished part stays cached. With `background`, the
+      prefill has a lower CPU priority than other programs.
+    - prefix cache: without `cache_prompt`, the cache is neither read nor filled, in memory and on disk.
+      Without `cache_on_disk`, the prompt stays only in memory. Only requests with the same `cache_salt`
+      share prefixes. Blocks on disk are deleted with their `conversation`. `preamble` names a coding
+      agent; the prefix that its sessions share is evicted last.
     - receipts: `record_tokens` and `replay` put the tokens of prompt and answer into `Finished.record`.
     """
 
@@ -255,10 +255,10 @@ _MAX_STOPS = 128
 _MAX_STOP_CHARS = 1024
 _MAX_TOOLS = 128
 _MAX_TOOL_NAME = 128
-#: Largest allowed value of each field.
+#: Largest allowed values of request fields.
 _MOST = {"max_tokens": 1 << 24, "reasoning_budget": 1 << 24, "logprobs": 20, "prompt_logprobs": 20}
-#: No tokenizer needs fewer than one token per 64 characters of a long text. Texts of up to 1 Mi
-#: characters are tokenized in any case.
+#: Every tokenizer makes at least one token of 64 characters, so a text that is too long is refused
+#: before it is tokenized. Texts of up to 1 Mi characters are tokenized in any case.
 _MAX_TOKEN_CHARS = 64
 _TRIED_CHARS = 1 << 20
 
@@ -279,13 +279,13 @@ def check_sampling(s: Sampling, n_vocab: int) -> None:
         _refuse("logit_bias", f"at most {_MAX_BIASES} tokens are allowed")
     for token, bias in s.logit_bias.items():
         if not 0 <= token < n_vocab:
-            _refuse("logit_bias", f"token {token} is not in the vocabulary of {n_vocab}")
+            _refuse("logit_bias", f"token {token} is not in the vocabulary of {n_vocab} tokens")
         if not (-_MAX_BIAS <= bias <= _MAX_BIAS or bias == -math.inf):
             _refuse("logit_bias", f"{bias} is not between -{_MAX_BIAS:g} and {_MAX_BIAS:g}")
     if len(s.dry_sequence_breakers) > _MAX_STOPS or any(
         "\0" in b or not b for b in s.dry_sequence_breakers
     ):
-        _refuse("dry_sequence_breakers", f"at most {_MAX_STOPS} texts are allowed, none empty")
+        _refuse("dry_sequence_breakers", f"at most {_MAX_STOPS} texts, not empty, without NUL")
 
 
 def check_request(request: GenerateRequest, n_vocab: int) -> None:
@@ -302,9 +302,9 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
             _refuse(name, f"{value} is not between 0 and {most}")
     last = request.messages[-1].role if request.messages else ""
     if request.continue_final and last != "assistant" and request.max_tokens != 0:
-        _refuse("messages", "only a message of the assistant can be continued, and the last one is not")
+        _refuse("messages", "the last message must be the assistant's, so that it can be continued")
     if request.reasoning_budget is not None and not request.messages:
-        _refuse("reasoning_budget", "it needs messages: a plain prompt has no reasoning")
+        _refuse("reasoning_budget", "a request without messages has no reasoning; leave out this field")
     if request.deadline_s is not None and not (
         math.isfinite(request.deadline_s) and request.deadline_s > 0
     ):
@@ -317,13 +317,13 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
     if request.n_pictures and request.overflow == "shift":
         _refuse("overflow", 'a context with pictures cannot be shifted; use "refuse"')
     if request.n_pictures and request.prompt_logprobs is not None:
-        _refuse("prompt_logprobs", "a prompt with pictures has no log-probabilities; leave it out")
+        _refuse("prompt_logprobs", "a prompt with pictures has none; leave out this field")
     if len(request.stop) > _MAX_STOPS:
         _refuse("stop", f"at most {_MAX_STOPS} stop strings are allowed")
     if any(not stop or len(stop) > _MAX_STOP_CHARS for stop in request.stop):
         _refuse("stop", f"a stop string must have 1 to {_MAX_STOP_CHARS} characters")
     if isinstance(request.prompt, tuple) and any(not 0 <= t < n_vocab for t in request.prompt):
-        _refuse("prompt", f"a token is not in the vocabulary of {n_vocab}")
+        _refuse("prompt", f"a token is not in the vocabulary of {n_vocab} tokens")
     if request.speculative not in ("auto", "off", "ngram"):
         _refuse("speculative", f'{request.speculative!r} is not "auto", "off" or "ngram"')
 
@@ -351,7 +351,7 @@ def hint_beyond_training(n_tokens: int, n_ctx_train: int) -> str | None:
     """Return the hint for a prompt longer than the model's training context, None for a shorter one."""
     if not n_ctx_train or n_tokens < n_ctx_train:
         return None
-    return f"shorten it, or use another model: this one was trained on {n_ctx_train:,} tokens"
+    return f"shorten the prompt or use another model: this one was trained on {n_ctx_train:,} tokens"
 
 
 def check_length(n_chars: int, n_ctx: int, param: str, n_ctx_train: int = 0) -> None:
@@ -363,7 +363,7 @@ def check_length(n_chars: int, n_ctx: int, param: str, n_ctx_train: int = 0) -> 
     if n_chars > most:
         raise ContextLengthError(
             f"the text has {n_chars:,} characters; a context of {n_ctx:,} tokens holds at most "
-            f"{n_ctx * _MAX_TOKEN_CHARS:,}",
+            f"{n_ctx * _MAX_TOKEN_CHARS:,} characters",
             param=param,
             hint=hint_beyond_training(n_chars // _MAX_TOKEN_CHARS, n_ctx_train),
             n_tokens=n_chars // _MAX_TOKEN_CHARS,
@@ -380,7 +380,7 @@ _deadline: ContextVar[float] = ContextVar("edgeinfer_prepare_deadline", default=
 
 @contextmanager
 def limit_preparation(seconds: float = PREPARATION_S) -> Iterator[None]:
-    """Limit the block's CPU time on this thread: after `seconds`, `check_deadline` raises."""
+    """Let `check_deadline` raise after `seconds` of this thread's CPU time in the `with` block."""
     token = _deadline.set(min(_deadline.get(), time.thread_time() + seconds))
     try:
         yield
@@ -403,9 +403,9 @@ _count = itertools.count()
 def random_bytes(size: int, entropy: bytes = b"") -> bytes:
     """Return up to 64 random bytes, different in each process restored from one snapshot.
 
-    They depend on the kernel, the time, a count and the `entropy` of the launch.
+    They are a hash of the kernel's random bytes, the time, a counter and the `entropy` of the launch.
     """
-    import hashlib  # here, because it takes 1 ms, and verbs without an engine do not need it
+    import hashlib  # here, because the import takes 1 ms, and verbs without an engine do not need it
 
     clock, count = time.time_ns().to_bytes(8, "little"), next(_count).to_bytes(8, "little")
     return hashlib.blake2b(os.urandom(16) + clock + count + entropy, digest_size=size).digest()

@@ -214,7 +214,7 @@ def test_prompt_beyond_the_trained_context_is_not_told_to_load_a_larger_one(
         pytest.raises(ContextLengthError) as caught,
     ):
         answer(engine, ask("x" * n_chars))
-    beyond = "shorten it, or use another model: this one was trained on 512 tokens"
+    beyond = "shorten the prompt or use another model: this one was trained on 512 tokens"
     assert caught.value.hint == (beyond if is_beyond else None)
 
 
