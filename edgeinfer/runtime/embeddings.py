@@ -1,4 +1,4 @@
-"""Embeddings and reranking, in a second context over the same weights, which the first use creates.
+"""Embeddings and reranking. They use a second context over the same weights, created at the first use.
 
 Each text of a batch has a sequence id. llama.cpp pools the token embeddings of a text as the model's
 file says (mean, cls, last), otherwise by their mean. Batches run on the decode thread, between steps.
@@ -25,7 +25,7 @@ Call = Callable[[Callable[[], Any]], Any]
 _MEAN, _RANK = 1, 4
 _MAX_SEQUENCES = 32
 _MIN_TOKENS, _MAX_TOKENS = 512, 2048
-#: Maximum bytes of logits per batch: llama.cpp computes them for every token even when embedding.
+#: Maximum bytes of logits per batch: llama.cpp computes logits of every token even for embeddings.
 _LOGITS_BYTES = 256 << 20
 _CHOOSE = "choose {}: `edgeinfer list`"
 
@@ -63,7 +63,7 @@ class Embedder:
         return [_normalize(v) for v in vectors]
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Score documents, better ones higher. Raises InvalidRequestError, ContextLengthError."""
+        """Return a score per document, higher for a better match. Raises as `embed` does."""
         if not self.can_rerank:
             problem = "this model is not a reranker"
             raise InvalidRequestError(problem, param="model", hint=_CHOOSE.format("a reranker"))
@@ -90,19 +90,19 @@ class Embedder:
             raise InvalidRequestError(f"{param} {index} is empty", param=param)
         if len(tokens) > self.max_tokens:
             raise ContextLengthError(
-                f"{param} {index} has {len(tokens)} tokens; this model embeds at most "
-                f"{self.max_tokens} at once",
+                f"{param} {index} has {len(tokens)} tokens; this model accepts at most "
+                f"{self.max_tokens} per text",
                 param=param,
                 n_tokens=len(tokens),
                 n_ctx=self.max_tokens,
-                hint="split it into shorter texts",
+                hint="split the text into shorter ones",
             )
         return tokens
 
     def _pair(self, query: str, document: str) -> list[int]:
         """Tokenize both texts in the model's template, otherwise as BOS query EOS SEP document EOS.
 
-        In WordPiece vocabularies, EOS and SEP are one token, which BERT expects only once.
+        In WordPiece vocabularies, EOS and SEP are one token, and BERT expects one between the texts.
         """
         vocab = self._loaded.vocab
         template = self._loaded.chat_template("rerank")
@@ -160,7 +160,7 @@ class Embedder:
         return context, Batch.of(context, max_outputs=n)
 
     def warm_up(self) -> None:
-        """Embed or rank one word, which creates the context."""
+        """Embed or rank a short text, which creates the context."""
         if self.can_rerank:
             self.rerank("warm", ["up"])
         else:
@@ -178,7 +178,7 @@ class Embedder:
 
 
 def model_pooling(meta: dict[str, str]) -> int:
-    """Return the pooling type in the file's metadata, as llama.cpp's number; 0 if it has none."""
+    """Return the pooling type (llama.cpp's number) from the file's metadata; 0 if there is none."""
     arch = meta.get("general.architecture", "")
     value = meta.get(f"{arch}.pooling_type", "0")
     return int(value) if value.isdigit() else 0

@@ -15,20 +15,20 @@ from edgeinfer.runtime.events import TokenLogprobs
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.recurrent_checkpoints import Checkpoint, Checkpoints
 
-#: LoRA adapters of a sequence: a stamp of each file (its path, size and times) and its scale, sorted.
+#: LoRA adapters of a sequence, sorted. Each has a stamp of its file (path, size, times) and a scale.
 AdapterKey = tuple[tuple[str, float], ...]
 
 _COMPARE_STRIDE = 64
-#: While at least `_MANY_RUNNING` sequences run, idle ones below `_SHORT_IDLE_TOKENS` tokens may hold
-#: `_SHORT_IDLE_CELLS` cells together: attention scans them in every step, and prefilling them again is
-#: cheap (decision 056).
+#: While at least `_MANY_RUNNING` sequences run, idle sequences below `_SHORT_IDLE_TOKENS` tokens may
+#: hold `_SHORT_IDLE_CELLS` cells in total: attention scans idle cells in every step, and a short
+#: sequence is cheap to prefill again (decision 056).
 _MANY_RUNNING = 3
 _SHORT_IDLE_TOKENS = 192
 _SHORT_IDLE_CELLS = 384
 
 
 def common_prefix(a: Sequence[object], b: Sequence[object], start: int = 0) -> int:
-    """Return the length of the common prefix of `a` and `b`, known to be at least `start`."""
+    """Return the length of the common prefix of `a` and `b`, whose first `start` items are equal."""
     n = min(len(a), len(b))
     i = start
     while i + _COMPARE_STRIDE <= n and a[i : i + _COMPARE_STRIDE] == b[i : i + _COMPARE_STRIDE]:
@@ -56,15 +56,15 @@ class SequenceMemory(Protocol):
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
-    """Tokens and cells of one sequence id (llama-server: a slot). Several may share cells.
+    """Tokens and cells of one sequence id (llama-server: a slot). Sequences may share cells.
 
-    `in_use`: a request runs in it. Only requests with the same `salt` may reuse it, none if
-    `is_private`. `is_prefetched`: it was prefilled for an expected request. `logprobs[i]` belongs to
-    token `i + 1`, with `n_top` alternatives each.
+    `in_use`: a request runs in this sequence. Only requests with the same `salt` may reuse it; if it
+    `is_private`, none may. `is_prefetched`: it was prefilled for an expected request. `logprobs[i]` is
+    for token `i + 1`, with `n_top` alternatives.
 
-    It is stored on disk up to token `memory_only_from`, or not at all if a context shift or another
-    context has changed the rounding (`is_storable`). The first `n_unchanged` tokens are as they were
-    last stored. The blocks on disk belong to `conversation`.
+    Tokens from `memory_only_from` on are not stored on disk. No token is if not `is_storable`: after a
+    context shift, or a move from another context, the rounding differs. The first `n_unchanged` tokens
+    are as they were last stored. Blocks on disk are deleted with their `conversation`.
     """
 
     seq_id: int
@@ -92,7 +92,7 @@ class CachedSequence:
 
 
 class KvCache:
-    """Keeps account of the `n_cells` cells and `n_seq_max` sequence ids of the cache. Not thread-safe.
+    """Tracks which sequence uses which of `n_cells` cells and `n_seq_max` ids. Not thread-safe.
 
     Recurrent and hybrid models have `checkpoints`; their sequences can be reused only whole or up to a
     checkpoint. `window` is the sliding window (positions), 0 without one. `before_drop`, which
@@ -121,7 +121,7 @@ class KvCache:
         self.cached_sequences: list[CachedSequence] = []
 
     def resize(self, n_cells: int) -> None:
-        """Renumber the used cells from 0 on, for another context with `n_cells` cells."""
+        """Renumber the used cells from 0 on, for a switch to a context with `n_cells` cells."""
         used = [cell for cell, n in enumerate(self._ref_counts) if n]
         new_cells = {cell: new_cell for new_cell, cell in enumerate(used)}
         for cached_seq in self.cached_sequences:
@@ -146,7 +146,7 @@ class KvCache:
     def match(
         self, tokens: PromptTokens, adapters: AdapterKey, salt: str = "", *, n_top: int | None = None
     ) -> tuple[CachedSequence | None, int]:
-        """Find the sequence with the longest reusable prefix of `tokens`, and its length, or (None, 0).
+        """Return the sequence with the longest reusable prefix and that prefix's length, or (None, 0).
 
         The last token of a prompt is never reused, because its logits are needed. With `n_top` (prompt
         log-probabilities), tokens are reused only as far as their log-probabilities are cached.
@@ -157,10 +157,10 @@ class KvCache:
         return (longest, n) if n else (None, 0)
 
     def _count_usable(self, cached_seq: CachedSequence, tokens: PromptTokens, n_top: int | None) -> int:
-        """Return how many tokens, from the first on, a prompt can reuse of a cached sequence.
+        """Return how many of the first tokens of a cached sequence a prompt can reuse.
 
         Recurrent models reuse tokens up to a checkpoint. The result is 0 if layers with a sliding
-        window have dropped needed cells.
+        window have dropped cells that the next token attends to.
         """
         n = common_prefix(cached_seq.tokens, tokens)
         if n_top is not None:
@@ -182,7 +182,7 @@ class KvCache:
         reuse: bool = True,
         n_top: int | None = None,
     ) -> CachedSequence | None:
-        """Give a request a sequence with the longest cached prefix; None if every id is in use."""
+        """Return a sequence with the longest cached prefix of `tokens`; None if all ids are in use."""
         source, n = self.match(tokens, adapters, salt, n_top=n_top) if reuse else (None, 0)
         if source is not None and not source.in_use and not source.pinned and n == len(source.tokens):
             source.in_use = True  # usually the next turn of the conversation: no copy is needed
@@ -270,7 +270,7 @@ class KvCache:
         self._memory.remove(cached_seq.seq_id, position, -1)
 
     def clear_cells(self, cached_seq: CachedSequence) -> None:
-        """Empty the cells of a sequence in llama.cpp, but keep them reserved for its restore."""
+        """Remove a sequence from llama.cpp's cache, but reserve the cells until it is restored."""
         self._memory.remove(cached_seq.seq_id, -1, -1)
 
     def _release_cells(self, cells: Iterable[int]) -> None:
@@ -338,14 +338,14 @@ class KvCache:
         self._free_seq_ids.append(cached_seq.seq_id)
 
     def drop_idle(self, *, include_pinned: bool = False) -> None:
-        """Drop every sequence that no request uses, and pinned ones only if `include_pinned`."""
+        """Drop every sequence that no request uses; keep pinned ones, unless `include_pinned`."""
         for cached_seq in [
             c for c in self.cached_sequences if not c.in_use and (include_pinned or not c.pinned)
         ]:
             self.drop(cached_seq)
 
     def make_room(self, n: int) -> bool:
-        """Evict (LRU, pinned last) until `n` cells are free; return False if that is impossible."""
+        """Evict idle sequences (LRU, pinned last) until `n` cells are free; return whether they are."""
         while len(self._free_cells) < n:
             if not self._evict_lru():
                 return False

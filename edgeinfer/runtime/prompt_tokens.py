@@ -3,7 +3,7 @@
 A picture is a sequence of embedding rows. Each row stands in the list as a negative pseudo-token: a
 hash of the image file, the projector and the row's index. So code that compares tokens (the KV cache,
 block names) compares pictures too, and pictures that differ in one pixel share no prefix. The two
-lowest bits say where a picture begins and, with M-RoPE, which rows do not advance the position.
+lowest bits mark a picture's first row and, with M-RoPE, rows that do not advance the position.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import struct
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-#: The two lowest bits of a row's pseudo-token. They are odd for the first row of a picture. With M-RoPE
-#: (_FIRST_IN_PLACE), a picture takes fewer positions than it has rows.
+#: Values of a pseudo-token's two lowest bits; an odd value marks the first row of a picture.
+#: _FIRST_IN_PLACE begins a picture that takes fewer positions than it has rows (M-RoPE).
 _ROW, _FIRST, _WITHOUT_POSITION, _FIRST_IN_PLACE = range(4)
 
 
@@ -58,13 +58,13 @@ class PromptTokens(list[int]):
         del self[start : start + n]
 
     def round_down(self, n: int) -> int:
-        """Return the length up to `n` of the longest prefix that does not end inside a picture."""
+        """Return the length of the longest prefix, up to `n` tokens, that does not cut a picture."""
         while 0 < n < len(self) and self[n] < 0 and not self[n] % 2:
             n -= 1
         return n
 
     def block_end(self, n: int) -> int:
-        """Return `n`, or the end of the picture around `n` if its rows share positions."""
+        """Return `n`; inside a picture whose rows share positions, return that picture's end."""
         if self._is_in_place(n):
             while n < len(self) and self[n] < 0 and not self[n] % 2:
                 n += 1

@@ -1,8 +1,8 @@
 """Checkpoints of the recurrent state, for models whose sequences cannot be truncated.
 
-A checkpoint is the recurrent state after a number of tokens; restoring it truncates the sequence to
-them. So if a prompt shares only a part of a cached sequence (an edited message, another answer to the
-same question), the engine prefills the rest, not the whole prompt.
+A checkpoint is the recurrent state after the first n tokens of a sequence; restoring it truncates the
+sequence to n tokens. If a prompt shares only a part of a cached sequence (an edited message, another
+answer to the same question), the engine prefills the tokens after a checkpoint, not the whole prompt.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Protocol
 _MOST_BYTES = 512 << 20
 #: Distance (tokens) between checkpoints during prefill.
 INTERVAL_TOKENS = 2048
-#: Shortest prompt (tokens) with a checkpoint. A checkpoint needs a separate step for the last token.
+#: Fewer tokens than this are prefilled without a checkpoint, which would cost one more step.
 SHORT = 32
 
 
 def tokens_to_next_checkpoint(n_past: int, n_tokens: int) -> int:
     """Return how many tokens a step may prefill at most, so that it ends at the next checkpoint.
 
-    The prompt has `n_tokens`, of which `n_past` are prefilled. The last checkpoint is before the last
-    token, which is computed again if the prompt is repeated.
+    The prompt has `n_tokens`, of which `n_past` are prefilled. The last checkpoint is one token before
+    the prompt's end: a repeated prompt must compute its last token again, for the logits.
     """
     to_end = n_tokens - 1 - n_past
     if n_tokens - n_past < SHORT or to_end <= 0:
@@ -60,7 +60,7 @@ class Checkpoints:
         self._bytes = 0
 
     def save(self, checkpoints: list[Checkpoint], seq_id: int, n_tokens: int) -> None:
-        """Save the present state of `seq_id`, which has `n_tokens`, unless the list already has it."""
+        """Save the state of `seq_id`, which has `n_tokens`, unless `checkpoints` has one for them."""
         if not n_tokens or any(checkpoint.n_tokens == n_tokens for checkpoint in checkpoints):
             return
         state = self._states.save_checkpoint(seq_id)
@@ -68,7 +68,7 @@ class Checkpoints:
             self.add(checkpoints, Checkpoint(n_tokens, state))
 
     def add(self, checkpoints: list[Checkpoint], checkpoint: Checkpoint) -> None:
-        """Add a checkpoint to its sequence's list; above the memory limit, drop the oldest of all."""
+        """Add a checkpoint to its sequence's list; above the memory limit, drop the oldest ones."""
         checkpoints.append(checkpoint)
         self._oldest_first.append((checkpoints, checkpoint))
         self._bytes += len(checkpoint.state)
@@ -88,7 +88,7 @@ class Checkpoints:
         checkpoints[:] = [checkpoint for checkpoint in checkpoints if checkpoint not in dropped]
 
     def latest_before(self, checkpoints: list[Checkpoint], n_tokens: int) -> Checkpoint | None:
-        """Find the last checkpoint within the first `n_tokens`, None without one."""
+        """Return the last checkpoint within the first `n_tokens`, None if there is none."""
         within = [checkpoint for checkpoint in checkpoints if checkpoint.n_tokens <= n_tokens]
         return max(within, key=lambda checkpoint: checkpoint.n_tokens, default=None)
 

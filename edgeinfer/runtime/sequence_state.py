@@ -11,7 +11,7 @@ ANYWHERE = -1
 
 
 class MappedFile:
-    """A file mapped at `address`. Its descriptor is closed with this object."""
+    """A file mapped into memory at `address`. Deleting this object closes the `descriptor`."""
 
     def __init__(self, descriptor: int, address: int) -> None:
         self.descriptor, self.address = descriptor, address
@@ -21,10 +21,10 @@ class MappedFile:
 
 
 class State(msgspec.Struct, frozen=True):
-    """A sequence's state as bytes. Each piece has the cells of one tensor, or metadata between them.
+    """A sequence's state as bytes. Each piece has the cells of one tensor, or metadata.
 
-    A piece in a file should begin at its `page_offsets` within a page, so that its pages can be mapped
-    into the KV cache; ANYWHERE for metadata. `file` contains the pieces, None if they are in memory.
+    In a file, piece `i` should begin `page_offsets[i]` bytes after a page boundary, so that its pages
+    can be mapped into the KV cache; ANYWHERE for metadata. `file` is None if the pieces are in memory.
     """
 
     pieces: tuple[memoryview, ...]
