@@ -1,12 +1,12 @@
 """Move layers to GPUs while the CPU serves requests, and return to the CPU if a device fails.
 
-The model stays loaded for the CPU: its weights are mapped files, which take no memory that other
-programs need. A thread loads it again with layers on devices. Between two steps the engine switches the
-context: the computed state moves, and the pages of the CPU's KV cache are returned. After a failed step
-the CPU's context is used again; running requests restore or recompute their prefixes and continue.
+The model stays loaded for the CPU: its weights are mapped files, whose pages Linux can drop. A thread
+loads the model again with layers on devices. Between two steps the engine switches the context: the KV
+cache is copied, and the pages of the CPU's KV cache are freed. After a failed step the engine uses the
+CPU's context again; running requests restore or recompute their prefixes and continue.
 
-An automatic context may be shorter on devices, so that all layers fit. Longer requests end on the CPU
-before the switch.
+An automatic context may be shorter on devices, so that all layers fit. The switch waits until requests
+that are too long for that context have ended on the CPU.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from edgeinfer.runtime.vision import Vision
 from edgeinfer.units import format_bytes
 
 _log = logging.getLogger("edgeinfer.gpu")
-#: Share of the free memory for the second, smaller attempt on the same devices.
+#: If devices run out of memory, loading is tried once more, planned for this share of the free memory.
 _SMALLER = 0.85
-#: Free memory (bytes) of a device, next to a projector's weights, for which it encodes pictures: 4,096
-#: patches with 16 heads take 1 GiB without flash attention.
+#: A device encodes pictures only if this much memory (bytes) is free in addition to the projector's
+#: weights: 4,096 patches with 16 heads take 1 GiB without flash attention.
 _ENCODER_BYTES = 1 << 30
 #: Interval (s) between attempts to switch while a request is too long for the devices' context.
 _SWITCH_S = 0.5
@@ -52,8 +52,8 @@ _SWITCH_S = 0.5
 class GpuOffloader:
     """Moves the layers of one engine to devices, and back if a device fails.
 
-    `cpu` is the model as first loaded, `loaded` the one in use, whose `context` decodes. `call` runs
-    work between two steps; `on_enter` is called between two steps with the model that decodes next.
+    `cpu` is the model as first loaded, with `context`; `loaded` is the model in use. `call` runs work
+    on the decode thread between two steps; `on_enter` is called with the model that decodes next.
     """
 
     files: ModelFiles
@@ -82,26 +82,26 @@ class GpuOffloader:
             self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until devices are attached, or have failed; return False after the timeout."""
+        """Wait until devices are in use or have failed; return False after the timeout."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             return not self._thread.is_alive()
         return True
 
     def stop(self) -> bool:
-        """End the attaching thread soon; return whether a GPU's driver, which may hang, is in use."""
+        """Ask the thread to end; return whether a GPU's driver, which may hang, is in use."""
         self._closing.set()
         return self._device_context is not None or not self.wait(0)
 
     def close(self) -> None:
-        """Free the device context. Only after `stop`, and after the decode thread has ended."""
+        """Free the device context. Call it after `stop`, when the decode thread has ended."""
         self.wait()
         if self._device_context is not None:
             self._device_context.loaded.free()
             self._device_context = None
 
     def _main(self, request: OffloadRequest) -> None:
-        """Use the first backend that works; each may fail or refuse for its own reason."""
+        """Use the first backend that works; if none does, record the reasons in `choices`."""
         errors: list[Exception] = []
         load = partial(backend_loading.load_tried, stop=self._closing)
         try:
@@ -143,7 +143,7 @@ class GpuOffloader:
             while not self.call(lambda: self._switch(device_context)):
                 self._closing.wait(_SWITCH_S)
         except BaseException as error:
-            # do not free memory on a lost device: that could wait forever
+            # do not free memory on a lost device: the call might never return
             is_lost = isinstance(error, DecodeError) and not _is_short_of_memory(error)
             if self._device_context is None and (not is_lost or "no kernel image" in str(error)):
                 device_context.loaded.free()
@@ -152,7 +152,7 @@ class GpuOffloader:
             self._move_encoder(self.vision, device_context)
 
     def _move_encoder(self, vision: Vision, device_context: DeviceContext) -> None:
-        """Encode pictures on the first device with layers, if the projector fits next to them."""
+        """Encode pictures on the first device that has layers, if the projector fits there too."""
         if self._closing.is_set() or self._device_context is not device_context:
             return
         device, choices = device_context.device, device_context.loaded.choices
@@ -162,14 +162,14 @@ class GpuOffloader:
             free = backend_loading.read_device(device.backend, device.pointer).free_bytes
             if free < needed:
                 layers = choices["gpu_layers"]
-                room = f"{format_bytes(free)} of {format_bytes(needed)}"
-                note = f"the CPU encodes pictures: {room} are free"
+                memory = f"{format_bytes(needed)} needed, {format_bytes(free)} free"
+                note = f"the CPU encodes pictures: {memory}"
                 choices["gpu_layers"] = Chosen(layers.value, f"{layers.reason}; {note}")
                 return
             projector = Projector(path, self.cpu.model, self.cpu.n_threads, device.pointer)
             projector.encode(Picture(64, 64, bytes(3 * 64 * 64)))  # compiles the kernels
         except (EngineError, OSError) as error:
-            _log.warning("%s cannot encode pictures, the CPU does: %s", device.name, error)
+            _log.warning("%s cannot encode pictures, so the CPU does: %s", device.name, error)
             return
 
         def use() -> None:
@@ -179,7 +179,7 @@ class GpuOffloader:
         try:
             self.call(use)
         except EngineClosedError:
-            use()  # no step will run; `close` frees the projector
+            use()  # the decode thread has ended, and `Vision.close` must free the projector
 
     def _load(self, devices: Sequence[Device], layer_plan: LayerPlan) -> DeviceContext:
         """Load the model again with layers on devices. Raises ModelLoadError, OutOfMemoryError."""
@@ -223,7 +223,7 @@ class GpuOffloader:
         return True
 
     def _fall_back(self, error: DecodeError) -> bool:
-        """Continue on the CPU. The device context is not used again: a lost device may never answer."""
+        """Continue on the CPU; return False if it is in use already. A lost device is not freed."""
         device_context, self._device_context = self._device_context, None
         if device_context is None:
             return False
@@ -255,13 +255,13 @@ def _is_short_of_memory(error: EngineError) -> bool:
     return bool(re.search(r"alloc|out ?of ?\w*memory", error.message, re.IGNORECASE))
 
 
-#: Tokens for warming up a software device, which takes a minute for a whole batch of a 135M model.
+#: Tokens to warm up a software device: it takes a minute to compute a whole batch of a 135M model.
 _SOFTWARE_TOKENS = 64
 
 
 @dataclass(slots=True)
 class DeviceContext:
-    """A model loaded again with layers on devices, `device` first. llama.cpp may read `placement`."""
+    """A model with layers on devices, first `device`. llama.cpp may still read `placement`."""
 
     loaded: LlamaModel
     context: LlamaContext
@@ -272,7 +272,7 @@ class DeviceContext:
     def warm_up(self, n_tokens: int) -> None:
         """Compile the kernels for a prompt of `n_tokens` and for one token. Raises DecodeError.
 
-        Kernels depend on the rows: after 64 tokens, a prompt of 512 took 5 s on an H200 with Vulkan.
+        Kernels differ by batch size: warmed up with 64 tokens, an H200 with Vulkan took 5 s for 512.
         """
         batch = Batch.of(self.context, max_outputs=1)
         for n in (min(n_tokens, self.loaded.n_batch), 1):

@@ -1,4 +1,4 @@
-"""Divide a planned model among devices: which layers each gets, and how long their context is.
+"""Divide a planned model among devices: which layers each device gets, and the devices' context size.
 
 Like `memory_plan`, this is only arithmetic on sizes (bytes); nothing is read or loaded.
 """
@@ -19,19 +19,19 @@ from edgeinfer.runtime.model_shape import CELL_STEP, Shape, make_buffers
 from edgeinfer.units import format_bytes
 
 #: Memory left free on each device for llama.cpp's backends, the small context of the round-trip check
-#: (40 MiB of an 8B) and other programs: at least these bytes, and at least 1/16 of the free memory.
+#: (40 MiB for an 8B model) and other programs: this many bytes, and at least 1/16 of the free memory.
 _MARGIN_BYTES, _MARGIN_SHARE = 256 << 20, 16
 
 
-#: A "gpu" has memory of its own, an "integrated" GPU shares the machine's, "software" runs on the CPU.
+#: A "gpu" has separate memory, an "integrated" GPU shares the machine's, "software" runs on the CPU.
 Kind = Literal["gpu", "integrated", "software", "accelerator"]
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """A device of a loaded backend, with its memory (bytes) when it was asked.
+    """A device of a loaded backend, with its memory (bytes) at the time of the query.
 
-    `name` is llama.cpp's ("Vulkan0"), `pointer` its ggml_backend_dev_t, valid only in the process that
-    loaded it. `id` is the PCI address, "" for none. Some drivers report all memory as free.
+    `name` is llama.cpp's ("Vulkan0"); `pointer` is the ggml_backend_dev_t, valid only in this process.
+    `id` is the PCI address, "" for none. Some drivers report all memory as free.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Which layers go to devices: `n_layers` of `n_all`, the last ones, including the output.
+    """Which layers go to devices: the last `n_layers` of `n_all`; the output counts as the last layer.
 
     The experts of the model's first `n_without_experts` layers stay on the CPU. `reason` explains the
-    choice. `split` has the layers of each device; bytes are those of all devices together. The devices'
-    context has `n_cells`, which may be fewer than the CPU's.
+    choice. `split` is the number of layers of each device; bytes are sums over all devices. The context
+    on the devices has `n_cells`, perhaps fewer than the CPU's.
     """
 
     n_layers: int
@@ -104,35 +104,35 @@ def make_layer_plan(
             continue  # a requested number is tried even if it seems not to fit
         n_cells = n_cells or plan.least_cells
         if n_cells < plan.n_cells.value:
-            reason += f" with a context of {n_cells:,} tokens; --ctx {plan.n_ctx.value} keeps that one"
+            reason += f" with a context of {n_cells:,} tokens; --ctx {plan.n_ctx.value} keeps all of it"
         return msgspec.structs.replace(distribute(n_cells)[0], reason=reason)
     free = ", ".join(f"{format_bytes(device.free_bytes)} of {device.name}" for device in devices)
-    reason = f"{free} that are free, with a margin, do not hold half of the layers"
-    return LayerPlan(n_layers=0, n_all=n_all, reason=f"{reason}; --gpu-layers N puts N there")
+    reason = f"half of the layers do not fit into the free memory less a margin ({free})"
+    return LayerPlan(n_layers=0, n_all=n_all, reason=f"{reason}; --gpu-layers N tries N layers")
 
 
 def _candidates(shape: Shape, n_all: int, layers: int | str) -> list[tuple[int, int, str]]:
-    """List layers on devices, layers without experts there and the reason, the best choice first."""
+    """List candidates (layers on devices, those without experts there, reason), the best one first."""
     if layers != "auto":
         return [(n_all if layers == "all" else min(int(layers), n_all), 0, "as asked")]
     max_without = n_all - 1 if shape.expert_bytes else 0
-    all_layers = (n_all, 0, "all of it fits")
-    without_experts = [(n_all, n, "all but these experts fits") for n in range(1, max_without + 1)]
+    all_layers = (n_all, 0, "the whole model fits")
+    without_experts = [(n_all, n, "all except these experts fits") for n in range(1, max_without + 1)]
     fewer = range(n_all - 1, (n_all - 1) // 2, -1)
     return [all_layers, *without_experts] + [(n, max_without, "as many as fit") for n in fewer]
 
 
 def _device_choices(devices: Sequence[Device]) -> list[list[Device]]:
-    """Return all devices, then those left without the smallest, and so on.
+    """Return lists of devices to try: all devices, then all except the smallest, and so on.
 
-    Layers are not divided: a small device may not hold the part of a model that is its share.
+    A layer cannot be divided, so the share of a small device may not fit into its memory.
     """
     limits = sorted(device.free_bytes for device in devices)
     return [[device for device in devices if device.free_bytes >= limit] for limit in limits]
 
 
 def _max_cells(plan: MemoryPlan, distribute: Callable[[int], tuple[LayerPlan, bool]]) -> int:
-    """Return the most cells, at least `plan.least_cells`, whose distribution fits; 0 if none does."""
+    """Return the most cells, at least `plan.least_cells`, that fit on the devices; 0 if none do."""
 
     most = int(plan.n_cells.value)
     steps = range(plan.least_cells // CELL_STEP, most // CELL_STEP)
@@ -149,9 +149,9 @@ def _distribute(
     n_without_experts: int,
     n_cells: int,
 ) -> tuple[LayerPlan, bool]:
-    """Return a plan without its reason, and whether each device holds its share.
+    """Return a plan without its reason, and whether each device's share fits into its memory.
 
-    For a quantized KV cache, CUDA's attention copies one layer's K and V to f16.
+    A quantized KV cache needs more: CUDA's attention copies one layer's K and V to f16.
     """
     limits = {"n_seq_max": plan.n_seq_max, "n_ubatch": plan.n_batch, "n_outputs": plan.n_outputs}
     buffers = make_buffers(shape, n_cells, plan.kv_type.value, **limits)
@@ -182,7 +182,7 @@ def _distribute(
 def _layer_bytes(shape: Shape, kv_bytes: int, n_layers: int, n_without_experts: int) -> list[int]:
     """Estimate the bytes of each layer on devices, with `kv_bytes` of cache.
 
-    The last one is the output, without a cache. It counts again if it may share the token table.
+    The last entry is the output, which has no cache. llama.cpp copies a token table that it shares.
     """
     n = max(1, shape.n_layer)
     dense = max(0, shape.weights_bytes - shape.embedding_bytes - shape.expert_bytes) // n

@@ -1,7 +1,7 @@
 """Plan how a model is loaded, by its sizes, the options and the machine's memory: `make_plan`.
 
-A plan is computed without llama.cpp, so that `edgeinfer show` gets the same one from the header of a
-file as the loader from the model. Each automatic choice has a reason. Memory is in bytes, context in
+A plan is computed without llama.cpp, so that `edgeinfer show` makes the same plan from a file's header
+as the loader from the loaded model. Each automatic choice has a reason. Memory is in bytes, context in
 tokens. `layer_plan` divides a planned model among devices.
 """
 
@@ -51,7 +51,7 @@ def choose_threads(n_threads: int, processors: Processors) -> Chosen:
         )
     noun = "core" if cores == 1 else "cores"
     return Chosen(
-        cores, f"{cores} physical {noun} within our affinity ({processors.logical_cpus} logical)"
+        cores, f"{cores} physical {noun} in the CPU affinity mask ({processors.logical_cpus} logical)"
     )
 
 
@@ -111,12 +111,12 @@ def choose_context(n_ctx: int, n_ctx_train: int, kv_bytes_per_token: int, free_b
         return Chosen(n_ctx, "as asked")
     fits = free_bytes // 2 // per_token
     if fits < CELL_STEP:
-        problem = f"no room for a context: {max(0, free_bytes) // _MIB} MiB are free for it"
+        problem = f"no memory for a context: {max(0, free_bytes) // _MIB} MiB are free"
         raise OutOfMemoryError(problem)
     limits = (
         (n_ctx_train, f"the model was trained on {n_ctx_train} tokens"),
         (fits, f"half of the {free_bytes // _MIB} MiB available for it"),
-        (_AUTO_MAX_TOKENS, "enough for most; ask for more with --ctx"),
+        (_AUTO_MAX_TOKENS, "the longest automatic context; --ctx sets a longer one"),
     )
     chosen, reason = min(limits, key=lambda limit: limit[0])
     rounded = chosen if chosen == n_ctx_train else max(CELL_STEP, chosen // CELL_STEP * CELL_STEP)
@@ -134,12 +134,12 @@ def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_byte
     return Chosen(round_up_cells(n_cells), f"{_CELLS_PER_SEQUENCE} for each of {n_parallel} sequences")
 
 
-#: A draft model computes at most this many tokens at once, so that other requests need not wait. It has
-#: `DRAFT_SPARE_SEQUENCES` sequence ids for texts that later requests may continue.
+#: A draft model computes at most this many tokens per call, so that other requests do not wait long.
+#: It has `DRAFT_SPARE_SEQUENCES` more sequence ids, for texts that later requests may continue.
 DRAFT_BATCH = 128
 DRAFT_SPARE_SEQUENCES = 8
-#: A step may compute logits for this many tokens of each request, or for up to 256 tokens if the
-#: compute buffer need not grow for that, and their copy takes at most an eighth of the memory left.
+#: A step may compute logits for `_OUTPUTS_PER_REQUEST` tokens per request. It may for up to 256 tokens
+#: if the compute buffer need not grow and the output buffer takes at most 1/8 of the unused memory.
 _OUTPUTS_PER_REQUEST, _MAX_FREE_OUTPUTS = 8, 256
 _OUTPUTS_SHARE = 8
 #: Further sequence ids: 16 for idle conversations, and one for saving KV blocks.
@@ -147,38 +147,37 @@ _SPARE_SEQUENCES = 17
 _MAX_SEQUENCES = 256
 #: An automatic context is not shortened below this (cells) to place more layers on devices.
 _MIN_DEVICE_CELLS = 8192
-#: Context (tokens) in the plan of a model that does not fit or names no training context.
+#: Context (tokens) in the plan of a model that does not fit, or whose file has no training context.
 _FALLBACK_CTX = 4096
 #: Smallest useful KV cache (bytes) of an automatic context.
 _USEFUL_KV_BYTES = 1 << 30
 #: Memory (bytes) that the process takes in addition to the model.
 _PROCESS_BYTES = 64 << 20
-#: Least memory (bytes) for streamed weights. It holds two of the largest, so that one is read while the
-#: other is multiplied; each takes up to two pages (of 64 KiB) more than its size.
+#: Least size (bytes) of the ring buffer for streamed weights. The ring holds at least two weights, one
+#: that is read while the other is multiplied, each with up to two more pages of 64 KiB.
 _RING_BYTES, _PADDING_BYTES = 64 << 20, 128 << 10
 #: Memory that streaming leaves free: this many bytes, and at least 1/20 of the machine's memory.
 _STREAMING_MARGIN_BYTES, _STREAMING_MARGIN_SHARE = 100_000_000, 20
-#: Shortest automatic context (tokens, in f16) of a model with streamed weights; longer ones take at
-#: most an eighth of the memory. With a longer one, fewer weights stay in memory, and more are read for
-#: every token.
+#: Shortest automatic context (tokens, f16 cache) of a model with streamed weights. A longer context
+#: takes at most 1/8 of the memory: the larger the cache, the more weights are read for every token.
 _STREAMING_CTX = 2048
-#: If weights are streamed, a quarter of the KV cache gets memory at first. As more of it is used,
-#: `llama.streaming` keeps fewer weights in memory.
+#: If weights are streamed, memory is reserved for a quarter of the KV cache. As more of the cache is
+#: used, `llama.streaming` evicts weights.
 _KV_SHARE = 4
 #: If a `share` of all experts is in memory, (1 - share) ** _MISS_POWER of a token's experts must be
-#: read. In a trace of 24 layers it was 0.56 for a share of 0.13, 0.36 for 0.25, and 0.20 for 0.40.
+#: read. In a trace of 24 layers, 0.56 were read for a share of 0.13, 0.36 for 0.25, and 0.20 for 0.40.
 _MISS_POWER = 3
-#: Rate (bytes/s) assumed of a disk that could not be measured: that of a SATA SSD.
+#: Read rate (bytes/s) assumed of a disk that was not measured: that of a SATA SSD.
 _ASSUMED_DISK_BYTES_PER_S = 500e6
 
 
 @dataclass(frozen=True, slots=True)
 class StreamingPlan:
-    """The division (bytes) of weights that do not fit into memory.
+    """How the weights of a model that does not fit into memory are divided (bytes).
 
     `pinned_bytes` of the mapped file stay in memory. The other weights of a dense model,
-    `streamed_bytes`, are read from the disk at every step; `ring_bytes` hold those used next. A mixture
-    pins everything except experts, and caches experts in `expert_bytes` (0 for a dense model).
+    `streamed_bytes`, are read from disk at every step, into a ring of `ring_bytes`. Of a mixture of
+    experts, all weights except experts are pinned; experts are cached in `expert_bytes`.
     """
 
     pinned_bytes: int
@@ -199,11 +198,11 @@ class StreamingPlan:
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of a model's context, with the reason for each automatic choice.
 
-    `n_cells` is the KV cache that all sequences share, `least_kv_bytes` its smallest useful size (its
-    whole size for a requested context). A device's context may have down to `least_cells`. `from_disk`:
-    not all weights stay in memory; `streaming` says which do. `streaming` is None if memory is too
-    small for it: then Linux reads all weights by page faults. `refusal` is why the model cannot be
-    loaded, "" if it can. `has_draft`: the buffers include a draft model's.
+    `n_cells` is the size of the KV cache that all sequences share, `least_kv_bytes` its smallest useful
+    size (the whole size for a requested context). A device's context has at least `least_cells` cells.
+    `from_disk`: not all weights stay in memory; `streaming` says which do, and is None if memory is too
+    small to stream: then Linux reads weights by page faults. `refusal` says why the model cannot be
+    loaded, "" if it can. `has_draft`: `buffers` include those of a draft model.
     """
 
     n_threads: Chosen
@@ -232,7 +231,7 @@ def make_plan(
 ) -> MemoryPlan:
     """Plan the context for `options`, with room for a draft model of shape `draft`.
 
-    A draft model that the options do not name is left out if the model fits or streams only without it.
+    A draft model that the options do not name is left out if the large model does not fit next to it.
     """
     if draft is None:
         return _make_plan(shape, options, machine)
@@ -287,7 +286,7 @@ def _make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> MemoryPl
     streaming = None
     if from_disk and not refusal:
         context_bytes = buffers.kv_bytes // _KV_SHARE + buffers.compute_bytes
-        # llama.cpp has room for the logits of one token of each sequence, and adds it at need
+        # the buffers above have one token's logits per sequence; llama.cpp allocates others when needed
         context_bytes += shape.logits_bytes(n_outputs - n_seq_max)
         streaming = plan_streaming(shape, machine.memory.available_bytes, context_bytes)
     return MemoryPlan(
@@ -315,7 +314,7 @@ def make_exact_plan(
     tensor_sizes: Callable[[], Mapping[str, int]],
     draft: Shape | None = None,
 ) -> tuple[Shape, MemoryPlan]:
-    """Return shape and plan. If the weights do not fit, both use the exact `tensor_sizes()`."""
+    """Return shape and plan. If the weights do not fit, both are exact, by `tensor_sizes()`."""
     plan = make_plan(shape, options, machine, draft)
     if plan.from_disk:
         shape = with_tensors(shape, tensor_sizes())
@@ -326,7 +325,7 @@ def make_exact_plan(
 def plan_streaming(shape: Shape, available_bytes: int, context_bytes: int) -> StreamingPlan | None:
     """Decide which weights stay in the memory that a context leaves, and which are streamed.
 
-    Returns None if there is no room for a ring and the output, or for the experts that one layer uses.
+    Returns None if the ring and the output do not fit, or the experts that a token uses in one layer.
     """
     margin = max(_STREAMING_MARGIN_BYTES, available_bytes // _STREAMING_MARGIN_SHARE)
     weights_budget = available_bytes - context_bytes - _PROCESS_BYTES - margin
@@ -352,10 +351,10 @@ def _compute_bytes(
 
 
 def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[int, bool]:
-    """Return the bytes that are left for the KV cache, and whether weights must be streamed.
+    """Return the memory (bytes) for the KV cache, and whether weights must be read from disk.
 
-    Weights that leave no room for the smallest context are read from the disk when needed. Then an
-    automatic context is small, and a requested one leaves a quarter of the memory.
+    They must if they leave no memory for the smallest context. Then an automatic context is small, and
+    a requested one leaves a quarter of the memory to weights.
     """
     available = machine.memory.available_bytes
     kv_type = "f16" if options.kv_type == "auto" else options.kv_type
@@ -373,9 +372,9 @@ def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[i
 
 
 def disk_pace(shape: Shape, streaming: StreamingPlan | None, disk_bytes_per_s: float = 0.0) -> float:
-    """Estimate the tokens/s of one request if weights are read from disk.
+    """Estimate the rate (tokens/s) of one request if weights are read from disk.
 
-    Without `streaming`, this is the worst case: each token reads all of its weights from disk.
+    Without `streaming`, the worst case is assumed: all weights that a token uses are read from disk.
     """
     n_bytes = streaming.read_bytes(shape) if streaming else shape.weights_bytes_per_token
     return (disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S) / max(1, n_bytes)
@@ -384,15 +383,15 @@ def disk_pace(shape: Shape, streaming: StreamingPlan | None, disk_bytes_per_s: f
 def disk_warning(
     shape: Shape, machine: Machine, plan: MemoryPlan, disk_bytes_per_s: float = 0.0
 ) -> str:
-    """Describe how fast a model with `plan.from_disk` will be. A rate of 0.0 assumes a usual disk."""
+    """Describe how fast a model with `plan.from_disk` will be. For a rate of 0.0, assume a SATA SSD."""
     rate = disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S
     per_s = disk_pace(shape, plan.streaming, rate)
     pace = f"{per_s:.1f} tokens/s" if per_s >= 1 else f"a token in {1 / per_s:.1f} s"
     source = "measured just now" if disk_bytes_per_s else "assumed"
-    placement = "they are read from the disk again and again"
+    placement = "they are read from disk again and again"
     if streaming := plan.streaming:
         held = format_bytes(streaming.pinned_bytes + streaming.expert_bytes)
-        placement = f"{held} of them stay there, the others are read from the disk for each step"
+        placement = f"{held} of them stay in memory, the others are read from disk for each token"
         if streaming.expert_bytes:
             hits = 1.0 - streaming.miss_share(shape)
             source += f", if {hits:.0%} of the experts that a token uses are in memory"

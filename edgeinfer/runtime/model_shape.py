@@ -1,8 +1,8 @@
 """Compute how much memory a model takes from its file's metadata: `Shape` and `Buffers`.
 
-`edgeinfer show` has the metadata from the GGUF header, the loader from the loaded model. The size of
-the KV cache is computed as llama.cpp does, with full-size sliding windows. The compute buffer is an
-estimate; `docs/guides/quantizing.md` gives its measured error.
+`edgeinfer show` takes the metadata from the GGUF header, the loader from the loaded model. The size of
+the KV cache is computed as llama.cpp does, with full-size sliding windows. The compute buffer's size is
+an estimate; `docs/guides/quantizing.md` gives the measured error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KV_BLOCK = 32
 _MAX_DRAFT_PADDING = 512
 #: llama.cpp rounds the cells of a context up to a multiple of this.
 CELL_STEP = 256
-#: Architectures with sliding windows in some layers, even if the file does not say in which.
+#: Architectures that have sliding windows in some layers, even if the file does not say in which ones.
 _WINDOWED = frozenset(
     """gemma2 gemma3 gemma3n gemma-embedding cohere2 exaone4 gpt-oss llama4 olmo2 plamo3 smallthinker
     modern-bert""".split()
@@ -42,14 +42,14 @@ _OTHER_HEADS = (
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes of a model on which its memory depends.
 
-    - weights_bytes_per_token: bytes of weights that a token reads; without the experts it does not use.
-    - kv_rows: elements of one token's K and V in each layer; () without attention.
+    - weights_bytes_per_token: bytes of weights read for a token, without the experts not used for it.
+    - kv_rows: elements of one token's K and of its V in each layer; () without attention.
     - head_lengths: elements of a head's K and V, then those of windows and latent attention, if any.
-    - can_quantize_kv: heads are whole blocks of the quantized KV types.
-    - state_elements: float32 of one sequence's recurrent state.
-    - embedding_bytes, expert_bytes: the parts of the token table and of all experts in `weights_bytes`.
-    - unread_bytes: size of a token table of which a token reads one row, because the output is a
-      separate tensor; 0 if unknown.
+    - can_quantize_kv: each head is a whole number of blocks of the quantized KV types.
+    - state_elements: float32 elements of one sequence's recurrent state.
+    - embedding_bytes, expert_bytes: sizes of the token table and of all experts, in `weights_bytes`.
+    - unread_bytes: size of the token table if the output is a separate tensor, so that a token reads
+      only one row of the table; 0 if unknown.
     - layer_tensor_bytes: size of the largest weight of a layer that is not an expert; 0 if unknown.
     """
 
@@ -91,7 +91,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.kv_elements * _KV_BYTES[kv_type])
 
     def logits_bytes(self, n_tokens: int) -> int:
-        """Return the memory of the logits of `n_tokens`: a float per token of the vocabulary."""
+        """Return the memory (bytes) of the logits of `n_tokens`: a float32 per vocabulary token."""
         return 4 * n_tokens * max(1, self.n_vocab)
 
 
@@ -105,7 +105,7 @@ def draft_problem(draft: Shape, large: Shape) -> str:
 
 
 class Buffers(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory (bytes) of a loaded model. `kv_per_1000_bytes` is for 1,000 more tokens of context."""
+    """Memory (bytes) of a loaded model. `kv_per_1000_bytes`: KV cache of 1,000 more tokens."""
 
     n_ctx: int
     n_parallel: int
@@ -175,7 +175,7 @@ def with_tensors(shape: Shape, sizes: Mapping[str, int]) -> Shape:
 def make_buffers(
     shape: Shape, n_cells: int, kv_type: str, *, n_seq_max: int, n_ubatch: int, n_outputs: int
 ) -> Buffers:
-    """Estimate a context's memory. A micro-batch has `n_ubatch` tokens, `n_outputs` with logits."""
+    """Estimate a context's memory. Of `n_ubatch` tokens in a micro-batch, `n_outputs` have logits."""
     n_cells = round_up_cells(n_cells)
     kv_bytes = int(n_cells * shape.kv_elements * _KV_BYTES[kv_type])
     logits = shape.logits_bytes(n_outputs) + 8 * shape.n_embd * n_ubatch
@@ -213,14 +213,14 @@ class _Keys:
     def of(self, name: str, default: int = 0) -> int:
         """Return the value of the key `name` if it is an integer of at least 0, otherwise `default`."""
         value = self._metadata.get(name)
-        good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        return int(value) if good else default  # type: ignore[call-overload]
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        return int(value) if is_count else default  # type: ignore[call-overload]
 
     def number(self, key: str, default: int = 0) -> int:
         return self.of(f"{self.architecture}.{key}", default)
 
     def per_layer(self, key: str) -> list[int]:
-        """Return the value of `key` for each layer (an array, or one number for all); [] if missing."""
+        """Return the value of `key` for each layer, also if it is one number; [] if it is missing."""
         n_layer = max(1, self.number("block_count"))
         value = self._metadata.get(f"{self.architecture}.{key}")
         if isinstance(value, tuple):

@@ -37,8 +37,8 @@ Rows = npt.NDArray[np.float32]
 _log = logging.getLogger("edgeinfer.gpu")
 #: Maximum bytes of cached rows in memory. Rows are f32: with f16, logits differ by 0.7 to 1.2.
 _KEPT_BYTES = 128 << 20
-#: Maximum bytes of decoded pixels that wait for their encoding. Beyond them, the oldest pictures'
-#: pixels are dropped; those pictures are decoded again.
+#: Maximum bytes of decoded pixels that wait for the encoder. Beyond this, the oldest pictures' pixels
+#: are dropped; the encoder decodes those pictures again.
 _PIXEL_BYTES = 48 << 20
 #: Number of image files whose size and chunks are cached.
 _KNOWN_FILES = 256
@@ -48,8 +48,8 @@ _KNOWN_FILES = 256
 class Source:
     """A picture of a request: its image `file` and `size` (width, height in pixels).
 
-    `digest` is a hash of the file, the projector and the cache salt. Rows are read from `folder`, and
-    written there if `is_stored`.
+    `digest` is a hash of the file, the projector and the cache salt. Rows are read from `folder` (None:
+    not from disk), and written there if `is_stored`.
     """
 
     digest: bytes
@@ -61,7 +61,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The rows of a `chunk` in a prompt, from token `start` on. `number`: index in its picture."""
+    """The rows of `chunk` in a prompt, from token `start` on; the picture's span `number` (from 0)."""
 
     start: int
     source: Source
@@ -163,18 +163,18 @@ class Vision:
         for chunk in chunks:
             if min(chunk.tokens, default=0) < 0:  # large pictures have separators of tiles
                 message = f"a picture of {width}x{height} pixels needs tokens that the model lacks: "
-                message += "its projector belongs to another model"
+                message += "the projector belongs to another model"
                 raise InvalidRequestError(message, param="messages")
             if chunk.is_whole and chunk.n_rows > self._max_rows:
-                message = f"a picture has {chunk.n_rows} rows, which must fit into one batch of "
-                message += f"{self._max_rows}"
+                message = f"a picture has {chunk.n_rows} embedding rows; the model's batch holds "
+                message += f"{self._max_rows}, and all rows must fit into one batch"
                 raise InvalidRequestError(message, param="messages")
         return chunks
 
     def _read(
         self, folder: BlockFolder | None, digest: bytes
     ) -> tuple[tuple[int, int], list[Rows]] | None:
-        """Read a picture's size and rows from the prefix cache, None if it has none."""
+        """Read a picture's size and rows from the on-disk prefix cache; None if they are not there."""
         block = folder.read(folder.names.rows(digest)) if folder is not None else None
         if block is None:
             return None
@@ -185,10 +185,10 @@ class Vision:
         ]
 
     def _store(self, source: Source, rows: Sequence[Rows]) -> None:
-        """Write rows to the prefix cache, unless it has them.
+        """Write rows to the on-disk prefix cache, unless they are there.
 
-        The folder of a request made before the move to a GPU is the CPU's; rows of the GPU, which
-        differ in rounding, are not written there.
+        Requests made before a move to a GPU have the CPU's folder. Rows of the GPU are not written there,
+        because they differ in rounding.
         """
         folder = source.folder
         if folder is None or not source.is_stored or folder is not self.block_folder():
@@ -202,7 +202,7 @@ class Vision:
     def encode(self, span: Span) -> Future[list[Rows]]:
         """Return the rows of the picture of `span`, one array per span; encode them if necessary.
 
-        Call `leave` for each call when the request ends.
+        When the request ends, it must call `leave` as often as `encode`.
         """
         with self._lock:
             encoding = self._encodings.get(span.digest)
@@ -235,11 +235,11 @@ class Vision:
                 return on_device.encode(pixels)
             except DecodeError as error:
                 self.leave_device()
-                _log.warning("a GPU could not encode a picture, the CPU does: %s", error.message)
+                _log.warning("a GPU could not encode a picture, so the CPU does: %s", error.message)
         return self._projector.encode(pixels)
 
     def leave_device(self) -> None:
-        """Encode pictures on the CPU from now on, and forget cached rows.
+        """Encode pictures on the CPU from now on, and drop the rows cached in memory.
 
         The projector on the GPU is not freed, because a lost device may never answer.
         """
@@ -248,7 +248,7 @@ class Vision:
             self._encodings.clear()
 
     def leave(self, digest: bytes, rows: Future[list[Rows]]) -> None:
-        """Record that a request no longer needs `rows`; encode them only if another one does."""
+        """Record that a request no longer needs `rows`; cancel their encoding if no other does."""
         with self._lock:
             encoding = self._encodings.get(digest)
             if encoding is not None and encoding.rows is rows:
@@ -266,7 +266,7 @@ class Vision:
                     del self._encodings[digest]
 
     def park(self) -> None:
-        """End the thread and forget all pictures. The next picture starts the thread again."""
+        """End the encoding thread and drop all pictures. The next picture starts the thread again."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._encodings.clear()
@@ -284,7 +284,7 @@ class Vision:
 
 
 def open_vision(files: ModelFiles, loaded: LlamaModel) -> tuple[Vision | None, str]:
-    """Open the model's projector, or return None and why there is none. Raises ModelLoadError."""
+    """Open the model's projector, or return None and why it was refused. Raises ModelLoadError."""
     if not files.projector:
         return None, ""
     failure = projector_failure(files.projector, files.paths)
@@ -313,7 +313,7 @@ class PromptPictures:
                 self._rows[span.digest] = self.vision.encode(span)
 
     def close(self) -> None:
-        """Cancel pictures that are not encoded yet. Idempotent."""
+        """Release all pictures, and cancel those that are not encoded yet. Idempotent."""
         while self._rows:
             assert self.vision is not None
             self.vision.leave(*self._rows.popitem())
@@ -323,7 +323,7 @@ class PromptPictures:
         return next((span for span in self.spans if span.start <= n_past < span.end), None)
 
     def text_end(self, n_past: int, n_tokens: int) -> int:
-        """Return where the text from `n_past` on ends: at the next picture, or at `n_tokens`."""
+        """Return where the text that begins at `n_past` ends: at the next picture or `n_tokens`."""
         return min((span.start for span in self.spans if span.start >= n_past), default=n_tokens)
 
     def is_edge(self, n_past: int) -> bool:
@@ -334,7 +334,7 @@ class PromptPictures:
         return n_past in begins or n_past in ends
 
     def is_pending(self, n_past: int) -> bool:
-        """Return whether there is a picture after the first `n_past` tokens."""
+        """Return whether a picture ends after the first `n_past` tokens."""
         return bool(self.spans) and self.spans[-1].end > n_past
 
     def is_encoding(self, span: Span) -> bool:
@@ -345,7 +345,7 @@ class PromptPictures:
         wait([self._rows[span.digest]], timeout_s)
 
     def failure(self, span: Span) -> EngineError | None:
-        """Return the error because of which `span` could not be encoded, None without one."""
+        """Return the error that ended the encoding of `span`, None if there was none."""
         rows = self._rows[span.digest]
         error = rows.exception() if rows.done() else None
         return error if error is None or isinstance(error, EngineError) else DecodeError(str(error))
@@ -356,15 +356,15 @@ class PromptPictures:
 
 
 _HELPER = "edgeinfer.runtime.llama.helpers.projector_trial"
-#: Longest test (s) of a projector. The largest take 40 s per picture on two cores.
+#: Time limit (s) of a projector's test. The largest projectors take 40 s per picture on two cores.
 _PATIENCE_S = 600.0
 
-#: Whether a projector passed the test, by the stamps of its file and of the model's files.
+#: Projectors that passed the test, by the stamps of the projector's file and of the model's files.
 _KNOWN = CacheTable("projectors.json", dict[str, bool])
 
 
 def projector_failure(projector: str, model: Sequence[str]) -> str:
-    """Return why a projector cannot be used with a model, "" if it can. Tests it once."""
+    """Return why a projector cannot be used with a model, "" if it can. A success is cached."""
     key = f"{edgeinfer.__version__} {stamps((projector, *model))}"
     if key in _KNOWN.read():
         return ""

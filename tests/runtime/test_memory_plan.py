@@ -342,7 +342,7 @@ def test_rate_is_that_of_the_disk_over_the_bytes_of_a_token() -> None:
     assert disk_pace(DENSE, plan.streaming, 1e9) == 1e9 / plan.streaming.streamed_bytes
     assert disk_pace(DENSE, None, 1e9) == 1e9 / DENSE.weights_bytes
     text = disk_warning(DENSE, machine(4 * GIB), plan, 1e9)
-    assert "stay there, the others are read from the disk for each step" in text
+    assert "stay in memory, the others are read from disk for each token" in text
     assert "at 1.0 GB/s (measured just now)" in text
     mixture = streaming_on(SPARSE, 8 * GIB)
     text = disk_warning(SPARSE, machine(8 * GIB), mixture, 1e9)

@@ -98,7 +98,7 @@ def test_all_some_and_no_layers_give_the_cpus_text(scenarios: Scenarios, alone: 
         assert found[name]["cached"] == alone["cpu"]["cached"] > 0, "what was computed has moved along"
     assert found["one"]["place"] == "1 of 3 on Vulkan0"
     assert found["all"]["place"] == found["fits"]["place"] == "3 of 3 on Vulkan0"
-    assert "do not hold half of the layers" in found["small"]["reason"]
+    assert "half of the layers do not fit" in found["small"]["reason"]
     # a software device is nothing to choose by oneself, nor one without room
     assert found["auto"]["place"] == found["small"]["place"] == found["named"]["place"] == "none"
     assert found["auto"]["said"] == found["small"]["said"] == found["one"]["said"] == []
@@ -251,7 +251,7 @@ def test_pictures_are_encoded_on_the_device_until_it_fails(
     assert 0 < found["difference"] < 0.02
     assert found["is_equal"] == [False, True], "the CPU has encoded the last one"
     (line,) = found["said"]
-    assert line.startswith("a GPU could not encode a picture, the CPU does")
+    assert line.startswith("a GPU could not encode a picture, so the CPU does")
     assert "ErrorDeviceLost" in line
     name = "pictures without room"
     found = scenarios(name, model=model, PROJECTOR=projector)[name]

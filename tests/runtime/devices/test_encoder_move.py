@@ -113,4 +113,4 @@ def test_projector_that_was_removed_leaves_pictures_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not Moves(monkeypatch, "/nowhere/projector.gguf").move()
-    assert "CUDA0 cannot encode pictures, the CPU does" in caplog.text
+    assert "CUDA0 cannot encode pictures, so the CPU does" in caplog.text
