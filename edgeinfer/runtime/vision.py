@@ -187,8 +187,8 @@ class Vision:
     def _store(self, source: Source, rows: Sequence[Rows]) -> None:
         """Write rows to the on-disk prefix cache, unless they are there.
 
-        Requests made before a move to a GPU have the CPU's folder. Rows of the GPU are not written there,
-        because they differ in rounding.
+        A request made before a move to a GPU has the CPU's folder. Rows of the GPU are not written
+        there, because they differ in rounding.
         """
         folder = source.folder
         if folder is None or not source.is_stored or folder is not self.block_folder():

@@ -1,4 +1,4 @@
-"""Limits within which a sequence gets the same logits, bit by bit, in a batch as without it."""
+"""Limits within which the logits of a sequence are bit-identical in a batch and by itself."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class BatchInvariance:
 
 
 #: Limits of llama.cpp's own attention with an f16 KV cache. It uses another kernel from 64 tokens on,
-#: and divides one token's cells among threads from 512 on. It rounds cells up to multiples of 256,
-#: which 192 cells and a batch of 60 tokens do not exceed.
+#: and divides one token's cells among threads from 512 cells on. It rounds the number of cells up to a
+#: multiple of 256: 192 used cells and a batch of 60 tokens stay within 256.
 _LLAMA_INVARIANCE = BatchInvariance(max_tokens=60, max_cells=192)
 #: native/attention.cpp accepts heads of up to 256 elements, in multiples of 16.
 _MOST_HEAD, _HEAD_STEP = 256, 16
 #: File types (llama_ftype) whose products llama.cpp always computes as dot products of single rows, so
 #: that they are batch-invariant: Q4_1, Q5_1, Q3_K, and the small IQ and TQ types.
 _DOT_ONLY = frozenset({3, 9, 11, 12, 13, 19, 20, 22, 23, 24, 26, 27, 28, 29, 30, 31, 36, 37})
-#: For other file types, llama.cpp uses another kernel from some number of tokens above this one on.
+#: For other file types, llama.cpp may use another kernel for batches of more tokens than this.
 _DOT_TOKENS = 3
 
 
@@ -58,12 +58,12 @@ def why_irreproducible(loaded: LlamaModel) -> str:
     """Return why answers may depend on the batch or the machine, "" if they do not."""
     invariance = batch_invariance(loaded)
     if not libllama.build_info().kernels:
-        return "llama.cpp's own kernels are used, and their bits depend on the batch and the processor"
+        return "llama.cpp's own kernels are used; their results depend on the batch and the CPU"
     if not loaded.supports_truncation:
         return "the model is recurrent: it computes a prompt differently from single tokens"
     if invariance.max_cells is not None or not invariance.sums_in_order:
-        return "llama.cpp's own attention is used, and its bits depend on the batch"
+        return "llama.cpp's own attention is used; its results depend on the batch"
     operation = libedgeinfer.dependent_operation()
     if operation:
-        return f"llama.cpp computed an operation whose bits depend on the processor ({operation})"
+        return f"llama.cpp computed an operation whose result depends on the CPU ({operation})"
     return ""

@@ -11,7 +11,7 @@ from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, DecodeBudge
 from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 
-#: If a burst's prompts have at most this many tokens together, all are prefilled before any decodes.
+#: If the prompts of a burst have at most this many tokens in total, all are prefilled before decoding.
 _BURST_PROMPT_TOKENS = 256
 #: Maximum number of tokens forced by a constraint that a sequence computes in a decode step.
 _MAX_FORCED_TOKENS = 32
@@ -61,7 +61,7 @@ class BatchPlanner:
     def _ready_sequences(self) -> list[Sequence]:
         """Return the sequences that can be in one batch and have tokens to compute.
 
-        Sequences take turns if llama.cpp, not the kernels, must compute their different adapters.
+        Sequences with different adapters take turns if llama.cpp, not native/, computes the adapters.
         """
         started = [s for s in self.queue.running if s.is_started and not s.is_loading_blocks]
         by_adapters: dict[AdapterKey, list[Sequence]] = {}
@@ -82,13 +82,13 @@ class BatchPlanner:
         return seq.n_generated > 0 and seq.n_past > 0 and seq.n_pending <= _MAX_FORCED_TOKENS
 
     def _prefills_burst_first(self, ready: list[Sequence], decoding: list[Sequence]) -> bool:
-        """Return whether to prefill a whole burst before decoding: 2 % faster with 16 requests."""
+        """Return whether to prefill a whole burst before decoding, which is 2 % faster for 16."""
         n_pending = sum(s.n_pending for s in ready if not s.is_decoding)
         is_short = 0 < n_pending <= min(_BURST_PROMPT_TOKENS, self.kv.free_cells)
         return is_short and all(s.n_generated == 1 for s in decoding)
 
     def _next_picture(self, ready: list[Sequence]) -> Sequence | None:
-        """Return a sequence whose next tokens are a picture, at most in every second step; or None."""
+        """Return a sequence whose next tokens are a picture, or None; None in every second step."""
         with_picture = [s for s in ready if s.picture is not None]
         is_turn = bool(with_picture) and not (self._was_picture and len(with_picture) < len(ready))
         self._was_picture = is_turn
@@ -132,10 +132,10 @@ class BatchPlanner:
         return True
 
     def _add_decoding(self, decoding: list[Sequence], *, is_unbatched: bool) -> list[BatchEntry]:
-        """Add the next tokens of decoding sequences, with draft tokens; the first sequence rotates."""
+        """Add the next tokens of decoding sequences, with draft tokens."""
         entries: list[BatchEntry] = []
         self._n_decode_steps += 1
-        first = self._n_decode_steps % max(1, len(decoding))
+        first = self._n_decode_steps % max(1, len(decoding))  # the first one gets most draft tokens
         decoding = decoding[first:] + decoding[:first]
         n_tokens = sum(s.n_pending for s in decoding)
         n_spare = min(self.kv.free_cells, self.batch.capacity) - n_tokens
@@ -155,14 +155,14 @@ class BatchPlanner:
             self.batch.add(tokens, seq.position, seq_id, outputs=n_outputs, adapters=seq.adapters)
             entries.append(BatchEntry(seq, first_output, tokens, drafts))
         self._counters.decode_seconds_total += draft_budget.model_s
-        self._counters.python_seconds_total -= draft_budget.model_s  # it gets the step's time later
+        self._counters.python_seconds_total -= draft_budget.model_s  # the step adds its whole time
         return entries
 
     def _max_invariant_tokens(self, *, is_unbatched: bool) -> int:
-        """Return how many tokens a step may have, to be bit-identical to unbatched ones."""
+        """Return how many tokens a step may have so that its results equal unbatched ones."""
         invariance = self.batch_invariance
         is_beyond = invariance.max_cells is not None and self.kv.used_cells > invariance.max_cells
-        # in the cells of a rejected draft, a sequence is summed, and so rounded, in another order
+        # the cells of a rejected draft change the order in which attention sums, and so rounds
         is_mixed = not (is_unbatched or invariance.sums_in_order)
         # llama.cpp's products with the small matrices of a LoRA depend on the batch
         return 0 if is_beyond or is_mixed or self._context_adapters else invariance.max_tokens
@@ -199,7 +199,7 @@ class BatchPlanner:
             token_budget -= len(entry.tokens)
 
     def _short_or_long(self, awaited: list[Sequence]) -> list[Sequence]:
-        """Return the short or the long prompts, in turn: in one batch, long ones slow the others."""
+        """Return short and long prompts in turn: in one batch, long ones would slow short ones."""
         short = [s for s in awaited if s.n_pending <= SHORT_TOKENS]
         long = [s for s in awaited if s.n_pending > SHORT_TOKENS]
         is_turn_of_short = bool(short) and not (long and self._is_turn_of_long)
@@ -207,9 +207,9 @@ class BatchPlanner:
         return short if is_turn_of_short else long
 
     def _add_chunk(self, seq: Sequence, max_tokens: int) -> BatchEntry:
-        """Add the next tokens of a prompt, up to `max_tokens`, a checkpoint, a picture, or its end.
+        """Add the next tokens of a prompt, at most `max_tokens`, up to a checkpoint or a picture.
 
-        If the request replays an answer, its known tokens follow as drafts.
+        If the request replays an answer, that answer's tokens follow as drafts.
         """
         n_past = seq.n_past
         if not self.kv.supports_truncation:

@@ -17,7 +17,7 @@ _EXCERPT_TOKENS = 12
 
 @dataclass(frozen=True, slots=True)
 class LongestMatch:
-    """The cached sequence most like a prompt: after `n` equal tokens it has `continuation`."""
+    """The cached sequence most similar to a prompt: `n` equal tokens, then its `continuation`."""
 
     n: int = 0
     continuation: tuple[int, ...] = ()
@@ -28,7 +28,7 @@ def find_longest_match(
 ) -> LongestMatch:
     """Find the sequence with the longest common prefix, among those that the request may reuse.
 
-    The text of a pinned prompt is left out, because other clients may use it too.
+    The continuation of a pinned prompt is left out: the pinned text may not be the client's.
     """
     reusable = [c for c in cached_sequences if c.is_reusable_with(adapters, salt)]
     matches = ((common_prefix(c.tokens, tokens), c) for c in reusable)

@@ -30,7 +30,7 @@ from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
-#: How long (s) a step without anything to compute waits for a picture to be encoded.
+#: How long (s) a step waits for a picture to be encoded, if there is nothing else to compute.
 _PICTURE_WAIT_S = 0.02
 
 #: Prefill time assumed before the first measurement (s per token and byte of weights): half of what a
@@ -41,7 +41,7 @@ _STREAMED_SHARE = 0.9
 
 
 class EngineCore:
-    """Runs the engine's steps on `context`; owns KV cache, queue, executor and the other parts."""
+    """Runs the engine's steps on `context`; owns the KV cache, the request queue and the executor."""
 
     def __init__(self, loaded: LlamaModel, context: LlamaContext, adapters: LoraAdapters) -> None:
         vocab, batch = loaded.vocab, Batch.of(context, max_outputs=loaded.plan.n_outputs)
@@ -56,7 +56,7 @@ class EngineCore:
         )
         self._context = context
         self._batch_invariance = batch_invariance(loaded)
-        #: Called if a step fails; returns True if it has switched to another context.
+        #: Called if a step fails; returns whether it has switched the engine to another context.
         self.on_failed_step: Callable[[DecodeError], bool] = lambda error: False
         self.counters = Counters()
         shape = loaded.shape
@@ -91,7 +91,7 @@ class EngineCore:
         self._with_cpu_fallback(self._step)
 
     def _with_cpu_fallback(self, work: Callable[[], None]) -> None:
-        """Run `work`. If a GPU fails, switch to the CPU; otherwise raise DecodeError."""
+        """Run `work`. After a DecodeError on a GPU, switch to the CPU; on the CPU, raise the error."""
         try:
             work()
         except DecodeError as error:
@@ -117,7 +117,7 @@ class EngineCore:
                 for entry in entries:
                     self.prefixes.preempt(entry.seq, keep=False)
             return
-        self.counters.steps_total += 1  # count it now: a client may read it once it has its answer
+        self.counters.steps_total += 1  # now: a client that has its answer may read the counter
         self._output_processor.process(entries)
         self.counters.python_seconds_total += time.perf_counter() - began - decode_s
         self.prefixes.write_blocks(is_idle=False)
@@ -131,7 +131,7 @@ class EngineCore:
                 self.queue.fail(seq, error)
 
     def _wait_for_picture(self, running: list[Sequence]) -> None:
-        """Wait a little for a picture to be encoded. Called if there is nothing to compute."""
+        """Wait up to 20 ms for a picture to be encoded. Called if there is nothing to compute."""
         for seq in running:
             span = seq.encoding
             if span is not None:
@@ -156,7 +156,7 @@ class EngineCore:
         self.kv.drop_idle(include_pinned=True)
 
     def evict_to_fit(self, n_ctx: int, n_cells: int) -> bool:
-        """Evict idle sequences until `n_cells` suffice; return False if a request exceeds `n_ctx`."""
+        """Evict idle sequences to fit into `n_cells`; return False if requests do not fit."""
         requests = [*self.queue.running, *self.queue.waiting]
         are_short = all(len(seq.tokens) < n_ctx for seq in requests)
         return are_short and self.kv.make_room(self.kv.n_cells - n_cells)
@@ -166,9 +166,9 @@ class EngineCore:
     ) -> None:
         """Continue with another context, on a GPU (`on_device`) or the CPU.
 
-        `has_copy`: the new context has a copy of all cells. Otherwise sequences are prefilled again.
-        Only between steps, and without a prefix cache. GPUs are not batch-invariant, so there prompts
-        need no small chunks, and tokens are drafted only on request.
+        `has_copy`: the new context has a copy of all cells; otherwise sequences are prefilled again.
+        Call this between steps, while no prefix cache is attached. A GPU is not batch-invariant in any
+        case, so prompts are not divided into small chunks; tokens are drafted only on request.
         """
         self.executor.chunk_sizer.idle_chunk_tokens = (
             self.executor.batch.capacity if on_device else IDLE_CHUNK_TOKENS
@@ -186,7 +186,7 @@ class EngineCore:
         self.executor.install_abort_callback()
 
     def drop_sequences_with(self, stamps: Collection[str]) -> bool:
-        """Drop sequences computed with these adapters; return False if requests still use them."""
+        """Drop sequences computed with adapters of `stamps`; return False if requests use some."""
 
         def is_affected(adapters: AdapterKey) -> bool:
             return any(stamp in stamps for stamp, _ in adapters)
@@ -208,7 +208,7 @@ class EngineCore:
             self.kv.release(cached_seq, keep=False)
 
     def pin(self, tokens: list[int], adapters: AdapterKey = ()) -> int:
-        """Prefill and keep a shared prefix; return its length (tokens). Raises DecodeError."""
+        """Prefill and pin a prefix; return its length, 0 if it does not fit. Raises DecodeError."""
         self._idle_cells.record_use()
         for old in [c for c in self.kv.cached_sequences if c.pinned]:
             self.kv.drop(old)

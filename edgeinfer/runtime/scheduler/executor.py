@@ -23,12 +23,12 @@ from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 #: Return codes of llama_decode.
 _NO_CELLS = 1
 _ABORTED = 2
-#: Profiled steps use only the first 64 tokens, which every vocabulary has.
+#: Profiled steps use only token ids below 64, which every vocabulary has.
 _PROFILED_VOCAB = 64
 #: Maximum outputs of a profiled step. Each takes up to 1 MB of memory, which a snapshot then contains.
 _PROFILED_OUTPUTS = 16
 #: Tokens of the profiled prefill, by which a restored engine estimates how much time cached prefixes
-#: save. With 128 tokens the estimate would be better (a quarter lower), but a snapshot 6 MB larger.
+#: save. With 128 tokens the estimate would be a quarter lower and better, but snapshots 6 MB larger.
 _PROFILED_PREFILL = 32
 
 
@@ -36,7 +36,7 @@ _PROFILED_PREFILL = 32
 class Executor:
     """Runs `batch` on `context`, and measures the time.
 
-    Steps of recurrent models are aborted only when the engine closes.
+    Steps of recurrent models are aborted only when the engine closes: an abort may spoil the state.
     """
 
     context: LlamaContext
@@ -58,7 +58,7 @@ class Executor:
         self._abort.install(self.context.pointer)
 
     def abort_all(self) -> None:
-        """Abort the running step and every later one: the engine closes. Any thread may call this."""
+        """Abort the running step and every later one. Thread-safe. Called when the engine closes."""
         self._abort.set_for_good()
 
     def run(self, entries: list[BatchEntry]) -> float | None:
@@ -88,20 +88,20 @@ class Executor:
         if not all(e.seq.request.background and e.seq.is_prefill_only for e in entries):
             return self._decode_or_abort(entries)
         # a separate thread, because only root may raise a thread's priority again after lowering it;
-        # the OpenMP threads that it creates inherit its priority
+        # the OpenMP threads that the separate thread creates inherit the low priority
         if self._low_priority_thread is None:
             name = "edgeinfer-low-priority"
             self._low_priority_thread = ThreadPoolExecutor(1, name, initializer=lower_thread_priority)
         return self._low_priority_thread.submit(self._decode_or_abort, entries).result()
 
     def shutdown(self) -> None:
-        """End the thread with low priority. The next step that needs it starts it again."""
+        """End the low-priority thread. The next step that needs one starts another."""
         if self._low_priority_thread is not None:
             self._low_priority_thread.shutdown()
             self._low_priority_thread = None
 
     def _decode_or_abort(self, entries: list[BatchEntry]) -> int:
-        """Decode the batch. If it has only prompt tokens, it can be aborted."""
+        """Run llama_decode and return its code. A batch that has only prompt tokens can be aborted."""
         if not (self.kv.supports_truncation and all(entry.is_prefill for entry in entries)):
             return self.batch.decode(self.context)
         self._abort.clear()
@@ -170,7 +170,8 @@ class Executor:
         self.chunk_sizer.record(n_tokens, step_s(n_tokens), is_long=False)
 
 
-#: Aborted steps may waste this share of the prefill time, and this much (s) before any prefill.
+#: Aborted steps may waste this share of the prefill time. The unused allowance is `_MAX_LOST_S` (s) at
+#: first and at most.
 _LOST_SHARE = 0.05
 _MAX_LOST_S = 1.0
 #: A step that is at least half done and will end within this time (s) is not aborted.
@@ -178,10 +179,9 @@ _ALMOST_DONE_S = 0.3
 
 
 class StepCancellation:
-    """Decides whether to abort a running prefill step; limits the time that this wastes.
+    """Decides whether to abort a running prefill step; limits the time that aborts waste.
 
-    `request_abort` aborts llama_decode. The decode thread calls `begin` and `end`, any thread the other
-    methods.
+    `request_abort` aborts llama_decode. Only the decode thread may call `begin` and `end`.
     """
 
     def __init__(self, request_abort: Callable[[], None]) -> None:
@@ -211,7 +211,7 @@ class StepCancellation:
             self._sequences = []
 
     def abort_for_incoming_request(self, n_tokens: int) -> None:
-        """Abort the running prefill step if a new prompt of `n_tokens` is short, and little is lost."""
+        """Abort a running prefill if the new prompt of `n_tokens` is short and the loss is small."""
         with self._lock:
             if not self._sequences:
                 return

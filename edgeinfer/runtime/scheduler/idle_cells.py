@@ -11,9 +11,9 @@ from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.prefix_cache.cache import PrefixCache
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 
-#: Idle time (s) after which the memory is given back.
+#: Idle time (s) after which the KV cache's memory is given back to the OS.
 _IDLE_S = 300.0
-#: Interval (s) of the check whether all blocks have been written.
+#: Interval (s) of the checks whether all blocks are on disk.
 _WRITE_CHECK_S = 0.5
 #: With fewer used cells, no memory is given back.
 _MIN_IDLE_CELLS = 512
@@ -22,8 +22,8 @@ _MIN_IDLE_CELLS = 512
 class IdleCells:
     """Gives the memory of the cells of `kv` back to the OS after five idle minutes.
 
-    By then all sequences are in the on-disk prefix cache. llama.cpp does not tell which cells are free,
-    so all are emptied; a pinned prefix is saved before and restored afterwards (decision 088).
+    All sequences must be in the on-disk prefix cache. llama.cpp does not report which cells are free,
+    so all cells are emptied; a pinned prefix is copied before and restored afterwards (decision 088).
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class IdleCells:
         self._used_at = time.monotonic()
 
     def record_use(self) -> None:
-        """Record that the engine is not idle. Pages that have not been given back stay."""
+        """Record that the engine is in use. Pages that have not been given back yet stay."""
         self._used_at = time.monotonic()
         self._ranges.clear()
 
@@ -59,7 +59,7 @@ class IdleCells:
         return all(not c.in_use and cache.saver.would_store(c) for c in idle)
 
     def release_some(self) -> None:
-        """First drop all sequences, then give back 256 MiB per call. Only while idle."""
+        """In the first call, drop all sequences; in later calls, give back 256 MiB each."""
         if self._ranges:
             self._context.cells.release_pages([self._ranges.pop()])
             return

@@ -37,7 +37,7 @@ from edgeinfer.runtime.vision import PromptPictures, Span, Vision
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class InputProcessor:
-    """Converts requests to sequences, without their adapters. Runs on the callers' threads.
+    """Converts requests to sequences; `engine` adds the adapters. Runs on the callers' threads.
 
     `entropy` is mixed into random seeds. `vision_error` says why the model's projector is not used.
     """
@@ -75,10 +75,10 @@ class InputProcessor:
         matcher = self._matcher(request, chat)
         stops = (*request.stop, *self.files.stop, *(chat.stop if chat else ()))
         detokenizer = Detokenizer(self.vocab, stops, chat.parser if chat else None)
-        s = request.sampling
+        sampling = request.sampling
         random_seed = int.from_bytes(random_bytes(4, self.entropy), "little")
-        seed = random_seed if s.seed is None else s.seed
-        sampler = Sampler(self.vocab, s, seed=seed, n_ctx=self.n_ctx)
+        seed = random_seed if sampling.seed is None else sampling.seed
+        sampler = Sampler(self.vocab, sampling, seed=seed, n_ctx=self.n_ctx)
         return Sequence(
             request=request,
             tokens=PromptTokens(tokens),
@@ -141,7 +141,7 @@ class InputProcessor:
         return self.vision
 
     def _max_infill_tokens(self, request: GenerateRequest) -> int:
-        """Return how long (tokens) a fill-in-the-middle prompt may be, so that the answer fits."""
+        """Return how many tokens a fill-in-the-middle prompt may have, so that the answer fits."""
         answer_tokens = self.n_ctx // 4 if request.max_tokens is None else request.max_tokens
         return self.n_ctx - max(1, min(answer_tokens, self.n_ctx // 2))
 
@@ -168,13 +168,13 @@ class InputProcessor:
         return tokens[:n_keep] + tokens[-n_tail:]
 
     def _n_keep(self, request: GenerateRequest, tokens: list[int]) -> int:
-        """Return how many first tokens a context shift keeps: the system prompt, or BOS."""
+        """Return how many tokens at the start a context shift keeps: the system prompt, or BOS."""
         if request.messages and request.messages[0].role in ("system", "developer"):
             return common_prefix(self.system_prefix(request.messages[0].content), tokens)
         return int(tokens[:1] == [self.vocab.bos])
 
     def system_prefix(self, system: str) -> list[int]:
-        """Return the tokens with which all conversations with this system prompt begin."""
+        """Return the tokens at the start of every conversation with the system prompt `system`."""
 
         def tokenize_with(user: str) -> list[int]:
             turns = ((Message(role="system", content=system),) if system else ()) + (
@@ -227,7 +227,7 @@ _RULE = "\n\n--- {name} ---\n\n"
 def infill_tokens(infill: Infill, vocab: Vocab, max_tokens: int) -> list[int]:
     """Make a fill-in-the-middle prompt of at most `max_tokens` tokens. Raises InvalidRequestError.
 
-    If it is too long, other files are left out first, then text that is far from the gap.
+    If the prompt is too long, other files are left out first, then text that is far from the gap.
     """
     fim = vocab.fim
     if fim is None:

@@ -1,4 +1,4 @@
-"""Interfaces of observers, which record requests without changing them; the observer of receipts."""
+"""Observers, which record requests without changing them: interfaces, and one for receipts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class SequenceObserver:
         """Handle a part of the answer: text, reasoning, or a part of a tool call."""
 
     def on_end(self, last_event: Finished | EngineError, n_broken_calls: int) -> None:
-        """Handle the end. `n_broken_calls` tool calls of the answer could not be parsed."""
+        """Handle the end. `n_broken_calls`: number of tool calls that could not be parsed."""
 
 
 class RequestObserver(Protocol):
-    """Observes all requests of an engine, which calls `close` when it closes."""
+    """Observes all requests of an engine. The engine's `close` calls the observer's `close`."""
 
     def on_admit(self, request: GenerateRequest) -> SequenceObserver:
         """Return an observer for a request that was queued."""
@@ -43,7 +43,7 @@ class RequestObserver(Protocol):
 class TokenRecorder(SequenceObserver):
     """Records tokens and log-probabilities of one answer, for receipts.
 
-    In a replay, it compares them with the tokens of the earlier answer, `replayed`.
+    In a replay, also compares the tokens with those of the earlier answer, `replayed`.
     """
 
     def __init__(self, prompt: Sequence[int], replayed: Sequence[int] | None) -> None:
@@ -51,24 +51,24 @@ class TokenRecorder(SequenceObserver):
         self._replayed = None if replayed is None else tuple(replayed)
         self._answer: list[int] = []
         self._logprobs: list[float | None] = []
-        #: Log-probability of the replayed token, where the sampled one differs from it.
+        #: Log-probability of the expected token if the sampled token differs, otherwise None.
         self._replayed_logprob: float | None = None
         self._logits: npt.NDArray[np.float32] | None = None
         self._log_sum, self._log_sum_of = 0.0, LogSum()
         self.differs = False
         #: LoRA adapters of the request, which the engine sets.
         self.adapters: tuple[Adapter, ...] = ()
-        #: Set by the engine: returns why another engine may choose other tokens, "" if none may.
+        #: Set by the engine: returns why another engine may choose other tokens, "" if none does.
         self.why_irreproducible: Callable[[], str] = str
 
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:
         self._logits, self._log_sum = logits, self._log_sum_of(logits)
-        for expected in self._next_token:  # before a constraint masks it
+        for expected in self._next_token:  # now, because a constraint may mask its logit later
             self._replayed_logprob = float(logits[expected]) - self._log_sum
 
     def on_token(self, token: int) -> None:
         logits, self._logits = self._logits, None
-        # a constraint may have masked logits since, but never that of the sampled token
+        # a constraint may have masked logits after `on_logits`, but never that of the sampled token
         self._logprobs.append(None if logits is None else float(logits[token]) - self._log_sum)
         self.differs = self._replayed is not None and self._next_token != (token,)
         if not self.differs:

@@ -65,7 +65,7 @@ class OutputProcessor:
         while True:
             i, length = entry.first_output + n_accepted, len(seq.tokens)
             reason = seq.sample(self.vocab, context, i - len(self._logits), self._logits[i])
-            sampled = seq.tokens[length:]  # the sampled token, and forced ones after it
+            sampled = seq.tokens[length:]  # the sampled token and forced tokens after it
             if reason is not None or entry.drafts[n_accepted : n_accepted + len(sampled)] != sampled:
                 break
             n_accepted += len(sampled)
@@ -81,8 +81,8 @@ class OutputProcessor:
         seq, n_drafts = entry.seq, len(entry.drafts)
         n_past = seq.n_past - n_drafts
         sampled = seq.tokens[n_past:]
-        # forced tokens may be equal to all drafts left: compute the last one again, to get its logits
+        # the last token must be computed again, even if a draft equals it: its logits are needed
         n_accepted = min(common_prefix(entry.drafts, sampled), len(sampled) - 1)
-        if not entry.is_prefill:  # a replayed answer is not a prediction
+        if not entry.is_prefill:  # tokens of a replayed answer do not count as draft tokens
             seq.drafting.record(sampled, n_drafted=n_drafts, n_accepted=n_accepted)
         self._executor.kv.truncate(seq.cached_seq, n_past + n_accepted)

@@ -1,4 +1,4 @@
-"""Decide how many prompt tokens a step has, and how many steps decode while a long prompt waits."""
+"""Decide how many prompt tokens a step has, and how many steps only decode during a long prefill."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Sequence as Tokens
 from edgeinfer.runtime.scheduler.batch_invariance import BatchInvariance
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
-#: While other sequences decode, a chunk of a prompt should take this time (s), but has at least 32
-#: tokens.
+#: While other sequences decode, a prefill chunk should take this time (s), but has at least 32 tokens.
 _CHUNK_S = 0.1
 _CHUNK_MIN = 32
 #: Chunk length (tokens) of long prompts on the CPU while no sequence decodes, short enough that
@@ -18,7 +17,7 @@ _CHUNK_MIN = 32
 IDLE_CHUNK_TOKENS = 128
 #: Prompts up to this length (tokens) are short; they are prefilled before long ones.
 SHORT_TOKENS = 256
-#: Decode-only steps may delay a long prefill by this share of its time, and this much (s) in advance.
+#: Decode-only steps may delay a prefill by this share of its time, at most this much (s) in advance.
 _DECODE_SHARE = 0.1
 _MAX_ADVANCE_S = 1.0
 
@@ -37,7 +36,7 @@ class ChunkSizer:
         self.least_tokens = _CHUNK_MIN
         #: Recent time (s) of prefilling one token.
         self.s_per_token = s_per_token
-        #: The same for long prompts, whose attention scans more cells; None before the first one.
+        #: Time (s) per token of long prompts, whose attention scans more cells; None if not measured.
         self._long_s_per_token: float | None = None
         self._is_measured = False
 
@@ -46,10 +45,10 @@ class ChunkSizer:
         return n_tokens * (self._long_s_per_token or self.s_per_token) if self._is_measured else 0.0
 
     def token_budget(self, room: int, n_decoding: int, pending: Tokens[int]) -> int:
-        """Return how many prompt tokens to add to a batch, in which decoding tokens come first.
+        """Return how many prompt tokens to add to a batch that has `n_decoding` tokens of sequences.
 
-        `n_decoding` tokens are in the batch, and `room` more fit. `pending` are the lengths of the
-        prompts. Short prompts are limited to a batch that is bit-identical to unbatched prefill.
+        `room` more tokens fit. `pending` are the numbers of tokens left of each prompt. If all of them
+        are short, the batch is limited so that its results equal those of unbatched prefill.
         """
         longest = max(pending, default=0)
         budget = room
@@ -62,7 +61,7 @@ class ChunkSizer:
         return min(budget, invariant) if longest <= invariant else budget
 
     def record(self, n_tokens: int, seconds: float, *, is_long: bool) -> None:
-        """Record how long a prefill of `n_tokens` took. Very short ones are ignored."""
+        """Record how long a prefill of `n_tokens` took. Fewer than 32 tokens are ignored."""
         if n_tokens < _CHUNK_MIN:
             return
         s_per_token = seconds / n_tokens
@@ -79,7 +78,7 @@ def _moving_average(measured: float, average: float | None) -> float:
 def decode_budget_s(elapsed_s: float, remaining_s: float) -> float:
     """Return how long (s) decode-only steps may have delayed a prefill so far.
 
-    That is 10 % of `elapsed_s`, its time so far, and up to 1 s in advance for the `remaining_s`.
+    That is 10 % of the prefill's `elapsed_s`, and in advance 10 % of `remaining_s` or up to 1 s.
     """
     return _DECODE_SHARE * elapsed_s + min(_DECODE_SHARE * remaining_s, _MAX_ADVANCE_S)
 
@@ -87,7 +86,7 @@ def decode_budget_s(elapsed_s: float, remaining_s: float) -> float:
 class DecodeBudget:
     """Grants steps without prompt tokens to decoding sequences during a long prefill.
 
-    So they get more than one token per chunk of the long prompt.
+    So each sequence gets more than one token per chunk of the long prompt.
     """
 
     def __init__(self, chunk_sizer: ChunkSizer) -> None:
@@ -102,7 +101,7 @@ class DecodeBudget:
             self._delayed = None
 
     def grant_step(self, seq: Sequence) -> bool:
-        """Return whether the next step should only decode, which delays the long prompt of `seq`."""
+        """Return whether the next step should only decode, and so delay the long prompt of `seq`."""
         now = time.monotonic()
         remaining_s = seq.n_pending * self._chunk_sizer.s_per_token
         if seq.delayed_s >= decode_budget_s(now - seq.clock.prefill_start, remaining_s):

@@ -18,27 +18,27 @@ from edgeinfer.runtime.scheduler.divergence import describe_divergence, find_lon
 from edgeinfer.runtime.scheduler.prefill_policy import ChunkSizer
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
-#: Maximum time (s) for restoring blocks between two steps: while sequences decode, and while none does.
+#: Time limits (s) for restoring blocks between two steps: while sequences decode, and otherwise.
 _LOAD_S_WHILE_DECODING = 0.02
 _LOAD_S = 0.1
 #: Idle sequences are evicted before a prefill only if they have this many cells.
 _MIN_EVICTED_CELLS = 1024
-#: Shortest answer (tokens) that is stored to draft tokens from it.
+#: Shortest answer (tokens) that is stored as a source of draft tokens.
 _MIN_ANSWER_TOKENS = 8
-#: How long (s) a step without anything to compute waits for the disk.
+#: How long (s) a step waits for the disk, if there is nothing to compute.
 _DISK_WAIT_S = 0.02
 #: How long (s) a closing engine waits for pending writes.
 FLUSH_S = 30.0
 
 
 def loading_sequences(running: list[Sequence]) -> list[Sequence]:
-    """Return the sequences whose blocks are being loaded, prefill-only ones last."""
+    """Return the sequences that load blocks. Prefill-only ones wait for the prefill of others."""
     is_awaited = any(s.is_started and not (s.is_decoding or s.is_prefill_only) for s in running)
     return [s for s in running if s.is_loading_blocks and not (is_awaited and s.is_prefill_only)]
 
 
 class Prefixes:
-    """Gives sequences their longest cached prefix, and releases it at their end."""
+    """Gives sequences their longest cached prefix, and releases the cells when a request ends."""
 
     def __init__(self, kv: KvCache, chunk_sizer: ChunkSizer, counters: Counters, vocab: Vocab) -> None:
         self._kv = kv
@@ -56,7 +56,7 @@ class Prefixes:
         return cache is not None and cache.saver.has_work
 
     def write_blocks(self, *, is_idle: bool) -> None:
-        """Save one block of an ended sequence, if there is time for it."""
+        """Save one block of an ended sequence, within the time limit of `BlockSaver.step`."""
         if (cache := self.prefix_cache) is not None:
             cache.saver.step(is_idle=is_idle)
 
@@ -119,7 +119,7 @@ class Prefixes:
         seq.report_progress()
 
     def _evict_idle(self, n_new: int) -> None:
-        """Evict idle sequences on disk before a large prefill: attention scans all used cells."""
+        """Before a large prefill, evict idle sequences that are on disk: attention scans used cells."""
         cache = self.prefix_cache
         if cache is None or not self._kv.supports_truncation or n_new < cache.block_tokens:
             return
@@ -129,7 +129,7 @@ class Prefixes:
                 self._kv.drop(cached_seq)
 
     def load_blocks(self, running: list[Sequence]) -> None:
-        """Restore blocks that have been read, for a limited time, so that others need not wait long."""
+        """Restore blocks that have been read, for a limited time: other requests wait meanwhile."""
         is_decoding = any(s.is_decoding for s in running)
         until = time.monotonic() + (_LOAD_S_WHILE_DECODING if is_decoding else _LOAD_S)
         for seq in loading_sequences(running):
@@ -157,7 +157,7 @@ class Prefixes:
         self._begin_prefill(seq, load.n_in_memory)
 
     def wait_for_disk(self, running: list[Sequence]) -> None:
-        """Wait a little for a block that is being read. Called if there is nothing to compute."""
+        """Wait up to 20 ms for a block that is being read. Called if there is nothing to compute."""
         for seq in loading_sequences(running)[:1]:
             if seq.block_load is not None:
                 seq.block_load.wait(_DISK_WAIT_S)
@@ -165,14 +165,14 @@ class Prefixes:
     def open_cache(
         self, make_cache: Callable[..., PrefixCache], loaded: LlamaModel, check_outcome: str
     ) -> None:
-        """Use `make_cache(loaded, check_outcome)`. `attach_cache` repeats that. Raises OSError."""
+        """Use the cache that `make_cache` returns; `attach_cache` calls it again. Raises OSError."""
         self.prefix_cache = make_cache(loaded, check_outcome)
         self._make_cache = make_cache
 
     def attach_cache(self, loaded: LlamaModel) -> None:
-        """Use the store again, now for `loaded`; do nothing without a store. Between two steps.
+        """After `open_cache` and `detach_cache`, open the prefix cache of `loaded`, between two steps.
 
-        States computed on the CPU and on a GPU differ, so each has its own prefix cache in the store.
+        States computed on the CPU and on a GPU differ, so each device has a separate prefix cache.
         """
         if self._make_cache is not None:
             self.prefix_cache = self._make_cache(loaded)
@@ -196,7 +196,7 @@ class Prefixes:
             self._closing_threads.pop().join()
 
     def save_checkpoint(self, seq: Sequence) -> None:
-        """Save a recurrent-state checkpoint of `seq`, if later requests may need one here."""
+        """Save a recurrent-state checkpoint of `seq`, if one belongs after its present tokens."""
         n_past = seq.n_past
         if not seq.request.cache_prompt or seq.n_past_whole < n_past:
             return
@@ -204,13 +204,13 @@ class Prefixes:
             self._kv.save_checkpoint(seq.cached_seq)
 
     def preempt(self, seq: Sequence, *, keep: bool) -> None:
-        """Take the cells from a running request; without `keep`, it is prefilled again later."""
+        """Take the cells from a running request; without `keep`, its tokens are computed again."""
         self._end_load(seq)
         if seq.is_started:
             self._kv.release(seq.stop(), keep=keep)
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
-        """Release the sequence of a request that has ended; with `keep`, later ones may reuse it."""
+        """Release the sequence of an ended request; with `keep`, later requests may reuse it."""
         self._end_load(seq)
         seq.saved_s = self._chunk_sizer.estimate_prefill_s(seq.n_cached_tokens)
         if not seq.is_started:

@@ -13,12 +13,12 @@ from edgeinfer.runtime.scheduler.observer import RequestObserver
 from edgeinfer.runtime.scheduler.prefixes import Prefixes
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
-#: A request waits until another one has prefilled their common prefix if that saves this many tokens.
+#: A request waits while another one prefills their common prefix, if that saves this many tokens.
 _MIN_SAVED_TOKENS = 32
 
 
 class RequestQueue:
-    """The requests that wait and those that run; at most `n_parallel` run.
+    """The waiting and the running requests; at most `n_parallel` requests run.
 
     A running request without cells is not started yet. `n_ended` counts the ended requests.
     """
@@ -30,7 +30,7 @@ class RequestQueue:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.n_ended = 0
-        #: Observers of all requests added from now on.
+        #: Observers of the requests that are added later.
         self.observers: tuple[RequestObserver, ...] = ()
 
     @property
@@ -66,15 +66,15 @@ class RequestQueue:
         else:
             self.waiting.remove(seq)
         self.prefixes.release(seq, keep=keep)
-        c = self._counters
-        c.completion_tokens_total += seq.n_generated
-        c.constraint_seconds_total += seq.constraint_s
-        c.draft_tokens_total += seq.drafting.drafted
-        c.draft_accepted_total += seq.drafting.accepted
-        self.n_ended += 1  # before the last event: its consumer may read the metrics at once
+        counters = self._counters
+        counters.completion_tokens_total += seq.n_generated
+        counters.constraint_seconds_total += seq.constraint_s
+        counters.draft_tokens_total += seq.drafting.drafted
+        counters.draft_accepted_total += seq.drafting.accepted
+        self.n_ended += 1  # before the last event, after which a client may read the metrics
 
     def admit(self) -> None:
-        """Move waiting requests to the running ones, prefill-only ones last, and start them."""
+        """Move waiting requests to `running`, prefill-only requests last, and start them."""
         waiting, running = self.waiting, self.running
         while waiting:
             seq = next((s for s in waiting if not s.is_prefill_only), waiting[0])
@@ -98,8 +98,8 @@ class RequestQueue:
     def _start_admitted(self) -> None:
         """Start running requests that have no cells yet, in order, as long as cells are free.
 
-        A request that waits for another one to prefill their common prefix is skipped. One that waits
-        for cells stops the loop: otherwise later ones would always overtake it.
+        A request whose prefix another request is prefilling is skipped. If there are too few cells for
+        a request, the loop ends; otherwise later, shorter requests would always overtake that one.
         """
         running = self.running
         for seq in [s for s in running if not s.is_started]:
@@ -113,7 +113,7 @@ class RequestQueue:
             self.prefixes.acquire(seq, is_only_request=len(running) == 1)
 
     def _fits(self, seq: Sequence, n_cached: int, started: list[Sequence]) -> bool:
-        """Return whether the cells suffice for `seq` and for the prompts that are being prefilled."""
+        """Return whether there are cells for `seq` and for the rest of the started prompts."""
         in_use = len(set().union(*(s.cached_seq.cells for s in started)))
         promised = sum(s.n_pending for s in started)
         return in_use + promised + len(seq.tokens) - n_cached <= self._kv.n_cells
@@ -127,7 +127,7 @@ class RequestQueue:
         return self._kv.match(seq.tokens, seq.adapters, request.cache_salt, n_top=n_top)[1]
 
     def _count_soon_cached(self, seq: Sequence, started: list[Sequence]) -> int:
-        """Return how many tokens of `seq` a running prefill will have cached at its end."""
+        """Return how many tokens of `seq` will be cached when the running prefills have ended."""
         if not (self._kv.supports_truncation and seq.request.cache_prompt):
             return 0
         prefilling = [

@@ -51,11 +51,11 @@ class RequestClock:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """A request in the engine. `tokens` are its prompt and the sampled tokens.
+    """A request in the engine. `tokens` are the prompt's tokens, then the sampled tokens.
 
-    `n_past` of them are in the KV cache. A context shift keeps the first `n_keep` tokens. Decode-only
-    steps have delayed the prefill by `delayed_s`. While `block_load` is set, the sequence waits for
-    blocks from disk.
+    The first `n_past` tokens are in the KV cache. A context shift keeps the first `n_keep` tokens.
+    Decode-only steps have delayed the prefill by `delayed_s`. While `block_load` is set, the sequence
+    waits for blocks from disk.
     """
 
     request: GenerateRequest
@@ -102,7 +102,7 @@ class Sequence:
             self.sampler.accept(text_only(self.tokens[-self.sampler.history :]))
 
     def cancel(self) -> None:
-        """Have the request end at the next step. Thread-safe."""
+        """End the request at the next step. Thread-safe."""
         self.cancelled = True
         self.wake_loop()
 
@@ -113,7 +113,7 @@ class Sequence:
 
     @property
     def cached_seq(self) -> CachedSequence:
-        """The request's sequence in the KV cache. It must be started."""
+        """The request's sequence in the KV cache. The request must be started."""
         assert self._cached_seq is not None
         return self._cached_seq
 
@@ -121,7 +121,7 @@ class Sequence:
         self._cached_seq = cached_seq
 
     def stop(self) -> CachedSequence:
-        """Detach the sequence in the KV cache from the request, and return it. `start` attaches one."""
+        """Detach the request from its sequence in the KV cache; return that sequence."""
         cached_seq, self._cached_seq = self.cached_seq, None
         return cached_seq
 
@@ -132,7 +132,7 @@ class Sequence:
 
     @property
     def n_past_whole(self) -> int:
-        """Number of its tokens in the KV cache, without a picture that is there only in part."""
+        """Number of the request's tokens in the KV cache, without those of an incomplete picture."""
         return self.tokens.round_down(self.n_past)
 
     @property
@@ -239,7 +239,7 @@ class Sequence:
         self.stream.put(Progress(n_done, self.n_prompt_tokens, queued=not self.is_started))
 
     def finish(self, reason: FinishReason) -> None:
-        """Emit text that was held back, then the last event."""
+        """Emit the text that the detokenizer still holds, then the last event."""
         for event in self.detokenizer.finish(cut=reason != "stop"):
             self._emit(event)
         if reason == "stop" and self.detokenizer.has_tool_calls:
@@ -262,9 +262,9 @@ class Sequence:
 
     def end(self, last_event: Finished | EngineError) -> None:
         """Emit the last event, or the error that ends the event stream, and free the sampler."""
-        for observer in self.observers:  # before the last event: then the process may end
+        for observer in self.observers:  # before the last event, after which the process may end
             observer.on_end(last_event, self.detokenizer.n_broken_calls)
-        self.drafting.close()  # before the last event: the next request may use the text
+        self.drafting.close()  # first, so that the next request can reuse the draft model's cells
         self.stream.put(last_event)
         self.sampler.close()
         self.pictures.close()
@@ -279,14 +279,14 @@ class Sequence:
         )
 
     def timings(self) -> Timings:
-        c = self.clock
-        queue_end = c.prefill_start or time.monotonic()
-        prefill_end = time.monotonic() if self.max_tokens == 0 and c.prefill_start else c.first_token
+        clock, now = self.clock, time.monotonic()
+        queue_end = clock.prefill_start or now
+        prefill_end = now if self.max_tokens == 0 and clock.prefill_start else clock.first_token
         return Timings(
-            queue_ms=(queue_end - c.submitted) * 1000.0,
-            prefill_ms=(prefill_end - c.prefill_start) * 1000.0 if prefill_end else 0.0,
-            ttft_ms=(c.first_token - c.submitted) * 1000.0 if c.first_token else 0.0,
-            decode_ms=(c.last_token - c.first_token) * 1000.0,
+            queue_ms=(queue_end - clock.submitted) * 1000.0,
+            prefill_ms=(prefill_end - clock.prefill_start) * 1000.0 if prefill_end else 0.0,
+            ttft_ms=(clock.first_token - clock.submitted) * 1000.0 if clock.first_token else 0.0,
+            decode_ms=(clock.last_token - clock.first_token) * 1000.0,
             constraint_ms=self.constraint_s * 1000.0,
             draft_tokens=self.drafting.drafted,
             draft_accepted_tokens=self.drafting.accepted,
@@ -296,9 +296,9 @@ class Sequence:
 
 @dataclass(slots=True)
 class BatchEntry:
-    """The part of a sequence in a batch: `tokens`, of which the last are `drafts`.
+    """The tokens of a sequence in a batch; the last ones are `drafts`.
 
-    `first_output` is the index, among the batch's rows of logits, of the first one to sample from.
+    `first_output` is the index, in the batch's rows of logits, of the first row to sample from.
     """
 
     seq: Sequence
