@@ -1,7 +1,7 @@
 """The file of a KV block: `write` it, `decode` its contents.
 
     offset  bytes
-    0       8      MAGIC, the version in it
+    0       8      MAGIC, which contains the version
     8       8      XXH3 checksum (64 bits, little endian) of everything from byte 16 on
     16      8      length of the file
     24      4      length of the header
@@ -58,7 +58,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvBlock(msgspec.Struct, frozen=True):
-    """A block in memory. `states` are the state of its tokens and, if it has one, of its checkpoint."""
+    """A block in memory. `states`: the state of the tokens, then the checkpoint's if there is one."""
 
     header: Header
     states: tuple[State, ...]
@@ -99,7 +99,7 @@ def encode(block: KvBlock) -> list[bytes | memoryview]:
 
 
 def write(path: Path, block: KvBlock) -> int:
-    """Write a block's file durably, or leave none; return its size (bytes). Raises OSError."""
+    """Write a block's file durably; return the size (bytes). After an OSError there is no file."""
     with new_file(path, 0o600) as file:
         for buffer in encode(block):
             file.write(buffer)
@@ -113,10 +113,10 @@ def read_header(start: bytes | memoryview) -> Header:
     try:
         magic, _, _, length = _HEAD.unpack_from(start)
         if magic != MAGIC:
-            raise BlockDamagedError("it does not begin as block files of this version do")
+            raise BlockDamagedError("the file is not a block of this version's format")
         return msgspec.msgpack.decode(start[_HEAD.size : _HEAD.size + length], type=Header)
     except (struct.error, msgspec.MsgspecError) as error:
-        raise BlockDamagedError(f"its header cannot be read: {error}") from error
+        raise BlockDamagedError(f"the block's header cannot be decoded: {error}") from error
 
 
 def decode(data: memoryview, file: MappedFile | None = None) -> KvBlock:
@@ -124,11 +124,11 @@ def decode(data: memoryview, file: MappedFile | None = None) -> KvBlock:
     header = read_header(data)
     _, checksum, size, length = _HEAD.unpack_from(data)
     if size != len(data):
-        raise BlockDamagedError(f"it has {len(data)} bytes, but its header says {size}")
+        raise BlockDamagedError(f"the block's file has {len(data)} bytes; its header says {size}")
     computed = xxhash.xxh3_64()  # not xxh3_64_intdigest, which holds the GIL
     computed.update(data[_CHECKED_FROM:])
     if computed.intdigest() != checksum:
-        raise BlockDamagedError("its checksum is wrong")
+        raise BlockDamagedError("the block's checksum is wrong")
     return KvBlock(header, tuple(_states(data, _HEAD.size + length, header.states, file)))
 
 
@@ -140,7 +140,7 @@ def _states(
         for size, page_offset in sizes:
             offset += _padding(offset, page_offset)
             if size < 0 or offset + size > len(data):
-                raise BlockDamagedError("its pieces exceed the file")
+                raise BlockDamagedError("the sizes in the block's header exceed the file")
             pieces.append(data[offset : offset + size])
             offset += size
         yield State(tuple(pieces), tuple(page_offset for _, page_offset in sizes), file)

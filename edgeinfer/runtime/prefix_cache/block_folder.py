@@ -8,9 +8,9 @@
     ROOT/MODEL/IDENTITY/kept/AGENT   names of the blocks that an agent's sessions share (retention.py)
     ROOT/MODEL/IDENTITY/NAME.block   a block (block_file.py)
 
-IDENTITY is a hash of everything besides the model that changes states. A block is renamed into place
-when it is complete, and never changes; all processes would write the same bytes. Files that another
-user may access are refused. Blocks contain what people wrote, so they are never part of a snapshot.
+IDENTITY is a hash of all settings that change the contents of KV cells. A complete block is renamed
+into place and never changes; every process would write the same bytes. Files that another user may
+access are refused. Blocks contain private text, so they are never part of a snapshot.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from edgeinfer.runtime.sampling.past_answers import PastAnswers, forget_answers
 from edgeinfer.runtime.sequence_state import MappedFile
 
 _log = logging.getLogger("edgeinfer.blocks")
-#: Number of threads that read and verify files, each about 4 GB/s.
+#: Number of threads that read and verify files. Each thread reads about 4 GB/s.
 _N_READERS = 2
-#: How long (s) nothing is written after the disk was full.
+#: How long (s) writing is paused after the disk was full.
 _FULL_DISK_PAUSE_S = 60.0
 #: Maximum bytes of blocks that may wait to be written. If none waits, a larger block is accepted.
 _MAX_QUEUED_BYTES = 256 << 20
@@ -56,7 +56,7 @@ _CLEAR_TIMEOUT_S = 10.0
 
 @dataclass(slots=True)
 class Traffic:
-    """Counts of blocks and bytes since the store was opened."""
+    """Bytes written and read, and blocks evicted or damaged, since the store was opened."""
 
     bytes_written: int = 0
     bytes_read: int = 0
@@ -67,9 +67,9 @@ class Traffic:
 class BlockStore:
     """The on-disk prefix cache of one user, below the folder `root`.
 
-    `warn` is called at most once, with the reason why nothing can be written.
+    `warn` is called at most once, with the reason for which writing is paused.
 
-    Raises OSError, SnapshotUnsafeError if another user may access the folder.
+    Raises OSError, or SnapshotUnsafeError if another user may access the folder.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class BlockStore:
     ) -> BlockFolder:
         """Open the blocks of one model with one set of settings.
 
-        `model` is its `model_key`. `identity` are all settings that change states.
+        `model` is the result of `model_key`; `identity` has all settings that change KV cells.
         """
         raw = msgspec.json.encode(sorted({**identity, "model": model}.items()))
         digest = hashlib.blake2b(raw, digest_size=16)
@@ -101,14 +101,14 @@ class BlockStore:
         return BlockFolder(self, paths.private_dir(folder), names)
 
     def reserve(self, n_bytes: int) -> bool:
-        """Evict blocks until a file fits; return False if it does not fit even then. Raises OSError."""
+        """Evict blocks until `n_bytes` fit; return False if that is impossible. Raises OSError."""
         if self.is_full:
             return False
         with self._lock:
             n_evicted, fits = retention.reserve(self.root, self._limits, n_bytes)
             self.traffic.pruned += n_evicted
             if not fits:
-                self.stop_writing("the disk has no room for the prefix cache")
+                self.stop_writing("the disk has no space for the prefix cache")
             return fits
 
     @property
@@ -138,14 +138,14 @@ class BlockStore:
         return self.root / "owners" / owner_name(self.secret, conversation)
 
     def make_root(self) -> None:
-        """Create the folder again if it was deleted.
+        """Create the folder `root` again, with the same secret, if it was deleted.
 
-        Raises SnapshotUnsafeError, OSError (ESTALE if another process did so, with another secret).
+        Raises SnapshotUnsafeError, OSError (ESTALE if another process created it, with a new secret).
         """
         paths.private_dir(self.root)
         if read_secret(self.root / "secret", self.secret) != self.secret:
             raise OSError(
-                errno.ESTALE, "the folder was deleted, and another process has created a new one"
+                errno.ESTALE, "the folder was deleted, and another process created it again"
             )
 
 
@@ -174,7 +174,7 @@ class WriterThread:
     def put(self, job: Callable[[], None], n_bytes: int = 0) -> bool:
         """Queue a job that holds `n_bytes` of memory until it is done.
 
-        Returns False if queued jobs hold too many bytes. A job with `n_bytes` 0 is always accepted.
+        Returns False if the queued jobs hold too much memory. A job with `n_bytes` 0 is always queued.
         """
         with self._changed:
             if n_bytes and not self._has_room:
@@ -198,7 +198,7 @@ class WriterThread:
             return self._changed.wait_for(lambda: self.is_idle, timeout_s)
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish the jobs and end the thread, until a new job; return False after the timeout."""
+        """Finish the jobs and end the thread; after the timeout, drop other jobs and return False."""
         deadline = time.monotonic() + timeout_s
         done = self.flush(timeout_s)
         with self._changed:
@@ -220,7 +220,7 @@ class WriterThread:
                 self._busy = True
             try:
                 job()
-            except Exception as error:  # noqa: BLE001  the main of a thread: later jobs must be written
+            except Exception as error:  # noqa: BLE001  later jobs must still run
                 _log.warning("a block was not written: %s: %s", type(error).__name__, error)
             finally:
                 with self._changed:
@@ -260,7 +260,7 @@ class BlockFolder:
             return None
 
     def touch(self, names: Sequence[bytes]) -> None:
-        """Mark blocks as used now. The first name gets the latest time, so that it is evicted last."""
+        """Mark blocks as used now. The first name gets the latest time: its block is evicted last."""
         now_ns = time.time_ns()
         for i, name in enumerate(names):
             try:
@@ -269,22 +269,22 @@ class BlockFolder:
                 continue
 
     def boundary_blocks(self, parent: bytes) -> list[bytes]:
-        """Return the blocks after `parent` in which the prompts of an agent begin to differ."""
+        """Return names of the blocks after `parent` in which an agent's prompts begin to differ."""
         return [bytes.fromhex(name) for name in retention.boundary_blocks(self._folder, parent.hex())]
 
     def agent_blocks(self, agent: str, salt: str) -> list[bytes]:
-        """Return the blocks that sessions of `agent` share, in order, then blocks that followed these.
+        """Return names of the blocks that all sessions of `agent` share, in order.
 
-        The latest of the following ones comes first.
+        Then follow the names of blocks that came after those in single sessions, the latest first.
         """
         return [bytes.fromhex(name) for name in retention.agent_blocks(self._folder, agent, salt)]
 
     def prefetch(
         self, names: Sequence[bytes], before_read: Callable[[int], None] = lambda i: None
     ) -> list[Future[KvBlock | None]]:
-        """Start to read blocks in other threads, in order. A result may be None, as in `read`.
+        """Start to read blocks in other threads, in order. A result is None if `read` returns None.
 
-        The reading thread first calls `before_read` with the block's index in `names`.
+        Before a thread reads a block, it calls `before_read` with the block's index in `names`.
         """
         if self._readers is None:
             self._readers = ThreadPoolExecutor(_N_READERS, "edgeinfer-read")
@@ -301,7 +301,7 @@ class BlockFolder:
         try:
             block = self._map(path)
             if block.header.name != name or block.header.identity != self.names.identity:
-                raise BlockDamagedError("its header has the name of another block")
+                raise BlockDamagedError("the block's header has the name of another block")
         except OSError:
             return None
         except BlockDamagedError:
@@ -315,7 +315,7 @@ class BlockFolder:
         file = MappedFile(open_private(path), 0)
         size = os.fstat(file.descriptor).st_size
         if not size:
-            raise BlockDamagedError("it is empty")
+            raise BlockDamagedError("the block's file is empty")
         mapped = mmap.mmap(file.descriptor, size, access=mmap.ACCESS_READ)
         mapped.madvise(mmap.MADV_WILLNEED)
         file.address = np.frombuffer(mapped, np.uint8).ctypes.data
@@ -343,12 +343,12 @@ class BlockFolder:
             owned.update(new)
 
     def record_session(self, agent: str, names: Sequence[bytes], salt: str) -> None:
-        """Record the blocks of a prompt of `agent`. Blocks that its sessions share are evicted last."""
+        """Record the blocks of a prompt of `agent`. Blocks that all sessions share are evicted last."""
         shared = [name.hex() for name in names]
         self.put(lambda: retention.record_session(self._folder, agent, shared, salt))
 
     def add_answer(self, salt: str, conversation: str, tokens: Sequence[int]) -> None:
-        """Add an answer to the past answers, from which tokens are drafted."""
+        """Store an answer, so that tokens of later answers are drafted from it."""
         self.put(lambda: self.answers.add(salt, conversation, tokens))
 
     def put(self, work: Callable[[], None], n_bytes: int = 0) -> bool:
@@ -369,7 +369,7 @@ class BlockFolder:
         return self._writer.flush(timeout_s)
 
     def _write(self, block: KvBlock) -> None:
-        """Write a block's file, unless there is no space. Runs on the writer thread."""
+        """Write a block's file if there is disk space. Runs on the writer thread."""
         if self._store.reserve(block.n_bytes):
             header = block.header
             self.traffic.bytes_written += block_file.write(self.path(header.name), block)
@@ -378,7 +378,7 @@ class BlockFolder:
                 retention.record_following(self._folder, parent, name, is_tail=header.kind == "tail")
 
     def _try(self, work: Callable[[], None]) -> None:
-        """Run `work`, twice if the folder must be created again. A failure pauses writing."""
+        """Run `work`, again if the folder was missing and is now created. An error pauses writing."""
         try:
             try:
                 work()
@@ -404,7 +404,7 @@ class BlockFolder:
             block.path.unlink(missing_ok=True)
 
     def read_check(self) -> str:
-        """Return the stored result of the round-trip check: "exact", what failed, or "" before any."""
+        """Return the stored result of the round-trip check: "exact", what failed, "" if not stored."""
         try:
             with open(open_private(self._folder / "checked"), encoding="utf-8") as file:
                 self._checked = file.read()
@@ -413,7 +413,7 @@ class BlockFolder:
         return self._checked
 
     def save_check(self, outcome: str) -> None:
-        """Store the result of the round-trip check. If that fails, another process checks again."""
+        """Store the result of the round-trip check. If that fails, later processes check again."""
         self._checked = outcome
         self._try(self._write_check)
 
@@ -423,9 +423,9 @@ class BlockFolder:
                 file.write(self._checked.encode())
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Write waiting blocks and end the threads; return False if that takes longer than the timeout.
+        """Write waiting blocks and end the threads; return False after the timeout.
 
-        The folder can be used again: its next use starts new threads.
+        The folder can still be used: the next use starts new threads.
         """
         if self._readers is not None:
             self._readers.shutdown(wait=True, cancel_futures=True)
@@ -436,7 +436,7 @@ class BlockFolder:
 
 
 def forget_all(root: Path) -> int:
-    """Delete all files but the secret, which processes use; return the freed bytes."""
+    """Delete all files except the secret, which running processes use; return the freed bytes."""
     freed = sum(block.n_bytes for block in retention.list_blocks(root))
     if root.is_dir():
         for folder in [path for path in root.iterdir() if path.is_dir()]:

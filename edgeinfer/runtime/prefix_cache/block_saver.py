@@ -1,4 +1,4 @@
-"""Save sequences as KV blocks in the on-disk prefix cache, a block at a time, between steps."""
+"""Save sequences as KV blocks in the on-disk prefix cache: one block at a time, between steps."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from edgeinfer.runtime.sequence_state import State, as_state
 _MIN_PREFILL_S = 0.05
 #: Largest share of the time for saving blocks while sequences decode.
 _WRITE_SHARE = 0.02
-#: How long (s) an idle engine waits for room in the writer's queue.
+#: How long (s) an idle engine waits until the writer's queue accepts a block.
 _WAIT_S = 0.05
 
-#: A block that is not on disk: header, index of its first token, name of a partial block it replaces.
+#: A block that is not on disk: header, first token's index, name of the partial block it replaces.
 _Missing = tuple[Header, int, bytes | None]
 
 
@@ -45,7 +45,7 @@ class BlockSaver:
     kv: KvCache
     search: BlockSearch
     verdict: RoundtripVerdict
-    #: Set before the process ends. It then leaves the round-trip check to a later process.
+    #: True if the process is about to end: the round-trip check is left to a later process.
     is_exiting: bool = False
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class BlockSaver:
         self.kv.before_drop = self._before_drop
 
     def detach(self) -> None:
-        """Save no more sequences. The cache in memory can then have another saver."""
+        """Save no more sequences, so that `kv` can have another saver."""
         self.kv.before_drop = lambda cached_seq: None
 
     @property
@@ -77,7 +77,7 @@ class BlockSaver:
         pending = self._pending.get(cached_seq)
         if pending is None:
             if self.folder.is_idle:
-                self._queued.clear()  # queued blocks may have been deleted since
+                self._queued.clear()  # blocks that were written may have been deleted since
             pending = self._pending[cached_seq] = _PendingWrite()
             cached_seq.n_unchanged = 0
             self._was_used = True
@@ -122,7 +122,7 @@ class BlockSaver:
                 break
 
     def _write_missing(self, cached_seq: CachedSequence, pending: _PendingWrite) -> bool:
-        """Save the first block of a sequence that is not on disk; return False if all are."""
+        """Save a sequence's first block that is not on disk; return False if nothing was saved."""
         if self.verdict.is_refused or not cached_seq.is_storable:
             return False
         if cached_seq not in self.kv.cached_sequences:  # it was dropped
@@ -136,7 +136,7 @@ class BlockSaver:
         states = self._save_states(cached_seq, header, start)
         if states is None:
             return False
-        # add the owner first, so that a killed process leaves no block without one
+        # record owners first, so that a killed process leaves no block without an owner
         for conversation in pending.conversations:
             self.folder.add_owner(conversation, [header.name])
         self.folder.write(KvBlock(header, states))
@@ -147,7 +147,7 @@ class BlockSaver:
     def _save_states(
         self, cached_seq: CachedSequence, header: Header, start: int
     ) -> tuple[State, ...] | None:
-        """Return the state of a block's tokens and, if any, its checkpoint; None if one is missing."""
+        """Return the states of a `KvBlock`; None if the state or the checkpoint cannot be saved."""
         stop = start + len(unpack_tokens(header.tokens))
         positions = (cached_seq.tokens.position(start), cached_seq.tokens.position(stop))
         state = self.states.save(cached_seq.seq_id, start, stop, self.kv.pinned_cells, positions)
@@ -170,7 +170,7 @@ class BlockSaver:
     def _extend_chain(
         self, cached_seq: CachedSequence, tokens: PromptTokens, pending: _PendingWrite
     ) -> None:
-        """Add the names of new blocks to the chain, after removing those whose tokens have changed."""
+        """Remove the names of blocks whose tokens have changed; append the names of new blocks."""
         names = self.folder.names
         if not pending.chain.names:
             pending.chain.names.append(names.root(cached_seq.adapters, cached_seq.salt))
@@ -207,7 +207,7 @@ class BlockSaver:
         names = self.folder.names
         headers: dict[bytes, tuple[Header, int]] = {}
         for n_tokens in sorted(c.n_tokens for c in cached_seq.checkpoints if c.n_tokens <= len(tokens)):
-            # a whole block that ends with the same picture must not be its parent
+            # the parent must not be a whole block that ends with the same picture
             ends_with_picture = tokens[n_tokens - 1] < 0
             i = chain.index_at(n_tokens - ends_with_picture)
             start, parent = chain.ends[i], chain.names[i]
@@ -247,7 +247,7 @@ class BlockSaver:
 
 def _writable(cached_seq: CachedSequence) -> PromptTokens:
     tokens = PromptTokens(cached_seq.tokens[: cached_seq.memory_only_from])
-    # leave out a picture at the end: it may be computed only in part
+    # leave out a picture at the end, which may be computed only in part
     if tokens and tokens[-1] < 0:
         tokens.truncate(tokens.round_down(len(tokens) - 1))
     return tokens

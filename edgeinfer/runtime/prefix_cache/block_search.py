@@ -1,4 +1,4 @@
-"""Search the blocks on disk that continue a prefix of a prompt."""
+"""Find the blocks on disk that continue a prompt's prefix."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from edgeinfer.runtime.prefix_cache.block_file import Header, unpack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
 from edgeinfer.runtime.prefix_cache.block_names import TAIL_KEY_TOKENS, TAIL_KEYS_TOKENS
 
-#: Name of a block, and how many of its first tokens are those of the prompt; (b"", 0) for no block.
+#: Name of a block, and how many of its first tokens equal the prompt's; (b"", 0) if there is no block.
 Match = tuple[bytes, int]
 
 
 class BlockSearch:
     """Searches the blocks of one model, by reading the headers of a few files.
 
-    `tokens` are those of the prompt after its whole blocks, `parent` is the last of these.
+    `parent` is the name of the prompt's last whole block, `tokens` are the prompt's tokens after it.
     """
 
     def __init__(self, folder: BlockFolder) -> None:
         self._folder = folder
 
     def agent_prefix(self, agent: str, adapters: AdapterKey, salt: str) -> list[int]:
-        """Return the tokens on disk that an agent's sessions share, and those that followed last."""
+        """Return the tokens of `Engine.agent_prefix`, with pseudo-tokens of pictures."""
         following: dict[bytes, Header] = {}
         for name in self._folder.agent_blocks(agent, salt):
             header = self._folder.header(name)
@@ -55,7 +55,7 @@ class BlockSearch:
         return _longest(self._read(self._tail_names(parent, tokens)), tokens)
 
     def find_superseded(self, parent: bytes, tokens: list[int], by: bytes) -> bytes | None:
-        """Find a shorter partial block, which the block `by` with `tokens` replaces."""
+        """Return the name of a partial block that block `by` with `tokens` contains, or None."""
         blocks = self._read(self._tail_names(parent, tokens))
         return next((n for n, saved in blocks if n != by and tokens[: len(saved)] == saved), None)
 
@@ -64,13 +64,13 @@ class BlockSearch:
         return (self._folder.names.tail(parent, tokens[:n]) for n in lengths)
 
     def find_boundary_block(self, parent: bytes, tokens: list[int]) -> Match:
-        """Find the block most like `tokens` of those recorded after `parent` for prompts of agents."""
+        """Find the block most similar to `tokens` that is recorded after an agent's shared `parent`."""
         return _longest(self._read(self._folder.boundary_blocks(parent), parent), tokens)
 
     def _read(
         self, names: Iterable[bytes], parent: bytes | None = None
     ) -> Iterator[tuple[bytes, list[int]]]:
-        """Yield name and tokens of the blocks that exist (and have this `parent`, if given)."""
+        """Yield names and tokens of the blocks that exist; with `parent`, only of its children."""
         for name in names:
             header = self._folder.header(name)
             if header is not None and parent in (None, header.parent):

@@ -1,10 +1,10 @@
 """The on-disk prefix cache of one loaded model: restore blocks, save ended sequences.
 
-`start_load` finds the blocks of a prompt and starts to read them, `load_block` appends one to a
+`start_load` finds the blocks of a prompt and starts to read them, `load_block` appends one block to a
 sequence. `block_saver` saves sequences. Not thread-safe.
 
-Blocks are shorter than a sliding window. A longer block would lack cells that the window has dropped
-before its end; after a truncation inside it, they would be needed (decision 080).
+Blocks are shorter than a sliding window. At the end of a longer block, llama.cpp would have dropped its
+first cells, but a truncation inside the block would need them (decision 080).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PrefixCache:
         loaded: LlamaModel,
         check_outcome: str = "",
     ) -> None:
-        """Open a model's blocks. `check_outcome` is the round-trip check's, or "". Raises OSError."""
+        """Open a model's blocks, with the round-trip check's outcome if it has run. Raises OSError."""
         self.context, self.kv = context, kv
         self.block_tokens = model_block_tokens(loaded)
         self.folder = folder = store.open_folder(
@@ -77,7 +77,7 @@ class PrefixCache:
         """Start to read the blocks of `tokens` after the first `n_cached`; None if that saves little.
 
         The first block may begin before `n_cached`. If the round-trip check has not run yet, it runs
-        now, but only if blocks save much and no other request waits.
+        now, but only if the blocks save much prefill and there is no other request.
         """
         if self.verdict.is_refused or len(tokens) - n_cached <= _MIN_GAIN_TOKENS:
             return None
@@ -107,7 +107,7 @@ class PrefixCache:
         return BlockLoad(self.folder.prefetch(block_names, populate), ends[first], stop)
 
     def _make_populate(self, ends: list[int]) -> Callable[[int], None]:
-        """Make a callback that allocates the pages of a block's cells, unless they will be mapped."""
+        """Make a callback that allocates the memory of a block's cells, if blocks cannot be mapped."""
         offset = self.kv.used_cells - ends[0]
         cells = self.context.cells
         if cells.is_page_aligned(offset - self.kv.pinned_cells):
@@ -115,7 +115,7 @@ class PrefixCache:
         return lambda i: cells.populate(offset + ends[i], offset + ends[i + 1])
 
     def _last_checkpoint(self, chain: Chain, n_full: int, tokens: list[int]) -> tuple[int, bytes, int]:
-        """Find a prompt's last checkpoint: index of its parent in `chain`, name, number of tokens."""
+        """Find the block with the last checkpoint; return its parent's index, its name, its tokens."""
         ends = [*chain.ends, len(tokens)]
         for i in range(n_full, -1, -1):
             limit = min(ends[i + 1], len(tokens) - 1)
@@ -136,7 +136,7 @@ class PrefixCache:
         return self.verdict.outcome == "exact" and self.folder.can_write
 
     def can_evict(self, cached_seq: CachedSequence) -> bool:
-        """Return whether dropping a sequence loses nothing: it is idle, and on disk or savable now."""
+        """Return whether a sequence is idle and all its tokens are on disk or will be when dropped."""
         is_needed = cached_seq.in_use or cached_seq.pinned or cached_seq.is_prefetched
         if is_needed or len(cached_seq.cells) < self.block_tokens:
             return False
@@ -145,13 +145,13 @@ class PrefixCache:
     def record_preamble(
         self, request: GenerateRequest, tokens: PromptTokens, adapters: AdapterKey
     ) -> None:
-        """Record the blocks of a coding agent's prompt, to evict those that sessions share last."""
+        """Record the blocks of a coding agent's prompt: blocks that sessions share are evicted last."""
         if request.preamble and not self.verdict.is_refused:
             names = self.folder.names.chain(tokens, adapters, request.cache_salt).names[1:]
             self.folder.record_session(request.preamble, names, request.cache_salt)
 
     def load_block(self, load: BlockLoad, cached_seq: CachedSequence, tokens: list[int]) -> bool:
-        """Append the next block of `load`, which must be ready; return False to prefill the rest."""
+        """Append the next block of `load`, which must be ready; return False if loading must end."""
         block = load.next_block()
         n_before = len(cached_seq.tokens)
         if block is None:
@@ -182,8 +182,8 @@ class PrefixCache:
 class BlockLoad:
     """Blocks with the tokens [start, stop) that are being read and appended to a sequence.
 
-    `futures` are the blocks in order (None if one is unusable); `n_loaded` of them have been appended.
-    `n_in_memory` tokens of the prompt were cached in memory before.
+    `futures` are the blocks in order (None for an unusable one); the first `n_loaded` are appended.
+    `n_in_memory` tokens of the prompt were cached in memory before the load.
     """
 
     futures: Sequence[Future[KvBlock | None]]
@@ -212,7 +212,7 @@ class BlockLoad:
     def is_too_slow(self, prefill_s: float) -> bool:
         """Return whether prefilling the next block (`prefill_s`) is faster than waiting for it."""
         if self.is_ready:
-            return False  # the disk was fast, this thread is late
+            return False  # the disk has answered; this thread was busy
         return time.monotonic() - self.waits_since > max(_MIN_WAIT_S, prefill_s)
 
     def wait(self, timeout_s: float) -> None:
@@ -228,13 +228,13 @@ _LONG_BLOCK_TOKENS = 2048
 
 
 def model_block_tokens(loaded: LlamaModel) -> int:
-    """Return the tokens per block; more for recurrent models, as each block contains a whole state."""
+    """Return the tokens per block: many if each block also contains a large recurrent state."""
     has_large_state = any(".ssm." in key or ".wkv." in key for key in loaded.meta)
     return _LONG_BLOCK_TOKENS if has_large_state else block_tokens(loaded.sliding_window)
 
 
 def identity(loaded: LlamaModel, n_tokens: int) -> dict[str, str]:
-    """Return all settings on which the bits of a block with `n_tokens` depend, besides the model."""
+    """Return all settings, besides the model, that change the bits of a block of `n_tokens`."""
     build = libllama.build_info()
     names = (name for name in ("kv_type", "gpu_layers", "gpus") if name in loaded.choices)
     options = {name: str(loaded.choices[name].value) for name in names}

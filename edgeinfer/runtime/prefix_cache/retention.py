@@ -11,9 +11,9 @@ them. Times in the future (the clock was set back) count as now.
 Blocks that the prompts of a coding agent have in common (its instructions and tools) are evicted last:
 
     FOLDER/kept/AGENT[.SALT]   number of sessions; names of the blocks that all sessions have in common;
-                               after an empty line, names of the next block of single sessions
+                               after an empty line, names of the blocks that followed in some session
 
-One session does not show where the common part ends, so blocks are retained from the second one on.
+One session does not show where the common part ends, so blocks are retained after the second session.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from edgeinfer.runtime.kv_cache import common_prefix
 
 SUFFIX = ".block"
 _USED = "used"
-#: The default limit is a quarter of the free space and the blocks together.
+#: The default limit is a quarter of the sum of the free space and the size of all blocks.
 _SHARE_OF_FREE = 4
 _MOST_BYTES = 64 << 30
 #: Free space (bytes) that the cache leaves on the disk.
@@ -50,13 +50,13 @@ _STALE_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class CacheLimits:
-    """The disk limit. `max_bytes` 0 means a quarter of the free space; `margin_bytes` stay free."""
+    """The disk limit. `max_bytes` 0 means a quarter of the disk's space; `margin_bytes` stay free."""
 
     max_bytes: int = 0
     margin_bytes: int = MARGIN_BYTES
 
     def allowed_bytes(self, root: Path, used_bytes: int) -> int:
-        """Return the limit (bytes) for all blocks, which have `used_bytes` now. Raises OSError."""
+        """Return the limit (bytes) of all blocks; they have `used_bytes` now. Raises OSError."""
         free = free_bytes(root)
         by_disk = max(0, used_bytes + free - self.margin_bytes)
         limit = self.max_bytes or min(_MOST_BYTES, (used_bytes + free) // _SHARE_OF_FREE)
@@ -95,11 +95,9 @@ def list_blocks(root: Path) -> list[ListedBlock]:
 
 
 def reserve(root: Path, limits: CacheLimits, n_bytes: int) -> tuple[int, bool]:
-    """Evict blocks until `n_bytes` more fit, and count them as used.
+    """Evict blocks until `n_bytes` more fit, and count those bytes as used. Raises OSError.
 
     Returns the number of evicted blocks, and whether there is enough space.
-
-    Raises OSError.
     """
     used, written = _read_used(root)
     allowed, n_evicted = limits.allowed_bytes(root, used), 0
@@ -116,7 +114,7 @@ def reserve(root: Path, limits: CacheLimits, n_bytes: int) -> tuple[int, bool]:
 
 
 def _read_used(root: Path) -> tuple[int, int]:
-    """Return the bytes of all blocks, and of those written since they were listed."""
+    """Return the bytes of all blocks, and of those written since a listing; (0, maximum) if unknown."""
     try:
         with open(open_private(root / _USED), "rb") as file:
             counted, *written = array("q", file.read())
@@ -133,7 +131,7 @@ def forget_total(root: Path) -> None:
 def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, int]:
     """Evict the least recently used blocks until `extra_bytes` more fit. Raises OSError.
 
-    Returns the number of evicted blocks, and the bytes of all others.
+    Returns the number of evicted blocks, and the size (bytes) of the others.
     """
     blocks = list_blocks(root)
     used = sum(block.n_bytes for block in blocks)
@@ -150,14 +148,15 @@ def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, i
         n_evicted += 1
     names_left = {block.path.name.removesuffix(SUFFIX) for block in blocks if block.path.exists()}
     for owner in (root / "owners").glob("*"):
-        is_old = time.time() - owner.stat().st_mtime > _STALE_S  # a new list may name future blocks
+        # a new list may name blocks that are not written yet
+        is_old = time.time() - owner.stat().st_mtime > _STALE_S
         if is_old and not owned_names(owner) & names_left:
             owner.unlink(missing_ok=True)
     return n_evicted, used
 
 
 def owned_names(owner: Path) -> set[str]:
-    """Return the names of a conversation's blocks, none if the list is missing or another user's."""
+    """Return the names in a conversation's list `owner`; none if the file is missing or not private."""
     try:
         with open(open_private(owner), encoding="ascii") as file:
             return set(file.read().split())
@@ -172,15 +171,15 @@ _FILE = re.compile(r"[a-z0-9-]{1,32}(\.[0-9a-f]{16})?")
 #: If a session has less than this share of the recorded blocks, the agent must be a new version:
 #: recording begins again.
 _SAME_SHARE = 0.5
-#: Number of sessions from which on the blocks in common are known.
+#: Number of sessions after which the shared blocks are known.
 _MIN_SESSIONS = 2
-#: Maximum number of blocks recorded after the ones in common.
+#: Maximum number of blocks recorded after the shared ones.
 _MAX_FOLLOWING = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _AgentRecord:
-    """Names of the blocks that an agent's sessions share, and of their next blocks, latest first."""
+    """Names of the blocks that all sessions share, and of blocks that followed, the latest first."""
 
     n_sessions: int = 0
     shared: tuple[str, ...] = ()
@@ -218,7 +217,7 @@ def retained_names(root: Path) -> set[str]:
 
 
 def agent_blocks(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
-    """Return the blocks that sessions of `agent` share, in order; then next blocks, latest first."""
+    """Return names of the blocks that sessions share, in order, then of later ones, latest first."""
     if not _AGENT.fullmatch(agent):
         return ()
     record = _read(_path(folder, agent, salt))
@@ -226,7 +225,7 @@ def agent_blocks(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
 
 
 def boundary_blocks(folder: Path, parent: str) -> tuple[str, ...]:
-    """Return the blocks recorded after `parent`, if it is the last that an agent's sessions share."""
+    """Return the blocks recorded after `parent`, if it is the last block that sessions share."""
     agents = (agent for _, agent in _read_all(folder))
     return next((agent.following for agent in agents if agent.shared[-1:] == (parent,)), ())
 

@@ -1,9 +1,9 @@
 """Check once per model and build that saving and restoring KV blocks changes no bit.
 
-llama.cpp has many kinds of caches. If one loses information when a part of it is saved, the only
-symptom is wrong logits. So a small context prefills a random text, saves it as blocks, and computes the
-next logits: after the text, and after a truncation in its middle. Then the blocks are restored into an
-empty cache, and both logits must be bit-identical.
+llama.cpp has many kinds of caches. If saving a part of a cache loses information, the only symptom is
+wrong logits. So a small context prefills a random text, saves the cells as blocks, and computes the
+next logits twice: after the text, and after truncating the text in the middle. Then the blocks are
+restored into an empty cache, and the logits must be bit-identical both times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
 from edgeinfer.runtime.prefix_cache.block_names import block_tokens
 
-#: Tokens per step of the check. A request waits for one step at most.
+#: Tokens per step of the check. An incoming request waits for one step at most.
 _CHUNK = 32
 #: Tokens of the text, and per block, for models without a sliding window.
 _TOKENS = 24
@@ -47,7 +47,7 @@ class RoundtripCheck:
         self._supports_truncation = loaded.supports_truncation
         self._n_vocab = loaded.vocab.n_vocab
         self._block_tokens = block_tokens(window) if window else _BLOCK_TOKENS
-        # a text longer than the sliding window, unless the window is too long
+        # a text longer than the sliding window, unless that would take too many tokens
         beyond = window + 2 * block_tokens(window) if window else 0
         #: Length of the text (tokens).
         self.n_tokens = max(_TOKENS, beyond) if beyond <= _MOST_TOKENS else 3 * block_tokens(window)
@@ -109,7 +109,7 @@ class RoundtripCheck:
         return [after_text, self._logits(tail, self._truncate_at)]
 
     def _prefill(self, tokens: list[int], start: int) -> Iterator[str | None]:
-        """Prefill `tokens` from position `start` on, a step per iteration. The last has logits."""
+        """Prefill `tokens` from position `start` on, a step per iteration; yield None each time."""
         for offset in range(0, len(tokens), _CHUNK):
             chunk = tokens[offset : offset + _CHUNK]
             self._batch.clear()
@@ -128,14 +128,14 @@ class RoundtripCheck:
         return None if self._supports_truncation else self._states.save_checkpoint(_SEQ_ID)
 
     def _restore(self, checkpoint: memoryview | None, n: int) -> None:
-        """Truncate to the first `n` tokens; restore a recurrent state from the checkpoint there."""
+        """Truncate to the first `n` tokens. For a recurrent model, `checkpoint` is the state there."""
         if checkpoint is not None:
             self._states.restore_checkpoint(_SEQ_ID, checkpoint)
         self._context.remove(_SEQ_ID, n)
 
 
 class RoundtripVerdict:
-    """Runs a model's check once and stores its `outcome`: "" before, "exact", or what failed."""
+    """Runs a model's check once and stores the `outcome`: "" before, "exact", or what failed."""
 
     def __init__(self, folder: BlockFolder, check: RoundtripCheck) -> None:
         self._folder, self._check = folder, check
@@ -147,14 +147,14 @@ class RoundtripVerdict:
         return self.outcome not in ("", "exact")
 
     def step(self) -> None:
-        """Run the next part of the check. If it fails, delete all blocks.
+        """Run the next part of the check. If bits differ, delete all blocks.
 
-        If it cannot be computed (no memory), only this process does without the cache.
+        If the check raises an error (no memory), only this process does not use the cache.
         """
         try:
             outcome = self._check.step()
         except EngineError as error:
-            self.outcome = f"the check failed: {error}"
+            self.outcome = f"the round-trip check could not run: {error}"
             return
         if outcome is None:
             return
