@@ -30,8 +30,8 @@ class AnswerParser:
 
     `tools` maps names to argument schemas. The answer may begin with the reasoning `span`; `opened`
     means that the prompt already contains the span's first marker. `constrained`: a grammar guarantees
-    well-formed calls, so their arguments can be streamed. `special_tokens`: feed control tokens as
-    texts, too.
+    well-formed calls, so their arguments can be streamed. `special_tokens`: `feed` must also get the
+    texts of control tokens.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class AnswerParser:
         if is_xml and marker != FUNCTION and not first:
             self._text = marker + self._text
             return False
-        if marker == FUNCTION and self._answer.count(FENCE) % 2:  # the code block shows an example call
+        if marker == FUNCTION and self._answer.count(FENCE) % 2:  # an example call in a code block
             self._emit(marker)
             return True
         self._fresh = False
@@ -168,7 +168,7 @@ class AnswerParser:
         section.feed(text)
         if section.is_over:
             marker, self._text = self._close_section(section)
-            self._emit(marker)  # was no call: parsing the marker again would open a section again
+            self._emit(marker)  # as text: parsing the marker again would open the section again
         else:
             self._take_calls(section)
         return section.is_over and bool(self._text)
@@ -188,7 +188,7 @@ class AnswerParser:
             self._events += events
 
     def _emit(self, text: str) -> None:
-        """Emit a part of the reasoning or the answer, which neither begin nor end with white space."""
+        """Emit a part of the reasoning or the answer, without white space at their start and end."""
         if self._phase == "thinking":
             text = self._space + text
             if not self._has_thought:

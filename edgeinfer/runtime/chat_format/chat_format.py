@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 #: Maximum number of grammars of tool calls that are cached.
 _CACHED_GRAMMARS = 32
-#: Maximum number of example calls if the template cannot show tools. Small models copy the examples.
+#: Maximum number of example calls in a prompt whose template cannot show tools.
 _EXAMPLES = 3
 
 
@@ -85,9 +85,9 @@ class ProcessedChat:
 class TemplateFacts:
     """What a model file says about its chat format.
 
-    `template` is the jinja2 source, `tool_template` the one for conversations with tools (Command R,
+    `template` is the jinja2 source, `tool_template` the source for conversations with tools (Command R,
     Hermes 2 Pro); "" if the file has none. `add_bos` (`llama_vocab_get_add_bos`): the prompt must begin
-    with BOS. `escape_content`: texts of control tokens in messages stay text.
+    with BOS. `escape_content`: control tokens that are spelled out in messages stay text.
     """
 
     template: str
@@ -163,7 +163,7 @@ class ChatFormat:
     def render(self, request: GenerateRequest) -> str:
         """Render the prompt with escapes and picture markers. Raises InvalidRequestError.
 
-        With a reasoning budget of 0, reasoning that the template begins is ended.
+        If the reasoning budget is 0 and the template opens the reasoning, the end marker is added.
         """
         if self._for_tools is not None and self._tools(request):
             return self._for_tools.render(request)
@@ -224,7 +224,7 @@ class ChatFormat:
                 span,
                 self._facts.vocab,
                 opened=opened,
-                # a template closes the span in the prompt if thinking is off
+                # the template closes the reasoning in the prompt if thinking is off
                 optional=not prompt.rstrip().endswith(span.close),
             )
         return ProcessedChat(
@@ -303,7 +303,7 @@ class ChatFormat:
 
 
 def _first_token(marker: str) -> str:
-    """Return the first control token: `<|channel|>` of `<|channel|>analysis<|message|>`."""
+    """Return a marker's first control token: `<|channel|>` of `<|channel|>analysis<|message|>`."""
     return marker[: marker.find(">") + 1] if marker.startswith("<|") else marker
 
 
@@ -316,7 +316,7 @@ def _callable_tools(request: GenerateRequest) -> list[tuple[int, Tool]]:
 
 
 def _constrained_tools(request: GenerateRequest, *, may_refuse: bool) -> tuple[Tool, ...]:
-    """Return the callable tools; one whose schema cannot be enforced, with a schema for any object.
+    """Return the callable tools. A schema that cannot be enforced is replaced: any object is allowed.
 
     With `may_refuse`, raises UnsupportedConstraintError for a strict tool with such a schema.
     """
@@ -356,7 +356,7 @@ def unenforced_fields(request: GenerateRequest) -> list[str]:
 def _after_reasoning(
     constraint: Constraint | Lark, span: ReasoningSpan, vocab: Vocab, *, opened: bool, optional: bool
 ) -> Constraint | Lark:
-    """Return a constraint that allows reasoning first: `opened` in the prompt, or `optional`."""
+    """Return a constraint with reasoning before it, `opened` in the prompt or `optional`."""
     if not opened and not optional:
         return constraint
     source, grammars = lark_parts(constraint)
@@ -392,7 +392,7 @@ def _result_as_text(message: Message) -> Message:
 def _with_description(
     form: ToolFormat, messages: tuple[Message, ...], tools: Sequence[Tool]
 ) -> tuple[Message, ...]:
-    listed = "\n".join(
+    definitions = "\n".join(
         msgspec.json.encode(
             {"name": t.name, "description": t.description, "parameters": t.parameters}
         ).decode()
@@ -403,8 +403,8 @@ def _with_description(
         for tool in tools[:_EXAMPLES]
     )
     text = (
-        f"You can call these functions:\n{listed}\n\nTo call one, answer with nothing but its call, "
-        f"with arguments of your own:\n{calls}\nOtherwise answer in plain words."
+        f"You can call these functions:\n{definitions}\n\nTo call one, answer with nothing but its "
+        f"call, with arguments of your own:\n{calls}\nOtherwise answer in plain words."
     )
     first = messages[0] if messages else None
     if first is not None and first.role in ("system", "developer"):

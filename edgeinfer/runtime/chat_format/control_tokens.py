@@ -1,9 +1,9 @@
 """Tokenize a rendered prompt so that control tokens come only from the template.
 
-`<|im_end|>` in a message, a tool's result or a document must stay text. `escape` inserts MARK after the
-first character of such a text before the template is rendered, and doubles a MARK of the text itself.
-`tokenize` undoes that, and parses no special tokens where marks were. A prompt without marks is
-tokenized as a whole, as llama.cpp does.
+`<|im_end|>` in a message, a tool's result or a document must stay text. So before the template is
+rendered, `escape` inserts MARK after the first character of each such text, and doubles each MARK that
+the messages contain. `tokenize` removes the marks, and parses no special tokens in texts that had
+marks. A prompt without marks is tokenized as a whole, as llama.cpp does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 #: Inserted after the first character of an escaped control token. It is a Unicode noncharacter.
 MARK = "\ufdd0"
-#: How MARK appears in a prompt if the template writes messages as ASCII-only JSON. A text of a message
-#: that contains it is escaped, too.
+#: How MARK appears in a prompt if the template writes messages as ASCII-only JSON. In a message, this
+#: text is escaped too.
 _MARK_IN_JSON = "\\ufdd0"
 _MARKS = re.compile(f"{MARK}({MARK}?)")
 #: Prompts are first searched for only this many leading characters of each control token.
@@ -46,7 +46,7 @@ class ControlTokens:
 
     @cached_property
     def _spellings(self) -> frozenset[str]:
-        """Texts to escape in lower case, because a template may change the case."""
+        """Texts to escape, in lower case, because a template may change the case."""
         return frozenset(text.lower() for text in (*self._tokens, _MARK_IN_JSON))
 
     @cached_property
@@ -63,7 +63,7 @@ class ControlTokens:
         self.escape("")
 
     def escape(self, text: str, markers: tuple[str, ...] = ()) -> str:
-        """Return `text` with MARK inside each control token, except those that begin with `markers`."""
+        """Return `text` with MARK inside each control token that does not begin with a marker."""
         text = text.replace(MARK, MARK * 2)
         pieces = []
         last = 0

@@ -22,9 +22,9 @@ class TemplateTraits:
 
     `late_system`: a system message after other messages. `string_arguments`: arguments of earlier tool
     calls as JSON text. `null_content`: None as the content of a tool call. `typed_content`: content
-    only as a list of parts. `tight_pictures`: it writes no space before a picture that begins a message
+    only as a list of parts. `tight_pictures`: no space before a picture that begins a message
     (SmolVLM's `User:`). `short_ids`: tool-call ids of nine characters. `reasoning_key`: key of a
-    message's reasoning.
+    message's reasoning, "" if the template renders none.
     """
 
     system: bool = True
@@ -53,8 +53,8 @@ def tool_dict(tool: Tool) -> dict[str, Any]:
 def adaptations(messages: Sequence[Message], traits: TemplateTraits) -> Iterator[list[dict[str, Any]]]:
     """Yield a conversation in the forms that templates may require, beginning with the unchanged one.
 
-    Then come: one tool call per message, successive messages of a role joined, user and assistant
-    alternating. All are repeated with {} for arguments of tool calls that are not JSON.
+    The others have one tool call per message, successive messages of a role joined, or user and
+    assistant alternating. Then all forms follow with {} for tool-call arguments that are not JSON.
     """
     forms: list[list[dict[str, Any]]] = []
     for variant in (messages, tuple(map(_without_broken_arguments, messages))):
@@ -67,7 +67,7 @@ def adaptations(messages: Sequence[Message], traits: TemplateTraits) -> Iterator
 
 
 def shape(messages: Sequence[Message], traits: TemplateTraits) -> list[dict[str, Any]]:
-    """Convert messages to dictionaries that this template supports."""
+    """Convert messages to dictionaries that a template with `traits` supports."""
     shaped = [_shape_one(message, traits) for message in messages]
     if traits.system and traits.late_system:
         return shaped
@@ -113,7 +113,7 @@ def _call_dict(call: ToolCall, traits: TemplateTraits) -> dict[str, Any]:
 
 
 def read_arguments(call: ToolCall) -> dict[str, Any] | str:
-    """Decode the arguments of an earlier tool call: an object, invalid JSON as text, {} for others."""
+    """Decode a tool call's arguments: an object, {} for other JSON, or the text if it is not JSON."""
     try:
         arguments = msgspec.json.decode(call.arguments or "{}")
     except (msgspec.DecodeError, UnicodeEncodeError):
@@ -134,7 +134,7 @@ def _without_broken_arguments(message: Message) -> Message:
 def _merge_system(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Move the text of system messages to the beginning of the next user message, as Gemma expects.
 
-    Without a later user message, it is added to the last user message at the end, or becomes one.
+    If no user message follows, the text is added to a user message at the end, or becomes one.
     """
     merged: list[dict[str, Any]] = []
     waiting: list[str] = []
@@ -188,7 +188,7 @@ def split_calls(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def alternate_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Make user and assistant alternate: join successive messages of a role, insert empty ones.
 
-    Tool calls and results are left alone, as in the check of Mistral's templates.
+    Messages with tool calls or results are not counted, as in the check of Mistral's templates.
     """
     turns: list[dict[str, Any]] = []
     expected = "user"

@@ -17,7 +17,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def property_schemas(schema: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the schemas by parameter name. References, `anyOf` and the like may give several."""
+    """Return the schemas of each parameter by name: several if there are references or `anyOf`."""
     root = dict(schema)
     schemas_by_name: dict[str, list[Any]] = {}
     for subschema in value_schemas([root], root):
@@ -34,7 +34,7 @@ def parameter_kinds(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     try:
         members = property_schemas(schema).get(name, [])
         kinds = {kind for member in members for kind in overlaps.kinds(member)}
-    except (TypeError, AttributeError):  # not a schema
+    except (TypeError, AttributeError):  # the schema is invalid
         kinds = set()
     return frozenset(kinds or TYPES)
 

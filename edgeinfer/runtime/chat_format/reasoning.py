@@ -1,7 +1,7 @@
 """Markers around a model's reasoning, such as `<think>…</think>`.
 
-Reasoning stands only at the beginning of an answer; later its marker is text. Some templates end the
-prompt with the first marker, so that the answer begins inside the reasoning.
+Reasoning is recognized only at the beginning of an answer; later, a marker is text. Some templates end
+the prompt with the opening marker, so that the answer begins inside the reasoning.
 """
 
 from __future__ import annotations
@@ -47,5 +47,5 @@ def detect(template: str) -> tuple[ReasoningSpan, bool]:
 
 
 def is_open(prompt: str, span: ReasoningSpan) -> bool:
-    """Return whether the prompt ends with the first marker: the answer begins with reasoning."""
+    """Return whether the prompt ends with the opening marker: the answer begins with reasoning."""
     return prompt.rstrip().endswith(span.open)

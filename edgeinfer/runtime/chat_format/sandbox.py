@@ -101,7 +101,7 @@ _fuel: contextvars.ContextVar[Fuel] = contextvars.ContextVar("edgeinfer_template
 
 @contextmanager
 def limit_fuel(fuel: Fuel | None = None) -> Iterator[Fuel]:
-    """Limit the work of templates during the block by `fuel`, the outer block's, or a new one."""
+    """Limit the work of templates in a `with` block, by `fuel`, the outer block's or a new `Fuel`."""
     tank = fuel or _fuel.get(None) or Fuel()
     token = _fuel.set(tank)
     try:
@@ -111,7 +111,7 @@ def limit_fuel(fuel: Fuel | None = None) -> Iterator[Fuel]:
 
 
 def charge(value: Any) -> Any:
-    """Spend fuel for the size of a value, and return it. Raises ExhaustedError.
+    """Spend fuel for the size of `value`, and return `value`. Raises ExhaustedError.
 
     Containers count by their size as text: nested lists that contain each element twice, forty levels
     deep, are small in memory and a terabyte as text.
@@ -163,14 +163,14 @@ def _concat(parts: Iterable[str]) -> str:
 
 
 def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a string method. Raises ExhaustedError if the result would be huge."""
+    """Return a string method's arguments, perhaps limited. Raises ExhaustedError for huge results."""
     fuel = _fuel.get()
     if any(isinstance(arg, int) and arg > _MAX_WIDTH for arg in args):
         raise ExhaustedError(f"the chat template calls str.{name} with too large a number")
     if name in _QUADRATIC and args and isinstance(args[0], str):
         fuel.require(len(text) * len(args[0]) // 16)
     if name in ("split", "rsplit"):
-        most = fuel.units_left // _NODE_COST + 1  # `charge` refuses a list of so many parts
+        most = fuel.units_left // _NODE_COST + 1  # `charge` refuses a list with more parts
         limit = args[1] if len(args) > 1 and isinstance(args[1], int) else -1
         return (args[0] if args else None, limit if 0 <= limit < most else most)
     if name == "splitlines":

@@ -1,12 +1,12 @@
 """Render messages and tools with a model's chat template.
 
-A template is a jinja2 program in the model's file. When it is loaded, `probe` renders small
-conversations with it to find what it supports: system messages, tools, earlier tool calls. `render`
-then adapts messages to that, so that requests work with every model: for Gemma, for example, the system
-prompt goes into the first user message.
+A template is a jinja2 program in the model's file. At load time, `probe` renders small conversations to
+find what the template supports: system messages, tools, earlier tool calls. `render` adapts messages to
+that, so that requests work with every model: for Gemma, for example, the system prompt goes into the
+first user message.
 
-A new template is probed in a separate process with limits; later it runs in the `sandbox`. The results
-are cached by the template's digest.
+A new template is probed in a separate process with limits; later it runs in the `sandbox`. The traits
+that the probe has found are cached by the template's digest.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _TEMPLATE_FAILURES = (
     TypeError,
     ValueError,
 )
-#: Text put into a message to find its place in the rendered prompt. No template has its characters.
+#: Content of a message, to find the content's place in the rendered prompt. No template contains it.
 _MARK = "\u2060\u2063{}\u2063\u2060"
-#: CPU time (s) of all probes of one template; the longest template in use takes 0.02.
+#: Limit of the CPU time (s) of all probes of one template; the longest known template takes 0.02 s.
 _PROBE_CPU_S = 1.0
 
 #: Template for models with ChatML's tokens but no template.
@@ -228,7 +228,7 @@ def _render_probe(template: ChatTemplate, *messages: dict[str, Any], tools: Any 
 
 
 def _probe_late_system(template: ChatTemplate) -> bool:
-    """Return whether a system message after others is rendered there, not moved or dropped."""
+    """Return whether a system message after others is rendered after them, not moved or dropped."""
     turns = (("user", "user"), ("assistant", "value"), ("system", "system"), ("user", "result"))
     text = _render_probe(template, *({"role": role, "content": _MARKS[mark]} for role, mark in turns))
     return -1 < text.find(_MARKS["value"]) < text.find(_MARKS["system"]) < text.find(_MARKS["result"])
@@ -258,9 +258,9 @@ def _probe_message(string_arguments: bool, null_content: bool) -> dict[str, Any]
 def _probe_calls(template: ChatTemplate) -> tuple[bool, bool] | None:
     """Return `string_arguments` and `null_content` of `TemplateTraits`; None without tool calls.
 
-    None is tried first as the content: DeepSeek's templates render empty content as an answer. It is
-    not used if the template fails or prints "None". A template that needs arguments as JSON text prints
-    a dictionary in Python's notation, with single quotes, so the probe looks for double quotes.
+    Content None is tried first, because DeepSeek's templates render "" as an answer; "" is used if the
+    template fails for None or prints "None". A template that needs arguments as JSON text prints a
+    dictionary in Python's notation, with single quotes, so the probe looks for double quotes.
     """
     for key in (f'"{_MARKS["key"]}"', _MARKS["key"]):
         for string_arguments in (False, True):
@@ -324,7 +324,7 @@ def _probe_in_process(trial: TemplateTrial) -> TemplateTraits | None:
 
 
 def choose(source: str, bos: str, eos: str, *, has_chatml: bool) -> tuple[ChatTemplate, str]:
-    """Return the model's template, or else ChatML or a transcript; and why. Raises ModelLoadError.
+    """Return the model's template, otherwise ChatML or a transcript, and why. Raises ModelLoadError.
 
     `has_chatml`: the vocabulary has `<|im_start|>` and `<|im_end|>` as tokens.
     """

@@ -56,7 +56,7 @@ class ToolFormat:
 
     @property
     def literals(self) -> frozenset[str]:
-        """Markers and separators, which the parser ignores between calls."""
+        """The texts that the parser ignores between calls."""
         return frozenset((*self.skip, *self.begin, self.end)) - {""}
 
 
@@ -123,7 +123,7 @@ GENERIC = ToolFormat(
 _ALL = (HERMES, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, PHI, GEMMA, DEEPSEEK, QWEN_XML, LFM, GENERIC)
 FAMILIES = {family.name: family for family in _ALL}
 
-#: Rows of texts, and the family of templates that contain all of them. The first such row counts.
+#: Texts, and the family whose templates contain all of them. The first row that matches counts.
 _SIGNS = (
     (("<tool_call>", "<function=", "<parameter="), QWEN_XML),
     (("<tool_call>", "</tool_call>"), HERMES),

@@ -68,7 +68,7 @@ def text_or_calls(
 ) -> Lark | None:
     """Return the grammar of free text, in which the first marker must begin a well-formed call.
 
-    Returns None for a format without markers or in Python. Raises UnsupportedConstraintError.
+    Returns None for formats without markers or with Python calls. Raises UnsupportedConstraintError.
     """
     if form.bare or not form.begin or form.inner == "python":
         return None
@@ -84,7 +84,7 @@ def text_or_calls(
 
 
 def _section(form: ToolFormat, vocab: Vocab, *, several: bool) -> str:
-    """Return the grammar of the calls and the closing marker; without one, `several` are a list."""
+    """Return the grammar of calls and the closing marker; `several` bare calls must be in a list."""
     more = f" ({_terms(form.separator, vocab)} call){{0,{MAX_CALLS - 1}}}" if several else ""
     if form.bare:
         return f'(call | "[" call{more} "]")' if several else "call"
@@ -187,7 +187,7 @@ _SHOWN = 3
 def arguments_schema(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments; `additionalProperties` is false unless it is set.
 
-    Small models would add properties. A required property need not be in `properties`.
+    Otherwise small models would add properties. A required property need not be in `properties`.
     """
     schema = {"type": "object", **tool.parameters}
     if set(schema) <= {"type", "description", "title", "$schema"} and schema["type"] == "object":
@@ -227,7 +227,7 @@ def describe_loose(tool: Tool) -> str:
 
 
 def _close(schema: Any, depth: int, *, joined: bool) -> Any:
-    """Forbid properties that an object schema does not list, unless `allOf` joins it with others."""
+    """Forbid properties that an object schema does not list, unless it is one of several in `allOf`."""
     if isinstance(schema, list):
         return [_close(operand, depth, joined=joined) for operand in schema]
     if not isinstance(schema, dict) or depth > MAX_DEPTH:

@@ -1,9 +1,9 @@
 """Parse tool calls after a marker of an answer: `JsonSection` for calls in JSON and Python.
 
-A section is the part of the answer from a marker to the end of its calls. The parser is a generator,
-which yields when it needs more text. A call is emitted when it is complete and valid; a section without
-any is emitted as text. If a grammar constrains the calls, name and arguments are streamed. `xml_calls`
-parses calls in XML.
+A section is the part of the answer from a marker to the end of the calls after it. The parser is a
+generator, which yields when it needs more text. A call is emitted when it is complete and valid; a
+section without a valid call is emitted as text. If a grammar constrains the calls, names and arguments
+are streamed. `xml_calls` parses calls in XML.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Section:
 
     @property
     def leftover(self) -> tuple[str, str]:
-        """Marker of a section that turned out to be no call, or ""; and the text to parse again."""
+        """Marker of a section without a call, otherwise ""; and the text that must be parsed again."""
         n_text = 0 if self._end_of_calls else len(self._marker) or 1
         text_end = self._end_of_calls + n_text
         return self._raw[text_end - n_text : text_end], self._raw[text_end:]
@@ -259,7 +259,7 @@ class JsonSection(Section):
             search_from = closing_start + len(closing)
 
     def _resolve(self, name: str) -> str:
-        """Return the tool that a call names, "" for none: `functions.search` means `search`."""
+        """Return the tool of a call, "" if it is unknown: `functions.search` means `search`."""
         candidates = (name, name.rpartition(".")[2])
         return next((candidate for candidate in candidates if candidate in self._tools), "")
 

@@ -28,7 +28,7 @@ PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 _OPENERS = {END_CALL: CALL, END_FUNCTION: FUNCTION, END_PARAMETER: PARAMETER}
 _MARKERS = (*_OPENERS, *_OPENERS.values())
 _MARKER = re.compile("|".join(_MARKERS))
-#: Matches what follows the closing tag of a value in a call that another value contains.
+#: Matches what follows a value's closing tag, if the value's call is text of another value.
 _AFTER_VALUE = re.compile(rf"\s*(?:{PARAMETER}|{END_FUNCTION}|{END_CALL}|\Z)")
 _NAME = rf"([^>\n]{{0,{MAX_NAME}}})>"
 _HEAD = re.compile(rf"(?:{FUNCTION}|{PARAMETER}){_NAME}")
@@ -81,7 +81,7 @@ class XmlSection(Section):
         if text.startswith(END_FUNCTION):
             self._cursor += len(END_FUNCTION)
             self._begin(name)
-        elif self._index < 0 or (not text and self._cut):  # no call has begun, or it is incomplete
+        elif self._index < 0 or (not text and self._cut):  # no call has begun, or the call is cut
             return False
         self._send("}")
         self._end_call()
@@ -226,7 +226,7 @@ class _Value:
         #: Each possible end of the value: offset, number of `openers` there, tag.
         self.ends: list[tuple[int, int, str]] = []
         self._n_sent = 0
-        #: Quote before and after the value; "" if it is not a string, None while that is unknown.
+        #: Quote around the value in JSON; "" if the value is not a string, None while that is unknown.
         self._quote: str | None = None
 
     def grow(self, raw: str) -> str:
@@ -247,7 +247,7 @@ class _Value:
         return opening + self._encode(text[self._n_sent :]) + self._quote
 
     def _open(self, text: str) -> str:
-        """Set `_quote` by `text`, the value's start; return it, or "" if it is not a string."""
+        """Set `_quote` by `text`, the value's start; return the quote, "" if it is unknown."""
         self._quote = self._choose_quote(text.strip())
         return self._quote or ""
 
