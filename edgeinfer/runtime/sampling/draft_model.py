@@ -1,7 +1,7 @@
 """A draft model: a small model with the same vocabulary, whose tokens the large model verifies.
 
-The draft model has a separate context, in which it must prefill a text before it can draft. It does so
-only if that is likely to save time. Used on the decode thread.
+The draft model has a separate context, in which it must prefill a text before it can draft tokens for
+that text; it does so only if drafts are likely to save time. Used on the decode thread.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ _START = (0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 #: Acceptance rate assumed for tokens that are not drafted yet, and how many measured tokens it
 #: outweighs; few, so that wrong drafts end soon.
 _MEAN_START, _MEAN_TOKENS = 0.7, 3
-#: If a grammar forces a text, its usual tokens are drafted without the draft model. The large model may
-#: choose other tokens for the text: `"/` instead of `"`. The acceptance rate assumed at first, and the
-#: least.
+#: If a grammar forces a text, the usual tokens of this text are drafted without the draft model; but
+#: the large model may choose other tokens: `"/` instead of `"`. The acceptance rate assumed at first,
+#: and the least rate with which such tokens are drafted.
 _LIKELY_START, _LIKELY_LEAST = 0.95, 0.8
 #: Each step without a draft moves the learned rates and cost towards the assumed ones, by this share of
 #: the difference, so that a draft model that was wrong or slow is tried again.
 _RECOVERY = 0.0008
-#: How much drafts may lose before any has gained, and how much at most after gains (in steps of one
-#: row); and the share of each token's time that they may lose in addition.
+#: How much drafts may lose (in steps of one row) before any has gained, and how much at most after
+#: gains; and the share of each token's time that drafts may lose in addition.
 _FIRST_LOSS, _MOST_LOSS = 32.0, 200.0
 _LOSS_SHARE = 0.01
-#: The rest of an answer, whose gain must repay the prefill of missing text, is assumed to be as long as
-#: the answer so far, and at least this long (tokens).
+#: Drafts in the rest of an answer must repay the draft model's prefill. The rest is assumed to be as
+#: long as the answer so far, and at least this long (tokens).
 _LEAST_ANSWER_TOKENS = 64
 #: Cost of prefilling a token, relative to drafting one.
 _PREFILL_SHARE = 0.25
@@ -75,9 +75,9 @@ class DraftModel:
     A draft model of models.toml is left out with a warning if it does not fit or cannot be loaded; then
     `shape` is None, as without a draft model.
 
-    `cost` is that of a draft token, in steps of one row of the large model; `least_cost` is the part
-    for reading the draft model's weights. `balance` is what drafts may still lose, in the same unit:
-    their gains less their costs, and a share of all time. When it is used up, nothing is drafted.
+    `cost` is the cost of a draft token, in steps of one row of the large model; `least_cost` is the
+    part for reading the draft model's weights. `balance` is how much drafts may still lose, in the same
+    unit: gains minus costs so far, plus a share of all time. Prefill may not exceed it.
 
     Raises ModelLoadError, OutOfMemoryError for a requested draft model.
     """
@@ -114,9 +114,9 @@ class DraftModel:
                 raise type(error)(self._warning, hint=error.hint) from error
 
     def open(self, loaded: LlamaModel) -> None:
-        """Make a context for drafts of `loaded`, and record the draft model in its choices.
+        """Make a context for drafts of `loaded`, and record the draft model in `loaded.choices`.
 
-        Raises ModelLoadError if a requested one cannot draft for it, OutOfMemoryError.
+        Raises ModelLoadError or OutOfMemoryError if a requested draft model cannot be used.
         """
         if self.shape is not None:
             with self._leave_out_if_unfit():
@@ -136,7 +136,7 @@ class DraftModel:
         if not loaded.plan.has_draft:
             problem = "there is not enough memory for it"
         elif not problem and any(draft != large for draft, large in spellings):
-            problem = "its vocabulary differs: its tokens are spelled differently"
+            problem = "its vocabulary differs: some tokens have other texts"
         if problem:
             raise ModelLoadError(problem, hint=UNFIT_DRAFT_HINT)
         n_sequences = loaded.n_parallel + DRAFT_SPARE_SEQUENCES
@@ -160,7 +160,7 @@ class DraftModel:
     def compute(self, cached_seq: CachedSequence, tokens: Sequence[int]) -> bool:
         """Append `tokens` to a sequence (logits for the last), and subtract the cost from `balance`.
 
-        Return False for more tokens than a batch, unknown tokens, or too few free cells.
+        Return False if a batch cannot hold them, one is unknown, cells are missing, or decoding fails.
         """
         is_valid = len(tokens) <= DRAFT_BATCH and max(tokens) < self.n_vocab
         if not (is_valid and self.kv.make_room(len(tokens))):
@@ -207,7 +207,7 @@ class DraftModel:
 
 
 class ModelDrafting(Drafting):
-    """Drafts with a draft model or from the text, whichever promises more tokens a second."""
+    """Drafts with a draft model or from the text, by the higher expected rate (tokens/s)."""
 
     def __init__(
         self,
@@ -254,9 +254,9 @@ class ModelDrafting(Drafting):
         return [Run((0,), self._mean, self._model.cost)] * n
 
     def _catch_up(self, tokens: Sequence[int], gain: float) -> list[int]:
-        """Prefill missing text, if the rest of the answer repays that with `gain` per token.
+        """Prefill text that the draft model lacks, if the rest of the answer gains more than that.
 
-        Return the last tokens, which are still to be computed; [] if that is not worth it or not done.
+        `gain` is per token. Return the tokens left to compute; [] if prefill does not pay or goes on.
         """
         model, request = self._model, self._request
         if self._cached is None and min(tokens) >= 0:  # the draft model cannot read pictures

@@ -51,7 +51,7 @@ _LIMITS = {
     "too many states": "its regular expressions are too large",
     "schema too large": "it is too large once references and `allOf` are merged",
     "stack level exceeded": "its references are too deep next to other keywords",
-    "circular references with sibling": "it refers to itself through `allOf`, or beside others",
+    "circular references with sibling": "it refers to itself in `allOf`, or next to other keywords",
 }
 _KINDS = {Regex: "regular expression", Choice: "choice", Grammar: "grammar"}
 #: Maximum number of digits of a number (a double has 17 significant ones), and of its exponent.
@@ -222,8 +222,8 @@ class Constraints:
     def compile(self, constraint: Constraint | Lark, vocab: Vocab, salt: str = "") -> TokenMatcher:
         """Return a compiled constraint, of which each request uses a `copy`.
 
-        It is cached per `salt`, so that timing does not reveal another client's constraint. Raises
-        UnsupportedConstraintError; its `param` is the place of the error in the schema or grammar.
+        The result is cached per `salt`, so that timing does not reveal another client's constraint.
+        Raises UnsupportedConstraintError, whose `param` is the error's place in the schema or grammar.
         """
         try:
             source = msgspec.json.encode(constraint)
@@ -286,7 +286,7 @@ class Constraints:
 def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
     """Return the schema rewritten for llguidance.
 
-    Raises UnsupportedConstraintError, whose `param` is the JSON pointer of what cannot be enforced.
+    Raises UnsupportedConstraintError, whose `param` points to the keyword that cannot be enforced.
     """
     normalised = normalise(schema)
 
@@ -307,17 +307,17 @@ def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
     return normalised
 
 
-def _at_keyword(place_of_schema: str, message: str) -> tuple[str, str]:
+def _at_keyword(schema_pointer: str, message: str) -> tuple[str, str]:
     """Return the JSON pointer of the keyword that llguidance's `message` names, and a clear text."""
     if unknown := re.match(r'Unimplemented keys: \["([^"]+)"', message):
-        return f"{place_of_schema}/{unknown[1]}", f"`{unknown[1]}` cannot be enforced token by token"
+        return f"{schema_pointer}/{unknown[1]}", f"`{unknown[1]}` cannot be enforced token by token"
     if message.startswith("Resource '"):
-        return f"{place_of_schema}/$ref", "references to other documents are not supported"
+        return f"{schema_pointer}/$ref", "references to other documents are not supported"
     if pointer := re.match(r"Pointer '(?:/\$defs/root)?(.*)' does not exist", message):
-        return f"{place_of_schema}/$ref", f"#{pointer[1]} is missing, or allows no value"
+        return f"{schema_pointer}/$ref", f"#{pointer[1]} is missing, or allows no value"
     named = re.search(r"for '(\w+)'|^(\w+) must be an? \w+$|^Invalid (type)", message)
     key = named and next(filter(None, named.groups()))
-    return (f"{place_of_schema}/{key}" if key and key != "schema" else place_of_schema), message
+    return (f"{schema_pointer}/{key}" if key and key != "schema" else schema_pointer), message
 
 
 def schema_grammar(schema: dict[str, Any]) -> str:

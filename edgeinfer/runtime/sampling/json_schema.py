@@ -4,7 +4,7 @@ llguidance does not know `not`, `if` and dependencies, so they are rewritten as 
 is rewritten as an `anyOf` of schemas that exclude each other. Annotations and unknown formats are
 ignored.
 
-A schema that cannot be enforced is refused, with the JSON pointer of the part that is to blame:
+A schema that cannot be enforced is refused, with the JSON pointer of the offending keyword:
 `#/properties/age/minimum`.
 """
 
@@ -29,7 +29,7 @@ from edgeinfer.runtime.sampling.schema_overlaps import (
 )
 
 MAX_NODES = 20_000
-#: Longest search (s) for the part of a schema that is to blame.
+#: Time limit (s) of the search for the part of a schema that cannot be enforced.
 LOCATE_S = 5.0
 
 #: Values of `format` that are enforced. JSON Schema allows implementations to ignore others.
@@ -220,18 +220,18 @@ def _rewrite_patterns(schema: dict[str, Any], pointer: str) -> None:
 
 
 def _check_count(schema: dict[str, Any], pointer: str) -> None:
-    """Refuse a `minProperties` that a repeated property name could satisfy, as JSON allows one."""
+    """Refuse a `minProperties` that repeated names could satisfy, which a grammar cannot forbid."""
     minimum, required = schema.get("minProperties"), schema.get("required")
     certain = len(set(map(str, required))) if isinstance(required, list) else 0
     is_open = "patternProperties" in schema or schema.get("additionalProperties", True) is not False
     if is_open and isinstance(minimum, int) and minimum > max(1, certain):
         keyword_pointer = _child_pointer(pointer, "minProperties")
-        problem = "without `additionalProperties: false`, it must not exceed the number of `required`"
+        problem = "it exceeds the number of `required` names; add `additionalProperties: false`"
         raise _refuse(keyword_pointer, problem)
 
 
 def alternatives(key: str, value: dict[str, Any]) -> Iterator[Any]:
-    """Yield schemas that together replace the keyword `key`; None for a part that has no schema."""
+    """Yield schemas that together replace the keyword `key`; None for one that cannot be expressed."""
     operand = value[key]
     if key == "not":
         yield negate(operand)
@@ -271,7 +271,7 @@ def _otherwise(condition: Any, schema: dict[str, Any]) -> Any:
 def negate(schema: Any, depth: int = 0) -> Any:
     """Return a schema that allows only values which `schema` forbids; None if none can be expressed.
 
-    It need not allow all of them: it is an `anyOf` of the negations of each keyword that has one.
+    The result need not allow all such values: it is an `anyOf` of the negations of the keywords.
     """
     check_deadline()
     if isinstance(schema, bool):
@@ -324,8 +324,8 @@ def _replace_one_of(schema: dict[str, Any], pointer: str, overlaps: Overlaps) ->
         if isinstance(parts, tuple):
             raise _refuse(
                 _child_pointer(pointer, "oneOf"),
-                f"its parts {parts[0]} and {parts[1]} may both be true, which no grammar can exclude; "
-                "give each a required property with a `const` of its own, or use `anyOf`",
+                f"schemas {parts[0]} and {parts[1]} may both match a value, which no grammar prevents; "
+                "give each a required property with a different `const`, or use `anyOf`",
             )
         del schema["oneOf"]
         if "anyOf" in schema:
@@ -347,7 +347,7 @@ def normalise(schema: Any) -> dict[str, Any]:
         normaliser.rewrite()
     except RecursionError:
         raise _refuse("#", f"it has more than {MAX_DEPTH} levels") from None
-    except (TypeError, AttributeError) as error:  # only llguidance checks values
+    except (TypeError, AttributeError) as error:  # keywords' values were not checked before
         raise _refuse("#", f"a keyword has a value of a wrong type ({error})") from error
     return normaliser.root
 

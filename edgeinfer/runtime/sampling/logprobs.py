@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LogSum:
-    """Computes log(sum(exp(logits))). Allocating its memory for each row takes 4 % of a 135M's step."""
+    """Computes log(sum(exp(logits))) in one buffer: a new one per row costs 4 % of a 135M's step."""
 
     def __init__(self) -> None:
         self._buffer = np.empty(0, np.float32)

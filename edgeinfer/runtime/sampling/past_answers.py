@@ -57,8 +57,8 @@ Tokens = npt.NDArray[np.int32]
 
 
 def _hash(tokens: Iterable[Any]) -> Any:
-    """Hash tokens to a table's index; given arrays, hash each position. Integers are ten times as fast
-    as numpy for eight tokens.
+    """Hash tokens to a table's index. For arrays, hash each position; for eight tokens, Python integers
+    are ten times as fast.
     """
     state: Any = 0
     for token in tokens:
@@ -79,7 +79,7 @@ class AnswerFile:
     def __init__(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(path, flags, 0o600)
-        # not at exit: finalizers run before the engine closes and writes the last answers
+        # no finalizer at exit: it would run before the engine closes and writes the last answers
         weakref.finalize(self, os.close, self._descriptor).atexit = False
         os.close(open_private(path))
         os.ftruncate(self._descriptor, (_RING_AT + RING) * _WORD)
@@ -94,7 +94,7 @@ class AnswerFile:
         return self.read(0, RING)
 
     def read(self, index: int, n: int) -> Tokens:
-        """Read up to `n` words of the ring from `index` on; none if the disk fails."""
+        """Read up to `n` words of the ring from `index` on; an empty array if the disk fails."""
         return self._read(_RING_AT + index, min(n, RING - index))
 
     def find(self, text: Tokens) -> tuple[int, int]:
@@ -153,7 +153,7 @@ class AnswerFile:
         return index + len(following) if following.any() else index
 
     def _erase(self, begin: int, stop: int) -> None:
-        """Overwrite [begin, stop), last page first: if killed, the rest still begins with its owner."""
+        """Overwrite [begin, stop), last page first: after a kill, the rest still names its owner."""
         first, last = _RING_AT + begin, _RING_AT + stop
         while last > first:
             low = max(first, (last - 1) // _PAGE * _PAGE)
@@ -205,7 +205,7 @@ class PastAnswers:
         self._lock = threading.Lock()
 
     def of(self, salt: str) -> AnswerFile | None:
-        """Return the answers of `salt`; None without a usable file."""
+        """Return the answers of `salt`; None if their file cannot be used."""
         with self._lock:
             try:
                 return self._open(salt)

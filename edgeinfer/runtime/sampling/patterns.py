@@ -2,8 +2,8 @@
 
 For a character class with control characters but without `"` or backslash, llguidance also allows the
 JSON escapes `\\"` and `\\\\`. Such a class is rewritten as ranges without control characters.
-Look-aheads, which llguidance lacks, become further patterns of the same string if they are at its
-beginning.
+llguidance has no look-aheads: at the beginning of a pattern, they are rewritten as further patterns for
+the same string.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _basic_plane() -> str:
 
 
 def enforceable(pattern: str) -> list[str] | None:
-    """Return patterns that together mean `pattern`, None if that is impossible. Raises ValueError."""
+    """Return patterns that are together equal to `pattern`, or None. Raises ValueError."""
     parts = without_look_aheads(pattern) if _LOOK_AROUND.search(pattern) else [pattern]
     return parts and [narrow(pattern_part) for pattern_part in parts]
 
@@ -90,7 +90,7 @@ def _escape(character: str) -> str:
 def without_look_aheads(pattern: str) -> list[str] | None:
     """Return patterns without look-aheads that together mean `pattern`; None if that is impossible.
 
-    Look-aheads are supported only at its start. `(?!^[class]*$)` requires a character outside the class
+    Only look-aheads at the start are supported. `(?!^[class]*$)` requires a character outside the class
     anywhere, `(?![class])` one at the beginning of a string that is not empty.
     """
     parts, remaining = [], pattern

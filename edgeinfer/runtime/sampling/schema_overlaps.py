@@ -1,4 +1,4 @@
-"""Find out whether the schemas of a `oneOf` exclude each other, or make them."""
+"""Test whether the schemas of a `oneOf` exclude each other, and narrow them until they do."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 class Overlaps:
     """Compares the subschemas of one JSON schema.
 
-    `target` returns the target of a `$ref`, True if it is unknown. `define` adds a schema to `$defs`
-    and returns a reference to it.
+    `target` returns the target of a `$ref`, True if the target is unknown. `define` adds a schema to
+    `$defs` and returns a reference to that schema.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Overlaps:
         self._kinds: dict[str, set[str]] = {}
 
     def exclusive(self, parts: list[Any]) -> list[Any] | tuple[int, int]:
-        """Return `parts`, narrowed until they exclude each other; or the indexes of two that cannot."""
+        """Return `parts`, narrowed to exclude each other; or the indexes of two that cannot be."""
         narrowed_parts = []
         for i, alternative in enumerate(parts):
             narrowed = alternative

@@ -82,7 +82,7 @@ class StepCurve:
         change = min(max(seconds / expected_s, 0.5), 2.0) - 1.0  # limit outliers
         if is_plain:
             self._plain_s[n_sequences] *= 1.0 + _PLAIN_WEIGHT * change
-            # let a cost that is too high fall: only drafts of this length would correct it
+            # lower a cost that is too high: it prevents the long drafts that would correct it
             excess = self._points[-1] - _extrapolate(self._points[:-1])
             self._points[-1] -= _DRIFT * self._weights[-1] * max(0.0, excess)
             return
@@ -92,7 +92,7 @@ class StepCurve:
         points, shares = list(self._points), {i - 1: 1.0 - share, i: share}
         for j, weight in enumerate(self._weights):
             if _ROWS[j] <= n_sequences or not (j in shares or weight == 1.0):
-                continue  # keep measured costs of other numbers of rows
+                continue  # this step says nothing about the measured costs of other numbers of rows
             points[j] *= 1.0 + change * weight * shares.get(j, 0.5) / (1.0 + weight)
             if shares.get(j):
                 self._weights[j] = max(_CURVE_WEIGHT, weight / (1.0 + weight))
@@ -120,10 +120,10 @@ def _segment(rows: float) -> int:
 
 
 class DraftBudget:
-    """Decides how many draft tokens the next step verifies, of all its sequences.
+    """Decides how many draft tokens of each sequence the next step verifies.
 
-    It maximizes the expected tokens per time, compared with a step without drafts. Tokens that a
-    grammar forces are rows of the step, but count neither as gain nor as cost.
+    Maximizes the expected tokens per time, compared with a step without drafts. Tokens that a grammar
+    forces are rows of the step, but count neither as gain nor as cost.
     """
 
     def __init__(self, curve: StepCurve, n_sequences: int, rows: int) -> None:
@@ -154,7 +154,7 @@ class DraftBudget:
     def totals(self, runs: Sequence[Run]) -> Iterator[tuple[float, float, float]]:
         """Yield (expected gain in tokens, cost, rows) of the step with one run, with two, and so on.
 
-        Forced tokens after an accepted one are no cost: without drafts they would be computed, too.
+        Forced tokens after an accepted token cost nothing: without drafts they are computed, too.
         """
         gain, chance = 0.0, 1.0
         rows, draft_cost = self._rows, 0.0
@@ -178,7 +178,7 @@ class DraftBudget:
 
     @property
     def least_chance(self) -> float:
-        """Probability that a first draft token must have to save time, even if all others are right."""
+        """Least probability of a first draft token that saves time, if all later ones are right."""
         if self._least_row is None:
             cost, rows = self._row_cost, self._rows
             self._least_row = min((cost(rows + i) - cost(rows)) / i for i in range(1, MAX_DRAFT + 1))
@@ -227,7 +227,7 @@ def join(runs: Sequence[Run]) -> list[int]:
 
 
 def compare(runs: Sequence[Run], sampled: Sequence[int]) -> Iterator[tuple[Acceptance, bool]]:
-    """Yield (acceptance rate, whether it was accepted) of each run, to the first rejected one."""
+    """Yield the acceptance rate of each run and whether it was accepted, to the first rejected run."""
     for run in runs:
         if not sampled:
             return
@@ -237,8 +237,8 @@ def compare(runs: Sequence[Run], sampled: Sequence[int]) -> Iterator[tuple[Accep
 
 
 class SuffixDrafter:
-    """Drafts the text that followed an earlier occurrence of the longest suffix: in the text itself or,
-    with `answers`, in past ones. The latest occurrence counts.
+    """Drafts the text that followed the latest earlier occurrence of the longest suffix, in the text
+    itself or, with `answers`, in past answers.
     """
 
     def __init__(self, n_vocab: int) -> None:
@@ -253,8 +253,8 @@ class SuffixDrafter:
         self._index = self._length = 0
 
     def draft(self, tokens: Sequence[int], limit: int, least_chance: float = 0.0) -> list[int]:
-        """Return up to `limit` tokens; none if the end of `tokens` never occurred before. Return only
-        one token, to learn from it, if it is less likely right than `least_chance`.
+        """Return up to `limit` tokens; none if the end of `tokens` never occurred before. If the first
+        one's acceptance rate is below `least_chance`, return only that one, to update the rate.
         """
         n_known = self._n if self._n <= len(tokens) else 0  # a context shift shortens the text
         if n_known and len(tokens) < self._next:
@@ -276,8 +276,8 @@ class SuffixDrafter:
         return list(takewhile(lambda token: 0 <= token < self._n_vocab, draft))
 
     def _min_match_length(self, least_chance: float) -> int:
-        """Return the minimum length of the next match: a shorter one would not pay. It grows by one per
-        token; searching in every step at eight streams takes 1 % of the time of a 135M model.
+        """Return the least length of a match that pays. As a match grows by one token per step, the
+        search can pause; in every step of eight streams it takes 1 % of a 135M model's time.
         """
         rates = zip(_LENGTHS, *self._rates, strict=True)
         paying = (n for n, *groups in rates if max(r.rate for r in groups) >= least_chance)
@@ -292,7 +292,7 @@ class SuffixDrafter:
         self._n = len(tokens)
 
     def _follows(self, n_known: int) -> bool:
-        """Return whether the text goes on as the last match did, and the match is long enough."""
+        """Return whether the text continues as the last match did, and the match is long enough."""
         if not self._length:
             return False
         n_new = self._n - n_known
@@ -386,7 +386,7 @@ class Drafting:
         return from_text
 
     def record(self, sampled: Sequence[int], *, n_drafted: int, n_accepted: int) -> None:
-        """Learn from the `sampled` tokens which drafts were right."""
+        """Update the acceptance rates by comparing the last draft with the `sampled` tokens."""
         self.drafted += n_drafted
         self.accepted += n_accepted
         for acceptance, is_right in compare(self._predicted, sampled):

@@ -139,7 +139,7 @@ def test_rewritten_schema_allows_and_forbids_as_the_original(constraints, vocab,
 def test_overlapping_one_of_parts_are_named(constraints, vocab):
     parts = [{"type": "string"}, {"type": "integer"}, {"type": "number"}]
     message = refusal(constraints, vocab, JsonSchema({"oneOf": parts})).message
-    assert "its parts 1 and 2 may both be true" in message
+    assert "schemas 1 and 2 may both match a value" in message
     assert "coerce" not in message
 
 
