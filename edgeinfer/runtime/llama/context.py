@@ -80,7 +80,7 @@ class LlamaContext:
     def logits(self, index: int, n_vocab: int) -> npt.NDArray[np.float32]:
         """Return a view of the logits of the last batch's token `index`: float32[n_vocab].
 
-        It is valid until the next decode. Raises DecodeError if the token has no logits.
+        The view is valid until the next decode. Raises DecodeError if the token has no logits.
         """
         pointer = L.llama_get_logits_ith(self.pointer, index)
         if not pointer:
@@ -90,7 +90,7 @@ class LlamaContext:
     def all_logits(self, n_outputs: int, n_vocab: int) -> npt.NDArray[np.float32]:
         """Return a view of all logits of the last batch: float32[n_outputs, n_vocab].
 
-        It is valid until the next decode. Getting 32 rows one by one would take 0.1 to 0.2 ms.
+        The view is valid until the next decode. Getting 32 rows one by one would take 0.1 to 0.2 ms.
         """
         if not n_outputs:
             return np.empty((0, n_vocab), np.float32)
@@ -232,7 +232,7 @@ class Batch:
             raise DecodeError(f"a batch can have logits of {self.max_outputs} tokens at most")
 
     def _write(self) -> None:
-        """Fill llama.cpp's arrays with all tokens at once. One by one takes 7 µs for each."""
+        """Fill llama.cpp's arrays with all tokens at once; one by one, each token takes 7 µs."""
         n = self._native.n_tokens = self.n_tokens
         self._token[:n], self._pos[:n], self._seq[:n], self._output[:n] = zip(*self._rows, strict=True)
         rows = self._pictures
@@ -269,8 +269,8 @@ class AbortFlag:
     """Aborts a llama_decode. Only the decode thread may call `install` and `clear`.
 
     llama.cpp calls a function before each node of its graph, and aborts if that returns true. A Python
-    function would take the GIL thousands of times per step, so it is libc's `strlen` of a text: "" to
-    continue, "x" to abort.
+    function would take the GIL thousands of times per step, so libc's `strlen` is called with a text:
+    "" to continue, "x" to abort.
     """
 
     def __init__(self) -> None:

@@ -224,9 +224,9 @@ def model_shape(model: Any, meta: dict[str, str]) -> Shape:
         n_params=int(llama.llama_model_n_params(model)),
         weights_bytes=int(llama.llama_model_size(model)),
     )
-    partial = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
+    is_recurrent = llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
     return msgspec.structs.replace(
-        shape, is_recurrent=bool(partial), has_windows=llama.llama_model_n_swa(model) > 0
+        shape, is_recurrent=bool(is_recurrent), has_windows=llama.llama_model_n_swa(model) > 0
     )
 
 
@@ -293,7 +293,7 @@ def with_another_context(
         n_outputs=loaded.plan.n_outputs,
     )
     context, lines, buffers = make_context(model, params)
-    n_ctx, reason = min(loaded.n_ctx, n_cells), "what the devices hold next to the layers"
+    n_ctx, reason = min(loaded.n_ctx, n_cells), "the longest that fits on the devices, with the layers"
     limits = {"n_ctx": Chosen(n_ctx, reason), "n_cells": Chosen(n_cells, reason)}
     return replace(
         loaded,
@@ -343,7 +343,7 @@ def open_context(
 ) -> LlamaContext:
     """Make another context of a model, with `limits` of `context_params`.
 
-    With `pooling` (llama.cpp's number), it computes embeddings. Raises ModelLoadError,
+    With `pooling` (llama.cpp's number), the context computes embeddings. Raises ModelLoadError,
     OutOfMemoryError.
     """
     params = context_params(options, n_cells=n_cells, **limits)
@@ -355,7 +355,7 @@ def open_context(
 
 
 def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]:
-    """Make a context; return it, what llama.cpp logged, and the buffers that `sparse_buffers` cleared.
+    """Make a context; return its pointer, llama.cpp's log lines, and the list of `sparse_buffers`.
 
     Raises ModelLoadError, OutOfMemoryError.
     """
@@ -376,7 +376,7 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]
 def _cells(
     buffers: list[Buffer], lines: list[str], shape: Shape, n_cells: int, choices: dict[str, Chosen]
 ) -> CellMemory:
-    """Describe the KV cache's memory. Without flash attention V is transposed: a cell is not a row."""
+    """Describe the KV cache's memory. Without flash attention, V is transposed: cells have no rows."""
     is_flash = choices["flash_attention"].value == "on"
     rows = shape.kv_row_bytes(choices["kv_type"].value) if is_flash else ()
     return _kv_cells(buffers, lines, rows, n_cells)

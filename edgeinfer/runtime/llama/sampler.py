@@ -16,8 +16,8 @@ from edgeinfer.runtime.requests import Sampling
 _NEUTRAL_MIN_KEEP = 1
 #: The struct llama_token_data.
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-#: The largest logits are searched in this many columns. A larger top_k is left to llama.cpp, which
-#: copies the whole vocabulary first.
+#: The `top_k` largest logits are found by the maxima of this many columns. A larger top_k is left to
+#: llama.cpp, which copies the whole vocabulary first.
 _COLUMNS = 1024
 
 
@@ -37,7 +37,7 @@ class Sampler:
         self._choice = _chain(_choice_stages(sampling, seed))
         self._penalties = _chain(_penalty_stages(vocab, sampling, n_ctx))
         self.history = _history(sampling, n_ctx) if sampling.penalize_prompt else 0
-        #: Bias of each token that has one, and 0.0 of each token that penalties may change.
+        #: Logit bias by token; 0.0 for tokens without a bias that penalties may change.
         self._biases = dict(sampling.logit_bias)
         self._top_k = sampling.top_k if 0 < sampling.top_k <= _COLUMNS else 0
 
@@ -108,7 +108,7 @@ class Sampler:
                 self._biases.setdefault(token, 0.0)
 
     def copy(self) -> Sampler:
-        """Return a sampler with the same history and random state."""
+        """Return a sampler with the same history and the same state of the random generator."""
         twin = object.__new__(Sampler)
         twin._choice, twin._penalties = (
             None if chain is None else L.llama_sampler_clone(chain)

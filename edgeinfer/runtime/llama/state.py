@@ -1,9 +1,9 @@
 """Save and restore the state of a range of tokens, the contents of a KV block: `SequenceStates`.
 
 llama.cpp saves only whole sequences. So a range is first copied to a scratch sequence id (which sets a
-bit per cell) and saved from there. A restore reads it into the scratch sequence, and copies that to the
-end of the target. A state has one piece per tensor, whose pages can be mapped into the KV cache
-(cells.py).
+bit per cell) and saved from there. A restore reads the state into the scratch sequence, and copies that
+sequence to the end of the target. A state has one piece per tensor, so that pages of a piece can be
+mapped into the KV cache (cells.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WORTH_MAPPING = 32 << 10
 class SequenceStates:
     """Saves and restores states of a context's sequences. Not thread-safe.
 
-    States pass through the sequence id `scratch`, which is no request's. Raises DecodeError.
+    States pass through the sequence id `scratch`, which no request gets. Methods raise DecodeError.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class SequenceStates:
     ) -> State | None:
         """Save the state of tokens [start, stop); None if the context lacks some of them.
 
-        `positions` are those of `start` and `stop` in the context, if rows of pictures share some. The
-        state's page offsets are for a restore into cells [start + shift, stop + shift).
+        `positions` of `start` and `stop` in the context are needed if rows of pictures share positions.
+        The state's page offsets are for a restore into cells [start + shift, stop + shift).
         """
         low, high = positions or (start, stop)
         first = self._llama.llama_memory_seq_pos_min(self._context.memory, seq_id)
@@ -68,7 +68,7 @@ class SequenceStates:
         return state
 
     def restore(self, seq_id: int, state: State) -> bool:
-        """Append a saved state to the sequence `seq_id`; return False without enough free cells."""
+        """Append a saved state to the sequence `seq_id`; return False if there are too few cells."""
         self._clear()
         done = self._set_pieces(state) or self._set(self._scratch, state.join_pieces(), 0)
         if done:
@@ -189,7 +189,7 @@ def _sort_by_position(state: npt.NDArray[np.uint8], runs: Iterable[Copied]) -> N
 def _cut(state: memoryview, runs: Iterable[Copied], n_tokens: int, cell: int) -> State:
     """Split a state into one piece per tensor, and the metadata between them.
 
-    The page offsets of the pieces are those of the cells from index `cell` on.
+    The pieces get the page offsets of the cells from index `cell` on.
     """
     pieces: list[memoryview] = []
     page_offsets: list[int] = []

@@ -12,7 +12,7 @@ from edgeinfer.runtime.normalizing import NORMALIZER_KEY, normalize_text
 
 #: Size (bytes) of the buffer for a token's text. A longer text takes a second call.
 _PIECE_BYTES = 512
-#: Attributes of control tokens, which text becomes only with `parse_special`.
+#: Attributes of control tokens: text becomes such a token only with `parse_special`.
 _CONTROL = L.LLAMA_TOKEN_ATTR_CONTROL | L.LLAMA_TOKEN_ATTR_UNKNOWN
 
 
@@ -83,7 +83,7 @@ class Vocab:
         return pieces[token]
 
     def marked_pieces(self) -> Iterator[bytes]:
-        """Yield each token's bytes for llguidance: of a control token 0xFF and its name."""
+        """Yield each token's bytes for llguidance; for a control token, 0xFF and the token's name."""
         size = 4096
         buffer = ctypes.create_string_buffer(size)
         for token in range(self.n_vocab):
@@ -146,7 +146,7 @@ class Vocab:
 
 
 def _fill(kind: Any, size: int, function: Any, args: tuple[Any, ...], flags: tuple[Any, ...]) -> Any:
-    """Return what `function` writes to an array of `size` elements, or of as many as it asks for."""
+    """Return the array that `function` fills: `size` elements, or as many as `function` asks for."""
     while True:
         array = (kind * size)()
         n = function(*args, array, size, *flags)

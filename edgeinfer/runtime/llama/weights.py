@@ -14,7 +14,7 @@ from edgeinfer.runtime.layer_plan import LayerPlan
 from edgeinfer.runtime.llama import libllama
 from edgeinfer.runtime.llama.cells import replace_function
 
-#: Called with a stage of loading and the fraction of it that is done; returns False to stop loading.
+#: Called with a stage of loading and the fraction of the stage that is done; returns False to stop.
 Progress = Callable[[str, float | None], object]
 
 #: Value of the C constant GGML_BACKEND_DEVICE_TYPE_CPU.
@@ -55,8 +55,8 @@ def tensor_sizes(paths: Sequence[str]) -> dict[str, int]:
 class Placement:
     """Which layers llama.cpp loads to which devices; `pointers` are ggml_backend_dev_t.
 
-    Without pointers, all layers stay on the CPU. Then llama.cpp gets an empty list of devices, because
-    it would open every device it knows. The object must live until the model is loaded.
+    Without pointers, all layers stay on the CPU: llama.cpp gets an empty list of devices, without which
+    it would open every device. The object must live until the model is loaded.
     """
 
     def __init__(self, pointers: Sequence[int], layer_plan: LayerPlan | None = None) -> None:
@@ -88,7 +88,7 @@ def _overrides(n_without_experts: int) -> Any:
 def open_model(
     paths: tuple[str, ...], progress: Progress | None = None, placement: Placement | None = None
 ) -> Any:
-    """Load GGUF files; return llama.cpp's pointer. By default for the CPU. Raises ModelLoadError."""
+    """Load GGUF files, by default for the CPU; return llama.cpp's pointer. Raises ModelLoadError."""
     llama = libllama.lib()
     for path in paths:
         if not os.path.isfile(path):
