@@ -9,8 +9,8 @@ most of it for the first write to each page. `CellCopies` maps pages of the bloc
 cells' pages instead, in a tenth of the time, and without memory until they are written to
 (docs/decisions/096-mapped-cells.md, native/cells.cpp).
 
-ggml has no options for either, so functions of its buffers are replaced. Their tables are private
-structs of ggml-backend-impl.h: with another version of llama.cpp, ggml's own functions stay in use.
+ggml has no options for either, so this module replaces function pointers of ggml's buffers. They are in
+private structs of ggml-backend-impl.h: with another version of llama.cpp, they are not replaced.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Buffer(NamedTuple):
 
 
 def sparse_buffers() -> contextlib.AbstractContextManager[list[Buffer]]:
-    """Let ggml clear new buffers by giving their pages to the kernel; yield a list of them."""
+    """Let ggml clear new buffers by giving their pages to the kernel; yield a list of these buffers."""
     sparse = _find()
     return contextlib.nullcontext(list[Buffer]()) if sparse is None else sparse.allocating()
 
@@ -128,7 +128,7 @@ def replace_function(functions: ctypes.Structure, name: str, function: Any) -> I
 
 #: Maximum number of recorded copies of a state. A layer has two per range of adjacent cells.
 _MOST_COPIES = 32768
-#: Assumed limit of a process's memory mappings if the kernel does not tell it; share of it for cells.
+#: Limit of a process's memory mappings if the kernel reports none; share of the limit for cells.
 _DEFAULT_MAPPINGS = 65_530
 _MAPPINGS_SHARE = 0.75
 #: Interval (s) at which the mappings are counted, which takes 10 ms.
@@ -178,7 +178,7 @@ class CellCopies:
 
     @contextlib.contextmanager
     def record(self, buffers: Sequence[int], state: int) -> Iterator[list[Copied]]:
-        """Yield a list that has, after the block, llama.cpp's copies from `buffers` to `state`."""
+        """Yield a list that has llama.cpp's copies from `buffers` to `state` after the `with` block."""
         noted: list[Copied] = []
         transfer = _Transfer(state=state, copied=self._copied, capacity=_MOST_COPIES)
         with self._at_work(buffers, "get_tensor", "edgeinfer_cells_get", transfer):
@@ -190,7 +190,7 @@ class CellCopies:
     def replace(
         self, buffers: Sequence[int], state: int, pieces: Sequence[StatePiece], file: MappedFile | None
     ) -> Iterator[_Transfer]:
-        """During the block, let llama.cpp read `pieces`, in order, instead of the bytes at `state`.
+        """During the `with` block, let llama.cpp read `pieces`, in order, instead of `state`.
 
         Pages of `file` are mapped, not copied. Yields a struct whose `n_bytes` counts the bytes used.
         """
@@ -206,7 +206,7 @@ class CellCopies:
         )
         with self._at_work(buffers, "set_tensor", "edgeinfer_cells_set", transfer):
             yield transfer
-        self._n_free -= 2 * transfer.n_mapped  # a mapping inside another one makes two more
+        self._n_free -= 2 * transfer.n_mapped  # a mapping inside another one splits it in two
 
     @contextlib.contextmanager
     def _at_work(
@@ -255,7 +255,7 @@ def _most_mappings() -> int:
         return _DEFAULT_MAPPINGS
 
 
-#: Bytes that are given back at once. A gigabyte takes 0.1 to 0.25 s, for which a request would wait.
+#: Bytes given back to the kernel per call: for a gigabyte, a request would wait 0.1 to 0.25 s.
 _PIECE_BYTES = 256 << 20
 
 
@@ -305,7 +305,7 @@ class CellMemory:
     def populate(self, first: int, stop: int) -> None:
         """Have the kernel allocate the pages of cells [first, stop) now. Thread-safe.
 
-        So the decode thread need not wait for it (0.3 to 0.5 ms per megabyte) at its first write. Does
+        Otherwise the decode thread waits for that at the first write (0.3 to 0.5 ms per megabyte). Does
         nothing before Linux 5.14.
         """
         advise(self._of_cells(first, min(stop, self.n_cells)), POPULATE_WRITE)

@@ -1,7 +1,7 @@
 """Find and open edgeinfer's C++ libraries (native/), and register the kernels with ggml's CPU backend.
 
-ggml asks "extra buffer types" whether they compute an operation, before it computes it itself. The
-kernels (attention, matrix products) are registered as such a type
+Before ggml computes an operation itself, it asks each "extra buffer type" whether that type computes
+the operation. The kernels (attention, matrix products) are registered as such types
 (docs/decisions/095-attention-kernels.md, 098-matrix-kernels.md).
 """
 
@@ -111,7 +111,7 @@ def variant_of(path: str) -> str:
 def level_of(variant: str) -> str:
     """Return which build of the kernels fits a CPU variant of ggml on this machine, "" if none does.
 
-    On arm64 the variant is ignored: ggml has i8mm only together with SVE, processors also alone.
+    On arm64 the variant is ignored: ggml has none with i8mm but without SVE, which some CPUs lack.
     """
     if not variant.startswith("armv"):
         return LEVELS.get(variant, "")
@@ -174,7 +174,7 @@ def use_kernels(ggml: ctypes.CDLL, base: ctypes.CDLL, binding_version: str) -> K
 
 
 def _list_buffer_types(ggml: ctypes.CDLL, base: ctypes.CDLL) -> None:
-    """Have ggml cache its list of buffer types for weights, before the kernels are added to it."""
+    """Have ggml cache its list of buffer types for weights, before the kernels' types are added."""
     device = ggml.ggml_backend_dev_by_type(_CPU)
     registry = base.ggml_backend_dev_backend_reg(device)
     address = base.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")

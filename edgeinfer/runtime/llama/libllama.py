@@ -150,7 +150,7 @@ def log_callback() -> ctypes.c_void_p:
 
 
 def clear_log() -> None:
-    """Forget earlier messages, so that `recent_reason` is about the next call."""
+    """Drop the messages logged so far, so that `recent_reason` is about the next call."""
     _log.clear()
 
 
@@ -241,9 +241,9 @@ def own_library(name: str) -> ctypes.CDLL:
 
 
 def guard_calls() -> None:
-    """Let `decode` and `call` survive errors of devices (native/guard.cpp) from now on.
+    """From now on, let `decode` and `call` catch errors of devices, if native/guard.cpp is built.
 
-    These are C++ exceptions and aborts, which would otherwise end the process.
+    The errors are C++ exceptions and aborts, which would otherwise end the process.
     """
     if "guard" in _state:
         return
@@ -286,7 +286,7 @@ def decode_error(code: int, work: str) -> DecodeError:
 def call(function: Any, *args: Any) -> Any:
     """Call a C function that returns a pointer, a number or nothing.
 
-    Its arguments are integers, pointers, and perhaps a struct at the end. After `guard_calls`, raises
+    The arguments are integers, pointers, and perhaps a struct at the end. After `guard_calls`, raises
     DecodeError if a device fails during the call.
     """
     guard = _state.get("guard")
@@ -307,7 +307,7 @@ def _word(value: Any) -> int:
 
 
 def _thrown() -> str:
-    """Return the message of the exception that ended this thread's last call, and logged errors."""
+    """Return the message of the exception that ended this thread's last call, and recent log errors."""
     thrown = _state["guard"].edgeinfer_reason().decode("utf-8", "replace")
     errors = [line.strip() for line in list(_log)[-3:] if re.search(r"error|lost|fail", line, re.I)]
     return "; ".join([thrown, *errors])

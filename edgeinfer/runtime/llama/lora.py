@@ -1,7 +1,7 @@
 """The LoRA adapters of an engine: load them, name them in requests, unload them while it runs.
 
-edgeinfer's kernels apply adapters to single rows of a batch (row_adapters.py). Adapters that they
-cannot compute are set on llama.cpp's context, and apply to all sequences of a step.
+edgeinfer's kernels apply adapters to single rows of a batch (row_adapters.py). Adapters that the
+kernels cannot compute are set on llama.cpp's context, and apply to all sequences of a step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LoraAdapters:
 
     After layers have moved to a GPU, the engine has a second model, for which every adapter is loaded
     too. `key` may be called on any thread; the other methods only on the decode thread, between steps.
-    Hold `lock` while a request gets its key and is queued, so that its adapters are not unloaded in
+    Hold `lock` from a request's `key` until the request is queued, so that no adapter is unloaded in
     between.
     """
 
@@ -78,7 +78,7 @@ class LoraAdapters:
         return tuple(sorted((stamp, scale) for stamp, scale in scales.items() if scale))
 
     def with_scales(self, adapters: AdapterKey) -> tuple[Adapter, ...]:
-        """Return the adapters that a new key stands for, with the key's scales."""
+        """Return the adapters of a key that `key` has just returned, with the key's scales."""
         by_stamp = {stamp: adapter for adapter, stamp in self._named.values()}
         return tuple(msgspec.structs.replace(by_stamp[stamp], scale=scale) for stamp, scale in adapters)
 
@@ -88,7 +88,7 @@ class LoraAdapters:
         return tuple(pair for pair in adapters if not loaded[pair[0]].is_per_row)
 
     def use(self, adapters: AdapterKey) -> None:
-        """Let llama.cpp compute `adapters`; a change reserves its graph again. Raises DecodeError."""
+        """Let llama.cpp compute `adapters`. After a change it reserves graphs. Raises DecodeError."""
         pointer = self._context.pointer
         if adapters == self._current and pointer is self._pointer:
             return
@@ -102,7 +102,7 @@ class LoraAdapters:
 
     def use_llama_cpp(self) -> None:
         """Let llama.cpp compute every adapter from now on."""
-        _log.warning("edgeinfer's kernels cannot compute this LoRA adapter, llama.cpp does: slower")
+        _log.warning("llama.cpp computes the LoRA adapters, which is slower: the kernels cannot")
         self.has_kernels = False
         for loaded in self._context.adapters.values():
             loaded.use_llama_cpp()
@@ -110,7 +110,7 @@ class LoraAdapters:
     def change(self, adapters: Sequence[Adapter]) -> None:
         """Load these adapters; new requests may name only them. Others stay loaded until `release`.
 
-        Raises InvalidRequestError, ModelLoadError; then nothing has changed.
+        After an InvalidRequestError or ModelLoadError, everything is as before.
         """
         named = {adapter.name: (adapter, _stamp(adapter)) for adapter in adapters}
         if len({stamp for _, stamp in named.values()}) < len(adapters):
@@ -155,12 +155,12 @@ class LoraAdapters:
         return by_stamp
 
     def add_model(self, model: Any, by_stamp: AdaptersByStamp) -> None:
-        """Load and free adapters of a second model too; it has `by_stamp`. Raises ModelLoadError."""
+        """Add a second model, whose loaded adapters are `by_stamp`. Raises ModelLoadError."""
         self._load_missing(model, by_stamp, self._named)
         self._models.append((model, by_stamp))
 
     def remove_second_model(self) -> AdaptersByStamp:
-        """Forget the second model; return the first model's adapters."""
+        """Remove the second model; return the first model's adapters."""
         del self._models[1:]
         return self._models[0][1]
 

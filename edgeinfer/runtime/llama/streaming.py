@@ -1,7 +1,7 @@
 """Run a model that is larger than memory: its kernels read weights from disk at each step.
 
-native/streaming.cpp reads them. This module starts and stops it, tells it how much memory is free, and
-reports failures. A process can stream only one model at a time.
+native/streaming.cpp reads the weights. This module starts and stops the streaming, adapts it to the
+free memory, and reports failures. A process can stream only one model at a time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from edgeinfer.runtime.memory_plan import StreamingPlan
 from edgeinfer.runtime.options import StreamingStatistics
 
 _log = logging.getLogger("edgeinfer.engine")
-#: Codes of native/streaming.cpp below 0; others are an errno.
-_WORDS = {-1: "is shorter than when it was loaded", -2: "has been written to since it was loaded"}
+#: Messages for codes below 0 of native/streaming.cpp; other codes are an errno.
+_MESSAGES = {-1: "is shorter than when it was loaded", -2: "has been written to since it was loaded"}
 #: Interval (s) at which free memory is checked.
 _MEMORY_S = 1.0
 
@@ -41,10 +41,10 @@ class Streaming:
         self._looked_at = time.monotonic()
 
     def check(self) -> None:
-        """Raise DecodeError if the last step could not read weights; adapt to the free memory."""
+        """Raise DecodeError if the last step could not read weights; adapt memory use once a second."""
         code = self.kernels.edgeinfer_stream_end()
         if code:
-            text = _WORDS.get(code) or f"could not be read: {os.strerror(code)}"
+            text = _MESSAGES.get(code) or f"could not be read: {os.strerror(code)}"
             names = " or ".join(self._paths)
             raise DecodeError(
                 f"{names} {text}: its weights are needed while the model runs, so this answer is lost",
@@ -64,7 +64,7 @@ class Streaming:
         self.kernels.edgeinfer_stream_stop()
 
 
-#: The streaming in this process, whose `check` must follow each step.
+#: The streaming in this process, None without one. Its `check` must be called after each step.
 active: Streaming | None = None
 #: Held while `active` is cleared, and while statistics are read, which any thread may do.
 _lock = threading.Lock()
@@ -90,7 +90,7 @@ def start(paths: tuple[str, ...], plan: StreamingPlan | None) -> Streaming | Non
     global active
     files = {os.path.realpath(path) for path in paths}
     advise([Range(area.low, area.high) for area in areas() if area.path in files], NORMAL)
-    # a file's pages are one area now, because all have the same advice
+    # each file is one area of /proc/self/maps now, because all its pages have the same advice
     mapped = {area.path: area for area in areas() if area.path in files}
     level = libllama.build_info().kernels
     if plan is None or not level or active is not None or len(mapped) < len(files):
