@@ -1,7 +1,7 @@
 """Load a backend library into this process, and explain a missing device.
 
-Loading opens the machine's drivers. Most keep their device open until the process ends, and CRIU
-refuses such a process: a process that will be parked must not call `load`.
+Loading opens the machine's drivers. Most drivers keep their device open until the process ends, and
+CRIU cannot dump such a process: a process that will be parked must not call `load`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MISSING = {
     ),
 }
 
-#: Backends with a device that failed in this process → the failure. A lost device stays lost, and its
+#: Backends of which a device failed in this process → the failure. A lost device stays lost, and an
 #: interrupted backend cannot be used again.
 failed: dict[str, str] = {}
 
@@ -82,7 +82,7 @@ def this_build() -> Build:
 
 
 def load_driver() -> MissingBackend:
-    """Load NVIDIA's driver; return why it cannot run the CUDA backend, with "" as reason if it can."""
+    """Load NVIDIA's driver; return the reason why it cannot run the CUDA backend ("" if it can)."""
     version = ctypes.c_int()
     reason, fix = _MISSING[DRIVER]
     with suppress(OSError, AttributeError):
@@ -98,7 +98,7 @@ def load_driver() -> MissingBackend:
 
 
 def load_tried(file: BackendFile, stop: threading.Event | None = None) -> BackendOutcome:
-    """Load a backend's library as `load` does, if a separate process could load it before.
+    """Load a backend's library as `load` does, if a separate process could load it first.
 
     Raises EngineClosedError once `stop` is set.
     """
@@ -168,7 +168,7 @@ def read_device(backend: str, pointer: int) -> Device:
         backend=backend,
         id=(props.id or b"").decode(),
         total_bytes=props.total,
-        free_bytes=min(props.free, props.total),  # some drivers subtract below 0
+        free_bytes=min(props.free, props.total),  # some drivers report an underflow, a huge number
         pointer=pointer,
     )
 
@@ -191,8 +191,8 @@ def _explain(name: str, log: str, *, is_loaded: bool) -> MissingBackend:
         return MissingBackend(name=name, reason="no usable device", absent=True)
     if "returned NULL" in log:
         return MissingBackend(name=name, reason="its driver could not start")
-    said = re.sub(r"^.*?failed to \w+ \S+: ", "", log)
-    return MissingBackend(name=name, reason=said or "llama.cpp gave no reason")
+    message = re.sub(r"^.*?failed to \w+ \S+: ", "", log)
+    return MissingBackend(name=name, reason=message or "llama.cpp gave no reason")
 
 
 def _no_vulkan_device() -> MissingBackend:
@@ -218,7 +218,7 @@ _SYSTEM = "/usr/local/cuda/lib64 /usr/local/cuda-13/lib64 /opt/cuda/lib64 /usr/l
 
 
 def find_cublas(backend: str) -> str:
-    """Find cuBLAS and set VARIABLE for the CUDA backend; return a warning if it is missing, or ""."""
+    """Find cuBLAS, and set VARIABLE to its path; return a warning if it is missing, otherwise ""."""
     folders = [os.path.dirname(backend), *os.environ.get("LD_LIBRARY_PATH", "").split(":")]
     wheels = importlib.util.find_spec("nvidia")  # the package that contains all of NVIDIA's wheels
     folders += [f"{place}/cu13/lib" for place in (wheels and wheels.submodule_search_locations) or ()]
@@ -228,4 +228,4 @@ def find_cublas(backend: str) -> str:
     if library:
         os.environ[VARIABLE] = library
         return ""
-    return f"cuBLAS 13 is not here ({LIBRARY}): F16, BF16 or F32 weights may stop at it; {_CUBLAS_FIX}"
+    return f"{LIBRARY} is missing: models with F16, BF16 or F32 weights may fail; {_CUBLAS_FIX}"

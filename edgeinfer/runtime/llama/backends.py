@@ -1,8 +1,8 @@
 """GPU backends of llama.cpp: their libraries, builds and devices, and which of them a launch uses.
 
-The file `libggml-NAME.json` next to a library `libggml-NAME.so` describes its build. A library is used
-only if its build is that of the llama.cpp in use, because ggml checks no more than an interface number;
-and only if no other user may write to it. This module does not load libraries into this process.
+The file `libggml-NAME.json` next to a library `libggml-NAME.so` describes its build. A library
+is used only if the llama.cpp in use has the same build, because ggml itself checks only an interface
+number; and only if no other user may write to the file. This module loads no library into the process.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def this_machine() -> str:
 def file_name(name: str) -> str:
     """Return the file name of a backend's library. Raises UsageError for an unknown backend."""
     if name not in NAMES:
-        raise UsageError(f"there is no backend {name!r}: one of {', '.join(NAMES)}")
+        raise UsageError(f"there is no backend {name!r}; choose one of {', '.join(NAMES)}")
     return f"libggml-{name}.so"
 
 
@@ -166,9 +166,9 @@ def refuse_exposed(folder: Path) -> None:
 
 
 class LoadedBackend(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
-    """A backend that was loaded, and its devices (at least one). A process with one cannot be dumped.
+    """A loaded backend and its devices (at least one). The process that loaded it cannot be dumped.
 
-    `warning` names a missing dependency, "" for none.
+    `warning` names a missing dependency, "" if there is none.
     """
 
     file: BackendFile
@@ -177,7 +177,7 @@ class LoadedBackend(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
 
 
 class MissingBackend(msgspec.Struct, frozen=True, kw_only=True, tag="not-loaded"):
-    """Why a backend offers no device, in one line. `fix` is what to do, "" if unknown.
+    """The `reason` for which a backend offers no device, and the `fix` (what to do, "" if unknown).
 
     `absent`: this is not an error; the machine has no such device, or the library was not added.
     """
@@ -214,7 +214,7 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Which layers to place on which devices.
 
     `layers` is the value of `--gpu-layers`. `devices` are llama.cpp's names of the devices to use, from
-    `[gpu]` of config.toml; () means the discrete GPUs, else integrated ones.
+    `[gpu]` of config.toml; () means the discrete GPUs, otherwise integrated ones.
     """
 
     layers: int | str = "auto"
@@ -254,7 +254,7 @@ def find_devices(
     """Yield the devices that `request` chooses of each backend, preferred backends first.
 
     By default a separate process opens the backends; then the devices' pointers are not valid here.
-    Raises OffloadRefused at the end if there was none.
+    Raises OffloadRefused at the end if no backend had such a device.
     """
     files, reasons = available(), []
     for file in files:
@@ -277,7 +277,7 @@ _PATIENCE_S = 30.0
 
 
 def ask(name: str, stop: threading.Event | None = None) -> BackendOutcome:
-    """Ask a backend for its devices in a separate process, which a bad library may crash.
+    """Ask a backend for its devices in a separate process, because a bad library may crash it.
 
     It takes 0.14 s or more. Raises EngineClosedError once `stop` is set.
     """

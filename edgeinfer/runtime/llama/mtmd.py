@@ -1,7 +1,7 @@
 """Encode pictures into rows of a model's input embeddings, with a projector: `Projector`.
 
-It uses libmtmd, the core of llama.cpp's tools/mtmd without image decoders (native/mtmd.sh).
-`context.Batch` gives the rows to the model.
+`Projector` calls libmtmd, the core of llama.cpp's tools/mtmd without image decoders (native/mtmd.sh).
+`context.Batch` passes the rows to llama_decode.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Chunk:
     """A part of a picture in a prompt: text `tokens` (such as separators of tiles), or `n_rows` rows.
 
     `is_whole`: the rows attend to each other in both directions, so one step must compute all of them.
-    They take `n_positions` positions of the prompt. With M-RoPE these are fewer than the rows, and
-    `positions` has each row's time, y, x and z relative to the first: int32[4, n_rows].
+    The rows take `n_positions` positions of the prompt. With M-RoPE, that is fewer than `n_rows`, and
+    `positions` has each row's time, y, x and z relative to the first row: int32[4, n_rows].
     """
 
     tokens: tuple[int, ...] = ()
@@ -126,7 +126,7 @@ class Projector:
     def __init__(self, path: str, model: Any, n_threads: int, device: int = 0) -> None:
         """Open the projector at `path` on `device`, a ggml_backend_dev_t, 0 for the CPU.
 
-        Raises ModelLoadError if it is invalid or of another model, DecodeError if the device fails.
+        Raises ModelLoadError for an invalid or another model's file, DecodeError if the device fails.
         """
         self._library = _open_library()
         self._context: int | None = None
@@ -156,7 +156,7 @@ class Projector:
         tried = self.chunks(_PROBE, _PROBE)
         # llama.cpp would abort in the step that computes a token of -1
         if any(token < 0 for chunk in tried for token in chunk.tokens):
-            problem = f"{path} belongs to another model: its tokens are not in the vocabulary"
+            problem = f"{path} belongs to another model: it needs tokens that this vocabulary lacks"
             raise ModelLoadError(problem, hint="use the projector that was made for this model")
 
     def chunks(self, width: int, height: int) -> list[Chunk]:
@@ -194,7 +194,7 @@ class Projector:
 
     @contextmanager
     def _tokenize(self, width: int, height: int, rgb: bytes | None) -> Iterator[list[int]]:
-        """Yield libmtmd's pointers to the chunks of a picture. `rgb` is needed only to encode them."""
+        """Yield libmtmd's pointers to the chunks of a picture. Only encoding needs `rgb`."""
         library = self._library
         bitmap = library.mtmd_bitmap_init(width, height, rgb)
         chunks = library.mtmd_input_chunks_init()

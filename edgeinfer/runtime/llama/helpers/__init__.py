@@ -17,7 +17,7 @@ def report(code: int = 0, /, **fields: Any) -> int:
 
 
 def take_stdout() -> BinaryIO:
-    """Return stdout for results. Whatever libraries print goes to stderr from now on."""
+    """Return stdout for results. From now on, output that libraries print goes to stderr."""
     stdout = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     return stdout

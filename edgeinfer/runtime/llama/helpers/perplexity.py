@@ -35,7 +35,7 @@ _BATCH_TOKENS = 64
 
 
 def measure(argv: list[str]) -> dict[str, float]:
-    """Measure by the program's arguments; return the figures that `main` prints in its last line.
+    """Measure as the arguments `argv` say; return the figures of the last line that `main` prints.
 
     Raises ModelLoadError, OutOfMemoryError, UsageError, DecodeError.
     """

@@ -1,7 +1,7 @@
 """Test whether a projector works with its model. Arguments: PROJECTOR MODEL…
 
-Prints "" as JSON if it does, otherwise the reason. This is a separate process because an invalid
-projector may crash it: of 300 with damaged headers, 62 did.
+Prints "" as JSON if it works, otherwise the reason. This is a separate process because an invalid
+projector may crash it: of 300 projectors with damaged headers, 62 did.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _CPU_S = 600
 #: Address space (bytes) for libraries and threads, most of which is never used.
 _MAPPED_BYTES = 4 << 30
 _SIDE = 64
-#: Picture sizes (pixels) that are tiled or scaled differently. Such pictures are tokenized, not
-#: encoded.
+#: Picture sizes (pixels) that are tiled or scaled in different ways. They are only tokenized.
 _SIZES = ((2000, 2000), (4000, 20), (20, 4000), (1, 1))
 
 

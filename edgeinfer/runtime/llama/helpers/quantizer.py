@@ -29,7 +29,7 @@ _HEADER_BYTES = 64 << 20
 
 
 class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Where an importance matrix file has a tensor's sums and counts (bytes, numbers of float32)."""
+    """A tensor's sums and counts in an importance matrix: offsets (bytes), numbers of float32."""
 
     name: str
     sums_offset: int
