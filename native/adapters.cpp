@@ -1,8 +1,8 @@
 // LoRA adapters of single rows of a batch: each product of matmul.cpp adds scale * B (A x) to the rows that have an adapter.
 //
-// llama.cpp sets adapters on the whole context: four more nodes of the graph for each matrix and adapter, for all rows. Here the
-// graph stays as it is, rows without an adapter cost nothing, and rows with different ones share a step. A row's bits depend on its
-// activations and its adapters only: products with A are summed in 16 lanes of its columns, products with B by rank, in order.
+// llama.cpp sets adapters on the whole context: four more nodes of the graph for each matrix and adapter, for all rows. Here the graph
+// stays the same, rows without an adapter cost nothing, and rows with different adapters share a step. A row's bits depend only on
+// its activations and its adapters: products with A are summed in 16 lanes of A's columns, products with B by rank, in order.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -91,7 +91,7 @@ struct Adapter {
     std::unordered_map<const void *, LoraPair> pairs;  // weight's address → its A and B
 };
 
-// Rows of a batch that have one adapter: all its tokens, and those with outputs. Filled in by Python.
+// Rows of a batch that have one adapter: all of the adapter's tokens, and those with outputs. row_adapters.py fills it in.
 struct Rows {
     int32_t first, n, first_output, n_outputs;
     const Adapter *adapter;
@@ -129,7 +129,7 @@ struct Step {
     std::vector<Group> groups;
     std::deque<AdapterPlan> plans;
 };
-thread_local Step *t_step;  // the step whose graph this thread plans; ggml does that on the thread that calls llama_decode
+thread_local Step *t_step;  // the step whose graph this thread plans; ggml plans on the thread that calls llama_decode
 
 bool takes(const ggml_tensor *weight, const ggml_tensor *a, const ggml_tensor *b) {
     const auto is_float = [](const ggml_tensor *t) { return with_type(t->type, nullptr, [](auto) {}); };
@@ -167,7 +167,7 @@ void Additions::project(float *work, int ith, int nth) {
     }
 }
 
-// Prefetches to the L2 cache: to L1, or line by line between the product's blocks, took more time than it saved.
+// Prefetches to the L2 cache: prefetches to L1, or line by line between the product's blocks, cost more time than they saved.
 void Additions::prefetch(int first, int n) const {
     if (!plan) return;
     const size_t rows = op->ne[0];

@@ -3,9 +3,9 @@
 // ggml computes GGML_OP_FLASH_ATTN_EXT row by row if there are fewer than 64 rows, and always if the cache is
 // quantized. Here the rows that read the same head of the cache (query heads of a group, tokens) are the lanes of
 // vectors, so that each cell is read and converted once for all of them. A row's bits depend only on its query and on the
-// cells that it sees, in the order of writing (cell_order.cpp). They do not depend on the places of these cells, the number
-// of rows, a row's lane, or the number of threads. Masked cells add exact zeros, and sums are scaled only by powers of two,
-// which rounds nothing.
+// cells that the row sees, in the order of writing (cell_order.cpp); not on the indices of these cells, the number of rows,
+// the row's lane, or the number of threads. Masked cells add exact zeros, and sums are scaled only by powers of two, which
+// rounds nothing.
 //
 // The online softmax is that of Milakov and Gimelshein,
 // https://arxiv.org/abs/1805.02867.
@@ -27,9 +27,9 @@ constexpr size_t kMostShared = 16 << 20;  // most bytes of scores that threads s
 constexpr int kKeyStride = kMostHead + 16;  // distance of keys (floats): a constant, and not a power of two, which would use few sets of the cache
 constexpr int kAhead = 64;
 constexpr float kLowest = -2e4f;  // scores below this belong to masked cells
-constexpr float kNoBase = -3e4f;  // base_ before the first score: less than any score's exponent
+constexpr float kNoBase = -3e4f;  // value of base_ before the first score: less than the exponent of any score
 
-// Returns the integer n for which e^x is 2^n times a number between 0.7 and 1.5
+// Returns an integer n such that e^x is 2^n times a number between 0.7 and 1.5
 inline Integers exponent(Floats x) { return nearest(x * 1.44269504f); }
 
 // Returns 2^n for n <= 0; 0 if that is below the least normal number
@@ -123,7 +123,7 @@ struct Operation {
     const int32_t *listed = nullptr;  // cells to sum, in order; null: all cells
     int n_summed;
     int n_chunks, lanes, n_units;  // a work unit: a chunk of the tokens × one KV head
-    int n_parts;                   // parts of a unit's values, one per thread, if there are few units
+    int n_parts;                   // if there are few units, each is divided into parts of its values, for several threads
 
     Operation(const ggml_tensor *op, int n_threads)
         : q(op->src[0]), k(op->src[1]), v(op->src[2]), mask(op->src[3]), sinks(op->src[4]), out((ggml_tensor *)op) {
@@ -297,7 +297,7 @@ private:
         for (int i = n * o_.lanes; i < kBlock * o_.lanes; i++) scores[i] = -INFINITY;
     }
 
-    // turns scores into softmax weights; if there is a larger score than before, scales the sums so far down
+    // turns scores into softmax weights; if one is larger than all scores before, scales down the sums so far
     void weigh(float *scores, int n_values) {
         for (int l = low_; l < high_; l += kLanes) {
             Floats most = all(kLowest);

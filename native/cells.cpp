@@ -1,9 +1,9 @@
 // libedgeinfer-cells.so.1: reads a sequence's state from KV cells and writes it to them, in pieces; pages of files are not copied.
 //
 // llama_state_seq_get_data and _set_data copy each tensor's cells through two functions of the tensor's
-// buffer. During such a call edgeinfer replaces these by `edgeinfer_cells_get` and `_set`. The first records
-// which bytes of the state belong to which cells. The second copies cells from their pieces instead of from
-// the state. Pieces in a mapped file, at the same offset in a page, are not copied: the cells get the file's pages.
+// buffer. During such a call edgeinfer replaces these functions by `edgeinfer_cells_get` and `_set`. `_get` records
+// which bytes of the state belong to which cells. `_set` copies cells from their pieces instead of from the
+// state. If a piece is in a mapped file, at the same offset in a page as the cells, the cells get the file's pages.
 #include <ggml.h>
 #include <sys/mman.h>
 
@@ -36,7 +36,7 @@ struct Transfer {
 
 thread_local Transfer *transfer = nullptr;
 
-// Maps the file's pages in place of the cells' whole pages. Privately: later writes do not reach the file.
+// Maps the file's pages in place of the cells' whole pages. The mapping is private: later writes do not reach the file.
 bool map_pages(char *cells, const char *source, uint64_t size) {
     const uint64_t page = transfer->page;
     if (transfer->file < 0 || static_cast<uint64_t>(cells - source) % page) return false;

@@ -1,6 +1,6 @@
-// Operations for which ggml's bits depend on the instruction set: activations, softmax, the norm with a mean, state-space layers,
-// and products that matmul.cpp declines. Here each of them has the same bits on every level (functions.h): a sum consists of kSums
-// partial sums, each summed in order, which are added as a tree. A row's bits do not depend on other rows, nor on threads.
+// Operations whose results in ggml depend on the instruction set: activations, softmax, the norm with a mean, state-space layers,
+// and products that matmul.cpp declines. Here the results are bit-identical on every level (functions.h): a sum consists of kSums
+// partial sums, each added in order; then the partial sums are added as a tree. A row's bits depend on no other rows or threads.
 #include <atomic>
 
 #include "functions.h"
@@ -170,7 +170,7 @@ void compute_soft_max(const ggml_compute_params *params, const ggml_tensor *op) 
     });
 }
 
-// ---- rotary positions of neighbouring pairs, as gcc compiles ggml's for x86-64, except at a row's end, where levels differ
+// ---- RoPE of neighbouring pairs, with the roundings of ggml's code compiled by gcc for x86-64; at a row's end, ggml's differ by level
 
 // Cosine and sine of each pair at a position, and minus sine and cosine
 void turn_pairs(const ggml_tensor *op, int position, float *turns, float *across) {
@@ -269,9 +269,9 @@ void compute_ssm_scan(const ggml_compute_params *params, const ggml_tensor *op) 
 
 // ---- MUL_MAT and MUL_MAT_ID that matmul.cpp declines: few rows, odd widths, several matrices. Weights become floats.
 
-constexpr int kTall = 4, kWide = kRegisters == 32 ? 4 : 3;  // rows and columns computed together, so that the sums fit into registers
+constexpr int kTall = 4, kWide = kRegisters == 32 ? 4 : 3;  // most rows and columns whose sums fit into registers together
 constexpr int kRows = 8;    // rows with which a column is multiplied while it is in the L1 cache
-constexpr int kNear = 512;  // elements of these rows and columns that stay in L1 until the next pass
+constexpr int kNear = 512;  // elements of kTall rows and kWide columns that stay in L1 until the next pass over them
 
 template <int kR, int kC, class W> void dots(const W *w, size_t stride, const float *const *x, float *const *out, int k) {
     constexpr int kOnce = std::clamp(kRegisters / 2 / (kR * kC), 1, kParts), kPasses = kParts / kOnce;  // parts at a time

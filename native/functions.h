@@ -1,5 +1,5 @@
-// Functions of floats by fixed polynomials and explicit fma(), so that their bits are the same on every level. Errors are 1 to 3
-// units in the last place; NaN stays NaN.
+// Functions of floats by fixed polynomials and explicit fma(), so that results are bit-identical with every instruction set (level).
+// Errors are 1 to 3 units in the last place; NaN stays NaN.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -24,7 +24,7 @@ INLINE Floats rest_of_exp(Floats x, Floats n) {
     const Floats r = fma(n, all(-1.42860677e-6f), fma(n, all(-0.693145752f), x));
     return fma(polynomial(r, {0.49999228f, 0.16667116f, 0.041890550f, 0.0083124777f}), r * r, r);
 }
-// Like exp_of, but scales by 2^n in two steps, because 2^n may not be a float; subnormal results are rounded once
+// Like exp_of, but scales by 2^n in two steps, because a float cannot hold every 2^n; subnormal results are rounded once
 __attribute__((noinline)) Floats exp_of_any(Floats x) {
     x = no_more(no_less(x, -104), 89);
     const Floats shifted = shifted_exponent(x);

@@ -1,9 +1,9 @@
 // libedgeinfer-guard.so.1: calls llama.cpp for callers that cannot catch C++ exceptions.
 //
-// A backend whose device is lost, or has no memory left, throws (Vulkan's) or aborts (CUDA's). edgeinfer calls llama.cpp through
-// ctypes, where either ends the process. Here both become a return code. llama.cpp copies and frees the cells of a state in
-// destructors: an exception there calls std::terminate, from which longjmp returns. Functions are passed as pointers, so that only
-// the C++ library is needed.
+// If a device is lost or out of memory, Vulkan's backend throws an exception, and CUDA's aborts. edgeinfer calls llama.cpp through
+// ctypes, where both end the process. Here both become a return code. llama.cpp copies and frees the cells of a state in
+// destructors: an exception there calls std::terminate, from which longjmp returns. llama.cpp's functions are passed as pointers,
+// so that this library links only with the C++ library.
 #include <cxxabi.h>
 
 #include <csetjmp>
@@ -15,7 +15,7 @@
 
 namespace {
 using Word = uint64_t;
-struct Params {  // at least as large as llama_batch and the parameters of models and contexts, and passed in memory like them
+struct Params {  // at least as large as llama_batch and the parameter structs of models and contexts, and passed in memory, too
     Word words[32];
 };
 thread_local std::jmp_buf *escape = nullptr;  // return point of the guarded call in progress
@@ -34,7 +34,7 @@ void note_exception() {  // stores the message; call it only inside a catch hand
     }
 }
 
-void on_abort(const char *message) {  // ggml_abort calls this, and then abort() if this returns
+void on_abort(const char *message) {  // called by ggml_abort, which calls abort() if this function returns
     if (escape) throw std::runtime_error(message);
     std::fprintf(stderr, "%s\n", message);
 }
@@ -76,8 +76,8 @@ extern "C" void edgeinfer_guard(void *(*set_abort_callback)(void (*)(const char 
 // Returns the message thrown by this thread's last guarded call; "" if it returned normally.
 extern "C" const char *edgeinfer_reason() { return reason; }
 
-// Calls a function of up to six integers and pointers, or of one or two and a structure of `size` bytes; returns whether it
-// returned normally. `n_words`: number of arguments before the structure; 0 without one.
+// Calls a function of up to six integers and pointers, or of one or two and a structure of `size` bytes; returns whether the
+// function returned normally. `n_words`: number of arguments before the structure; 0 if there is no structure.
 extern "C" bool edgeinfer_guarded_call(void *function, const Word *w, int n_words, const void *params,
                                        size_t size, Word *result) {
     Params copy{};

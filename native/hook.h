@@ -40,7 +40,7 @@ struct ggml_backend_buffer_type {
 };
 
 extern void (*g_barrier)(ggml_threadpool *);          // ggml_barrier
-ggml::cpu::tensor_traits *attention_for(const ggml_tensor *op);  // null for operations other than attention
+ggml::cpu::tensor_traits *attention_for(const ggml_tensor *op);  // these four functions return null for operations of other kinds
 ggml::cpu::tensor_traits *matmul_for(const ggml_tensor *op);
 ggml::cpu::tensor_traits *cell_writes_for(const ggml_tensor *op);
 ggml::cpu::tensor_traits *elementwise_for(const ggml_tensor *op);
@@ -71,6 +71,6 @@ extern Stream *g_stream;
 void stream_note(const ggml_tensor *op, bool is_accepted);  // called for each product, in the order of the next graph
 // Called by one thread before a product; firsts[e]: number of columns of the experts before e.
 void stream_begin(const ggml_tensor *op, const int32_t *firsts, int n_threads);
-// Called by each thread; waits for a weight (expert 0), or for an expert. A thread asks for experts in order, and at the end for
-// the index after the last expert.
+// Returns the address of a weight (expert 0) or of an expert, after waiting for it. Each thread requests experts in order, and at the
+// end the index after the last expert, for which null is returned.
 const uint8_t *stream_slice(const ggml_tensor *op, int thread, int expert);

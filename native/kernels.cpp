@@ -40,8 +40,8 @@ bool is_independent(const ggml_tensor *op) {
     }
 }
 
-// The first operation of this thread whose bits depend on the processor, and the type of its first operand. Per thread, because
-// each engine has a decode thread, which takes part in all of its operations, and must not get another engine's.
+// The first operation of this thread whose bits depend on the processor, and the type of its first operand. The variable is per
+// thread, because each engine has a separate decode thread, which takes part in all operations of that engine.
 thread_local char t_dependent[64];
 
 void note_dependent(const ggml_tensor *op) {

@@ -109,8 +109,8 @@ INLINE void add_dots(const Dwords *const (&w)[kR], const X &x, Integers (&dots)[
         dots[0][0] += dots_of_rows<kN, kMost>(w[0], x.x);
         return;
     }
-    // Sums of pairs stay 16 bits for as long as they fit: kMost * 127 * 2 each. The order of asm() keeps a vector of weights in a
-    // register for all columns: gcc 12 reads each one for each column otherwise, and loads take 1.5 times as long as all else.
+    // Sums of pairs have 16 bits as long as these suffice: each pair adds up to kMost * 127 * 2. The order of asm() keeps a vector of
+    // weights in a register for all columns: otherwise gcc 12 loads it for each column, and loads take 1.5 times as long as all else.
     constexpr bool kIsSigned = kMost < 0;
     constexpr int kAdds = kIsSigned ? 1 : std::min(kN, 32767 / (kMost * 254));
     __m256i pairs[kR][kC];

@@ -3,10 +3,11 @@
 
 namespace {
 
-// Columns (rows of a batch): the most for which weights are unpacked in registers; computed together there; and with a slab.
+// Numbers of columns (rows of a batch): kFew, the most for which weights are unpacked in registers, kColumns of them at a time; kTile,
+// columns that are multiplied with a slab at a time.
 constexpr int kFew = 6, kColumns = 8, kTile = 6;
 constexpr bool kSignedBytes = false;  // whether add_dots() takes 8-bit weights as int8, not uint8
-constexpr bool kSaturates = false;    // whether add_dots() needs the largest weight, as its sums saturate
+constexpr bool kSaturates = false;    // whether add_dots() must know the largest weight, because its 16-bit sums saturate
 constexpr bool kGathers = false;      // whether a block's scale (f16) is read separately from its weights
 constexpr bool kDotsOfRows = false;   // whether one column is multiplied with weights in Order::kRows
 constexpr int kSpansAhead = 10240;    // with spans of weights as lanes, bytes between reads and prefetches; 0: spans are never lanes
@@ -27,7 +28,7 @@ INLINE Floats halves(Dwords x) { return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_
 INLINE Dwords look_up(Table table, Dwords x) {
     return (Dwords)_mm512_shuffle_epi8(_mm512_broadcast_i32x4((__m128i)table), (__m512i)x);
 }
-// puts bits 4 * i to 4 * i + 3 into bit 4 of the bytes, by a table of 16: a third of the time of a multiplication of dwords
+// Moves bits 4 * i to 4 * i + 3 to bit 4 of the four bytes, by a table: a third of the time of a multiplication of dwords
 INLINE Dwords fifth_bits_of(Dwords high, int i) {
     const Dwords table{0, 0x10, 0x1000, 0x1010, 0x100000, 0x100010, 0x101000, 0x101010,
                        0x10000000, 0x10000010, 0x10001000, 0x10001010, 0x10100000, 0x10100010, 0x10101000, 0x10101010};
@@ -60,7 +61,7 @@ INLINE Dwords high32(Dwords x, Dwords y) { return (Dwords)_mm512_unpackhi_epi32(
 INLINE Dwords low64(Dwords x, Dwords y) { return (Dwords)_mm512_unpacklo_epi64((__m512i)x, (__m512i)y); }
 INLINE Dwords high64(Dwords x, Dwords y) { return (Dwords)_mm512_unpackhi_epi64((__m512i)x, (__m512i)y); }
 
-// Puts kN vectors of weights into the order with which add_dots() is faster for several columns, if it differs.
+// Puts kN vectors of weights into the order for which add_dots() is fastest with several columns; here they stay as they are.
 template <int kN> INLINE void arrange(Dwords *) {}
 // Adds to dots[r][c] the dots of the kN vectors w[r] and the bytes of column c at `x`. kMost is the largest byte of weights, -1 if
 // they are signed.

@@ -3,8 +3,8 @@
 //
 // Weight rows are the lanes of vectors: a few dwords of 16 rows (8 with AVX2) are transposed as they are read, so that no sum is
 // horizontal. Activations are quantized to 8 bits by blocks of 32, with float scales. Products within a block are integers, and so
-// exact; floats are summed by block within each span of kSpan weights, and the spans' sums from the first to the last. A row's bits
-// depend only on its activations and the weights, not on the number of rows, on threads, or on the kernel.
+// exact; the blocks' floats are summed within each span of kSpan weights, then the spans' sums in order. The bits of a row of the
+// batch depend only on its activations and the weights, not on the number of rows, on threads, or on the kernel.
 //
 // There are three kernels. For one column (row of the batch) of most types, or two of Q8_0, the lanes are kLanes consecutive spans
 // of kSpan weights instead, so that memory is read in order. Up to kFew columns, weights are unpacked in registers for all of them.
@@ -22,7 +22,7 @@ namespace {
 constexpr int kRows = 2 * kLanes;  // rows of a slab
 constexpr int kSpan = 256;         // weights whose products are summed before they are added to a row's sum
 constexpr bool kTakesSpans = kSpansAhead > 0;
-constexpr int kClaim = 4;          // units of work that a thread takes at a time as long as many are left
+constexpr int kClaim = 4;          // most units of work that a thread takes at a time
 
 // Transposes of_rows() of the rows 0, 1, 2 and 3, so that each vector has one dword of each row
 INLINE void transpose(const Dwords (&z)[4], Dwords *out) {
@@ -88,12 +88,12 @@ template <Order kOrder, int n, int kPairs, class F> INLINE void pairs(const uint
         f(halves(pair[0]), x), f(halves(pair[n] >> 16), pair + n + 1);
     });
 }
-// Whether a group is read as a whole, with fewer loads: only AVX-512 has enough registers for it, next to one column's sums
+// Whether a whole group is read at once, with fewer loads: only AVX-512 has enough registers for that and one column's sums
 template <Order kOrder> constexpr bool kIsWhole = kLanes == 16 && kOrder == Order::kDwords;
 INLINE Dwords byte(Dwords x, int i) { return x >> 8 * i & 255; }
 
-// ---- formats (ggml-common.h): read() hands out blocks of kSub weights in order, kSub / 4 vectors of bytes each. A weight
-// is d * (byte - kZero) + m; m is 0 unless kMin. kMost is the largest byte. A group of kGroup weights has kBytes.
+// ---- formats (ggml-common.h): read() calls f with each block of kSub weights in order, as kSub / 4 vectors of bytes. A weight
+// is d * (byte - kZero) + m; m is 0 unless kMin. kMost is the largest byte. A group of kGroup weights has kBytes bytes.
 
 // Properties of a format for the kernels. A block takes kVectors vectors, 32 bytes of activations kActs vectors. kMost is used only
 // where the dot instruction saturates. kMostBySpan is the largest number of columns for which few_by_span() is faster: 2 if 16 rows
@@ -393,8 +393,8 @@ struct BF16Pairs : PairShape {
 
 // ---- activations
 
-// Data of a block of activations besides its bytes: its scale; and where the integer sum begins (-kZero * sum of bytes) or,
-// for formats with minima, scale * sum of bytes.
+// Data of a block of activations besides the bytes: `scale`; and `start`, the integer sum's first value (-kZero * sum of bytes), or,
+// for formats with minima, `sum`, which is scale * sum of bytes.
 struct Extra {
     float scale;
     union { int32_t start; float sum; };
@@ -403,8 +403,8 @@ struct Extra {
 // Layout of activations by groups of columns: [group][block][column][32 bytes], and extras [group][block of kSub][column].
 //
 // With spans as lanes, dwords instead: [dword of a span][column][pitch], and scales, then starts or sums,
-// [block of a span][column][pitch]: the spans of a row, and then its first kLanes ones again, so that lanes which begin at any
-// span find theirs side by side.
+// [block of a span][column][pitch]: the spans of a row, then the first kLanes spans again, so that kLanes consecutive spans are
+// side by side, whichever is first.
 struct Layout {
     int n, blocks, width, pitch;
     bool is_by_span, is_few;
@@ -465,7 +465,7 @@ template <class T, Order kOrder, int kR, int kC, class X>
 INLINE void multiply(const Dwords *const (&w)[kR], const Floats (&d)[kR], const Floats (&m)[kR], const X &x, Floats (&sums)[kR][kC]) {
     constexpr int kN = T::kVectors;
     if constexpr (T::kFloat) {
-        Floats some[kR][kC]{};  // several sums, which are rounded less than a single one
+        Floats some[kR][kC]{};  // separate sums for this block: the rounding error is smaller than with one long sum
         UNROLL for (int j = 0; j < kN; j++) {
             UNROLL for (int c = 0; c < kC; c++) {
                 const Dwords v = x.dword(c, j);
@@ -494,7 +494,7 @@ INLINE void multiply(const Dwords *const (&w)[kR], const Floats (&d)[kR], const 
     }
 }
 
-// Position of a kernel in a column group's activations: all lanes read the same ones
+// Position of a kernel in a column group's activations: all lanes read the same activations
 template <class T, int kC> struct Position {
     const int8_t *x;
     const Extra *e;
@@ -524,7 +524,7 @@ template <class T, int kC> struct SpanPosition {
     INLINE void step() { x += T::kVectors * kC * pitch, scales += kC * pitch, seconds = (const float *)seconds + kC * pitch; }
 };
 
-// Prefetches a part of the next rows: for a few columns, which wait for memory, to the L1 cache; to L2 if a slab fills L1.
+// Prefetch a part of the next rows: to L1 for a few columns, which wait for memory; to L2 otherwise, because a slab fills L1.
 INLINE const uint8_t *prefetch(const uint8_t *p, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
     return p + bytes;
@@ -545,7 +545,7 @@ template <class T> constexpr int groups_of_span = T::kFloat || kLanes < 16 ? 1 :
 template <class T> constexpr int share_of = T::kBytes * kLanes / (T::kGroup / T::kSub);  // bytes of a block of kLanes rows
 
 // Calls f(block) for k weights of kLanes rows. For a slab, groups of more than three cache lines (Q6_K) are prefetched to L1 one
-// group early, because reads from L2 wait for the prefetches from memory. Returns the Ahead that is left to prefetch.
+// group early, because reads from L2 wait for the prefetches from memory. Returns the address from which to prefetch next.
 template <class T, Order kOrder, bool kIsFew, int kGroups = groups_of_span<T>, class F>
 INLINE const uint8_t *each_block(const uint8_t *w, size_t stride, int k, const uint8_t *ahead, int share, F f) {
     if (kGroups > 1 && k % kSpan) return each_block<T, kOrder, kIsFew, 1>(w, stride, k, ahead, share, f);
@@ -594,10 +594,10 @@ template <class T, int kC, class... Args> __attribute__((noinline)) void few(Arg
 }
 
 // Like few(), if lanes are spans: kLanes rows, one after the other, are `spans` groups of kLanes spans. Prefetches run kSpansAhead
-// bytes before the reads, after these rows to the `next` ones: memory is read in order, and used from L1. Most types prefetch a
-// group's cache lines (36 for Q4_K) in two bursts. With one burst they came to 0.9 to 0.96 of that rate on memory that two threads
-// read at 75 GB/s, and Q6_K to 0.93 at 50 GB/s. Q4_0, Q4_1 and Q8_0 use one burst, because they lose as much at 50 GB/s by two as
-// they gain at 75. With prefetches spread over all blocks, all came to half of it. `products`: space for kC * kLanes * spans.
+// bytes before the reads, and continue from the end of these rows with the `next` rows: memory is read in order, and used from L1.
+// Most types prefetch a group's cache lines (36 for Q4_K) in two bursts. One burst had 0.9 to 0.96 of the rate of two if two threads
+// read memory at 75 GB/s, and 0.93 for Q6_K at 50 GB/s. Q4_0, Q4_1 and Q8_0 use one burst, because two lose as much at 50 GB/s as
+// they gain at 75. Prefetches spread over all blocks had half of the rate. `products`: space for kC * kLanes * spans floats.
 template <class T, int kC>
 void few_by_span(const uint8_t *w, int spans, const SpanPosition<T, kC> &x, float *out, float *products, const uint8_t *next) {
     constexpr int kParts = kSpan / T::kGroup, kBytes = kParts * T::kBytes, kOnce = kLanes * kBytes;
@@ -656,8 +656,8 @@ void tile(const Unpacked<T> *w, int k, const int8_t *x, const Extra *e, float *o
             ahead = prefetch(ahead, share);
             Floats m[2]{};
             if constexpr (T::kMin) m[0] = w[0].m[0], m[1] = w[1].m[0];
-            // From three columns on, keep the sums in memory: the dot products need the registers. For fewer, each block then
-            // waited.
+            // From three columns on, keep the sums in memory, because the dot products need the registers. With fewer columns, that
+            // would be slower: each block would wait for the sums.
             if (kRegisters < 32 && kC > 2 && !T::kFloat) asm("" : "+m"(sums));
             multiply<T, Order::kArranged>({w[0].w, w[1].w}, {w[0].d, w[1].d}, {m[0], m[1]}, at, sums);
         }
@@ -671,8 +671,8 @@ size_t round_up(size_t n) { return (n + 63) / 64 * 64; }
 
 struct Place { int32_t slot, token; };  // token and expert slot of a MUL_MAT_ID column
 
-// The units of one thread, which takes them from the front: memory is read fastest in order, and no two threads prefetch the same.
-// A thread without units takes one from the end of another thread's.
+// The work units of one thread, which takes them from the front, because memory is read fastest in order, and so that no two threads
+// prefetch the same rows. A thread whose range is empty takes a unit from the end of another thread's range.
 struct Range { int32_t first, end; };
 typedef std::atomic<Range> Units;
 Range take(Units &units, bool is_front, int most) {
@@ -687,8 +687,8 @@ Range take(Units &units, bool is_front, int most) {
     return taken;
 }
 
-// Address that this thread read first in the last product; and, by it, the first one in the product after that, to prefetch next
-// time
+// last: the address that this thread read first in the last product. after: by such an address (hashed), the first address of the
+// product that followed, to prefetch it next time.
 struct { const uint8_t *last, *after[512]; } thread_local t_starts;
 const uint8_t *&next_start() { return t_starts.after[(uintptr_t)t_starts.last / 64 * 0x9e3779b97f4a7c15u >> 55]; }
 
@@ -732,7 +732,7 @@ template <class T> struct Operation {
         const int most = k <= 5120 ? T::kMostBySpan : 1;  // for longer rows, the activations would not stay in L1
         if (n > (ids ? 64 : most)) return;  // with many columns, few experts have so few columns, and the layout takes more memory
         most_by_span = most, pitch = k / kSpan + kLanes;
-        if (pitch % 64 == 0) pitch += 16;  // addresses at multiples of 256 bytes would share few sets of the L1 cache
+        if (pitch % 64 == 0) pitch += 16;  // a pitch of a multiple of 256 bytes would use only few sets of the L1 cache
     }
     size_t column_bytes() const { return pitch ? kSpan * pitch : k / T::kActs * 32; }
     size_t column_extras() const { return T::kFloat ? 0 : (pitch ? kSpan * pitch : k) / T::kSub; }
@@ -892,8 +892,8 @@ template <class T> struct Operation {
         for (int i = 0; i < k; i += kChunk) {
             const int some = std::min(kChunk, k - i);
             const size_t done = (size_t)i / T::kGroup * T::kBytes, bytes = (size_t)some / T::kGroup * T::kBytes * kLanes;
-            // Tiles of the first groups prefetch, too: with few columns, memory takes longest, and reading must not wait for the
-            // next slab.
+            // Tiles of the first groups prefetch, too: with few columns, the time is that of reading memory, which must not pause
+            // between two slabs.
             const int parts = 1 + std::min(l.groups(), 3), share = share_of<T> / parts;
             const uint8_t *soon = ahead + done * kRows;
             unpack<T>(from + done, w->nb[1], some, slab, soon, share);

@@ -1,13 +1,13 @@
-// Weights of a model that is larger than memory: decides which of them stay in memory, and reads the others at each step.
+// Weights of a model that is larger than memory: decides which weights stay in memory, and reads the others at each step.
 //
-// A weight of a product may be pinned: the pages of the mapped file are read once, and stay. Otherwise it is read into a slot,
-// which is separate memory: a dense weight before its turn in the graph, a mixture's expert when it is used. The order of weights
-// in the graph is the order in which MulMat::work_size is called before the graph is computed; their names do not show it. Weights
-// that the kernels do not multiply are read through the mapping.
+// A weight of a product may be pinned: its pages of the mapped file are read once and stay in memory. Other weights are read into
+// slots, which are separate memory: a dense weight before its turn in the graph, a mixture's expert when it is used. The order of
+// weights in the graph is the order in which MulMat::work_size is called before the graph is computed; names do not show it.
+// Weights that the kernels do not multiply are read through the mapping.
 //
-// Linux's page cache evicts weights that are read in a cycle before they are read again, so all that fit are pinned. Threads read
-// with pread(2), because containers' filters and CRIU refuse io_uring. Reads bypass the page cache (O_DIRECT), which contains the
-// pinned weights.
+// Weights read in a cycle are evicted by Linux's page cache before they are read again, so as many as fit are pinned. Threads read
+// with pread(2), because containers' filters and CRIU refuse io_uring. Reads bypass the page cache (O_DIRECT), because it holds
+// the pinned weights.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -40,12 +40,12 @@ namespace {
 constexpr int kReaders = 8;
 constexpr size_t kOnce = 2 << 20;     // bytes per read
 constexpr size_t kLeast = 2 << 20;    // smallest weight (bytes) that is streamed
-constexpr size_t kAhead = 128 << 10;  // bytes per readahead(2), which silently reads no more than the device's limit
+constexpr size_t kAhead = 128 << 10;  // bytes per readahead(2): it silently reads no more than the device's limit
 constexpr int kPopulateRead = 22;     // MADV_POPULATE_READ, since Linux 5.14
 constexpr double kHalf = 64;          // half-life of an expert's use, in tokens
-constexpr double kGolden = 0.6180339887;  // the fractional parts of its multiples are evenly spread, however many there are
+constexpr double kGolden = 0.6180339887;  // the fractional parts of n multiples of this number are evenly spread, for any n
 constexpr int kLostShare = 64;        // pinned weights count as lost if page faults of a graph read 1 / kLostShare of their bytes
-// If less memory (bytes) than the first amount is free, fewer weights are kept; if more than the second, more weights
+// If less memory (bytes) than kLeastFree is free, fewer weights stay in memory; if more than kAmpleFree, more weights
 constexpr int64_t kLeastFree = 48 << 20, kAmpleFree = 112 << 20, kLeastChange = 16 << 20;
 constexpr int kShort = -1, kChanged = -2;  // failures without an errno: the file ends too early, or was written to
 const int64_t kPage = sysconf(_SC_PAGESIZE);
@@ -71,7 +71,7 @@ struct Slice {  // an expert, or a whole weight without experts
     size_t index;                 // index in Stream::cached
     int n_uses = 1;               // uses in a product of `group`
     int64_t group = -1;           // Stream::group that needed it last
-    double key = -INFINITY;       // log2 of the sum of uses, which count half after kHalf tokens; their order stays
+    double key = -INFINITY;       // log2 of the sum of uses; each use counts half after kHalf tokens, which keeps the order of keys
 };
 struct Read {  // a read of whole pages
     Slice *slice;
@@ -98,7 +98,7 @@ struct sigaction g_before;
 
 struct Stream {
     std::mutex mutex;
-    std::condition_variable work, done;  // signals: a read was requested; a slice was read, or threads have passed an expert
+    std::condition_variable work, done;  // work: a read was requested; done: a slice was read, or a thread has passed an expert
     std::vector<File> files;
     std::deque<Read> reads;
     std::vector<std::thread> readers;
@@ -109,11 +109,11 @@ struct Stream {
 
     std::unordered_map<const void *, Weight> weights;
     std::vector<Weight *> recorded, order;  // weights of the graph being planned, and of the graph being computed
-    std::map<double, Weight *> movable;     // weights that can be streamed; the first ones are, evenly spread over the graph
+    std::map<double, Weight *> movable;     // weights that can be streamed, in an order that spreads the first n over the graph
     int64_t movable_bytes = 0, to_stream, faults = 0;
     bool has_lost = false;  // whether the last graph lost pinned pages
 
-    size_t ring_bytes, most_room, room, used = 0;  // bytes of slots: of dense weights (0: a mixture), at the start, now, and used
+    size_t ring_bytes, most_room, room, used = 0;  // bytes of slots: for dense weights (0: a mixture), at the start, now, in use
     std::map<size_t, std::vector<uint8_t *>> free_slots;  // by size; pages are in memory only while a slot is in use
     std::vector<Slice *> cached;
     std::vector<std::pair<void *, size_t>> areas;
@@ -128,7 +128,7 @@ struct Stream {
 
     // ---- reading
 
-    // Returns a failure, or 0. If pages of the mapping cannot be read, the product gets the signal of on_bus_error instead.
+    // Returns an errno or kShort, or 0. If pages of the mapping cannot be read, the product's thread gets SIGBUS (on_bus_error).
     static int fetch(const Read &r) {
         const File &file = *r.slice->weight->file;
         for (size_t at = 0; !r.to && at < r.bytes; at += kAhead) readahead(file.fd, r.offset + at, std::min(kAhead, r.bytes - at));
@@ -159,7 +159,7 @@ struct Stream {
             if (!--r.slice->n_reads) done.notify_all();
         }
     }
-    // Requests a slice, to be read into a slot; if that is null, as pages of the mapping.
+    // Requests that a slice is read into `slot`; if `slot` is null, as pages of the mapping.
     void request(Slice &s, uint8_t *slot) {
         const int64_t start = s.weight->start(s), low = round_down(start), high = round_up(start + s.weight->bytes);
         s.at = (slot ? slot : s.weight->file->address(low)) + (start - low);
@@ -186,7 +186,7 @@ struct Stream {
         w->ids = op->src[2];
         recorded.push_back(w);
     }
-    // Returns null if the operand is not in the files, or is left to page faults.
+    // Returns null if the weight is not in the files, or is read by page faults.
     Weight *add(const ggml_tensor *op, bool is_accepted) {
         const ggml_tensor *from = op->src[0];
         const uint8_t *data = (const uint8_t *)from->data;
@@ -254,8 +254,8 @@ struct Stream {
 
     // ---- slots
 
-    // Evicts the least used slice that is not needed; its slot keeps its pages if it has `same` bytes. Returns false if all are
-    // needed. A slice for the present product may also evict slices of later products, and experts that all threads have passed.
+    // Evicts the least used slice that is not needed; a slot of `same` bytes keeps its pages, for reuse. Returns false if all slices
+    // are needed. For the present product, slices of later products, and experts that all threads have passed, may be evicted too.
     bool evict_one(size_t same, bool is_for_present) {
         const int first = is_for_present ? *std::min_element(reached.begin(), reached.end()) : 0;
         Slice *victim = nullptr;
@@ -297,15 +297,14 @@ struct Stream {
     void keep_needed() {
         while (n_requested < needed.size() && keep(*needed[n_requested])) n_requested++;
     }
-    // Needs the dense weights from this one on, in the order of the graph, and then from its beginning: it will be computed again.
+    // Marks the dense weights from this one on as needed, to the end of the graph, then from its beginning, for the next step.
     void need_dense(const Weight *w) {
         group++;
         const size_t n = order.size(), at = std::find(order.begin(), order.end(), w) - order.begin();
         for (size_t i = at; i < at + n; i++)
             if (order[i % n]->kind != kExperts) needed.push_back(&order[i % n]->slices[0]);
     }
-    // Needs the experts of this product, and the same ones of the layer's next products, so that the disk always has many reads to
-    // do.
+    // Marks the experts of this product as needed, and the same experts of the layer's next products, so that many reads are queued.
     void need_experts(Weight *w, const ggml_tensor *op, const int32_t *firsts) {
         if (!ids) tokens += op->src[2]->ne[1];
         group += ids != op->src[2], ids = op->src[2];
@@ -360,7 +359,7 @@ struct Stream {
         int code = 0;
         try {
             for (int i = 0; i < kReaders; i++) readers.emplace_back([this] { read(); });
-        } catch (const std::system_error &error) {  // a limit on threads: go on with fewer
+        } catch (const std::system_error &error) {  // a limit on threads: continue with fewer
             if (readers.empty()) code = error.code().value();
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -430,8 +429,8 @@ int edgeinfer_stream_start(int n, const Mapping *mappings, int64_t ring_bytes, i
     return 0;
 }
 int edgeinfer_stream_end() { return g_stream ? g_stream->end() : 0; }
-// Adapts to the available memory (bytes), which includes that of pinned weights: keeps fewer weights if little is free, and more if
-// much is. Weights may use memory that is planned for the KV cache as long as the cache does not use it.
+// Adapts to the available memory (bytes), which includes that of pinned weights: fewer weights stay in memory if little is free, and
+// more if much is. Weights may use memory that is planned for the KV cache until the cache uses it.
 void edgeinfer_stream_follow(int64_t available_bytes) {
     Stream &s = *g_stream;
     std::lock_guard<std::mutex> lock(s.mutex);

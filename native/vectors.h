@@ -1,5 +1,5 @@
-// Vectors of one register: a float, an integer or a dword (four bytes of weights) per lane. The differences between
-// processors are in one file per level; each has the constants and functions that level_v4.h has.
+// Vectors of one register: a float, an integer or a dword (four bytes of weights) per lane. Code that differs between
+// instruction sets is in one file per level; each file defines the constants and functions that level_v4.h documents.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -22,8 +22,8 @@ typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int8_t Table __attribute__((vector_size(16)));
 
-// Orders of a block's bytes in vectors: a dword of each row; the same, after arrange(); 16 bytes of each fourth row, which needs no
-// transposing; or a dword of each lane, to be multiplied with the lane's own activations.
+// Orders of a block's bytes in vectors: kDwords, a dword of each row; kArranged, the same after arrange(); kRows, 16 bytes of each
+// fourth row, which need no transposing; kSpans, a dword of each lane, to be multiplied with the activations of that lane.
 enum class Order { kDwords, kArranged, kRows, kSpans };
 
 template <class T> INLINE T load(const void *p) {
@@ -35,7 +35,7 @@ template <class T> INLINE void store(void *p, T v) { memcpy(p, &v, sizeof v); }
 INLINE Floats floats(Integers x) { return __builtin_convertvector(x, Floats); }
 INLINE Floats floats(Dwords x) { return __builtin_convertvector((Integers)x, Floats); }
 INLINE Integers all(int32_t x) { return Integers{} + x; }
-INLINE Floats all(float x) { return x - Floats{}; }  // not x + 0, which turns -0 into 0, so that the compiler must compute it
+INLINE Floats all(float x) { return x - Floats{}; }  // not x + 0, which the compiler must compute, because it turns -0 into 0
 INLINE Dwords broadcast(const int8_t *x) { return (Dwords)all(load<int32_t>(x)); }
 
 }  // namespace
