@@ -272,7 +272,7 @@ class LlamaEngine:
         if self._prefix_cache is None:
             return []
         tokens = self._prefix_cache.search.agent_prefix(agent, self._lora.key(None), salt)
-        return list(takewhile(lambda token: token >= 0, tokens))  # pictures are negative
+        return list(takewhile(lambda token: token >= 0, tokens))  # rows of pictures are negative
 
     def store_blocks_before_exit(self) -> None:
         """Store pending blocks before the process ends, even if the round-trip check has not run."""

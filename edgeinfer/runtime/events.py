@@ -102,7 +102,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress", tag_field="type"):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, tag="prompt_logprobs", tag_field="type"):
-    """Log-probabilities of the prompt's tokens after the first one. `first` is the first one's text."""
+    """Log-probabilities of a prompt's tokens except the first, whose text (bytes) is `first`."""
 
     first: bytes
     tokens: tuple[TokenLogprobs, ...] = ()

@@ -74,7 +74,7 @@ class GpuOffloader:
         self.loaded = self.cpu
 
     def begin(self, request: OffloadRequest) -> None:
-        """Attach the devices of `request` in the background, if it opens backends."""
+        """Attach the devices of `request` in the background, if the request opens backends."""
         if self._thread is None and request.opens_backends():
             self._thread = threading.Thread(
                 target=self._main, args=(request,), name="edgeinfer-attach", daemon=True
@@ -200,7 +200,7 @@ class GpuOffloader:
         return DeviceContext(loaded, context, layer_plan, placement, used[0])
 
     def _switch(self, device_context: DeviceContext) -> bool:
-        """Decode with `device_context` from now on; return False if a request is too long for it."""
+        """Decode with `device_context` from now on; return False if a request is too long for that."""
         if self._closing.is_set():
             raise EngineClosedError("the engine is closed")
         loaded, context = device_context.loaded, device_context.context
@@ -223,7 +223,7 @@ class GpuOffloader:
         return True
 
     def _fall_back(self, error: DecodeError) -> bool:
-        """Continue on the CPU; return False if it is in use already. A lost device is not freed."""
+        """Continue on the CPU, without freeing a lost device; return False if no device was in use."""
         device_context, self._device_context = self._device_context, None
         if device_context is None:
             return False
@@ -261,7 +261,7 @@ _SOFTWARE_TOKENS = 64
 
 @dataclass(slots=True)
 class DeviceContext:
-    """A model with layers on devices, first `device`. llama.cpp may still read `placement`."""
+    """A model with layers on devices; `device` is the first. llama.cpp may read `placement` later."""
 
     loaded: LlamaModel
     context: LlamaContext

@@ -62,9 +62,9 @@ class CachedSequence:
     `is_private`, none may. `is_prefetched`: it was prefilled for an expected request. `logprobs[i]` is
     for token `i + 1`, with `n_top` alternatives.
 
-    Tokens from `memory_only_from` on are not stored on disk. No token is if not `is_storable`: after a
-    context shift, or a move from another context, the rounding differs. The first `n_unchanged` tokens
-    are as they were last stored. Blocks on disk are deleted with their `conversation`.
+    Tokens from `memory_only_from` on are not stored on disk. After a context shift, or a move from
+    another context, no token is (`is_storable` is False), because the rounding differs. The first
+    `n_unchanged` tokens are as they were last stored. Blocks are deleted with their `conversation`.
     """
 
     seq_id: int

@@ -182,7 +182,7 @@ def _distribute(
 def _layer_bytes(shape: Shape, kv_bytes: int, n_layers: int, n_without_experts: int) -> list[int]:
     """Estimate the bytes of each layer on devices, with `kv_bytes` of cache.
 
-    The last entry is the output, which has no cache. llama.cpp copies a token table that it shares.
+    The last entry is the output, which has no cache. A token table that the output shares is copied.
     """
     n = max(1, shape.n_layer)
     dense = max(0, shape.weights_bytes - shape.embedding_bytes - shape.expert_bytes) // n

@@ -314,7 +314,7 @@ def make_exact_plan(
     tensor_sizes: Callable[[], Mapping[str, int]],
     draft: Shape | None = None,
 ) -> tuple[Shape, MemoryPlan]:
-    """Return shape and plan. If the weights do not fit, both are exact, by `tensor_sizes()`."""
+    """Return shape and plan; if the weights do not fit, computed from the exact `tensor_sizes()`."""
     plan = make_plan(shape, options, machine, draft)
     if plan.from_disk:
         shape = with_tensors(shape, tensor_sizes())

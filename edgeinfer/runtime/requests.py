@@ -285,7 +285,7 @@ def check_sampling(s: Sampling, n_vocab: int) -> None:
     if len(s.dry_sequence_breakers) > _MAX_STOPS or any(
         "\0" in b or not b for b in s.dry_sequence_breakers
     ):
-        _refuse("dry_sequence_breakers", f"at most {_MAX_STOPS} texts, not empty, without NUL")
+        _refuse("dry_sequence_breakers", f"at most {_MAX_STOPS} texts, not empty and without NUL")
 
 
 def check_request(request: GenerateRequest, n_vocab: int) -> None:
@@ -302,7 +302,7 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
             _refuse(name, f"{value} is not between 0 and {most}")
     last = request.messages[-1].role if request.messages else ""
     if request.continue_final and last != "assistant" and request.max_tokens != 0:
-        _refuse("messages", "the last message must be the assistant's, so that it can be continued")
+        _refuse("messages", "only an assistant message can be continued, and the last is not one")
     if request.reasoning_budget is not None and not request.messages:
         _refuse("reasoning_budget", "a request without messages has no reasoning; leave out this field")
     if request.deadline_s is not None and not (
@@ -317,7 +317,7 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
     if request.n_pictures and request.overflow == "shift":
         _refuse("overflow", 'a context with pictures cannot be shifted; use "refuse"')
     if request.n_pictures and request.prompt_logprobs is not None:
-        _refuse("prompt_logprobs", "a prompt with pictures has none; leave out this field")
+        _refuse("prompt_logprobs", "pictures have no log-probabilities; leave out this field")
     if len(request.stop) > _MAX_STOPS:
         _refuse("stop", f"at most {_MAX_STOPS} stop strings are allowed")
     if any(not stop or len(stop) > _MAX_STOP_CHARS for stop in request.stop):

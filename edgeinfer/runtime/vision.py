@@ -61,7 +61,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The rows of `chunk` in a prompt, from token `start` on; the picture's span `number` (from 0)."""
+    """The rows of `chunk` in a prompt, from token `start` on. `number` counts the picture's spans."""
 
     start: int
     source: Source
@@ -161,7 +161,7 @@ class Vision:
     def _chunks(self, width: int, height: int) -> list[Chunk]:
         chunks = self._projector.chunks(width, height)
         for chunk in chunks:
-            if min(chunk.tokens, default=0) < 0:  # large pictures have separators of tiles
+            if min(chunk.tokens, default=0) < 0:  # a separator of tiles that the vocabulary lacks
                 message = f"a picture of {width}x{height} pixels needs tokens that the model lacks: "
                 message += "the projector belongs to another model"
                 raise InvalidRequestError(message, param="messages")

@@ -29,7 +29,7 @@ class AnswerParser:
     """Parses the text of one answer into events. Used on the decode thread; never raises.
 
     `tools` maps names to argument schemas. The answer may begin with the reasoning `span`; `opened`
-    means that the prompt already contains the span's first marker. `constrained`: a grammar guarantees
+    means that the prompt already contains the opening marker. `constrained`: a grammar guarantees
     well-formed calls, so their arguments can be streamed. `special_tokens`: `feed` must also get the
     texts of control tokens.
     """
@@ -188,7 +188,7 @@ class AnswerParser:
             self._events += events
 
     def _emit(self, text: str) -> None:
-        """Emit a part of the reasoning or the answer, without white space at their start and end."""
+        """Emit a part of the reasoning or answer; drop white space at the start and end of each."""
         if self._phase == "thinking":
             text = self._space + text
             if not self._has_thought:

@@ -63,7 +63,7 @@ class ControlTokens:
         self.escape("")
 
     def escape(self, text: str, markers: tuple[str, ...] = ()) -> str:
-        """Return `text` with MARK inside each control token that does not begin with a marker."""
+        """Return `text` with MARK in each control token that does not begin with one of `markers`."""
         text = text.replace(MARK, MARK * 2)
         pieces = []
         last = 0

@@ -124,7 +124,7 @@ class TextStream:
 
 
 class ReasoningBudget:
-    """Limits the reasoning of one answer to `n_tokens`; `close` are the tokens of its end marker."""
+    """Limits the reasoning of one answer to `n_tokens`; `close` are the tokens of the end marker."""
 
     def __init__(self, n_tokens: int, close: Sequence[int], *, opened: bool) -> None:
         self._n_tokens = n_tokens

@@ -143,7 +143,7 @@ class ChatTemplate:
 
     def _render_adapted(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
         """Render in the first form of `adaptations` that works. Raises InvalidRequestError."""
-        first_error: Exception | None = None  # later errors are about changed messages
+        first_error: Exception | None = None  # errors of later forms are about changed messages
         for turns in adaptations(messages, self.traits):
             try:
                 return self.render_raw(turns, variables)

@@ -182,7 +182,7 @@ class JsonSection(Section):
         return arguments is not None and self._emit(call.name, arguments)
 
     def _skip(self, characters: re.Pattern[str], call: _JsonCall) -> Generator[None, None, str]:
-        """Move the cursor over `characters`; return the next one, "" if the call is too long."""
+        """Move the cursor over `characters`; return the next character, "" if the call is too long."""
         while True:
             skipped = characters.match(self._raw, self._cursor)
             self._cursor = skipped.end() if skipped else self._cursor

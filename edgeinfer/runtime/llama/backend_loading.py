@@ -32,7 +32,7 @@ from edgeinfer.runtime.llama.backends import (
 )
 
 _log = logging.getLogger("edgeinfer.gpu")
-#: ggml_backend_dev_type.
+#: Values of ggml_backend_dev_type. Other devices count as accelerators.
 _KINDS: dict[int, Kind] = {1: "gpu", 2: "integrated"}
 #: Prefixes of descriptions of software devices: Mesa's and Google's.
 _SOFTWARE = ("llvmpipe", "SwiftShader")
@@ -66,7 +66,7 @@ class _Props(ctypes.Structure):
         ("total", ctypes.c_size_t),
         ("type", ctypes.c_int),
         ("id", ctypes.c_char_p),
-        ("caps", ctypes.c_bool * 8),  # 5 in this version of ggml
+        ("caps", ctypes.c_bool * 8),  # this version of ggml writes 5 of them
     )
 
 

@@ -58,8 +58,8 @@ class LibraryFacts(msgspec.Struct, frozen=True, kw_only=True):
 class BackendFile(msgspec.Struct, frozen=True, kw_only=True):
     """A backend library on this machine. `problem` is why it cannot be used, or ""; `fix`: what to do.
 
-    `added`: it is in the user's data folder, and did not come with the program. `stamp` identifies its
-    content.
+    `added`: the user has added the library to the data folder; it did not come with the program.
+    `stamp` identifies the file's content.
     """
 
     name: str
@@ -277,9 +277,9 @@ _PATIENCE_S = 30.0
 
 
 def ask(name: str, stop: threading.Event | None = None) -> BackendOutcome:
-    """Ask a backend for its devices in a separate process, because a bad library may crash it.
+    """Ask a backend for its devices, in a separate process, because loading a library may crash.
 
-    It takes 0.14 s or more. Raises EngineClosedError once `stop` is set.
+    Takes 0.14 s or more. Raises EngineClosedError once `stop` is set.
     """
     try:
         out, ending = ask_child(_HELPER, name, patience_s=_PATIENCE_S, stop=stop)

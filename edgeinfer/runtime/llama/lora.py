@@ -88,7 +88,7 @@ class LoraAdapters:
         return tuple(pair for pair in adapters if not loaded[pair[0]].is_per_row)
 
     def use(self, adapters: AdapterKey) -> None:
-        """Let llama.cpp compute `adapters`. After a change it reserves graphs. Raises DecodeError."""
+        """Let llama.cpp compute `adapters`: a change costs a graph reservation. Raises DecodeError."""
         pointer = self._context.pointer
         if adapters == self._current and pointer is self._pointer:
             return
@@ -102,7 +102,7 @@ class LoraAdapters:
 
     def use_llama_cpp(self) -> None:
         """Let llama.cpp compute every adapter from now on."""
-        _log.warning("llama.cpp computes the LoRA adapters, which is slower: the kernels cannot")
+        _log.warning("edgeinfer's kernels cannot compute this LoRA adapter: llama.cpp does, slower")
         self.has_kernels = False
         for loaded in self._context.adapters.values():
             loaded.use_llama_cpp()
@@ -114,7 +114,7 @@ class LoraAdapters:
         """
         named = {adapter.name: (adapter, _stamp(adapter)) for adapter in adapters}
         if len({stamp for _, stamp in named.values()}) < len(adapters):
-            raise InvalidRequestError("a LoRA adapter, or its name, is given twice", param="lora")
+            raise InvalidRequestError("two LoRA adapters have the same name or file", param="lora")
         for adapter in adapters:
             _check_scale(adapter.scale)
         stamps_before = self._loaded_stamps()
@@ -207,7 +207,7 @@ def _load(model: Any, adapter: Adapter, stamp: str) -> LoadedAdapter:
         L.llama_adapter_lora_free(pointer)
         raise ModelLoadError(
             f'LoRA adapter "{adapter.name}" has an alpha of {alpha:g}; the limit is {MOST_ALPHA:g}',
-            hint="its file is damaged: fetch or convert it again",
+            hint="the adapter's file is damaged: pull or convert it again",
         )
     if not (sha256 := _digest(adapter, stamp)):
         L.llama_adapter_lora_free(pointer)

@@ -376,7 +376,7 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]
 def _cells(
     buffers: list[Buffer], lines: list[str], shape: Shape, n_cells: int, choices: dict[str, Chosen]
 ) -> CellMemory:
-    """Describe the KV cache's memory. Without flash attention, V is transposed: cells have no rows."""
+    """Describe the KV cache's memory. V is transposed without flash attention: rows are unknown."""
     is_flash = choices["flash_attention"].value == "on"
     rows = shape.kv_row_bytes(choices["kv_type"].value) if is_flash else ()
     return _kv_cells(buffers, lines, rows, n_cells)

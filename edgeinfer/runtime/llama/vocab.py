@@ -77,7 +77,7 @@ class Vocab:
         pieces = self._special_pieces if special else self._pieces
         if token not in pieces:
             if not 0 <= token < self.n_vocab:
-                raise IndexError(token)
+                raise IndexError(f"token {token} is not in the vocabulary (0 to {self.n_vocab - 1})")
             args, flags = (self.pointer, token), (0, special)
             pieces[token] = _fill(ctypes.c_char, _PIECE_BYTES, L.llama_token_to_piece, args, flags)
         return pieces[token]

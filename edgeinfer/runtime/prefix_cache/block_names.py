@@ -30,7 +30,7 @@ TAIL_KEY_TOKENS = TAIL_KEYS_TOKENS[0]
 
 
 def read_secret(path: Path, secret_if_new: bytes = b"") -> bytes:
-    """Read the secret in `path`, or create it as `secret_if_new` or at random. Raises OSError."""
+    """Read the secret in `path`, or write `secret_if_new` or random bytes there. Raises OSError."""
     for _ in range(2):
         try:
             with open(open_private(path), "rb") as file:
@@ -69,7 +69,7 @@ class BlockNames:
         self.block_tokens = block_tokens
 
     def root(self, adapters: AdapterKey = (), salt: str = "") -> bytes:
-        """Return the name that a prompt's first block has as parent. It depends on the cache salt."""
+        """Return the parent name of a prompt's first block, which differs by adapters and salt."""
         scales = "\0".join(f"{scale} {stamp}" for stamp, scale in adapters)
         return self._hash(b"root", self.identity, salt.encode(), scales.encode())
 

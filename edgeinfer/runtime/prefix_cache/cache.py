@@ -115,7 +115,7 @@ class PrefixCache:
         return lambda i: cells.populate(offset + ends[i], offset + ends[i + 1])
 
     def _last_checkpoint(self, chain: Chain, n_full: int, tokens: list[int]) -> tuple[int, bytes, int]:
-        """Find the block with the last checkpoint; return its parent's index, its name, its tokens."""
+        """Return the block with the last checkpoint: parent's index, name, and number of tokens."""
         ends = [*chain.ends, len(tokens)]
         for i in range(n_full, -1, -1):
             limit = min(ends[i + 1], len(tokens) - 1)

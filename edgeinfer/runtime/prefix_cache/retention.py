@@ -165,7 +165,7 @@ def owned_names(owner: Path) -> set[str]:
 
 
 _FOLDER = "kept"
-#: Names of agents that are recorded, and of their files, which end with a hash of the cache salt.
+#: Match the names of agents that are recorded, and of their files, which may end with a salt's hash.
 _AGENT = re.compile(r"[a-z0-9-]{1,32}")
 _FILE = re.compile(r"[a-z0-9-]{1,32}(\.[0-9a-f]{16})?")
 #: If a session has less than this share of the recorded blocks, the agent must be a new version:

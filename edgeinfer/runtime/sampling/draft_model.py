@@ -46,8 +46,8 @@ from edgeinfer.runtime.sampling.speculative import (
 #: them. These are the bounds of the groups, and the rates assumed at first.
 _PROBABILITIES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 0.99)
 _START = (0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
-#: Acceptance rate assumed for tokens that are not drafted yet, and how many measured tokens it
-#: outweighs; few, so that wrong drafts end soon.
+#: Acceptance rate assumed for tokens that are not drafted yet, and its weight in measured tokens. The
+#: weight is small, so that wrong drafts end soon.
 _MEAN_START, _MEAN_TOKENS = 0.7, 3
 #: If a grammar forces a text, the usual tokens of this text are drafted without the draft model; but
 #: the large model may choose other tokens: `"/` instead of `"`. The acceptance rate assumed at first,
@@ -160,7 +160,7 @@ class DraftModel:
     def compute(self, cached_seq: CachedSequence, tokens: Sequence[int]) -> bool:
         """Append `tokens` to a sequence (logits for the last), and subtract the cost from `balance`.
 
-        Return False if a batch cannot hold them, one is unknown, cells are missing, or decoding fails.
+        Return False if `tokens` exceed a batch, the vocabulary or the free cells, or if decoding fails.
         """
         is_valid = len(tokens) <= DRAFT_BATCH and max(tokens) < self.n_vocab
         if not (is_valid and self.kv.make_room(len(tokens))):
@@ -175,7 +175,7 @@ class DraftModel:
         return True
 
     def price(self, n_tokens: int) -> float:
-        """Return the cost of computing `n_tokens` together."""
+        """Return the cost of computing `n_tokens` in one batch."""
         return self.cost * max(1.0, n_tokens * _PREFILL_SHARE)
 
     def note_cost(self, cost: float) -> None:
@@ -256,7 +256,7 @@ class ModelDrafting(Drafting):
     def _catch_up(self, tokens: Sequence[int], gain: float) -> list[int]:
         """Prefill text that the draft model lacks, if the rest of the answer gains more than that.
 
-        `gain` is per token. Return the tokens left to compute; [] if prefill does not pay or goes on.
+        `gain` is per token. Return the tokens to compute next; [] if prefill does not pay or continues.
         """
         model, request = self._model, self._request
         if self._cached is None and min(tokens) >= 0:  # the draft model cannot read pictures

@@ -340,7 +340,7 @@ def normalise(schema: Any) -> dict[str, Any]:
         return {}
     if not isinstance(schema, dict):
         raise _refuse(
-            "#", "a schema must be an object" if schema is not False else "no document satisfies it"
+            "#", "a schema must be an object" if schema is not False else "no value satisfies it"
         )
     try:
         normaliser = _Normaliser(copy.deepcopy(schema))

@@ -74,7 +74,7 @@ def common_suffix(a: Tokens, b: Tokens) -> int:
 
 
 class AnswerFile:
-    """The file with the answers of one salt, closed with its last reference. Raises OSError."""
+    """The file with the answers of one cache salt; garbage collection closes it. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -254,7 +254,7 @@ class SuffixDrafter:
 
     def draft(self, tokens: Sequence[int], limit: int, least_chance: float = 0.0) -> list[int]:
         """Return up to `limit` tokens; none if the end of `tokens` never occurred before. If the first
-        one's acceptance rate is below `least_chance`, return only that one, to update the rate.
+        token's acceptance rate is below `least_chance`, return only that token, to update the rate.
         """
         n_known = self._n if self._n <= len(tokens) else 0  # a context shift shortens the text
         if n_known and len(tokens) < self._next:

@@ -61,7 +61,7 @@ class BatchPlanner:
     def _ready_sequences(self) -> list[Sequence]:
         """Return the sequences that can be in one batch and have tokens to compute.
 
-        Sequences with different adapters take turns if llama.cpp, not native/, computes the adapters.
+        Sequences with different adapters take turns if llama.cpp itself computes the adapters.
         """
         started = [s for s in self.queue.running if s.is_started and not s.is_loading_blocks]
         by_adapters: dict[AdapterKey, list[Sequence]] = {}
@@ -82,7 +82,7 @@ class BatchPlanner:
         return seq.n_generated > 0 and seq.n_past > 0 and seq.n_pending <= _MAX_FORCED_TOKENS
 
     def _prefills_burst_first(self, ready: list[Sequence], decoding: list[Sequence]) -> bool:
-        """Return whether to prefill a whole burst before decoding, which is 2 % faster for 16."""
+        """Return whether to prefill a whole burst before decoding: 2 % faster with 16 requests."""
         n_pending = sum(s.n_pending for s in ready if not s.is_decoding)
         is_short = 0 < n_pending <= min(_BURST_PROMPT_TOKENS, self.kv.free_cells)
         return is_short and all(s.n_generated == 1 for s in decoding)

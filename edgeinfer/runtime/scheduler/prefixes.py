@@ -32,7 +32,7 @@ FLUSH_S = 30.0
 
 
 def loading_sequences(running: list[Sequence]) -> list[Sequence]:
-    """Return the sequences that load blocks. Prefill-only ones wait for the prefill of others."""
+    """Return the sequences that load blocks; leave out prefill-only ones while others prefill."""
     is_awaited = any(s.is_started and not (s.is_decoding or s.is_prefill_only) for s in running)
     return [s for s in running if s.is_loading_blocks and not (is_awaited and s.is_prefill_only)]
 
