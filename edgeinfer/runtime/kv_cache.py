@@ -170,8 +170,8 @@ class KvCache:
         if self.checkpoints is not None and n < len(cached_seq.tokens):
             checkpoint = self.checkpoints.latest_before(cached_seq.checkpoints, n)
             return checkpoint.n_tokens if checkpoint is not None else 0
-        first = self._memory.first_position(cached_seq.seq_id) if self._window else 0
-        return 0 if first > max(0, n - self._window) else n
+        first_position = self._memory.first_position(cached_seq.seq_id) if self._window else 0
+        return 0 if first_position > max(0, n - self._window) else n
 
     def allocate(
         self,

@@ -134,9 +134,9 @@ def _device_choices(devices: Sequence[Device]) -> list[list[Device]]:
 def _max_cells(plan: MemoryPlan, distribute: Callable[[int], tuple[LayerPlan, bool]]) -> int:
     """Return the most cells, at least `plan.least_cells`, that fit on the devices; 0 if none do."""
 
-    most = int(plan.n_cells.value)
-    steps = range(plan.least_cells // CELL_STEP, most // CELL_STEP)
-    lengths = [*(step * CELL_STEP for step in steps), most]
+    max_cells = int(plan.n_cells.value)
+    steps = range(plan.least_cells // CELL_STEP, max_cells // CELL_STEP)
+    lengths = [*(step * CELL_STEP for step in steps), max_cells]
     n_fitting = bisect_left(lengths, True, key=lambda n_cells: not distribute(n_cells)[1])
     return lengths[n_fitting - 1] if n_fitting else 0
 

@@ -111,7 +111,7 @@ def choose_context(n_ctx: int, n_ctx_train: int, kv_bytes_per_token: int, free_b
         return Chosen(n_ctx, "as asked")
     fits = free_bytes // 2 // per_token
     if fits < CELL_STEP:
-        problem = f"no memory for a context: {max(0, free_bytes) // _MIB} MiB are free"
+        problem = f"too little memory for a context: {max(0, free_bytes) // _MIB} MiB are free"
         raise OutOfMemoryError(problem)
     limits = (
         (n_ctx_train, f"the model was trained on {n_ctx_train} tokens"),
@@ -332,8 +332,8 @@ def plan_streaming(shape: Shape, available_bytes: int, context_bytes: int) -> St
     dense_bytes = shape.weights_bytes - shape.unread_bytes - shape.expert_bytes
     if shape.expert_bytes:
         slots = min(weights_budget - dense_bytes, shape.expert_bytes)
-        least = shape.used_expert_bytes // max(1, shape.n_layer)
-        return StreamingPlan(dense_bytes, 0, slots, 0) if slots >= least else None
+        least_bytes = shape.used_expert_bytes // max(1, shape.n_layer)
+        return StreamingPlan(dense_bytes, 0, slots, 0) if slots >= least_bytes else None
     ring = max(_RING_BYTES, 2 * (shape.layer_tensor_bytes + _PADDING_BYTES))
     pinned = min(weights_budget - ring, dense_bytes)
     if pinned < shape.embedding_bytes:
@@ -362,12 +362,12 @@ def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[i
     compute = partial(_compute_bytes, shape, options, kv_type, n_batch=options.n_batch)
     compute_bytes = compute(n_seq_max=2 * _SPARE_SEQUENCES, n_outputs=64)
     free = available - shape.weights_bytes - compute_bytes - _PROCESS_BYTES
-    least = min(options.n_ctx or 2 * CELL_STEP, 2 * CELL_STEP)
-    if free < least * shape.kv_bytes_per_token(kv_type):
+    least_tokens = min(options.n_ctx or 2 * CELL_STEP, 2 * CELL_STEP)
+    if free < least_tokens * shape.kv_bytes_per_token(kv_type):
         n_seq = 1 + _SPARE_SEQUENCES
-        most = available - available // 4 - compute(n_seq_max=n_seq, n_outputs=n_seq)
+        max_bytes = available - available // 4 - compute(n_seq_max=n_seq, n_outputs=n_seq)
         small = max(available // 4, 2 * _STREAMING_CTX * shape.kv_bytes_per_token("f16"))
-        return most if options.n_ctx else min(most, small), True
+        return max_bytes if options.n_ctx else min(max_bytes, small), True
     return free, False
 
 

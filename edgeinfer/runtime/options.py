@@ -197,10 +197,10 @@ class EngineMetrics(EngineTotals, kw_only=True):
         """Return the sums of several engines' metrics, with the latency samples of all."""
         total = cls()
         for metrics in parts:
-            both = {
+            sums = {
                 name: getattr(total, name) + getattr(metrics, name) for name in cls.__struct_fields__
             }
-            total = cls(**both)
+            total = cls(**sums)
         return total
 
 

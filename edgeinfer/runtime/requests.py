@@ -267,23 +267,23 @@ def _refuse(param: str, message: str) -> None:
     raise InvalidRequestError(f"{param}: {message}", param=param)
 
 
-def check_sampling(s: Sampling, n_vocab: int) -> None:
+def check_sampling(sampling: Sampling, n_vocab: int) -> None:
     """Check the sampling options. Raises InvalidRequestError, which names the field."""
     for option in SAMPLING_OPTIONS:
-        value = getattr(s, option.field)
+        value = getattr(sampling, option.field)
         if value is None and option.field == "seed":
             continue
         if not option.low <= value <= option.high:  # NaN is in no range
             _refuse(option.field, f"{value} is not {option.describe_range()}")
-    if len(s.logit_bias) > _MAX_BIASES:
+    if len(sampling.logit_bias) > _MAX_BIASES:
         _refuse("logit_bias", f"at most {_MAX_BIASES} tokens are allowed")
-    for token, bias in s.logit_bias.items():
+    for token, bias in sampling.logit_bias.items():
         if not 0 <= token < n_vocab:
             _refuse("logit_bias", f"token {token} is not in the vocabulary of {n_vocab} tokens")
         if not (-_MAX_BIAS <= bias <= _MAX_BIAS or bias == -math.inf):
             _refuse("logit_bias", f"{bias} is not between -{_MAX_BIAS:g} and {_MAX_BIAS:g}")
-    if len(s.dry_sequence_breakers) > _MAX_STOPS or any(
-        "\0" in b or not b for b in s.dry_sequence_breakers
+    if len(sampling.dry_sequence_breakers) > _MAX_STOPS or any(
+        "\0" in b or not b for b in sampling.dry_sequence_breakers
     ):
         _refuse("dry_sequence_breakers", f"at most {_MAX_STOPS} texts, not empty and without NUL")
 
@@ -296,10 +296,10 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
         _refuse("messages", "give exactly one of messages, prompt and infill")
     if request.tools and not request.messages:
         _refuse("tools", "a request with tools needs messages, not a prompt")
-    for name, most in _MOST.items():
+    for name, max_value in _MOST.items():
         value = getattr(request, name)
-        if value is not None and not 0 <= value <= most:
-            _refuse(name, f"{value} is not between 0 and {most}")
+        if value is not None and not 0 <= value <= max_value:
+            _refuse(name, f"{value} is not between 0 and {max_value}")
     last = request.messages[-1].role if request.messages else ""
     if request.continue_final and last != "assistant" and request.max_tokens != 0:
         _refuse("messages", "only an assistant message can be continued, and the last is not one")
@@ -359,8 +359,8 @@ def check_length(n_chars: int, n_ctx: int, param: str, n_ctx_train: int = 0) -> 
 
     To tokenize 20 MB of one letter takes 38 s.
     """
-    most = max(_TRIED_CHARS, n_ctx * _MAX_TOKEN_CHARS)
-    if n_chars > most:
+    max_chars = max(_TRIED_CHARS, n_ctx * _MAX_TOKEN_CHARS)
+    if n_chars > max_chars:
         raise ContextLengthError(
             f"the text has {n_chars:,} characters; a context of {n_ctx:,} tokens holds at most "
             f"{n_ctx * _MAX_TOKEN_CHARS:,} characters",

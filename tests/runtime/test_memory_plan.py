@@ -73,7 +73,7 @@ def test_context_has_a_value_and_its_reason(
 def test_context_that_does_not_fit_is_refused_with_numbers() -> None:
     with pytest.raises(OutOfMemoryError, match="131072 tokens needs 16384 MiB"):
         choose_context(131_072, 131_072, 128 << 10, 8 * GIB)
-    with pytest.raises(OutOfMemoryError, match="no room"):
+    with pytest.raises(OutOfMemoryError, match="too little memory"):
         choose_context(0, 8192, 128 << 10, 1 << 20)
     with pytest.raises(OutOfMemoryError):
         choose_context(0, 8192, 128 << 10, -GIB)

@@ -449,14 +449,14 @@ class PictureMarkers:
         `is_tight`: the template writes no space before a picture at the beginning of a message.
         """
         text_start = 0
-        seen = []
+        order = []
         for mark in self._marker.finditer(prompt):
             text = prompt[text_start : mark.start()]
             yield text.removesuffix(" ") if is_tight and mark[0].endswith("b") else text
-            seen.append(int(mark[1]))
-            yield pictures[seen[-1]]
+            order.append(int(mark[1]))
+            yield pictures[order[-1]]
             text_start = mark.end()
-        if sorted(seen) != list(range(len(pictures))):
-            problem = f"the chat template put {len(seen)} of {len(pictures)} pictures into the prompt"
+        if sorted(order) != list(range(len(pictures))):
+            problem = f"the chat template put {len(order)} of {len(pictures)} pictures into the prompt"
             raise InvalidRequestError(problem, param="messages")
         yield prompt[text_start:]

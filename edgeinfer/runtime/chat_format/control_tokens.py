@@ -66,15 +66,15 @@ class ControlTokens:
         """Return `text` with MARK in each control token that does not begin with one of `markers`."""
         text = text.replace(MARK, MARK * 2)
         pieces = []
-        last = 0
+        piece_start = 0
         for prefix in self._prefix.finditer(text):
             check_deadline()
             start = prefix.start()
             is_spelling = any(text[start : start + n].lower() in self._spellings for n in self._lengths)
             if is_spelling and not text.startswith(markers, start):
-                pieces.append(text[last : start + 1])
-                last = start + 1
-        return MARK.join([*pieces, text[last:]]) if pieces else text
+                pieces.append(text[piece_start : start + 1])
+                piece_start = start + 1
+        return MARK.join([*pieces, text[piece_start:]]) if pieces else text
 
     def escape_request(self, request: GenerateRequest, markers: tuple[str, ...]) -> GenerateRequest:
         """Escape all text that the template renders, except `markers` in earlier answers."""
@@ -124,33 +124,33 @@ class ControlTokens:
         if MARK not in prompt:
             return self._vocab.tokenize(prompt, parse_special=True)
         tokens: list[int] = []
-        tail_start, before = 0, -1
-        for start, text_end, after in self._split_at_control_tokens(prompt):
+        tail_start, previous_token = 0, -1
+        for start, text_end, next_token in self._split_at_control_tokens(prompt):
             if MARK in prompt[start:text_end]:
-                text = self._strip(remove_marks(prompt[start:text_end]), before, after)
+                text = self._strip(remove_marks(prompt[start:text_end]), previous_token, next_token)
                 tokens += self._vocab.tokenize(prompt[tail_start:start], parse_special=True)
                 tokens += self._vocab.tokenize(text)
                 tail_start = text_end
-            before = after
+            previous_token = next_token
         return tokens + self._vocab.tokenize(prompt[tail_start:], parse_special=True)
 
     def _split_at_control_tokens(self, prompt: str) -> Iterator[tuple[int, int, int]]:
         """Yield (start, end, next control token) of each text between control tokens; -1 at the end."""
-        last = 0
+        text_start = 0
         for prefix in self._prefix.finditer(prompt):
             check_deadline()
             start = prefix.start()
             spellings = (prompt[start : start + n] for n in self._lengths)
             spelling = next((text for text in spellings if text in self._tokens), "")
-            if spelling and start >= last:
-                yield last, start, self._tokens[spelling]
-                last = start + len(spelling)
-        yield last, len(prompt), -1
+            if spelling and start >= text_start:
+                yield text_start, start, self._tokens[spelling]
+                text_start = start + len(spelling)
+        yield text_start, len(prompt), -1
 
-    def _strip(self, text: str, before: int, after: int) -> str:
-        if before >= 0 and self._vocab.strips_right(before):
+    def _strip(self, text: str, previous_token: int, next_token: int) -> str:
+        if previous_token >= 0 and self._vocab.strips_right(previous_token):
             text = text.lstrip(_SPACE)
-        return text.rstrip(_SPACE) if after >= 0 and self._vocab.strips_left(after) else text
+        return text.rstrip(_SPACE) if next_token >= 0 and self._vocab.strips_left(next_token) else text
 
 
 def _unescape(escape: re.Match[str]) -> str:

@@ -170,9 +170,9 @@ def _check_text_call(text: str, name: str, args: tuple[Any, ...]) -> tuple[Any, 
     if name in _QUADRATIC and args and isinstance(args[0], str):
         fuel.require(len(text) * len(args[0]) // 16)
     if name in ("split", "rsplit"):
-        most = fuel.units_left // _NODE_COST + 1  # `charge` refuses a list with more parts
+        max_parts = fuel.units_left // _NODE_COST + 1  # `charge` refuses a list with more parts
         limit = args[1] if len(args) > 1 and isinstance(args[1], int) else -1
-        return (args[0] if args else None, limit if 0 <= limit < most else most)
+        return (args[0] if args else None, limit if 0 <= limit < max_parts else max_parts)
     if name == "splitlines":
         fuel.require((text.count("\n") + sum(map(text.count, _LINE_BREAKS))) * _NODE_COST)
     if name == "replace" and len(args) >= 2 and all(isinstance(arg, str) for arg in args[:2]):

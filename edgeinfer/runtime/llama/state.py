@@ -58,8 +58,8 @@ class SequenceStates:
         The state's page offsets are for a restore into cells [start + shift, stop + shift).
         """
         low, high = positions or (start, stop)
-        first = self._llama.llama_memory_seq_pos_min(self._context.memory, seq_id)
-        if self._supports_truncation and first > low:
+        first_position = self._llama.llama_memory_seq_pos_min(self._context.memory, seq_id)
+        if self._supports_truncation and first_position > low:
             return None  # a sliding window has dropped these tokens
         self._clear()
         self._llama.llama_memory_seq_cp(self._context.memory, seq_id, self._scratch, low, high)
@@ -70,11 +70,11 @@ class SequenceStates:
     def restore(self, seq_id: int, state: State) -> bool:
         """Append a saved state to the sequence `seq_id`; return False if there are too few cells."""
         self._clear()
-        done = self._set_pieces(state) or self._set(self._scratch, state.join_pieces(), 0)
-        if done:
+        is_restored = self._set_pieces(state) or self._set(self._scratch, state.join_pieces(), 0)
+        if is_restored:
             self._llama.llama_memory_seq_cp(self._context.memory, self._scratch, seq_id, -1, -1)
         self._clear()
-        return done
+        return is_restored
 
     def save_checkpoint(self, seq_id: int) -> memoryview | None:
         """Save the recurrent state of `seq_id`, None on failure."""

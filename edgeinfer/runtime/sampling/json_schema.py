@@ -149,13 +149,13 @@ _MOST = {"integer": 1 << 62, "number": 1e18}
 
 def _clamp(schema: dict[str, Any]) -> None:
     """Limit bounds to those that llguidance accepts; larger numbers are then not generated."""
-    most = _MOST["integer" if schema.get("type") == "integer" else "number"]
+    bound = _MOST["integer" if schema.get("type") == "integer" else "number"]
     for key in ("minimum", "exclusiveMinimum"):
         if isinstance(schema.get(key), (int, float)):
-            schema[key] = max(schema[key], -most)
+            schema[key] = max(schema[key], -bound)
     for key in ("maximum", "exclusiveMaximum"):
         if isinstance(schema.get(key), (int, float)):
-            schema[key] = min(schema[key], most)
+            schema[key] = min(schema[key], bound)
 
 
 def _drop_known_type(schema: dict[str, Any], target_of: Callable[[Any], Any]) -> None:
