@@ -270,7 +270,7 @@ class KvCache:
         self._memory.remove(cached_seq.seq_id, position, -1)
 
     def clear_cells(self, cached_seq: CachedSequence) -> None:
-        """Remove a sequence from llama.cpp's cache, but reserve the cells until it is restored."""
+        """Remove a sequence from llama.cpp's cache, but reserve the cells, for the restore."""
         self._memory.remove(cached_seq.seq_id, -1, -1)
 
     def _release_cells(self, cells: Iterable[int]) -> None:

@@ -76,7 +76,7 @@ def choose_kv_type(options: LoadOptions, shape: Shape, free_bytes: int) -> Chose
     """Choose the type of the KV cache (decision 082).
 
     "auto" means f16 if it holds the requested context (by default the trained one, at most 32,768
-    tokens), otherwise q8_0, which needs about half.
+    tokens), otherwise q8_0, which needs about half of the memory.
     """
     if options.kv_type != "auto":
         return Chosen(options.kv_type, "as asked")
@@ -231,7 +231,7 @@ def make_plan(
 ) -> MemoryPlan:
     """Plan the context for `options`, with room for a draft model of shape `draft`.
 
-    A draft model that the options do not name is left out if the large model does not fit next to it.
+    A draft model that the options do not name is left out if both models do not fit together.
     """
     if draft is None:
         return _make_plan(shape, options, machine)
@@ -353,8 +353,8 @@ def _compute_bytes(
 def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[int, bool]:
     """Return the memory (bytes) for the KV cache, and whether weights must be read from disk.
 
-    They must if they leave no memory for the smallest context. Then an automatic context is small, and
-    a requested one leaves a quarter of the memory to weights.
+    Weights are read from disk if they leave no memory for the smallest context. Then an automatic
+    context is small, and a requested one leaves a quarter of the memory to weights.
     """
     available = machine.memory.available_bytes
     kv_type = "f16" if options.kv_type == "auto" else options.kv_type

@@ -96,7 +96,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draft_problem(draft: Shape, large: Shape) -> str:
-    """Return why `draft` cannot be a draft model for `large`, "" if it can."""
+    """Return why `draft` cannot be a draft model for `large`, "" if `draft` can."""
     if draft.is_recurrent:
         return "its state cannot be truncated to an earlier token"
     if abs(draft.n_vocab - large.n_vocab) > _MAX_DRAFT_PADDING:
@@ -195,7 +195,7 @@ def make_buffers(
 def outputs_without_memory(shape: Shape, n_ubatch: int) -> int:
     """Return how many tokens of a micro-batch may have logits without a larger compute buffer.
 
-    Logits take the memory that the layers before them needed, as in `make_buffers`.
+    Logits are computed in the memory that the layers needed before, as in `make_buffers`.
     """
     return n_ubatch * (3 * shape.n_ff + shape.n_embd + shape.n_query) // max(1, shape.n_vocab)
 
@@ -220,7 +220,7 @@ class _Keys:
         return self.of(f"{self.architecture}.{key}", default)
 
     def per_layer(self, key: str) -> list[int]:
-        """Return the value of `key` for each layer, also if it is one number; [] if it is missing."""
+        """Return the value of `key` for each layer, even if one counts for all; [] without the key."""
         n_layer = max(1, self.number("block_count"))
         value = self._metadata.get(f"{self.architecture}.{key}")
         if isinstance(value, tuple):

@@ -207,8 +207,8 @@ class EngineMetrics(EngineTotals, kw_only=True):
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A replica of a model, in a separate process.
 
-    `number` counts from 1 and is never reused. `how` is how it started: "resumed" or "cold". `requests`
-    is the number of running and waiting requests.
+    `number` counts from 1 and is never reused. `how` is the kind of its start: "resumed" or "cold".
+    `requests` is the number of running and waiting requests.
     """
 
     number: int

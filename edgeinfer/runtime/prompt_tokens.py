@@ -19,7 +19,7 @@ _ROW, _FIRST, _WITHOUT_POSITION, _FIRST_IN_PLACE = range(4)
 
 
 def row_tokens(key: bytes, n_rows: int, n_positions: int = 0) -> list[int]:
-    """Return pseudo-tokens for a picture with `n_rows` rows; `key` identifies its content.
+    """Return pseudo-tokens for a picture with `n_rows` rows; `key` identifies the picture.
 
     With M-RoPE the rows take `n_positions` (1 to `n_rows`); 0 means that each row takes one.
     """
@@ -71,7 +71,7 @@ class PromptTokens(list[int]):
         return n
 
     def position(self, n: int) -> int:
-        """Return the position of token `n` in the context; rows of one picture may share it."""
+        """Return the position of token `n` in the context; rows of a picture may share positions."""
         if self._is_in_place(n):
             n = self.round_down(n)
         return n - bisect_left(self._without_position, n)

@@ -45,7 +45,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """A function that the model may call; `parameters` is a JSON schema.
 
-    If a call is required and its schema cannot be enforced, the request is refused if the tool is
+    If a call is required and the schema cannot be enforced, the request is refused if the tool is
     `strict`; otherwise the arguments may be any JSON object.
     """
 
@@ -355,7 +355,7 @@ def hint_beyond_training(n_tokens: int, n_ctx_train: int) -> str | None:
 
 
 def check_length(n_chars: int, n_ctx: int, param: str, n_ctx_train: int = 0) -> None:
-    """Raise ContextLengthError for a text that cannot fit into the context, before it is tokenized.
+    """Raise ContextLengthError for a text that cannot fit into the context. Does not tokenize it.
 
     To tokenize 20 MB of one letter takes 38 s.
     """

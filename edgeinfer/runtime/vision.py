@@ -202,7 +202,7 @@ class Vision:
     def encode(self, span: Span) -> Future[list[Rows]]:
         """Return the rows of the picture of `span`, one array per span; encode them if necessary.
 
-        When the request ends, it must call `leave` as often as `encode`.
+        At the end of the request, call `leave` as often as `encode` was called.
         """
         with self._lock:
             encoding = self._encodings.get(span.digest)
@@ -364,7 +364,7 @@ _KNOWN = CacheTable("projectors.json", dict[str, bool])
 
 
 def projector_failure(projector: str, model: Sequence[str]) -> str:
-    """Return why a projector cannot be used with a model, "" if it can. A success is cached."""
+    """Return why a projector cannot be used with a model, "" if it can. Caches success, not failure."""
     key = f"{edgeinfer.__version__} {stamps((projector, *model))}"
     if key in _KNOWN.read():
         return ""

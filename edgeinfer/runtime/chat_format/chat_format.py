@@ -67,9 +67,9 @@ _EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedChat:
-    """The prompt of a chat request, and how its answer is constrained and parsed.
+    """The prompt of a chat request, and how the answer is constrained and parsed.
 
-    `ChatFormat.tokenize` tokenizes `prompt`. `constraint`, unless None, replaces the request's own.
+    `ChatFormat.tokenize` tokenizes `prompt`. `constraint`, unless None, replaces the request's one.
     `stop` are further stop strings. `parser` is None if the whole answer is plain text.
     `reasoning_close` is the marker that ends the reasoning, such as `</think>`.
     """
@@ -102,7 +102,7 @@ class TemplateFacts:
 
 
 def load_chat_format(facts: TemplateFacts) -> ChatFormat:
-    """Load a model's chat format. Raises ModelLoadError if its template does not parse."""
+    """Load a model's chat format. Raises ModelLoadError if the template does not parse."""
     tokenize, markers = facts.vocab.tokenize, ("<|im_start|>", "<|im_end|>")
     has_chatml = all(len(tokenize(marker, parse_special=True)) == 1 for marker in markers)
     try:
@@ -414,7 +414,7 @@ def _with_description(
 
 
 class PictureMarkers:
-    """Puts a unique marker for each picture into messages, and finds it in the prompt. Thread-safe."""
+    """Puts a unique marker for each picture into messages; finds the markers in the prompt."""
 
     @cached_property
     def _word(self) -> str:

@@ -133,7 +133,7 @@ class ReasoningBudget:
         self._n = 0
 
     def is_spent(self, detokenizer: Detokenizer) -> bool:
-        """Return whether to end the reasoning now. Call it once after each sampled token.
+        """Return whether to end the reasoning now. Call this once after each sampled token.
 
         False while an incomplete character or a possible marker is held back, even beyond the budget.
         """

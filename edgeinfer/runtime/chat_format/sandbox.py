@@ -311,7 +311,7 @@ class _AddCharges(NodeTransformer):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox with limits on work. Threads may share it: each has its own `Fuel`."""
+    """jinja2's sandbox with limits on work. Thread-safe: each thread has a separate `Fuel`."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     concat = staticmethod(_concat)

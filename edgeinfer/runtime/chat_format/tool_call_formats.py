@@ -153,7 +153,7 @@ def detect(template: str, architecture: str = "", name: str = "") -> tuple[ToolF
 
 
 def hold_back(text: str, markers: Sequence[str]) -> tuple[str, str]:
-    """Split off the end of `text` if it may be the beginning of a marker: ("so ", "<tool_")."""
+    """Split off the end of `text` if that may be the beginning of a marker: ("so ", "<tool_")."""
     n_held = max((len(marker) for marker in markers), default=1) - 1
     first_characters = {marker[:1] for marker in markers}
     for start in range(max(0, len(text) - n_held), len(text)):

@@ -217,7 +217,7 @@ def schema_fault(tool: Tool, salt: str) -> tuple[str, str] | None:
 
 
 def describe_loose(tool: Tool) -> str:
-    """Return a notice that a tool's schema is not enforced, and why; "" if it is."""
+    """Return a notice that a tool's schema is not enforced, and why; "" if the schema is enforced."""
     try:
         with limit_preparation():
             fault = schema_fault(tool, "")

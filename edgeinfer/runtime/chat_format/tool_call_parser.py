@@ -195,7 +195,7 @@ class JsonSection(Section):
             yield
 
     def _read_object(self, call: _JsonCall) -> Generator[None, None, bool]:
-        """Move the cursor to the end of a JSON object; return False if it cannot be a call."""
+        """Move the cursor to the end of a JSON object; return False if the object cannot be a call."""
         depth, key = 0, None
         while character := (yield from self._skip(_OUTSIDE_STRINGS, call)):
             begin = self._cursor

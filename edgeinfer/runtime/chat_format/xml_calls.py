@@ -230,7 +230,7 @@ class _Value:
         self._quote: str | None = None
 
     def grow(self, raw: str) -> str:
-        """Return the next part of the value as JSON, up to its first possible end."""
+        """Return the next part of the value as JSON, up to the value's first possible end."""
         safe = self.ends[0][0] if self.ends else self.seen
         if safe > self.start and raw[safe - 1] == "\n":
             safe -= 1

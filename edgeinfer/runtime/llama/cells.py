@@ -291,7 +291,7 @@ class CellMemory:
             map_zeros(low, high)
 
     def forget_order(self) -> None:
-        """Forget in which order the cells were written, before their context is freed."""
+        """Forget in which order the cells were written. Call this before the context is freed."""
         if self.copies:
             for buffer in self.buffers:
                 self.copies.forget_order(buffer.memory)

@@ -268,9 +268,9 @@ class Batch:
 class AbortFlag:
     """Aborts a llama_decode. Only the decode thread may call `install` and `clear`.
 
-    llama.cpp calls a function before each node of its graph, and aborts if that returns true. A Python
-    function would take the GIL thousands of times per step, so libc's `strlen` is called with a text:
-    "" to continue, "x" to abort.
+    llama.cpp calls a function before each node of its graph, and aborts if the function returns true.
+    A Python function would take the GIL thousands of times per step, so libc's `strlen` is called with
+    a text: "" to continue, "x" to abort.
     """
 
     def __init__(self) -> None:

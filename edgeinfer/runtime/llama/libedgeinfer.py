@@ -69,7 +69,7 @@ def library(name: str) -> Path:
 def open_library(name: str, binding_version: str) -> ctypes.CDLL:
     """Open the library `name` for llama-cpp-python `binding_version`.
 
-    Raises OSError if it is missing, built for another llama.cpp, or older than this program.
+    Raises OSError if the library is missing, built for another llama.cpp, or older than this program.
     """
     path, unused = library(name), "it is not used, which is slower"
     if binding_version != BUILT_FOR:
@@ -94,7 +94,7 @@ def _warn(text: str) -> None:
 
 
 def cpu_library() -> str:
-    """Return the path of the loaded library of ggml's CPU variant, "" if it has no variants."""
+    """Return the path of the loaded library of ggml's CPU variant, "" if there are no variants."""
     try:
         maps = Path("/proc/self/maps").read_text("utf-8", "surrogateescape")
     except OSError:
@@ -131,8 +131,8 @@ def dependent_operation() -> str:
     """Return the first operation of this thread whose bits depend on the processor, "" for none.
 
     Call it on the decode thread. The result is ggml's name of the operation and the type of its first
-    operand ("MUL_MAT bf16"), or "every one" without edgeinfer's kernels. If it is "", answers are
-    bit-identical with AVX2 and AVX-512.
+    operand ("MUL_MAT bf16"), or "every one" without edgeinfer's kernels. If the result is "", answers
+    are bit-identical with AVX2 and AVX-512.
     """
     level = level_of(variant_of(cpu_library()))
     if not level:
@@ -150,7 +150,7 @@ def dependent_operation() -> str:
 def use_kernels(ggml: ctypes.CDLL, base: ctypes.CDLL, binding_version: str) -> Kernels:
     """Register the kernels for this CPU with ggml's loaded CPU backend. Call it once.
 
-    llama.cpp's own kernels stay in use if there is no library for this CPU, or it cannot be opened.
+    llama.cpp's own kernels stay in use if no library for this CPU exists or can be opened.
     `ggml` and `base` are libggml and libggml-base.
     """
     path = cpu_library()

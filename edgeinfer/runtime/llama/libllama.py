@@ -33,7 +33,7 @@ _WHILE_MAPPED = {"GOMP_SPINCOUNT": "1000", "GGML_NO_BACKTRACE": "1"}
 
 @contextmanager
 def _environment_while_mapped() -> Iterator[None]:
-    """Set `_WHILE_MAPPED`, where unset, during the block only: child processes must not inherit it."""
+    """Set the unset variables of `_WHILE_MAPPED` only in the block: children must not inherit them."""
     variables = {name: value for name, value in _WHILE_MAPPED.items() if name not in os.environ}
     os.environ |= variables
     try:

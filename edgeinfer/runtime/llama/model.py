@@ -102,7 +102,7 @@ class LlamaModel:
         return buffer.value.decode("utf-8", "replace")
 
     def chat_template(self, name: str | None = None) -> str:
-        """Return the chat template in the file, or its template called `name`; "" if there is none."""
+        """Return the file's chat template, or the template called `name`; "" if there is none."""
         text = libllama.L.llama_model_chat_template(self.model, name.encode() if name else None)
         return text.decode("utf-8", "replace") if text else ""
 
@@ -114,7 +114,7 @@ class LlamaModel:
         self._streaming = self._streaming or streaming.start(files.paths, plan)
 
     def stop_streaming(self) -> None:
-        """Stop streaming and free its memory. Idempotent; no step may be running."""
+        """Stop streaming and free the slots' memory. Idempotent; no step may be running."""
         if self._streaming is not None:
             self._streaming.stop()
             self._streaming = None
@@ -385,7 +385,7 @@ def _cells(
 def _kv_cells(
     buffers: list[Buffer], lines: list[str], rows: tuple[int, ...], n_cells: int
 ) -> CellMemory:
-    """Find which of a context's new buffers are its KV cache, by the sizes in llama.cpp's log."""
+    """Find the context's new buffers that are the KV cache, by the sizes in llama.cpp's log."""
     sizes = [m.group(1) for line in lines if (m := re.search(r"KV buffer size *= *([\d.]+) MiB", line))]
     kv = [b for b in buffers if f"{(b.memory.high - b.memory.low) / (1 << 20):.2f}" in sizes]
     return cell_memory(kv, rows, n_cells, is_all=len(kv) == len(sizes))

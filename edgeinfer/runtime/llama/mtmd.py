@@ -110,7 +110,7 @@ class Chunk:
 
 
 def _open_library() -> ctypes.CDLL:
-    """Open libmtmd, and declare its functions. Raises ModelLoadError if it is missing."""
+    """Open libmtmd, and declare its functions. Raises ModelLoadError if libmtmd is missing."""
     try:
         library = libllama.declare_functions(libllama.own_library("mtmd"), _SIGNATURES)
     except (OSError, AttributeError) as error:

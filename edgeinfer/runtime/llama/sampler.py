@@ -42,7 +42,7 @@ class Sampler:
         self._top_k = sampling.top_k if 0 < sampling.top_k <= _COLUMNS else 0
 
     def sample(self, context: Any, row: int, logits: npt.NDArray[np.float32]) -> int:
-        """Sample a token, and add it to the penalties' history.
+        """Sample a token, and add that token to the penalties' history.
 
         `logits` is a view of row `row` of the context's logits. A negative row counts from the end.
         """
@@ -84,7 +84,7 @@ class Sampler:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Add biases and penalties to `logits`; return the changed tokens and their logits before.
 
-        llama.cpp's penalties get only these tokens, because they look up each token in a table.
+        Only these tokens are passed to llama.cpp, whose penalties look up each token in a table.
         """
         n = len(self._biases)
         tokens = np.fromiter(self._biases, np.int64, n)

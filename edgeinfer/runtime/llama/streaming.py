@@ -55,7 +55,7 @@ class Streaming:
             self.kernels.edgeinfer_stream_follow(ctypes.c_int64(read_memory().available_bytes))
 
     def stop(self) -> None:
-        """Stop streaming and free its memory. Idempotent; no step may be running."""
+        """Stop streaming and free the slots' memory. Idempotent; no step may be running."""
         global active
         with _lock:
             if active is not self:

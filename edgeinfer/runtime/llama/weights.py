@@ -55,8 +55,8 @@ def tensor_sizes(paths: Sequence[str]) -> dict[str, int]:
 class Placement:
     """Which layers llama.cpp loads to which devices; `pointers` are ggml_backend_dev_t.
 
-    Without pointers, all layers stay on the CPU: llama.cpp gets an empty list of devices, without which
-    it would open every device. The object must live until the model is loaded.
+    Without pointers, all layers stay on the CPU: llama.cpp gets an empty list of devices, because
+    without a list it opens every device. The object must live until the model is loaded.
     """
 
     def __init__(self, pointers: Sequence[int], layer_plan: LayerPlan | None = None) -> None:

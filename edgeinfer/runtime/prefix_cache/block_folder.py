@@ -247,7 +247,7 @@ class BlockFolder:
         return self._folder / f"{name.hex()}{retention.SUFFIX}"
 
     def has(self, name: bytes) -> bool:
-        """Return whether a block's file exists. Only `read` verifies it."""
+        """Return whether a block's file exists. Only `read` verifies the file."""
         return self.path(name).exists()
 
     def header(self, name: bytes) -> Header | None:
@@ -330,7 +330,7 @@ class BlockFolder:
         return self.put(lambda: self._write(block), block.n_bytes)
 
     def add_owner(self, conversation: str, names: Sequence[bytes]) -> None:
-        """Record that blocks belong to a conversation, so that they can be deleted with it."""
+        """Record that blocks belong to a conversation, so that both can be deleted together."""
         self.put(lambda: self._add_owner(conversation, names))
 
     def _add_owner(self, conversation: str, names: Sequence[bytes]) -> None:

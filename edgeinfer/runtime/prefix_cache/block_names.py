@@ -82,7 +82,7 @@ class BlockNames:
     def extend(self, chain: Chain, tokens: PromptTokens) -> None:
         """Append the names of further whole blocks of `tokens` to `chain`.
 
-        A block that would end inside a picture whose rows share positions contains all of it.
+        A block that would end inside a picture whose rows share positions contains the whole picture.
         """
         start = chain.ends[-1]
         while (block_end := tokens.block_end(start + self.block_tokens)) <= len(tokens):

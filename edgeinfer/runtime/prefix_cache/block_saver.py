@@ -94,7 +94,7 @@ class BlockSaver:
         """Save one block, or run a part of the round-trip check.
 
         While requests run, saving takes at most 2 % of the time, and the check waits. Blocks are saved
-        before the check, but used only after it; if it fails, they are deleted.
+        before the check, but used only after the check; if the check fails, they are deleted.
         """
         if is_idle and self._wants_check:
             self.verdict.step()

@@ -50,7 +50,7 @@ class PrefixCache:
         loaded: LlamaModel,
         check_outcome: str = "",
     ) -> None:
-        """Open a model's blocks, with the round-trip check's outcome if it has run. Raises OSError."""
+        """Open a model's blocks; `check_outcome` is "" if no check has run yet. Raises OSError."""
         self.context, self.kv = context, kv
         self.block_tokens = model_block_tokens(loaded)
         self.folder = folder = store.open_folder(
@@ -173,7 +173,7 @@ class PrefixCache:
         return is_restored
 
     def drop_unfinished(self, cached_seq: CachedSequence) -> None:
-        """Drop the tokens of a sequence that was loaded in part, if it cannot be truncated."""
+        """Drop the tokens of a partly loaded sequence, if the model does not support truncation."""
         if self.kv.checkpoints is not None:
             self.kv.truncate(cached_seq, 0)
 

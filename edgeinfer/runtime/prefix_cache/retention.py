@@ -56,7 +56,7 @@ class CacheLimits:
     margin_bytes: int = MARGIN_BYTES
 
     def allowed_bytes(self, root: Path, used_bytes: int) -> int:
-        """Return the limit (bytes) of all blocks; they have `used_bytes` now. Raises OSError."""
+        """Return the limit (bytes) of all blocks, which have `used_bytes` now. Raises OSError."""
         free = free_bytes(root)
         by_disk = max(0, used_bytes + free - self.margin_bytes)
         limit = self.max_bytes or min(_MOST_BYTES, (used_bytes + free) // _SHARE_OF_FREE)

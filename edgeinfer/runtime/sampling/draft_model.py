@@ -104,7 +104,7 @@ class DraftModel:
 
     @contextmanager
     def _leave_out_if_unfit(self) -> Iterator[None]:
-        """Leave the draft model out if the block fails; raise the error if it was requested."""
+        """If the block fails, do without the draft model; raise the error if the user requested one."""
         try:
             yield
         except (ModelLoadError, OutOfMemoryError) as error:
@@ -183,7 +183,7 @@ class DraftModel:
         self.cost *= 1.0 + _WEIGHT * (min(max(cost / self.cost, 0.5), 2.0) - 1.0)
 
     def recover(self) -> None:
-        """Move the learned rates and the cost towards those assumed at first."""
+        """Move the learned rates and the cost towards the values assumed at first."""
         self.mean.recover(_MEAN_START, _RECOVERY)
         self.likely.recover(_LIKELY_START, _RECOVERY)
         self.cost += _RECOVERY * (self.least_cost - self.cost)

@@ -62,7 +62,7 @@ _stack_lock = threading.Lock()
 
 
 def _limits() -> Any:
-    """Return llguidance's limits, so that an ambiguous grammar fails instead of delaying others.
+    """Return llguidance's limits, so that an ambiguous grammar fails instead of delaying requests.
 
     With 1,000 items per row of the parser, a token takes at most 45 ms (an optional member is four
     items). A lexer state takes 1 to 2 kB.
@@ -183,14 +183,14 @@ class TokenMatcher:
     def accept_likely(self) -> list[int]:
         """Advance by the text that must come next, tokenized as usual; return the tokens.
 
-        The model may choose other tokens for this text, so these are only likely.
+        The model may choose other tokens for this text, so the returned ones are only likely.
         """
         text = self._matcher.compute_ff_bytes()
         tokens: list[int] = self._tokenizer.tokenize_bytes(text) if text else []
         return [token for token in tokens if self.accept(token)]
 
     def runs(self, tokens: Sequence[int]) -> list[list[int]]:
-        """Split draft tokens into runs. A run is a token and those that the constraint forces after it.
+        """Split draft tokens into runs: a token, and the tokens that the constraint forces after it.
 
         Forbidden tokens, and all after them, are left out. The last run has all its forced tokens, even
         if `tokens` end. Takes 25 µs per run.

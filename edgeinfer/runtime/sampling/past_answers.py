@@ -161,7 +161,7 @@ class AnswerFile:
             last = low
 
     def _drop_old_hashes(self) -> None:
-        """Delete the table entries of erased text, because hashes of the text would reveal it."""
+        """Delete the table entries of erased text, because hashes would reveal the text."""
         ring = self.ring
         for table, n in _TABLES:
             places = self._read(table, RING).copy()

@@ -27,7 +27,7 @@ class Overlaps:
         self._kinds: dict[str, set[str]] = {}
 
     def exclusive(self, parts: list[Any]) -> list[Any] | tuple[int, int]:
-        """Return `parts`, narrowed to exclude each other; or the indexes of two that cannot be."""
+        """Return `parts`, narrowed to exclude each other; or indexes of two that cannot be narrowed."""
         narrowed_parts = []
         for i, alternative in enumerate(parts):
             narrowed = alternative

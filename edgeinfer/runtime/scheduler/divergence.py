@@ -44,7 +44,7 @@ def describe_divergence(
     n_cached: int,
     detokenize: Callable[[Sequence[int]], bytes],
 ) -> Divergence:
-    """Describe where `prompt` differs from the cache; `n_cached` of its tokens were reused."""
+    """Describe where `prompt` differs from the cache; `n_cached` prompt tokens were reused."""
     n_agree = max(best.n, n_cached)
     if n_agree >= len(prompt) - 1:
         return Divergence(n_tokens=len(prompt), cause="none")

@@ -222,7 +222,7 @@ class StepCancellation:
                 self._request_abort()
 
     def abort_if_all_cancelled(self) -> None:
-        """Abort the running prefill step if all its requests have been cancelled."""
+        """Abort the running prefill step if all requests in the batch have been cancelled."""
         with self._lock:
             if self._sequences and all(seq.cancelled for seq in self._sequences):
                 self._request_abort()

@@ -156,7 +156,7 @@ class Sequence:
 
     @property
     def encoding(self) -> Span | None:
-        """The picture that comes next, if it is not encoded yet; otherwise None."""
+        """The picture that comes next in the prompt and is not encoded yet, otherwise None."""
         span = self.picture if self.is_started and not self.is_loading_blocks else None
         return span if span is not None and self.pictures.is_encoding(span) else None
 
