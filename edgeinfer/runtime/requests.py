@@ -103,7 +103,7 @@ _PENALTIES: dict[str, Any] = {
     "dry_sequence_breakers": (),
     "penalize_prompt": False,
 }
-#: Values that switch these penalties off.
+#: Values that switch the default penalties off.
 NO_PENALTIES = {"repeat_penalty": 1.0, "dry_multiplier": 0.0, "penalize_prompt": True}
 
 

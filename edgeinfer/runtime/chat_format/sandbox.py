@@ -36,7 +36,7 @@ FUEL = 64 * 1024 * 1024
 CPU_LIMIT_S = 2.0
 #: Longest template source (characters) that is compiled; real ones have fewer than 40,000.
 MAX_SOURCE = 512 * 1024
-#: Largest width and count that a string method or format may get.
+#: Largest number that a template may pass to a string method or a filter, as a width or count.
 _MAX_WIDTH = 100_000
 _MAX_BITS = 4096
 _TICK_COST = 16
@@ -258,7 +258,7 @@ def _raise_exception(message: Any = "") -> None:
     raise jinja2.TemplateError(str(message)[:500])
 
 
-#: Time at which a replayed prompt was rendered; None means now.
+#: Time that templates get for a replayed prompt; None means the present time.
 render_time: contextvars.ContextVar[datetime | None] = contextvars.ContextVar(
     "edgeinfer_render_time", default=None
 )

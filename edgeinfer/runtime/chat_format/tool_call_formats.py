@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-#: JSON schema of the arguments by tool name.
+#: JSON schemas of the tools' arguments, by tool name.
 Tools = Mapping[str, Mapping[str, Any]]
 #: Longest name, and longest text between a name and its arguments (characters).
 MAX_NAME = 256

@@ -125,7 +125,7 @@ class BlockSaver:
         """Save a sequence's first block that is not on disk; return False if nothing was saved."""
         if self.verdict.is_refused or not cached_seq.is_storable:
             return False
-        if cached_seq not in self.kv.cached_sequences:  # it was dropped
+        if cached_seq not in self.kv.cached_sequences:  # the sequence was dropped
             return False
         missing = next(self._missing(cached_seq, pending), None)
         if missing is None:

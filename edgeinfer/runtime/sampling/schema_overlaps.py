@@ -37,7 +37,7 @@ class Overlaps:
                     if narrowed is None:
                         return min(i, j), max(i, j)
             if narrowed is not alternative and self._follow(alternative) is not alternative:
-                # a reference stays a reference, because its target may contain itself
+                # a reference stays a reference, because the target may contain itself
                 narrowed = self._define(narrowed)
             narrowed_parts.append(narrowed)
         return narrowed_parts
@@ -95,7 +95,7 @@ class Overlaps:
         if "$ref" in schema:
             name = schema["$ref"]
             if name not in self._kinds:
-                self._kinds[name] = set(TYPES)  # for a schema that contains itself
+                self._kinds[name] = set(TYPES)  # until it is known: a schema may contain itself
                 self._kinds[name] = self.kinds(self._target_of(schema["$ref"]), depth + 1)
             types &= self._kinds[name]
         for key in ("anyOf", "oneOf"):
@@ -114,7 +114,7 @@ class Overlaps:
         check_deadline()
         pair = (id(a), id(b))
         if pair not in self._pairs:
-            self._pairs[pair] = False, a, b  # for schemas that contain themselves
+            self._pairs[pair] = False, a, b  # until it is known: a schema may contain itself
             self._pairs[pair] = self._disjoint(a, b, depth + 1), a, b
         return self._pairs[pair][0]
 
