@@ -144,9 +144,7 @@ class BlockStore:
         """
         paths.private_dir(self.root)
         if read_secret(self.root / "secret", self.secret) != self.secret:
-            raise OSError(
-                errno.ESTALE, "the folder was deleted, and another process created it again"
-            )
+            raise OSError(errno.ESTALE, "the folder was deleted, and another process created it again")
 
 
 def model_folder(model: str) -> str:
