@@ -4,7 +4,7 @@ PROMPT ?= What is photosynthesis?
 MODEL  ?= smollm2-135m-instruct
 BIN    := .venv/bin
 PYTEST := $(BIN)/python -m pytest
-# a process for each core and one more; ARGS=-n0 is one process for all
+# two processes for each core, at most 4; ARGS=-n0 is one process for all
 PARALLEL := -n auto --dist loadgroup --no-loadscope-reorder
 # tests and benchmarks start programs as a user's shell does: from compiled files
 unexport PYTHONDONTWRITEBYTECODE
