@@ -95,6 +95,7 @@ for tests in ${1//,/ }; do
         else
             check "pull a file" edgeinfer pull /work/model.gguf --name smollm2-135m-instruct --quiet
         fi
+        check "a receipt of x86-64 is verified: the same bits" edgeinfer verify /work/receipt.json
         check "warm" edgeinfer warm smollm2-135m-instruct
         getconf PAGESIZE >/work/home/warmed
         check "a resumed run says what a cold one says" resumed_as_cold

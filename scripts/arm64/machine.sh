@@ -3,7 +3,7 @@
 # makes what is cached: a first call compiles llama.cpp, later ones begin to boot after a minute.
 #
 #   plain     processes with threads and 64 MiB of memory, dumped and resumed by CRIU without edgeinfer
-#   warm      doctor, warm, runs resumed and cold, snapshots verify, as an ordinary user
+#   warm      doctor, a receipt of x86-64, warm, runs resumed and cold, snapshots verify, as an ordinary user
 #   build     file.sh before the boots: dist/edgeinfer-aarch64 of this checkout
 #   file      that file, on a root with glibc 2.31 and nothing else: first launch, warm, a resumed run
 #
@@ -37,6 +37,9 @@ lay_out "$work/disk"
 cp -r "$parts/glibc-2.31" "$work/disk/bare"
 cp "$model" "$work/disk/model.gguf"
 chmod 644 "$work/disk/model.gguf"
+EDGEINFER_HOME=$cache/test-home .venv/bin/edgeinfer run smollm2-135m-instruct "$(head -c 600 README.md)" --resume=never --seed 7 \
+    --max-tokens 64 --receipt "$work/disk/receipt.json" >/dev/null || die "no receipt was made" "make setup"
+chmod 644 "$work/disk/receipt.json"
 [[ " ${tests[*]} " != *" file "* ]] || cp dist/edgeinfer-aarch64 "$work/disk/"
 disk "$work/disk" "$work/disk.img" 8000 # sparse; a snapshot leaves 4 GiB free
 rm -rf "$work/disk"

@@ -119,9 +119,9 @@ make_venv() {
     PYTHONPATH=. .venv/bin/python - "$work/venv/criu/bin/criu" <<'PYTHON'
 import sys
 from pathlib import Path
-from edgeinfer.shipping.payload import relocated
+from edgeinfer.shipping.payload import relocate
 criu = Path(sys.argv[1])
-criu.write_bytes(relocated(criu.read_bytes(), "/work/venv/criu/lib/ld-linux-aarch64.so.1"))
+criu.write_bytes(relocate(criu.read_bytes(), "/work/venv/criu/lib/ld-linux-aarch64.so.1"))
 PYTHON
     rm -rf "$parts"/venv-*
     mv "$work/venv" "$venv"
