@@ -1,13 +1,13 @@
 """Measure OpenAI-compatible servers, ours and others, with the tests of llama-bench.
 
-`pp512`: prompt tokens without cached ones, divided by the time to the first token. `tg128`: tokens
-after the first, divided by the time after it. `tg128 x4`: four streams at once; all their tokens after
-the first, divided by the time from the earliest first token to the last token. `turn`: time to the
-first token if only the last words of the prompt are not cached. `@d4096`: with this many cached tokens
-before the prompt.
+`pp512`: uncached prompt tokens, divided by the time to the first token. `tg128`: answer tokens after
+the first, divided by the time from the first to the last. `tg128 x4`: the same for four concurrent
+streams together, from the earliest first token to the latest last token. `turn`: time to the first
+token of a prompt whose last words are new and whose other words are cached. `@d4096`: the prompt
+begins with this many cached tokens.
 
-The client shares the processors with the measured server. So it only notes when data arrives and
-whether the answer has ended, and parses it afterwards.
+The client shares the processors with the measured server. So while an answer arrives, the client only
+records times and looks for the end of the answer; it parses the data afterwards.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer. `arrivals`: seconds until each event with text; `cached_tokens` is None if unknown."""
+    """A streamed answer: times (s) from the request to each event with text, and token counts."""
 
     arrivals: tuple[float, ...]
     total_s: float
@@ -80,7 +80,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Body:
-    """A response's body: its pieces with the time (s) of their arrival. httptools calls the methods."""
+    """A response's body as (arrival time in s, bytes) pairs. httptools calls the `on_` methods."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[float, bytes]] = []
@@ -105,10 +105,10 @@ def _connect(url: SplitResult) -> socket.socket:
 def _exchange(
     connection: socket.socket, request: bytes, began: float
 ) -> tuple[int, list[tuple[float, bytes]]]:
-    """Send a request; return the status, and each line of the response with its arrival.
+    """Send a request; return the HTTP status, and each line of the response with its arrival time.
 
-    The arrival is in seconds after `began`. Reads block, because an event loop slowed the decoding of a
-    server that uses both processors by 2 %.
+    The time is in seconds after `began`. Reads block their thread: an event loop made a server that
+    decodes on the same processors 2 % slower.
     """
     body, size = _Body(), 0
     parser = httptools.HttpResponseParser(body)
@@ -150,7 +150,7 @@ async def _post(target: Target, path: str, body: Any) -> tuple[int, list[tuple[f
         with await in_thread(_connect, url) as connection:
             try:
                 return await in_thread(_exchange, connection, request, began)
-            # end the thread that reads for a cancelled task; TLS's own shutdown could send unencrypted
+            # end the reading thread of a cancelled task; SSLSocket.shutdown would turn encryption off
             finally:
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
@@ -207,7 +207,7 @@ _WORDS = (
     "business issue side kind head house service friend father power hour game line end member law "
     "car city community name "
 ).split()
-#: End of a prompt after which any chat model answers longer than is measured.
+#: End of a prompt that makes any chat model answer with more tokens than are measured.
 _LONG = ". Now count from one to ten thousand in words: one, two, three, four, five, six,"
 _TURN = ". And what is more:"
 #: Request fields of llama.cpp and edgeinfer. A server that refuses them is asked without them.
@@ -245,7 +245,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A test of one server in all rounds. `beside` is the median ratio to the first server."""
+    """One server's results of one test. `beside` is the median ratio to the first server's results."""
 
     side: str
     test: str
@@ -259,7 +259,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredServer:
-    """A server during the measurement. `key` marks its cached prefixes, to delete them afterwards."""
+    """A server to measure. `key` marks the prefixes it caches, so that they can be deleted later."""
 
     def __init__(self, name: str, target: Target, key: str, meter: EnergyMeter | None = None) -> None:
         self.name, self.target = name, target
@@ -273,7 +273,7 @@ class MeasuredServer:
         self.last_prompt = self.last_turn = ""
 
     async def prepare(self) -> None:
-        """Find out which `_FIELDS` the server accepts, and its tokens per word. Raises ServeError."""
+        """Find which of `_FORMS` the server accepts, and its tokens per word. Raises ServeError."""
         failure: ServeError | None = None
         for self._path, self._fields in _FORMS:
             try:
@@ -329,7 +329,7 @@ class MeasuredServer:
                 [answer], joules = await self.measure((self.last_prompt, 1))
                 cached = answer.cached_tokens
                 if depth and cached is None:
-                    self.notes.add(f"{self.name} reports no cached tokens; @d tests assume them")
+                    self.notes.add(f"{self.name} reports no cached tokens; @d assumes a cached prefix")
                 n = answer.prompt_tokens - (before if cached is None else cached)
                 samples[f"pp{plan.pp}{depth_suffix}"] = _rate(n, answer.ttft_s, joules)
                 self.last_turn = f"turn {plan.pp + depth}"
@@ -341,7 +341,7 @@ class MeasuredServer:
         return samples
 
     async def turn(self) -> Sample:
-        """Measure the next turn of a conversation: the cached last prompt, and a few words."""
+        """Measure the time (ms) to the first token of the cached `last_prompt` plus a few words."""
         answer = await self.ask(self.last_prompt + _TURN, 1)
         return Sample(answer.ttft_s * 1000, "ms")
 
@@ -352,7 +352,7 @@ class MeasuredServer:
             self.notes.add(f"{self.name}: answers ended before {n} tokens (no ignore_eos?)")
         first, last = min(a.ttft_s for a in answers), max(a.arrivals[-1] for a in answers)
         if first == last:
-            self.notes.add(f"{self.name} sent answers in one piece: tg includes their prefill")
+            self.notes.add(f"{self.name} sent answers in one piece: tg includes the prefill")
         return _rate(n_tokens, last - first or last, joules)
 
 
@@ -372,10 +372,10 @@ def noise_ms() -> float:
 async def measure(
     sides: Sequence[MeasuredServer], plan: Plan, report: Callable[[str, float | None], None]
 ) -> tuple[list[dict[str, dict[str, Sample]]], list[float]]:
-    """Measure the servers in `plan.rounds` rounds, every second one in reverse order.
+    """Measure the servers in `plan.rounds` rounds; every second round has the reverse order.
 
-    Return, for each round, measurements by server and test; and `noise_ms` between the rounds. Raises
-    ServeError.
+    Return for each round the measurements by server and test, and the list of `noise_ms` taken before
+    each server's turn. Raises ServeError.
     """
     for side in sides:
         report(f"asking {side.name}", None)

@@ -1,7 +1,7 @@
 """The exit status and hint of each error class, and errors as text for people.
 
-A class without a row has that of its parent class. A hint that needs names is an argument of the error
-(`hint=`).
+A class without a row uses its parent's row. A hint that contains names or paths is passed to the
+error's constructor (`hint=`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from edgeinfer.safe_text import without_controls
 TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.EdgeInferError: (1, "run `edgeinfer doctor` to see what works on this machine"),
     e.UsageError: (2, "run `edgeinfer --help`"),
-    e.WrongScopeError: (2, "use it with a command that accepts it"),
-    e.ConfigError: (2, "correct or remove what the message names in the file"),
+    e.WrongScopeError: (2, "use the option with a command that accepts it"),
+    e.ConfigError: (2, "correct or remove the key that the message names"),
     e.CatalogError: (3, "run `edgeinfer list` to see the models"),
     e.UnknownModelError: (3, "run `edgeinfer list` to see the models"),
-    e.ModelNotPulledError: (3, "pull it first: `edgeinfer pull MODEL`"),
-    e.DownloadError: (4, "run the same command again: it continues where it stopped"),
+    e.ModelNotPulledError: (3, "pull the model first: `edgeinfer pull MODEL`"),
+    e.DownloadError: (4, "run the same command again: the download continues where it stopped"),
     e.AuthenticationError: (
         4,
         "accept the model's licence on its page, then set HF_TOKEN and pull again",
@@ -31,7 +31,7 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
         "unset EDGEINFER_OFFLINE and HF_HUB_OFFLINE, remove `offline` from config.toml, or import a "
         "local file: `edgeinfer pull FILE.gguf`",
     ),
-    e.ChecksumError: (5, "pull again; if it still differs, the source has changed: do not trust it"),
+    e.ChecksumError: (5, "pull again; if the checksum still differs, do not trust the source"),
     e.ModelBusyError: (3, "wait for the other command to end"),
     e.InvalidGgufError: (5, "download the file again from a source you trust"),
     e.ConversionError: (5, "use a repository that has GGUF files of this model"),
@@ -47,16 +47,16 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.InvalidRequestError: (2, "correct what the message names, then try again"),
     e.ContextLengthError: (8, "shorten the prompt, or load with a larger context (`--ctx N`)"),
     e.QueueFullError: (8, "try again in a moment"),
-    e.EngineClosedError: (8, "run the command again: it loads the model again"),
+    e.EngineClosedError: (8, "run the command again, which loads the model again"),
     e.SnapshotError: (7, "run `edgeinfer snapshots list`"),
     e.SnapshotsUnavailableError: (7, "run `edgeinfer doctor` to see what snapshots need"),
-    e.SnapshotMissingError: (7, "build it: `edgeinfer warm MODEL`"),
-    e.SnapshotStaleError: (7, "build it again: `edgeinfer warm MODEL`"),
-    e.SnapshotUnsafeError: (7, "remove it: `edgeinfer snapshots rm NAME`"),
-    e.SnapshotCorruptError: (7, "build it again: `edgeinfer warm MODEL`"),
-    e.SnapshotUntrustedError: (7, "trust its exporter's key: `edgeinfer snapshots trust FINGERPRINT`"),
+    e.SnapshotMissingError: (7, "build the snapshot: `edgeinfer warm MODEL`"),
+    e.SnapshotStaleError: (7, "build the snapshot again: `edgeinfer warm MODEL`"),
+    e.SnapshotUnsafeError: (7, "remove the snapshot: `edgeinfer snapshots rm NAME`"),
+    e.SnapshotCorruptError: (7, "build the snapshot again: `edgeinfer warm MODEL`"),
+    e.SnapshotUntrustedError: (7, "trust the signer's key: `edgeinfer snapshots trust FINGERPRINT`"),
     e.DumpError: (7, "run `edgeinfer doctor`; until the cause is fixed, launches load the model"),
-    e.RestoreError: (7, "build it again: `edgeinfer warm MODEL`"),
+    e.RestoreError: (7, "build the snapshot again: `edgeinfer warm MODEL`"),
     e.ServeError: (1, "check the address, and that the server runs there"),
     e.ToolServerError: (1, "run `edgeinfer tools` to see what each server answers"),
     e.ShippingError: (1, "run `edgeinfer doctor --verify`, or download the file again"),

@@ -69,7 +69,7 @@ class ModelNotPulledError(CatalogError):
 
 
 class DownloadError(CatalogError):
-    """A download failed; the part that was fetched is kept."""
+    """A download failed; the fetched part is kept, so that the next pull continues it."""
 
 
 class AuthenticationError(DownloadError):
@@ -85,11 +85,11 @@ class OfflineError(DownloadError):
 
 
 class ChecksumError(CatalogError):
-    """The bytes do not match their checksum."""
+    """The content of a file does not match its expected checksum."""
 
 
 class ModelBusyError(CatalogError):
-    """Another process uses this model's files (pulls, quantizes, removes), or this output file."""
+    """Another process pulls, quantizes or removes this model, or writes the same output file."""
 
 
 class InvalidGgufError(CatalogError):
@@ -113,7 +113,7 @@ class EngineError(EdgeInferError):
 
 
 class ModelLoadError(EngineError):
-    """llama.cpp could not load the file or make a context."""
+    """llama.cpp could not load the model file or create a context."""
 
 
 class OutOfMemoryError(EngineError):
@@ -145,13 +145,13 @@ class ContextLengthError(InvalidRequestError):
         n_ctx: int | str | None = None,
     ) -> None:
         super().__init__(message, param=param, hint=hint)
-        # from another process, it comes as text
+        # `from_fields` passes the numbers as text
         self.n_tokens = None if n_tokens is None else int(n_tokens)
         self.n_ctx = None if n_ctx is None else int(n_ctx)
 
 
 class UnsupportedConstraintError(InvalidRequestError):
-    """A schema or grammar cannot be enforced; `param` is the place in it."""
+    """A schema or grammar cannot be enforced; `param` is the path of the unsupported field."""
 
 
 class QueueFullError(EngineError):
@@ -179,7 +179,7 @@ class SnapshotMissingError(SnapshotError):
 
 
 class SnapshotStaleError(SnapshotError):
-    """The snapshot does not match this machine: `key` differs."""
+    """The snapshot does not match this machine or its files; `key` is the fingerprint entry or path."""
 
     details = ("hint", "key")
 
@@ -229,7 +229,7 @@ class ShippingError(EdgeInferError):
 
 
 class ReceiptError(EdgeInferError):
-    """A receipt is invalid or private, or this engine cannot check it."""
+    """A receipt is invalid, lacks its prompt and answer, or cannot be checked by this engine."""
 
 
 class ReleaseUntrustedError(ShippingError):
@@ -248,8 +248,8 @@ def every_class() -> list[type[EdgeInferError]]:
 def to_fields(error: EdgeInferError) -> dict[str, str]:
     """Return an error as strings for another process: code, message, and `details` that are set."""
     details = {name: getattr(error, name) for name in error.details}
-    set_ones = {name: str(value) for name, value in details.items() if value is not None}
-    return {"code": error.code, "message": error.message, **set_ones}
+    texts = {name: str(value) for name, value in details.items() if value is not None}
+    return {"code": error.code, "message": error.message, **texts}
 
 
 def from_fields(fields: Mapping[str, str | bytes]) -> EdgeInferError:

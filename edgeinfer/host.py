@@ -1,7 +1,7 @@
-"""The host of a verb, which gives it an engine and connects it to the launcher.
+"""The host: the object that gives a verb its engine and connects the verb to the launcher.
 
 The host loads the model in this process, returns the engine of the resumed snapshot, or starts a
-worker; the verb sees no difference. It also knows how this process started.
+worker; the verb sees no difference. The host also knows how this process started.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from edgeinfer.runtime.engine import LlamaEngine
 
 _log = logging.getLogger("edgeinfer.blocks")
-#: Verbs that show no progress report a loading stage once loading takes longer than this (s).
+#: Loading time (s) after which a verb that draws no progress writes each loading stage to stderr.
 _MOMENT_S = 0.5
 
 #: Callback with a loading stage and its fraction (0 to 1, None if unknown), from any thread.
@@ -56,7 +56,7 @@ class ProcessStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TakenSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of a running process's model; `was_built` is False if it already existed."""
+    """A snapshot of a running process's model; `was_built` is False if an equal one existed."""
 
     name: str
     disk_bytes: int
@@ -92,25 +92,25 @@ class EngineHost:
         self._cache_report = process_metadata.ProcessRecord(process_metadata.CACHE_REPORT)
         #: The replicas of a model, for `edgeinfer ps`.
         self.replicas = process_metadata.ProcessRecord(process_metadata.REPLICAS)
-        # Python cannot ask for the time of exec. So far this process has never waited, so its CPU time
-        # is its age
+        # Python has no call for the time of exec. The process has not waited for anything yet, so its
+        # age is its CPU time
         self._exec_ns = exec_ns or time.monotonic_ns() - time.process_time_ns()
 
     @property
     def config(self) -> Config:
-        """Return the user's configuration, read on first use."""
+        """The user's configuration, read on first use."""
         if self._config is None:
             self._config = load_config(on_removed=self._warn_of_key)
         return self._config
 
     def _warn_of_key(self, message: str) -> None:
-        """Write a warning about config.toml to stderr, once: a worker leaves it to its parent."""
+        """Write a warning about config.toml to stderr; not in a worker, whose parent has written it."""
         if not self._is_worker:
             sys.stderr.write(f"warning: {message}\n")
 
     @property
     def loaded_model(self) -> str:
-        """Model of the snapshot from which this process was resumed; "" if it was not."""
+        """Model of the snapshot from which this process was resumed; "" after a cold start."""
         return ""
 
     def files(
@@ -118,7 +118,8 @@ class EngineHost:
     ) -> ModelFiles:
         """Find the files of a model, and of its `draft` model (a name or the path of a GGUF).
 
-        A file of another program is hashed at its first use, reported to `progress` (default: stderr).
+        A file in another program's model store is hashed at its first use; `progress` (default: stderr)
+        gets the stages.
         Raises UnknownModelError, ModelNotPulledError, InvalidGgufError, ChecksumError, ModelLoadError.
         """
         if isinstance(model, str):
@@ -136,7 +137,7 @@ class EngineHost:
     def engine(
         self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
     ) -> Engine:
-        """Load `model` in this process. Raises ModelLoadError, OutOfMemoryError, and like `files`."""
+        """Load `model` in this process. Raises ModelLoadError, OutOfMemoryError, or as `files` does."""
         self._note_stage("load")
         return self._load(self.files(model, progress, draft=options.draft), options, progress)
 
@@ -150,14 +151,14 @@ class EngineHost:
         return engine
 
     def _prepare(self, engine: LlamaEngine, files: ModelFiles, options: LoadOptions) -> None:
-        """Give a loaded or resumed engine what this launch adds: prefix cache, counts and GPUs."""
+        """Give a loaded or resumed engine the prefix cache, daily counts and GPUs of this launch."""
         self.open_prefix_cache(engine)
         self.record_drift(engine, files, options)
         self.attach_devices(engine, options)
         self._note_stage("ready")
 
     def attach_devices(self, engine: LlamaEngine, options: LoadOptions) -> None:
-        """Let `engine` attach GPUs by this launch's options; the CPU computes until that is done."""
+        """Let `engine` attach this launch's GPUs; until they are attached, the CPU computes."""
         from edgeinfer.runtime.llama.backends import OffloadRequest
 
         engine.attach_devices(
@@ -193,7 +194,7 @@ class EngineHost:
         self._cache_report.write(last)
 
     def _note_stage(self, stage: str) -> None:
-        """Record when a stage is first reached; the time from a failed load to the next is left out."""
+        """Record when a stage is first reached; skip the time from a failed load to the next one."""
         stages = self.start.stages_ms
         now_ms = round((time.monotonic_ns() - self._exec_ns) / 1e6, 1)
         if stage == "load" and stage in stages and "ready" not in stages:
@@ -202,21 +203,21 @@ class EngineHost:
             self.start = msgspec.structs.replace(self.start, stages_ms={**stages, stage: now_ms})
 
     def worker(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
-        """Load `model` in a worker process; without a launcher, here. Raises what `engine` raises."""
+        """Load `model` in a worker, or here without a launcher. Raises what `engine` raises."""
         return self.engine(model, options, progress)
 
     def listens_at(self, url: str) -> None:
-        """Publish the endpoint's URL for `edgeinfer ps`."""
+        """Publish the endpoint's URL for `edgeinfer ps`. Without a launcher, do nothing."""
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
-        """Snapshot a loaded `model` without delaying its requests; return when it is done.
+        """Build a snapshot of the loaded `model` without delaying its requests; wait for the end.
 
-        With `name` "", a name is derived. Raises SnapshotsUnavailableError, SnapshotError.
+        If `name` is "", the name is derived. Raises SnapshotsUnavailableError, SnapshotError.
         """
         reason = self.start.reason or "the `edgeinfer` command did not start this process"
         raise SnapshotsUnavailableError(
             f"no snapshot can be taken: {reason}",
-            hint=f"`edgeinfer warm {model}` makes one in another process",
+            hint=f"`edgeinfer warm {model}` builds one in another process",
         )
 
     def warm_models(self) -> frozenset[str]:

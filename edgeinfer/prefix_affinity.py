@@ -23,7 +23,7 @@ class PrefixAffinity:
         self._replica: OrderedDict[int, Any] = OrderedDict()
 
     def find(self, hashes: Sequence[int], replicas: Any) -> Any:
-        """Return the one of `replicas` with the longest prefilled prefix; None if none has any."""
+        """Return the member of `replicas` that prefilled the longest prefix; None if none did."""
         for prefix in reversed(hashes):
             replica = self._replica.get(prefix)
             if replica is not None and replica in replicas:
@@ -31,7 +31,7 @@ class PrefixAffinity:
         return None
 
     def note(self, hashes: Sequence[int], replica: Any) -> None:
-        """Record that `replica` prefills these prefixes."""
+        """Record that `replica` prefills the prefixes with these hashes."""
         for prefix in hashes:
             self._replica[prefix] = replica
             self._replica.move_to_end(prefix)

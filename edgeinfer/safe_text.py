@@ -1,11 +1,11 @@
-"""Make text safe for a terminal: text of models, files and users must not control it."""
+"""Make text of models, files and users safe to print: no text may control the terminal."""
 
 from __future__ import annotations
 
 import re
 
-#: Characters that control a terminal or that it cannot show: C0 and C1 controls except tab and newline,
-#: surrogates, and characters that change the direction of text.
+#: Characters that control a terminal or cannot be shown there: C0 and C1 controls except tab and
+#: newline, surrogates, and characters that change the direction of text.
 _OBEYED = dict.fromkeys(
     (
         *(code for code in range(0x20) if code not in (0x09, 0x0A)),
@@ -29,7 +29,7 @@ def without_controls(text: str) -> str:
 
 
 class _Escapes(dict[int, str]):
-    """Maps character codes to escapes, for `str.translate`. Caches nothing: any code may occur."""
+    """Maps character codes to escapes, for `str.translate`. Stores none: there are too many codes."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)

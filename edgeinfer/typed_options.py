@@ -79,5 +79,5 @@ def read_text(file: BinaryIO, name: str, errors: str = "strict") -> str:
     """Read UTF-8 text to its end. Raises UsageError after 64 MiB: /dev/zero has no end."""
     data = file.read(_MAX_TEXT_BYTES + 1)
     if len(data) > _MAX_TEXT_BYTES:
-        raise UsageError(f"{name} has more than {_MAX_TEXT_BYTES >> 20} MiB", hint="use a part of it")
+        raise UsageError(f"{name} has more than {_MAX_TEXT_BYTES >> 20} MiB", hint="use a shorter text")
     return data.decode("utf-8", errors)
