@@ -1,4 +1,4 @@
-"""The inputs of a snapshot: what its process loads, and with which options."""
+"""The inputs of a snapshot: model files, load options and system prompt."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.snapshot_format import fingerprint, storage
 
-#: Options that may be "auto": a load then chooses their values by the free memory.
+#: Options that may be "auto": a load then chooses a value that fits the free memory.
 _CHOICES = ("kv_type", "flash_attention")
 
 
 class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process of a snapshot loads: model files, load options and a system prompt.
+    """The inputs of a snapshot: model files, load options and a system prompt.
 
-    `given_name` is the name that the user chose, "" for the derived one. To repeat an earlier load
-    exactly, `actual` has the values that it chose for the options, and `adapters` those it had loaded.
-    `stamps` (`fingerprint.stamp`) are taken before the files are read, so that changes are noticed.
+    `given_name` is the name that the user chose, "" for the derived one. If an earlier load is to be
+    repeated exactly, `actual` has that load's option values and `adapters` its adapters, otherwise both
+    are None. `stamps` (`fingerprint.stamp`) by path are from before the load, to notice later changes.
     """
 
     model: str
@@ -51,15 +51,15 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def options_to_repeat(self) -> LoadOptions:
-        """Options of the load: those that an earlier load chose, if that one is to be repeated."""
+        """Options of the load: `actual` if an earlier load is to be repeated, otherwise `options`."""
         return self.actual or self.options
 
 
 class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
-    """What a running process has loaded; `ps` and `snapshots take` read it from that process.
+    """The model and options in a running process, which publishes them for `ps` and `snapshots take`.
 
-    `program` identifies its installation (`fingerprint.program_tag`). `snapshot` is the name of the
-    snapshot that it was resumed from, "" for none. `url` is its endpoint's address.
+    `program` identifies the process's installation (`fingerprint.program_tag`), `snapshot` the snapshot
+    that it was resumed from ("" after a cold start), `url` its endpoint ("" if it has none).
     """
 
     program: str
@@ -68,7 +68,7 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
     url: str = ""
 
     def is_of(self, model: str) -> bool:
-        """Return whether `model` names the loaded model, in any letter case, or is its file."""
+        """Return whether `model` is the loaded model's name, in any letter case, or its path."""
         names = {self.model} if is_model_path(self.model) else {self.model, self.files.name}
         return storage.model_prefix(model) in map(storage.model_prefix, names)
 
@@ -78,7 +78,7 @@ class ProcessDescription(SnapshotInputs, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, snapshot=snapshot, given_name=name)
 
     def with_adapters(self, adapters: tuple[Adapter, ...]) -> ProcessDescription:
-        """Return a copy with these adapters instead, and with new stamps of their files."""
+        """Return a copy with these adapters, and stamps of their files, instead of the earlier ones."""
         from_catalogue = LoadOptions().adapters(self.files)
         lora = "" if _without_digests(adapters) == from_catalogue else adapters_text(adapters)
         options = msgspec.structs.replace(self.options, lora=lora)
@@ -122,8 +122,8 @@ def _without_digests(adapters: tuple[Adapter, ...]) -> tuple[Adapter, ...]:
 
 def adapters_text(adapters: Sequence[Adapter]) -> str:
     """Return adapters as `LoadOptions.lora` has them: `/a.gguf,/b.gguf:0.5`."""
-    said = [a.path if a.scale == 1 else f"{a.path}:{a.scale:g}" for a in adapters]
-    return ",".join(said) or NO_ADAPTERS
+    texts = [a.path if a.scale == 1 else f"{a.path}:{a.scale:g}" for a in adapters]
+    return ",".join(texts) or NO_ADAPTERS
 
 
 def read_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
@@ -137,6 +137,6 @@ def unmapped_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
 
 
 def stamps_of(files: ModelFiles, options: LoadOptions) -> dict[str, str]:
-    """Return the stamps of all existing files of a model; the load reports missing ones."""
+    """Return the stamps of a model's files by path; the load itself reports missing files."""
     existing = filter(os.path.exists, read_files(files, options))
     return {path: fingerprint.stamp(path) for path in existing}

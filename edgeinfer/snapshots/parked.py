@@ -1,9 +1,9 @@
 """The process that a snapshot captures: it loads a model, waits for the dump, and is resumed.
 
 `python -m edgeinfer.snapshots.parked` has the builder's socket as descriptor LINK_FD and a pipe as
-WAKE_FD. When it is dumped, its standard streams are /dev/null, and LINK_FD is an unconnected socket. A
+WAKE_FD. During the dump the standard streams are /dev/null, and LINK_FD is an unconnected socket. A
 restore replaces that socket by the link to the launcher, and the pipe by one with a byte in it. The
-builder sets its environment: no user's variables, terminal, prompts or keys are ever in its memory.
+builder sets the environment variables, so a snapshot never contains the user's variables or keys.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 #: Packages of edgeinfer of which every module is imported before the dump.
 OWN_PACKAGES = "cli chat runtime server snapshots tui workers".split()
-#: Other modules that a launch would import. tests/snapshots/test_resume.py checks that none is missing.
+#: Other modules that a launch would import. tests/snapshots/test_resume.py checks the list.
 LAZY_MODULES = """
     asyncio.selector_events asyncio.unix_events bz2 concurrent.futures.thread decimal encodings.ascii
     encodings.idna encodings.latin_1 encodings.utf_8_sig glob http.client json lzma
@@ -55,10 +55,10 @@ LAZY_MODULES = """
 
 
 class ParkedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """What the builder needs to know about the parked process.
+    """The report of the parked process to the builder.
 
-    `files` are the paths of the files that it has mapped or read. `pid` and the two inodes are those in
-    its namespaces, which CRIU needs to restore it. `canary` is the result of `LoadedModel.canary`.
+    `files` are the paths of all files that the process has mapped or read. CRIU needs `pid` and the two
+    inodes, as the process's namespaces show them. `canary` is the result of `LoadedModel.canary`.
     """
 
     info: EngineInfo
@@ -139,7 +139,7 @@ def load_and_park(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedMo
         system_tokens = engine.prefill_system(inputs.system)
     stages.begin("warm up")
     engine.warm_up()
-    # computing the canary also reads every weight once, in the way of a prefill and of a decode step
+    # the canary also touches every weight once, in a prefill and in decode steps
     canary = loaded.canary()
     engine.park()
     loaded.weights = mapped_weights()
@@ -156,14 +156,14 @@ def load_and_park(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedMo
 
 
 def _rehearse() -> None:
-    """Run the first steps of every launch once, so that the dump has what they compute."""
+    """Run the first steps of every launch once, so that the dump contains their results."""
     from edgeinfer.tui.rehearsal import rehearse  # imports every screen of the chat
 
     for verb in LAUNCH_VERBS:
         build_parser(verb)
     load_config(Path(os.devnull))
     app_process.reseed(os.urandom(64), [])
-    rehearse()  # draws the chat without a terminal: halves the time of its first frame
+    rehearse()  # draws the chat without a terminal, which halves the time of a launch's first frame
 
 
 def mapped_files() -> tuple[str, ...]:
@@ -172,28 +172,28 @@ def mapped_files() -> tuple[str, ...]:
 
 
 def _disconnect(link: socket.socket, parked: ParkedProcess) -> None:
-    """Send the answer to the builder, then replace its socket by an unconnected one."""
-    # collect first: a socket in unreachable objects could close a number that is used again below
+    """Send the report to the builder, then replace the builder's socket by an unconnected one."""
+    # collect first: an unreachable socket, freed later, would close a descriptor that is reused below
     gc.collect()
-    mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    unconnected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     parked = msgspec.structs.replace(
         parked,
         pid=os.getpid(),
-        link_inode=os.fstat(mine.fileno()).st_ino,
+        link_inode=os.fstat(unconnected.fileno()).st_ino,
         wake_inode=os.fstat(WAKE_FD).st_ino,
     )
     messages.send(link, messages.Payload(content=msgspec.json.encode(parked)))
-    gc.freeze()  # later collections skip these objects, so they do not copy shared pages
+    gc.freeze()  # later collections skip these objects, so they do not write to shared pages
     process.redirect_to_null()
-    number = mine.detach()
+    fd = unconnected.detach()
     link.detach()
-    process.close_all_but(number, LINK_FD, WAKE_FD)
-    os.dup2(number, LINK_FD)  # must be last: it closes the builder's socket, which starts the dump
-    os.close(number)
+    process.close_all_but(fd, LINK_FD, WAKE_FD)
+    os.dup2(fd, LINK_FD)  # must be last: dup2 closes the builder's socket, which starts the dump
+    os.close(fd)
 
 
 def main() -> None:
-    """Load and park; after the resume, run the launch request."""
+    """Load the model and park this process; after the resume, run the launch request."""
     link = socket.socket(fileno=LINK_FD)
     received = messages.receive(link)
     if received is None or not isinstance(received[0], messages.Payload):
@@ -225,7 +225,7 @@ def _sleep(link: socket.socket, parked: ParkedProcess, loaded: LoadedModel) -> i
 
 
 if __name__ == "__main__":
-    # run the imported module: classes of `__main__` differ from those that other modules import
+    # run the imported module: a class of `__main__` is not the class that other modules import
     from edgeinfer.snapshots import parked
 
     parked.main()

@@ -1,7 +1,7 @@
 """The snapshots on disk: find, list and remove them, and record failed builds.
 
-`snapshot_format.storage` describes the folders. SNAPSHOTS/.NAME-PROGRAM.failed is a `Failure` in JSON.
-It stays until a build of NAME succeeds or one of its inputs changes.
+`snapshot_format.storage` describes the folders. SNAPSHOTS/.NAME-PROGRAM.failed is a `Failure` in JSON:
+no background build repeats that build until one of its inputs changes.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def build_lock(root: Path, name: str) -> Path:
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot.json: what was built, from what, and how long it took.
+    """The content of snapshot.json: the snapshot, its inputs, and how long each stage took (ms).
 
     `depends_on` is the SHA-256 of all inputs: program, machine, files, options and system prompt.
-    `digests` has the SHA-256 of the snapshot's own files, `sources` that of files it maps or was built
-    from, by path. `canary` is the SHA-256 of the result of `LoadedModel.canary`. `memory_bytes` counts
-    holes, `disk_bytes` does not.
+    `digests` has the SHA-256 of each file of the snapshot, `sources` that of each file that its process
+    has mapped or read, both by path. `canary` is the SHA-256 of the result of `LoadedModel.canary`.
+    `memory_bytes` includes holes, `disk_bytes` does not.
     """
 
     name: str
@@ -110,7 +110,7 @@ def _program_paths_of(folder: Path) -> list[str]:
 
 
 def state_of(folder: Path) -> tuple[bool, str]:
-    """Return whether this program can resume the snapshot now, and "ready" or why not."""
+    """Return whether this program can resume the snapshot now, and "ready" or the reason why not."""
     try:
         if is_orphan(folder):
             return False, "the program that built it was removed"
@@ -124,7 +124,7 @@ def state_of(folder: Path) -> tuple[bool, str]:
 
 
 def is_useless(folder: Path) -> bool:
-    """Return whether no program can resume the snapshot: an orphan, or one of this program's."""
+    """Return whether no program can resume the snapshot: it is an orphan, or our own and stale."""
     return is_orphan(folder) or (is_own(folder) and not state_of(folder)[0])
 
 
@@ -134,7 +134,7 @@ def disk_bytes(folder: Path) -> int:
 
 
 def last_used_s(folder: Path) -> float:
-    """Return when the snapshot was last resumed, or else built (Unix time)."""
+    """Return when the snapshot was last resumed, otherwise built (Unix time); 0 if unknown."""
     try:
         return os.lstat(folder / storage.LOCK).st_mtime
     except OSError:
@@ -161,23 +161,23 @@ def list_snapshots() -> list[ListedSnapshot]:
 
 
 def list_own() -> list[Path]:
-    """List the folders of this program's snapshots by name, also of unusable ones."""
+    """List the newest folder of each of this program's snapshots by name, unusable ones included."""
     by_name = storage.generations(str(paths.snapshots_dir()), fingerprint.program_tag())
     return [Path(folders[0]) for _, folders in sorted(by_name.items())]
 
 
 def find(name: str) -> Path:
-    """Find a snapshot by its full name, a user's name, or its model. Raises SnapshotMissingError."""
+    """Find one snapshot by full name, user's name or model. Raises SnapshotMissingError if not one."""
     root = str(paths.snapshots_dir())
-    all_of = storage.generations(root) | storage.generations(root, fingerprint.program_tag())
-    of_model = [key for key in all_of if storage.model_prefix_of(key) == storage.model_prefix(name)]
-    matching = storage.matching_names(all_of, name) or of_model
+    folders = storage.generations(root) | storage.generations(root, fingerprint.program_tag())
+    of_model = [key for key in folders if storage.model_prefix_of(key) == storage.model_prefix(name)]
+    matching = storage.matching_names(folders, name) or of_model
     if len(matching) == 1:
-        return Path(all_of[matching[0]][0])
+        return Path(folders[matching[0]][0])
     if matching:
         hint = f"name one of: {', '.join(sorted(matching))}"
         raise SnapshotMissingError(f"{name} is the name of several snapshots", hint=hint)
-    hint = "`edgeinfer snapshots list` shows them; `edgeinfer warm MODEL` builds one"
+    hint = "`edgeinfer snapshots list` shows all snapshots; `edgeinfer warm MODEL` builds one"
     raise SnapshotMissingError(f"there is no snapshot named {name}", hint=hint)
 
 
@@ -187,7 +187,7 @@ DISK_MARGIN_BYTES = 4 * _GIB
 
 
 def remove_snapshot(folder: Path) -> None:
-    """Delete a snapshot, its manifest first. Processes resumed from it continue."""
+    """Delete a snapshot, its manifest first. Processes that were resumed from it continue."""
     (folder / storage.MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -215,7 +215,8 @@ def drop_older(root: Path, name: str) -> None:
 def by_last_use(root: Path) -> list[Path]:
     """List all snapshots in the order in which they are removed.
 
-    Those that cannot be resumed come first, then those that no user named, the longest unused first.
+    Unusable ones come first, then unnamed ones, then ones that a user named; in each group, the least
+    recently used first.
     """
     folders = map(Path, chain(*storage.generations(str(root)).values()))
 
@@ -227,9 +228,9 @@ def by_last_use(root: Path) -> list[Path]:
 
 
 def make_room(root: Path, config: SnapshotsConfig, keep: str = "", need_bytes: int = 0) -> list[str]:
-    """Remove snapshots until another `need_bytes` fit the configured limit and the disk.
+    """Remove snapshots until `need_bytes` more would fit the configured limit and the disk.
 
-    This program's snapshot `keep` stays. Returns the names of the removed ones.
+    This program's snapshot named `keep` stays. Returns the names of the removed snapshots.
     """
     kept_folders = storage.generations(str(root), fingerprint.program_tag()).get(keep, [])
     sizes = {folder: disk_bytes(folder) for folder in by_last_use(root)}
@@ -256,8 +257,8 @@ def remove_stale(root: Path) -> list[str]:
 
 
 _FAILURE_SUFFIX = ".failed"
-#: Errors whose cause may pass by itself: a build that failed with one may be repeated.
-_PASSING = (DiskFullError, InterruptedByUser, OutOfMemoryError, SnapshotsUnavailableError)
+#: Errors that may go away by themselves: a build that failed with one of them may be repeated.
+_TRANSIENT = (DiskFullError, InterruptedByUser, OutOfMemoryError, SnapshotsUnavailableError)
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,13 +272,13 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def killed_error(process_name: str) -> OutOfMemoryError:
-    """Make the error for a build process that was killed; `process_name` names it."""
+    """Make the error for a build process that ended by SIGKILL; the message begins with its name."""
     return OutOfMemoryError(f"{process_name} was killed; the kernel does that when memory is short")
 
 
 def record_failure(name: str, model: str, depends_on: str, error: EdgeInferError) -> None:
-    """Record a failed build, so that it is not repeated, unless its cause may pass by itself."""
-    if not isinstance(error, _PASSING):
+    """Record a failed build, so that it is not repeated. Transient errors are not recorded."""
+    if not isinstance(error, _TRANSIENT):
         failure = Failure(
             name=name, model=model, message=error.message, at_s=time.time(), depends_on=depends_on
         )
@@ -289,7 +290,7 @@ def forget_failure(name: str) -> None:
 
 
 def list_failures() -> list[Failure]:
-    """List the failed builds of this program by snapshot name."""
+    """List the recorded failures of this program's builds, sorted by snapshot name."""
     failures = []
     for path in sorted(paths.snapshots_dir().glob(_failure_path("*").name)):
         # another process may have removed the file

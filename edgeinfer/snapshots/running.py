@@ -1,7 +1,7 @@
 """List running launches and background builds, and the models they have loaded, from /proc.
 
 There are no pid files: a resumed app always has the same pid in its namespace, and a file would outlive
-a `kill -9`. A launcher or build is recognized by its command line, an app by its launcher.
+a `kill -9`. A launcher or build is recognized by its command line, an app by its name and parents.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ class RunningLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """A running launch, or a background build: its command, and the memory of all its processes.
 
     `pid` is the launcher's or the build's; a build's `verb` is "warm". `private_bytes` is anonymous
-    memory, `shared_bytes` file-backed memory, which processes share. The tuples have one entry for each
-    app that reports it: its latest prompt, its replicas, its GPU layers, the snapshot it was resumed
-    from.
+    memory, `shared_bytes` file-backed memory, which processes share. Each tuple has one entry for each
+    app that reports a value: latest prompt, replicas, GPU layers, snapshot that the app resumed from.
     """
 
     pid: int
@@ -48,12 +47,12 @@ class RunningLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def command(self) -> str:
-        """Command line without `edgeinfer`."""
+        """Command line without the word `edgeinfer`."""
         return " ".join((self.verb, *self.arguments))
 
 
 def processes(*, everywhere: bool = False) -> list[RunningLaunch]:
-    """List this user's launches and builds, oldest first; of all data folders if `everywhere`."""
+    """List this user's launches and builds, oldest first; only of this data folder, or `everywhere`."""
     parents, mine = _parents(), os.getpid()
     launches = []
     for pid in parents:
@@ -97,17 +96,17 @@ def _loaded_by(apps: list[int]) -> tuple[ProcessDescription, ...]:
 
 
 def loaded_below(pid: int) -> tuple[ProcessDescription, ...]:
-    """List what the apps among a process's descendants have loaded."""
+    """List the descriptions of the models that the apps below process `pid` have loaded."""
     return _loaded_by(_apps(_descendants(pid, _parents())))
 
 
 def has_loaded(pid: int, model: str) -> bool:
-    """Return whether an app among a process's descendants has loaded this model."""
+    """Return whether an app below process `pid` has loaded this model."""
     return any(loaded.is_of(model) for loaded in loaded_below(pid))
 
 
 def shares_folders(pid: int) -> bool:
-    """Return whether a process uses this one's data folders; True if its environment is unreadable."""
+    """Return whether process `pid` has the same data folders; True if /proc does not show them."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -117,7 +116,7 @@ def shares_folders(pid: int) -> bool:
 
 
 def _parents() -> dict[int, int]:
-    """Return pid → parent's pid of this user's processes; {} without /proc."""
+    """Map the pid of each of this user's processes to its parent's pid; {} without /proc."""
     parents: dict[int, int] = {}
     if not os.path.isdir("/proc/self"):
         return parents
@@ -134,7 +133,7 @@ def _parents() -> dict[int, int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the command's name: state, parent, …"""
+    """Return the fields of /proc/PID/stat after the command's name: state, parent's pid, …"""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 

@@ -2,15 +2,15 @@
 
 CRIU writes a process's private memory to one file of pages. A restore would read all of it into
 anonymous memory: 0.75 to 0.95 s per GB. Here that file becomes `memory.img`, and in CRIU's description
-of the address space every long run of pages becomes a private mapping of it. Then a restore reads
-nothing: a page comes from the page cache when it is touched, and processes resumed from one snapshot
-share all pages that they do not write.
+of the address space every long run of pages becomes a private mapping of `memory.img`. Then a restore
+reads no pages: the kernel takes a page from the page cache when it is touched, and processes resumed
+from one snapshot share all pages that they do not write.
 
-The process was frozen while CRIU wrote, so the file has all its memory at one moment, including
-Python's heap and the threads' stacks (docs/decisions/040-bake-the-images.md).
+The process was frozen while CRIU wrote, so the file has the process's whole memory at one moment,
+including Python's heap and the threads' stacks (docs/decisions/040-bake-the-images.md).
 
-Runs that are too short for a mapping, and areas that cannot be mapped (stack, vDSO), stay with CRIU.
-Pages of zeros become anonymous memory again, so an empty KV cache takes no disk space.
+CRIU still reads the runs that are too short for a mapping, and the areas that cannot be mapped (stack,
+vDSO). Pages of zeros become anonymous memory again, so an empty KV cache takes no disk space.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from edgeinfer.snapshots.builder import criu_images
 from edgeinfer.snapshots.builder.criu_images import ImageMessage
 
 PAGE = mmap.PAGESIZE
-#: Shortest run of pages (bytes) that is mapped: CRIU reads a shorter one as fast as it maps it.
+#: Shortest run of pages (bytes) that is mapped: CRIU reads a shorter run as fast as it would map one.
 SHORTEST_RUN_BYTES = 64 << 10
 #: Zeros are replaced by holes in blocks of this size (bytes).
 BLOCK_BYTES = 64 << 10
@@ -54,7 +54,7 @@ class Run(NamedTuple):
 
 
 class BakeResult(NamedTuple):
-    """Sizes (bytes): `memory.img`, its disk space, pages left to CRIU; and number of memory areas."""
+    """Size and disk space of `memory.img`, size of the pages that CRIU reads (bytes); memory areas."""
 
     memory_bytes: int
     disk_bytes: int
@@ -114,18 +114,18 @@ def _scan(memory: Path, progress: Callable[[float], None]) -> list[Range]:
                         begin = zeros.pop().low
                     zeros.append(Range(begin, start + block + BLOCK_BYTES))
             progress((start + len(chunk)) / size)
-        fallocate = ctypes.CDLL(None).fallocate  # a failure is ignored: the zeros then stay in the file
+        fallocate = ctypes.CDLL(None).fallocate  # its failure costs only disk space: the zeros stay
         for begin, stop in zeros:
             fallocate(file.fileno(), _PUNCH_HOLE, ctypes.c_long(begin), ctypes.c_long(stop - begin))
     return zeros
 
 
 def _forget_scheduling(core: Path) -> None:
-    """Remove niceness and scheduling policy, so that a resumed process gets its launcher's."""
+    """Remove niceness and scheduling policy, so that a resumed process gets those of its launcher."""
     image = criu_images.read(core)
-    gone = (criu_images.THREAD_NICE, criu_images.THREAD_POLICY, criu_images.THREAD_PRIORITY)
+    removed = (criu_images.THREAD_NICE, criu_images.THREAD_POLICY, criu_images.THREAD_PRIORITY)
     threads = [
-        ImageMessage(field for field in thread if field.number not in gone)
+        ImageMessage(field for field in thread if field.number not in removed)
         for thread in image.messages[0].parts(criu_images.CORE_THREAD)
     ]
     image.messages[0] = image.messages[0].with_parts(criu_images.CORE_THREAD, threads)
@@ -183,7 +183,7 @@ class _Baker:
     def _cut(self, area: ImageMessage) -> Iterator[ImageMessage]:
         start, end = area.number(criu_images.AREA_START), area.number(criu_images.AREA_END)
         status = area.number(criu_images.AREA_STATUS)
-        # pages of zeros can be left out of anonymous memory, but in a mapping they hide a file's bytes
+        # anonymous memory may omit pages of zeros; in a private file mapping they replace file content
         runs = self._content if status & criu_images.STATUS_ANON_PRIVATE else self._runs
         shortest = SHORTEST_RUN_BYTES if _may_be_mapped(area) else end
         address = start

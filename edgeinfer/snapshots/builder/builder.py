@@ -1,12 +1,12 @@
 """Build one snapshot: start the process to park in new namespaces, dump it, bake it, try it.
 
-`python -m edgeinfer.snapshots.builder.builder FD FOLDER` runs it. FD is a socket to the process that
-wants the build (`builder.jobs`) and sends a BuildRequest. The answers are `Stage` messages, then a
-`Payload` with the snapshot's details, or `Failed`. It is a separate process because only a process
-with one thread may clone itself into new namespaces.
+`python -m edgeinfer.snapshots.builder.builder FD FOLDER` runs it. FD is a socket to the client
+(`builder.jobs`), which sends a BuildRequest. The answers are `Stage` messages, then a `Payload` with
+the snapshot's details, or `Failed`. The builder is a separate process because only a process with one
+thread may clone itself into new namespaces.
 
-The snapshot becomes visible by a rename at the very end: when all is on the disk, and a process resumed
-from it has computed the same canary (`LoadedModel.canary`), bit by bit, as before the dump.
+A rename makes the snapshot visible at the very end, when all files are on the disk and a process
+resumed from it has computed the same canary (`LoadedModel.canary`), bit by bit, as before the dump.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import checks
 
 _DUMP_TIMEOUT_S = 600
-#: Message that asks a build's init with which status the parked process ended.
+#: Message to the namespaces' init: report the exit status of the process to park, which has ended.
 _DIED = b"died"
 _NEAR_FULL_BYTES = 16 << 20
 
 
 class BuildRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to build (`inputs` and their digest `depends_on`), and the CRIU to use."""
+    """The snapshot to build (`inputs`, and `depends_on`, their digest), and which CRIU to use."""
 
     inputs: SnapshotInputs
     depends_on: str
@@ -63,14 +63,14 @@ class BuildRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Builder:
-    """One build in `folder`. `order` is the socket to the process that requested it."""
+    """One build in `folder`. `client` is the socket to the process that requested the build."""
 
-    def __init__(self, order: socket.socket, folder: Path, request: BuildRequest) -> None:
-        self._order = order
+    def __init__(self, client: socket.socket, folder: Path, request: BuildRequest) -> None:
+        self._client = client
         self._folder = folder
         self._request = request
         self._images = folder / storage.IMAGES
-        self._stages = Stages(order)
+        self._stages = Stages(client)
         self._wake_read, self._wake_write = os.pipe()
 
     def build(self) -> Details:
@@ -87,7 +87,7 @@ class Builder:
         manifest = self._manifest(parked)
         if checks.ask_resumed_process(manifest, str(self._folder), "canary") != parked.canary:
             problem = "the new snapshot computes other tokens than the process from which it was made"
-            raise RestoreError(f"{problem}; it was deleted")
+            raise RestoreError(f"{problem}; the snapshot was deleted")
         self._stages.begin("")
         details = self._details(manifest, parked, baked)
         self._publish(manifest, details)
@@ -96,22 +96,22 @@ class Builder:
     # --- parking and dumping
 
     def _park_and_dump(self) -> ParkedProcess:
-        mine, parked_link = socket.socketpair()
-        order, orders = socket.socketpair()
+        link, parked_link = socket.socketpair()
+        init_link, builder_link = socket.socketpair()
         user, group = os.getuid(), os.getgid()
         flags = criu.NAMESPACES[self._request.tier]
         linux.refuse_threads()
         init = linux.clone(flags) if flags else os.fork()
         if init == 0:
-            mine.close()
-            order.close()
-            self._init(flags, user, group, parked_link, orders)
+            link.close()
+            init_link.close()
+            self._init(flags, user, group, parked_link, builder_link)
         parked_link.close()
-        orders.close()
-        parked = self._wait_until_parked(mine, order)
+        builder_link.close()
+        parked = self._wait_until_parked(link, init_link)
         self._stages.begin("dump")
-        order.sendall(b"%d\n" % parked.pid)
-        if order.recv(64) != b"dumped":
+        init_link.sendall(b"%d\n" % parked.pid)
+        if init_link.recv(64) != b"dumped":
             raise _disk_full(self._folder) or DumpError(
                 "CRIU could not dump the process: " + _tail(self._folder / storage.DUMP_LOG, "Error"),
                 hint="run `edgeinfer doctor`; without a snapshot each launch loads the model",
@@ -119,25 +119,25 @@ class Builder:
         os.waitpid(init, 0)
         return parked
 
-    def _wait_until_parked(self, link: socket.socket, order: socket.socket) -> ParkedProcess:
-        """Send the inputs to the process; return what it reports once it is parked."""
+    def _wait_until_parked(self, link: socket.socket, init_link: socket.socket) -> ParkedProcess:
+        """Send the inputs to the process to park; return its report once it is parked."""
         messages.send(link, messages.Payload(content=msgspec.json.encode(self._request.inputs)))
         try:
-            content = wait_for_payload(link, lambda stage: messages.send(self._order, stage))
+            content = wait_for_payload(link, lambda stage: messages.send(self._client, stage))
         except EdgeInferError as error:
             raise _disk_full(self._folder) or error from None
         if content is None or messages.receive(link) is not None:
-            order.sendall(_DIED)
-            if int(order.recv(64) or b"0") == signal.SIGKILL:
+            init_link.sendall(_DIED)
+            if int(init_link.recv(64) or b"0") == signal.SIGKILL:
                 raise registry.killed_error("the process that loaded the model")
             hint = _tail(self._folder / storage.PARK_LOG)
             raise DumpError("the process died while it loaded the model", hint=hint)
         return msgspec.json.decode(content, type=ParkedProcess)
 
     def _init(
-        self, flags: int, user: int, group: int, link: socket.socket, orders: socket.socket
+        self, flags: int, user: int, group: int, link: socket.socket, builder_link: socket.socket
     ) -> NoReturn:
-        """Run as init of the namespaces: start the process to park; after its report, run CRIU."""
+        """Run as init of the namespaces: start the process to park, then run CRIU on request."""
         try:
             process.die_with_parent()
             linux.become_init(flags, user, group)
@@ -148,11 +148,11 @@ class Builder:
                 self._exec_parked(link.fileno())
             link.close()
             os.close(self._wake_read)
-            order = orders.recv(64)
+            order = builder_link.recv(64)
             if order == _DIED:
-                orders.sendall(b"%d" % os.waitpid(parked, 0)[1])
+                builder_link.sendall(b"%d" % os.waitpid(parked, 0)[1])
             elif order:
-                orders.sendall(b"failed" if self._run_criu(int(order)) else b"dumped")
+                builder_link.sendall(b"failed" if self._run_criu(int(order)) else b"dumped")
         finally:
             os._exit(0)
 
@@ -209,7 +209,7 @@ class Builder:
         keys |= {storage.QUANTIZATION: inputs.files.quantization}
         manifest.keys = fingerprint.machine_keys() | keys
         foreign = [path for path in parked.files if not path.startswith(f"{self._folder}/")]
-        # paths as the user names them, too: a link may lead to another file later
+        # stamp the paths as the user typed them, too: a symlink may later point to another file
         named = request.inputs.stamps
         stamps = {path: fingerprint.stamp(path) for path in (*foreign, *named, request.criu)}
         self._refuse_changed(stamps)
@@ -254,14 +254,14 @@ class Builder:
         )
 
     def _source_digests(self, manifest: storage.Manifest) -> dict[str, str]:
-        """Return the SHA-256 of each file that the process has mapped or read, by path."""
+        """Return the SHA-256 (hex), by path, of each file that the process has mapped or read."""
         files = self._request.inputs.files
         pulled = {os.path.realpath(files.paths[0]): files.sha256} if len(files.paths) == 1 else {}
         paths = filter(os.path.isfile, manifest.files)
         return {path: pulled.get(os.path.realpath(path)) or sha256_of(Path(path)) for path in paths}
 
     def _publish(self, manifest: storage.Manifest, details: Details) -> None:
-        """Flush all to the disk, then rename the manifest into place: the snapshot is complete."""
+        """Flush all files to the disk, then rename the manifest into place, which ends the build."""
         for name in (storage.PARK_LOG, storage.DUMP_LOG):
             (self._folder / name).unlink(missing_ok=True)
         for name in manifest.images:
@@ -273,11 +273,11 @@ class Builder:
 
 
 def parked_environment() -> dict[str, str]:
-    """Return the environment variables of the process to park; none is the user's.
+    """Return the environment variables of the process to park; only PYTHONPATH is the user's.
 
-    It has one malloc arena: glibc gives pages of further arenas back to the kernel and expects zeros
-    later, but a mapping of `memory.img` would show their old content. numpy has one thread, because a
-    restore must create every thread again.
+    The process has one malloc arena: glibc returns pages of further arenas to the kernel and expects
+    zeros there later, but a mapping of `memory.img` would show old content. numpy has one thread, since
+    a restore must create every thread again.
     """
     sources = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
     return sources | {
@@ -306,7 +306,7 @@ def _disk_full(folder: Path) -> DiskFullError | None:
 
 
 def wait_for_payload(link: socket.socket, on_stage: Callable[[messages.Stage], None]) -> bytes | None:
-    """Return a build's answer, None if the process ended without one. Raises the error that it sent."""
+    """Return the next `Payload`'s content; None if the peer ended. Raises the error of `Failed`."""
     while (received := messages.receive(link)) is not None:
         message = received[0]
         if isinstance(message, messages.Failed):
@@ -320,26 +320,26 @@ def wait_for_payload(link: socket.socket, on_stage: Callable[[messages.Stage], N
 
 def main() -> None:
     """Build the snapshot that the BuildRequest on FD describes; delete the folder of a failed build."""
-    order, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
-    content = wait_for_payload(order, lambda _stage: None)
+    client, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
+    content = wait_for_payload(client, lambda _stage: None)
     if content is None:
         return
     try:
-        details = Builder(order, folder, msgspec.json.decode(content, type=BuildRequest)).build()
+        details = Builder(client, folder, msgspec.json.decode(content, type=BuildRequest)).build()
     except (EdgeInferError, OSError) as error:
         own_error = error if isinstance(error, EdgeInferError) else None
         message = f"the snapshot could not be written: {error}"
         problem = own_error or _disk_full(folder) or DumpError(message)
         shutil.rmtree(folder, ignore_errors=True)
-        messages.send(order, messages.Failed(error=to_fields(problem)))
+        messages.send(client, messages.Failed(error=to_fields(problem)))
         return
-    messages.send(order, messages.Payload(content=msgspec.json.encode(details)))
+    messages.send(client, messages.Payload(content=msgspec.json.encode(details)))
 
 
 def wrong_files(folder: Path) -> list[str]:
-    """List the files whose SHA-256 differs from the build: the snapshot's, and those it maps.
+    """List the files, of the snapshot or mapped by it, whose SHA-256 is not that of the build.
 
-    They are read from the disk, not from the page cache. Raises SnapshotStaleError,
+    Files are read from the disk, not from the page cache. Raises SnapshotStaleError,
     SnapshotUnsafeError, and SnapshotCorruptError for a damaged manifest.
     """
     manifest = storage.read_manifest(str(folder))
@@ -356,14 +356,14 @@ def _digest_on_disk(path: Path) -> str:
 
 
 def computes_canary(folder: Path) -> bool:
-    """Resume the snapshot; return whether it computes its build's canary. Raises RestoreError."""
+    """Resume the snapshot; return whether it computes the recorded canary. Raises RestoreError."""
     manifest = storage.read_manifest(str(folder))
     content = checks.ask_resumed_process(manifest, str(folder), "canary", criu.CHECK_LIMIT_S)
     return hashlib.sha256(content).hexdigest() == registry.read_details(folder).canary
 
 
 def repeated_randomness(folder: Path) -> list[str]:
-    """Resume the snapshot twice; return the random sources that repeat. Raises RestoreError."""
+    """Resume the snapshot twice; list the sources of randomness that repeat. Raises RestoreError."""
     manifest = storage.read_manifest(str(folder))
     drawn = []
     for _ in range(2):
@@ -373,7 +373,7 @@ def repeated_randomness(folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    # run the imported module: classes of `__main__` differ from those that other modules import
+    # run the imported module: a class of `__main__` is not the class that other modules import
     from edgeinfer.snapshots.builder import builder
 
     builder.main()

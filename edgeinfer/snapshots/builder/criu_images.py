@@ -1,7 +1,7 @@
 """Read and write CRIU's image files: a magic number, then protobuf messages with their lengths.
 
-Only what editing needs of protobuf is implemented. Order and unknown fields are preserved. The
-constants are field numbers and flags of CRIU's `images/*.proto`.
+Only the part of protobuf that editing needs is implemented. The order of fields and unknown fields are
+preserved. The constants are field numbers and flags of CRIU's `images/*.proto`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MAP_GROWSDOWN = 0x100
 
 
 class Field(NamedTuple):
-    """A field of a message. `value` is a number, or bytes, which may be a nested message."""
+    """A field of a message. `kind` is the wire type; a `value` of bytes may be a nested message."""
 
     number: int
     kind: int
@@ -75,7 +75,7 @@ class ImageMessage(list[Field]):
 
     @classmethod
     def decode(cls, data: int | bytes) -> ImageMessage:
-        """Return the message in `data`. Raises SnapshotCorruptError."""
+        """Decode a field's value. Raises SnapshotCorruptError for a number or an invalid message."""
         if isinstance(data, int):
             raise SnapshotCorruptError("a CRIU image has a number in place of a message")
         message, offset = cls(), 0
@@ -126,7 +126,7 @@ class ImageMessage(list[Field]):
     def with_parts(self, field: int, parts: Iterable[ImageMessage]) -> ImageMessage:
         """Return a copy whose repeated `field` consists of `parts`; the field moves to the end."""
         remaining = [element for element in self if element.number != field]
-        return ImageMessage([*remaining, *(Field(field, BYTES, name.encode()) for name in parts)])
+        return ImageMessage([*remaining, *(Field(field, BYTES, m.encode()) for m in parts)])
 
 
 class Image(NamedTuple):
@@ -157,7 +157,7 @@ def _encode(value: int) -> bytes:
 
 
 def read(path: Path) -> Image:
-    """Read an image file that consists of messages. Raises SnapshotCorruptError."""
+    """Read an image file that has only messages after its magic number. Raises SnapshotCorruptError."""
     data = path.read_bytes()
     messages = []
     offset = 8

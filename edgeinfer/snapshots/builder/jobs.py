@@ -1,8 +1,8 @@
 """Run builds of snapshots: for `edgeinfer warm`, for `snapshots take`, and in the background.
 
 Each build takes the lock of the snapshot's name, frees disk space, runs a builder process and removes
-older snapshots. `take` does not touch the running process that it is for: it loads the same model with
-the same options in another process (docs/decisions/091-snapshot-of-a-running-service.md).
+older snapshots. `take` does not touch the running process: another process loads the same model with
+the same options (docs/decisions/091-snapshot-of-a-running-service.md).
 
 `python -m edgeinfer.snapshots.builder.jobs MODEL OPTIONS` is the background build after a cold launch.
 It runs at idle priority and adds a line to `auto-warm.log` in the state directory.
@@ -47,7 +47,7 @@ from edgeinfer.units import format_bytes
 
 #: Stage name while another process builds the same snapshot.
 WAITING = "waiting for another build of this snapshot"
-#: Locks of builds at low priority: only one of them runs, and only one waits, at a time.
+#: Locks of builds at low priority: at any time one such build may run and one may wait.
 BACKGROUND_LOCK, _WAITING_LOCK = ".auto-warm.lock", ".auto-warm.waiting.lock"
 #: Estimated disk space (bytes) of a snapshot: Python's heap, touched KV cache, compute buffers.
 _NEED_BYTES = 400 << 20
@@ -55,9 +55,9 @@ _BUILDER = "edgeinfer.snapshots.builder.builder"
 
 
 def build(inputs: SnapshotInputs, config: SnapshotsConfig, progress: LoadProgress) -> Details:
-    """Build a snapshot; remove the older one of that name. Processes resumed from it continue.
+    """Build a snapshot, then delete older ones of that name; processes resumed from those continue.
 
-    A background build of the same snapshot is ended: at idle priority it could take minutes. Raises
+    Ends a background build of the same snapshot, because at idle priority it could take minutes. Raises
     SnapshotsUnavailableError, SnapshotUnsafeError, DiskFullError, DumpError, RestoreError, and the
     errors of loading a model.
     """
@@ -100,7 +100,7 @@ def _build_in_new_folder(
             return run_builder(folder, request, progress)
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        # a failure is recorded for the main model, so it must not be caused by a draft model
+        # a failure is recorded for the main model, so a draft model's failure to load is left out
         is_of_draft = inputs.options.draft not in ("", NO_DRAFT) and isinstance(error, ModelLoadError)
         if isinstance(error, EdgeInferError) and not is_of_draft:
             registry.record_failure(inputs.name, inputs.model, request.depends_on, error)
@@ -124,9 +124,10 @@ def being_built() -> list[str]:
 
 
 def _end_background(lock: Path) -> bool:
-    """End the background build that holds a lock; return whether there was one."""
+    """End the background build that holds `lock`, if any; return whether there was one."""
     with contextlib.suppress(OSError):
-        holder = f":{lock.stat().st_ino}"  # only the inode: on Btrfs, the device number differs
+        # compare only the inode: on Btrfs, /proc/locks has another device number than stat
+        holder = f":{lock.stat().st_ino}"
         for line in Path("/proc/locks").read_text().splitlines():
             _, kind, _, _, pid, file, *_ = line.split()
             command = Path(f"/proc/{pid}/cmdline")
@@ -138,7 +139,7 @@ def _end_background(lock: Path) -> bool:
 
 
 def remove_unfinished(root: Path) -> None:
-    """Remove the folders of killed builds: without a manifest, and not locked."""
+    """Remove the folders of killed builds: those without a manifest that no process has locked."""
     for folder in root.iterdir():
         if storage.SEPARATOR not in folder.name or (folder / storage.MANIFEST).exists():
             continue
@@ -147,7 +148,7 @@ def remove_unfinished(root: Path) -> None:
 
 
 def run_builder(folder: Path, request: BuildRequest, progress: LoadProgress) -> Details:
-    """Run a builder in a locked folder. Raises its error, or SnapshotError if it ends without one."""
+    """Run a builder process in the locked `folder`. Raises its error; SnapshotError if it dies."""
     mine, builder_link = socket.socketpair()
     command = process.child_command(_BUILDER, str(builder_link.fileno()), str(folder))
     log = folder / "builder.log"
@@ -187,12 +188,12 @@ def _death_of_builder(builder: subprocess.Popen[bytes], log: Path) -> EdgeInferE
 def take(
     description: ProcessDescription, given_name: str, config: SnapshotsConfig, progress: LoadProgress
 ) -> tuple[Details, bool]:
-    """Build a snapshot of what `description` says a running process has loaded.
+    """Build a snapshot with the model and options of a running process (`description`).
 
-    Without `given_name`, it gets the name of the snapshot from which that process was resumed. Returns
-    its details, and False if the same snapshot existed already. Builds run at the lowest priority, one
-    build at a time. Raises SnapshotStaleError if a file has changed since that process loaded it, and
-    like `build`.
+    If `given_name` is "", the snapshot gets the name of the one that the process was resumed from.
+    Returns the details, and False if an equal snapshot existed. Builds run at the lowest priority, one
+    at a time. Raises SnapshotStaleError if a file has changed since the process loaded it, and the
+    errors of `build`.
     """
     process.use_lowest_priority()
     lock = paths.private_dir(paths.state_dir()) / BACKGROUND_LOCK
@@ -232,7 +233,7 @@ def _find_same(inputs: SnapshotInputs) -> Details | None:
 
 
 def reason_not_to_build(config: Config, inputs: SnapshotInputs) -> str:
-    """Return why a background build of this snapshot would be useless, or ""."""
+    """Return why a background build of this snapshot would be useless; "" if it is useful."""
     if not config.snapshots.auto_warm:
         return "switched off (snapshots.auto-warm)"
     probed = criu.probe()
@@ -251,7 +252,7 @@ def reason_not_to_build(config: Config, inputs: SnapshotInputs) -> str:
 
 
 def build_if_useful(model: str, options: LoadOptions) -> str:
-    """Build the snapshot unless it would be useless; return the line for the log."""
+    """Build the snapshot if `reason_not_to_build` has no reason; return the line for the log."""
     host, name = EngineHost(), model
     try:
         ref = resolve(model)
@@ -270,9 +271,9 @@ def build_if_useful(model: str, options: LoadOptions) -> str:
 
 
 def main() -> None:
-    """Run one background build at idle priority, after the one that runs now.
+    """Run one background build at idle priority, after the build that runs now.
 
-    Only one waits: further cold starts ask again if their snapshot is still missing.
+    If another build is waiting already, exit: a later cold start requests this snapshot again.
     """
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
