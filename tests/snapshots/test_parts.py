@@ -211,7 +211,7 @@ def test_pointer_authentication_needs_a_newer_criu(tmp_path, line, version):
     ("role", "argv", "building", "hint"),
     [
         ("verb", "run", "other", "warm it"),
-        ("verb", "run", "m", "it is being built"),
+        ("verb", "run", "m", "a snapshot is being built"),
         ("verb", "chat", "other", ""),
         ("worker", "run", "other", ""),
     ],

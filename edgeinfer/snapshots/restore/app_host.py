@@ -1,6 +1,6 @@
-"""The host of an app: it gives the verb its engine, which is resumed, loaded, or a worker's.
+"""The host of an app: it gives the verb a resumed engine, a loaded one, or a worker's.
 
-`LoadedModel` is the engine that a parked process has loaded, and that a launch resumes.
+`LoadedModel` is the engine that the parked process has loaded, and that a launch resumes.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from edgeinfer.workers.remote_engine import RemoteEngine
 
 
-#: Idle time (s) after which a cold chat or endpoint requests the snapshot that it lacked, and how often
-#: (s) that is checked.
+#: Idle time (s) after which a cold chat or endpoint requests the snapshot that it lacked, and the
+#: interval (s) of the checks for idleness.
 _IDLE_S, _CHECK_S = 15.0, 3.0
 CANARY_TOKENS = 4
 _CANARY_PROMPTS = (
@@ -66,7 +66,7 @@ STEP_BYTES = 2 << 20
 
 
 class LoadedModel:
-    """A loaded engine with the description of its load.
+    """A loaded engine, and the description of the load.
 
     `droppable` is the memory that `app_process.reseed` clears, `weights` the mapped model files.
     """
@@ -84,7 +84,7 @@ class LoadedModel:
         return self.engine.is_open
 
     def serves(self, model: str, options: LoadOptions, *, named: bool = False) -> bool:
-        """Return whether the engine fits a launch; if it `named` the snapshot, it may omit options."""
+        """Return whether the engine fits a launch; with a `named` snapshot, options may be omitted."""
         if not self.is_open or model != self.model:
             return False
         requested = snapshot_options(self.description.options)
@@ -108,9 +108,7 @@ class LoadedModel:
         start_prefetch(self.weights)
 
     def canary(self) -> bytes:
-        """Return log-probabilities, embeddings or scores of fixed prompts, which a resume must not
-        change.
-        """
+        """Return log-probabilities, embeddings or scores of fixed prompts; resumes keep them equal."""
         info = self.engine.info
         if info.can_rerank:
             return msgspec.msgpack.encode(self.engine.rerank(_CANARY_PROMPTS[0], _CANARY_PROMPTS[1:]))
@@ -132,7 +130,7 @@ class LoadedModel:
 
 
 def chosen_values(engine: Engine) -> dict[str, str]:
-    """Return the values that the load chose, for the options that select a snapshot."""
+    """Return the values that the load chose for the options that select a snapshot, by option."""
     info = engine.info
     chosen = {name: str(choice.value) for name, choice in info.choices.items()}
     sizes = {"n_ctx": str(info.n_ctx), "n_parallel": str(info.n_parallel)}
@@ -140,7 +138,7 @@ def chosen_values(engine: Engine) -> dict[str, str]:
 
 
 def start_prefetch(mapped: list[Area]) -> None:
-    """Read the uncached parts of mapped files in a thread, if all of them fit into free memory."""
+    """Read the uncached parts of the mapped files in a thread, if all files fit into free memory."""
     cold = []
     with contextlib.suppress(OSError):  # without a prefetch, page faults read the file
         cold = [area for area in mapped if is_cold(area.path)]
@@ -157,7 +155,7 @@ def _read_all(cold: list[Area]) -> None:
 
 
 def read_ahead(area: Area) -> int:
-    """Read those bytes of a mapped file that are not cached; return their number. Raises OSError."""
+    """Read what the page cache lacks of a mapped file; return the bytes read. Raises OSError."""
     into, n_bytes = memoryview(bytearray(STEP_BYTES)), 0
     stop = area.offset + area.high - area.low
     with open(area.path, "rb", buffering=0) as file:
@@ -200,7 +198,7 @@ class AppHost(EngineHost):
 
     @property
     def config(self) -> Config:
-        """Configuration. With a named snapshot, its model and options replace the configured ones."""
+        """Configuration; if the launch named a snapshot, with that snapshot's model and options."""
         config = super().config
         if self._named:
             config = msgspec.structs.replace(config, default_model=self.loaded_model, load=LoadConfig())
@@ -208,13 +206,13 @@ class AppHost(EngineHost):
 
     @property
     def loaded_model(self) -> str:
-        """Name of the model with which this process was resumed; "" if none, or closed since."""
+        """Name of the model with which this process was resumed; "" if cold, or closed since."""
         return self._loaded.model if self._loaded and self._loaded.is_open else ""
 
     def files(
         self, model: str | ModelRef, progress: LoadProgress | None = None, *, draft: str = ""
     ) -> ModelFiles:
-        """Return the files of a model: those of the resumed one, which the launcher has compared.
+        """Return the files of a model; for the resumed one, those that the launcher has compared.
 
         Raises what `EngineHost.files` raises.
         """
@@ -231,7 +229,7 @@ class AppHost(EngineHost):
         worker ends while it starts.
         """
         self._note_stage("load")
-        # the resumed model's own name needs no import of the catalogue
+        # the name of the resumed model needs no lookup, so the catalogue is not imported
         if isinstance(model, str) and model != self.loaded_model:
             from edgeinfer.models.reference import resolve
 
@@ -239,7 +237,7 @@ class AppHost(EngineHost):
         name = model if isinstance(model, str) else model.name
         is_served = self._loaded is not None and self._loaded.serves(name, options, named=self._named)
         if self._is_worker and self._loaded is not None and not is_served:
-            # a worker must load the model itself: for another one, this snapshot would be resumed again
+            # a worker must load the model itself: a second worker would resume the same unfit snapshot
             self._loaded.engine.close()
             self._loaded = None
             reason = f"the snapshot does not serve {name}"
@@ -289,7 +287,7 @@ class AppHost(EngineHost):
         return engine
 
     def _has_other_hint(self, model: str, options: LoadOptions) -> bool:
-        """Return whether the launcher expected another model; then let the hint name this one."""
+        """Return whether the launcher expected another model; if so, make the hint name this one."""
         expected = self._request.expected_model
         if not self._hint or storage.model_prefix(expected) == storage.model_prefix(model):
             return False
@@ -300,10 +298,10 @@ class AppHost(EngineHost):
     def _say_cold_start(self, snapshot: str) -> None:
         if not self._hint or self.start.how != "cold":
             return
-        from edgeinfer.snapshots.registry import build_lock  # not needed if nothing is printed
+        from edgeinfer.snapshots.registry import build_lock  # only a printed hint needs this import
 
         is_building = is_locked(build_lock(paths.snapshots_dir(), snapshot))
-        hint = "it is being built" if is_building else self._hint
+        hint = "a snapshot is being built" if is_building else self._hint
         if not is_building and (failure := builds.failures().get(snapshot)):
             hint += f"; not built in the background: {failure}; see {builds.log_file()}"
         sys.stderr.write(f"edgeinfer: cold start: {self.start.reason} ({hint})\n")
@@ -327,7 +325,7 @@ class AppHost(EngineHost):
             self._note.write(msgspec.structs.replace(description, url=self._url))
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
-        """Let the launcher run `snapshots take` for this process, and wait. Raises its error."""
+        """Let the launcher run `snapshots take` for this process, and wait. Raises what it raises."""
         arguments = (f"--model={model}", f"--name={name}")
         outcome = read_build(self._tell_with_pipe(messages.TakeSnapshot(argv=arguments)), None)
         if outcome.result is None:
@@ -343,9 +341,9 @@ class AppHost(EngineHost):
     def worker(
         self, model: str, options: LoadOptions, progress: LoadProgress | None = None
     ) -> RemoteEngine:
-        """Start a process with an engine for `model`, resumed if possible; closing it ends it.
+        """Start a process with an engine for `model`, resumed if possible; `close` ends the process.
 
-        Raises what loading raises there, and EngineClosedError if the process ends before it is ready.
+        Raises the errors of loading, and EngineClosedError if the process ends before it is ready.
         """
         from edgeinfer.workers.remote_engine import RemoteEngine  # slow import in a cold process: 5 ms
 
@@ -374,14 +372,14 @@ class AppHost(EngineHost):
         progress: LoadProgress | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
-        """Let the launcher run `edgeinfer warm`; wait for its end. Raises like `follow_build`."""
+        """Let the launcher run `edgeinfer warm`, and wait. Raises the errors of `follow_build`."""
         output = self._tell_with_pipe(messages.WarmNow(argv=warm_argv(model, options)))
         follow_build(model, output, progress, cancel, lambda: self._tell(messages.StopWarming()))
 
     def _ask_for_warming(self, engine: Engine, model: str, options: LoadOptions) -> None:
         """Tell the launcher which snapshot would have avoided this cold start.
 
-        It is built after the launch, or once a long-lived process has been idle.
+        The launcher builds it after the launch, or once a long-lived process has been idle.
         """
         if not self.config.snapshots.auto_warm or self.start.how != "cold":
             return
@@ -395,7 +393,7 @@ class AppHost(EngineHost):
             threading.Thread(target=_call_when_idle, args=asking, name="rest", daemon=True).start()
 
     def _is_first_use(self, model: str, options: LoadOptions) -> bool:
-        """Return whether options that are not configured are used for the first time, and log that."""
+        """Return whether unconfigured options are used for the first time; if so, log that use."""
         requested = snapshot_options(options)
         usual = snapshot_options(typed_options.load_options(argparse.Namespace(), self.config.load))
         name = storage.snapshot_name(model, requested)
@@ -413,7 +411,7 @@ class AppHost(EngineHost):
             messages.send(self._link, message, fds)
 
     def _tell_with_pipe(self, message: messages.LauncherMessage) -> int:
-        """Send a message with the writing end of a new pipe; return the reading end."""
+        """Send a message with the writing end of a new pipe; return the reading end's descriptor."""
         read_fd, write_fd = os.pipe()
         self._tell(message, [write_fd])
         os.close(write_fd)
@@ -437,15 +435,15 @@ def _call_when_idle(engine: Engine, action: Callable[[], None]) -> None:
 
 
 class BuildEnd(msgspec.Struct, frozen=True):
-    """The JSON that `warm` and `snapshots take` end with: a result, or an error's fields."""
+    """The last output of `warm` and `snapshots take`, which is JSON: a result, or an error's fields."""
 
     result: dict[str, Any] | None = None
     error: dict[str, str] = {}
 
 
 def read_build(output: int, progress: LoadProgress | None) -> BuildEnd:
-    """Read a build's output to its end, reporting each line as a stage; close it."""
-    last = "it ended without a message"
+    """Read a build's output to its end, reporting each line as a stage; close the descriptor."""
+    last = "the build ended without a message"
     outcome = None
     with open(output, encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -474,7 +472,7 @@ def follow_build(
 ) -> None:
     """Read the output of `edgeinfer warm` to its end; call `stop` once `cancel` is set.
 
-    Raises the error that it printed, DumpError without one, InterruptedByUser after a cancellation.
+    Raises the error in the output (DumpError without one), InterruptedByUser after a cancellation.
     """
     from edgeinfer.models.progress import Job  # slow import: only the model picker follows a build
 

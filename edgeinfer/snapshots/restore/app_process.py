@@ -1,11 +1,11 @@
 """The app: the process of a verb, resumed with a model, or cold.
 
-It receives a launch request on the link to its launcher and takes over the launcher's environment. The
-request's role says whether it runs a verb, serves an engine to another process, computes the canary, or
-reports facts about itself.
+The app receives a launch request on the link to its launcher and adopts the launcher's environment. The
+request's `role` says whether the app runs a verb, serves an engine to another process, computes the
+canary, or reports facts about itself.
 
 All processes resumed from one snapshot start with the same memory, so every source of randomness gets a
-new seed before anything else. An error while doing so ends the process: it must not answer.
+new seed first. If that fails, the app ends: its answers would repeat another process's random choices.
 
 `python -m edgeinfer.snapshots.restore.app_process FD` is a cold app.
 """
@@ -78,7 +78,7 @@ def run_app(
 def _adopt_launch(
     request: LaunchRequest, fds: list[int], loaded: LoadedModel | None
 ) -> list[socket.socket]:
-    """Take over seeds, streams and environment of a launch, in this order; return its sockets."""
+    """Adopt seeds, streams and environment of a launch, in this order; return the launch's sockets."""
     samplers = reseed(request.entropy, loaded.droppable if loaded else [])
     for target, fd in enumerate(fds[:3]):
         os.dup2(fd, target)
@@ -100,13 +100,13 @@ def _adopt_launch(
 
 
 def _title(request: LaunchRequest, loaded: LoadedModel | None) -> str:
-    """Return the process's title for `ps`: `edgeinfer serve qwen3-4b`."""
+    """Return the process's title, as `ps` shows it: `edgeinfer serve qwen3-4b`."""
     role = request.argv[0] if request.role == "verb" else request.role
     return " ".join(("edgeinfer", role, *([loaded.model] if loaded else [])))
 
 
 def _stop(_number: int, _frame: object) -> None:
-    """Handle Ctrl-Z: without a terminal, the default action of SIGTSTP would not stop us."""
+    """Handle Ctrl-Z: the app has no controlling terminal, so SIGTSTP by default would not stop it."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -167,7 +167,7 @@ def _flush() -> None:
 
 
 def droppable_ranges(smaps: str) -> list[Range]:
-    """Return the memory marked `dp` in a smaps text: glibc >= 2.41 keeps getrandom's state there."""
+    """Return the ranges that /proc/PID/smaps marks `dp`: glibc >= 2.41 has getrandom's state there."""
     ranges: list[Range] = []
     current = Range(0, 0)
     for line in smaps.splitlines():
@@ -205,7 +205,7 @@ def reseed(entropy: bytes, ranges: list[Range]) -> bytes:
 
 
 def adopt_environment(request: LaunchRequest) -> None:
-    """Take over variables, folder, umask, time zone, locale, CPUs and limits of a launch."""
+    """Adopt a launch's variables, working directory, umask, time zone, locale, CPUs and limits."""
     os.environ.clear()
     for assignment in request.env:
         name, _, value = assignment.partition("=")
@@ -214,7 +214,7 @@ def adopt_environment(request: LaunchRequest) -> None:
     time.tzset()
     with contextlib.suppress(locale.Error):
         locale.setlocale(locale.LC_CTYPE, "")
-    with contextlib.suppress(OSError):  # the folder is gone: stay in /
+    with contextlib.suppress(OSError):  # the directory was removed: stay in /
         os.chdir(request.cwd)
     os.umask(request.umask)
     processors = set(map(int, request.affinity))
@@ -237,7 +237,7 @@ def _limit(which: int, soft: int) -> None:
 
 
 def new_streams() -> None:
-    """Open sys.stdin, stdout and stderr on descriptors 0 to 2, as a new interpreter does."""
+    """Open sys.stdin, stdout and stderr on descriptors 0 to 2, as a new interpreter would."""
     encoding = locale.getencoding()
     # like a new interpreter, use UTF-8 in the C locale
     lenient = encoding.lower() in ("ascii", "ansi_x3.4-1968", "646")
@@ -253,19 +253,19 @@ def _open(fd: int, mode: str, encoding: str, errors: str) -> object:
     try:
         buffering = 1 if os.isatty(fd) or fd == 2 else -1
         return open(fd, mode, buffering, encoding=encoding, errors=errors, closefd=False)
-    except OSError:  # closed descriptor: a new interpreter has None as its stream, too
+    except OSError:  # the descriptor is closed; a new interpreter would also use None
         return None
 
 
 def main() -> NoReturn:
-    """Run a cold app; the only argument is the descriptor of its link."""
+    """Run a cold app; the only command-line argument is the descriptor of its link."""
     resumed_ns = time.monotonic_ns()
     link = socket.socket(fileno=int(sys.argv[1]))
     run_app(link, messages.receive(link), None, resumed_ns)
 
 
 if __name__ == "__main__":
-    # run the imported module: classes of `__main__` differ from those that other modules import
+    # run the imported module: a class of `__main__` is not the class that other modules import
     from edgeinfer.snapshots.restore import app_process
 
     app_process.main()

@@ -1,4 +1,4 @@
-"""Ask a resumed process for its canary, or for facts that show whether the resume is complete."""
+"""Get a resumed process's canary, or facts that show whether the resume is complete."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _SAMPLED_TOKENS = 12
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a resumed process: `random` has a draw from each source of randomness.
+    """Facts about a resumed process: `random` has a value from each source of randomness.
 
-    The other fields show what it took over from its launch request.
+    The other fields show what the process adopted from its launch request.
     """
 
     random: dict[str, str]
@@ -90,7 +90,7 @@ def _sample(loaded: LoadedModel) -> str:
 def ask_resumed_process(
     manifest: Manifest, folder: str, role: str, limit_s: int = criu.RESTORE_LIMIT_S
 ) -> bytes:
-    """Resume a snapshot; return its answer to "canary" or "facts". Raises RestoreError, OSError."""
+    """Resume a snapshot in the role "canary" or "facts"; return its result. Raises RestoreError."""
     now = time.monotonic_ns()
     request = LaunchRequest(role=role, entropy=os.urandom(64), how="resumed")
     request.exec_ns = request.main_ns = request.spawn_ns = now

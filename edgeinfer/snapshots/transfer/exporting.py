@@ -1,4 +1,4 @@
-"""Export a snapshot: describe the files it was built from, sign that, and store both."""
+"""Export a snapshot: describe its build, sign the description, store it with the model's files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def export(
 ) -> ExportResult:
     """Export the snapshot in `folder` to `store`. Raises the store's errors.
 
-    Raises SnapshotStaleError if it cannot be resumed, SnapshotError if no other machine can build it.
+    Raises SnapshotStaleError if this machine cannot resume it, SnapshotError if no other can build it.
     """
     key = signing.own_key(make=True)
     assert key is not None
@@ -106,8 +106,8 @@ def _find_pulled(model: str) -> tuple[ModelRef, PulledModel]:
     if ref is None or pulled is None or pulled.name != model:
         hint = f"`edgeinfer pull {model} --name NAME`, then `edgeinfer warm NAME`"
         if pulled is not None:
-            hint = f"use its name, {pulled.name}: `edgeinfer warm {pulled.name}`"
-        problem = f"{model} is not a model name that another machine would know"
+            hint = f"use the model's own name: `edgeinfer warm {pulled.name}`"
+        problem = f"another machine would not know the model name {model}"
         raise SnapshotError(problem, hint=hint)
     return ref, pulled
 
@@ -128,5 +128,5 @@ def _refuse_others(manifest: storage.Manifest, paths: list[Path], lora: str) -> 
     if undescribed := [os.path.basename(path) for path in ggufs if path not in described]:
         made_with = f"{manifest.name} was made with {', '.join(undescribed)}"
         problem = f"{made_with}, which your models.toml names"
-        hint = f"build one with that option: `edgeinfer warm {manifest.model} {LORA.flag} {lora}`"
+        hint = f"build one with {LORA.flag}: `edgeinfer warm {manifest.model} {LORA.flag} {lora}`"
         raise SnapshotError(f"{problem}: another machine has a different models.toml", hint=hint)

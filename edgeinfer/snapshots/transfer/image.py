@@ -1,7 +1,7 @@
 """An exported snapshot as an OCI image: a signed description of how to build it.
 
-The description is the key `edgeinfer` of the image's config. It names every file by the digest of its
-layer, so the signature covers the files too.
+The description is stored in the image's config, under `edgeinfer`. The description has the digest of
+every file's layer, so the signature covers the files too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MEDIA_TYPES = {
 }
 SIGNATURE = "io.edgeinfer.snapshot.signature"
 SIGNER = "io.edgeinfer.snapshot.signer"
-#: Largest manifest or config (bytes) that is read.
+#: Maximum size (bytes) of a manifest or config.
 MAX_BYTES = 4 << 20
 #: A file's or snapshot's name: no separators, no leading dot.
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_+-][A-Za-z0-9._+,=-]*\Z", max_length=200)]
@@ -45,7 +45,7 @@ class ImageStore(Protocol):
     def manifest_content(self) -> bytes: ...
 
     def read_blob(self, digest: str, size: int, /) -> bytes:
-        """Return the content of a small blob, not yet verified."""
+        """Return the content of a blob of at most `MAX_BYTES`, not yet verified."""
 
     def fetch_blob(self, digest: str, size: int, folder: Path, job: Job) -> Path:
         """Write a blob to a file in `folder`, not yet verified; return its path."""
@@ -68,7 +68,7 @@ class SnapshotFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Digest of its layer: `sha256:` and 64 hex digits."""
+        """Digest of the file's layer: `sha256:` and 64 hex digits."""
         return f"sha256:{self.sha256}"
 
 
@@ -84,7 +84,7 @@ class SnapshotDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model_files(self) -> list[SnapshotFile]:
-        """Files of the model in order, then its projector if there is one."""
+        """Model files in order, then the projector if there is one."""
         return [file for file in self.files if file.kind != "adapter"]
 
     @property
@@ -121,13 +121,13 @@ def corrupt(message: str) -> SnapshotCorruptError:
 
 
 def layers(description: SnapshotDescription) -> list[Descriptor]:
-    """Return the layers of an image: one for each file, equal files only once."""
+    """Return the layers of an image: one for each file; files of equal content share a layer."""
     files = {file.digest: file for file in description.files}.values()
     return [Descriptor(MEDIA_TYPES[file.kind], file.digest, file.size) for file in files]
 
 
 def sign(description: SnapshotDescription, key: SigningKey) -> tuple[bytes, bytes]:
-    """Return the image's config and its manifest with the signature; equal inputs give equal bytes."""
+    """Return the image's config and signed manifest (JSON); equal inputs give equal bytes."""
     machine = os.uname().machine
     blobs = layers(description)
     config = msgspec.json.encode(
@@ -159,7 +159,7 @@ def read_signed(store: ImageStore) -> tuple[SnapshotDescription, bytes]:
     try:
         manifest = msgspec.json.decode(store.manifest_content(), type=ImageManifest)
     except msgspec.MsgspecError as error:
-        raise corrupt(f"this is not an image manifest: {error}") from error
+        raise corrupt(f"this is not an OCI image manifest: {error}") from error
     digest, size = manifest.config.digest, manifest.config.size
     if not 0 <= size <= MAX_BYTES:
         raise corrupt(f"the config {digest} has {size} bytes; at most {MAX_BYTES} are allowed")
@@ -172,7 +172,7 @@ def read_signed(store: ImageStore) -> tuple[SnapshotDescription, bytes]:
         raise corrupt(f"this image is not a snapshot of edgeinfer: {error}") from error
     if description.format != FORMAT:
         exported = f"the snapshot was exported in format {description.format}"
-        hint = "use the edgeinfer that exported it"
+        hint = "use the version of edgeinfer that exported the snapshot"
         raise SnapshotCorruptError(f"{exported}, but this edgeinfer reads format {FORMAT}", hint=hint)
     return description, public
 
@@ -180,7 +180,7 @@ def read_signed(store: ImageStore) -> tuple[SnapshotDescription, bytes]:
 def refuse_other_bytes(digest: str, actual: str) -> None:
     """Raise SnapshotCorruptError if `actual` is not the expected digest."""
     if actual != digest:
-        raise corrupt(f"the content of {digest} has another digest")
+        raise corrupt(f"the content of the blob {digest} has another digest")
 
 
 def _signer(annotations: dict[str, str], config: bytes) -> bytes:
@@ -188,9 +188,9 @@ def _signer(annotations: dict[str, str], config: bytes) -> bytes:
         public = base64.b64decode(annotations[SIGNER], validate=True)
         signature = base64.b64decode(annotations[SIGNATURE], validate=True)
     except (KeyError, binascii.Error, ValueError) as error:
-        hint = "export it again: `edgeinfer snapshots export`"
+        hint = "export the snapshot again: `edgeinfer snapshots export`"
         raise SnapshotUntrustedError("the snapshot is not signed", hint=hint) from error
     if not is_signed_by(public, signature, config):
         problem = "the signature is invalid: the snapshot was changed after it was signed"
-        raise SnapshotUntrustedError(problem, hint="fetch or export it again")
+        raise SnapshotUntrustedError(problem, hint="fetch or export the snapshot again")
     return public

@@ -1,7 +1,7 @@
 """Import a snapshot: fetch the files of a signed image that are missing here, and build it.
 
-No file is read before the signer is trusted, and none is stored before its digest is right. A model
-that is here under any name is not fetched again.
+No file is read before the signer is known to be trusted, and no file is stored before its digest is
+verified. A model that this machine has under any name is not fetched again.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _MISFIT = "the snapshot does not fit this machine"
 def import_snapshot(image: ImageStore, host: EngineHost, progress: LoadProgress) -> tuple[Details, str]:
     """Build the snapshot that an image describes; return its details and the signer's fingerprint.
 
-    Raises SnapshotCorruptError, SnapshotUntrustedError, DiskFullError, SnapshotStaleError if this
-    machine has another file under a name of the image, and the errors of pulling and building.
+    Raises SnapshotCorruptError, SnapshotUntrustedError, DiskFullError, SnapshotStaleError if a name in
+    the image means another file on this machine, and the errors of pulling and building.
     """
     description, public = read_signed(image)
     signer = signing.refuse_unknown(public)
@@ -78,12 +78,12 @@ def _refuse_other_options(description: SnapshotDescription) -> None:
     model = description.model
     entry = load_catalog().get(parse_reference(model).name)
     if entry and entry.lora and LORA.field not in description.requested:
-        problem = f"your models.toml sets `{LORA.field}` for {model}, but the snapshot was made without"
+        problem = f"your models.toml sets `{LORA.field}` for {model}, but the snapshot has no adapters"
         raise SnapshotStaleError(f"{_MISFIT}: {problem}", key="models.toml")
 
 
 def _store_files(image: ImageStore, description: SnapshotDescription, progress: LoadProgress) -> None:
-    """Fetch and store the model and adapters that are missing: all of them or none."""
+    """Fetch and store the missing model and adapters, but store nothing unless all were fetched."""
     model = _find_pulled(description)
     missing = [file for file in description.adapters if not _has_adapter(file)]
     missing += description.model_files if model is None else []
@@ -108,7 +108,7 @@ def _store_files(image: ImageStore, description: SnapshotDescription, progress: 
 
 
 def _find_pulled(description: SnapshotDescription) -> store.PulledModel | None:
-    """Return the pulled model of these files, or None. Raises SnapshotStaleError for other files."""
+    """Return the pulled model with these files, or None. Raises SnapshotStaleError for other files."""
     digests = [file.sha256 for file in description.model_files]
     pulled = resolve(description.model).pulled
     if pulled is None:
@@ -130,7 +130,7 @@ def _pull(name: str, path: Path, *, in_place: bool) -> None:
 
 
 def _has_adapter(file: SnapshotFile) -> bool:
-    """Return whether the adapter is stored. Raises SnapshotStaleError if another has its name."""
+    """Return whether the adapter is stored. Raises SnapshotStaleError if its name is another file's."""
     path = adapters.adapter_path(file.name)
     if not path.exists():
         return False
@@ -160,5 +160,5 @@ def _temporary_folder() -> Iterator[Path]:
 
 
 def _mismatch(key: str, name: str, exported: str, local: str) -> SnapshotStaleError:
-    problem = f"{_MISFIT}: the {key} {name} has SHA-256 {exported} there, but {local} here"
+    problem = f"{_MISFIT}: the exported {key} {name} has SHA-256 {exported}, but yours has {local}"
     return SnapshotStaleError(problem, key=key, hint=f"remove or rename yours: `edgeinfer rm {name}`")

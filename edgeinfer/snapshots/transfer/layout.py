@@ -35,7 +35,7 @@ class _Index(msgspec.Struct):
 
 
 class Layout:
-    """An `ImageStore` with one image in `folder`, which the first write creates."""
+    """An `ImageStore` with one image in `folder`; the first write creates the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,15 +66,15 @@ class Layout:
     def _existing(self, digest: str, size: int) -> Path:
         """Return the path of a blob of this size. Raises SnapshotCorruptError."""
         if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
-            raise corrupt(f"{digest!r} is not a digest")
+            raise corrupt(f"{digest!r} is not a SHA-256 digest")
         try:
             descriptor = open_regular(self.blob(digest), os.O_NOFOLLOW)
         except OSError as error:
-            raise corrupt(f"{self.folder} has no {digest}: {error.strerror}") from error
+            raise corrupt(f"{self.folder} has no blob {digest}: {error.strerror}") from error
         actual = os.fstat(descriptor).st_size
         os.close(descriptor)
         if actual != size:
-            raise corrupt(f"{digest} has {actual} bytes, not {size}")
+            raise corrupt(f"the blob {digest} has {actual} bytes, not {size}")
         return self.blob(digest)
 
     def blob(self, digest: str) -> Path:
@@ -91,7 +91,7 @@ class Layout:
                 file.write(chunk)
 
     def put_manifest(self, content: bytes) -> None:
-        """Write the manifest and the index, which complete the image."""
+        """Write the manifest, then the index, which makes the image complete."""
         descriptor = Descriptor(MANIFEST_TYPE, sha256(content), len(content))
         self.put_blob(descriptor.digest, len(content), iter([content]))
         write_durably(self.folder / "oci-layout", b'{"imageLayoutVersion":"1.0.0"}')

@@ -1,4 +1,4 @@
-"""The keys that sign and verify exported snapshots: this user's own, and those the user trusts.
+"""The keys that sign and verify exported snapshots: this user's own key, and the trusted keys.
 
 DATA/snapshot-key.pem   the private key, PKCS #8, 0600; made at the first export
 DATA/snapshot-signers   0600: a line per trusted key: FINGERPRINT, and the day it was trusted
@@ -21,9 +21,9 @@ SIGNERS = "snapshot-signers"
 
 
 def own_key(*, make: bool) -> SigningKey | None:
-    """Return this user's private key; None if there is none, unless `make` creates it.
+    """Return this user's private key. If there is none, `make` one, or return None.
 
-    Raises SnapshotUnsafeError if other users can read it, SnapshotUntrustedError if it is not a key.
+    Raises SnapshotUnsafeError if other users can read the file, SnapshotUntrustedError if it is no key.
     """
     text = _read_private(PRIVATE_KEY)
     if not text:
@@ -34,12 +34,12 @@ def own_key(*, make: bool) -> SigningKey | None:
     key = parse_key(text)
     if key is None:
         problem = f"{paths.data_dir() / PRIVATE_KEY} is not an Ed25519 key"
-        raise SnapshotUntrustedError(problem, hint="rename it; the next export creates another key")
+        raise SnapshotUntrustedError(problem, hint="rename the file; the next export creates a key")
     return key
 
 
 def _read_private(name: str) -> str:
-    """Read a private file in the data directory, "" if missing. Raises SnapshotUnsafeError."""
+    """Read a private file in the data directory; "" if it is missing. Raises SnapshotUnsafeError."""
     path = paths.data_dir() / name
     if not os.path.lexists(path):
         return ""
@@ -79,7 +79,7 @@ def distrust(fingerprint: str) -> None:
     signers = trusted_keys()
     if signers.pop(fingerprint, None) is None:
         problem = f"{fingerprint} is not among the trusted keys"
-        raise UsageError(problem, hint="`edgeinfer snapshots trust` lists them")
+        raise UsageError(problem, hint="`edgeinfer snapshots trust` lists the trusted keys")
     _write_signers(signers)
 
 
@@ -88,12 +88,12 @@ def _write_signers(signers: dict[str, str]) -> None:
 
 
 def refuse_unknown(public: bytes) -> str:
-    """Return a public key's fingerprint. Raises SnapshotUntrustedError unless it is trusted or own."""
+    """Return a public key's fingerprint. Raises SnapshotUntrustedError unless trusted or the user's."""
     signer = fingerprint(public)
     own_signer = own_key(make=False)
     if signer not in trusted_keys() and (own_signer is None or own_signer.fingerprint != signer):
         command = f"`edgeinfer snapshots trust {signer}`"
-        hint = f"ask the exporter for the fingerprint; if it is the same: {command}"
-        problem = f"the snapshot was signed by {signer}, which you have not trusted"
+        hint = f"ask the exporter for the key's fingerprint; if it is the same: {command}"
+        problem = f"the snapshot was signed by {signer}, a key that you do not trust"
         raise SnapshotUntrustedError(problem, hint=hint)
     return signer

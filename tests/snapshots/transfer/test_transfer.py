@@ -175,7 +175,7 @@ TAMPERINGS = {
     "a layer cut short": (cut, "snapshot-corrupt", " bytes, not "),
     "a symlink for a layer": (link, "snapshot-corrupt", "has no sha256:"),
     "no signature": (unsign, "snapshot-untrusted", "is not signed"),
-    "another signer": (other_signer, "snapshot-untrusted", "which you have not trusted"),
+    "another signer": (other_signer, "snapshot-untrusted", "a key that you do not trust"),
 }  # fmt: skip
 
 
