@@ -1,10 +1,10 @@
-"""The launcher: resume a snapshot or start a cold process for a verb, and pass on signals and status.
+"""The launcher: resume a snapshot or start a cold process for a verb; relay signals and exit status.
 
 A verb that needs a model in memory (`chat`, `run`, `serve`, `batch`) becomes a launch request. The
-launcher sends it over a socket to the app: a process resumed from a snapshot, or a new interpreter if
-no snapshot fits. Then the launcher forwards signals to the app, stops and continues with it, starts
-workers at its request, keeps the listening sockets of `serve` across crashes, and ends with the app's
-exit status or signal. Every other verb runs in the launcher's own process.
+launcher sends the request to the app: a process resumed from a snapshot, or a new interpreter if no
+snapshot fits. Then the launcher forwards signals to the app, stops and continues when the app does,
+starts workers for the app, keeps the listening sockets of `serve` across crashes, and ends with the
+app's exit status or signal. Every other verb runs in the launcher's own process.
 
 Modules of this package import only cheap modules of the standard library: each import delays a launch
 (docs/decisions/042-what-the-launcher-imports.md).
@@ -25,11 +25,11 @@ def main() -> int:
     """Run the console command; return its exit code."""
     main_ns = time.monotonic_ns()
     end_quietly()
-    # imported here: Ctrl-C may come while they are imported
+    # imported after `end_quietly`, so that Ctrl-C during the imports prints no traceback
     from edgeinfer.launcher.argv import LAUNCH_VERBS, CommandLine, with_verb
     from edgeinfer.platform import process
 
-    # this process has hardly waited yet, so its CPU time is the time since its exec
+    # the process has hardly waited yet, so the time since its exec is its CPU time
     exec_ns = main_ns - time.process_time_ns()
     process.open_missing_streams()
     argv = with_verb(sys.argv[1:])

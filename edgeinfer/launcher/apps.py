@@ -1,7 +1,7 @@
 """Start the apps of a launch and poll them. An app runs the verb, or is a worker with an engine.
 
-It is resumed or cold, and has a supervisor, its parent process, and a link, the socket on which it and
-the launcher exchange messages.
+An app is resumed or cold. Each app has a supervisor, which is its parent process, and a link, which is
+the socket for messages between app and launcher.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from edgeinfer.snapshot_format import storage
 class LaunchedApp:
     """A running app with its supervisor and its link.
 
-    `fds` are the descriptors of its launch request, which a cold start after a failed restore needs
-    again. `report` is the incomplete last line from the supervisor. `is_stopped`: a signal stopped it.
+    `fds` are the descriptors of the launch request, kept for a cold start after a failed restore.
+    `report` is the supervisor's last line so far. `is_stopped`: a signal has suspended the app.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class LaunchedApp:
 class Apps:
     """Starts apps, polls them, and drops those that have ended.
 
-    `running` lists the apps, the oldest first. `choice` says which snapshot the verb's app needs.
-    `fds` are the descriptors that the verb's app gets: 0, 1, 2 and listening sockets.
+    `running` lists the apps, oldest first. `choice` says which snapshot the verb's app needs. `fds`
+    are the descriptors of the verb's app: 0, 1, 2 and listening sockets.
     """
 
     choice: selection.LaunchChoice
@@ -60,13 +60,13 @@ class Apps:
         self._main_ns = main_ns
 
     def measure_from_now(self) -> None:
-        """Count the next app's launch time from now, because the process's own start is long past."""
+        """Measure the next app's launch from now, not from the exec of this process, long ago."""
         self._exec_ns = self._main_ns = time.monotonic_ns()
 
     def start(
         self, choice: selection.LaunchChoice, request: LaunchRequest, fds: list[int]
     ) -> LaunchedApp:
-        """Start an app: resumed if that is requested and possible, otherwise cold.
+        """Start an app: resumed if `choice` allows it and a snapshot fits, otherwise cold.
 
         With `--resume=always`, raises an error such as SnapshotMissingError instead of starting cold.
         """
@@ -90,7 +90,7 @@ class Apps:
         return self.start(self.choice, request, self.fds)
 
     def start_worker(self, app: LaunchedApp, message: messages.StartWorker) -> None:
-        """Start a process that serves an engine, and send `app` the other end of its socket."""
+        """Start a worker, and send `app` the socket to it, or the error for which it cannot start."""
         resume = "auto" if self.choice.snapshot else self.choice.resume
         choice = selection.LaunchChoice(message.model, message.requested, resume)
         request = LaunchRequest(role="worker", model=message.model, options=message.options)
@@ -100,7 +100,7 @@ class Apps:
             fds.append(worker_link.detach())
             try:
                 self.start(choice, request, fds)
-                # if `app` has ended, sending fails, and the worker ends because its link closes
+                # if `app` has ended, sending fails; the worker then ends, because its socket is closed
                 started = messages.WorkerStarted()
                 process.quietly(messages.send, app.link, started, [client_link.fileno()])
             finally:
@@ -109,7 +109,7 @@ class Apps:
             for fd in fds[3:]:
                 os.close(fd)
             if not isinstance(error, EdgeInferError):
-                error = EdgeInferError(f"no process can be started for {message.model}: {error}")
+                error = EdgeInferError(f"no worker can be started for {message.model}: {error}")
             process.quietly(messages.send, app.link, messages.Failed(error=to_fields(error)))
 
     def start_resumed(
@@ -120,19 +120,19 @@ class Apps:
         request: LaunchRequest,
         fds: list[int],
     ) -> LaunchedApp:
-        """Begin to restore an app from the snapshot in `folder`. Raises OSError."""
+        """Start restoring an app from the snapshot in `folder`; do not wait. Raises OSError."""
         request.how, request.snapshot = "resumed", manifest.name
         request.reason, request.hint = "", choice.warm_hint
         request.spawn_ns = time.monotonic_ns()
         app = self._send_request(supervise.resume(manifest, folder), request, fds)
-        # the file's mtime records the last use: the least recently used snapshots are removed first
+        # the lock's mtime is the time of the last use: least recently used snapshots are removed first
         process.quietly(os.utime, f"{folder}/{storage.LOCK}")
         return app
 
     def start_cold(
         self, request: LaunchRequest, fds: list[int], error: EdgeInferError, hint: str = ""
     ) -> LaunchedApp:
-        """Start an app that loads its model; with a `hint`, it prints why it was not resumed."""
+        """Start an app that loads its model; with a `hint`, the app prints why it starts cold."""
         request.how, request.snapshot = "cold", ""
         request.reason, request.hint = error.message, hint
         request.spawn_ns = time.monotonic_ns()
@@ -141,7 +141,7 @@ class Apps:
         return app
 
     def close_sent_descriptors(self, app: LaunchedApp) -> None:
-        """Close a worker's sockets, which it has received; a verb's are kept for its next app."""
+        """Close a worker's sockets once they are sent; those of a verb are kept for its next app."""
         if app.request.role == "worker":
             for fd in app.fds[3:]:
                 os.close(fd)
@@ -150,7 +150,7 @@ class Apps:
     def _send_request(
         self, supervisor: supervise.Supervisor, request: LaunchRequest, fds: list[int]
     ) -> LaunchedApp:
-        """Poll a started app; complete and send its request."""
+        """Register a started app with `poll`, then complete its launch request and send it."""
         app = LaunchedApp(supervisor, request, fds)
         self.running.append(app)
         self._poll.register(app.supervisor.status_fd, select.POLLIN)
@@ -158,7 +158,7 @@ class Apps:
         is_verb = app.request.role == "verb"
         _describe_this_process(request)
         request.exec_ns = request.main_ns = request.spawn_ns
-        if is_verb:  # a verb's launch began with this process, a worker's begins now
+        if is_verb:  # the launch of a verb began with this process, that of a worker begins now
             request.exec_ns, request.main_ns = self._exec_ns, self._main_ns
         request.is_named = is_verb and bool(self.choice.snapshot)
         request.expected_model = self.choice.model
@@ -167,7 +167,7 @@ class Apps:
         users = _open_user_lookup() if serves and request.how == "resumed" else None
         if users is not None:
             fds.append(users.fileno())
-        # if the app has ended already, its supervisor reports that
+        # a failure means that the app has ended, which the supervisor reports
         process.quietly(messages.send, app.link, request, fds)
         return app
 
@@ -181,7 +181,7 @@ class Apps:
 
 
 def _describe_this_process(request: LaunchRequest) -> None:
-    """Fill in a request's environment, folder, umask, CPUs, limits and entropy."""
+    """Copy this process's environment, directory, umask, CPUs and limits to a request; add entropy."""
     import resource  # imported here: it takes 0.2 ms
 
     request.umask = os.umask(0o077)
@@ -197,7 +197,7 @@ def _describe_this_process(request: LaunchRequest) -> None:
 
 
 def _open_user_lookup() -> _socket.socket | None:
-    """Open a netlink socket for `platform.tcp` of a resumed endpoint; None if that is forbidden."""
+    """Open the netlink socket with which a resumed endpoint asks for peers' uids; None if forbidden."""
     try:
         return _socket.socket(_socket.AF_NETLINK, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC, 4)
     except OSError:
@@ -205,7 +205,7 @@ def _open_user_lookup() -> _socket.socket | None:
 
 
 def hint_for(error: EdgeInferError, choice: selection.LaunchChoice) -> str:
-    """Return the hint of a cold start: a command that helps, or why nothing does."""
+    """Return the hint of a cold start: a command that helps, or why no snapshot can be built."""
     if isinstance(error, (SnapshotMissingError, SnapshotStaleError)):
         from edgeinfer.snapshot_format import criu  # a resumed launch does not need it
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-#: Verb that loads a model → how many words must follow the first word if that is a model's name: `run
-#: WORD` has only a prompt, `run WORD WORD` a model and a prompt.
+#: Each verb that loads a model, with the number of words that must follow a model's name: `run WORD`
+#: has only a prompt, `run WORD WORD` has a model and a prompt.
 LAUNCH_VERBS = {"chat": 0, "run": 1, "serve": 0, "batch": 0}
-#: Options of these verbs without a value; all their other options have one.
+#: Options of these verbs that take no value; each other option takes one.
 SWITCHES = frozenset(
     (
         *("--help", "--json", "--quiet", "--continue", "--plain", "--raw", "--timings"),
@@ -26,10 +26,10 @@ def with_verb(typed: list[str]) -> list[str]:
 def options_and_words(
     argv: list[str], switches: frozenset[str] = SWITCHES
 ) -> tuple[list[str], list[str]]:
-    """Separate a command line into its options, each followed by its value, and its other words.
+    """Separate a command line into options, each followed by its value, and positional words.
 
-    `["-n", "5", "hi", "--x=1"]` gives `["-n", "5", "--x=1"]` and `["hi"]`. All words after `--` count
-    as other words. An option before another one has no value: argparse refuses the command then.
+    `["-n", "5", "hi", "--x=1"]` gives `["-n", "5", "--x=1"]` and `["hi"]`. All words after `--` are
+    positional. An option directly before another option gets no value; argparse refuses it later.
     """
     options: list[str] = []
     positional: list[str] = []
@@ -49,7 +49,7 @@ def options_and_words(
 
 
 def _is_option(word: str) -> bool:
-    """Return whether argparse takes a word for an option: not a number, and without a space."""
+    """Return whether argparse takes a word for an option: a dash, no number, no space in the name."""
     is_number = word[1:2] in tuple("0123456789.")
     return word[:1] == "-" and word != "-" and not is_number and " " not in word.partition("=")[0]
 
@@ -79,16 +79,16 @@ class CommandLine:
         return self._values.get(option, [])
 
     def value(self, option: str, default: object = "") -> str:
-        """Return the last value of an option such as `--port`, `default` if it was not typed."""
+        """Return the last value of an option such as `--port`; `default` if it was not typed."""
         return (self.values(option) or [str(default)])[-1]
 
     @property
     def first_word(self) -> str:
-        """First word, or for `batch` the value of `--model`; "" if there is none. It may be a model."""
+        """Word that may name a model: the first one, for `batch` the value of `--model`; or ""."""
         first = self.value("--model") if self.verb == "batch" else "".join(self._positionals[:1])
         return first if len(first) < _LONGEST_NAME else ""
 
     @property
     def named_model(self) -> str:
-        """First word if it must be a model; "" if it may also be a prompt."""
+        """`first_word` if it must name a model; "" if it may also be a prompt."""
         return self.first_word if len(self._positionals) > LAUNCH_VERBS[self.verb] else ""

@@ -1,4 +1,4 @@
-"""Start the processes that build snapshots for a launch, and keep their log."""
+"""Start processes that build snapshots for a launch, and read and write their log."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from edgeinfer.snapshot_format import storage
 
 #: Module that builds a snapshot in the background.
 JOBS = "edgeinfer.snapshots.builder.jobs"
-#: Log in the state directory: each line says which snapshot was built in the background, or why not.
+#: Log file in the state directory; a line says that a background build succeeded, or why it did not.
 LOG = "auto-warm.log"
 _LOG_BYTES = 256 << 10
-#: Reasons for which a background build does nothing that are not failures.
+#: Reasons why a background build has nothing to do; these do not count as failures.
 ALREADY_BUILT, BEING_BUILT = "it is already built", "another process is building it"
 _NOT_BUILT = ": not built: "
 
@@ -34,13 +34,13 @@ class Builds:
         self._warm_pid = 0
 
     def note_missing(self, request: messages.WantSnapshot) -> None:
-        """Remember a snapshot that would have avoided this cold start; build it now if requested."""
+        """Note the snapshot that would have avoided this cold start; if `request.now`, build it now."""
         self._missing[request.model] = os.fsdecode(request.options)
         if request.now:
             self.build_missing()
 
     def build_missing(self) -> None:
-        """Build the remembered snapshots, each in its own background process."""
+        """Build the noted snapshots, each in its own background process."""
         while self._missing:
             model, options = self._missing.popitem()
             self.watch(detach(JOBS, model, options))
@@ -55,7 +55,7 @@ class Builds:
         self._poll.register(fd, select.POLLIN)
 
     def has_ended(self, fd: int) -> bool:
-        """Return whether `fd`, which poll has reported, belongs to a build; then reap that build."""
+        """Return whether the readable `fd` is a build's pidfd; if so, reap the ended build."""
         pid = self._builds.pop(fd, 0)
         if not pid:
             return False
@@ -65,17 +65,17 @@ class Builds:
         return True
 
     def start_warm(self, argv: tuple[str, ...], fds: list[int]) -> None:
-        """Run `edgeinfer warm` outside the app's namespaces; output goes to the first of `fds`."""
+        """Run `edgeinfer warm` outside the app's namespaces; `fds[0]` gets stdout and stderr."""
         self.stop_warm()
         self._warm_pid = _start(["warm", *argv], fds, (1, 2))
 
     def start_take(self, argv: tuple[str, ...], fds: list[int]) -> None:
-        """Run `edgeinfer snapshots take` for this launch; its stdout (JSON) is the first of `fds`."""
+        """Run `edgeinfer snapshots take` for this launch; `fds[0]` gets its stdout (JSON)."""
         command = ["snapshots", "take", str(os.getpid()), "--json", "--quiet"]
         self.watch(_start([*command, *argv], fds, (1,)))
 
     def stop_warm(self) -> None:
-        """Interrupt the `edgeinfer warm` of `start_warm` if it still runs, and wait for its end."""
+        """Interrupt the command that `start_warm` started, if it still runs, and wait for its end."""
         if self._warm_pid:
             process.quietly(os.kill, self._warm_pid, _signal.SIGINT)
             process.quietly(os.waitpid, self._warm_pid, 0)
@@ -83,9 +83,9 @@ class Builds:
 
 
 def _start(command: list[str], fds: list[int], streams: tuple[int, ...]) -> int:
-    """Run a verb that ends with this process; close `fds` and return its pid.
+    """Start `edgeinfer COMMAND`, which dies with this process; close `fds`, return the child's pid.
 
-    `streams` are the standard streams (1, 2) that become the first of `fds`.
+    `streams` are the child's standard streams (1, 2) that become `fds[0]`; the others are /dev/null.
     """
 
     def prepare() -> None:
@@ -102,7 +102,7 @@ def _start(command: list[str], fds: list[int], streams: tuple[int, ...]) -> int:
 
 
 def detach(module: str, *arguments: str) -> int:
-    """Start a module in its own session, which outlives this process; return its pid."""
+    """Start a module in a new session, so that it outlives this process; return the child's pid."""
 
     def prepare() -> None:
         os.setsid()
@@ -125,13 +125,13 @@ def not_built(name: str, reason: str) -> str:
 
 
 def failures() -> dict[str, str]:
-    """Return why the last background build of each snapshot failed, by the snapshot's name."""
+    """Return, by snapshot name, why the last background build failed; no entry after a success."""
     reasons: dict[str, str] = {}
     for line in _read_log().splitlines():
         text = line.partition(" ")[2]
         name, is_failure, reason = text.partition(_NOT_BUILT)
         reasons.pop(text.partition(": built in ")[0], None)
-        reasons.pop(name, None)  # the last failure becomes the last entry
+        reasons.pop(name, None)  # so that the latest failure is the last entry of the dict
         if is_failure and reason not in (ALREADY_BUILT, BEING_BUILT):
             reasons[name] = reason
     return reasons
@@ -146,7 +146,7 @@ def _read_log() -> str:
 
 
 def log(text: str) -> None:
-    """Add a line to the log, after renaming a large one to auto-warm.old.log. Raises OSError."""
+    """Add a line to the log; first rename a log over 256 KiB to auto-warm.old.log. Raises OSError."""
     path = log_file()
     folder = os.path.dirname(path)
     os.makedirs(folder, 0o700, exist_ok=True)
@@ -159,5 +159,5 @@ def log(text: str) -> None:
 
 
 def log_file() -> str:
-    """Return the path of the log."""
+    """Return the path of the log of background builds."""
     return os.path.join(paths.base("state"), LOG)

@@ -23,14 +23,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-#: Pause (s) before `serve` starts its app again, by the number of crashes in succession.
+#: Pause (s) before `serve` starts its app again, by the number of consecutive crashes.
 _BACK_OFF_S = (0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 #: After an app has run this long (s), its crash counts as the first again.
 _HEALTHY_S = 60.0
 #: Signals by which a user ends a process. An app that such a signal ended is not restarted.
 _ASKED_TO_END = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT)
-#: Exit code after an unexpected exception (`cli.main`): `serve` starts its app again, but not if its
-#: first app ends so within `_HEALTHY_S`, because then the next ones would, too.
+#: Exit code after an unexpected exception (`cli.main`). `serve` then starts its app again, unless the
+#: first app failed within `_HEALTHY_S`: every later app would fail in the same way.
 _UNEXPECTED = 70
 
 
@@ -72,13 +72,13 @@ class Launcher:
 
     @property
     def _serves(self) -> bool:
-        """Return whether there are listening sockets, on which clients wait during a restart."""
+        """Return whether listening sockets exist, on which clients can wait during a restart."""
         return len(self._apps.fds) > 3
 
     # --- running
 
     def _handle_events(self) -> None:
-        # copied, because an app that starts in this loop may get the descriptor of one that ended
+        # a copy: an app started in this loop may reuse a descriptor for which poll reported another app
         apps = list(self._apps.running)
         for fd, _ in self._poll.poll():
             if self._builds.has_ended(fd):
@@ -92,7 +92,7 @@ class Launcher:
                     self._read_app(app)
 
     def _forward(self, number: int, _frame: object) -> None:
-        """Forward a signal to the app. After Ctrl-Z, this process stops only when the app has."""
+        """Forward a signal to the app. After Ctrl-Z, this process stops only once the app has."""
         self._asked_to_end |= number in _ASKED_TO_END
         self._is_suspending |= number == _signal.SIGTSTP
         for app in self._apps.running:
@@ -134,16 +134,16 @@ class Launcher:
             self._is_suspending = False
             os.kill(os.getpid(), _signal.SIGSTOP)
         elif self._line.verb == "chat" and self._terminal.is_in_foreground():
-            os.kill(0, _signal.SIGSTOP)  # the shell waits until the whole process group has stopped
+            os.kill(0, _signal.SIGSTOP)  # the whole group: the shell waits until all its members stop
 
     def _handle_failure(self, app: LaunchedApp, reason: str) -> None:
-        """Start the app cold, with the same request, after CRIU could not restore it."""
+        """After a failed restore, start the app cold with the same request."""
         self._apps.drop(app)
         if app.request.how == "cold":
             self._finish(app, f"exit {_UNEXPECTED}", reason)
             return
         if self._apps.choice.resume == "always" and app.request.role == "verb":
-            hint = "build it again: `edgeinfer warm`"
+            hint = "build the snapshot again: `edgeinfer warm`"
             _fail(EdgeInferError(f"the snapshot could not be resumed: {reason}", hint=hint))
         error = EdgeInferError(f"CRIU could not restore the snapshot: {reason[:300]}")
         cold_app = self._apps.start_cold(
@@ -224,8 +224,8 @@ class Launcher:
 def listen(line: CommandLine) -> list[int]:
     """Listen for `serve` before the model is loaded, so that clients can connect and wait.
 
-    Return the descriptors. If an address cannot be bound, the app tries again and reports the error.
-    Raises ServeError for wrong sockets of systemd.
+    Return the descriptors, without addresses that cannot be bound: the app tries those again and
+    reports the error. Raises ServeError if systemd passes unusable sockets.
     """
     from edgeinfer.platform import listening  # only `serve` needs it
 
@@ -249,7 +249,7 @@ def _say(text: str) -> None:
 
 
 def _fail(error: EdgeInferError) -> NoReturn:
-    """Print an error that occurred before any app was started, and exit with its code."""
+    """Print an error that prevents the start of an app, and exit with the error's code."""
     from edgeinfer import error_text  # imported here: it takes 1 ms
 
     _say(error_text.describe_error(error))
@@ -257,7 +257,7 @@ def _fail(error: EdgeInferError) -> NoReturn:
 
 
 def _end_by_signal(number: int) -> NoReturn:
-    """End this process by the signal that ended its app, so that the parent process sees it."""
+    """End this process by the signal that ended its app, so that the parent sees that signal."""
     _signal.signal(number, _signal.SIG_DFL)
     os.kill(os.getpid(), number)
     os._exit(128 + number)

@@ -1,8 +1,8 @@
 """Messages between the launcher, its apps and the builders of snapshots, sent over Unix sockets.
 
-Each kind of message is a class. On the wire, a message is its length (4 bytes, little-endian), the name
-of its class, and a name and a value for each field, each after its length (4 bytes). Descriptors are
-sent with the first byte (SCM_RIGHTS).
+Each kind of message is a class. On the wire, a message is its length (4 bytes, little-endian), then the
+class's name, then name and value of each field; 4 bytes of length precede each of these strings, too.
+Descriptors are sent with the first byte (SCM_RIGHTS).
 
 The format is our own because importing `json` or `dataclasses` would cost the launcher 6 ms each, and
 because arguments, environments and paths are bytes anyway.
@@ -23,8 +23,8 @@ else:
         return lambda cls: cls
 
 
-#: Resource limits that an app takes over from its launcher: soft limits, since only root may raise hard
-#: ones.
+#: Resource limits that an app adopts from its launcher: only the soft limits, since only root may raise
+#: hard ones.
 LIMITS = tuple(f"RLIMIT_{name}" for name in "NOFILE CORE CPU FSIZE DATA AS STACK".split())
 MAX_BYTES = 16 << 20
 MAX_FDS = 64
@@ -34,7 +34,7 @@ _kinds: dict[str, type[LauncherMessage]] = {}
 
 @dataclass_transform(kw_only_default=True)
 class LauncherMessage:
-    """Base of all messages: the annotations of a subclass are its fields, passed by name."""
+    """Base of all messages: a subclass's annotations are its fields, all keyword arguments."""
 
     def __init_subclass__(cls) -> None:
         _kinds[cls.__name__] = cls
@@ -49,13 +49,12 @@ class LauncherMessage:
 
 
 class LaunchRequest(LauncherMessage):
-    """Launcher to app: what to run, in which environment, and how this launch went so far.
+    """Launcher to app: the role to run in, its environment, and the history of this launch.
 
     `role` is "verb" (run `argv`), "worker" (serve an engine for `model` with `options`, LoadOptions in
-    JSON), "canary" (compute the test answers) or "facts" (report the state of the process). The
-    descriptors are 0, 1 and 2; for a verb also its listening sockets and a netlink socket, for a worker
-    its socket. Times are monotonic (ns): `exec_ns` and `main_ns` of the launcher, `spawn_ns` of the
-    app.
+    JSON), "canary" (compute the canary) or "facts" (report the state of the process). The descriptors
+    are 0, 1 and 2; for a verb also its listening sockets and a netlink socket, for a worker the socket
+    to its client. Times (monotonic, ns): the launcher's exec and main, and the start of the app.
     """
 
     role: str
@@ -82,7 +81,7 @@ class LaunchRequest(LauncherMessage):
 class StartWorker(LauncherMessage):
     """App to launcher: start a process that serves an engine for `model` with `options`.
 
-    `options` is LoadOptions in JSON; `requested` are those options that its snapshot must have.
+    `options` is LoadOptions in JSON; `requested` are the options that a snapshot for it must have.
     """
 
     model: str
@@ -95,7 +94,7 @@ class WorkerStarted(LauncherMessage):
 
 
 class WantSnapshot(LauncherMessage):
-    """App to launcher: build the missing snapshot after the app has ended, or, with `now`, at once."""
+    """App to launcher: build the missing snapshot once the app has ended; if `now`, at once."""
 
     model: str
     options: bytes
@@ -103,7 +102,7 @@ class WantSnapshot(LauncherMessage):
 
 
 class WarmNow(LauncherMessage):
-    """App to launcher: run `edgeinfer warm` with `argv` and its output on the descriptor."""
+    """App to launcher: run `edgeinfer warm` with `argv`; the descriptor gets its output."""
 
     argv: tuple[str, ...]
 
@@ -113,7 +112,7 @@ class StopWarming(LauncherMessage):
 
 
 class TakeSnapshot(LauncherMessage):
-    """App to launcher: run `edgeinfer snapshots take`, with its JSON on the descriptor."""
+    """App to launcher: run `edgeinfer snapshots take` with `argv`; the descriptor gets its JSON."""
 
     argv: tuple[str, ...]
 
@@ -125,20 +124,20 @@ class Exit(LauncherMessage):
 
 
 class Stage(LauncherMessage):
-    """Builder to its client: `fraction` of the stage is done, such as "0.2500", "" if unknown."""
+    """Builder to its client: this `fraction` of the stage `name` is done ("0.2500"; "" if unknown)."""
 
     name: str
     fraction: str
 
 
 class Failed(LauncherMessage):
-    """Answer to any request: an error, as `errors.to_fields` represents it."""
+    """Answer to any request that failed: the error, as `errors.to_fields` represents it."""
 
     error: dict[str, str]
 
 
 class Payload(LauncherMessage):
-    """A request or an answer of a type that the receiver knows: JSON, or msgpack for a canary."""
+    """A request or answer whose type the receiver knows: JSON, or msgpack for a canary."""
 
     content: bytes
 
@@ -154,7 +153,7 @@ def _unpack(body: bytes) -> list[bytes]:
         size = int.from_bytes(body[offset : offset + 4], "little")
         offset += 4
         if offset + size > len(body):
-            raise ValueError("a part is longer than its message")
+            raise ValueError("a field is longer than its message")
         parts.append(body[offset : offset + size])
         offset += size
     return parts
@@ -190,7 +189,7 @@ _READERS: dict[str, Callable[[bytes], object]] = {
 
 
 def encode(message: LauncherMessage) -> bytes:
-    """Return a message's bytes, without the leading length."""
+    """Return a message's bytes, without the leading 4 bytes of length."""
     kind = type(message)
     parts = [kind.__name__.encode()]
     for name in kind.__annotations__:
@@ -214,7 +213,7 @@ def decode(body: bytes) -> LauncherMessage:
 
 
 def send(link: _socket.socket, message: LauncherMessage, fds: Iterable[int] = ()) -> None:
-    """Send a message and descriptors; wait until all is sent. Raises OSError if the peer has ended."""
+    """Send a message and descriptors; wait until all are sent. Raises OSError if the peer has ended."""
     body = encode(message)
     data = memoryview(len(body).to_bytes(4, "little") + body)
     numbers = b"".join(fd.to_bytes(_FD_BYTES, "little") for fd in fds)
@@ -225,7 +224,7 @@ def send(link: _socket.socket, message: LauncherMessage, fds: Iterable[int] = ()
 
 
 def receive(link: _socket.socket) -> tuple[LauncherMessage, list[int]] | None:
-    """Wait for a message; return it with its descriptors, or None if the peer has ended."""
+    """Wait for a message; return the message and its descriptors, or None if the peer has ended."""
     fds: list[int] = []
     try:
         head = _exactly(link, 4, fds)

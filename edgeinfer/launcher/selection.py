@@ -1,8 +1,8 @@
-"""Choose the snapshot to resume, by the unparsed command line and config.toml.
+"""Choose the snapshot to resume, by the command line's words and config.toml.
 
-The choice may be wrong, because loading the parser would take the launcher too long. The resumed app
-parses the same arguments; if they mean another model or other options, it loads that model in a worker
-process. So a wrong choice costs time, but never changes an answer.
+The launcher does not load the argument parser, which would take too long, so the choice may be wrong.
+The resumed app parses the same arguments; if they mean another model or other options, the app loads
+that model in a worker. So a wrong choice costs time, but never changes an answer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class LaunchChoice:
     """The model and the load options that a snapshot must have for this launch.
 
-    `options` has only options that were typed or configured. `resume` is "auto", "always" or "never";
-    `snapshot` is the name after `--snapshot`, or "".
+    `options` has only values that differ from the default. `resume` is "auto", "always" or "never";
+    `snapshot` is the value of `--snapshot`, "" without it.
     """
 
     def __init__(self, model: str, options: dict[str, str], resume: str, snapshot: str = "") -> None:
@@ -41,14 +41,14 @@ class LaunchChoice:
         return f"`{' '.join(['edgeinfer warm', self.model, *typed])}` builds it now"
 
     def find(self) -> tuple[str, storage.Manifest]:
-        """Return the snapshot's folder and manifest. Raises like `find` and `find_named`."""
+        """Return the snapshot's folder and manifest. Raises what `find` and `find_named` raise."""
         if self.snapshot:
             return find_named(self.snapshot, self.model, self.options)
         return find(self.model, self.options)
 
 
 def launch_choice(line: CommandLine) -> LaunchChoice:
-    """Return the choice that a command line makes; config.toml supplies what is not typed."""
+    """Return the choice for a command line; config.toml supplies model and options not typed."""
     config = read_config()
     snapshot = line.value("--snapshot")
     load = {} if snapshot else config.get("load", {})
@@ -66,14 +66,14 @@ def launch_choice(line: CommandLine) -> LaunchChoice:
     by_age = reversed(storage.generations().items())
     folders = {storage.model_prefix_of(name): newest for name, (newest, *_) in by_age}
     warm = _find_warm(line.first_word, folders)
-    # a named model without a snapshot is loaded: a process with another model would start a worker
+    # if the named model has no snapshot, none is resumed: a process with another model would not help
     model = warm or line.named_model or _find_warm(default, folders) or default
     resume = line.value("--resume") or "auto"
     return LaunchChoice(model, options, "always" if snapshot else resume, snapshot)
 
 
 def _find_warm(word: str, folders: dict[str, str]) -> str:
-    """Return the full name of the model that `word` means, "" if `folders` has no snapshot of it."""
+    """Return the full name of the model that `word` means; "" if `folders` has no snapshot of it."""
     if not word:
         return ""
     spellings = (word, *paths.model_spellings(word))
@@ -85,7 +85,7 @@ def _find_warm(word: str, folders: dict[str, str]) -> str:
     name, _, quantization = word.partition(":")
     folder = folders.get(storage.model_prefix(name))
     record = _record_path(storage.model_prefix(word))
-    # a pulled model with this whole name is meant, not a quantization
+    # a record with the whole word as its name means a pulled model of that name, not a quantization
     if not quantization or folder is None or os.path.exists(record):
         return ""
     try:
@@ -100,10 +100,10 @@ def _record_path(folder: str) -> str:
 
 
 def _name_of_source(word: str, spellings: tuple[str, ...], folders: dict[str, str]) -> str:
-    """Return the name of the model in `folders` that was pulled from the source `word`, "" for none.
+    """Return the name of the model in `folders` that was pulled from the source `word`; "" for none.
 
-    The source is searched in the texts of records: importing `json` would delay each launch. Letter
-    case does not matter in the `spellings` that are Hugging Face's.
+    The records (model.json) are searched as text, because importing `json` would delay each launch.
+    Letter case does not matter in Hugging Face's `spellings` ("hf:…").
     """
     sources = (f'"{word}"', f'"{word}{paths.LATEST}"')
     on_hub = [f'"{spelling}"' for spelling in spellings if spelling.startswith("hf:")]
@@ -120,9 +120,9 @@ def _name_of_source(word: str, spellings: tuple[str, ...], folders: dict[str, st
 
 
 def read_config() -> dict[str, Any]:
-    """Return config.toml without sections that are not tables; {} if it is missing or unreadable.
+    """Return `default-model` and the tables of config.toml; {} if the file is missing or invalid.
 
-    The app reports what is wrong.
+    Errors in the file are left to the app, which reports them.
     """
     path = paths.config_file()
     if not os.path.exists(path):
@@ -140,16 +140,16 @@ def read_config() -> dict[str, Any]:
 
 
 def find(model: str, options: dict[str, str]) -> tuple[str, storage.Manifest]:
-    """Find this program's snapshot for a model: with exactly these options, or the newest that fits.
+    """Find this program's snapshot of a model: with exactly these options, or the newest that fits.
 
-    Returns its folder and manifest. Snapshots that a user named are not considered. Raises
-    SnapshotMissingError if there is none, otherwise the error for which the best one is refused.
+    Return folder and manifest. Snapshots named by a user are not considered. Raises
+    SnapshotMissingError if none fits, otherwise the error for which the best one is refused.
     """
     root, prefix = paths.snapshots_path(), storage.model_prefix(model)
-    all_of = storage.generations(root, fingerprint.program_tag())
+    by_name = storage.generations(root, fingerprint.program_tag())
     folders = [  # the newest first
         newest
-        for name, (newest, *_) in all_of.items()
+        for name, (newest, *_) in by_name.items()
         if storage.model_prefix_of(name) == prefix and not storage.user_name_of(name)
     ]
     if folders:
@@ -177,30 +177,30 @@ def find(model: str, options: dict[str, str]) -> tuple[str, storage.Manifest]:
 
 
 def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, storage.Manifest]:
-    """Find a snapshot by its full name, or by the name that a user gave it, first for this model.
+    """Find a snapshot by its full name or its user's name, preferring this model; return like `find`.
 
-    Raises SnapshotMissingError if it is missing or has other options, otherwise the error for
-    which it is refused.
+    Raises SnapshotMissingError if not exactly one matches or its options differ, otherwise the error
+    for which the snapshot is refused.
     """
     root = paths.snapshots_path()
-    all_of = storage.generations(root, fingerprint.program_tag())
-    matching = storage.matching_names(all_of, snapshot, model)
+    by_name = storage.generations(root, fingerprint.program_tag())
+    matching = storage.matching_names(by_name, snapshot, model)
     if len(matching) != 1:
         many = "several snapshots are" if matching else "there is no snapshot"
-        hint = f"there are: {', '.join(matching or sorted(all_of)) or 'none'}"
+        hint = f"snapshots: {', '.join(matching or sorted(by_name)) or 'none'}"
         raise SnapshotMissingError(f"{many} called {snapshot}", hint=hint)
     name = matching[0]
     _refuse_unsafe(root)
-    manifest = storage.read_manifest(all_of[name][0])
+    manifest = storage.read_manifest(by_name[name][0])
     field = first_difference(options, manifest.requested, manifest.actual, is_named=True)
     if field:
         had = manifest.requested.get(field) or manifest.actual.get(field, "none")
         raise SnapshotMissingError(
             f"the snapshot {name} was made with {field}={had}, not with {field}={options[field]}",
-            hint="leave the option out, or build one with it: `edgeinfer warm --name NAME`",
+            hint="leave the option out, or build a snapshot with it: `edgeinfer warm --name NAME`",
         )
-    fingerprint.refuse_stale(manifest, all_of[name][0])
-    return all_of[name][0], manifest
+    fingerprint.refuse_stale(manifest, by_name[name][0])
+    return by_name[name][0], manifest
 
 
 def _refuse_unsafe(root: str) -> None:

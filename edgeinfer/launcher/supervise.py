@@ -1,11 +1,11 @@
 """The supervisor: the app's parent process, and init of the app's pid namespace.
 
-The launcher forks it without a new interpreter, so it costs half a millisecond. It forwards signals to
-the app, reports the app's end, and dies with the launcher. The kernel then ends the whole namespace, so
-even `kill -9` of the launcher ends the app. Reports are lines on a pipe: "restored", "failed WHY",
-"stopped", "exit N", "signal N".
+The launcher forks the supervisor without a new interpreter, which takes half a millisecond. The
+supervisor forwards signals to the app, reports the app's end, and dies with the launcher. The kernel
+then ends the whole pid namespace, so even `kill -9` of the launcher ends the app. Reports are lines on
+a pipe: "restored", "failed WHY", "stopped", "exit N", "signal N".
 
-Standard library only, and nothing that starts threads.
+Standard library only, and no module that starts threads: clone(2) into new namespaces forbids them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOG_BYTES = 4000
 
 
 class Supervisor:
-    """A running supervisor: its pid, the pipe on which it reports, and the link to its app."""
+    """A running supervisor: its pid, the pipe with its reports, and the link to the app."""
 
     def __init__(self, pid: int, status_fd: int, link: _socket.socket) -> None:
         self.pid, self.status_fd = pid, status_fd
@@ -45,7 +45,7 @@ class Supervisor:
 def resume(manifest: Manifest, folder: str, limit_s: int = criu.RESTORE_LIMIT_S) -> Supervisor:
     """Start a supervisor that restores an app from a snapshot. Raises OSError.
 
-    It reports whether the restore succeeded, and ends a restore after `limit_s` seconds.
+    The supervisor reports whether the restore succeeded; a restore fails after `limit_s` seconds.
     """
     flags = criu.NAMESPACES[manifest.tier]
     user, group = os.getuid(), os.getgid()
@@ -120,7 +120,7 @@ def _main(work: Callable[[Tell], NoReturn], status_fd: int, keep: tuple[int, ...
 
 
 def _supervise(tell: Tell, criu_pid: int, app_pid: int, log: int, limit_s: int = 0) -> NoReturn:
-    """Wait for CRIU (`criu_pid` 0: none) and for the app, and report. If a restore fails, exit."""
+    """Report on CRIU (`criu_pid` 0: none) and the app until the restore fails or the app ends."""
     alive = criu_pid == 0
     early: list[int] = []
     exit_status: int | None = None
@@ -168,7 +168,7 @@ def _report(tell: Tell, status: int) -> None:
 
 
 def _try_namespaces(tier: str) -> None:
-    """Exit with 0 if the kernel allows this tier's namespaces, otherwise with the reason on stderr.
+    """Exit with 0 if the kernel allows the tier's namespaces, otherwise with the reason on stderr.
 
     `criu.namespaces_refused` runs this as `python -m edgeinfer.launcher.supervise probe TIER`.
     """

@@ -1,7 +1,7 @@
 """Restore the terminal after an app that died without doing so.
 
-If the launcher is killed, its app dies too, and neither can restore the terminal. A forked child does
-it then: it waits on a pipe whose other end only the launcher has. The child costs 0.1 MB.
+If the launcher is killed, its app dies too, and neither can restore the terminal. Then a forked child
+restores it. The child (0.1 MB) notices the death by a pipe whose other end only the launcher has.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 from edgeinfer.launcher import supervise
 from edgeinfer.platform import process
 
-#: Escape sequences that undo what a full-screen app sets: alternate screen, hidden cursor, no wrapping,
-#: colours, and reports of mouse, focus, paste and keys.
+#: Escape sequences that undo the modes of a full-screen app: alternate screen, hidden cursor, no
+#: wrapping, colours, and reports of mouse, focus, paste and keys.
 RESTORE = (
     b"\x1b[?1049l\x1b[?25h\x1b[?7h\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1016l\x1b[?1004l\x1b[?2004l\x1b[?2048l"
     b"\x1b[<u\x1b[0m\r\n"
@@ -26,7 +26,7 @@ _IGNORED = (*supervise.FORWARDED, _signal.SIGTTOU, _signal.SIGTTIN)
 
 
 class Terminal:
-    """The launcher's terminal, as it was before the app. Without a terminal, all methods do nothing."""
+    """The launcher's terminal and its modes before the app. Without a terminal, methods do nothing."""
 
     def __init__(self) -> None:
         self._fd = next((fd for fd in (1, 2, 0) if os.isatty(fd)), -1)
@@ -54,7 +54,7 @@ class Terminal:
             return False
 
     def dismiss_guard(self) -> None:
-        """End the child of `watch`; it then leaves the terminal as it is."""
+        """End the child that `watch` forked, so that it leaves the terminal as it is."""
         process.quietly(os.write, self._guard, b".")
 
     def restore(self) -> None:
@@ -79,9 +79,10 @@ class Terminal:
         time.sleep(_DYING_S)
         import termios
 
-        # ISIG (Ctrl-C sends a signal) is set by a shell's mode, not by a full-screen app's
+        # a full-screen app clears ISIG (Ctrl-C sends a signal); if ISIG is set, the shell has already
+        # set its own modes, so only the screen is restored
         if termios.tcgetattr(self._fd)[3] & termios.ISIG:
-            os.write(self._fd, RESTORE)  # the shell has set its modes
+            os.write(self._fd, RESTORE)
         else:
             self.restore()
 

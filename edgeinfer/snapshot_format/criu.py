@@ -4,7 +4,7 @@ A tier says which privileges CRIU has. Tiers are tried in this order:
 
     root           the caller is root: new pid and mount namespaces suffice
     unprivileged   new user, pid and mount namespaces; four capabilities that are valid only inside
-    capabilities   namespaces are forbidden; the criu binary has file capabilities: one app at a time
+    capabilities   no namespaces; the criu binary has file capabilities; one app at a time (same pid)
 
 Standard library only. Modules that the launcher does not need are imported inside functions.
 """
@@ -50,7 +50,7 @@ _TMPFS = "/dev/shm"  # noqa: S108  our folder there is checked
 
 
 class Probe:
-    """Result of a search for a working CRIU. If `tier` is None, `reason` says why, `fix` what to do."""
+    """The result of `probe`. If no CRIU works, `tier` is None, `reason` why, and `fix` the remedy."""
 
     def __init__(
         self, tier: str | None, reason: str, fix: str = "", criu: str = "", version: str = ""
@@ -63,7 +63,7 @@ class Probe:
 
 
 def candidates() -> list[str]:
-    """List the paths of criu binaries, the best first; EDGEINFER_CRIU, if set, is the only one."""
+    """List the paths of criu binaries, preferred ones first; only EDGEINFER_CRIU if that is set."""
     named = os.environ.get("EDGEINFER_CRIU")
     if named:
         return [named]
@@ -110,7 +110,7 @@ def minimum(cpuinfo: str = "/proc/cpuinfo") -> tuple[int, int]:
 
 
 def probe() -> Probe:
-    """Find a new enough CRIU and the first tier that works. Takes 10 to 100 ms: it runs programs."""
+    """Find a new enough CRIU and the first tier that works, by running both (10 to 100 ms)."""
     if sys.platform != "linux":
         return Probe(None, "snapshots need Linux")
     if os.uname().machine not in ("x86_64", "aarch64"):
@@ -128,8 +128,8 @@ def probe() -> Probe:
     able = [(path, version) for path, version in versions if version >= needed]
     if not able:
         path, version = versions[0]
-        was = ".".join(map(str, version)) or "of unknown version"
-        return Probe(None, f"{path} is {was}; this machine needs at least {first}", fix)
+        was = ".".join(map(str, version)) or "unknown"
+        return Probe(None, f"{path} has version {was}; this machine needs CRIU {first} or newer", fix)
     path, version = able[0]
     return _tier(path, ".".join(map(str, version)))
 
@@ -170,7 +170,7 @@ def _tier(criu: str, version: str) -> Probe:
 
 
 def namespaces_refused(tier: str) -> str:
-    """Return why the kernel refuses this tier's namespaces, "" if it allows them."""
+    """Return why the kernel refuses this tier's namespaces; "" if it allows them."""
     from edgeinfer.platform.process import child_command
 
     try:
@@ -191,10 +191,10 @@ def _has_file_capabilities(criu: str) -> bool:
 
 
 def work_dir() -> str:
-    """Create and return the folder in which CRIU caches what it learned about the kernel.
+    """Create and return the folder in which CRIU caches the kernel's features.
 
     Without this cache, each run takes 20 to 40 ms longer. Raises SnapshotUnsafeError if other users
-    could write to every usual folder, for example because they created it first.
+    can write to each of the possible folders, for example because they created them first.
     """
     refused = []
     shared = [f"{_TMPFS}/edgeinfer-{os.getuid()}"] if os.path.isdir(_TMPFS) else []
@@ -205,21 +205,21 @@ def work_dir() -> str:
             return path
         except (OSError, SnapshotUnsafeError) as error:
             refused.append(str(error))
-    problem = f"CRIU can use no folder here: {'; '.join(refused)}"
+    problem = f"CRIU has no safe folder for its cache: {'; '.join(refused)}"
     raise SnapshotUnsafeError(problem, hint="remove one of these folders")
 
 
 def exec_dump(criu: str, tier: str, pid: int, images: str, log: str) -> NoReturn:
-    """Replace this process by `criu dump` of `pid`; a successful dump ends that process."""
+    """Replace this process by `criu dump` of process `pid`, which a successful dump ends."""
     _exec(criu, tier, ["dump", "-t", str(pid), "-D", images, "-o", log, "-v2"])
 
 
 def exec_restore(manifest: Manifest, images: str, link_fd: int, wake_fd: int, limit_s: int) -> NoReturn:
     """Replace this process by `criu restore`, which ends once the restored process runs.
 
-    `link_fd` and `wake_fd` replace the descriptors that the parked process had. With `-S`, the restored
-    process is a child of this process's parent. As CRIU's own child it would be killed with CRIU,
-    because it has asked to die with its parent. It continues in `snapshots.parked._sleep`.
+    `link_fd` and `wake_fd` replace the parked process's LINK_FD and WAKE_FD. `-S` makes the restored
+    process a child of this process's parent: as CRIU's child it would die with CRIU, because it has set
+    PR_SET_PDEATHSIG. The restored process continues in `snapshots.parked._sleep`.
     """
     arguments = ["restore", "-D", images, "-d", "-S", "-v1"]
     socket, pipe = f"socket:[{manifest.link_inode}]", f"pipe:[{manifest.wake_inode}]"
@@ -239,7 +239,7 @@ def _exec(criu: str, tier: str, arguments: list[str]) -> NoReturn:
 
 
 def available() -> Probe:
-    """Return a working CRIU. Raises SnapshotsUnavailableError with the fix, SnapshotUnsafeError."""
+    """Return the probe of a working CRIU. Raises SnapshotsUnavailableError, SnapshotUnsafeError."""
     probed = probe()
     if probed.tier is None:
         problem = f"snapshots do not work here: {probed.reason}"

@@ -1,4 +1,4 @@
-"""Check in 1 ms whether a snapshot fits machine and files; CRIU itself compares only files' sizes."""
+"""Check in 1 ms whether a snapshot fits this machine and its files: CRIU compares only file sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stamp(path: str) -> str:
 
 
 def program_paths() -> tuple[str, str]:
-    """Return the paths of this program and its venv ("" if shipped): each has its own snapshots."""
+    """Return the paths of this program and venv ("" if shipped): each pair has its own snapshots."""
     return (sys.executable, "") if getattr(sys, "frozen", False) else (PACKAGE, sys.prefix)
 
 
@@ -43,7 +43,7 @@ def machine_keys() -> dict[str, str]:
         "python": sys.version.split()[0],
         "program": program,
         "environment": environment,
-        # another page size means another kernel, but is the clearer reason
+        # a kernel with another page size differs in its release, too, but this reason is clearer
         "page size": str(os.sysconf("SC_PAGE_SIZE")),
         "kernel": system.release,
         "architecture": system.machine,
@@ -54,7 +54,7 @@ def machine_keys() -> dict[str, str]:
 
 
 def _models_toml() -> str:
-    """Return the mtime (ns) of the user's models.toml, which a parked process has read, or ""."""
+    """Return the mtime (ns) of the user's models.toml, which a parked process has read; "" if none."""
     try:
         return str(os.stat(f"{paths.base('config')}/models.toml").st_mtime_ns)
     except OSError:
@@ -80,7 +80,7 @@ def _cpu() -> str:
 
 
 def package_stamps() -> dict[str, str]:
-    """Return the stamps of edgeinfer's sources and of site-packages: updates change them."""
+    """Return the stamps, by path, of edgeinfer's sources and of site-packages: updates change them."""
     packages = ("site-packages", "dist-packages")
     files = [path for path in sys.path if os.path.basename(path) in packages]
     for folder, _, names in os.walk(PACKAGE):
@@ -103,7 +103,7 @@ def refuse_stale(manifest: Manifest, folder: str) -> None:
         try:
             now = stamp(path)
         except OSError as error:
-            problem = f"{path}, which the snapshot {manifest.name} needs, does not exist"
+            problem = f"{path} does not exist, but the snapshot {manifest.name} needs it"
             raise SnapshotStaleError(problem, key=path) from error
         if now != recorded:
             problem = f"{path} was changed after the snapshot {manifest.name} was made"

@@ -2,17 +2,17 @@
 
     SNAPSHOTS/                          0700, this user's
       NAME@GENERATION-PROGRAM/          0700. GENERATION is the time of the build (hexadecimal), PROGRAM
-                                        the installation (`fingerprint.program_tag`). Of several builds
-                                        of a NAME, the newest is used
+                                        the installation (`fingerprint.program_tag`). If a NAME has
+                                        several builds, the newest is used
         lock                            locked while the snapshot is built; its mtime is the last use
         manifest                        conditions checked before CRIU runs; written last, by a rename
         snapshot.json                   details for `snapshots show`; the launcher never reads it
         memory.img                      the parked process's private memory, mapped copy-on-write
         images/                         CRIU's images of everything else
 
-A folder without a manifest is being built, or its build was killed (then its lock is free).
+A folder without a manifest belongs to a build that runs (its lock is held) or was killed.
 
-The manifest has a line per value, its words separated by tabs: parsing JSON would take too long for a
+The manifest has a line per value, with tabs between words: parsing JSON would take too long for a
 launch of 40 ms. The first line has format and version, the last is "end". A backslash, tab or newline
 in a word is escaped. The text is UTF-8; undecodable bytes are kept.
 """
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
 MAGIC = "edgeinfer-snapshot"
-#: Number of the manifest's form. Version 0.2.0 had the same, but names such as `m,ctx8192`, which now
-#: look like a user's; its snapshots are refused anyway, because the program has changed since.
+#: Version of the manifest's format. edgeinfer 0.2.0 had the same number, but option names such as
+#: `m,ctx8192`; its snapshots are refused anyway, because the program's files have changed since.
 VERSION = 4
 
 LOCK = "lock"
@@ -49,25 +49,25 @@ PARK_LOG = "park.log"
 SEPARATOR = "@"
 PROGRAM_SEPARATOR = "-"
 OPTION_SEPARATOR = ","
-#: Separates an option from its value. User-given names cannot contain it, so none looks like an option.
+#: Between an option and its value; a user's name cannot contain "=", so it never looks like an option.
 _VALUE_SEPARATOR = "="
 
 #: Key of a manifest's `keys`: the pulled model's quantization, such as "Q4_K_M".
 QUANTIZATION = "quantization"
 
-#: Pid of the parked process in its namespace, so high that no other process there has it.
+#: Pid of the parked process in its pid namespace: too high to collide with CRIU's processes there.
 PARKED_PID = 30000
-#: Descriptors of the parked process: its socket to the builder, and the pipe that wakes it.
+#: Descriptors of the parked process: the socket to the builder, and the pipe that wakes the process.
 LINK_FD, WAKE_FD = 60, 61
 
 
 class Manifest:
-    """The conditions for resuming a snapshot, and what a restore needs to know.
+    """The conditions for resuming a snapshot, and the parameters of a restore.
 
-    `requested` are the load options that the build was given, `actual` the values that the load chose.
-    `keys` must have all entries of `fingerprint.machine_keys`. `files` maps the absolute path of each
-    file that the process has mapped or read to its `fingerprint.stamp`; `images` maps the snapshot's
-    own files to their sizes (bytes).
+    `requested` are the load options given to the build, `actual` the values that the load chose. `keys`
+    contains the `fingerprint.machine_keys` of the build. `files` maps the absolute path of each file
+    that the process has mapped or read to a `fingerprint.stamp`; `images` maps the names of the
+    snapshot's own files to sizes (bytes).
     """
 
     def __init__(
@@ -129,10 +129,10 @@ def _from_rows(rows: list[list[str]]) -> Manifest:
 
 
 def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
-    """Check that only this user can access a file or folder; return its status.
+    """Check that only this user can access a file or folder; return its `os.lstat`.
 
-    Raises SnapshotMissingError if it does not exist, SnapshotUnsafeError for a symlink, another owner,
-    or a mode that gives others access.
+    Raises SnapshotMissingError if the path does not exist, SnapshotUnsafeError for a symlink, another
+    owner, or a mode that gives other users access.
     """
     try:
         info = os.lstat(path)
@@ -153,8 +153,8 @@ def refuse_unsafe(path: str, *, directory: bool) -> os.stat_result:
 def refuse_unsafe_ancestors(path: str) -> None:
     """Raise SnapshotUnsafeError if another user could replace a folder above `path`.
 
-    A folder may be a symbolic link; then the folders above its target count, too. In a process
-    that was restored without root, there is no user 0: the owner of "/" counts as root.
+    If a folder is a symbolic link, the folders above the link's target are checked, too. In the user
+    namespace of a process restored without root, no user has id 0, so the owner of "/" counts as root.
     """
     trusted = {0, os.getuid(), os.stat("/").st_uid}
     while path.strip("/"):
@@ -164,7 +164,7 @@ def refuse_unsafe_ancestors(path: str) -> None:
         if not {info.st_uid, link.st_uid} <= trusted or others_write:
             raise SnapshotUnsafeError(f"other users can change {path}", hint=f"chmod go-w {path}")
         if info.st_ino != link.st_ino or info.st_dev != link.st_dev:
-            # the final "/" makes this call check the target itself, too
+            # the path ends with "/", so the call also checks the link's target itself
             refuse_unsafe_ancestors(os.path.join(os.path.dirname(path), os.readlink(path), ""))
 
 
@@ -202,9 +202,9 @@ def snapshot_name(model: str, requested: dict[str, str], user_name: str = "") ->
 
 
 def matching_names(names: Collection[str], requested: str, model: str = "") -> list[str]:
-    """Return the snapshots' `names` that a typed name, `requested`, may mean.
+    """Return those snapshots' `names` that the typed name `requested` may mean.
 
-    That is the name itself, or names that contain it as the user's part: of `model`, or else of any.
+    That is an equal name, or `MODEL,requested` of `model`, or else all names with that user's part.
     """
     whole = [name for name in (requested, snapshot_name(model, {}, requested)) if name in names][:1]
     return whole or sorted(name for name in names if name.partition(OPTION_SEPARATOR)[2] == requested)
@@ -222,14 +222,14 @@ def refuse_bad_name(user_name: str) -> None:
 def user_name_of(name: str) -> str:
     """Return the part of a snapshot's name that a user chose (`warm --name`), "" if it was derived.
 
-    Only launches that name such a snapshot resume it.
+    A launch resumes such a snapshot only if `--snapshot` names it.
     """
     suffix = name.partition(OPTION_SEPARATOR)[2]
     return "" if _VALUE_SEPARATOR in suffix else suffix
 
 
 def _option_part(name: str, value: str) -> str:
-    """Return an option's part of a snapshot's name: `ctx=8192`, for files their names and a hash."""
+    """Return an option's part of a snapshot's name: `ctx=8192`; for paths, file names and a hash."""
     if "/" in value:
         files = "+".join(os.path.basename(path).partition(".gguf")[0] for path in value.split(","))
         value = f"{files}+{short_hash(value)}"
@@ -237,7 +237,7 @@ def _option_part(name: str, value: str) -> str:
 
 
 def model_prefix(model: str) -> str:
-    """Return the beginning of the names of this model's snapshots, in lower case."""
+    """Return the first part of the names of this model's snapshots, in lower case."""
     return safe_name(model).lower()
 
 
@@ -247,7 +247,7 @@ def model_prefix_of(name: str) -> str:
 
 
 def short_hash(text: str) -> str:
-    """Return eight hex digits of a text (FNV-1a, which needs no import and protects nothing)."""
+    """Return eight hex digits of a text (FNV-1a, which needs no import; it is no security check)."""
     value = 0x811C9DC5
     for byte in os.fsencode(text):
         value = (value ^ byte) * 0x01000193 & 0xFFFFFFFF
@@ -274,7 +274,7 @@ def program_of(folder: str) -> str:
 
 
 def generations(root: str | None = None, program: str = "") -> dict[str, list[str]]:
-    """Return the folders of complete snapshots by name, the newest first; of `program`, if given."""
+    """Return the folders of complete snapshots, newest first, by name; only `program`'s, if given."""
     root = root or paths.snapshots_path()
     by_name: dict[str, list[str]] = {}
     for folder in sorted(_folders(root), key=generation_of, reverse=True):
