@@ -5,7 +5,7 @@ supervisor forwards signals to the app, reports the app's end, and dies with the
 then ends the whole pid namespace, so even `kill -9` of the launcher ends the app. Reports are lines on
 a pipe: "restored", "failed WHY", "stopped", "exit N", "signal N".
 
-Standard library only, and no module that starts threads: clone(2) into new namespaces forbids them.
+Standard library only, and nothing that starts threads: a child of `linux.clone` could hang.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Install the library of a GPU backend from the newest release, and remove it.
 
-Its JSON file in DATA/backends is written last: a library that it does not describe is not opened.
+The library's JSON file in DATA/backends is written last: the engine opens no library without one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def install(name: str, channel: update.Channel, job: Job) -> str:
 
     Raises ShippingError without a driver, a safe folder, or a library for this llama.cpp, and
     DownloadError, ChecksumError, ReleaseUntrustedError, DiskFullError. After an error, an installed
-    library is as before, or, if its JSON file cannot be written, not opened until the next try.
+    library is as before, or, if the JSON file could not be written, unused until the next install.
     """
     if driver := backends.driver_problem():
         raise ShippingError(f"nothing was installed: {driver.reason}", hint=driver.fix or None)
@@ -59,7 +59,7 @@ def remove(name: str) -> None:
     with update.locked():
         files = [*update.list_files(library.parent, *file_names), *_leftovers(library)]
         if not files:
-            raise UsageError(f"no {name} library was added", hint="`edgeinfer backend` lists them")
+            raise UsageError(f"no {name} library was added", hint="`edgeinfer backend` lists all")
         for file in files:
             file.unlink(missing_ok=True)
 

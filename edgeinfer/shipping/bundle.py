@@ -1,9 +1,9 @@
 """Take the model out of a one-file program that contains one, at that file's first start.
 
 The bundle section of the file (`shipping.payload`) starts with a u64 length and JSON of that length,
-the model's record; its files follow, each at a page boundary. llama.cpp maps a GGUF from its first
-byte, so each becomes a file of the store: a clone of the same blocks if the file system supports that
-(btrfs, xfs), otherwise a copy, which is hashed at the same time.
+the model's record; the model's files follow, each at a page boundary. llama.cpp maps a GGUF only from
+the start of a file, so each one becomes a file of the model store: a clone that shares disk blocks if
+the file system supports that (btrfs, xfs), otherwise a copy. Both are verified by SHA-256.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from edgeinfer.shipping import payload
 from edgeinfer.shipping.payload import PAGE, Shipped
 from edgeinfer.shipping.unpack import app_root
 
-#: Offset (bytes) of the first file in the bundle section; the record before it is shorter.
+#: Offset (bytes) of the first model file in the bundle section, and maximum size of the record.
 HEADER_BYTES = 64 << 10
 
 
@@ -35,7 +35,7 @@ def field(record: PulledModel) -> str:
 
 
 def offsets(record: PulledModel) -> list[int]:
-    """Return where the model's files begin (bytes from the start of the section)."""
+    """Return the offset of each model file (bytes from the start of the bundle section)."""
     starts = [HEADER_BYTES]
     for file in record.files[:-1]:
         starts.append(starts[-1] + file.size_bytes + (-file.size_bytes % PAGE))
@@ -43,7 +43,7 @@ def offsets(record: PulledModel) -> list[int]:
 
 
 def read(shipped: Shipped) -> PulledModel:
-    """Read the record of the bundled model. Raises ShippingError without one, ChecksumError."""
+    """Read the bundled model's record. Raises ShippingError without a model, ChecksumError."""
     if not shipped.bundle_length:
         raise ShippingError(f"{shipped.path} contains no model")
     with shipped.path.open("rb") as file:
@@ -53,14 +53,14 @@ def read(shipped: Shipped) -> PulledModel:
     try:
         record = msgspec.json.decode(raw, type=PulledModel)
     except msgspec.MsgspecError as error:
-        raise payload.damage_error(shipped.path, "its model has no record") from error
+        raise payload.damage_error(shipped.path, "the record of its model is invalid") from error
     if field(record) != shipped.model:
-        raise payload.damage_error(shipped.path, "its model does not match its name")
+        raise payload.damage_error(shipped.path, f"it contains another model than {shipped.model}")
     return record
 
 
 def store_model(shipped: Shipped, job: Job) -> PulledModel:
-    """Store the bundled model if necessary. Raises ChecksumError, DiskFullError, ModelBusyError."""
+    """Store the bundled model if it is missing. Raises ChecksumError, DiskFullError, ModelBusyError."""
     bundled = read(shipped)
     with locked_work_folder(bundled.reference) as work:
         record = store.read_record(bundled.folder)
@@ -89,7 +89,7 @@ def _store(shipped: Shipped, bundled: PulledModel, work: Path, job: Job) -> Pull
 
 
 def _extract(shipped: Shipped, bundled: PulledFile, start: int, work: Path, job: Job) -> FetchedFile:
-    """Clone or copy the file at `start` of the one-file program, and hash it."""
+    """Clone or copy the model file at offset `start` of the one-file program, and verify it."""
     name = names.check_file_name(bundled.path)
     target = work / f"{name}.part"
     with shipped.path.open("rb") as source, disk_full_errors(target), target.open("wb") as out:
@@ -108,7 +108,7 @@ def _extract(shipped: Shipped, bundled: PulledFile, start: int, work: Path, job:
 
 
 def _clone(source: int, start: int, length: int, target: int) -> bool:
-    """Share the source's blocks in whole pages, and truncate to the file's length."""
+    """Let `target` share whole blocks of `source`, cut to `length`; return whether that works."""
     whole = length + (-length % PAGE)
     shared = share_blocks(source, target, start, whole)
     os.ftruncate(target, length if shared else 0)
@@ -118,7 +118,7 @@ def _clone(source: int, start: int, length: int, target: int) -> bool:
 def main(argv: list[str]) -> int:
     """Copy the model inside the one-file program `argv[0]` into the model store; return exit status.
 
-    The program runs this (unpack.py) before its first start.
+    `unpack.main` runs this at the program's first start.
     """
     from edgeinfer import error_text
 

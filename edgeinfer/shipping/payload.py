@@ -1,4 +1,4 @@
-"""The one-file program's format after the bootloader, and how to read it. Stdlib only.
+"""Read the one-file program: the sections after its bootloader. Standard library only.
 
     bootloader                     ELF; its field EDGEINFER-APP= names the application's folder,
                                    EDGEINFER-MODEL= the model
@@ -8,9 +8,9 @@
     archive                        PyInstaller's, with its cookie as the file's last bytes
 
 Numbers are little-endian. The folder's name is `VERSION-` and the first 20 digits of the index's
-SHA-256; the index contains the SHA-256 of every file. So the name authenticates every unpacked byte,
-and equal inputs have equal names. The values here are NamedTuples, because `dataclasses` imports
-`inspect`, which costs 10 ms of a first start.
+SHA-256; the index contains the SHA-256 of every file. So the name verifies every unpacked byte, and
+equal inputs have equal names. The classes here are NamedTuples, because `dataclasses` imports
+`inspect`, which would delay a first start by 10 ms.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ COOKIE = struct.Struct("!8sIIII64s")
 COOKIE_MAGIC = b"MEI\014\013\012\013\016"
 #: The bootloader's fields are within this many bytes from the start of the file.
 HEAD_BYTES = 1 << 20
-#: Longest index (bytes), so that a damaged length is an error, not an allocation.
+#: Maximum size (bytes) of an index, so that a damaged length causes no huge allocation.
 MAX_INDEX_BYTES = 8 << 20
 
 
 class PayloadEntry(NamedTuple):
-    """A file of the payload. `block` is the number of its block; files are in order."""
+    """A file of the payload. `block` is the number of its block, whose files are in order."""
 
     path: str
     mode: int
@@ -52,7 +52,7 @@ class PayloadEntry(NamedTuple):
 
 
 class Block(NamedTuple):
-    """`size` bytes of xz at `offset` of the payload; `raw` bytes of concatenated files."""
+    """`size` bytes of xz data at `offset` of the payload; unpacked, `raw` bytes of joined files."""
 
     offset: int
     size: int
@@ -60,7 +60,7 @@ class Block(NamedTuple):
 
 
 class Index(NamedTuple):
-    """The payload's content. `relocate` lists executables with our ELF interpreter."""
+    """The payload's content. `relocate` lists the executables whose ELF interpreter unpacking sets."""
 
     version: str
     files: tuple[PayloadEntry, ...]
@@ -95,7 +95,7 @@ def read_field(head: bytes, key: bytes) -> str:
 
 
 def find_field(head: bytes, key: bytes) -> int:
-    """Return the offset of the bootloader's field `key` from the start of the file."""
+    """Return the offset of the bootloader's field `key` in `head`. Raises ShippingError without one."""
     position = head.find(key)
     if position < 0:
         raise ShippingError(
@@ -140,7 +140,7 @@ def read_index(file: BinaryIO, shipped: Shipped) -> Index:
 
 
 def parse_index(raw: bytes) -> Index | None:
-    """Parse an index; return None if `raw` is not one."""
+    """Parse an index; return None if `raw` is invalid or names a path outside its folder."""
     try:
         document: dict[str, Any] = json.loads(raw)
         version = document["version"]
@@ -181,7 +181,7 @@ def block_bytes(fd: int, shipped: Shipped, block: Block) -> bytes:
 def split_block(
     raw: bytes, entries: list[PayloadEntry], path: Path
 ) -> Iterator[tuple[PayloadEntry, memoryview]]:
-    """Yield the files of a block, each checked. Raises ChecksumError naming the file."""
+    """Yield a block's files and their content, verified. Raises ChecksumError naming the file."""
     offset, view = 0, memoryview(raw)
     for entry in entries:
         content = view[offset : offset + entry.size]
@@ -192,7 +192,7 @@ def split_block(
 
 
 def damage_error(path: Path, reason: str) -> ChecksumError:
-    """Return the error of a damaged one-file program."""
+    """Make the error for a damaged one-file program."""
     hint = "download the file again and compare it with its SHA256SUMS"
     return ChecksumError(f"{path} is damaged: {reason}", hint=hint)
 
@@ -215,11 +215,11 @@ def pad(path: str, length: int) -> bytes:
     raw = os.fsencode(path)
     if len(raw) > length:
         message = f"the path {path} is too long for CRIU's libraries"
-        raise ShippingError(message, hint="set EDGEINFER_HOME to a shorter one")
+        raise ShippingError(message, hint="set EDGEINFER_HOME to a shorter path")
     return b"/" * (length - len(raw)) + raw
 
 
 def relocate(elf: bytes | memoryview, interpreter: str) -> bytes:
-    """Return the executable with this ELF interpreter; "" gives the neutral form that is hashed."""
+    """Return the executable `elf` with this ELF interpreter; "" gives the form that is hashed."""
     offset, length = interpreter_span(elf)
     return bytes(elf[:offset]) + pad(interpreter, length) + bytes(elf[offset + length :])

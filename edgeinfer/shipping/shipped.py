@@ -1,8 +1,8 @@
 """Paths of the one-file program and of its unpacked application. Standard library only.
 
 The launcher runs inside the one-file program's own process (build/handover.c), with Python from the
-unpacked application; the application proper is `APP/edgeinfer-app`, made by PyInstaller. Both are
-`sys.frozen`, and in both `sys.executable` is `APP/edgeinfer-app`, which is what
+unpacked application; the application proper is `APP/edgeinfer-app`, made by PyInstaller. Both have
+`sys.frozen`, and in both `sys.executable` is `APP/edgeinfer-app`, the program that
 `edgeinfer.platform.process` starts.
 """
 
@@ -37,7 +37,7 @@ _LIBRARIES = (f"/usr/lib/{getattr(sys.implementation, '_multiarch', '')}", "/usr
 def restore_environment() -> None:
     """Undo the changes of PyInstaller's bootloader to the environment, which child programs inherit.
 
-    The dynamic linker has already read `LD_LIBRARY_PATH` of this process.
+    This process needs them no longer: the dynamic linker has already read `LD_LIBRARY_PATH`.
     """
     before = os.environ.pop("LD_LIBRARY_PATH_ORIG", None)
     for name in list(os.environ):
@@ -60,7 +60,7 @@ def app_dir() -> Path | None:
 
 
 def program_file() -> Path | None:
-    """Return the one-file program if it still exists."""
+    """Return the one-file program that runs; None if it was removed, or without one."""
     from pathlib import Path
 
     named = os.environ.get(FILE_VARIABLE, "")
@@ -70,7 +70,7 @@ def program_file() -> Path | None:
 def trust_certificates() -> None:
     """Let OpenSSL find certificate authorities: the environment's, this system's, or certifi's.
 
-    The bundled OpenSSL only looks for them where Debian has them.
+    By itself, the bundled OpenSSL looks only at Debian's path.
     """
     if os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR"):
         return
@@ -83,8 +83,8 @@ def trust_certificates() -> None:
 def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
     """Load this system's C++ library if it is newer than the bundled one; return its path, or "".
 
-    A process has only one libstdc++, and a GPU's driver may need a newer one than the bundled one. Each
-    is compatible with all older ones. `libstdc++.so.6` links to a versioned name.
+    A process has only one libstdc++, and a GPU driver may need a newer one than the bundled one; newer
+    versions also serve older programs. The target of the link `libstdc++.so.6` has the version.
     """
     own_version = _cxx_version(f"{os.path.dirname(sys.executable)}/_internal")
     newest = max((_cxx_version(folder), folder) for folder in folders)
@@ -95,7 +95,7 @@ def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
     path = f"{newest[1]}/{_CXX}"
     try:
         ctypes.CDLL(path)
-    except OSError:  # it is for another architecture or libc
+    except OSError:  # the library is for another architecture or libc
         return ""
     return path
 

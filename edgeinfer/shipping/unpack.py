@@ -1,14 +1,14 @@
 """Unpack a one-file program's application under the user's data, once. Standard library only.
 
     DATA/app/.lock                   flock of the process that unpacks or removes
-    DATA/app/.unpacking-XXXX/        an unpacking in progress; if it died, the next one removes it
+    DATA/app/.unpacking-XXXX/        an unpacking in progress; the next one removes it after a crash
     DATA/app/VERSION-DIGEST/         an application, renamed when complete; `payload.json` is its index
-    DATA/app/VERSION-DIGEST/.source  the one-file program it came from
-    DATA/app/MODEL-DIGEST.model      marks that the model of a bundle is in the store
+    DATA/app/VERSION-DIGEST/.source  path of the one-file program from which it was unpacked
+    DATA/app/MODEL-DIGEST.model      marks that the model of a bundle is in the model store
 
-A version is removed once no process uses it, and its one-file program is gone or has another version.
-Every file is checked against the index while it is written, and the index against the bootloader's
-name.
+A version is removed once no process uses it and its one-file program was removed or has another
+version. Each unpacked file is compared with its SHA-256 in the index, and the index with the digest in
+the bootloader.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INDEX = "payload.json"
 SOURCE = ".source"
 _UNPACKING = ".unpacking-"
 _REMOVING = ".removing-"
-#: Free space (bytes) required beyond the application itself.
+#: Free disk space (bytes) that unpacking requires in addition to the application's size.
 _MARGIN_BYTES = 16 << 20
 _ROOM = "free some space on that disk, or set EDGEINFER_HOME to a folder on another one"
 
@@ -90,7 +90,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the lock of the application folder; `waiting` is called once if it is locked."""
+    """Hold the lock of the application folder; if another process holds it, call `waiting` first."""
     root = app_root()
     paths.make_folder(root)
     with disk.locked(root / ".lock", waiting):
@@ -110,7 +110,7 @@ def _unpack(shipped: Shipped, folder: Path, progress: Progress) -> None:
             raw = file.read(int.from_bytes(file.read(8), "little"))
             (scratch / INDEX).write_bytes(raw)
             (scratch / SOURCE).write_text(str(shipped.path), "utf-8", "surrogateescape")
-            flush(scratch)  # sync first: the rename below must not reach the disk before the files
+            flush(scratch)  # before the rename, which must not reach the disk before the files
             os.rename(scratch, folder)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -177,7 +177,7 @@ def _write(path: Path, data: bytes | memoryview, mode: int) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Sync every folder below `folder`; the files are already synced."""
+    """Sync `folder` and every folder below it; the files are already synced."""
     for directory, _, _ in os.walk(folder):
         disk.sync(directory)
 
@@ -186,14 +186,14 @@ def flush(folder: Path) -> None:
 
 
 def versions() -> list[Path]:
-    """List the unpacked applications."""
+    """List the folders of the unpacked applications."""
     root = app_root()
     folders = root.iterdir() if root.is_dir() else ()
     return sorted(folder for folder in folders if (folder / INDEX).is_file())
 
 
 def remove_unused(keep: Path | None = None) -> list[Path]:
-    """Remove versions that no process and no one-file program uses. The caller holds the lock."""
+    """Remove and return versions that no process or one-file program uses. The caller has the lock."""
     removed = []
     for folder in versions():
         if folder != keep and not _has_shipped_file(folder) and not users(folder):
@@ -229,7 +229,7 @@ def _give_up() -> None:
 
 
 def tidy() -> None:
-    """Remove unused versions, unless another process does so now. Takes 0.1 ms with one version."""
+    """Remove unused versions, unless another process holds the lock. Takes 0.1 ms with one version."""
     if len(versions()) < 2:
         return
     with contextlib.suppress(OSError), locked(_give_up):
@@ -237,7 +237,7 @@ def tidy() -> None:
 
 
 def remove_version(folder: Path) -> None:
-    """Remove an unpacked application; rename it first, so that it is complete or gone."""
+    """Remove an unpacked application; rename it first, so that no incomplete one can be started."""
     renamed = folder.with_name(_REMOVING + folder.name)
     shutil.rmtree(renamed, ignore_errors=True)
     os.rename(folder, renamed)
@@ -290,7 +290,7 @@ def _say(text: str) -> None:
 
 
 class _UnpackProgress:
-    """Shows progress: on a terminal in a line that is overwritten, otherwise in a line at the start."""
+    """Shows progress: on a terminal as a percentage in one line, otherwise only that it has begun."""
 
     def __init__(self) -> None:
         self._tty = sys.stderr.isatty()

@@ -4,9 +4,9 @@
     URL/release.json.sig     its Ed25519 signature, 64 bytes, by a key that this program carries
     URL/NAME                 the one-file program for a machine
     DATA/update/.lock        flock of the update in progress
-    DATA/update/seen         issue time (Unix time) of the newest known manifest
-    DATA/update/NAME.part    a download, kept for the next attempt
-    DATA/update/trial.toml   configuration of a test, which builds, caches and counts nothing
+    DATA/update/seen         issue time (Unix time) of the newest manifest that was fetched
+    DATA/update/NAME.part    an unfinished download, which the next attempt continues
+    DATA/update/trial.toml   configuration for testing a new file: no snapshots, prefix cache, counts
     DATA/update/previous     the previous one-file program, for `back`
 
 Nothing changes before the new file has started here, loaded llama.cpp and answered with a pulled model;
@@ -57,7 +57,7 @@ SIGNATURE = ".sig"
 PREVIOUS = "previous"
 SEEN = "seen"
 _TRIAL_S = 900
-#: Time (s) by which this machine's clock may be behind the publisher's.
+#: Time (s) by which this machine's clock may be slower than the publisher's.
 _CLOCK_S = 24 * 3600
 #: Limits for the manifest, and for its signature: size (bytes), and time (s).
 _MANIFEST_BYTES, _MANIFEST_S = 64 << 10, 60.0
@@ -72,15 +72,15 @@ class ReleasedFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReleasedBackend(ReleasedFile, frozen=True, kw_only=True):
-    """A library of a GPU backend, next to the manifest."""
+    """A library of a GPU backend, which the server has next to the manifest."""
 
     facts: LibraryFacts
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="edgeinfer-release/1", tag_field="schema"):
-    """A version, its files by machine (`uname -m`), and the manifest's issue and expiry times.
+    """A manifest: version, files by machine (`uname -m`), and its issue and expiry (Unix time).
 
-    `issued_s` and `expires_s` are Unix time. A manifest older than a known one is refused.
+    A manifest older than one that was fetched before is refused.
     """
 
     version: Annotated[str, Meta(pattern=r"\A\d{1,6}\.\d{1,6}\.\d{1,6}\Z")]
@@ -109,7 +109,7 @@ def parse_release(raw: bytes, signature: bytes, keys: tuple[str, ...]) -> Releas
         return msgspec.json.decode(raw, type=Release)
     except msgspec.MsgspecError as error:
         problem = f"this program cannot read the release's manifest: {error}"
-        raise ShippingError(problem, hint="install it by hand") from error
+        raise ShippingError(problem, hint="install the release by hand") from error
 
 
 def number(version: str) -> tuple[int, ...]:
@@ -126,12 +126,12 @@ def own_program(*, replaces: bool = True) -> Path:
         )
     program = shipped.program_file()
     if program is None:
-        raise ShippingError("the file that started this process was removed", hint="install it again")
+        raise ShippingError("the file that started this process was removed", hint="install another")
     if program.parent == Path("/usr/bin"):
-        manager = "update it with your package manager (apt, dnf)"
+        manager = "update the package with your package manager (apt, dnf)"
         raise ShippingError(f"{program} belongs to a package", hint=manager)
     if replaces and not os.access(program.parent, os.W_OK):
-        raise ShippingError(f"{program.parent} cannot be written", hint="run it as that folder's owner")
+        raise ShippingError(f"{program.parent} cannot be written", hint="run this as its owner")
     return program
 
 
@@ -140,39 +140,39 @@ def refuse_unless_ours(program: Path, app: str) -> None:
     owner = program.stat().st_uid
     if owner != os.geteuid():
         message = f"{program} belongs to user {owner}; the update would change its owner"
-        raise ShippingError(message, hint="run it as its owner")
+        raise ShippingError(message, hint="run the command as that user")
     if payload.open_shipped(program).app != app:
-        raise ShippingError(f"{program} was replaced since this command began", hint="run it again")
+        raise ShippingError(f"{program} was replaced meanwhile", hint="run the command again")
 
 
 @contextmanager
 def locked() -> Iterator[Path]:
-    """Hold the lock of updates and backend installations; yield its folder. Raises ShippingError."""
+    """Hold the lock of updates and backend installations; yield DATA/update. Raises ShippingError."""
     folder = paths.data_dir() / "update"
     paths.make_folder(folder)
 
     def busy() -> None:
-        raise ShippingError("another update or backend installation is running", hint="wait for it")
+        raise ShippingError("another update or backend installation runs", hint="wait for its end")
 
     with disk.locked(folder / ".lock", busy):
         yield folder
 
 
 def newest(channel: Channel, folder: Path) -> Release:
-    """Fetch the manifest, and record its issue time.
+    """Fetch the newest manifest, record its issue time in `folder`, and return the manifest.
 
-    Raises ReleaseUntrustedError for a wrong signature, or a manifest that is expired, older than the
-    last one, or issued in the future; DownloadError.
+    Raises ReleaseUntrustedError for a wrong signature, or a manifest that is expired, older than one
+    seen before, or issued in the future; DownloadError; ShippingError without URL or keys.
     """
     if not channel.url or not channel.keys:
         raise ShippingError(
-            "this build has no release key, so it cannot verify what it fetches",
-            hint="install a published release, or build it (`make binary`, `make cuda`)",
+            "this build has no release key, so it cannot verify a release",
+            hint="install a published release, or build one (`make binary`, `make cuda`)",
         )
     release = parse_release(_get(channel, MANIFEST), _get(channel, MANIFEST + SIGNATURE), channel.keys)
     if release.issued_s < _last_issued_s(folder / SEEN):
         raise ReleaseUntrustedError("the server offers an older manifest than before")
-    if release.issued_s > time.time() + _CLOCK_S:  # if recorded, it would block later releases
+    if release.issued_s > time.time() + _CLOCK_S:  # recording this time would block later releases
         day = time.strftime("%Y-%m-%d", time.gmtime(release.issued_s))
         raise ReleaseUntrustedError(
             f"the release's manifest was issued on {day}, in the future",
@@ -194,7 +194,7 @@ def _last_issued_s(file: Path) -> int:
     except FileNotFoundError:
         return 0
     except (OSError, ValueError) as error:
-        raise ShippingError(f"{file} is damaged", hint="remove it and run this again") from error
+        raise ShippingError(f"{file} is damaged", hint="remove the file and try again") from error
 
 
 def _get(channel: Channel, name: str) -> bytes:
@@ -207,7 +207,7 @@ def _get(channel: Channel, name: str) -> bytes:
         if event == "connection.connect_tcp.complete":
             connections.append(info["return_value"])
 
-    # a server that sends a byte now and then never meets a limit of a single read
+    # the client's timeout limits each read: a server that sends single bytes would never exceed it
     timer = threading.Timer(_MANIFEST_S, lambda: [*map(http_client.shut_down, connections)])
     timer.start()
     try:
@@ -234,10 +234,10 @@ def _get(channel: Channel, name: str) -> bytes:
 
 
 def install(program: Path, release: Release, url: str, folder: Path, job: Job) -> None:
-    """Fetch the release's file for this machine, verify and test it, and replace `program` by it.
+    """Fetch the release's file for this machine, verify and test it, and let it replace `program`.
 
-    If it raises (DownloadError, ChecksumError, DiskFullError, ReleaseUntrustedError, ShippingError),
-    `program` is unchanged; useful downloads are kept.
+    After DownloadError, ChecksumError, DiskFullError, ReleaseUntrustedError or ShippingError, `program`
+    is unchanged, and a download that can be continued is kept.
     """
     machine = platform.machine()
     file = release.files.get(machine)
@@ -259,7 +259,7 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
 
 
 def list_files(folder: Path, *patterns: str) -> list[Path]:
-    """List the files in `folder` whose names match one of these patterns."""
+    """List the files, but no folders, in `folder` whose names match one of these patterns."""
     named = (path for path in folder.glob("*") if any(fnmatch(path.name, name) for name in patterns))
     return [path for path in named if path.is_symlink() or not path.is_dir()]
 
@@ -269,13 +269,13 @@ def place_verified(
 ) -> None:
     """Download a file of the release at `url` into `folder`, and copy it to `target`, atomically.
 
-    Raises DownloadError, DiskFullError, and ChecksumError if it is not the file that was signed.
+    Raises DownloadError, DiskFullError, and ChecksumError if its SHA-256 is not the manifest's.
     """
     source = f"{url}/{file.name}"
     remote = download.Remote(
         url=source, file_name=file.name, origin=source, size_bytes=file.size_bytes, sha256=file.sha256
     )
-    n_needed = file.size_bytes  # space for the copy; `fetch` reserves its own
+    n_needed = file.size_bytes  # for the copy; `fetch` itself checks the space for the download
     if os.stat(folder).st_dev == os.stat(target.parent).st_dev:
         n_needed += file.size_bytes - disk.size_or_zero(folder / (file.name + download.PART))
     disk.require_free_space(target.parent, n_needed, f"{file.name}, fetched and then copied,")
@@ -290,7 +290,7 @@ def place_verified(
             partial.unlink()
             raise ChecksumError(
                 f"{source} has SHA-256 {digest}, not {file.sha256}: nothing was changed",
-                hint="run it again; if it still differs, do not trust the server",
+                hint="run the command again; if the digest still differs, do not trust the server",
             )
 
 
@@ -302,8 +302,8 @@ def _try_out(candidate: Path, version: str, config: Path) -> None:
     app = payload.open_shipped(candidate).app.rpartition("-")[0]
     if app != version:
         raise ReleaseUntrustedError(f"the release {version} contains a file of version {app}")
-    writing = (m for m in store.list_pulled() if m.entry_by_header().purpose in ("chat", "base"))
-    smallest = min(writing, key=lambda model: model.size_bytes, default=None)
+    generative = (m for m in store.list_pulled() if m.entry_by_header().purpose in ("chat", "base"))
+    smallest = min(generative, key=lambda model: model.size_bytes, default=None)
     commands = [["version", "--json"]]
     if smallest is not None:
         commands.append(["run", smallest.name, "Hi", "--max-tokens", "1", "--resume", "never"])
@@ -342,18 +342,18 @@ def _run(command: list[str], settings: dict[str, str]) -> tuple[int, bytes]:
 def _unfit_error(version: str, command: list[str], reason: str) -> EdgeInferError:
     return ShippingError(
         f"{version} does not work on this machine (`{' '.join(command)}`): {reason}",
-        hint="the installed version stays; if it fails in the same way, fix that first",
+        hint="the installed version stays; if that fails in the same way, correct the cause first",
     )
 
 
 def back(program: Path, folder: Path) -> str:
-    """Exchange `program` and the previous version; return that version. Raises ShippingError."""
+    """Exchange `program` and the previous file; return the previous version. Raises ShippingError."""
     previous = folder / PREVIOUS
     if not previous.exists():
         raise ShippingError("there is no previous version", hint="`edgeinfer update` keeps one")
     app = payload.open_shipped(previous).app
     if app == payload.open_shipped(program).app:
-        problem = "the previous version is this one"
+        problem = "the previous version is also the installed one"
         raise ShippingError(problem, hint="`edgeinfer update` installs the newest version")
     candidate = program.with_name(f".{program.name}-back")
     try:
@@ -367,9 +367,9 @@ def back(program: Path, folder: Path) -> str:
 def _swap(program: Path, candidate: Path, folder: Path) -> None:
     """Keep `program` as the previous file, and replace it by `candidate` with one rename."""
     previous = folder / PREVIOUS
-    with unpack.locked():  # prevents the removal of versions
+    with unpack.locked():  # so that no unpacked version is removed meanwhile
         _link_or_copy(program, folder / ".previous")
-        _name_source(candidate)  # both versions have a file, even after a crash
+        _name_source(candidate)  # after a crash, each unpacked version still has its one-file program
         os.replace(folder / ".previous", previous)
         _name_source(previous)
         os.replace(candidate, program)
@@ -384,7 +384,7 @@ def _name_source(file: Path) -> None:
 
 
 def _link_or_copy(file: Path, target: Path) -> None:
-    """Link `file` as `target`, or copy it to another disk."""
+    """Make `target` a hard link to `file`, or, on another disk, a copy."""
     target.unlink(missing_ok=True)
     try:
         os.link(file, target)
