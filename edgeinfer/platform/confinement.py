@@ -16,19 +16,19 @@ from edgeinfer.platform import linux
 _CREATE, _ADD = 444, 445
 _RESTRICT = 446
 _GET_VERSION, _PATH_BENEATH = 1, 1
-#: Access rights to run and read files and to list folders, and all rights that a file can have.
+#: Bits of access rights: to run and read files and list folders; all rights that exist for a file.
 _READ, _OF_FILES = 0b1101, 0b1100_0000_0000_0111
 #: Number of access rights in Landlock's versions 1, 2, …
 _RIGHTS = (13, 14, 15, 15, 16)
-#: Size (bytes) of a ruleset's attributes in these versions: for files, TCP, and scopes.
+#: Size (bytes) of landlock_ruleset_attr in versions 1, 2, …: one u64 each for files, TCP and scopes.
 _SIZES = (8, 8, 8, 16, 16, 24)
 
 
 def confine(writable: Sequence[str]) -> None:
     """Let this process and its children write only below `writable`; they may read all files.
 
-    Newer kernels also refuse TCP, abstract sockets, and signals to others. Raises OSError. Call
-    `linux.refuse_new_privileges` first.
+    Newer kernels also refuse TCP, and abstract sockets of and signals to other processes. Call
+    `linux.refuse_new_privileges` first. Raises OSError.
     """
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -76,7 +76,7 @@ _FIRST_ARGUMENT = 16
 _SECOND_ARGUMENT = 24
 _THIRD_ARGUMENT = 32
 _CLONE_THREAD = 0x00010000
-#: Bit in the numbers of x32, an alternative interface of x86-64.
+#: Bit in the call numbers of x32, an alternative system call interface of x86-64.
 _X32 = 0x40000000
 
 #: Architecture → its audit number, the numbers of `clone` and `clone3`, and those of calls that only
@@ -95,15 +95,15 @@ _ARCHITECTURES = {
         "63 64 57 80 62 222 226 215 214 134 135 139 216 233 93 94 98 113 278 178 131 172 124 99 293",
     ),
 }
-#: Calls that use memory outside of processes, or keys, or that exploits need: memfd_create memfd_secret
-#: shmget add_key request_key keyctl userfaultfd bpf perf_event_open io_uring_setup, and openat2, whose
+#: Calls whose memory is not counted for the process, or that exploits need: memfd_create memfd_secret
+#: shmget add_key request_key keyctl userfaultfd bpf perf_event_open io_uring_setup; and openat2, whose
 #: arguments a filter cannot read.
 _HIDDEN = {
     "x86_64": "319 447 29 248 249 250 323 321 298 425 437",
     "aarch64": "279 447 194 217 218 219 282 280 241 425 437",
 }
-#: Calls that set a file's mode, each with that argument's index: chmod fchmod fchmodat fchmodat2 open
-#: creat openat mknod mknodat. A setuid program would give its owner's rights to others.
+#: Calls that set a file's mode, each with the index of the mode argument: chmod fchmod fchmodat
+#: fchmodat2 open creat openat mknod mknodat. A setuid file would give its owner's rights to others.
 _MODES = {
     "x86_64": ((90, 1), (91, 1), (268, 2), (452, 2), (2, 2), (85, 1), (257, 3), (133, 1), (259, 2)),
     "aarch64": ((52, 1), (53, 2), (452, 2), (56, 3), (33, 2)),
@@ -118,7 +118,7 @@ _SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}
 #: Allowed socket families: inet, inet6 and netlink, which a network namespace confines. A unix socket
 #: could reach a program that listens in the folder, vsock the host of a virtual machine.
 _FAMILIES = (2, 10, 16)
-#: Allowed types of a socketpair, stream and seqpacket, and the bits of the type.
+#: Allowed types of a socketpair (stream, seqpacket), and the mask that leaves flags out of the type.
 _PAIRS, _TYPE_BITS = (1, 5), 0xF
 
 
@@ -139,11 +139,11 @@ def allow_only_computation() -> None:
 
 
 def refuse_hidden_memory() -> None:
-    """Refuse system calls that use memory outside of processes, or keys, or that exploits need.
+    """Refuse system calls whose memory is not counted for the process, or that exploits need.
 
     Also refused are setuid and setgid modes, larger socket buffers, and sockets that leave a network
-    namespace. Call `linux.refuse_new_privileges` first. Works where `allow_only_computation` does.
-    Raises OSError.
+    namespace. Call `linux.refuse_new_privileges` first. Works on Linux on x86-64 and arm64, elsewhere
+    it does nothing. Raises OSError.
     """
     machine = platform.machine()
     if sys.platform == "linux" and machine in _ARCHITECTURES:
@@ -155,7 +155,7 @@ def _install(code: bytes) -> None:
     program = _Program(len(code) // 8, code)
     if libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0):
         number = ctypes.get_errno()
-        if number not in (errno.EINVAL, errno.ENOSYS):  # these mean: no seccomp in the kernel
+        if number not in (errno.EINVAL, errno.ENOSYS):  # these two mean: a kernel without seccomp
             raise OSError(number, f"prctl(PR_SET_SECCOMP): {os.strerror(number)}")
 
 

@@ -67,7 +67,7 @@ def path_errors(path: str | Path, hint: str, kind: type[EdgeInferError] = UsageE
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:
-    """Open a regular file, by default to read; a new one gets mode 0600. Raises OSError."""
+    """Open a regular file, by default to read; a new file gets mode 0600. Raises OSError for others."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -76,7 +76,7 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
 
 
 def read_regular(path: str | Path) -> bytes:
-    """Read a small file. Raises OSError, also if it is longer, a pipe, a device or a folder."""
+    """Read a file of up to 16 MiB. Raises OSError, also for a longer one, a FIFO, device or folder."""
     with open(open_regular(path), "rb") as file:
         content = file.read(_SMALL_BYTES + 1)
     if len(content) > _SMALL_BYTES:
@@ -148,7 +148,7 @@ def write_durably(path: Path, content: bytes, mode: int | None = None) -> None:
 
 
 def share_blocks(source: int, target: int, start: int = 0, length: int = 0) -> bool:
-    """Let the file `target` share disk blocks with `source`; return False if it cannot.
+    """Let the file `target` share disk blocks with `source`; return False if the disk cannot.
 
     Both are descriptors. `start` and `length` (bytes) are whole blocks; `length` 0 means up to the end.
     """
@@ -175,7 +175,7 @@ def try_lock(descriptor: int) -> bool:
 def locked(path: str | Path, busy: Callable[[], None] | None = None) -> Iterator[int]:
     """Hold the lock of a file, created if missing, during the block; yield its descriptor.
 
-    If another process or thread holds the lock, `busy` is called, which may raise, before the wait.
+    If another process or thread holds the lock, call `busy`, which may raise, then wait.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
@@ -220,7 +220,7 @@ def sha256_of(path: Path, progress: Callable[[int], None] = lambda _done: None) 
 def sha256_of_part(
     descriptor: int, start: int, length: int, on_chunk: Callable[[bytes, int], Any]
 ) -> str:
-    """Hash up to `length` bytes from `start` on; `on_chunk` gets each chunk and the bytes so far."""
+    """Return the SHA-256 (hex) of `length` bytes; `on_chunk` gets each chunk and the bytes so far."""
     import hashlib  # slow import (2 ms): it loads OpenSSL
 
     hasher = hashlib.sha256()
@@ -251,7 +251,7 @@ MOST_ENTRIES = 1000
 
 
 class CacheTable(Generic[T]):
-    """A table of values by key, kept as the JSON file `name` in the cache folder."""
+    """A table of values by key, stored as the JSON file `name` in the cache folder."""
 
     def __init__(self, name: str, kind: type[dict[str, T]]) -> None:
         self._name = name
@@ -267,7 +267,7 @@ class CacheTable(Generic[T]):
             return {}
 
     def put(self, key: str, value: T) -> None:
-        """Store a value; ignore an error of the disk."""
+        """Store a value as the newest; ignore errors of the disk."""
         import msgspec
 
         table = self.read()

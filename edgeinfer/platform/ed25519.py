@@ -1,4 +1,4 @@
-"""Sign and verify with Ed25519 (RFC 8032), by the OpenSSL that Python is linked with.
+"""Sign and verify with Ed25519 (RFC 8032), using the OpenSSL with which Python is linked.
 
 No package is needed: `libcrypto` is loaded wherever `hashlib` is. `openssl pkey` reads the key files,
 and `openssl pkeyutl -verify -rawin` checks the signatures.
@@ -31,7 +31,7 @@ _NAMES = ("libcrypto.so.3", "libcrypto.so.1.1")
 
 @cache
 def _libcrypto() -> ctypes.CDLL:
-    """Return OpenSSL's library. Raises EdgeInferError if Python has it built in."""
+    """Return OpenSSL's library. Raises EdgeInferError if Python has OpenSSL built in."""
     for name in _NAMES:
         with suppress(OSError):
             library = ctypes.CDLL(name)
@@ -94,12 +94,12 @@ class SigningKey:
                 crypto.EVP_DigestSign(context, signature, ctypes.byref(size), message, length) == 1
             )
         if not done or size.value != SIGNATURE_BYTES:
-            raise EdgeInferError("OpenSSL could not sign")
+            raise EdgeInferError("OpenSSL could not sign with the Ed25519 key")
         return signature.raw
 
 
 def is_signed_by(public: bytes, signature: bytes, message: bytes) -> bool:
-    """Return whether `signature` is that of the owner of the key `public`."""
+    """Return whether `signature` of `message` is valid for the public key; False for wrong lengths."""
     if len(public) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
         return False
     crypto, length = _libcrypto(), ctypes.c_size_t(len(message))
@@ -118,7 +118,7 @@ def new_key_text() -> str:
 
 
 def parse_key(text: str) -> SigningKey | None:
-    """Return the private key in the text of a PEM file; None if that is not Ed25519."""
+    """Return the private key in the text of a PEM file; None if the text is no Ed25519 key."""
     body = "".join(text.split())
     body = body.removeprefix("".join(_BEGIN.split())).removesuffix("".join(_END.split()))
     try:

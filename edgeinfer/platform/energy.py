@@ -15,7 +15,7 @@ _NONE = (
 
 
 class _Kind(NamedTuple):
-    """Files with an energy (µJ) or power (µW), each next to a file `label` that begins with `name`."""
+    """Files with energy (µJ) or power (µW); a file `label` next to each begins with the text `name`."""
 
     source: str
     files: str
@@ -28,7 +28,7 @@ class _Kind(NamedTuple):
         return read_text(file.with_name(label)).startswith(self.name)
 
 
-#: Kinds of files in order of preference. Only the first readable kind is used: they overlap.
+#: Kinds of files in order of preference. Only the first readable kind is used, since kinds overlap.
 _KINDS = (
     _Kind("of the processors, by RAPL", "powercap/*rapl:*/energy_uj", "name", "package"),
     _Kind("of the processors, by hwmon", "hwmon/hwmon*/energy*_input", "{}_label", "Esocket"),
@@ -41,7 +41,7 @@ class EnergyMeter:
     """Measures the energy (J) between two calls of `read_joules`.
 
     RAPL and hwmon count the processors' energy. A power meter's or a battery's power is averaged over
-    two calls. `source` says what is measured, or `reason` why nothing is; the other one is "".
+    two calls. `source` says what is measured, "" if nothing is; then `reason` says why.
     """
 
     def __init__(self, sys: Path | None = None) -> None:
@@ -62,7 +62,7 @@ class EnergyMeter:
         self._wraps = [wrap or 1 << 64 for wrap in ranges]
 
     def read_joules(self) -> float | None:
-        """Return the energy (J) since the last call, 0.0 at first; None if it is no longer readable."""
+        """Return the energy (J) since the last call, 0.0 at first; None if a file cannot be read."""
         values = [_number(file) for file in self._files if self._kind.measures(file)]
         readings = [value for value in values if value is not None]
         if not readings or len(readings) < len(self._files):

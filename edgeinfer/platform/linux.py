@@ -1,4 +1,4 @@
-"""System calls that Python 3.11 lacks: namespaces, mounts, capabilities. ctypes takes 1.7 ms."""
+"""System calls that Python 3.11 lacks: namespaces, mounts, capabilities. The import takes 1.7 ms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PR_CAP_AMBIENT = 47
 _PR_CAP_AMBIENT_RAISE, _PR_CAP_AMBIENT_CLEAR_ALL = 2, 4
 _PR_SET_CHILD_SUBREAPER = 36
 _CAPABILITY_VERSION_3 = 0x20080522
-#: checkpoint_restore, sys_ptrace, setpcap and sys_admin: what CRIU needs in a user namespace.
+#: Capabilities that CRIU needs in a user namespace: checkpoint_restore, sys_ptrace, setpcap, sys_admin.
 CRIU_CAPABILITIES = (40, 19, 8, 21)
 _CAP_SETFCAP = 31
 MADV_DONTNEED = 4
@@ -34,7 +34,7 @@ _loaded: list[ctypes.CDLL] = []
 
 
 def _libc() -> ctypes.CDLL:
-    """Return the C library, opened at the first use: other systems can import this module."""
+    """Return the C library, opened at the first use, so that any system can import this module."""
     if not _loaded:
         _loaded.append(ctypes.CDLL(None, use_errno=True))
     return _loaded[0]
@@ -48,7 +48,7 @@ def _check(result: int, call: str) -> int:
 
 
 def clone(flags: int) -> int:
-    """Fork this process, of one thread, into new namespaces; return like fork. Raises OSError."""
+    """Fork this single-threaded process into new namespaces; return like fork. Raises OSError."""
     number, raw_flags = _CLONE[os.uname().machine], ctypes.c_ulong(flags | _SIGCHLD)
     return _check(_libc().syscall(number, raw_flags, None, None, None, None), "clone")
 
@@ -69,7 +69,7 @@ def map_this_user(uid: int, gid: int) -> None:
 
 
 def mount_proc() -> None:
-    """Mount a /proc for this pid namespace, which is invisible outside of this mount namespace."""
+    """Mount a /proc of this pid namespace, visible only in this mount namespace. Raises OSError."""
     mount("none", "/", "", _MS_REC | _MS_SLAVE)
     mount("proc", "/proc", "proc", 0)
 
@@ -81,7 +81,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def bind(source: str, target: str, *, read_only: bool) -> None:
-    """Show `source`, and everything mounted below it, at `target` too. Raises OSError."""
+    """Bind-mount `source`, with all mounts below it, at `target`. Raises OSError."""
     mount(source, target, "", _MS_BIND | _MS_REC)
     if read_only:
         attributes = (ctypes.c_uint64 * 4)(1)  # MOUNT_ATTR_RDONLY
@@ -100,7 +100,7 @@ def pivot_root(folder: str) -> None:
 def become_init(flags: int, uid: int, gid: int) -> None:
     """Make the child of `clone(flags)` the init of its namespaces: map the user, mount /proc.
 
-    Without a pid namespace, it adopts its orphaned descendants, as an init does. Raises OSError.
+    Without namespaces, make it adopt orphaned descendants, as an init does. Raises OSError.
     """
     if flags & CLONE_NEWUSER:
         map_this_user(uid, gid)
@@ -125,7 +125,7 @@ def set_title(title: str) -> None:
 
 
 def keep_capabilities(numbers: tuple[int, ...]) -> None:
-    """Keep only these capabilities, for the programs that this process executes too."""
+    """Keep only these capabilities, also in programs that this process executes. Raises OSError."""
     word = sum(1 << n for n in numbers)
     low, high = word & 0xFFFFFFFF, word >> 32
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
@@ -137,9 +137,9 @@ def keep_capabilities(numbers: tuple[int, ...]) -> None:
 
 
 def drop_privileges(*, can_map_root: bool = False) -> None:
-    """Drop all capabilities, also those that an exec would give; setuid programs get none.
+    """Drop all capabilities, and let no exec gain any, not even of a setuid program. Raises OSError.
 
-    `can_map_root` lets root keep CAP_SETFCAP, which it needs to create a user namespace for a sandbox.
+    `can_map_root` lets root keep CAP_SETFCAP, which the user namespace of a sandbox requires.
     """
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     permitted = (ctypes.c_uint32 * 6)()
@@ -151,17 +151,17 @@ def drop_privileges(*, can_map_root: bool = False) -> None:
 
 
 def refuse_new_privileges() -> None:
-    """Let no exec gain privileges, which seccomp and Landlock require. Raises OSError."""
+    """Set no_new_privs (seccomp and Landlock require it): no exec gains privileges. Raises OSError."""
     _check(_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
 
 
 def forget_pages(start: int, length: int) -> None:
-    """Drop the content of pages: they are then as when they were mapped (MADV_DONTNEED)."""
+    """Drop the content of pages (MADV_DONTNEED): anonymous memory then reads as zeros."""
     _check(_libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED), "madvise")
 
 
 def getrandom(size: int) -> bytes:
-    """Return random bytes of the kernel. libc's may repeat after a resume (glibc >= 2.41)."""
+    """Return the kernel's random bytes; those of libc (glibc >= 2.41) may repeat after a resume."""
     number = {"x86_64": 318, "aarch64": 278}[os.uname().machine]
     buffer = ctypes.create_string_buffer(size)
     got = _check(_libc().syscall(number, buffer, ctypes.c_size_t(size), 0), "getrandom")

@@ -1,4 +1,4 @@
-"""Listening sockets of the endpoint: bound here, or taken over from systemd."""
+"""Listening sockets of the endpoint: bound by this process, or passed by systemd."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bind(host: str, port: int) -> list[int]:
 
 
 def activated_sockets() -> list[int]:
-    """Return descriptors of systemd's sockets (sd_listen_fds(3)). Raises ServeError for wrong ones."""
+    """Return the descriptors that systemd passes (sd_listen_fds(3)). Raises ServeError for others."""
     count = os.environ.pop("LISTEN_FDS", "")
     pid = os.environ.pop("LISTEN_PID", "")
     os.environ.pop("LISTEN_FDNAMES", None)
@@ -47,8 +47,8 @@ def activated_sockets() -> list[int]:
     try:
         return [_take_over(descriptor) for descriptor in range(3, 3 + int(count))]
     except (OSError, ValueError) as error:
-        problem = f"LISTEN_FDS={count[:20]}: fewer descriptors from 3 on are listening sockets"
-        hint = "start it by a systemd socket, or `unset LISTEN_FDS LISTEN_PID`"
+        problem = f"LISTEN_FDS={count[:20]}, but fewer descriptors from 3 on are listening sockets"
+        hint = "start `serve` by a systemd socket, or `unset LISTEN_FDS LISTEN_PID`"
         raise ServeError(problem, hint=hint) from error
 
 

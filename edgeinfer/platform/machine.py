@@ -18,10 +18,10 @@ from pathlib import Path
 
 _ROOT = Path("/")
 _GPU_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
-#: `read_rate` reads at most this part of a file (bytes), in blocks of this size.
+#: Maximum part (bytes) of a file that `read_rate` reads, and the size (bytes) of a read.
 _RATE_BYTES, _RATE_BLOCK = 256 << 20, 1 << 20
-#: Smallest file (bytes) that is measured. Of a disk with 500 MB/s, 16 MiB gave 300 MB/s, 1 MiB 110 and
-#: 4 KiB less than 1, because starting the threads took most of the time.
+#: Smallest file (bytes) that `read_rate` measures. On a disk of 500 MB/s, a file of 16 MiB gave 300
+#: MB/s, 1 MiB 110 and 4 KiB less than 1, because starting the threads took most of the time.
 _LEAST_RATE_BYTES = 64 << 20
 _RATE_S = 0.4
 #: Eight threads read from an SSD three times as fast as one.
@@ -33,9 +33,9 @@ _RATE_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Memory (bytes) that this process may still allocate; `reason` says what limits it.
+    """Memory (bytes) that this process may use, and may still allocate; `reason` names the limit.
 
-    If it is unknown (not Linux), `total_bytes` is 0 and `available_bytes` is 2**62.
+    If the memory is unknown (not Linux), `total_bytes` is 0 and `available_bytes` is 2**62.
     """
 
     total_bytes: int
@@ -64,7 +64,7 @@ class Machine(Processors):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRate:
-    """Memory bandwidth, measured by this many `threads`; `busy` if other processes used the CPUs."""
+    """Memory bandwidth, measured with `threads` threads; `busy` if other processes used the CPUs."""
 
     bytes_per_s: float
     threads: int
@@ -123,7 +123,7 @@ def resident_bytes() -> int:
 
 
 def memory_threads() -> int:
-    """Return the number of threads of `read_memory_rate`."""
+    """Return the number of threads with which `read_memory_rate` measures."""
     processors = read_processors()
     return max(1, min(processors.logical_cpus, round(processors.quota or processors.logical_cpus), 32))
 
@@ -234,7 +234,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file of /proc or /sys without white space around it; "" if unreadable."""
+    """Return the stripped text of a file in /proc or /sys; "" if the file is unreadable."""
     try:
         return path.read_text().strip()
     except (OSError, ValueError):

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 _PROBES = 64
-#: A file is cold if more than this share of its pages is missing. Page faults read fewer fast enough.
+#: A file is cold if more than this share of its pages is uncached; page faults read less fast enough.
 _COLD_PART = 0.05
 
 
@@ -16,7 +16,7 @@ def is_cold(path: str | Path) -> bool:
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # a probe must not cause readahead
-        # random offsets, because a probe caches its page: fixed ones would seem warm the next time
+        # random offsets: a probe caches its page, so fixed offsets would find their pages cached later
         offsets = [random.randrange(size) for _ in range(_PROBES)] if size else []
         missing = sum(not is_cached(file.fileno(), offset) for offset in offsets)
     return missing > _PROBES * _COLD_PART

@@ -1,8 +1,8 @@
 """Paths of our folders. `EDGEINFER_HOME` puts them all below one folder.
 
 On Linux they follow the XDG base directory specification. Functions ending in `_dir` return a `Path`,
-those ending in `_path` a str: importing `pathlib` would take 12 of a launch's 40 ms. Only `private_dir`
-creates a folder.
+functions ending in `_path` a str: importing `pathlib` would take 12 of a launch's 40 ms. Only
+`make_folder` and `private_dir` create folders.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ DENIED_HINT = (
 )
 #: Environment variable by which the one-file program names the model that it contains.
 BUNDLED_MODEL = "EDGEINFER_BUNDLED_MODEL"
-#: The tag that Ollama adds to a model's name without one.
+#: The tag that Ollama adds to a model name without a tag.
 LATEST = ":latest"
 #: Prefixes of the names of other programs' models: Ollama's, Hugging Face's, LM Studio's.
 EXTERNAL_PREFIXES = ("ollama/", "hf:", "lmstudio/")
 _OLLAMA, _HUGGING_FACE, _LM_STUDIO = EXTERNAL_PREFIXES
-#: Quantization of a repository that is named without one, as in llama-server.
+#: Quantization that is chosen if only the repository is named, as in llama-server.
 DEFAULT_QUANT = "Q4_K_M"
 #: Address at which clients look for Ollama; EDGEINFER_OLLAMA_PORT names another port.
 OLLAMA_HOST, _OLLAMA_PORT = "127.0.0.1", 11434
@@ -77,7 +77,7 @@ def is_model_path(text: str) -> bool:
 
 
 def model_spellings(text: str) -> tuple[str, ...]:
-    """Return the full names that a model's `text` may stand for, in lower case, the likeliest first."""
+    """Return the full names of models that `text` may mean, in lower case, the likeliest first."""
     plain = text.lower().removesuffix(LATEST)
     if plain.startswith((_OLLAMA, _LM_STUDIO)):
         return (plain,)
@@ -90,7 +90,7 @@ def model_spellings(text: str) -> tuple[str, ...]:
 
 
 def absolute_path(text: str) -> str:
-    """Return a path without `~`, `.` and `..`. A link stays, but one before `..` is followed."""
+    """Return an absolute path without `~`, `.` and `..`. Links are resolved only if there is a `..`."""
     path = os.path.expanduser(text)
     if not path.startswith("/"):
         path = os.path.join(os.getcwd(), path)
@@ -176,7 +176,7 @@ def shipped_file(name: str) -> Path:
 def make_folder(path: Path) -> None:
     """Create `path` and its missing parents with mode 0700. Raises OSError.
 
-    `mkdir(parents=True)` gives only the last this mode: with umask 002, a group could change the rest.
+    `mkdir(parents=True)` gives only the last folder this mode; others could be writable for a group.
     """
     if not path.is_dir():
         make_folder(path.parent)
@@ -186,7 +186,7 @@ def make_folder(path: Path) -> None:
 def private_dir(path: Path) -> Path:
     """Create `path` if missing, for this user only (0700), and return it.
 
-    Raises SnapshotUnsafeError if it exists with another owner or a wider mode, or is a symlink.
+    Raises SnapshotUnsafeError if `path` has another owner or a wider mode, or is a symlink.
     """
     make_folder(path)
     info = os.lstat(path)

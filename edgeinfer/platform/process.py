@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 MODULE_SWITCH = "--edgeinfer-module"
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
-#: Interval (s) at which the end of a child is noticed.
+#: Interval (s) at which `ask_child` checks whether the child has ended.
 _CHILD_POLL_S = 0.01
-#: Niceness of a background process, and of its session, which then gets a tenth of a busy CPU.
+#: Niceness of a background process, and of its session: the session gets a tenth of a busy CPU.
 _LOWEST, _SESSION = 19, 10
-#: Setting a session's niceness is tried five times, because the kernel allows ten changes per second.
+#: Tries to set a session's niceness, and pause (s): the kernel allows ten changes per second.
 _AUTOGROUP_TRIES, _AUTOGROUP_WAIT_S = 5, 0.12
 
 
 def child_command(module: str, *args: str) -> list[str]:
-    """Return the command that runs our `module`: with Python, or with the one-file program itself."""
+    """Return the command that runs edgeinfer's `module`, by Python or by the one-file program."""
     if getattr(sys, "frozen", False):
         return [sys.executable, MODULE_SWITCH, module, *args]
     return [sys.executable, "-P", "-m", module, *args]  # -P: import nothing from the current folder
@@ -41,7 +41,7 @@ def ask_child(
     patience_s: float = 30.0,
     stop: threading.Event | None = None,
 ) -> tuple[bytes, str]:
-    """Run our `module` in a child that may crash; return its output, and how it ended.
+    """Run edgeinfer's `module` in a child that may crash; return its output, and how it ended.
 
     The child is killed after `patience_s`, or when `stop` is set. Raises OSError if it cannot start.
     """
@@ -100,7 +100,7 @@ def fork_and_exec(command: list[str], prepare: Callable[[], None]) -> int:
 
 
 def open_missing_streams() -> None:
-    """Open closed standard streams on /dev/null, so that no file gets their numbers. Raises OSError."""
+    """Open closed standard streams on /dev/null, to reserve descriptors 0 to 2. Raises OSError."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             null = os.open("/dev/null", os.O_RDWR)
@@ -139,7 +139,7 @@ def close_all_but(*keep: int) -> None:
 
 
 def die_with_parent(number: int = _SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent thread ends. Raises OSError."""
+    """Let the kernel send this process signal `number` when its parent thread ends. Raises OSError."""
     if sys.platform != "linux":
         return
     import ctypes  # slow import (1.7 ms); an app's supervisor has imported it already
@@ -153,7 +153,7 @@ def die_with_parent(number: int = _SIGKILL) -> None:
 
 
 def die_with_parent_hook(number: int = _SIGKILL) -> Callable[[], None] | None:
-    """Return a `preexec_fn` that lets the kernel end the child, also after exec, with this thread."""
+    """Return a `preexec_fn` by which the kernel ends the child with this thread; None if not Linux."""
     if sys.platform != "linux":
         return None
     import ctypes
@@ -170,7 +170,7 @@ def die_with_parent_hook(number: int = _SIGKILL) -> Callable[[], None] | None:
 
 
 class SignalHandlers:
-    """Handles signals in a `with` block. Only in the main thread; in others it does nothing."""
+    """Installs signal handlers for a `with` block; in other threads than the main one, none."""
 
     def __init__(self, handlers: Mapping[signal.Signals, Any]) -> None:
         self._handlers = handlers
@@ -194,7 +194,7 @@ class SignalHandlers:
 def start_child(command: list[str], number: int = _SIGKILL, **settings: Any) -> subprocess.Popen[bytes]:
     """Start a child that the kernel ends when this thread ends. Raises like `subprocess.Popen`.
 
-    Signals that arrive meanwhile are handled afterwards, because Python drops an exception that a
+    Signals that arrive during the start are handled after it, because Python drops an exception that a
     handler raises during a fork.
     """
     import signal
@@ -231,7 +231,7 @@ def use_lowest_priority() -> None:
 
 
 def keep_lowest_priority() -> None:
-    """Give this process's new session the lowest priority, if the process has inherited that."""
+    """Give this process's new session the lowest priority, if the process itself has inherited it."""
     if os.getpriority(os.PRIO_PROCESS, 0) == _LOWEST:
         use_lowest_priority()
 

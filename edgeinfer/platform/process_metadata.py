@@ -1,7 +1,7 @@
 """Records that a running process publishes, for `edgeinfer ps` and `snapshots take`.
 
-A record is an open file in memory (memfd), which /proc shows only to the same user: it may contain
-words of a prompt. It disappears with the process.
+A record is a memfd, which disappears with the process. /proc shows a process's memfds only to the same
+user, so a record may contain words of a prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LAYERS, DESCRIPTION = "edgeinfer-layers", "edgeinfer-description"
 
 
 class ProcessRecord:
-    """A record of this process with a name; only the latest value is kept."""
+    """A named record of this process; a new value replaces the previous one."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -37,7 +37,7 @@ class ProcessRecord:
 
 
 def read_process_record(pid: int, name: str, kind: type[T]) -> T | None:
-    """Return a record of process `pid`; None if it has none, or is another user's."""
+    """Return a record of process `pid`; None if the process has none or is another user's."""
     folder = f"/proc/{pid}/fd"
     try:
         numbers = os.listdir(folder)

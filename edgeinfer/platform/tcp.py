@@ -34,8 +34,8 @@ _kernel: socket.socket | None = None
 def use_netlink_socket(kernel: socket.socket) -> None:
     """Use this netlink socket from now on.
 
-    A resumed process gets it from the launcher. On its own socket, the kernel would show every other
-    user as 65534, because it translates user ids to the user namespace in which a socket was created.
+    A resumed process gets a socket of the launcher. On a socket that the process itself creates, the
+    kernel shows every other user as 65534, because it maps ids to the user namespace of the creator.
     """
     global _kernel
     _kernel = kernel

@@ -141,7 +141,7 @@ sys.exit(main())
 def test_sockets_that_were_not_passed_are_an_error_in_words(count):
     done = run(sys.executable, "-c", MISCOUNTED, "serve", count, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (1, False)
-    assert f"error: LISTEN_FDS={count[:20]}: fewer descriptors from 3 on" in done.stderr
+    assert f"error: LISTEN_FDS={count[:20]}, but fewer descriptors from 3 on" in done.stderr
 
 
 @pytest.mark.parametrize("options", [["--port", "70000"], ["--idle-exit", "0"]])
