@@ -1,6 +1,6 @@
 """config.toml: every key with its type, default and description. Unknown keys are errors.
 
-`EDGEINFER_CONFIG` names another file. A class below is a section; its package reads it.
+`EDGEINFER_CONFIG` names another file. Each class below is one section of the file.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def config_path() -> Path:
     return Path(paths.config_file())
 
 
-#: Keys of earlier versions → what to do instead. They are ignored with this note.
+#: Keys of earlier versions → what to do instead. Such a key is ignored with a warning that says this.
 REMOVED_KEYS = {
     "load.flash-attention": "flash attention is chosen automatically",
     "snapshots.resume": "type `--resume never`, or set `auto-warm = false` and remove the snapshots",
@@ -248,7 +248,7 @@ REMOVED_KEYS = {
 def load_config(
     path: Path | None = None, on_removed: Callable[[str], None] = lambda _message: None
 ) -> Config:
-    """Read the configuration. Raises ConfigError with the file, the key and the nearest valid one.
+    """Read the configuration. Raises ConfigError, which names file and key, and a similar valid key.
 
     `on_removed` is called with a message for each removed key.
     """
@@ -300,7 +300,7 @@ def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], 
 
 
 def way_out_of_offline(config: Config) -> str:
-    """Return what ends offline mode, such as "unset EDGEINFER_OFFLINE"; "" if it is off."""
+    """Return the step that ends offline mode ("unset EDGEINFER_OFFLINE"); "" if the mode is off."""
     variables = ("EDGEINFER_OFFLINE", "HF_HUB_OFFLINE")
     is_on = (name for name in variables if os.environ.get(name, "") not in ("", "0", "false", "no"))
     steps = [f"unset {name}" for name in is_on]

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class LoadOption:
-    """A load option. Its value is one of `choices`, or an integer from `low` to `high` if that is set.
+    """A load option. A value is one of `choices` or, with a `high`, an integer from `low` to `high`.
 
-    Its flag is `--name` if `is_typed`, its key in config.toml is `name`; without a `name` it has
+    The flag is `--name` if `is_typed`, the key in config.toml is `name`; an option without a `name` has
     neither. With `of_snapshot`, each value needs a separate snapshot.
     """
 
     #: Whether the flag may be repeated; the values are then joined with commas.
     many = False
-    #: Whether config.toml has a key for it.
+    #: Whether config.toml has a key for the option.
     is_configured = True
 
     def __init__(
@@ -93,7 +93,7 @@ class AdaptersOption(LoadOption):
 
 
 class ModelOption(LoadOption):
-    """A model's name, in lower case if letter case does not matter, or its file's absolute path."""
+    """A model's name, in lower case if letter case does not matter, or the absolute path of a file."""
 
     def parse(self, text: str) -> Value:
         if paths.is_model_path(text):
@@ -104,7 +104,7 @@ class ModelOption(LoadOption):
         return text if "/" in text else name
 
 
-#: Value that switches off also the adapters and the draft model of the catalogue.
+#: Value of `lora` or `draft` that also switches off the adapters or draft model of models.toml.
 NO_ADAPTERS = NO_DRAFT = "none"
 UNFIT_DRAFT_HINT = "use a smaller model of the same family, or --draft none"
 
@@ -234,9 +234,9 @@ def first_difference(
 ) -> str:
     """Return the first option in which a launch differs from a snapshot, or "".
 
-    All are dicts of field → text: `launch` has the launch's options, `requested` those of the build,
-    `actual` those that its load chose. An option that the launch leaves out must have been left out of
-    the build, too, unless the launch names the snapshot.
+    All three are dicts of field → text: `launch` has the launch's options, `requested` the build's,
+    `actual` the values that the build's load chose. An option that the launch leaves out must have been
+    left out of the build, too, unless the launch names the snapshot.
     """
     for field in launch if is_named else launch | requested:
         built_with = filter(None, (requested.get(field), actual.get(field)))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class SamplingOption(NamedTuple):
-    """A numeric option from `low` to `high`, inclusive. Without a `flag`, only requests can set it."""
+    """A numeric option from `low` to `high`, inclusive; without a `flag`, only requests can set it."""
 
     field: str
     kind: type[int] | type[float]
