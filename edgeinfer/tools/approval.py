@@ -34,11 +34,11 @@ _IN_VALUE, _IN_NAME = r"[\\*,\n]", r"[^\w.-]"
 #: Matches a pattern for URLs: scheme, host with port, path.
 _URL_PATTERN = re.compile(r"((?:\\.|[\w.*+-])+)://([^/?#]*)([/?#].*)?", re.DOTALL)
 _URL = re.compile(r"(https?)://([\w.:[\]-]+)([/?#][^\\\s]*)?", re.IGNORECASE)
-#: Characters with which a shell command could contain a second one; `*` matches them only in a path or
-#: URL.
+#: Characters by which a shell command could contain a second command; `*` matches these only in a path
+#: or URL.
 _OPERATORS = re.compile(r"[;&|<>`$(){}\\\r\n]")
-#: Names of arguments that are paths: a pattern is proposed for the folder, and `*` matches no hidden
-#: name.
+#: Names of arguments whose value is a path: the proposed pattern is for its folder, and `*` matches no
+#: hidden name.
 _PATHS = {"path", "file", "filename", "file_path", "filepath"}
 _LONGEST_PROPOSED = 200
 _LONGEST_PATH = 4096
@@ -46,7 +46,7 @@ _KEYS: dict[str, Choice] = {"y": "once", "yes": "once", "a": "conversation", "p"
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The user's decision about one call. The model is told `reason`."""
+    """The user's decision about one call. The model gets `reason`."""
 
     choice: Choice
     reason: str = ""
@@ -61,7 +61,7 @@ class Pattern(msgspec.Struct, frozen=True):
     is_bare: bool = False
 
     def allows(self, server: str, tool: str, arguments: dict[str, Any]) -> bool:
-        """Return whether the pattern matches the call as written, not another spelling of a path."""
+        """Return whether the pattern matches the call exactly as written, in no other spelling."""
         return (
             self._names(server, tool)
             and not (self.is_bare and arguments)
@@ -72,7 +72,7 @@ class Pattern(msgspec.Struct, frozen=True):
         )
 
     def denies(self, server: str, tool: str, arguments: dict[str, Any], folder: Path) -> bool:
-        """Return whether the pattern matches a spelling of the call; relative paths are in `folder`."""
+        """Return whether the pattern matches any spelling of the call; `folder`: of relative paths."""
         return self._names(server, tool, re.IGNORECASE) and all(
             any(
                 _glob(value.removeprefix("./"), text, re.IGNORECASE)
@@ -114,7 +114,7 @@ def _has_wildcard(pattern: str) -> bool:
 
 
 def _glob(pattern: str, text: str, flags: int = 0, wildcard: str = ".*") -> bool:
-    # not fnmatch, which gives brackets and question marks in paths and commands a meaning
+    # not fnmatch, for which brackets and question marks in paths and commands are wildcards, too
     atoms = (wildcard if atom == "*" else re.escape(_literal(atom)) for atom in _ATOM.findall(pattern))
     return re.fullmatch("".join(atoms), text, flags | re.DOTALL) is not None
 
@@ -152,7 +152,7 @@ def _url(text: str) -> tuple[str, str, str] | None:
 
 
 def _spellings(value: Any, folder: Path) -> Iterator[str]:
-    """Yield the meanings of an argument: members of a list, other spellings of a path or a URL."""
+    """Yield what an argument may mean: the members of a list, other spellings of a path or URL."""
     if isinstance(value, dict | list):
         for member in value.values() if isinstance(value, dict) else value:
             yield from _spellings(member, folder)
@@ -187,7 +187,7 @@ def _spellings_of_address(text: str) -> Iterator[str]:
 
 
 def argument_text(value: Any) -> str:
-    """Return an argument as patterns match it and people see it: a string, or JSON."""
+    """Return an argument as text, for patterns and users: a string as it is, other types in JSON."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
@@ -247,7 +247,7 @@ class Approvals:
     ) -> Level:
         """Return whether a call is allowed, needs approval ("ask"), or is denied.
 
-        `destructive`: its server says so. `harmless`: a built-in tool that only reads.
+        `destructive` is the server's claim. `harmless` is a built-in tool that only reads.
         """
         call = (server, tool, arguments)
         if any(pattern.denies(*call, self._folder) for pattern in self._deny):
@@ -255,7 +255,7 @@ class Approvals:
         if any(pattern.allows(*call) for pattern in self._by_conversation.get(conversation, ())):
             return "allow"
         allowed = [pattern for pattern in self.allow if pattern.allows(*call)]
-        if destructive:  # `server.*` was perhaps written before the server had this tool
+        if destructive:  # the user may have written `server.*` before the server had this tool
             allowed = [p for p in allowed if not _has_wildcard(p.server + p.tool)]
         return "allow" if allowed or harmless else "ask"
 

@@ -13,7 +13,7 @@ from edgeinfer.tools.tool_use import Progress, Stop
 
 TEXT = {"type": "string"}
 _TYPES = {"string": str, "integer": int}
-#: PATH of programs that tools start. A command in the sandbox may have put programs on the user's PATH.
+#: PATH of programs that tools start: a command in the sandbox may put programs on the user's PATH.
 FIXED_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
@@ -22,7 +22,7 @@ class RefusedError(Exception):
 
 
 def home_folder_error(folder: Path) -> str:
-    """Return the error for a `folder` that contains the home folder: tools may not use it; or ""."""
+    """Return an error if `folder` contains the home folder, so that tools may not use it; or ""."""
     with suppress(RuntimeError):  # this user has no home folder
         if Path.home().resolve().is_relative_to(folder):
             return f"{folder} contains your home folder: start in a project folder"
@@ -44,7 +44,7 @@ def tool_info(
     *,
     read_only: bool = False,
 ) -> ToolInfo:
-    """Describe a tool by its arguments' JSON schemas. `read_only`: it needs no approval."""
+    """Describe a tool by its arguments' JSON schemas. A `read_only` tool needs no approval."""
     fields = {"properties": {**needed, **(optional or {})}, "required": list(needed)}
     schema = {"type": "object", **fields, "additionalProperties": False}
     return ToolInfo(name=name, description=description, parameters=schema, read_only=read_only)
@@ -81,7 +81,7 @@ class Builtin(ToolServer):
         stop: Stop | None = None,
         on_progress: Progress | None = None,
     ) -> CallResult:
-        """Run a tool; errors are its result. Raises StoppedError."""
+        """Run a tool; an error becomes the result. Raises StoppedError."""
         tool = next(tool for tool in self._tools if tool.name == name)
         if wrong := self.argument_error(tool, arguments):
             return CallResult(f"wrong arguments: {wrong}", is_error=True)

@@ -36,7 +36,7 @@ _MAX_FILE = 4 << 20
 _MAX_LINES, _MAX_FOUND = 2000, 200
 _MAX_VISITED = 50_000
 _LINE_CHARACTERS = 400
-#: Maximum number of pairs of equal lines for which a diff is made, which takes up to 3 s.
+#: Maximum number of pairs of equal lines for which a diff is computed, in up to 3 s.
 _MAX_PAIRS = 10_000_000
 #: Time limit (s) of a search, and number of files for each run of grep.
 _GREP_S, _GREP_FILES = 10, 64
@@ -78,7 +78,7 @@ class BuiltinFiles(Builtin):
 
     A path is opened folder by folder without following links, because a command in the sandbox may
     replace a folder by a link meanwhile. `canonical` resolves links before the call is judged. (openat2
-    does not say where a link leads, which patterns must compare.)
+    would not tell the target of a link, to which the patterns of approval apply.)
     """
 
     server = "files"
@@ -125,7 +125,7 @@ class BuiltinFiles(Builtin):
 
     @contextmanager
     def _parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """Yield the open folder of `path`, and the last name of `path`. Links are not followed."""
+        """Yield a descriptor of the folder of `path`, and the file's name. Links are not followed."""
         *folders, name = path.split("/")
         if path.startswith("/") or ".." in (*folders, name):
             raise RefusedError(f"{path} is outside of the folder")
@@ -149,7 +149,7 @@ class BuiltinFiles(Builtin):
 
     @contextmanager
     def _open(self, path: str) -> Iterator[int]:
-        """Yield the descriptor of a file. Raises RefusedError for a folder, or a large file."""
+        """Yield the descriptor of a file. Raises RefusedError for a folder, or a file over 4 MiB."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with self._parent(path) as (holder, name):
             descriptor = os.open(name, flags, dir_fd=holder)
@@ -224,7 +224,7 @@ class BuiltinFiles(Builtin):
                     below.clear()
                 if self._is_own(folder):
                     below[:], names = [], []
-                # "": check `stop` at least once in each folder, because many may have no files
+                # with "", `stop` is checked in each folder: many folders may have no files
                 for name in ("", *sorted(names)):
                     if stop.is_set:
                         raise StoppedError("stopped")
@@ -289,7 +289,7 @@ def _rows(text: str) -> list[str]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether a path matches: `**/` is any folders; a pattern without `/` matches file names."""
+    """Return whether a path matches: `**/` means any folders; without `/`, the file name must match."""
     if "/" not in pattern and pattern != "**":
         return fnmatch.fnmatchcase(os.path.basename(name), pattern)
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.replace("**/", ""))

@@ -140,7 +140,7 @@ class ChatTools:
         self._closing = Stop()
 
     def prepare(self, *, refresh: bool = False) -> list[str]:
-        """Ask servers whose tools are unknown; return notices for the user. Blocks."""
+        """Wait for the lists of servers whose tools are unknown; return notices for the user."""
         self.toolbox.prepare(refresh=refresh)
         self._tools = self.toolbox.tools()
         return self.notices()
@@ -162,7 +162,7 @@ class ChatTools:
         return {"tools": self.request_tools(), "tool_choice": ToolChoice(mode=mode)}
 
     def tools_by_server(self) -> dict[str, list[tuple[ToolInfo, Level]]]:
-        """Return the tools of each server, with whether a call without arguments is allowed."""
+        """Return each server's tools, each with the approval level of a call without arguments."""
         offered: dict[str, list[tuple[ToolInfo, Level]]] = {}
         for tool in self.toolbox.bound_tools().values():
             level: Level = "ask" if tool.is_new else self._level(tool, {}, 0)
@@ -177,7 +177,7 @@ class ChatTools:
         return safe_text("\n".join(lines), _MOST_SHOWN) or "No server offers a tool."
 
     def notices(self) -> list[str]:
-        """Return new notices for the user. Later requests get the tools as they are now."""
+        """Return new notices for the user; from now on, requests get the current lists of tools."""
         notices, self.toolbox.notices = self.toolbox.notices, []
         if notices and self._tools is not None:
             self._tools = self.toolbox.tools()
@@ -191,7 +191,7 @@ class ChatTools:
         past: Rounds = (),
         conversation: object = 0,
     ) -> Callable[[], tuple[ToolUse, ...]]:
-        """Return a function that runs the calls. `running` can stop them from now on."""
+        """Return a function that runs the calls. From now on, `running` can stop these calls."""
         stop = self.running = Stop()
 
         def run() -> tuple[ToolUse, ...]:
@@ -275,10 +275,10 @@ class ChatTools:
             return use.end("failed", "there is no such tool")
         front.show_use(use, "starting…")
         server = self.toolbox.start(bound.server, stop)
-        # starting the server may have changed the list
+        # the start may have changed the server's list of tools
         bound = self.toolbox.bound_tools().get(use.name)
         if bound is None:
-            return use.end("failed", "its server no longer has this tool")
+            return use.end("failed", "the server no longer has this tool")
         if wrong := server.argument_error(bound.info, arguments):
             return use.end("failed", safe_text(f"wrong arguments: {wrong}", 2000))
         arguments = server.canonical(bound.info.name, arguments)
@@ -302,7 +302,7 @@ class ChatTools:
     def _note_decision(
         self, decision: Decision, bound: BoundTool, card: Card, conversation: object
     ) -> None:
-        """Remember the permission that the user gave."""
+        """Store the permission that the user gave."""
         self.toolbox.approve(bound)
         if decision.choice == "conversation":
             self._approvals.allow_here(conversation, card.server, card.tool)
@@ -346,8 +346,8 @@ def _card(use: ToolUse, bound: BoundTool, arguments: _Arguments, warning: str, d
     server, tool = bound.server, bound.info.name
     warnings = [
         warning,
-        "its server has added or changed this tool since you first saw it" if bound.is_new else "",
-        "its server says that it may destroy data" if bound.info.destructive else "",
+        "the server has added or changed this tool since you first saw it" if bound.is_new else "",
+        "the server says that this tool may destroy data" if bound.info.destructive else "",
     ]
     return Card(
         id=use.id,
@@ -366,7 +366,7 @@ def _made_calls(rounds: Rounds) -> set[tuple[str, str, str]]:
 
 
 class NoFrontEnd:
-    """A front end without a user: refuses each call, and notes in `refused` a pattern to allow it."""
+    """A front end without a user: refuses calls; `refused` lists patterns that would allow them."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out

@@ -38,14 +38,14 @@ VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
 #: Maximum number of pages, entries and bytes of a list.
 _MAX_PAGES, _MAX_ENTRIES = 64, 2000
 _MAX_LIST_BYTES = 4 << 20
-#: Maximum number of bytes of a notice's list of names.
+#: Maximum size (bytes) of the list of names in a notice.
 _MAX_NAMES = 500
 _METHOD_NOT_FOUND = -32601
 _START_S = 60.0
 
 
 class ToolInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool as its server describes it. The server claims that it is `destructive` or `read_only`."""
+    """A tool as its server describes it; `destructive` and `read_only` are the server's claims."""
 
     name: str
     description: str = ""
@@ -73,7 +73,7 @@ class _Pending:
             self.answer.put(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     def wait(self, timeout_s: float) -> dict[str, Any] | Exception | None:
-        """Return the answer, None if there was no answer and no progress for `timeout_s`."""
+        """Return the answer; None if neither answer nor progress came for `timeout_s`."""
         while True:
             end_s = min(self.heard_s + timeout_s, self.began_s + max(timeout_s, MAX_ANSWER_S))
             left_s = end_s - time.monotonic()
@@ -85,7 +85,7 @@ class _Pending:
 
 
 class ToolServer:
-    """Checks of a call before it is made. Built-in servers override them."""
+    """The checks of a call before it is made; built-in servers override these methods."""
 
     def argument_error(self, tool: ToolInfo, arguments: dict[str, Any]) -> str:
         """Return which arguments are missing, unknown or of the wrong type, or ""."""
@@ -98,7 +98,7 @@ class ToolServer:
         return "; ".join([*missing, *(f"unknown argument: {name}" for name in unknown)])
 
     def canonical(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments with links in paths resolved, as they are judged, shown and used."""
+        """Return the arguments with links in paths resolved: this form is judged, shown and used."""
         return arguments
 
     def warning(self, name: str, arguments: dict[str, Any]) -> str:
@@ -106,7 +106,7 @@ class ToolServer:
         return ""
 
     def preview(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return the change that the call would make to a file, as a diff; "" if it changes none."""
+        """Return the change that the call would make to a file, as a diff; "" for no such change."""
         return ""
 
 
@@ -168,7 +168,7 @@ class McpClient(ToolServer):
         self._notify("notifications/initialized", stop=stop or Stop())
 
     def tools(self, stop: Stop | None = None) -> list[ToolInfo]:
-        """Ask for the tools; `notices` names invalid ones. Raises ToolServerError, StoppedError."""
+        """Request the valid tools; `notices` names the others. Raises ToolServerError, StoppedError."""
         self.list_changed = False
         entries = self._list_tools(stop)
         tools = [_tool(entry) for entry in entries]
@@ -186,7 +186,7 @@ class McpClient(ToolServer):
         stop: Stop | None = None,
         on_progress: Progress | None = None,
     ) -> CallResult:
-        """Call a tool; `on_progress` receives texts. Raises ToolServerError, StoppedError."""
+        """Call a tool; `on_progress` gets texts to show. Raises ToolServerError, StoppedError."""
         params = {"name": name, "arguments": arguments}
         result = self.request("tools/call", params, stop=stop, on_progress=on_progress)
         text = "\n".join(map(_item_text, _dicts(result.get("content"))))
@@ -225,7 +225,7 @@ class McpClient(ToolServer):
         stop: Stop | None = None,
         on_progress: Progress | None = None,
     ) -> dict[str, Any]:
-        """Send a request and return its result. If the session has ended, begin another one.
+        """Send a request and return the result. If the session has ended, begin another session.
 
         Each report of progress restarts `timeout_s`. Raises ToolServerError, StoppedError.
         """
@@ -307,7 +307,7 @@ class McpClient(ToolServer):
                 is_over.wait(self._timeout_s)
 
     def _receive(self, message: dict[str, Any]) -> None:
-        self._is_connected.wait()  # wait for the constructor: a server may send before it is asked
+        self._is_connected.wait()  # a server may send messages before the constructor has ended
         method, number = message.get("method"), message.get("id")
         if method is None:
             if (pending := self._pending_of(number)) is not None:

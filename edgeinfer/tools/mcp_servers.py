@@ -1,6 +1,6 @@
-"""The configured MCP servers: those of config.toml, and those of the mcp.json files that it lists.
+"""The configured MCP servers: in config.toml, and in the mcp.json files that config.toml lists.
 
-The files may be those of Claude Desktop, Cursor, LM Studio (`mcpServers`) or VS Code (`servers`).
+The files may belong to Claude Desktop, Cursor, LM Studio (`mcpServers`) or VS Code (`servers`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PLACE = re.compile(r"\$\{(?:(env|input):)?((?:(?!:-)[^}])+)(?::-([^}]*))?\}")
 _PASSED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LOGNAME", "PATH", "SHELL", "TMPDIR", "TZ", "USER")
 #: File name suffixes of scripts.
 _SCRIPTS = (".py", ".js", ".mjs", ".cjs", ".ts", ".sh", ".rb", ".pl", ".php", ".lua", ".jar", ".pyz")
-#: Patterns to remove comments, then trailing commas, from JSON; the group keeps strings.
+#: Patterns to remove comments, then trailing commas, from JSON; the group matches strings, which stay.
 _JSONC = (
     re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL),
     re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[\]}])'),
@@ -51,7 +51,7 @@ _Scalar = str | int | float | bool | None
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A server as it is written in a file."""
+    """A server's entry as a file has it."""
 
     command: str | list[str] | None = None
     args: list[_Scalar] | None = None
@@ -176,7 +176,7 @@ def _fill(label: str, text: Any, folder: Path) -> str:
     return filled_text
 
 
-#: Command, environment and working folder of a process; folder None: an empty one.
+#: Command, environment variables and working folder of a process; None is a new empty folder.
 _Start = tuple[tuple[str, ...], dict[str, str], Path | None]
 
 
@@ -199,14 +199,14 @@ def plan_start_apart(spec: ServerSpec, folder: Path) -> _Start:
     if program is None:
         raise ToolServerError(
             f"tool server {spec.name}: there is no program {command[0]} outside {folder}",
-            hint="install it, or correct `command` in the configuration",
+            hint="install the program, or correct `command` in the configuration",
         )
     scripts = [folder / word for word in command[1:] if word.endswith(_SCRIPTS)]
     for path in (Path(program), *(path for path in scripts if path.is_file())):
         if _is_below(path, folder):
             raise ToolServerError(
                 f"tool server {spec.name}: `shell` and `python` can change {path}",
-                hint="move it elsewhere, or leave `shell` and `python` out of `tools.builtin`",
+                hint="move that file, or leave `shell` and `python` out of `tools.builtin`",
             )
     return (program, *command[1:]), variables | {"PYTHONSAFEPATH": "1"}, None
 
@@ -218,7 +218,7 @@ def path_outside(path: str, folder: Path) -> str:
 
 
 def _is_below(path: str | Path, folder: Path) -> bool:
-    """Return whether a path is below `folder`, itself or by a link on the way to it."""
+    """Return whether a path is below `folder`, or passes through a link that is."""
     real = os.path.realpath(folder)
     steps = (path, *Path(os.path.abspath(path)).parents)
     return any(Path(os.path.realpath(step)).is_relative_to(real) for step in steps)

@@ -1,6 +1,6 @@
 """Exchange JSON-RPC messages with an MCP server: by a child's stdin and stdout, or by HTTP.
 
-`send` never blocks. Its future is done once the message is written or, over HTTP, answered.
+`send` never blocks; its future is done once the message is written or, over HTTP, answered.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 MAX_MESSAGE = 16 << 20
 #: Maximum seconds to wait for an answer, even if the server reports progress.
 MAX_ANSWER_S = 3600.0
-#: Seconds that a child has to end by itself, then after SIGTERM; also for HTTP's DELETE.
+#: Time (s) for a child to end by itself, then after SIGTERM; also the timeout of HTTP's DELETE.
 _CLOSE_S = 0.5
 #: Maximum number of messages that wait to be sent; further ones fail.
 _MAX_UNSENT = 1000
 #: Timeout (s) of an HTTP post that expects no answer.
 _NOTIFY_S = 10.0
-#: Seconds in which notifications after the response are still read from its stream.
+#: Time (s) after a response in which its stream is still read for notifications.
 _AFTER_ANSWER_S = 0.5
 _MAX_REDIRECTS = 3
 #: Errors of Popen; ValueError: an argument contains NUL, or a variable's name contains `=`.
@@ -51,7 +51,7 @@ Lost = Callable[[str], None]
 
 
 class SessionEndedError(ToolServerError):
-    """The HTTP server no longer knows the session: begin another one."""
+    """The HTTP server no longer knows the session: the client must begin another one."""
 
 
 class UnansweredError(ToolServerError):
@@ -71,8 +71,8 @@ def decode_messages(data: bytes | bytearray) -> list[Message]:
 class StdioTransport:
     """Exchanges messages, one per line, with a child process.
 
-    The reading thread starts the child, and the kernel ends the child with this thread. Without a
-    `folder` the child gets an empty private one.
+    The reading thread starts the child, and the kernel ends the child with that thread. Without a
+    `folder`, the child runs in an empty private one.
     """
 
     #: Session id and protocol version, which only HTTP servers have.
@@ -161,14 +161,14 @@ class StdioTransport:
             text += line
             if len(text) > MAX_MESSAGE:
                 return f"it sent a message of more than {MAX_MESSAGE >> 20} MiB"
-            # pretty-printed JSON: read on, to its closing bracket
+            # the JSON is pretty-printed: read on to the closing bracket
             if is_continued and line[:1] in b" \t":
                 continue
             messages = decode_messages(text)
             for message in messages:
                 self._received(message)
             if messages or is_continued or not text.lstrip(_BOM + b" ").startswith((b"{", b"[")):
-                # not JSON: a program's message that belongs to stderr
+                # not JSON: the program printed a text to stdout instead of stderr
                 if not messages and line.strip():
                     shown = line[:80].decode(errors="replace").strip()
                     self._output.append(f"not a message: {shown}")
@@ -185,7 +185,7 @@ class StdioTransport:
         return f": {self._output[-1]}" if self._output else ""
 
     def send(self, message: Message) -> Future[None]:
-        """Queue a message. The future fails with ToolServerError if the child does not read."""
+        """Queue a message. The future fails with ToolServerError if the child reads none."""
         sent: Future[None] = Future()
         if self._unsent.qsize() < _MAX_UNSENT:
             self._unsent.put((msgspec.json.encode(message) + b"\n", sent))
@@ -211,7 +211,7 @@ class StdioTransport:
     def abandon(self, sent: Future[None], *, is_late: bool) -> bool:
         """Cancel an unanswered request; return whether the server was killed.
 
-        A server that has not even read it in time (`is_late`) is killed.
+        If the server has not even read the request in time (`is_late`), kill the server.
         """
         is_ended = is_late and not sent.done()
         sent.cancel()
@@ -273,7 +273,7 @@ class HttpTransport:
         return ""
 
     def send(self, message: Message) -> Future[None]:
-        """Post a message; `received` gets responses. The future fails with ToolServerError."""
+        """Post a message; `received` gets the response. The future may fail with ToolServerError."""
         if self._is_closed:
             refused: Future[None] = Future()
             refused.set_exception(ToolServerError("the session is closed"))
@@ -295,7 +295,7 @@ class HttpTransport:
         return False
 
     async def _notify(self, message: Message) -> None:
-        """Post a message without an answer, after all earlier ones; drop it if too many wait."""
+        """Post a message that has no answer, after all earlier ones; if too many wait, drop it."""
         if len(self._posts) <= _MAX_UNSENT:
             with contextlib.suppress(TimeoutError):
                 async with self._notifying, asyncio.timeout(_NOTIFY_S):
@@ -343,7 +343,7 @@ class HttpTransport:
         return headers
 
     def _follow(self, response: httpx2.Response) -> None:
-        """Use a redirect's target from now on. Raises ToolServerError if it is another origin."""
+        """Use a redirect's target from now on. Raises ToolServerError if its origin is another one."""
         target = response.url.join(response.headers["Location"])
         origins = {(url.scheme, url.host, url.port) for url in (response.url, target)}
         if response.status_code not in (307, 308) or len(origins) > 1:
@@ -359,7 +359,7 @@ class HttpTransport:
         messages = decode_messages(await _body(response))
         failure = messages[0].get("error") if messages else None
         text = failure.get("message") if isinstance(failure, dict) else "no MCP server at this URL?"
-        text = "it needs a key: set `headers`" if status == 401 else text
+        text = "the server needs a key: set `headers`" if status == 401 else text
         raise ToolServerError(f"{self._url} answers {status}: {text}")
 
     async def _read(self, response: httpx2.Response, number: Any) -> bool:
@@ -376,7 +376,7 @@ class HttpTransport:
         return is_answered
 
     def _decode(self, data: bytes | bytearray, number: Any) -> bool:
-        """Pass messages on to `received`; return whether the response to request `number` was one."""
+        """Give messages to `received`; return whether one is the response to request `number`."""
         messages = decode_messages(data)
         if data.strip() and not messages:
             shown = bytes(data[:80]).decode(errors="replace").strip()

@@ -8,7 +8,7 @@ from edgeinfer.runtime.requests import GenerateRequest, Message, Tool
 
 
 def prefill_request(engine: Engine, tools: tuple[Tool, ...], system: str) -> GenerateRequest:
-    """Return a request to prefill the prefix of all questions, found by comparing two of them."""
+    """Return a request to prefill the tokens common to all questions, found by comparing two."""
     first = [Message(role="system", content=system)] if system else []
 
     def tokens(question: str) -> list[int]:

@@ -28,11 +28,11 @@ TOOLS = (
     tool_info("shell", f"Run a shell command. {_WHERE}", {"command": TEXT}),
     tool_info("python", f"Run a Python program, which prints its results. {_WHERE}", {"code": TEXT}),
 )
-#: Python program that executes the file /command. The code itself must not be an argument, which all
-#: users could see.
+#: Python program that executes the file /command. The model's code is not passed as an argument,
+#: because all users can see those.
 _PYTHON_CODE = "exec(compile(open('/command', 'rb').read(), '<string>', 'exec'))"
 _VARIABLES = {"PATH": FIXED_PATH, "LANG": "C.UTF-8", "TERM": "dumb", "HOME": "/tmp", "TMPDIR": "/tmp"}  # noqa: S108
-#: Without this, Python would run modules below HOME before the sandbox exists.
+#: Without this variable, Python would run modules below HOME before the sandbox exists.
 _VARIABLES["PYTHONNOUSERSITE"] = "1"
 
 
@@ -52,7 +52,7 @@ class Sandbox(Builtin):
 
     def unavailable(self) -> str:
         if sys.platform != "linux":
-            return "it needs Linux"
+            return "the sandbox needs Linux"
         if reason := home_folder_error(self._folder):
             return reason
         if own_path := self._own_program():
@@ -69,7 +69,7 @@ class Sandbox(Builtin):
         return ""
 
     def _own_program(self) -> Path | None:
-        """Return a part of edgeinfer itself that a command could change, None if there is none."""
+        """Return a file or folder of edgeinfer itself that a command could change; None if none."""
         code = [Path(edgeinfer.__file__).parent]
         code += [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
         paths = [*map(Path, (sys.executable, sys.prefix, sys.base_prefix, *sys.path)), *code]
@@ -132,6 +132,6 @@ def _output(stop: Stop, job: dict[str, Any]) -> tuple[int, bytes]:
         out = child.stdout.read(MAX_OUTPUT)
         if len(out) == MAX_OUTPUT:
             child.terminate()
-            out += b"\nended: it wrote more than 1 MiB"
+            out += b"\nended: the command wrote more than 1 MiB"
         child.wait()
     return child.returncode, out

@@ -1,9 +1,9 @@
 """Run one command in a sandbox: `python -m` this module, with a `Job` as JSON on stdin.
 
-There are three processes. This one waits; SIGTERM or the end of its parent makes it kill the others.
-Its child is the init process (PID 1) of new namespaces: it enforces limits that rlimits cannot, and all
-processes in the namespaces die with it. The command is started by init under Landlock and seccomp, in a
-root that contains only programs and the folder.
+There are three processes. The first one waits; after SIGTERM or its parent's end it kills the others.
+Its child is init (PID 1) of new namespaces: init enforces limits that rlimits cannot, and all processes
+in the namespaces die with init. The third is the command, which init starts under Landlock and seccomp,
+in a root that contains only programs and the user's folder.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _READABLE = """
     /etc/nsswitch.conf /etc/passwd /etc/ssl/certs /etc/ssl/openssl.cnf /sys/devices/system/cpu
 """.split()
 _DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
-_NEW_ROOT = "/sys"  # a folder that cannot contain the user's folder
+_NEW_ROOT = "/sys"  # a mount point that cannot contain the user's folder
 _AT_LIMIT = 124
 
 
 class Job(NamedTuple):
-    """A command in `folder`, which finds `code` in the file /command and may also read `readable`."""
+    """A command to run in `folder`, where it can read `code` as /command, and the paths `readable`."""
 
     command: list[str]
     code: str
@@ -67,7 +67,7 @@ def main() -> int:
         signal.signal(signal.SIGTERM, lambda *_: os.kill(init, signal.SIGKILL))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         status = os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) & 255
-        # a living parent calls `restore` itself and reports; this parent was killed
+        # a living parent calls `restore` itself; after a parent was killed, this process must
         if os.getppid() != parent:
             files.restore()
         return status
@@ -121,7 +121,7 @@ def _change_root(job: Job, read_only: set[str]) -> None:
         target = _NEW_ROOT + path
         if os.path.islink(path):
             os.makedirs(os.path.dirname(target), exist_ok=True)
-            with contextlib.suppress(FileExistsError):  # its folder is bound already
+            with contextlib.suppress(FileExistsError):  # the link is in a folder that is bound already
                 os.symlink(os.readlink(path), target)
         elif os.path.exists(path):
             os.makedirs(target if os.path.isdir(path) else os.path.dirname(target), exist_ok=True)
@@ -169,7 +169,7 @@ def _watch(job: Job, child: int, free: _Free, files: SelfRunning) -> int:
                 status = os.waitstatus_to_exitcode(waited[1]) & 255
         reason = _passed_limit(free, _free(job.folder))
         if time.monotonic() > end_s:
-            reason = f"it took more than {job.timeout_s:g} s"
+            reason = f"the command took more than {job.timeout_s:g} s"
     _end_all()
     if reason:
         print(f"\nended: {reason}", flush=True)  # noqa: T201
@@ -179,11 +179,11 @@ def _watch(job: Job, child: int, free: _Free, files: SelfRunning) -> int:
 
 def _passed_limit(before: _Free, now: _Free) -> str:
     if _memory() > MEMORY_BYTES:
-        return f"its processes took more than {MEMORY_BYTES >> 30} GiB of memory"
+        return f"the processes took more than {MEMORY_BYTES >> 30} GiB of memory"
     if now.shared_bytes > before.shared_bytes + MEMORY_BYTES:
         return f"shared memory grew by more than {MEMORY_BYTES >> 30} GiB"
     if now.sockets > before.sockets + SOCKETS:
-        return f"it had more than {SOCKETS:,} sockets, whose buffers take memory"
+        return f"the processes had more than {SOCKETS:,} sockets, whose buffers take memory"
     if now.bytes < before.bytes - DISK_BYTES:
         return f"free disk space fell by more than {DISK_BYTES >> 30} GiB"
     if now.files < before.files - NEW_FILES:

@@ -15,17 +15,17 @@ NAMES = """
     HEAD
 """.split()
 _OF_BARE_REPOSITORY = ["config", "config.worktree", "commondir", "hooks"]
-#: Maximum number of names that are searched in subfolders, the nearest first (30 ms).
+#: Maximum number of names to look at in subfolders, the nearest folders first (30 ms).
 MAX_NAMES = 20_000
-#: Maximum number of files that one command may create: more could hide one from the search.
+#: Maximum number of files that one command may create: more could hide a self-running file.
 NEW_FILES = 100_000
 _MAX_REPORTED = 20
-#: A file's times may be older than the clock, by a tick of the kernel (ns).
+#: A file's times may be this much (ns) older than the clock, because the kernel rounds down to a tick.
 _TICK_NS = 50_000_000
 
 
 class SelfRunning:
-    """Finds self-running files of `folder` that a command changed; in subfolders if `looks_below`."""
+    """Finds self-running files of `folder` that a command changed, by default also in subfolders."""
 
     def __init__(self, folder: str, *, looks_below: bool = True) -> None:
         self._folder = folder
@@ -38,7 +38,7 @@ class SelfRunning:
         self._below, self._is_whole = _find_below(folder, MAX_NAMES) if looks_below else ({}, True)
 
     def paths(self) -> set[str]:
-        """Return the real paths of the existing self-running files; also where a file `.git` points."""
+        """Return the real paths of existing self-running files, and the targets of `.git` files."""
         names = [*self._before, *self._below]
         paths = {path for name in names for path in self._real_paths(name)}
         return {path for path in paths if self._is_inside(path) and os.path.exists(path)}
@@ -59,7 +59,7 @@ class SelfRunning:
         ]
 
     def restore(self) -> str:
-        """Rename self-running files that an ended command created; return what was done, or ""."""
+        """Rename the self-running files that an ended command created; return a message, or ""."""
         # only the owner may call fchmod, so call it only if the mode has changed
         if stat.S_IMODE(os.fstat(self._descriptor).st_mode) != self._mode:
             # restore the mode first: in a folder without permissions nothing is visible
@@ -106,7 +106,7 @@ class SelfRunning:
         return path.startswith(f"{self._folder}/")
 
     def _real_paths(self, name: str) -> list[str]:
-        """Return where `name` leads: through links, and through a file `.git` as git reads it."""
+        """Return the real path of `name`, and the folder that a file `.git` names to git."""
         path = os.path.realpath(f"{self._folder}/{name}")
         is_git = os.path.basename(name) == ".git" and os.path.isfile(path)
         return [path, *(_git_folder(path) if is_git else ())]
@@ -115,9 +115,9 @@ class SelfRunning:
 def _find_below(
     folder: str, max_names: int, *, opens: bool = False
 ) -> tuple[dict[str, os.stat_result], bool]:
-    """Return the self-running files in subfolders, and whether all of these were searched.
+    """Return the self-running files in subfolders, and whether all subfolders were searched.
 
-    Links are not followed. `opens`: make folders readable again that a command has made unreadable.
+    Links are not followed. With `opens`, make unreadable folders readable first.
     """
     infos: dict[str, os.stat_result] = {}
     folders = deque([""])

@@ -15,7 +15,7 @@ from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.requests import Message, ToolCall
 from edgeinfer.safe_text import without_controls
 
-#: "pending": the call has no result yet: it waits, runs, or its process died.
+#: "pending": the call has no result, because it waits or runs, or edgeinfer was killed meanwhile.
 UseStatus = Literal["pending", "done", "failed", "refused", "stopped"]
 
 #: Matches whole escape sequences; removing only ESC would leave the rest as text.
@@ -70,7 +70,7 @@ def _result_text(use: ToolUse) -> str:
 
 
 def shown_name(server: str, tool: str) -> str:
-    """Return the name that the model sees, `SERVER__TOOL`; a long one is shortened to a digest."""
+    """Return the name that the model sees, `SERVER__TOOL`; a long name is cut and ends in a digest."""
     name = f"{server}__{tool}"
     if len(name) <= _MAX_NAME:
         return name

@@ -1,8 +1,8 @@
-"""The tools of all enabled servers, in an order that only grows at its end, and the servers' sessions.
+"""The tools of all enabled servers, and the servers' sessions. New tools are appended to the order.
 
-The lists of tools are stored on disk. So a new chat can show them to the model without starting a
-server, and unchanged lists give the same prompt prefix. The first call starts a server. If its list has
-changed, the user is told, and changed tools need approval again.
+The lists of tools are stored on disk. So a new chat can offer the tools to the model without starting a
+server, and unchanged lists give the same prompt prefix. The first call of a tool starts its server. If
+the server's list has changed, a notice tells the user, and changed tools need approval again.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Toolbox:
             Web(config.fetch_hosts, config.builtin),
         ]
         self._builtin = {server.server: server for server in servers if server.tools()}
-        #: Usable built-in servers (before `prepare`: all); and why each of the others is not usable.
+        #: Usable built-in servers (before `prepare`: all), and the reason why others are unusable.
         self.builtin, self._unavailable = self._builtin, dict[str, str]()
         specs, self.notices = load_servers(config, folder)
         self._specs = {spec.name: spec for spec in specs if spec.name not in self._builtin}
         for name in self._builtin.keys() & {spec.name for spec in specs}:
             self.notices.append(f"{name} is left out: a built-in server has the same name; rename it")
-        #: Whether the model can run programs: it may have changed those in the chat's folder, so MCP
-        #: servers are then started outside of it.
+        #: Whether the model can run commands. They may change programs in the chat's folder, so MCP
+        #: servers are then started outside of that folder.
         self._is_apart = not {"shell", "python"}.isdisjoint(config.builtin)
         self._started: dict[str, McpClient] = {}
         self._starting = {name: threading.Lock() for name in self._specs}
@@ -142,7 +142,7 @@ class Toolbox:
         return bound
 
     def tools(self) -> tuple[Tool, ...]:
-        """Return the tools as a request contains them."""
+        """Return the tools in the form of a request's field, at most 128."""
         return tuple(
             Tool(
                 name=name,
