@@ -1,6 +1,4 @@
-"""Entry point of `edgeinfer-app`, the application in the shipped file: a module named by the launcher,
-or the command line.
-"""
+"""Entry point of `edgeinfer-app`, the shipped application: run a module, or the command line."""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""Put the parts of a shipped file together (the format: `edgeinfer.shipping.payload`)."""
+"""Join the parts of a shipped file, in the format of `edgeinfer.shipping.payload`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from edgeinfer.shipping.bundle import HEADER_BYTES, field
 
 
 def with_field(bootloader: bytes, key: bytes, value: str) -> bytes:
-    """Return the bootloader with one of its fields set."""
-    at = payload.find_field(bootloader, key)
+    """Return a copy of the bootloader with the field `key` set to `value`."""
+    offset = payload.find_field(bootloader, key)
     field = key + value.encode()
     if len(field) >= payload.FIELD_BYTES:
         raise SystemExit(f"error: {value} is too long for the bootloader's field")
     return (
-        bootloader[:at]
+        bootloader[:offset]
         + field.ljust(payload.FIELD_BYTES, b"\0")
-        + bootloader[at + payload.FIELD_BYTES :]
+        + bootloader[offset + payload.FIELD_BYTES :]
     )
 
 
 def assemble(bootloader: Path, name: str, packed: bytes, archive: Path, out: Path) -> None:
-    """Write the shipped file without a model, executable, by one rename."""
+    """Write `out`, the executable shipped file without a model, atomically (by a rename)."""
     head = with_field(bootloader.read_bytes(), payload.APP_FIELD, name)
     head += bytes(-len(head) % payload.PAGE)
     trailer = payload.TRAILER.pack(payload.TRAILER_MAGIC, len(head), len(packed), 0, 0)
@@ -42,23 +42,23 @@ def assemble(bootloader: Path, name: str, packed: bytes, archive: Path, out: Pat
 
 
 def with_model(program: Path, record: PulledModel, out: Path) -> None:
-    """Write `out`: the shipped file `program` with the pulled model inside."""
+    """Write `out`: a copy of the shipped file `program` with the pulled model inside."""
     shipped = payload.open_shipped(program)
     with program.open("rb") as old, durable_file(out.absolute(), 0o755) as new:
         head = old.read(shipped.payload_offset)
         new.write(with_field(head, payload.MODEL_FIELD, field(record)))
         new.write(old.read(shipped.payload_length))
         _pad(new)
-        at = new.tell()
+        bundle_offset = new.tell()
         length = _write_bundle(new, record)
-        place = (shipped.payload_offset, shipped.payload_length)
-        new.write(payload.TRAILER.pack(payload.TRAILER_MAGIC, *place, at, length))
+        span = (shipped.payload_offset, shipped.payload_length)
+        new.write(payload.TRAILER.pack(payload.TRAILER_MAGIC, *span, bundle_offset, length))
         old.seek(shipped.archive_offset)
         new.write(old.read())
 
 
 def _write_bundle(new: BinaryIO, record: PulledModel) -> int:
-    """Write the section (`shipping.bundle`) at the end of `new`; return its length."""
+    """Write the bundle section (`shipping.bundle`) at the end of `new`; return its length (bytes)."""
     start = new.tell()
     header = msgspec.json.encode(record)
     if len(header) + 8 > HEADER_BYTES:
@@ -70,7 +70,7 @@ def _write_bundle(new: BinaryIO, record: PulledModel) -> int:
                 source.fileno(), 0, bundled.size_bytes, lambda chunk, _done: new.write(chunk)
             )
         if digest != bundled.sha256:
-            raise SystemExit(f"error: {path} is not what was pulled")
+            raise SystemExit(f"error: {path} was changed after it was pulled")
         _pad(new)
     return new.tell() - start
 

@@ -1,8 +1,7 @@
-"""PyInstaller's bootloader with `handover.c` before its main, compiled from PyInstaller's own source
-distribution.
+"""Compile PyInstaller's bootloader with the `main` of `handover.c`, which runs first.
 
-The sources are those of the PyInstaller in this environment, fetched once with pip and kept in the
-build cache. Nothing of them is edited but the name of `main`. Takes about 4 s (2 cores), once.
+The bootloader's sources have the version of the PyInstaller in this environment; pip fetches them once
+into the build cache. The only edit renames their `main`. Compiling takes about 4 s on 2 cores, once.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import floor
 
 HANDOVER = Path(__file__).with_name("handover.c")
-#: What the compiled bootloader depends on besides PyInstaller's version.
+#: Files on which the compiled bootloader depends, in addition to PyInstaller's version.
 SOURCES = [HANDOVER, floor.SOURCE, Path(floor.__file__), Path(__file__)]
 MAIN = "\nmain(int argc, char **argv)\n"
-#: zlib is linked statically: a bare machine has none. No build-id, no paths: the same sources give the
-#: same bytes.
+#: Compiler flags. Without a build-id and paths, equal sources give equal bytes.
 FLAGS = [
     "-O2",
     "-std=gnu99",
@@ -39,7 +37,7 @@ FLAGS = [
 
 
 def cache_dir() -> Path:
-    """Return the folder in which built and fetched things are kept between builds."""
+    """Return the folder of downloads and build results that later builds use again."""
     named = os.environ.get("EDGEINFER_BUILD_CACHE")
     return (
         Path(named)
@@ -49,7 +47,7 @@ def cache_dir() -> Path:
 
 
 def build(cache: Path | None = None) -> Path:
-    """Return the compiled bootloader, from the cache if PyInstaller and handover.c have not changed."""
+    """Return the compiled bootloader; compile only if PyInstaller or `SOURCES` have changed."""
     version = importlib.metadata.version("pyinstaller")
     key = hashlib.sha256(b"".join(p.read_bytes() for p in SOURCES)).hexdigest()[:16]
     folder = (cache or cache_dir()) / "bootloader"
@@ -67,7 +65,7 @@ def _sdist(folder: Path, version: str) -> Path:
     name = folder / f"pyinstaller-{version}.tar.gz"
     if not name.exists():
         pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "pyinstaller"]
-        # pip asks the sdist for its metadata, which compiles its bootloader: with its own zlib too
+        # pip compiles the bootloader to get the sdist's metadata: here, too, with the sdist's own zlib
         own_zlib = {**os.environ, "PYI_STATIC_ZLIB": "1"}
         subprocess.run([*pip, "-d", folder, f"pyinstaller=={version}"], check=True, env=own_zlib)
     return name
@@ -75,7 +73,7 @@ def _sdist(folder: Path, version: str) -> Path:
 
 def _unpack(sdist: Path, scratch: Path) -> Path:
     with tarfile.open(sdist) as archive:
-        archive.extractall(scratch)  # Debian 12's 3.11.2 has no filter=; pip checked its hash
+        archive.extractall(scratch)  # without filter=, which Python 3.11.2 lacks; pip checked the hash
     source = next(scratch.glob("pyinstaller-*/bootloader"))
     main = source / "src/main.c"
     text = main.read_text()
@@ -88,7 +86,7 @@ def _unpack(sdist: Path, scratch: Path) -> Path:
 
 
 def _compile(source: Path, out: Path) -> None:
-    """Compile as the bootloader's wscript does for a release on 64-bit Linux with its own zlib."""
+    """Compile as PyInstaller's wscript does for a release on 64-bit Linux, with its copy of zlib."""
     flags = [flag.format(src=source) for flag in FLAGS]
     zlib = [str(p) for p in sorted(source.glob("zlib/*.c"))]
     files = [str(p) for p in sorted(source.glob("src/*.c"))]
@@ -107,14 +105,14 @@ def _compile(source: Path, out: Path) -> None:
         *zlib,
         "-o",
         str(out),
-        "-Wl,--no-as-needed",  # an older libc has them apart
+        "-Wl,--no-as-needed",  # libc before 2.34 has these two as separate libraries
         "-l:libdl.so.2",
         "-l:libpthread.so.0",
     ]
     if subprocess.run(command, check=False).returncode:
         raise SystemExit(
-            "error: the bootloader did not compile\n\nhint: it needs gcc and libc6-dev; gcc's words "
-            "are above"
+            "error: the bootloader did not compile\n\nhint: install gcc and libc6-dev, or see gcc's "
+            "messages above"
         )
     floor.lower(out, link=False)
 

@@ -1,8 +1,8 @@
-"""The last stages of a shipped file: the payload of the tree that release.py made, and the file itself.
+"""The last stages of building a shipped file: pack the tree that release.py made, write the file.
 
 usage: finish.py WORK OUT
 
-Nothing of the tree is executed: the file of another processor is finished here too (scripts/arm64/file.sh).
+No program of the tree is executed, so the tree may be of another architecture (scripts/arm64/file.sh).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import pack  # noqa: E402
 from edgeinfer import __version__  # noqa: E402
 
 CRIU_PROGRAM = "criu/bin/criu"
-#: Values of e_machine in an ELF file, and what `uname -m` calls them.
+#: Values of e_machine in an ELF file, with the names that `uname -m` prints.
 _MACHINES = {62: "x86_64", 183: "aarch64"}
 
 
 def finish(work: Path, out: Path) -> str:
-    """Write the shipped file `out` of `work`: tree, bootloader (run) and the first start's archive. Return its sizes."""
+    """Write the shipped file `out` from bootloader, tree and archive in `work`; return its sizes."""
     run, tree = work / "run", work / "tree"
     relocate = (CRIU_PROGRAM,) if (tree / CRIU_PROGRAM).exists() else ()
     (number,) = struct.unpack_from("<H", run.read_bytes(), 18)

@@ -1,4 +1,4 @@
-"""Entry point of the small Python inside the shipped file: unpacks the application the first time."""
+"""Entry point of the small Python inside the shipped file, which unpacks the application once."""
 
 import sys
 
@@ -8,5 +8,5 @@ end_quietly()  # Ctrl-C may come while the other modules are imported
 
 from edgeinfer.shipping.unpack import main  # noqa: E402
 
-raise_on_ctrl_c()  # from here on, it removes what was unpacked
+raise_on_ctrl_c()  # from here on, Ctrl-C must remove the files that were unpacked so far
 sys.exit(main())

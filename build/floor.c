@@ -1,7 +1,7 @@
-/* What glibc has got since 2.31 and the libraries in the shipped file call: for machines whose libc has not got it.
+/* Functions newer than glibc 2.31 that libraries in the shipped file call, for machines whose libc lacks them.
  *
- * On a newer libc nothing here is used: a program's libc comes first in the order of look-ups. build/floor.py links the
- * libraries with this one (libfloor.so); the bootloader contains it. docs/decisions/072-glibc-floor.md tells why.
+ * On a newer libc these functions are not used, because symbols are looked up in libc first. build/floor.py links the
+ * libraries with libfloor.so, made from this file; the bootloader contains it. Why: docs/decisions/072-glibc-floor.md.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -12,10 +12,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* --- 2.32: libstdc++ asks whether it may count without atomics; 0 is always right ------------------------------------- */
+/* --- 2.32: if this is not 0, libstdc++ counts references without atomics; 0 is always correct -------------------------- */
 char __libc_single_threaded = 0;
 
-/* --- 2.33: inline functions before; the kernel's struct is libc's on x86-64 and arm64 --------------------------------------- */
+/* --- 2.33: older libcs had these only inline; on x86-64 and arm64, the kernel's struct stat is libc's -------------------- */
 int fstatat(int folder, const char *path, void *out, int flags) { return syscall(SYS_newfstatat, folder, path, out, flags); }
 int stat(const char *path, void *out) { return fstatat(AT_FDCWD, path, out, 0); }
 int lstat(const char *path, void *out) { return fstatat(AT_FDCWD, path, out, AT_SYMLINK_NOFOLLOW); }
@@ -27,10 +27,10 @@ int fstat64(int file, void *out) __attribute__((alias("fstat")));
 int mknodat(int folder, const char *path, mode_t mode, dev_t device) { return syscall(SYS_mknodat, folder, path, mode, device); }
 int mknod(const char *path, mode_t mode, dev_t device) { return mknodat(AT_FDCWD, path, mode, device); }
 
-/* --- 2.34: a system call; whoever calls it has a way without -------------------------------------------------------- */
+/* --- 2.34: a system call; its callers also work on kernels without it ------------------------------------------------ */
 int close_range(unsigned first, unsigned last, int flags) { return syscall(436, first, last, flags); }
 
-/* --- 2.35: where exceptions are unwound from; libgcc knows no other way when it was built with this one ------------- */
+/* --- 2.35: finds the unwind tables of a code address; a libgcc built with glibc 2.35 has no other way to find them ----------- */
 struct search { uintptr_t address; struct dl_find_object *found; };
 
 static int look(struct dl_phdr_info *object, size_t size, void *given)
@@ -61,12 +61,12 @@ int _dl_find_object(void *address, struct dl_find_object *found)
     return dl_iterate_phdr(look, &search) ? 0 : -1;
 }
 
-/* --- 2.36: random numbers of the kernel ------------------------------------------------------------------------------ */
+/* --- 2.36: random numbers from the kernel ---------------------------------------------------------------------------- */
 void arc4random_buf(void *out, size_t length)
 {
     for (char *at = out; length > 0;) {
         long got = syscall(SYS_getrandom, at, length, 0);
-        if (got <= 0) continue; /* a signal came */
+        if (got <= 0) continue; /* interrupted by a signal */
         at += got;
         length -= got;
     }

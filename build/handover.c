@@ -1,11 +1,11 @@
-/* The first stage of the shipped file, before PyInstaller's bootloader does anything.
+/* The first stage of the shipped file, which runs before PyInstaller's bootloader.
  *
- * If the application this file carries is unpacked already, Python is started right here, in this process, from the
- * unpacked libpython and the launcher's zip: no extraction, no second process, no second exec. Otherwise, and in the
- * processes of a first start, PyInstaller's own main goes on: it extracts a small Python that unpacks the application and
- * executes this file again. Measured in docs/decisions/070-first-stage.md.
+ * If the application in this file is unpacked already, this process starts Python from the unpacked libpython and the
+ * launcher's zip, without extraction, a second process or a second exec. Otherwise, and in the processes of a first start,
+ * PyInstaller's own main runs: it extracts a small Python that unpacks the application and executes this file again.
+ * Measured in docs/decisions/070-first-stage.md.
  *
- * Two fields are written into the finished executable by build/assemble.py (and build/release.py --model for the second).
+ * build/assemble.py writes the two fields below into the finished executable (the second one for release.py --model).
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -20,7 +20,7 @@
 
 #define FIELD 112
 
-/* Name of the application's folder under DATA/app, and of the model this file carries ("" for none). */
+/* Name of the application's folder below DATA/app, and of the model in this file ("" for none). */
 static volatile const char app_field[FIELD] = "EDGEINFER-APP=";
 static volatile const char model_field[FIELD] = "EDGEINFER-MODEL=";
 
@@ -37,7 +37,7 @@ static const char *field(volatile const char *whole, size_t key)
     return copy + key;
 }
 
-/* $HOME, else the user's entry in the password database, as Python has it; NULL without either. */
+/* Return $HOME, otherwise the folder in the password database, like Python; NULL without either. */
 static const char *home_dir(void)
 {
     const char *home = getenv("HOME");
@@ -45,7 +45,7 @@ static const char *home_dir(void)
     return user ? user->pw_dir : home;
 }
 
-/* What edgeinfer.platform.paths.data_dir() gives; 0 where no home is known. */
+/* Write the path that edgeinfer.platform.paths.data_dir() returns to `out`; return 0 if no home is known. */
 static int data_dir(char *out, size_t size)
 {
     char here[PATH_MAX] = "";
@@ -64,7 +64,7 @@ static int data_dir(char *out, size_t size)
     return n > 0 && (size_t)n < size;
 }
 
-/* The unpacked application, if it is there, belongs to this user, and nobody else may write to it. */
+/* Write the unpacked application's path to `app`; return 1 if it exists, is this user's, and only this user can change it. */
 static int find_app(const char *data, char *app, size_t size)
 {
     char marker[PATH_MAX];
@@ -111,34 +111,34 @@ static void set_arguments(int argc, char **argv)
     set("argv", all);
 }
 
-/* sys.path: the launcher's modules, then the extension modules that libpython does not contain. */
+/* Set sys.path: the launcher's zip, then the folder of extension modules. Return 0 if `app` is not valid UTF-8. */
 static int set_path(const char *app)
 {
     wchar_t *(*decode)(const char *, size_t *) = (wchar_t * (*)(const char *, size_t *)) symbol("Py_DecodeLocale");
     char bytes[2 * PATH_MAX];
     snprintf(bytes, sizeof bytes, "%s/launcher.zip:%s/_internal/python3.11/lib-dynload", app, app);
-    wchar_t *wide = decode(bytes, NULL); /* UTF-8 whatever the locale: Py_UTF8Mode is set */
+    wchar_t *wide = decode(bytes, NULL); /* from UTF-8 in any locale, because Py_UTF8Mode is set */
     for (const wchar_t *at = wide; *at; at++)
-        if (*at >= 0xdc80 && *at <= 0xdcff) return 0; /* a byte that is no part of any letter */
+        if (*at >= 0xdc80 && *at <= 0xdcff) return 0; /* an escaped byte that is not valid UTF-8 */
     ((void (*)(const wchar_t *))symbol("Py_SetPath"))(wide);
     return 1;
 }
 
-/* Isolated, in UTF-8 mode: no site, no environment variable of Python's, no user directory. Returns only to give up. */
+/* Run the launcher in isolated UTF-8 mode: no site, no PYTHON variables, no user directory. Returns only after an error. */
 static int run(const char *app, const char *file, int argc, char **argv)
 {
     static const char *flags[] = {"Py_IsolatedFlag", "Py_NoSiteFlag", "Py_IgnoreEnvironmentFlag", "Py_NoUserSiteDirectory",
                                   "Py_DontWriteBytecodeFlag", "Py_FrozenFlag", "Py_UTF8Mode"};
     char path[PATH_MAX + 64];
     snprintf(path, sizeof path, "%s/_internal/libpython3.11.so.1.0", app);
-    python = dlopen(path, RTLD_LAZY | RTLD_GLOBAL); /* extension modules look for its symbols globally */
+    python = dlopen(path, RTLD_LAZY | RTLD_GLOBAL); /* global, because extension modules use libpython's symbols */
     if (!python) {
         fprintf(stderr, "error: the unpacked application is damaged: %s\n\nhint: remove %s and start again\n", dlerror(), app);
         return 70;
     }
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) set_flag(flags[i]);
     if (!set_path(app)) {
-        fprintf(stderr, "error: %s is not valid UTF-8\n\nhint: set EDGEINFER_HOME to a folder whose name is\n", app);
+        fprintf(stderr, "error: %s is not valid UTF-8\n\nhint: set EDGEINFER_HOME to a folder with a valid name\n", app);
         return 70;
     }
     ((void (*)(int))symbol("Py_InitializeEx"))(1);
@@ -153,7 +153,7 @@ static int run(const char *app, const char *file, int argc, char **argv)
         "sys.exit(main())") ? 70 : 0;
 }
 
-/* What an outer PyInstaller program of ours set must not reach the launcher and its children. */
+/* Unset the variables of another PyInstaller program that started this one: the launcher must not inherit them. */
 static void forget_outer(void)
 {
     static const char *names[] = {"_PYI_ARCHIVE_FILE", "_PYI_APPLICATION_HOME_DIR", "_PYI_PARENT_PROCESS_LEVEL",
@@ -166,11 +166,11 @@ int main(int argc, char **argv)
     char data[PATH_MAX], app[PATH_MAX], file[PATH_MAX];
     const char *outer = getenv("_PYI_ARCHIVE_FILE");
     ssize_t n = readlink("/proc/self/exe", file, sizeof file - 1);
-    if (n <= 0) return pyinstaller_main(argc, argv); /* no /proc: PyInstaller has its own words for it */
+    if (n <= 0) return pyinstaller_main(argc, argv); /* without /proc, PyInstaller reports the error */
     file[n] = 0;
     if (outer && !strcmp(outer, file)) return pyinstaller_main(argc, argv); /* the second process of a first start */
     if (!*field(app_field, sizeof "EDGEINFER-APP=" - 1))
-        return pyinstaller_main(argc, argv); /* the unpacked application's own executable, which needs no home */
+        return pyinstaller_main(argc, argv); /* edgeinfer-app, the unpacked executable, which needs no home */
     if (!data_dir(data, sizeof data)) {
         fprintf(stderr, "error: no home directory is known for this user\n\nhint: set HOME, or EDGEINFER_HOME\n");
         return 2;

@@ -1,8 +1,8 @@
-"""The launcher and every module it may import, as one uncompressed zip of byte code.
+"""Write the launcher and every module that it may import to an uncompressed zip of byte code.
 
-The launcher's Python has no standard library beside it: what is not in this zip, built into libpython
-or in the application's `lib-dynload` cannot be imported. PyInstaller's module graph finds the modules,
-deferred imports included.
+The launcher's Python has no other standard library: it can import only from this zip, from libpython
+and from the application's `lib-dynload`. PyInstaller's module graph finds the modules, also those that
+are imported inside functions.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from types import CodeType
 from PyInstaller.lib.modulegraph import modulegraph
 
 ROOT = Path(__file__).parents[1]
-#: Modules the launcher starts from; Python itself needs the codecs before anything is imported.
+#: Modules with which the search begins. Python itself needs the codecs before its first import.
 CODECS = [f"encodings.{name}" for name in ("utf_8", "ascii", "latin_1", "aliases", "idna")]
 ROOTS = ["edgeinfer.shipping.shipped", "edgeinfer.launcher", *CODECS]
-#: Never reached by the launcher, though something in the graph names them.
+#: Modules that the launcher never imports, although modules in the graph name them.
 EXCLUDES = [
     "edgeinfer.cli",
     "edgeinfer.runtime",
@@ -59,22 +59,22 @@ EXCLUDES = [
 
 
 def modules(root: Path = ROOT) -> dict[str, Path]:
-    """Name → source of every Python module the launcher may import."""
+    """Map the name of every Python module that the launcher may import to its source file."""
     path = [str(root), *(p for p in sys.path if p and p != str(root))]
     graph = modulegraph.ModuleGraph(path, excludes=EXCLUDES)
     for name in ROOTS:
         graph.import_hook(name)
-    found: dict[str, Path] = {}
+    sources: dict[str, Path] = {}
     for node in graph.iter_graph():
         if isinstance(node, (modulegraph.SourceModule, modulegraph.Package)) and str(
             node.filename
         ).endswith(".py"):
-            found[node.identifier] = Path(node.filename)
-    return dict(sorted(found.items()))
+            sources[node.identifier] = Path(node.filename)
+    return dict(sorted(sources.items()))
 
 
 def extensions(root: Path = ROOT) -> set[str]:
-    """Return the extension modules (`.so`) that the launcher may import, all of the application."""
+    """Return the names of the extension modules (`.so`) that the launcher may import."""
     path = [str(root), *(p for p in sys.path if p and p != str(root))]
     graph = modulegraph.ModuleGraph(path, excludes=EXCLUDES)
     for name in ROOTS:
@@ -83,23 +83,21 @@ def extensions(root: Path = ROOT) -> set[str]:
 
 
 def write(out: Path, root: Path = ROOT) -> int:
-    """Write the zip; returns how many modules are in it. Equal sources give equal bytes: no paths, no
-    times.
-    """
-    found = modules(root)
+    """Write the zip, without paths and times; return the number of modules in it."""
+    sources = modules(root)
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
-        for name, source in found.items():
+        for name, source in sources.items():
             inside = name.replace(".", "/") + ("/__init__" if source.name == "__init__.py" else "")
             code = compile(source.read_bytes(), f"{inside}.py", "exec", dont_inherit=True, optimize=2)
             archive.writestr(zipfile.ZipInfo(f"{inside}.pyc", (1980, 1, 1, 0, 0, 0)), _pyc(code))
-    return len(found)
+    return len(sources)
 
 
 def _pyc(code: CodeType) -> bytes:
-    """Compile to an unchecked hash-based .pyc: Python compares it with no source file.
+    """Return an unchecked hash-based .pyc, which Python compares with no source file.
 
-    marshal marks what has further references and what is interned, which depends on the process: here
-    all of it has, and so are the one-letter strings, which a process has once.
+    marshal's output depends on which objects have other references and which strings are interned. For
+    equal bytes in each process, all objects get a reference, and one-letter strings are interned.
     """
     _held = list(_parts(code))
     for number in range(256):

@@ -1,8 +1,7 @@
-"""From a folder to a payload: blocks of files, compressed, with an index (the format:
-`edgeinfer.shipping.payload`).
+"""Pack a folder into a payload (`edgeinfer.shipping.payload`): compressed blocks and an index.
 
-Equal folders give equal bytes: names are sorted, nothing but path, mode (0644 or 0755) and content of a
-file counts.
+Equal folders give equal bytes: names are sorted, and of a file only path, mode (0644 or 0755) and
+content count.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from pathlib import Path
 
 from edgeinfer.shipping import payload
 
-#: A block holds files of one kind up to this many bytes, or one larger file: enough alike to compress
-#: well, and enough blocks for two cores to share.
+#: Maximum size (bytes) of a block of several files; a larger file is a block by itself. Large blocks
+#: compress better, but two cores need enough blocks to share.
 BLOCK_BYTES = 24 << 20
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A payload in memory, and the folder name its index gives it."""
+    """A payload in memory, and the name of the application's folder, which depends on the index."""
 
     name: str
     data: bytes
@@ -41,27 +40,27 @@ def pack(
     *,
     machine: str = platform.machine(),
 ) -> Packed:
-    """Return the payload of `tree`, whose programs are for `machine` (as `uname -m` says it).
+    """Return the payload of `tree`, whose programs are for `machine` (a name that `uname -m` prints).
 
-    Executables in `relocate` are packed in their neutral form. `cache` keeps compressed blocks.
+    Executables in `relocate` are packed without the interpreter's path. `cache` has compressed blocks.
     """
     files, links = _scan(tree)
     blocks = _group(tree, files)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         packed = list(pool.map(lambda block: _block(tree, block, relocate, cache, machine), blocks))
     entries = []
-    places = []
+    spans = []
     offset = 0
     for number, (block, (data, sizes, digests)) in enumerate(zip(blocks, packed, strict=True)):
         for path, size, digest in zip(block, sizes, digests, strict=True):
             entries.append([path, _mode(tree / path), size, digest, number])
-        places.append([offset, len(data), sum(sizes)])
+        spans.append([offset, len(data), sum(sizes)])
         offset += len(data)
-    return _join(version, entries, links, places, [data for data, _, _ in packed], relocate)
+    return _join(version, entries, links, spans, [data for data, _, _ in packed], relocate)
 
 
 def _scan(tree: Path) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return all files, and all links: the folder's, and one for each file that equals an earlier one."""
+    """Return all files, and all links; a file that equals an earlier one becomes a link, too."""
     files: list[str] = []
     links: list[tuple[str, str]] = []
     first: dict[str, str] = {}
@@ -80,7 +79,7 @@ def _scan(tree: Path) -> tuple[list[str], list[tuple[str, str]]]:
             if path.stat().st_size > payload.PAGE
             else name
         )
-        if digest in first:  # wheels hold copies where libraries have links
+        if digest in first:  # wheels cannot contain links, so they have copies of libraries instead
             links.append((name, os.path.relpath(first[digest], os.path.dirname(name) or ".")))
         else:
             first[digest] = name
@@ -89,12 +88,12 @@ def _scan(tree: Path) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _group(tree: Path, files: list[str]) -> list[list[str]]:
-    """Group files into blocks of neighbours: libraries with libraries, the rest with the rest."""
+    """Group files, in their order, into blocks: first blocks of binaries, then of other files."""
     blocks: list[list[str]] = []
-    for wanted in (True, False):
+    for is_binary in (True, False):
         size = BLOCK_BYTES
         for name in files:
-            if (".so" in name or name.endswith("-app")) != wanted:
+            if (".so" in name or name.endswith("-app")) != is_binary:
                 continue
             length = (tree / name).stat().st_size
             if size + length > BLOCK_BYTES:
@@ -126,17 +125,17 @@ def _compressed(raw: bytes, cache: Path, *, is_x86_code: bool) -> bytes:
     filters: list[dict[str, int]] = [
         {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": max(1 << 16, len(raw))}
     ]
-    if is_x86_code:  # Python's lzma has none for arm64
+    if is_x86_code:  # for arm64, Python's lzma has no such filter
         filters.insert(0, {"id": lzma.FILTER_X86})
-    kept = cache / f"{hashlib.sha256(raw + repr(filters).encode()).hexdigest()}.xz"
-    if kept.exists():
-        return kept.read_bytes()
-    # without a check: the index has SHA-256
+    cached = cache / f"{hashlib.sha256(raw + repr(filters).encode()).hexdigest()}.xz"
+    if cached.exists():
+        return cached.read_bytes()
+    # xz's own checksum is left out, because the index has SHA-256
     data = lzma.compress(raw, format=lzma.FORMAT_XZ, check=lzma.CHECK_NONE, filters=filters)
     cache.mkdir(parents=True, exist_ok=True)
-    scratch = kept.with_name(f"{kept.name}.{os.getpid()}")
+    scratch = cached.with_name(f"{cached.name}.{os.getpid()}")
     scratch.write_bytes(data)
-    os.replace(scratch, kept)
+    os.replace(scratch, cached)
     return data
 
 
@@ -144,18 +143,18 @@ def _join(
     version: str,
     entries: list[list[object]],
     links: list[tuple[str, str]],
-    places: list[list[int]],
+    spans: list[list[int]],
     data: list[bytes],
     relocate: tuple[str, ...],
 ) -> Packed:
-    """Join index and blocks. Offsets count from the payload's start, so the index's length settles first."""
+    """Join index and blocks. Offsets depend on the index's length, so the index is made repeatedly."""
     start = 0
     for _ in range(8):
         document = {
             "version": version,
             "files": entries,
             "links": links,
-            "blocks": [[offset + start, size, raw] for offset, size, raw in places],
+            "blocks": [[offset + start, size, raw] for offset, size, raw in spans],
             "relocate": relocate,
         }
         index = json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
@@ -163,6 +162,6 @@ def _join(
             break
         start = 16 + len(index)
     else:
-        raise SystemExit("error: the index does not settle")
+        raise SystemExit("error: the length of the payload's index changes with each attempt")
     whole = struct.pack("<8sQ", payload.PAYLOAD_MAGIC, len(index)) + index + b"".join(data)
-    return Packed(payload.folder_name(version, index), whole, sum(raw for _, _, raw in places))
+    return Packed(payload.folder_name(version, index), whole, sum(raw for _, _, raw in spans))
