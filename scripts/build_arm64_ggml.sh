@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# build_arm64_ggml.sh PREFIX: libggml-base.so.0 and libggml-cpu.so.0 for arm64 out of llama-cpp-python's source, into PREFIX, which
-# fetch_cross.sh made. They are what our kernels call, and what computes the other operations of a graph; no more of ggml. 25 s.
+# build_arm64_ggml.sh PREFIX: compile libggml-base.so.0 and libggml-cpu.so.0 for arm64 from llama-cpp-python's source, in 25 s. PREFIX
+# is the folder of fetch_cross.sh. Our kernels call the first library; the second computes the other operations of a graph.
 #
-# Multiplications and additions stay apart in the first, so that it quantizes to the same bits as x86-64's does, which has no fma.
+# The first is compiled without fused multiply-add, so that it quantizes to the same bits as the x86-64 build, which has none.
 # The second is ggml's variant for ARMv8.2 with dot products, compiled as in a release.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# build_vulkan.sh PREFIX: ggml's Vulkan backend. Six minutes of one core, once.
+# build_vulkan.sh PREFIX: compile ggml's Vulkan backend, in six minutes of one core, unless PREFIX exists.
 #
-#   PREFIX/libggml-vulkan.so, .json    the library, and what it was built from
+#   PREFIX/libggml-vulkan.so, .json    the library, and a description of its build
 #   PREFIX/share/doc/*/copyright       the licences of the headers that are compiled into it
 #   PREFIX/share/packages.tsv          package, version, source, source version, SHA-256 of the .deb
 #
-# The shader compiler and the headers are those of trixie, unpacked next to the system: Debian 12's glslc leaves out the shaders
-# for tensor cores and integer dot products, and its headers do not have what ggml-vulkan.cpp needs. Without apt, the system's
-# own are taken. The loader need not be here: a stand-in gives the linker its name.
+# The shader compiler and the headers are trixie's, unpacked into a temporary folder: Debian 12's glslc omits the shaders for
+# tensor cores and integer dot products, and its headers are too old for ggml-vulkan.cpp. Without apt, the system's own are
+# used. The Vulkan loader is not needed: a stub library gives the linker its name.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/backend.sh"
 
@@ -32,7 +32,7 @@ shader_compiler() {  # sets `options`
 exec $(find "$usr" -name 'ld-linux-x86-64.so.2' | head -1) --library-path $usr/lib/x86_64-linux-gnu $usr/bin/glslc "\$@"
 EOF
     chmod +x "$work/glslc"
-    # CMake takes one that does not start for one that has every extension
+    # if glslc does not start, CMake would assume that it supports every extension
     "$work/glslc" --version >/dev/null || die "the fetched glslc does not start"
     options=(-DVulkan_GLSLC_EXECUTABLE="$work/glslc" -DVulkan_INCLUDE_DIR="$usr/include"
         -DSPIRV-Headers_DIR="$usr/share/cmake/SPIRV-Headers")
@@ -42,7 +42,7 @@ options=()
 if command -v apt-get >/dev/null && [ "$(uname -sm)" = "Linux x86_64" ]; then
     shader_compiler
 else
-    glslc --version >/dev/null 2>&1 || die "there is no glslc" "install shaderc, and the headers of Vulkan and SPIR-V"
+    glslc --version >/dev/null 2>&1 || die "glslc is missing" "install shaderc, and the headers of Vulkan and SPIR-V"
 fi
 fetch_source "$work"
 echo 'void vkGetInstanceProcAddr(void) {}' |

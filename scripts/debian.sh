@@ -1,8 +1,8 @@
-# Sourced by the fetch_*.sh: apt with a state of its own, so that packages of another suite can be had without root and
-# without touching the system. Packages come from the mirror this machine's apt already uses, checked against Debian's keys.
+# Sourced by the fetch_*.sh: apt with a separate state, to fetch packages of another suite without root and without changing
+# the system. Packages come from the mirror of this machine's apt, which checks them against Debian's keys.
 #
-#   open_suite WORK SUITE [ARCH]  sets the array `apt`, reads the package list of SUITE for ARCH, else this machine's;
-#                             `apt-get "${apt[@]}" …` then means it
+#   open_suite WORK SUITE [ARCH]  reads the package list of SUITE for ARCH (default: this machine's), and sets the array `apt`:
+#                             options by which `apt-get "${apt[@]}" …` uses that list
 #   closure PACKAGE...        prints the packages that apt would install for these on an empty machine
 #   unpack_debs FOLDER ROOT   unpacks every .deb of FOLDER into ROOT
 #   list_packages FOLDER ROOT SHARE   writes SHARE/packages.tsv and SHARE/doc/NAME/copyright of every .deb of FOLDER
@@ -18,7 +18,7 @@ die() {
 open_suite() {
     local work=$1 suite=$2 arch=${3:-$(dpkg --print-architecture)} tool distribution here_suite keyring component mirror
     for tool in apt-get apt-cache dpkg-deb sha256sum; do
-        command -v $tool >/dev/null || die "$tool is missing: this needs Debian or Ubuntu"
+        command -v $tool >/dev/null || die "$tool is missing: this script needs Debian or Ubuntu"
     done
     distribution=$(. /etc/os-release && echo "$ID")
     here_suite=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
@@ -26,7 +26,7 @@ open_suite() {
     if [ "$distribution" = ubuntu ]; then component="main universe" keyring=/usr/share/keyrings/ubuntu-archive-keyring.gpg; fi
     [ -r "$keyring" ] || die "$keyring is missing" "install $(basename "${keyring%.gpg}")"
 
-    # The mirror this machine takes its own suite from, as apt itself understands its configuration.
+    # The mirror from which this machine's apt takes its own suite, according to apt itself.
     mirror=$(apt-get indextargets --format '$(CREATED_BY) $(RELEASE) $(COMPONENT) $(REPO_URI)' |
         awk -v suite="$here_suite" '$1 == "Packages" && $2 == suite && $3 == "main" { print $4; exit }')
     [ -n "$mirror" ] || die "apt has no source for $here_suite main to derive the mirror of $suite from" \
@@ -41,7 +41,7 @@ open_suite() {
         -o APT::Install-Recommends=false -o Debug::NoLocking=1 -qq)
     say "reading the package list of $suite"
     apt-get "${apt[@]}" update -o APT::Update::Error-Mode=any ||
-        die "apt could not read $suite, or its signature is not one of $keyring" "run it again; apt's words are above"
+        die "apt could not read $suite, or its signature is not one of $keyring" "see apt's messages above; run this again"
 }
 
 closure() { apt-get "${apt[@]}" -s install "$@" | awk '/^Inst/ { print $2 }'; }
@@ -55,7 +55,7 @@ unpack_debs() {
 list_packages() {
     local deb name source version source_name source_version
     for deb in "$1"/*.deb; do
-        # Source: is "name (version)", "name", or absent when it is the package itself
+        # the field Source is "name (version)" or "name"; it is absent if the source has the package's name
         name=$(dpkg-deb -f "$deb" Package)
         source=$(dpkg-deb -f "$deb" Source)
         version=$(dpkg-deb -f "$deb" Version)

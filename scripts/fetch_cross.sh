@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# fetch_cross.sh PREFIX: this suite's g++ for arm64 next to the system, without root; PREFIX appears whole or not at all.
+# fetch_cross.sh PREFIX: fetch this Debian suite's g++ for arm64 into PREFIX, without root; PREFIX appears complete or not at all.
 #
-#   PREFIX/bin/aarch64-linux-gnu-g++, -gcc, -strip    CXX of `native/build.sh aarch64`
-#   PREFIX/usr/aarch64-linux-gnu/                     its libc; qemu-aarch64 -L takes it as the root of a program
+#   PREFIX/bin/aarch64-linux-gnu-g++, -gcc, -strip    the compiler (CXX) of `native/build.sh aarch64`
+#   PREFIX/usr/aarch64-linux-gnu/                     libc for arm64; `qemu-aarch64 -L` uses this folder as a program's root
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/debian.sh"
 
@@ -17,7 +17,7 @@ mapfile -t packages < <(closure g++-aarch64-linux-gnu | grep -vxE 'libc6|libgcc-
 (cd "$work/debs" && apt-get "${apt[@]}" download "${packages[@]}") || die "a download failed" "run it again"
 unpack_debs "$work/debs" "$work/out"
 cd "$work/out"
-sed -i 's|/usr/aarch64-linux-gnu/lib/||g' usr/aarch64-linux-gnu/lib/libc.so # a linker script: it names places of the system
+sed -i 's|/usr/aarch64-linux-gnu/lib/||g' usr/aarch64-linux-gnu/lib/libc.so # a linker script with paths of the system
 for program in g++ gcc strip; do
     cat >bin/aarch64-linux-gnu-$program <<'SH'
 #!/bin/sh

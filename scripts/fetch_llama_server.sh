@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# fetch_llama_server.sh PREFIX: llama.cpp's llama-server and llama-bench, to compare with. Prints the folder of the programs.
+# fetch_llama_server.sh PREFIX: fetch llama.cpp's llama-server and llama-bench, for comparisons. Prints the programs' folder.
 #
-# They are those of one version in Debian's newest suite, with the libraries and the libc they need, next to the system's own,
-# which stays as it is. The variants of ggml lie next to the programs, where those look for the one that fits this processor.
-# Figures of other versions are not comparable: once Debian has a newer one, set PEER to it and run the benchmarks again.
-# LLAMA_VERSION takes another version for one run; the head of each figure names the version in PREFIX/version.
+# The programs have a fixed version of Debian's newest suite (PEER), with their libraries and libc; the system is not changed.
+# ggml's CPU variants are next to the programs, which look there for the one that fits this processor. Figures of different
+# versions are not comparable: once Debian has a newer version, change PEER and run the benchmarks again. LLAMA_VERSION selects
+# another version for one run; PREFIX/version has the version, which the head of each figure names.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/debian.sh"
 
@@ -24,7 +24,7 @@ apt-get "${apt[@]}" install --download-only -y "llama.cpp-tools=$PEER" >/dev/nul
 unpack_debs "$work/apt/cache/archives" "$work/root"
 root=$work/root
 
-# --- the libraries find each other in PREFIX, the programs their own ld.so ------------------------------------------------
+# --- let the libraries find each other in PREFIX, and the programs PREFIX's ld.so -----------------------------------------
 paths=$prefix/$LIB
 for folder in "$root/$LIB"/*/; do
     ! compgen -G "$folder*.so*" >/dev/null || paths=$paths:$prefix/$LIB/$(basename "$folder")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# fetch_registry.sh FILE: Debian's docker-registry, which some tests pull from. It is written to FILE and installed nowhere.
+# fetch_registry.sh FILE: fetch Debian's docker-registry, from which some tests pull. Only FILE is written; nothing is installed.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/debian.sh"
 

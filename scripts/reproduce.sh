@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# reproduce.sh: build this commit twice and compare every byte of what is published, packages and wheel too; diffoscope shows a
-# difference. The second build has another folder, home, umask, language and time zone, an environment and our own C++ made anew,
-# and where root calls, another user. What compiles for minutes is an input of both, from the build cache: llama.cpp's wheel, its
-# Vulkan backend, libmtmd. release.json and SHA256SUMS name the time: they are not compared, nor is the OCI archive, which podman makes.
+# reproduce.sh: build this commit twice and compare every byte of the release, packages and wheel included; diffoscope shows
+# differences. The second build has another folder, home, umask, language and time zone, a new virtual environment, newly compiled
+# C++ of our own, and, if root runs this, another user. Both builds use llama.cpp's wheel, its Vulkan backend and libmtmd from the
+# build cache. Not compared: release.json and SHA256SUMS, which contain the time, and the OCI archive, which podman makes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/debian.sh
 
-readonly WHO=65534 # a number: no user is added to this machine
-[ -z "$(git status --porcelain)" ] || die "there are uncommitted changes" "commit them: the second build is of a clone"
+readonly WHO=65534 # a number that needs no entry in /etc/passwd
+[ -z "$(git status --porcelain)" ] || die "there are uncommitted changes" "commit them: the second build uses a clone"
 cache=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/edgeinfer-build}
 make packages
 
@@ -18,7 +18,7 @@ another=$place/another-folder
 git clone -q . "$another"
 mkdir -p "$place/cache"
 for part in wheels backends mtmd criu; do cp -a --reflink=auto "$cache/$part" "$place/cache/"; done
-[ ! -d dist/backends ] || { mkdir "$another/dist" && cp -a dist/backends "$another/dist/"; } # `make cuda`: an input, too
+[ ! -d dist/backends ] || { mkdir "$another/dist" && cp -a dist/backends "$another/dist/"; } # made by `make cuda`; also an input of both builds
 as=(env)
 if [ "$(id -u)" = 0 ]; then
     chown -R $WHO:$WHO "$place" && chmod 755 "$place"
@@ -41,4 +41,4 @@ if [ ${#different[@]} = 0 ]; then
 fi
 say "different: ${different[*]}"
 "$cache/diffoscope/bin/diffoscope" --text reproduce.txt work/tree "$another/work/tree" || true
-die "two builds of one commit differ" "reproduce.txt has what differs in the packed folder"
+die "two builds of one commit differ" "reproduce.txt shows the differences in the packed folder"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# setup.sh [lint|run|test|readme|gpu|full|test-all|bench]: what a fresh machine needs, once; a second call takes milliseconds.
+# setup.sh [lint|run|test|readme|gpu|full|test-all|bench]: sets up a fresh machine; a second call takes milliseconds.
 #
-#   lint              .venv with the packages of requirements/tools.txt: ruff, mypy, pytest and what the project imports.
+#   lint              .venv with the packages of requirements/tools.txt: ruff, mypy, pytest and the project's dependencies.
 #                     Compiles nothing and needs only Python
 #   run (the default) `lint`, llama.cpp compiled for this processor, our own C++ (native/build.sh), and CRIU >= 4.1 in .venv/criu
 #                     if the system's is too old: what a first answer needs
@@ -14,15 +14,15 @@
 #   test-all          `full`, the two models, and scripts/test_parts.sh: everything for the tests marked `needs`
 #   bench             `full`, the two models, and llama-server and llama-bench for comparison
 #
-# Each build of llama.cpp is a wheel in the build cache; `run` and `test` take the full one if it is there. The builds do not
-# mix: a snapshot names the libraries it maps by build id, size and time, and the prefix cache's keys name llama.cpp's build
-# and CPU variant. The variant is compiled with the same options in both, so its scores are the same. EDGEINFER_BUILD_CACHE moves
-# the cache, and JOBS limits the compilers.
+# Each build of llama.cpp is a wheel in the build cache; `run` and `test` use the full build if it exists. No data of one build
+# is used with another: a snapshot's fingerprint has build id, size and time of each library, and the prefix cache's keys have
+# llama.cpp's build and CPU variant. Both builds compile a variant with the same options, so its scores are the same.
+# EDGEINFER_BUILD_CACHE moves the cache, and JOBS limits the number of compilers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ "$(uname -s)" = Linux ] || { echo "error: edgeinfer needs Linux, and this is $(uname -s)" >&2; exit 1; }
 
-# The work is a session, which ends as a whole: at Ctrl-C, at SIGTERM, and when a part of it fails in the background.
+# The script runs itself in a new session, all of whose processes end after Ctrl-C, SIGTERM or a failed background job.
 if [ -z "${EDGEINFER_SETUP_SESSION:-}" ]; then
   EDGEINFER_SETUP_SESSION=1 setsid scripts/setup.sh "$@" </dev/null & session=$!
   trap 'kill -TERM -- -$session 2>/dev/null || kill $session || true; wait $session || true; exit 130' INT TERM HUP
@@ -35,10 +35,10 @@ die() { printf 'error: %s\n\nhint: %s\n' "$1" "$2" >&2; kill -TERM 0; }
 
 cache=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/edgeinfer-build}
 llama=$(sed -n 's/.*"llama-cpp-python==\([^"]*\)".*/\1/p' pyproject.toml)
-machine="$(uname -sm) $(ldd --version 2>/dev/null | sed -n 1p || true)" # `head` would end ldd, and so this script
+machine="$(uname -sm) $(ldd --version 2>/dev/null | sed -n 1p || true)" # not `head`, which would end ldd by SIGPIPE
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_RETRIES=${PIP_RETRIES:-2}
 
-# --- before anything takes long -------------------------------------------------------------------------------------------
+# --- checks before anything takes long ------------------------------------------------------------------------------------
 check_machine() {
   local missing=() program checkout_mb=50 cache_mb=50
   for program in gcc g++ cmake make; do command -v $program >/dev/null || missing+=($program); done
@@ -64,17 +64,17 @@ check_folder() {  # FOLDER MB [VARIABLE]
 make_venv() {
   [ -x .venv/bin/pip ] && .venv/bin/python -c '' 2>/dev/null && return
   check_folder . 500
-  local python # the system's before others: an ordinary user can run it too, wherever this checkout lies
+  local python # the system's Python first, because every user can run it
   for python in ${PYTHON:-/usr/bin/python3 python3 python3.14 python3.13 python3.12 python3.11} none; do
     "$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && break
   done
   [ "$python" != none ] || die "no Python 3.11 to 3.14 with venv" "apt-get install python3-venv, or PYTHON=FILE names one"
   say "virtual environment with $("$python" --version) in .venv"
   rm -rf .venv && "$python" -m venv .venv
-  pip install -q --upgrade --retries 0 pip  # scripts written by older pips import `re`: 3 ms a start. Not worth a wait
+  pip install -q --upgrade --retries 0 pip  # older pips write scripts that import `re` (3 ms per start); do not wait for it
 }
 
-pip() {  # quietly; if it fails, the last line that names an error is the reason
+pip() {  # prints nothing, except, after a failure, the last line that contains an error
   local output reason
   output=$(.venv/bin/pip "$@" 2>&1) && return
   reason=$(grep -v '^WARNING' <<<"$output" | grep -iE 'error|no space|denied' | tail -1) || reason=$(tail -1 <<<"$output")
@@ -82,7 +82,7 @@ pip() {  # quietly; if it fails, the last line that names an error is the reason
   die "pip: $reason" "is the network there? HTTPS_PROXY names a proxy, PIP_INDEX_URL a mirror; then run it again"
 }
 
-install_packages() {  # tools|dev, where dev contains tools. The stamp says what was installed from what
+install_packages() {  # tools|dev (dev contains tools). The stamp .venv/.packages has the installed set and the lock files' sums
   local wanted; wanted="$(cksum <requirements/dev.txt) $(cksum <requirements/tools.txt)"
   case $(cat .venv/.packages 2>/dev/null) in "dev $wanted" | "$1 $wanted") return ;; esac
   say "installing the packages of requirements/$1.txt"
@@ -91,12 +91,12 @@ install_packages() {  # tools|dev, where dev contains tools. The stamp says what
   printf '%s' "$1 $wanted" >.venv/.packages
 }
 
-install_project() {  # again only when pyproject.toml, the packages or the wheel changed
+install_project() {  # only if pyproject.toml, the packages or the wheel have changed
   local stamp=.venv/.installed wanted; wanted=$(cat pyproject.toml .venv/.packages <(ls "$wheel"; echo "$wheel") | cksum)
   [ "$(cat $stamp 2>/dev/null)" != "$wanted" ] || return 0
   say "installing llama-cpp-python and this project"
   pip install -q --no-deps --force-reinstall "$wheel"/*.whl
-  pip install -q --no-deps --config-settings editable_mode=compat -e . # a plain path: a finder costs 10 ms a start
+  pip install -q --no-deps --config-settings editable_mode=compat -e . # with a plain path: an import finder costs 10 ms per start
   .venv/bin/python -m compileall -q edgeinfer .venv/lib/python3*/site-packages >/dev/null 2>&1 || true
   printf '%s' "$wanted" >$stamp
 }
@@ -127,11 +127,11 @@ build_llama() {  # one|all: compiles `wheel`
   CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(nproc)} CMAKE_ARGS=$flags CFLAGS=$map CXXFLAGS=$map \
     .venv/bin/pip wheel -v --no-deps -w "$wheel.tmp" "$source" 2>&1 | tee "$log" | show_progress ||
     { tail -20 "$log" >&2; die "llama.cpp did not compile" "the whole log: $log"; }
-  wait $native || true # it is tried again below, and says why
+  wait $native || true # after a failure, native/build.sh runs again below and prints the reason
   rm -rf "$wheel" "$source" && mv "$wheel.tmp" "$wheel"
 }
 
-show_progress() {  # of ninja's output on stdin, every 15 s
+show_progress() {  # reads ninja's output from stdin, and prints its progress every 15 s
   local line shown=$SECONDS
   while IFS= read -r line; do
     [[ $((SECONDS - shown)) -ge 15 && $line =~ \[[0-9]+/[0-9]+\] ]] || continue
@@ -140,8 +140,8 @@ show_progress() {  # of ninja's output on stdin, every 15 s
   done
 }
 
-# --- optional parts: without them it still answers -----------------------------------------------------------------
-install_criu() {  # unless the system's is one that the design needs (snapshot_format/criu.py)
+# --- optional parts: without them edgeinfer still works ---------------------------------------------------------------
+install_criu() {  # unless the system's CRIU is new enough (snapshot_format/criu.py)
   local least=4.1
   ! grep -qm1 '^Features.* paca' /proc/cpuinfo || least=4.2
   if [ -x .venv/criu/bin/criu ] || printf '%s\n' $least "$(criu --version 2>/dev/null | sed -n 's/^Version: //p')" | sort -CV; then return; fi
@@ -172,10 +172,10 @@ case $mode in
   *) die "unknown argument: $mode" "setup.sh [lint|run|test|readme|gpu|full|test-all|bench]" ;;
 esac
 check_machine; make_venv
-exec 9>"$cache/setup.lock" # two checkouts share the cache, not the folder
+exec 9>"$cache/setup.lock" # in the cache, which all checkouts share
 flock -n 9 || { say "waiting for another set-up to end"; flock 9; }
-rm -rf "$cache"/source.* # of an interrupted one
-{ install_packages $packages; install_criu; } & others=$! # while the compiler works; patchelf is among the packages
+rm -rf "$cache"/source.* # left by an interrupted set-up
+{ install_packages $packages; install_criu; } & others=$! # in this order, because installing CRIU needs the package patchelf
 find_wheel $variants || build_llama $variants
 wait $others
 install_project

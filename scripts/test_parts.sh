@@ -2,10 +2,10 @@
 # test_parts.sh test|test-all: installs programs that tests use. Called by setup.sh. A program that cannot be installed is reported,
 # and its tests are skipped.
 #
-#   test      tmux and curl through apt if run as root; Chromium too, but in the background, holding
-#             test-programs.lock in the build cache: the tests that need it wait for that lock
-#   test-all  also libpython, which the shipped file contains, qemu-user, zsh, fish, node (for axe-core), glibc 2.31, which the shipped file is tested on, a compiler for
-#             arm64, docker-registry, Mesa's software GPU; for root podman and Debian 13's systemd
+#   test      tmux and curl through apt if run as root; Chromium too, but in the background, while test-programs.lock in the build
+#             cache is locked: the tests that need Chromium wait for that lock
+#   test-all  also libpython (for the shipped file), qemu-user, zsh, fish, node (for axe-core), glibc 2.31 (to test the shipped
+#             file), a compiler for arm64, docker-registry, Mesa's software GPU; for root podman and Debian 13's systemd
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cache=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/edgeinfer-build}
@@ -31,7 +31,7 @@ fetch() {  # FILE WHAT COMMAND...: runs COMMAND if FILE is missing
   [ -e "$cache/$1" ] || ! command -v apt-get >/dev/null || "${@:3}" >&2 || say "could not get $2: its tests are skipped"
 }
 
-fetch_axe() {  # checks the page for accessibility
+fetch_axe() {  # axe-core checks the web page's accessibility
   local version=4.14.1 sum=29348999450cdf2849a8e70b7912fc2da85a849da39c0d0d5394f51d4a9ed95c
   rm -rf "$cache/axe.tmp" && mkdir -p "$cache/axe.tmp"
   (cd "$cache/axe.tmp" && npm pack --silent "axe-core@$version" >/dev/null && tar xzf axe-core-*.tgz &&
