@@ -1,6 +1,6 @@
 """Check the subject of a commit message: `commit_msg.py FILE`, which pre-commit runs at each commit.
 
-It has at most 72 characters, no full stop, and no word that scripts/words.toml refuses.
+A subject has at most 72 characters, no full stop, and no word that scripts/words.toml refuses.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ LONGEST = 72
 
 
 def findings(subject: str) -> list[str]:
-    """Return what is wrong with a subject; an empty list if it is right."""
+    """Return the faults of a subject; an empty list if there are none."""
     faults = [f"“{word}”: {instead}" for word, instead in style.words(subject)]
     if len(subject) > LONGEST:
         faults.append(f"{len(subject)} characters; at most {LONGEST}")
     if subject.endswith("."):
-        faults.append("it ends with a full stop")
+        faults.append("the subject ends with a full stop")
     return faults
 
 
 def main(argv: list[str]) -> int:
-    """Print what is wrong with the message in the file `argv[0]`; exit 1 if anything is."""
+    """Print the faults of the message in the file `argv[0]`; return 1 if there are any."""
     subject = next(iter(Path(argv[0]).read_text("utf-8").splitlines()), "")
     if subject.startswith(("Merge ", "Revert ", "fixup! ", "squash! ")):
         return 0

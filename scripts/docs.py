@@ -1,8 +1,7 @@
-"""Write (or with --check, compare) the generated parts of the docs; report links whose target is
-missing.
+"""Write (with --check, compare) the generated parts of the docs; report links without a target.
 
 A generated part is between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of GENERATORS.
-Text outside the markers is written by hand and kept.
+Text outside of the markers is not changed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 ROOT = Path(__file__).resolve().parent.parent
-#: DATE, … commit HASH, … cores of …; `COMMAND` and an empty line.
+#: First line of a figure: date, commit, machine and command; then an empty line.
 FIGURE_HEAD = re.compile(r"\d{4}-\d\d-\d\d, .*commit \w+.*, \d+ cores of .*; `[^`]+`.*\.\n\n")
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -66,13 +65,13 @@ def configuration() -> str:
 
 
 def comparison() -> str:
-    """Return the README's table of `make bench-readme`, then where it is from."""
+    """Return the README's table, which `make bench-readme` measures, and the table's origin."""
     source, _, table = (ROOT / "docs/figures/readme.md").read_text("utf-8").partition("\n\n")
     return f"{table.rstrip()}\n\n{source}\n"
 
 
 def exit_codes() -> str:
-    """Return the table of errors: code, exit code, the first paragraph of the class, next step."""
+    """Return the table of errors: code, exit code, first paragraph of the docstring, next step."""
     from edgeinfer.error_text import row
     from edgeinfer.errors import every_class
 
@@ -107,7 +106,7 @@ def models() -> str:
 
 
 def model_keys() -> str:
-    """Return every key of a model's table, and of its sampling table."""
+    """Return every key of a model's table in models.toml, and of its sampling table."""
     from edgeinfer.models.catalog import Model
 
     rows = []
@@ -147,7 +146,7 @@ def chat_keys() -> str:
 
 
 def quantizations() -> str:
-    """Return every type that `quantize` offers; those that need an importance matrix are marked."""
+    """Return every type that `quantize` offers, with a * if the type needs an importance matrix."""
     from edgeinfer.models.gguf import FILE_TYPES
     from edgeinfer.models.quantizing import NEEDS_IMATRIX
 
@@ -216,7 +215,10 @@ def agents() -> str:
 
 
 def fields(root: str) -> str:
-    """Return the table of fields of a request and of its objects: used, refused, left out."""
+    """Return the table of a request type's fields, and those of its objects: used, refused, ignored.
+
+    `root` is `MODULE:CLASS` below edgeinfer.server.
+    """
     module, name = root.split(":")
     kind = getattr(importlib.import_module(f"edgeinfer.server.{module}"), name)
     rows: list[str] = []
@@ -227,7 +229,7 @@ def fields(root: str) -> str:
         if kind not in seen:
             seen.add(kind)
             rows.append(_fields_row(where, kind))
-            waiting += [(f"{where}.{place}".lstrip("."), part) for place, part in places_of(kind)]
+            waiting += [(f"{where}.{path}".lstrip("."), inner) for path, inner in objects_of(kind)]
     head = ["| in | honoured | refused | left out |", "|---|---|---|---|"]
     return "\n".join([*head, *rows]) + "\n"
 
@@ -247,18 +249,16 @@ def _named(types: Sequence[str]) -> str:
     return ", ".join(f"`{name}…`" if name else "that are not named here" for name in types)
 
 
-def places_of(kind: type) -> list[tuple[str, type]]:
-    """Return the objects in a wire type, each with its place."""
+def objects_of(kind: type) -> list[tuple[str, type]]:
+    """Return the object types in the fields of a wire type, each with its path, such as `tools[]`."""
     from edgeinfer.server.request_body import declaration_of
 
     objects = []
     for name, field in declaration_of(kind).fields.items():
-        plan, place = field.plan, name
+        plan, path = field.plan, name
         while plan is not None:
-            objects += [
-                (f"{place}<{tag}>" if tag else place, part) for tag, part in plan.objects.items()
-            ]
-            plan, place = plan.item, f"{place}[]"
+            objects += [(f"{path}<{tag}>" if tag else path, cls) for tag, cls in plan.objects.items()]
+            plan, path = plan.item, f"{path}[]"
     return objects
 
 
@@ -290,7 +290,7 @@ def generate(name: str) -> str:
 
 
 def render(text: str) -> str:
-    """Return `text` with every generated part renewed."""
+    """Return `text` with every generated part written anew."""
     return BLOCK.sub(lambda m: f"{m[1]}{generate(m['name'])}{m[4]}", text)
 
 
@@ -307,14 +307,15 @@ def broken_links(path: Path, text: str) -> Iterator[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors of the headings of a document, as GitHub makes them."""
+    """Return the anchors that GitHub makes from the headings of a document."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower().strip()).replace(" ", "-") for heading in headings}
 
 
 def figures_without_head() -> list[str]:
-    """Return the tables of docs/figures/ that do not begin with date, commit, machine and command
-    (benchmarks/common.py). The table of families, which a test writes, and notes need no such head.
+    """List the tables in docs/figures/ without a first line as `FIGURE_HEAD` requires.
+
+    The table of families, which a test writes, and notes need no such line.
     """
     files = (ROOT / "docs/figures").glob("*.md")
     texts = {
@@ -339,7 +340,7 @@ def missing_tests() -> list[str]:
 
 
 def main() -> int:
-    """Write or compare all documents; exit 1 with --check if one is stale or a link is broken."""
+    """Write all documents; with --check, return 1 if one is stale or a link is broken."""
     check = "--check" in sys.argv[1:]
     stale = []
     broken = missing_tests()

@@ -136,7 +136,7 @@ SEEING = {
 
 
 def rows_of(name: str, model: torch.nn.Module) -> np.ndarray:
-    """Return the rows of a picture; for Qwen3 with those of deeper layers next to them."""
+    """Return the embedding rows of a picture; Qwen3's have the deepstack features appended."""
     if name.startswith("qwen"):
         half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
         reader = hf.Qwen2VLImageProcessor(patch_size=16, merge_size=2, do_resize=False, **half)
@@ -157,12 +157,15 @@ def rows_of(name: str, model: torch.nn.Module) -> np.ndarray:
 
 
 def logits_of(name: str, config: object) -> tuple[dict, np.ndarray, np.ndarray | None]:
-    """Save a model of this shape, write our weights into it, and compute the tokens and the picture."""
+    """Save a model of this config, replace its weights by ours, and run it on tokens and a picture.
+
+    Return config and shapes, the stored rows of logits, and the picture's rows (None without vision).
+    """
     auto = hf.AutoModelForImageTextToText if name in SEEING else hf.AutoModelForCausalLM
     with tempfile.TemporaryDirectory() as folder:
         auto.from_config(config).save_pretrained(folder)
-        place = Path(folder) / "model.safetensors"
-        with safe_open(place, "numpy") as file:
+        weights_file = Path(folder) / "model.safetensors"
+        with safe_open(weights_file, "numpy") as file:
             shapes = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
         tensors = {key: made.weights(key, tuple(shape)) for key, shape in shapes.items()}
         raw = bytearray(made.safetensors(tensors))
@@ -170,7 +173,7 @@ def logits_of(name: str, config: object) -> tuple[dict, np.ndarray, np.ndarray |
         about = {"__metadata__": {"format": "pt"}} | json.loads(raw[8 : 8 + head])
         text = json.dumps(about).encode()
         text += b" " * (-len(text) % 8)
-        place.write_bytes(len(text).to_bytes(8, "little") + text + bytes(raw[8 + head :]))
+        weights_file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(raw[8 + head :]))
         model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         saved = json.loads((Path(folder) / "config.json").read_text())
     with torch.no_grad():
@@ -184,18 +187,18 @@ def logits_of(name: str, config: object) -> tuple[dict, np.ndarray, np.ndarray |
 
 
 def main() -> None:
-    """Write a file for each family, and one with all logits."""
+    """Write a JSON file for each family, and one file with the logits of all families."""
     made.GOLDEN.mkdir(exist_ok=True)
     configs = CONFIGS | SEEING
     names = sys.argv[1:] or list(configs)
-    place = made.GOLDEN / "logits.npz"
-    arrays = dict(np.load(place)) if place.exists() else {}
+    logits_file = made.GOLDEN / "logits.npz"
+    arrays = dict(np.load(logits_file)) if logits_file.exists() else {}
     for name in names:
         about, arrays[name], rows = logits_of(name, configs[name])
         if rows is not None:
             arrays[f"{name} rows"] = rows
         (made.GOLDEN / f"{name}.json").write_text(json.dumps(about, indent=1) + "\n")
-    np.savez_compressed(place, **arrays)
+    np.savez_compressed(logits_file, **arrays)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Train a small tokenizer of every kind, and store how `tokenizers` encodes a thousand strings, for the
-tests.
+"""Train a small tokenizer of every kind, and store for tests how it encodes a thousand strings.
 
     env/bin/pip install tokenizers sentencepiece protobuf msgspec platformdirs
     env/bin/python scripts/make_tokenizers.py
 
-Each has the splits, normalizer and post-processor of the models that it represents; the vocabulary is
-ours.
+Each tokenizer has the splits, normalizer and post-processor of the models that it represents, but a
+vocabulary trained here.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 
 def corpus() -> list[str]:
-    """Return texts of this repository, and the strings themselves."""
+    """Return the training texts: three documents of this repository, and 300 of the test strings."""
     texts = [
         (ROOT / "docs" / name).read_text()
         for name in ("start/first-answer.md", "guides/models.md", "concepts/scheduling.md")
@@ -78,7 +77,7 @@ def split(pattern: str) -> object:
 
 
 def sentence_piece(*, gemma: bool) -> dict:
-    """Train with SentencePiece, and convert with transformers as the models' authors do."""
+    """Return the tokenizer.json of a tokenizer trained with SentencePiece."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         text.write_text("\n".join(corpus()))
@@ -100,7 +99,7 @@ def sentence_piece(*, gemma: bool) -> dict:
 
 
 def _as_llama(path: str, *, gemma: bool) -> dict:
-    """Return tokenizer.json like Llama 2's (a space before, spaces as ▁) or Gemma's (only the latter)."""
+    """Return tokenizer.json with spaces as ▁; as in Llama 2, not `gemma`, with ▁ before the text."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=path)
     tokens = [pieces.id_to_piece(index) for index in range(pieces.get_piece_size())]
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -137,7 +136,7 @@ def _as_llama(path: str, *, gemma: bool) -> dict:
 
 
 def kinds() -> dict[str, dict]:
-    """Return a tokenizer.json for each row."""
+    """Return a tokenizer.json for each kind of tokenizer, by name."""
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return {
@@ -155,7 +154,7 @@ def kinds() -> dict[str, dict]:
 
 
 def main() -> None:
-    """Write one compressed file."""
+    """Write all tokenizers, and digests of the token ids, to one compressed file for the tests."""
     tokenizers = {}
     for name, tokenizer in kinds().items():
         loaded = Tokenizer.from_str(json.dumps(tokenizer))

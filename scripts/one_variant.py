@@ -1,10 +1,9 @@
-"""Keep only one CPU variant in llama.cpp's source: `one_variant.py SOURCE` edits
-ggml/src/CMakeLists.txt below SOURCE.
+"""Keep only this machine's CPU variant in llama.cpp's source: `one_variant.py SOURCE`.
 
-The kept variant is the one that ggml would choose on this machine, with the same options as in the
-build of all 14, so that both builds compute the same. This saves six of eight minutes on 2 cores.
-Prints the variant's name. Exits 1 if no variant is known to fit (another architecture, or a changed
-source): then all must be compiled.
+Edits ggml/src/CMakeLists.txt below SOURCE. The remaining variant is the one that ggml would choose on
+this machine; its options stay, so that this build computes the same as a build of all 14 variants, but
+takes two instead of eight minutes on 2 cores. Prints the variant's name. Exits with 1 if no variant is
+known to fit (another architecture, or a changed source); then all variants must be compiled.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import sys
 from pathlib import Path
 
 CMAKE = "vendor/llama.cpp/ggml/src/CMakeLists.txt"
-#: ggml's name of a feature → the flags in /proc/cpuinfo that it needs, and its bit in ggml's score (cpu-feats.cpp).
+#: ggml's name of a feature → its flags in /proc/cpuinfo, and its bit in ggml's score (cpu-feats.cpp).
 FEATURES: dict[str, tuple[str, int]] = {
     "SSE42": ("sse4_2", 2),
     "AVX": ("avx", 4),
@@ -30,7 +29,7 @@ FEATURES: dict[str, tuple[str, int]] = {
     "AVX512_VNNI": ("avx512_vnni", 10),
     "AMX_INT8": ("amx_int8", 11),
     "AMX_TILE": ("amx_tile", 11),
-    # arm64; without SME, which gcc before 14 does not support and none of ggml's own kernels uses
+    # arm64. SME is left out: gcc before 14 does not support it, and ggml's own kernels do not use it
     "DOTPROD": ("asimddp", 1),
     "FP16_VECTOR_ARITHMETIC": ("asimdhp", 2),
     "SVE": ("sve", 3),
@@ -38,7 +37,7 @@ FEATURES: dict[str, tuple[str, int]] = {
     "SVE2": ("sve2", 5),
 }
 VARIANT = re.compile(r"^ *ggml_add_cpu_backend_variant\(([\w.]+)([A-Z0-9_ ]*)\) *\n", re.MULTILINE)
-#: Machine → the names of its variants on Linux.
+#: Machine → pattern of the names of its variants on Linux.
 NAMES = {"x86_64": re.compile(r"[a-z]+\d*"), "aarch64": re.compile(r"armv[\d._]+")}
 
 
@@ -51,7 +50,7 @@ def score(features: str, flags: set[str]) -> int:
 
 
 def choose(cmake: str, flags: set[str], machine: str) -> str:
-    """Return the name of the best variant in `cmake` of x86_64 or aarch64."""
+    """Return the name of `machine`'s best variant in `cmake`; "" if none fits these CPU `flags`."""
     scores = {}
     for name, features in VARIANT.findall(cmake):
         if NAMES[machine].fullmatch(name) and set(features.split()) <= FEATURES.keys():

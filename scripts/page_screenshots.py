@@ -1,4 +1,4 @@
-"""Take docs/figures/web.png and playground.png of the page, in Chromium with a scripted engine.
+"""Take the screenshots web.png and playground.png of the web page, in Chromium, with a scripted engine.
 
 .venv/bin/python scripts/page_screenshots.py
 """
@@ -34,7 +34,7 @@ def grams(cups: int) -> float:
 | black | 95 | 4 |
 """,
 }
-#: Tokens of the playground's answer, with their probability.
+#: Tokens of the answer in the playground, with the probability of each.
 SKY = {
     "The": 0.93,
     " sky": 0.99,

@@ -1,4 +1,4 @@
-"""Count names without meaning: `make lint` runs it, and no count may rise.
+"""Count names without meaning; `make lint` runs this, and no count may rise.
 
 `plain_english.py` fails if a folder has more empty names (`found`, `one`, `given`) or more functions
 named by only a participle (`listed`, `_chosen`) than [limits] of scripts/words.toml allows. `--list`
@@ -72,7 +72,7 @@ def lower_limits(table: str, counts: dict[str, Counter[str]]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Compare the counts with the limits; exit 1 if one is above its limit."""
+    """Compare the counts with the limits; return 1 if a count is above its limit."""
     counts = {}
     for folder in FOLDERS:
         findings = list(_findings(folder))
@@ -87,9 +87,8 @@ def main(argv: list[str]) -> int:
         for kind in _KINDS:
             if counts[folder][kind] > limits[kind]:
                 status = 1
-                print(
-                    f"{folder}: {counts[folder][kind]} names of the kind “{kind}”; at most {limits[kind]} are allowed"
-                )
+                n, most = counts[folder][kind], limits[kind]
+                print(f"{folder}: {n} names of the kind “{kind}”; at most {most} are allowed")
     if status:
         print(
             "hint: use a name that says what it contains or does; scripts/plain_english.py --list prints each place"

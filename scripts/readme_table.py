@@ -1,12 +1,11 @@
-"""Measure the README's table again, all rows in one run, in turns with llama-server: `make
-bench-readme`.
+"""Measure all rows of the README's table in one run, alternating with llama-server.
 
     make bench-readme [ARGS='--out docs/figures']
 
-Runs the benchmarks with arguments for only these rows. Takes a quarter of an hour on 2 cores, and 6.5
-GB of disk for models with random weights. The row of the model larger than memory needs root; another
-user gets the table without it. Writes OUT/readme.md; the benchmarks' own output is in bench-out/readme.
-`scripts/docs.py` copies docs/figures/readme.md into the README.
+Runs the benchmarks with arguments that select only these rows. Takes a quarter of an hour on 2 cores,
+and 6.5 GB of disk for models with random weights. The row of the model larger than memory is measured
+only as root. Writes OUT/readme.md; the benchmarks' own output is in bench-out/readme. `scripts/docs.py`
+copies docs/figures/readme.md into the README.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from common import ROOT, make_parser, spread, write_figure
 
 from edgeinfer.bench import markdown
 
-#: Folder of the benchmarks' output, and of their models and homes: not /tmp, which may be in memory.
+#: Folders of the benchmarks' output, and of their models and data: not in /tmp, which may be in memory.
 PARTS, WORK = ROOT / "bench-out/readme", ROOT / "bench-out"
 MODELS = WORK / "models"
 #: Arguments of each benchmark. The dense model of 2.35 GB gets memory for 0.8 of it, and a disk of 1
@@ -44,7 +43,10 @@ Row = list[str]
 
 
 def run_benchmark(name: str) -> None:
-    """Run one of BENCHMARKS, in a home where no snapshot is built meanwhile. Raises CalledProcessError."""
+    """Run one of BENCHMARKS in a new EDGEINFER_HOME without builds of snapshots.
+
+    Raises CalledProcessError.
+    """
     program = ROOT / f"benchmarks/bench_{name}.py"
     command = [sys.executable, str(program), *BENCHMARKS[name].split(), "--out", str(PARTS)]
     print(f"readme_table: {name}", file=sys.stderr, flush=True)
@@ -58,7 +60,7 @@ def read_part(file: str) -> Any:
 
 
 def compare(title: str, unit: str, *sides: Sequence[float], digits: int = 0) -> Row:
-    """Return a row of edgeinfer and llama-server, the better median in bold."""
+    """Return a row with the values of edgeinfer and llama-server, and the better median in bold."""
     cells = [spread(side, unit, digits) for side in sides]
     medians = [float(cell.split()[0]) for cell in cells]
     best = medians.index(max(medians) if unit == "tokens/s" else min(medians))
@@ -72,7 +74,7 @@ def range_of(medians: dict[str, float]) -> list[float]:
 
 
 def launch_rows() -> list[Row]:
-    """Return the rows of bench_resume.py, and the disk space of a snapshot."""
+    """Return the rows of bench_resume.py; the last one is the disk space of a snapshot."""
     rows, models = [], read_part("resume.json")["models"]
     for name, title in (
         ("7b", "7B shape: `exec` → first token of a one-token prompt"),
@@ -133,7 +135,7 @@ def larger_row() -> Row:
 
 
 def table() -> str:
-    """Return the README's table from what the benchmarks wrote."""
+    """Return the README's table, made from the benchmarks' output files."""
     *launches, disk = launch_rows()
     rows = [*launches, memory_row(), picture_row(), shared_prefix_row()]
     if (PARTS / "larger.jsonl").exists():

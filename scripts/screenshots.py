@@ -1,8 +1,7 @@
-"""The README's screenshots: the app itself, drawn as SVG with a scripted engine, so that they never
-change by themselves.
+"""Draw the README's screenshots: the real app as SVG, with a scripted engine, so that runs are equal.
 
-.venv/bin/python scripts/screenshots.py write docs/figures/chat-*.svg .venv/bin/python
-scripts/screenshots.py --check fail if they differ from what the app draws
+    .venv/bin/python scripts/screenshots.py            write docs/figures/chat-*.svg
+    .venv/bin/python scripts/screenshots.py --check    fail if these files are not up to date
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SHOTS = (
 
 
 async def shot(name: str, scene: str, size: tuple[int, int], theme: str) -> str:
-    """Return one screen as SVG, without the parts that differ from run to run."""
+    """Return a screenshot as SVG, with `name` instead of the random id."""
     from fixed_chat import NOON, SHELF, make_app
     from scenes import SCENES
 

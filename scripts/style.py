@@ -1,11 +1,11 @@
-"""Check what ruff has no rule for: `make lint` runs it over the Python files and documents of the project.
+"""Check Python files and documents for faults that ruff does not find; `make lint` runs this.
 
-- A conditional expression inside another, and an assignment of three or more names at once; a trailing
-  `# together: WHY` allows the latter where the names belong together.
+- A conditional expression inside another, and an assignment of three or more names at once, unless
+  the line ends with the comment `# together: WHY`.
 - Words of scripts/words.toml in docstrings, comments, prose strings, names and documents, and docstrings
   that do not begin with a verb.
 
-`style.py PATH…` checks only those paths, also the ones that words.toml lists as unconverted.
+`style.py PATH…` checks only these paths, also if words.toml lists them as unconverted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TypeGuard
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("edgeinfer", "build", "benchmarks", "scripts", "tests")
 DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs", ".github")
-#: The page that explains the refused words, and their table.
+#: Files that may contain refused words: the page that explains them, and their table.
 _EXEMPT = ("docs/glossary.md", "scripts/words.toml")
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -43,14 +43,14 @@ def _patterns() -> list[tuple[re.Pattern[str], str]]:
 
 
 def words(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each refused word of `text` and what to write instead."""
+    """Yield each refused word of `text`, with the advice what to write instead."""
     for pattern, instead in _patterns():
         for match in pattern.finditer(text):
             yield match[0], instead
 
 
 def findings(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of each finding about the shape of the code."""
+    """Yield line and message of each nested conditional expression and each wide assignment."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.IfExp) and sum(isinstance(n, ast.IfExp) for n in ast.walk(node)) > 1:
@@ -69,8 +69,9 @@ def _is_wide(node: ast.AST) -> TypeGuard[ast.Assign]:
 
 
 def python_words(source: str, *, strings: bool = True) -> Iterator[tuple[int, str]]:
-    """Yield the line of each refused word in a Python file. With `strings`, strings count too, except
-    docstrings and those without a space: tests and benchmarks have prompts.
+    """Yield line and message of each refused word, and of each wrong first word of a docstring.
+
+    Without `strings`, strings other than docstrings are skipped: in tests they may be prompts.
     """
     for line, text in _prose(source, strings=strings):
         for word, instead in words(text):
@@ -101,7 +102,7 @@ def _prose(source: str, *, strings: bool) -> Iterator[tuple[int, str]]:
 
 
 def document_words(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line of each refused word in a document, outside its code and its generated parts."""
+    """Yield line and message of each refused word in a document, except in code and generated parts."""
     fenced = generated = False
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith(("<!-- generated", "<!-- end")):
@@ -128,28 +129,28 @@ def _is_unconverted(name: str) -> bool:
     return any(name == path or name.startswith(f"{path}/") for path in paths)
 
 
-def _found(chosen: list[Path]) -> Iterator[str]:
-    for path in _files(chosen or [ROOT / folder for folder in FOLDERS], (".py",)):
+def _check_files(paths: list[Path]) -> Iterator[str]:
+    for path in _files(paths or [ROOT / folder for folder in FOLDERS], (".py",)):
         name, source = path.relative_to(ROOT).as_posix(), path.read_text("utf-8")
         of_words = iter(())
-        if chosen or not _is_unconverted(name):
+        if paths or not _is_unconverted(name):
             of_words = python_words(
                 source, strings=name.startswith(("edgeinfer/", "scripts/", "build/"))
             )
-        for line, what in [*findings(source), *of_words]:
-            yield f"{name}:{line}: {what}"
-    for path in _files(chosen or [ROOT / name for name in DOCUMENTS], (".md", ".yml")):
+        for line, message in [*findings(source), *of_words]:
+            yield f"{name}:{line}: {message}"
+    for path in _files(paths or [ROOT / name for name in DOCUMENTS], (".md", ".yml")):
         name = path.relative_to(ROOT).as_posix()
-        if name not in _EXEMPT and (chosen or not _is_unconverted(name)):
-            for line, what in document_words(path.read_text("utf-8")):
-                yield f"{name}:{line}: {what}"
+        if name not in _EXEMPT and (paths or not _is_unconverted(name)):
+            for line, message in document_words(path.read_text("utf-8")):
+                yield f"{name}:{line}: {message}"
 
 
 def main(argv: list[str]) -> int:
-    """Print every finding; exit 1 if there is any."""
-    found = list(_found([Path(arg).resolve() for arg in argv]))
-    print(*found, sep="\n", end="\n" if found else "")
-    return 1 if found else 0
+    """Print every finding; return 1 if there is any."""
+    messages = list(_check_files([Path(arg).resolve() for arg in argv]))
+    print(*messages, sep="\n", end="\n" if messages else "")
+    return 1 if messages else 0
 
 
 if __name__ == "__main__":

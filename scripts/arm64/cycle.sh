@@ -1,6 +1,6 @@
 #!/bin/bash
-# cycle.sh: as an ordinary user, in namespaces as a launch makes them, starts park.py, dumps it, and resumes it twice.
-# env: home (an empty folder with images/), megabytes, threads
+# cycle.sh: starts park.py as an ordinary user in namespaces like those of a launch, dumps it, and resumes it twice.
+# Environment: home (a folder that contains only an empty images/), megabytes, threads
 set -e
 export XDG_RUNTIME_DIR=$home criu=/work/venv/criu/bin/criu
 few=-all,+checkpoint_restore,+sys_ptrace,+setpcap,+sys_admin

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# file.sh: dist/edgeinfer-aarch64, the shipped file for arm64, built on x86-64. No root: a user namespace has a binfmt_misc of its own
-# (Linux 6.7), by which qemu runs Debian's Python for arm64 and PyInstaller, several times as fast as in the emulated machine.
-# Compilers and xz are this machine's. Tried afterwards on glibc 2.31: `edgeinfer version`.
+# file.sh: build dist/edgeinfer-aarch64, the shipped file for arm64, on x86-64. Root is not needed: since Linux 6.7, a user namespace
+# has its own binfmt_misc, by which qemu runs Debian's Python for arm64 with PyInstaller, several times as fast as in the emulated
+# machine. Compilers and xz are this machine's. At the end, `edgeinfer version` is run on glibc 2.31.
 . "$(dirname "${BASH_SOURCE[0]}")/parts.sh"
 compgen -G "$cache/bootloader/pyinstaller-*.tar.gz" >/dev/null ||
     pip download -q --no-deps --no-binary pyinstaller -d "$cache/bootloader" "$(grep -o '^pyinstaller==[0-9.]*' requirements/dev.txt)"

@@ -1,6 +1,6 @@
 #!/bin/bash
-# guest.sh TESTS: init of the emulated machine (machine.sh): /work is its disk, with the checkout, its environment and a model.
-[ $$ = 1 ] || { echo 'error: guest.sh mounts and powers off: it is only for the emulated machine' >&2; exit 1; }
+# guest.sh TESTS: the init process of the emulated machine (machine.sh). /work is a disk with checkout, environment and a model.
+[ $$ = 1 ] || { echo 'error: guest.sh mounts disks and powers off: run it only in the emulated machine' >&2; exit 1; }
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8
 mount -t tmpfs tmpfs /run
 mount -t tmpfs tmpfs /tmp -o mode=1777
@@ -16,7 +16,7 @@ chown 1000:1000 /work/home
 echo "VM $(uname -rm), page size $(getconf PAGESIZE), $(grep -m1 'CPU part' /proc/cpuinfo), $(/work/venv/criu/bin/criu --version | head -1)"
 echo "features $(grep -m1 Features /proc/cpuinfo)"
 
-configure() { # HOME: two threads on one processor, as a dump of a multithreaded engine needs them; nothing in the background
+configure() { # HOME: two threads on the one processor, to dump an engine with several threads; no background builds
     install -d -o 1000 -g 1000 "$1/.config" "$1/.config/edgeinfer"
     printf '[load]\nthreads = 2\n[snapshots]\nauto-warm = false\n' >"$1/.config/edgeinfer/config.toml"
 }
@@ -37,7 +37,7 @@ plain() { # MEGABYTES THREADS
     as_user env home=/work/home/plain megabytes=$1 threads=$2 bash /work/edgeinfer/scripts/arm64/cycle.sh
 }
 
-# --- kernels: NEON's, of our own, serve --------------------------------------------------------------------------------------------
+# --- kernels: our own NEON kernels are used ----------------------------------------------------------------------------------------
 kernels() {
     local features level=dotprod
     features=" $(grep -m1 Features /proc/cpuinfo) "

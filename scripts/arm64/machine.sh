@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# machine.sh TEST...: boot this checkout in an emulated arm64 machine and run tests of guest.sh there. No root, no KVM. parts.sh
-# makes what is cached: a first call compiles llama.cpp, later ones begin to boot after a minute.
+# machine.sh TEST...: boot this checkout in an emulated arm64 machine and run tests of guest.sh there, without root and KVM. The
+# first call compiles llama.cpp into the build cache (parts.sh); later calls boot after a minute.
 #
 #   plain     processes with threads and 64 MiB of memory, dumped and resumed by CRIU without edgeinfer
 #   warm      doctor, a receipt of x86-64, warm, runs resumed and cold, snapshots verify, as an ordinary user
 #   build     file.sh before the boots: dist/edgeinfer-aarch64 of this checkout
 #   file      that file, on a root with glibc 2.31 and nothing else: first launch, warm, a resumed run
 #
-# env: PAGES="4k 16k" kernels, CPUS="max,pauth-impdef=on cortex-a76", each pair booted in turn on one disk: a snapshot that one
-# kernel made is refused by the next. The machine's clock counts instructions, 500 million a second: limits of time mean the same
-# however busy this machine is. It has one processor: qemu counts instructions on one thread, where a second one would spend them
-# in waiting for the first.
+# Environment: PAGES="4k 16k" (kernels), CPUS="max,pauth-impdef=on cortex-a76". Each pair boots in turn with the same disk, where
+# each kernel must refuse the snapshot of the one before. The emulated clock counts instructions (500 million a second), so time
+# limits do not depend on the load of this machine. There is one emulated processor, because qemu counts instructions on one
+# thread, on which a second processor would spend its instructions with waiting for the first.
 . "$(dirname "${BASH_SOURCE[0]}")/parts.sh"
 read -ra pages <<<"${PAGES-4k 16k}"
 read -ra cpus <<<"${CPUS-max,pauth-impdef=on cortex-a76}"
@@ -51,7 +51,7 @@ qemu() {
     LD_LIBRARY_PATH=$parts/qemu/usr/lib/x86_64-linux-gnu:$parts/qemu/lib/x86_64-linux-gnu \
         "$program" -L "$parts/qemu/usr/share/qemu" -L "$parts/qemu/usr/share/seabios" "$@"
 }
-initrd() { # PAGES FILE: busybox is Debian's static one; ext4 and the disk's driver are modules
+initrd() { # PAGES FILE: writes an initrd with Debian's static busybox, and modules for ext4, the disks and the network
     local module stage=$work/stage
     rm -rf "$stage" && mkdir -p "$stage"/{proc,sys,dev,mnt}
     cp "$parts/busybox/bin/busybox" "$stage/"

@@ -1,7 +1,6 @@
-"""park.py DIR MEGABYTES THREADS: allocate memory of known contents, start computing threads, and wait
-for a dump.
+"""Wait for a dump with known memory and computing threads: `park.py DIR MEGABYTES THREADS`.
 
-After the resume it writes "same" to DIR/result if memory, threads and pid have not changed.
+After the resume, the program writes "same" to DIR/result if memory, threads and pid are as before.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Park, and compare after the resume."""
+    """Park this process; after the resume, compare its memory, threads and pid."""
     home = Path(sys.argv[1])
     megabytes, n_threads = map(int, sys.argv[2:])
     memory = mmap.mmap(-1, megabytes << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -26,7 +25,7 @@ def main() -> None:
     stop = threading.Event()
     right = [False] * n_threads
 
-    def count(k: int) -> None:  # in user code when the dump comes: both numbers are registers and heap
+    def count(k: int) -> None:  # runs during the dump, with its numbers in registers and on the heap
         steps = 0
         half = 0.0
         while not stop.is_set():

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# parts.sh: everything of the emulated machine but this checkout, into the build cache, once: Debian's packages, PyPI's wheels for
-# arm64, llama.cpp, cross-compiled, and our own C++. machine.sh and file.sh source it; run by itself, it fetches and compiles. No root;
-# no network but the package registries'.
+# parts.sh: put all parts of the emulated machine except this checkout into the build cache, once: Debian's packages, PyPI's wheels
+# for arm64, llama.cpp (cross-compiled) and our own C++. machine.sh and file.sh source this file. Needs no root, and of the network
+# only the package registries.
 #
-# Sets cache, parts, venv, native, model; work, a folder that goes with the process; and `packages`, `pip`, `lay_out`.
+# Sets cache, parts, venv, native, model, work (a folder removed at exit), and the functions `packages`, `pip`, `lay_out`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 . scripts/debian.sh
@@ -17,7 +17,7 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/edgeinfer-arm64.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$parts"
 
-packages() { # FOLDER SUITE ARCH PACKAGE...: these, unpacked, once
+packages() { # FOLDER SUITE ARCH COMMAND...: unpack the packages that COMMAND prints into $parts/FOLDER, once
     [ ! -d "$parts/$1" ] || return 0
     local folder=$1 suite=$2 arch=$3
     shift 3
@@ -31,7 +31,7 @@ packages() { # FOLDER SUITE ARCH PACKAGE...: these, unpacked, once
     mv "$work/$folder/root" "$parts/$folder"
     rm -rf "${work:?}/$folder"
 }
-register() { # DEBS DPKG: what build/notices.py asks dpkg-query
+register() { # DEBS DPKG: write the dpkg database in which build/notices.py looks up files and packages
     local deb name
     mkdir -p "$2/info"
     for deb in "$1"/*.deb; do
@@ -65,16 +65,16 @@ ln -sf gcc "$parts/root/usr/bin/cc"
 # --- the virtual environment: PyPI's wheels, and llama.cpp cross-compiled ----------------------------------------------------------
 cross_compile() {
     say "cross-compiling llama.cpp of llama-cpp-python $llama, once"
-    local build=$parts/llama-build-$llama cross=$cache/cross-arm64 map flags # the folder stays if it is interrupted
+    local build=$parts/llama-build-$llama cross=$cache/cross-arm64 map flags # `build` stays after an interruption
     local source=$build/source
     if [ ! -d "$source" ]; then
         mkdir -p "$work/llama"
         pip download -q --no-deps --no-binary llama-cpp-python -d "$work" "llama-cpp-python==$llama"
         tar xf "$work"/llama_cpp_python-*.tar.gz -C "$work/llama" --strip-components=1
-        # a fifth of the time for its 157 files of models; and without a library that nothing of ours opens
+        # a unity build compiles the 157 files of models in a fifth of the time; llama.cpp's common library is not used
         echo 'set_target_properties(llama PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 10)' >>"$work/llama/vendor/llama.cpp/src/CMakeLists.txt"
         sed -i 's/set(LLAMA_BUILD_COMMON ON /set(LLAMA_BUILD_COMMON OFF /' "$work/llama/CMakeLists.txt"
-        # gcc before 14 knows no SME, which ggml uses in none of its own kernels
+        # gcc before 14 does not support SME, and ggml's own kernels do not use it
         [ "$("$cross/bin/aarch64-linux-gnu-gcc" -dumpversion)" -ge 14 ] || sed -i '/variant(armv9/d' "$work/llama/vendor/llama.cpp/ggml/src/CMakeLists.txt"
         mkdir -p "$build"
         mv "$work/llama" "$source"
@@ -89,13 +89,13 @@ set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
 set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
 set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
 CMAKE
-    flags="-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON -DLLAVA_BUILD=OFF" # those of setup.sh
+    flags="-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=ON -DGGML_CPU_ALL_VARIANTS=ON -DLLAVA_BUILD=OFF" # as in setup.sh
     map=-ffile-prefix-map=$source=.
     _PYTHON_HOST_PLATFORM=linux-aarch64 CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(nproc)} CFLAGS=$map CXXFLAGS=$map \
         CMAKE_ARGS="$flags -DCMAKE_TOOLCHAIN_FILE=$build/toolchain.cmake" \
         nice -n 5 .venv/bin/pip wheel -v --no-deps -C build-dir="$build/objects" -w "$work/wheel" "$source" >"$parts/llama.log" 2>&1 ||
         die "llama.cpp did not compile" "the whole log: $parts/llama.log"
-    .venv/bin/python -m zipfile -e "$work"/wheel/*.whl "$work/built" # pip would leave out its bin/
+    .venv/bin/python -m zipfile -e "$work"/wheel/*.whl "$work/built" # pip would leave out the wheel's bin/
     mv "$work/built" "$parts/llama-$llama"
     rm -rf "$build"
 }
@@ -133,7 +133,7 @@ CPATH=$parts/llama-$llama/include native/build.sh aarch64 "$native" # llama.cpp'
 [ -f "$model" ] || PYTHONPATH=. EDGEINFER_HOME=$cache/test-home .venv/bin/python \
     -c 'import sys; from edgeinfer.cli.main import main; sys.exit(main())' pull smollm2-135m-instruct >&2
 
-lay_out() { # FOLDER: what is /work in the emulated machine: checkout, virtual environment, our C++
+lay_out() { # FOLDER: fill the folder that is /work in the emulated machine: checkout, virtual environment, our C++
     mkdir -p "$1"/{edgeinfer,home,tmp}
     git ls-files -z --cached --others --exclude-standard | grep -zvE '^(tests|benchmarks)/' | xargs -0 cp --parents -t "$1/edgeinfer" 2>/dev/null || true
     cp --parents tests/binary/bare.py "$1/edgeinfer/"
@@ -141,7 +141,7 @@ lay_out() { # FOLDER: what is /work in the emulated machine: checkout, virtual e
     cp -r "$parts/llama-$llama/." "$1/venv/lib/python3.11/site-packages/"
     mkdir -p "$1/venv/lib/edgeinfer"
     cp -r "$native" "$1/venv/lib/edgeinfer/native"
-    # its metadata, which pip would write: the version, and what it requires
+    # edgeinfer's metadata, which pip would write: version and dependencies
     local site=$1/venv/lib/python3.11/site-packages
     mkdir "$work/metadata"
     (cd "$1/edgeinfer" && PYTHONPATH=$site "$OLDPWD/.venv/bin/python" -c '

@@ -1,15 +1,15 @@
-"""Check layers on devices, one check per process: `gpu_check.py CHECK [ARGUMENT...]`. Prints JSON
-lines.
+"""Check GPU offload, one check per process: `gpu_check.py CHECK [ARGUMENT...]`. Prints JSON lines.
 
-    probe BACKEND         load it: time, devices, memory
-    texts MODEL           greedy texts with no layers, all and half of them on the device
-    logits MODEL [KV]     logits of 129 tokens, all and half of the layers, against the CPU's
-    plan MODEL            planned bytes and those that llama.cpp allocated, by context and KV type
-    blocks MODEL          KV blocks on disk with no layers, all and half: a second engine's cached tokens
-    full WHEN MODEL       another process takes the device's memory, before or after the device is attached
-    lost WHEN MODEL       in an answer, idle, at close: this process's CUDA context is destroyed by a kernel
-                          that writes to an illegal address, as by a suspend; other processes keep theirs
-    split MODEL           all layers over every device (GGML_CUDA_DEVICES=2 makes two of one)
+    probe BACKEND         load the backend: time, devices, memory
+    texts MODEL           compare greedy texts with no layers, all and half of the layers on the device
+    logits MODEL [KV]     compare logits of 129 tokens, with all and half of the layers, with the CPU's
+    plan MODEL            compare planned bytes with those that llama.cpp allocates, by context, KV type
+    blocks MODEL          count the tokens that a second engine reads from KV blocks on disk, with no
+                          layers, all and half of the layers on the device
+    full WHEN MODEL       let another process take the device's memory "before" or "after" the attaching
+    lost WHEN MODEL       destroy this process's CUDA context in an "answer", "idle" or at "close", as a
+                          suspend does, by a kernel that writes to an illegal address
+    split MODEL           spread all layers over every device (GGML_CUDA_DEVICES=2 makes two of one)
 
 GPU_KIT_BACKEND is cuda (the default) or vulkan, GPU_KIT_DEVICES a comma list of devices to use, and
 GPU_KIT_SMALL is set for a software device, which is slow.
@@ -90,7 +90,7 @@ def open_engine(path: str, **options: Any) -> Iterator[LlamaEngine]:
 
 
 def layer_counts(engine: LlamaEngine) -> dict[str, int | str]:
-    """Return the numbers of layers that checks compare; half of the layers come with their KV cache."""
+    """Return the numbers of layers that the checks compare: none, all, and half, but at least 2."""
     return {"none": "none", "all": "all", "half": max(2, (engine._loaded.shape.n_layer + 1) // 2)}
 
 
@@ -141,7 +141,7 @@ def texts(path: str) -> None:
 
 
 def _logits(context: LlamaContext, n_vocab: int, tokens: list[int]) -> npt.NDArray[np.float64]:
-    """Return log-probabilities of every position, the last one computed separately."""
+    """Return the log-probabilities at every position; the last token is decoded by itself."""
     batch = Batch.of(context, max_outputs=len(tokens) - 1)
     rows = []
     for start, stop in ((0, len(tokens) - 1), (len(tokens) - 1, len(tokens))):
@@ -210,7 +210,7 @@ def plan(path: str) -> None:
 
 
 def blocks(path: str) -> None:
-    block_saver._MIN_PREFILL_S = 0.0  # otherwise a device prefills too fast for a file
+    block_saver._MIN_PREFILL_S = 0.0  # a device prefills so fast that otherwise no block is stored
     for name in ("none", "all", "half"):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             answers, n_disk = [], 0
@@ -235,7 +235,7 @@ def blocks(path: str) -> None:
             )
 
 
-#: Allocates the device's memory except for argv[1] MiB, and frees it when stdin ends.
+#: Program that allocates all but argv[1] MiB of the device's memory, and frees it when stdin ends.
 _HOG = """
 import ctypes, sys
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -299,7 +299,7 @@ _PTX = b""".version 7.0
 
 
 def lose_context() -> None:
-    """Write to an illegal address in the primary context, which ggml uses: its later calls fail."""
+    """Write to an illegal address in the primary CUDA context, so that all later calls of ggml fail."""
     cuda = ctypes.CDLL("libcuda.so.1")
     device, context, module, kernel = ctypes.c_int(), *(ctypes.c_void_p() for _ in range(3))
     cuda.cuInit(0)
@@ -355,7 +355,7 @@ def main() -> None:
         report(name, arguments=arguments, error=f"{type(error).__name__}: {error}", messages=messages)
         raise
     report("seconds", of=name, seconds=round(time.perf_counter() - began, 1))
-    os._exit(0)  # a driver's threads may never end
+    os._exit(0)  # a normal exit would wait for threads of the driver, which may never end
 
 
 if __name__ == "__main__":

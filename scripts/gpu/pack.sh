@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# pack.sh [OUT]: dist/gpu-kit.tar.gz, which measures and checks layers on the GPU of another Linux x86-64 machine. It needs
-# nothing there but the GPU's driver and Python of the version that it was packed for; no network.
+# pack.sh [OUT]: write dist/gpu-kit.tar.gz, which checks and measures offload to the GPU of another Linux x86-64 machine. That
+# machine needs only the GPU's driver and the Python version for which the kit was packed, and no network.
 #
 # on that machine:   tar xzf gpu-kit.tar.gz && gpu-kit/run.sh
 #
-# Inside: this commit's files, the packages as wheels, llama.cpp, the native libraries, CRIU, the Vulkan backend (`make gpu`),
-# CUDA's (`make cuda`) if dist/backends has it, the small model of the tests, and llama-bench if EDGEINFER_LLAMA_BENCH names
-# one of the same build. KIT_PYTHON=3.12 packs for another Python than this checkout's.
+# The kit contains this commit's files, the packages as wheels, llama.cpp, the native libraries, CRIU, the Vulkan backend (`make
+# gpu`), the CUDA backend (`make cuda`) if dist/backends has it, the small model of the tests, and llama-bench if
+# EDGEINFER_LLAMA_BENCH names one of the same build. KIT_PYTHON=3.12 packs for another Python version than this checkout's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out=$(realpath -m "${1:-dist/gpu-kit.tar.gz}")
 say() { printf 'gpu-kit: %s\n' "$*" >&2; }
 python=.venv/bin/python
-[ -x "$python" ] || { echo "error: no .venv: make gpu" >&2; exit 1; }
+[ -x "$python" ] || { echo "error: .venv is missing: run make gpu" >&2; exit 1; }
 version=${KIT_PYTHON:-$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')}
 site=$(echo .venv/lib/python3*/site-packages)
 cache=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-${HOME:-}/.cache}/edgeinfer-build}

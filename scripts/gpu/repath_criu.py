@@ -1,7 +1,7 @@
 """Make FOLDER/bin/criu use the ld.so in FOLDER/lib: `repath_criu.py FOLDER`.
 
-An ELF interpreter is an absolute path; scripts/fetch_criu.sh pads it with leading slashes, so that the
-path of another folder fits.
+An ELF interpreter is an absolute path; scripts/fetch_criu.sh pads the path with leading slashes, so
+that the path of another folder fits in its place.
 """
 
 import sys
@@ -18,7 +18,7 @@ def main() -> None:
     start = data.rindex(b"\0", 0, stop) + 1
     path = bytes(folder) + _LOADER
     if not data[start:stop].startswith(b"//") or len(path) > stop - start:
-        sys.exit(f"{program}: no room for {path.decode()}")
+        sys.exit(f"{program}: the path {path.decode()} does not fit into the ELF interpreter")
     program.write_bytes(data[:start] + path.rjust(stop - start, b"/") + data[stop:])
 
 

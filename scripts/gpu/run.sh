@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# run.sh [OUT]: install the kit next to this file, check layers on this machine's GPU and write the figure; no network.
+# run.sh [OUT]: install the kit next to this file, check offload to this machine's GPU, write the figure. Uses no network.
 #
-# OUT (./out) gets gpu.md (the figure of docs/figures), summary.txt, results.jsonl (findings of gpu_check.py), log.txt, and
-# steps/ with each step's output. A step that fails, or is ended by its limit, is named in the summary; the others go on.
+# OUT (default ./out) gets gpu.md (the figure of docs/figures), summary.txt, results.jsonl (output of gpu_check.py), log.txt, and
+# steps/ with each step's output. The summary names each step that fails or exceeds its time limit; the other steps still run.
 #
 # Environment: GPU_KIT_BACKEND=vulkan (cuda), GPU_KIT_DEVICES=Vulkan0,…; GPU_KIT_MODELS="small,4b-q4_k_m" of bench_gpu.py;
-# GPU_KIT_STEPS="install probe lost-idle" only those; GPU_KIT_PYTHON=PROGRAM; GPU_KIT_SMALL=1 for a software device.
-# `lost-…` destroy this process's own CUDA context, `full-…` take memory by plain allocations: nothing on the card changes.
+# GPU_KIT_STEPS="install probe lost-idle" runs only these; GPU_KIT_PYTHON=PROGRAM; GPU_KIT_SMALL=1 for a software device.
+# `lost-…` destroy only the CUDA context of their own process, and `full-…` only allocate memory: no setting of the card changes.
 set -uo pipefail
-umask 022  # a library in folders that a group may write to is not opened
+umask 022  # edgeinfer opens no library in a folder that a group can change
 kit=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 out=$(realpath -m "${1:-$kit/out}")
 mkdir -p "$out/steps" "$kit/home"
@@ -69,7 +69,7 @@ export -f install machine tiny; export kit tree python version
 
 step machine 30 bash -c machine
 step install 300 bash -c install
-[ -x "$python" ] || { echo "nothing is installed: the other steps are left out"; exit 1; }
+[ -x "$python" ] || { echo "the installation failed: the other steps are left out"; exit 1; }
 step tiny 60 bash -c tiny
 step doctor 60 "$tree/.venv/bin/edgeinfer" doctor
 text=$(ls "$kit"/*.gguf 2>/dev/null | head -1); [ -n "$text" ] && [ -z "${GPU_KIT_SMALL:-}" ] || text=$kit/home/tiny.gguf

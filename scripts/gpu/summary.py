@@ -1,4 +1,4 @@
-"""Print the findings of run.sh, one per line, and the figure: `summary.py OUT`."""
+"""Print the results of run.sh in the folder OUT, one per line, and the figure: `summary.py OUT`."""
 
 import json
 import sys
