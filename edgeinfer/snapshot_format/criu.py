@@ -50,7 +50,7 @@ _TMPFS = "/dev/shm"  # noqa: S108  our folder there is checked
 
 
 class Probe:
-    """The result of `probe`. If no CRIU works, `tier` is None, `reason` why, and `fix` the remedy."""
+    """The result of `probe`. If `tier` is None, `reason` says why, and `fix` what to do about it."""
 
     def __init__(
         self, tier: str | None, reason: str, fix: str = "", criu: str = "", version: str = ""
@@ -110,7 +110,7 @@ def minimum(cpuinfo: str = "/proc/cpuinfo") -> tuple[int, int]:
 
 
 def probe() -> Probe:
-    """Find a new enough CRIU and the first tier that works, by running both (10 to 100 ms)."""
+    """Find a CRIU that is new enough, and the first tier that works. Runs programs: 10 to 100 ms."""
     if sys.platform != "linux":
         return Probe(None, "snapshots need Linux")
     if os.uname().machine not in ("x86_64", "aarch64"):

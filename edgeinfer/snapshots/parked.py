@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 #: Packages of edgeinfer of which every module is imported before the dump.
 OWN_PACKAGES = "cli chat runtime server snapshots tui workers".split()
-#: Other modules that a launch would import. tests/snapshots/test_resume.py checks the list.
+#: Other modules that a launch would import. tests/snapshots/test_resume.py fails if one is missing.
 LAZY_MODULES = """
     asyncio.selector_events asyncio.unix_events bz2 concurrent.futures.thread decimal encodings.ascii
     encodings.idna encodings.latin_1 encodings.utf_8_sig glob http.client json lzma
@@ -111,7 +111,7 @@ class Stages:
 
 
 def load_and_park(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedModel, ParkedProcess]:
-    """Load the model, import modules, prefill, and stop the threads. Raises what loading raises."""
+    """Load the model, import modules, prefill, stop the threads. Raises the errors of `load_engine`."""
     from edgeinfer.runtime.engine import load_engine  # slow import: 160 to 290 ms
 
     files, options = inputs.files, inputs.options
@@ -128,7 +128,7 @@ def load_and_park(link: socket.socket, inputs: SnapshotInputs) -> tuple[LoadedMo
         _rehearse()
         engine: LlamaEngine = loading.result()
     if inputs.actual is not None and actual_options(options, engine) != inputs.actual:
-        engine.close()  # this load chose other values: the free memory differs
+        engine.close()  # with other free memory than before, this load chose other values
         engine = load_engine(loadable, inputs.actual)
     if inputs.adapters is not None and inputs.adapters != engine.info.lora:
         engine.use_adapters(inputs.adapters)
@@ -183,7 +183,7 @@ def _disconnect(link: socket.socket, parked: ParkedProcess) -> None:
         wake_inode=os.fstat(WAKE_FD).st_ino,
     )
     messages.send(link, messages.Payload(content=msgspec.json.encode(parked)))
-    gc.freeze()  # later collections skip these objects, so they do not write to shared pages
+    gc.freeze()  # later collections skip these objects, so the collector writes to no shared page
     process.redirect_to_null()
     fd = unconnected.detach()
     link.detach()

@@ -124,7 +124,7 @@ def state_of(folder: Path) -> tuple[bool, str]:
 
 
 def is_useless(folder: Path) -> bool:
-    """Return whether no program can resume the snapshot: it is an orphan, or our own and stale."""
+    """Return whether no program can resume the snapshot: an orphan, or a stale one of this program."""
     return is_orphan(folder) or (is_own(folder) and not state_of(folder)[0])
 
 
@@ -167,7 +167,7 @@ def list_own() -> list[Path]:
 
 
 def find(name: str) -> Path:
-    """Find one snapshot by full name, user's name or model. Raises SnapshotMissingError if not one."""
+    """Find the one snapshot with this full name, user's name or model. Raises SnapshotMissingError."""
     root = str(paths.snapshots_dir())
     folders = storage.generations(root) | storage.generations(root, fingerprint.program_tag())
     of_model = [key for key in folders if storage.model_prefix_of(key) == storage.model_prefix(name)]
@@ -272,7 +272,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def killed_error(process_name: str) -> OutOfMemoryError:
-    """Make the error for a build process that ended by SIGKILL; the message begins with its name."""
+    """Make the error for a build process that ended by SIGKILL; `process_name` begins the message."""
     return OutOfMemoryError(f"{process_name} was killed; the kernel does that when memory is short")
 
 

@@ -52,7 +52,7 @@ class RunningLaunch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def processes(*, everywhere: bool = False) -> list[RunningLaunch]:
-    """List this user's launches and builds, oldest first; only of this data folder, or `everywhere`."""
+    """List this user's launches and builds, oldest first; with `everywhere`, of all data folders."""
     parents, mine = _parents(), os.getpid()
     launches = []
     for pid in parents:

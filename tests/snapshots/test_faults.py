@@ -229,7 +229,7 @@ BROKEN = '[ "$1" = --version ] && { echo Version: 4.1; exit; }\necho "Error no" 
 
 @pytest.mark.parametrize(
     ("script", "message"),
-    [(None, "of unknown"), ("exit 1", "of unknown"), (OLD, "3.17.1"), (BROKEN, "could not dump")],
+    [(None, "version unknown"), ("exit 1", "unknown"), (OLD, "3.17.1"), (BROKEN, "could not dump")],
 )
 def test_warm_without_a_criu_that_works_says_so_and_leaves_nothing(user, script, message):
     criu = user.home / "criu"

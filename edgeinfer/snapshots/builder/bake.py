@@ -54,7 +54,7 @@ class Run(NamedTuple):
 
 
 class BakeResult(NamedTuple):
-    """Size and disk space of `memory.img`, size of the pages that CRIU reads (bytes); memory areas."""
+    """Bytes of `memory.img`, of its disk space and of the pages left for CRIU; number of areas."""
 
     memory_bytes: int
     disk_bytes: int
@@ -63,7 +63,7 @@ class BakeResult(NamedTuple):
 
 
 def bake(folder: Path, memory: Path, pid: int, progress: Callable[[float], None]) -> BakeResult:
-    """Bake the dump of process `pid` in `folder`; its pages move to the new file `memory`.
+    """Bake the dump of process `pid` in `folder`; the dump's pages move to the new file `memory`.
 
     `progress` gets the finished fraction, 0 to 1. Raises DumpError for an unknown structure of the
     images, OSError if the disk is full.
@@ -95,7 +95,7 @@ def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
             runs.append(Run(start, length, offset, flags))
         offset += length
     if offset != pages_bytes:
-        raise DumpError(f"CRIU described {offset} bytes of pages, but wrote {pages_bytes}")
+        raise DumpError(f"CRIU's pagemap has {offset} bytes of pages, its file {pages_bytes} bytes")
     return runs
 
 

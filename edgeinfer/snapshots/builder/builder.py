@@ -76,8 +76,7 @@ class Builder:
     def build(self) -> Details:
         """Build the snapshot and make it visible.
 
-        Raises DumpError, RestoreError, DiskFullError, SnapshotStaleError, and what loading a model
-        raises.
+        Raises DumpError, RestoreError, DiskFullError, SnapshotStaleError, and the errors of loading.
         """
         self._images.mkdir(mode=0o700)
         parked = self._park_and_dump()
@@ -131,7 +130,7 @@ class Builder:
             if int(init_link.recv(64) or b"0") == signal.SIGKILL:
                 raise registry.killed_error("the process that loaded the model")
             hint = _tail(self._folder / storage.PARK_LOG)
-            raise DumpError("the process died while it loaded the model", hint=hint)
+            raise DumpError("the process to park died while it loaded the model", hint=hint)
         return msgspec.json.decode(content, type=ParkedProcess)
 
     def _init(

@@ -18,8 +18,8 @@ BYTES = 2
 FIXED32 = 5
 _FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 
-#: Field numbers: MM of the address space, AREA of a memory area, RUN of a run of pages, FILE of an open
-#: file, REG of a regular file, CORE of a task, THREAD of a thread's scheduling.
+#: Field numbers in messages: MM_ address space, AREA_ memory area, RUN_ run of pages, FILE_ open file,
+#: REG_ regular file, CORE_ task, THREAD_ scheduling of a thread.
 MM_AREAS = 14
 AREA_START = 1
 AREA_END = 2
@@ -75,9 +75,9 @@ class ImageMessage(list[Field]):
 
     @classmethod
     def decode(cls, data: int | bytes) -> ImageMessage:
-        """Decode a field's value. Raises SnapshotCorruptError for a number or an invalid message."""
+        """Decode the message in `data`. Raises SnapshotCorruptError for a number or invalid bytes."""
         if isinstance(data, int):
-            raise SnapshotCorruptError("a CRIU image has a number in place of a message")
+            raise SnapshotCorruptError("a field of a CRIU image is a number, not a message")
         message, offset = cls(), 0
         try:
             while offset < len(data):

@@ -148,7 +148,7 @@ def remove_unfinished(root: Path) -> None:
 
 
 def run_builder(folder: Path, request: BuildRequest, progress: LoadProgress) -> Details:
-    """Run a builder process in the locked `folder`. Raises its error; SnapshotError if it dies."""
+    """Run a builder in the locked `folder`. Raises the builder's error; SnapshotError if it dies."""
     mine, builder_link = socket.socketpair()
     command = process.child_command(_BUILDER, str(builder_link.fileno()), str(folder))
     log = folder / "builder.log"
@@ -252,7 +252,7 @@ def reason_not_to_build(config: Config, inputs: SnapshotInputs) -> str:
 
 
 def build_if_useful(model: str, options: LoadOptions) -> str:
-    """Build the snapshot if `reason_not_to_build` has no reason; return the line for the log."""
+    """Build the snapshot unless there is a `reason_not_to_build`; return the line for the log."""
     host, name = EngineHost(), model
     try:
         ref = resolve(model)

@@ -108,7 +108,7 @@ class LoadedModel:
         start_prefetch(self.weights)
 
     def canary(self) -> bytes:
-        """Return log-probabilities, embeddings or scores of fixed prompts; resumes keep them equal."""
+        """Return log-probabilities, embeddings or scores of fixed prompts: equal after each resume."""
         info = self.engine.info
         if info.can_rerank:
             return msgspec.msgpack.encode(self.engine.rerank(_CANARY_PROMPTS[0], _CANARY_PROMPTS[1:]))
@@ -155,7 +155,7 @@ def _read_all(cold: list[Area]) -> None:
 
 
 def read_ahead(area: Area) -> int:
-    """Read what the page cache lacks of a mapped file; return the bytes read. Raises OSError."""
+    """Read the uncached pages of a mapped file into the page cache; return bytes. Raises OSError."""
     into, n_bytes = memoryview(bytearray(STEP_BYTES)), 0
     stop = area.offset + area.high - area.low
     with open(area.path, "rb", buffering=0) as file:
@@ -225,8 +225,8 @@ class AppHost(EngineHost):
     ) -> Engine:
         """Return an engine for a model: the resumed one if it fits, otherwise a worker's.
 
-        A cold process loads the model itself. Raises what loading raises, and EngineClosedError if the
-        worker ends while it starts.
+        A cold process loads the model itself. Raises the errors of loading, and EngineClosedError if
+        the worker ends while it starts.
         """
         self._note_stage("load")
         # the name of the resumed model needs no lookup, so the catalogue is not imported
@@ -325,7 +325,7 @@ class AppHost(EngineHost):
             self._note.write(msgspec.structs.replace(description, url=self._url))
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
-        """Let the launcher run `snapshots take` for this process, and wait. Raises what it raises."""
+        """Let the launcher run `snapshots take` for this process. Raises the error that it reports."""
         arguments = (f"--model={model}", f"--name={name}")
         outcome = read_build(self._tell_with_pipe(messages.TakeSnapshot(argv=arguments)), None)
         if outcome.result is None:

@@ -37,8 +37,7 @@ from edgeinfer.runtime.llama.mappings import Range
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.snapshots.restore.app_host import AppHost, LoadedModel
 
-#: Environment variable with the path of a file that gets the modules imported after a resume, for
-#: tests.
+#: Environment variable of tests: path of a file that gets the modules imported after a resume.
 TRACE_IMPORTS = "EDGEINFER_TRACE_IMPORTS"
 
 

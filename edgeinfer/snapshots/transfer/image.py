@@ -162,7 +162,7 @@ def read_signed(store: ImageStore) -> tuple[SnapshotDescription, bytes]:
         raise corrupt(f"this is not an OCI image manifest: {error}") from error
     digest, size = manifest.config.digest, manifest.config.size
     if not 0 <= size <= MAX_BYTES:
-        raise corrupt(f"the config {digest} has {size} bytes; at most {MAX_BYTES} are allowed")
+        raise corrupt(f"the image's config has {size} bytes; at most {MAX_BYTES} are allowed")
     config = store.read_blob(digest, size)
     refuse_other_bytes(digest, sha256(config))
     public = _signer(manifest.annotations, config)

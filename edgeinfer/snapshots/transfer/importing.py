@@ -130,7 +130,7 @@ def _pull(name: str, path: Path, *, in_place: bool) -> None:
 
 
 def _has_adapter(file: SnapshotFile) -> bool:
-    """Return whether the adapter is stored. Raises SnapshotStaleError if its name is another file's."""
+    """Return whether the adapter is stored. Raises SnapshotStaleError if another file has its name."""
     path = adapters.adapter_path(file.name)
     if not path.exists():
         return False

@@ -21,9 +21,9 @@ SIGNERS = "snapshot-signers"
 
 
 def own_key(*, make: bool) -> SigningKey | None:
-    """Return this user's private key. If there is none, `make` one, or return None.
+    """Return this user's private key. If there is none, create one (`make`) or return None.
 
-    Raises SnapshotUnsafeError if other users can read the file, SnapshotUntrustedError if it is no key.
+    Raises SnapshotUnsafeError if others can read the file, SnapshotUntrustedError if it has no key.
     """
     text = _read_private(PRIVATE_KEY)
     if not text:
@@ -88,7 +88,7 @@ def _write_signers(signers: dict[str, str]) -> None:
 
 
 def refuse_unknown(public: bytes) -> str:
-    """Return a public key's fingerprint. Raises SnapshotUntrustedError unless trusted or the user's."""
+    """Return a key's fingerprint. Raises SnapshotUntrustedError if it is neither trusted nor own."""
     signer = fingerprint(public)
     own_signer = own_key(make=False)
     if signer not in trusted_keys() and (own_signer is None or own_signer.fingerprint != signer):
