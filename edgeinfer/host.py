@@ -137,7 +137,7 @@ class EngineHost:
     def engine(
         self, model: str | ModelRef, options: LoadOptions, progress: LoadProgress | None = None
     ) -> Engine:
-        """Load `model` in this process. Raises ModelLoadError, OutOfMemoryError, or as `files` does."""
+        """Load `model` in this process. Raises ModelLoadError, OutOfMemoryError, errors of `files`."""
         self._note_stage("load")
         return self._load(self.files(model, progress, draft=options.draft), options, progress)
 
@@ -203,7 +203,7 @@ class EngineHost:
             self.start = msgspec.structs.replace(self.start, stages_ms={**stages, stage: now_ms})
 
     def worker(self, model: str, options: LoadOptions, progress: LoadProgress | None = None) -> Engine:
-        """Load `model` in a worker, or here without a launcher. Raises what `engine` raises."""
+        """Load `model` in a worker; without a launcher, in this process. Raises errors of `engine`."""
         return self.engine(model, options, progress)
 
     def listens_at(self, url: str) -> None:

@@ -23,7 +23,7 @@ class LaunchedApp:
     """A running app with its supervisor and its link.
 
     `fds` are the descriptors of the launch request, kept for a cold start after a failed restore.
-    `report` is the supervisor's last line so far. `is_stopped`: a signal has suspended the app.
+    `report` is the incomplete last line of the supervisor. `is_stopped`: a signal suspended the app.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Apps:
         return self.start(self.choice, request, self.fds)
 
     def start_worker(self, app: LaunchedApp, message: messages.StartWorker) -> None:
-        """Start a worker, and send `app` the socket to it, or the error for which it cannot start."""
+        """Start a worker; send `app` the socket to the worker, or the error if none can be started."""
         resume = "auto" if self.choice.snapshot else self.choice.resume
         choice = selection.LaunchChoice(message.model, message.requested, resume)
         request = LaunchRequest(role="worker", model=message.model, options=message.options)

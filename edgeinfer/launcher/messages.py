@@ -202,12 +202,12 @@ def decode(body: bytes) -> LauncherMessage:
     kind, *parts = _unpack(body) or [b""]
     cls = _kinds.get(kind.decode())
     if cls is None:
-        raise ValueError(f"unknown message {kind!r}")
+        raise ValueError(f"unknown kind of message: {kind!r}")
     types = cls.__annotations__
     fields: dict[str, object] = {}
     for name, value in zip(parts[::2], parts[1::2], strict=True):
         if name.decode() not in types:
-            raise ValueError(f"{kind!r} has no field {name!r}")
+            raise ValueError(f"the message {kind!r} has no field {name!r}")
         fields[name.decode()] = _READERS[types[name.decode()]](value)
     return cls(**fields)
 

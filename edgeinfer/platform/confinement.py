@@ -27,8 +27,8 @@ _SIZES = (8, 8, 8, 16, 16, 24)
 def confine(writable: Sequence[str]) -> None:
     """Let this process and its children write only below `writable`; they may read all files.
 
-    Newer kernels also refuse TCP, and abstract sockets of and signals to other processes. Call
-    `linux.refuse_new_privileges` first. Raises OSError.
+    On newer kernels, TCP, abstract sockets of other processes and signals to them are refused, too.
+    Call `linux.refuse_new_privileges` first. Raises OSError.
     """
     libc = ctypes.CDLL(None, use_errno=True)
 

@@ -67,7 +67,7 @@ def path_errors(path: str | Path, hint: str, kind: type[EdgeInferError] = UsageE
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:
-    """Open a regular file, by default to read; a new file gets mode 0600. Raises OSError for others."""
+    """Open a regular file, by default to read; a new one gets mode 0600. Raises OSError for a FIFO."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -80,7 +80,7 @@ def read_regular(path: str | Path) -> bytes:
     with open(open_regular(path), "rb") as file:
         content = file.read(_SMALL_BYTES + 1)
     if len(content) > _SMALL_BYTES:
-        raise OSError(errno.EINVAL, f"longer than {_SMALL_BYTES:,} bytes", str(path))
+        raise OSError(errno.EINVAL, f"the file is longer than {_SMALL_BYTES:,} bytes", str(path))
     return content
 
 
@@ -148,7 +148,7 @@ def write_durably(path: Path, content: bytes, mode: int | None = None) -> None:
 
 
 def share_blocks(source: int, target: int, start: int = 0, length: int = 0) -> bool:
-    """Let the file `target` share disk blocks with `source`; return False if the disk cannot.
+    """Let the file `target` share disk blocks with `source`; return False if that is not supported.
 
     Both are descriptors. `start` and `length` (bytes) are whole blocks; `length` 0 means up to the end.
     """

@@ -10,7 +10,7 @@ _SIGCHLD = 17
 CLONE_NEWNS = 0x20000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
-#: Namespaces of a sandbox: mounts, users, pids, and by number cgroups, host name, IPC and network.
+#: Namespaces of a sandbox: mounts, users, pids; cgroups, host name, IPC and network (as numbers).
 SANDBOX_NAMESPACES = CLONE_NEWNS | CLONE_NEWUSER | CLONE_NEWPID | 0x4E000000 | 0x02000000
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR = 442
@@ -57,7 +57,7 @@ def refuse_threads() -> None:
     """Raise OSError if this process has several threads: a child of `clone` could hang."""
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
-        raise OSError(f"this process has {len(threads)} threads and cannot be cloned")
+        raise OSError(f"a process with {len(threads)} threads cannot be cloned into new namespaces")
 
 
 def map_this_user(uid: int, gid: int) -> None:

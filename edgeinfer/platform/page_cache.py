@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 _PROBES = 64
-#: A file is cold if more than this share of its pages is uncached; page faults read less fast enough.
+#: A file is cold if a larger share of its pages is uncached. For a smaller share, page faults suffice.
 _COLD_PART = 0.05
 
 

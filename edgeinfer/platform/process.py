@@ -23,7 +23,7 @@ _SIGKILL = 9
 _CHILD_POLL_S = 0.01
 #: Niceness of a background process, and of its session: the session gets a tenth of a busy CPU.
 _LOWEST, _SESSION = 19, 10
-#: Tries to set a session's niceness, and pause (s): the kernel allows ten changes per second.
+#: Number of tries to set a session's niceness, and pause (s): the kernel allows ten per second.
 _AUTOGROUP_TRIES, _AUTOGROUP_WAIT_S = 5, 0.12
 
 

@@ -89,7 +89,7 @@ def _ask_kernel(family: int, local: tuple[str, int], remote: tuple[str, int]) ->
         number = -struct.unpack_from("=i", answer, _HEADER.size)[0]
         if number == errno.ENOENT:
             return None
-        raise OSError(number, "the kernel does not answer")
+        raise OSError(number, "the kernel refused to look up a TCP connection")
     uid, inode = _UID_AND_INODE.unpack_from(answer, _HEADER.size + _MESSAGE_BYTES - _UID_AND_INODE.size)
     # a socket without an inode is closed, and its user id is meaningless
     return Peer(uid, _shutdown(answer) == _SEND_SHUTDOWN) if inode else None

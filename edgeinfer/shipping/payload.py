@@ -42,7 +42,7 @@ MAX_INDEX_BYTES = 8 << 20
 
 
 class PayloadEntry(NamedTuple):
-    """A file of the payload. `block` is the number of its block, whose files are in order."""
+    """A file of the payload, in block number `block`. Entries have the order of the block's content."""
 
     path: str
     mode: int
@@ -127,7 +127,7 @@ def open_shipped(path: Path) -> Shipped:
 
 
 def read_index(file: BinaryIO, shipped: Shipped) -> Index:
-    """Read the payload's index and compare it with the bootloader's name. Raises ChecksumError."""
+    """Read the payload's index; verify it by the name in the bootloader. Raises ChecksumError."""
     file.seek(shipped.payload_offset)
     magic, length = struct.unpack("<8sQ", file.read(16))
     if magic != PAYLOAD_MAGIC or length > min(MAX_INDEX_BYTES, shipped.payload_length):
@@ -201,13 +201,13 @@ def damage_error(path: Path, reason: str) -> ChecksumError:
 
 
 def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:
-    """Return offset and length (without the zero) of an ELF's interpreter. Raises ShippingError."""
+    """Return offset and length (without final zero) of an ELF's interpreter. Raises ShippingError."""
     table, size, count = struct.unpack_from("<Q", elf, 32)[0], *struct.unpack_from("<HH", elf, 54)
     for n in range(count):
         kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", elf, table + n * size)
         if kind == 3:  # PT_INTERP: the interpreter's segment
             return offset, length - 1
-    raise ShippingError("an executable without an interpreter cannot be relocated")
+    raise ShippingError("an executable without an ELF interpreter cannot be relocated")
 
 
 def pad(path: str, length: int) -> bytes:

@@ -57,7 +57,7 @@ SIGNATURE = ".sig"
 PREVIOUS = "previous"
 SEEN = "seen"
 _TRIAL_S = 900
-#: Time (s) by which this machine's clock may be slower than the publisher's.
+#: Maximum time (s) by which this machine's clock may be behind the publisher's.
 _CLOCK_S = 24 * 3600
 #: Limits for the manifest, and for its signature: size (bytes), and time (s).
 _MANIFEST_BYTES, _MANIFEST_S = 64 << 10, 60.0
@@ -126,7 +126,7 @@ def own_program(*, replaces: bool = True) -> Path:
         )
     program = shipped.program_file()
     if program is None:
-        raise ShippingError("the file that started this process was removed", hint="install another")
+        raise ShippingError("the file of this program was removed", hint="install edgeinfer again")
     if program.parent == Path("/usr/bin"):
         manager = "update the package with your package manager (apt, dnf)"
         raise ShippingError(f"{program} belongs to a package", hint=manager)
@@ -243,7 +243,7 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
     file = release.files.get(machine)
     if file is None:
         problem = f"{release.version} has no file for {machine}"
-        raise ShippingError(problem, hint="build it: `make binary`")
+        raise ShippingError(problem, hint="build one: `make binary`")
     candidate = program.with_name(f".{program.name}-{release.version}")
     try:
         place_verified(file, url, folder, candidate, job, mode=_permissions(program))

@@ -53,7 +53,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """A parsed pattern, whose texts contain escapes. `is_bare`: `SERVER.TOOL()`, no arguments."""
+    """A parsed pattern; its texts contain escapes. `SERVER.TOOL()`, without arguments, `is_bare`."""
 
     server: str
     tool: str
@@ -72,7 +72,7 @@ class Pattern(msgspec.Struct, frozen=True):
         )
 
     def denies(self, server: str, tool: str, arguments: dict[str, Any], folder: Path) -> bool:
-        """Return whether the pattern matches any spelling of the call; `folder`: of relative paths."""
+        """Return whether the pattern matches a spelling of the call; paths are relative to `folder`."""
         return self._names(server, tool, re.IGNORECASE) and all(
             any(
                 _glob(value.removeprefix("./"), text, re.IGNORECASE)

@@ -70,7 +70,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         """Return the card as text: the call, its diff, the warning, and the possible answers."""
         lines = [f"{_on_one_line(self.server)} · {_on_one_line(self.tool)} wants to run"]
-        # the mark shows that a line belongs to the argument above it
+        # "|" marks the further lines of an argument
         for name, text in self._shown_arguments().items():
             lines.append(f"  {name}: {text}".replace("\n", "\n  | "))
         lines += [escape_hidden(self.diff)] if self.diff else []

@@ -89,8 +89,8 @@ def _sources(
             path = Path(file).expanduser()
             if is_writable and _is_below(path, folder):
                 raise ConfigError(
-                    f"{file}: `shell` and `python` can change it: move it out of {folder}, or leave "
-                    "`shell` and `python` out of `tools.builtin`"
+                    f"{file}: `shell` and `python` can change it: move the file out of {folder}, or "
+                    "leave `shell` and `python` out of `tools.builtin`"
                 )
             yield file, _entries(path)
         except (ConfigError, RuntimeError) as error:

@@ -59,7 +59,7 @@ class UnansweredError(ToolServerError):
 
 
 def decode_messages(data: bytes | bytearray) -> list[Message]:
-    """Return the messages in a JSON text: one, or a batch; none if it is invalid."""
+    """Return the messages in a JSON text, one or a batch; an empty list if the text is invalid."""
     try:
         value = msgspec.json.decode(bytes(data).strip().removeprefix(_BOM))
     except (msgspec.MsgspecError, RecursionError):
@@ -100,7 +100,7 @@ class StdioTransport:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ToolServerError(
                 f"{command[0]} cannot be started: {reason}",
-                hint="install it, or correct `command` in the configuration",
+                hint="install the program, or correct `command` in the configuration",
             ) from error
 
     def _run(
@@ -185,7 +185,7 @@ class StdioTransport:
         return f": {self._output[-1]}" if self._output else ""
 
     def send(self, message: Message) -> Future[None]:
-        """Queue a message. The future fails with ToolServerError if the child reads none."""
+        """Queue a message. The future fails with ToolServerError if too many messages are unread."""
         sent: Future[None] = Future()
         if self._unsent.qsize() < _MAX_UNSENT:
             self._unsent.put((msgspec.json.encode(message) + b"\n", sent))

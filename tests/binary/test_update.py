@@ -362,7 +362,7 @@ def test_renewal_changes_the_time_alone(tmp_path):
     assert replace(renewed, issued_s=1, expires_s=2) == before
     assert sums.read_text().endswith(f"{file.sha256}  edgeinfer-here\n{sha(raw)}  release.json\n")
     sums.write_text("")
-    with pytest.raises(SystemExit, match="not of this"):
+    with pytest.raises(SystemExit, match="does not list"):
         publish.renew(tmp_path, days=3)
 
 
