@@ -78,18 +78,18 @@ class Component:
 
     @property
     def purl(self) -> str:
-        place = {
+        names = {
             "deb": f"deb/debian/{self.name}@{self.version}",
             "pypi": f"pypi/{self.name.lower()}@{self.version}",
             "npm": f"npm/{self.name}@{self.version}",
         }
-        return "pkg:" + place.get(self.kind, f"generic/{self.name}@{self.version}").replace("+", "%2B")
+        return "pkg:" + names.get(self.kind, f"generic/{self.name}@{self.version}").replace("+", "%2B")
 
 
 def write(tree: Path, work: Path, backends: Path, bom: Path) -> list[Component]:
     """Write licences and their list to `tree/share`, and the CycloneDX file `bom`; return the list."""
     texts = tree / "share/licences"
-    collected = _collected(work)
+    collected = _collected_files(work)
     components = [
         *_distributions(collected, texts),
         *_debian(collected, texts),
@@ -108,7 +108,7 @@ def write(tree: Path, work: Path, backends: Path, bom: Path) -> list[Component]:
     return components
 
 
-def _collected(work: Path) -> set[Path]:
+def _collected_files(work: Path) -> set[Path]:
     """Return the files that PyInstaller packed into the application and the first start's archive."""
     paths: set[Path] = set()
     for name in ("PYZ-00.toc", "PYZ-01.toc", "COLLECT-00.toc", "PKG-01.toc"):
@@ -208,7 +208,7 @@ def _criu(tree: Path, texts: Path) -> list[Component]:
     shutil.move(tree / "criu/share/doc", texts / "criu")
     offer = texts / "criu/SOURCE-OFFER.txt"
     offer.write_text((HERE / "licences/criu-source-offer.txt").read_text() + table.read_text())
-    return _listed(table, texts / "criu", ("share/licences/criu/SOURCE-OFFER.txt",))
+    return _components_of(table, texts / "criu", ("share/licences/criu/SOURCE-OFFER.txt",))
 
 
 def _headers(share: Path, texts: Path) -> list[Component]:
@@ -216,10 +216,10 @@ def _headers(share: Path, texts: Path) -> list[Component]:
     if not (share / "packages.tsv").is_file():
         return []
     shutil.copytree(share / "doc", texts / "vulkan")
-    return _listed(share / "packages.tsv", texts / "vulkan")
+    return _components_of(share / "packages.tsv", texts / "vulkan")
 
 
-def _listed(table: Path, texts: Path, more: tuple[str, ...] = ()) -> list[Component]:
+def _components_of(table: Path, texts: Path, more: tuple[str, ...] = ()) -> list[Component]:
     """Return the components of a packages.tsv; their copyright files are in the folder `texts`."""
     components = []
     for line in table.read_text().splitlines():
@@ -317,9 +317,9 @@ def _cyclonedx(components: list[Component]) -> dict[str, Any]:
 
 
 def _is_spdx(text: str) -> bool:
-    words = [w for w in re.split(r"[\s()]+", text) if w and w not in ("AND", "OR", "WITH")]
+    identifiers = [w for w in re.split(r"[\s()]+", text) if w and w not in ("AND", "OR", "WITH")]
     return (
-        bool(words)
-        and all(re.fullmatch(r"[A-Za-z0-9.+-]+", w) and not w[0].islower() for w in words)
+        bool(identifiers)
+        and all(re.fullmatch(r"[A-Za-z0-9.+-]+", w) and not w[0].islower() for w in identifiers)
         and "," not in text
     )

@@ -116,11 +116,11 @@ def _block(
         payload.relocate(c, "") if n in relocate else c for n, c in zip(block, contents, strict=True)
     ]
     is_x86_code = machine == "x86_64" and any(".so" in name for name in block)
-    data = _compressed(b"".join(contents), cache, is_x86_code=is_x86_code)
+    data = _compress(b"".join(contents), cache, is_x86_code=is_x86_code)
     return data, [len(c) for c in contents], [hashlib.sha256(c).hexdigest() for c in contents]
 
 
-def _compressed(raw: bytes, cache: Path, *, is_x86_code: bool) -> bytes:
+def _compress(raw: bytes, cache: Path, *, is_x86_code: bool) -> bytes:
     """Compress `raw` as xz, or return it from the cache: xz takes 20 s of a build."""
     filters: list[dict[str, int]] = [
         {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": max(1 << 16, len(raw))}

@@ -2,7 +2,7 @@
 # build_arm64_ggml.sh PREFIX: compile libggml-base.so.0 and libggml-cpu.so.0 for arm64 from llama-cpp-python's source, in 25 s. PREFIX
 # is the folder of fetch_cross.sh. Our kernels call the first library; the second computes the other operations of a graph.
 #
-# The first is compiled without fused multiply-add, so that it quantizes to the same bits as the x86-64 build, which has none.
+# The first is compiled without fused multiply-add, as on x86-64, so that both builds quantize bit-identically.
 # The second is ggml's variant for ARMv8.2 with dot products, compiled as in a release.
 set -euo pipefail
 cd "$(dirname "$0")/.."

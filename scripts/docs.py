@@ -238,14 +238,14 @@ def _fields_row(where: str, kind: type) -> str:
     from edgeinfer.server.request_body import declaration_of
 
     declared = declaration_of(kind)
-    dropped = f"objects of the types {_named(kind.dropped_types)}" if kind.dropped_types else ""
+    dropped = f"objects of the types {_join_types(kind.dropped_types)}" if kind.dropped_types else ""
     refused = [f"`{name}` ({reason})" for name, reason in sorted(declared.refused.items())]
-    refused += [f"type {_named([name])} ({reason})" for name, reason in kind.other_types.items()]
+    refused += [f"type {_join_types([name])} ({reason})" for name, reason in kind.other_types.items()]
     honoured = ", ".join(f"`{name}`" for name in declared.fields)
     return f"| {f'`{where}`' if where else 'the request'} | {honoured} | {'; '.join(refused)} | {dropped} |"
 
 
-def _named(types: Sequence[str]) -> str:
+def _join_types(types: Sequence[str]) -> str:
     return ", ".join(f"`{name}…`" if name else "that are not named here" for name in types)
 
 
