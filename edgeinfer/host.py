@@ -144,7 +144,7 @@ class EngineHost:
     def _load(
         self, files: ModelFiles, options: LoadOptions, progress: LoadProgress | None
     ) -> LlamaEngine:
-        from edgeinfer.runtime.engine import load_engine  # imported here: it takes 170 ms
+        from edgeinfer.runtime.engine import load_engine  # slow import (170 ms)
 
         engine = load_engine(files, options, progress)
         self._prepare(engine, files, options)

@@ -49,7 +49,7 @@ def format_cost(seconds: float, cached_tokens: int, saved_s: float) -> str:
 
 def parse_duration(text: str) -> float:
     """Parse a duration in Go's notation (`90s`, `1h30m`) or in seconds. Raises ValueError."""
-    import re  # imported here: it takes 5 ms, which the launcher saves
+    import re  # slow import (5 ms), which a launch avoids
 
     plain = text.strip().lstrip("+")
     sign = -1.0 if plain.startswith("-") else 1.0

@@ -326,7 +326,7 @@ def change(keys: tuple[str, ...], new_value: Callable[[Any], Any], path: Path | 
     Comments and order stay. `current` (None if missing) is read under a lock, so that no other change
     is lost. Returning None removes the key. Raises ConfigError; then nothing has changed.
     """
-    import tomlkit  # slow import (30 ms): only a changed setting needs it
+    import tomlkit  # slow import (30 ms): only a changed setting needs this module
 
     from edgeinfer.platform.disk import locked, new_file
 

@@ -115,7 +115,7 @@ def _adapter(entry: str) -> tuple[str, float]:
     scale = 1.0
     if colon and not os.path.exists(os.path.expanduser(entry)):
         entry, scale = head, float(tail)
-    if not -100 <= scale <= 100:  # true for NaN, too
+    if not -100 <= scale <= 100:  # refuses NaN, too
         raise ValueError(f"the scale {tail} is not between -100 and 100")
     if "/" in entry or entry.endswith(".gguf") or entry.startswith("~"):
         return paths.absolute_path(entry), scale
@@ -157,7 +157,7 @@ N_THREADS = LoadOption(
     name="threads",
     high=1024,
     metavar="N",
-    of_snapshot=False,  # can be set when a process is resumed
+    of_snapshot=False,  # a resumed process can get another number of threads
 )
 N_BATCH = LoadOption("n_batch", 512, "tokens in one batch", low=32, high=1 << 16)
 KV_TYPE = LoadOption(

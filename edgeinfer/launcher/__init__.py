@@ -44,6 +44,6 @@ def main() -> int:
         import os
 
         os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-    from edgeinfer.cli.main import main  # slow import (60 ms): a launch does not need it
+    from edgeinfer.cli.main import main  # slow import (60 ms): a launch does not need this module
 
     return main(argv)

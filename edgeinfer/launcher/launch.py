@@ -227,7 +227,7 @@ def listen(line: CommandLine) -> list[int]:
     Return the descriptors, without addresses that cannot be bound: the app tries those again and
     reports the error. Raises ServeError if systemd passes unusable sockets.
     """
-    from edgeinfer.platform import listening  # only `serve` needs it
+    from edgeinfer.platform import listening  # only for `serve`
 
     serve = selection.read_config().get("serve", {})
     descriptors = listening.activated_sockets()
@@ -250,7 +250,7 @@ def _say(text: str) -> None:
 
 def _fail(error: EdgeInferError) -> NoReturn:
     """Print an error that prevents the start of an app, and exit with the error's code."""
-    from edgeinfer import error_text  # imported here: it takes 1 ms
+    from edgeinfer import error_text  # slow import (1 ms)
 
     _say(error_text.describe_error(error))
     os._exit(error_text.exit_code(error))

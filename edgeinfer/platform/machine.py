@@ -222,7 +222,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         top = root / "sys/fs/cgroup"
-        if controllers:  # version 1: each controller has its own tree
+        if controllers:  # in version 1, each controller has its own tree
             if controller not in controllers.split(","):
                 continue
             top /= controller

@@ -27,7 +27,7 @@ _MESSAGE_BYTES = 72
 _UID_AND_INODE = struct.Struct("=II")
 
 
-#: Netlink socket to use; None: open a new one for each question.
+#: Netlink socket for all look-ups; if None, each look-up opens a new one.
 _kernel: socket.socket | None = None
 
 
@@ -58,7 +58,7 @@ def peer_of(connection: socket.socket) -> Peer | None:
         return None
     try:
         return _ask_kernel(connection.family, local, remote)
-    except OSError:  # no netlink: a seccomp filter, gVisor, a kernel without inet_diag
+    except OSError:  # a seccomp filter, gVisor, or a kernel without inet_diag forbids netlink
         ends = _spell(*remote), _spell(*local)
         uids = [row.uid for row in _rows() if (row.local, row.remote) == ends and row.inode]
         return Peer(uids[0]) if uids else None

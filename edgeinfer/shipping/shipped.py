@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: Environment variable with the path of the one-file program that started this process or its launcher;
 #: not set in a checkout or an installation.
 FILE_VARIABLE = "EDGEINFER_FILE"
-#: Program of the unpacked application.
+#: File name of the program in the unpacked application's folder.
 APP_PROGRAM = "edgeinfer-app"
 #: Files with the certificate authorities of distributions: Debian, Fedora, openSUSE, Alpine.
 _AUTHORITIES = (
@@ -54,7 +54,7 @@ def is_shipped() -> bool:
 
 def app_dir() -> Path | None:
     """Return the unpacked application; None in a checkout or an installation."""
-    from pathlib import Path  # slow import (5 ms): not for the launcher
+    from pathlib import Path  # slow import (5 ms): the launcher never calls this
 
     return Path(sys.executable).parent if is_shipped() else None
 
@@ -122,4 +122,4 @@ def start() -> None:
     if model:
         from edgeinfer.platform import paths  # `paths` needs the changes of `sys` above
 
-        os.environ[paths.BUNDLED_MODEL] = model.rpartition("-")[0]  # without the digest
+        os.environ[paths.BUNDLED_MODEL] = model.rpartition("-")[0]  # the name without the digest

@@ -172,8 +172,8 @@ def _write(path: Path, data: bytes | memoryview, mode: int) -> None:
     with open(fd, "wb") as out:
         out.write(data)
         out.flush()
-        os.fchmod(fd, mode)  # independent of the umask
-        os.fsync(fd)  # here, so that the disk works while other threads unpack
+        os.fchmod(fd, mode)  # because the umask may have changed the mode of `os.open`
+        os.fsync(fd)  # not at the end, so that the disk writes while other threads unpack
 
 
 def flush(folder: Path) -> None:

@@ -29,7 +29,7 @@ MINIMUM = (4, 1)
 #: Oldest version for Arm processors with pointer authentication: with older ones, a restored process
 #: hangs (criu issues 2709, 2720).
 MINIMUM_WITH_POINTER_AUTHENTICATION = (4, 2)
-#: Time limit (s) of a restore, which usually takes 0.05 s. After it, the launch starts cold.
+#: Time limit (s) of a restore, which usually takes 0.05 s. After that time, the launch starts cold.
 RESTORE_LIMIT_S = 60
 #: Time limit (s) of a restore by `snapshots verify`, which may run at idle priority on a cold cache.
 CHECK_LIMIT_S = 600
@@ -43,8 +43,8 @@ NAMESPACES = {
 }
 #: Argument of `setcap` that enables the tier `capabilities`.
 FILE_CAPABILITIES = "cap_checkpoint_restore,cap_sys_admin,cap_sys_ptrace,cap_setpcap+ep"
-#: Time limit (s) of each test of CRIU. Background builds run it at idle priority: 20 s were not enough
-#: at a load of 15.
+#: Time limit (s) of each test of CRIU. Background builds run these tests at idle priority: 20 s were
+#: not enough at a load of 15.
 _TIMEOUT_S = 60
 _TMPFS = "/dev/shm"  # noqa: S108  our folder there is checked
 
@@ -67,7 +67,7 @@ def candidates() -> list[str]:
     named = os.environ.get("EDGEINFER_CRIU")
     if named:
         return [named]
-    import shutil  # slow import (6 ms): only builds and `doctor` need it
+    import shutil  # slow import (6 ms): only builds and `doctor` need this module
 
     folders = [os.path.dirname(sys.executable)] if getattr(sys, "frozen", False) else []
     folders += [sys.prefix, paths.base("data")]
@@ -77,7 +77,7 @@ def candidates() -> list[str]:
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    # slow import (8 ms): only builds and `doctor` need it
+    # slow import (8 ms): only builds and `doctor` need this module
     from subprocess import DEVNULL, TimeoutExpired, run
 
     try:

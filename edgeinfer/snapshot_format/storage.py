@@ -183,7 +183,7 @@ def read_manifest(folder: str) -> Manifest:
 def safe_name(model: str) -> str:
     """Turn a model's name or path into a file name: `a/b.gguf` → `b.gguf+1f2e3d4c` (with a hash)."""
     plain = model.lower()
-    if plain.startswith(paths.EXTERNAL_PREFIXES):  # letter case and `:latest` do not matter
+    if plain.startswith(paths.EXTERNAL_PREFIXES):  # here, letter case and `:latest` have no meaning
         plain = plain.removesuffix(paths.LATEST) if plain.startswith("ollama/") else plain
         model = f"{plain}+{short_hash(plain)}"
     elif "/" in model or model.endswith(".gguf"):

@@ -269,7 +269,7 @@ class Approvals:
         self.allow.append(parse(text))
 
         def add(listed: list[str] | None) -> list[str]:
-            listed = [] if listed is None else listed  # tomlkit's list, with its comments
+            listed = [] if listed is None else listed  # appending to tomlkit's list keeps the comments
             listed.append(text)
             return listed
 

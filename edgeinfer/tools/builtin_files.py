@@ -114,7 +114,7 @@ class BuiltinFiles(Builtin):
             written = str(arguments.get("content", ""))
             after = written if name == "write" else _edit_text(before, arguments)
         except (RefusedError, OSError, UnicodeError, ValueError):
-            return ""  # the user sees the arguments instead
+            return ""  # without a diff, the user sees the arguments
         old_rows, new_rows = _rows(before), _rows(after)
         counts = Counter(new_rows)
         if sum(counts[row] for row in old_rows) > _MAX_PAIRS:

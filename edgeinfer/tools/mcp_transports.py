@@ -238,7 +238,7 @@ class HttpTransport:
     """MCP's streamable HTTP: messages are POSTs, answered with JSON or an event stream."""
 
     def __init__(self, url: str, headers: Mapping[str, str], received: Received) -> None:
-        import httpx2  # imported here: it takes 75 to 120 ms
+        import httpx2  # slow import (75 to 120 ms)
 
         from edgeinfer.models.fetching.http_client import is_loopback
 

@@ -100,7 +100,7 @@ class Sandbox(Builtin):
         files = SelfRunning(str(self._folder))
         try:
             status, out = _output(stop, job)
-        finally:  # also if the child was killed
+        finally:  # restore the files also if the child was killed
             renamed = files.restore()
             files.close()
         if stop.is_set:

@@ -95,7 +95,7 @@ def _run(job: Job, read_only: set[str], user: int, group: int) -> int:
     _write("/proc/sys/user/max_user_namespaces", "0")
     _write("/proc/self/oom_score_adj", "1000")
     linux.mount_proc()
-    with contextlib.suppress(OSError):  # needs Linux 6.14; RLIMIT_NPROC does not limit root
+    with contextlib.suppress(OSError):  # for root, which RLIMIT_NPROC does not limit; needs Linux 6.14
         _write("/proc/sys/kernel/pid_max", str(300 + _PROCESSES))
     before = _free(job.folder)
     _change_root(job, read_only)

@@ -47,7 +47,7 @@ class Web(Builtin):
         return "" if self._names else "no host is listed: set tools.fetch-hosts in config.toml"
 
     def _fetch(self, stop: Stop, url: str) -> str:
-        import httpx2  # imported here: it takes 75 to 120 ms
+        import httpx2  # slow import (75 to 120 ms)
 
         from edgeinfer.models.fetching.http_client import refuse_downgrade
 

@@ -101,7 +101,7 @@ class LoadedModel:
 
     def resume(self, entropy: bytes) -> None:
         """Let the engine run again, with new entropy and a thread for each core of this launch."""
-        from edgeinfer.runtime.memory_plan import choose_threads  # a parked process has imported it
+        from edgeinfer.runtime.memory_plan import choose_threads  # imported before parking
 
         self._entropy = entropy
         self.engine.resume(choose_threads(0, read_processors()).value, entropy)
@@ -361,7 +361,7 @@ class AppHost(EngineHost):
         return RemoteEngine(socket.socket(fileno=fds[0]), progress)
 
     def warm_models(self) -> frozenset[str]:
-        from edgeinfer.snapshots.registry import list_snapshots  # only the model picker needs it
+        from edgeinfer.snapshots.registry import list_snapshots  # only for the model picker
 
         return frozenset(snapshot.details.model for snapshot in list_snapshots() if snapshot.fresh)
 
@@ -402,7 +402,7 @@ class AppHost(EngineHost):
         note = f"{name}: not built before these options are used again"
         if builds.was_logged(note):
             return False
-        with contextlib.suppress(OSError, EdgeInferError):  # full disk, or another user's folder
+        with contextlib.suppress(OSError, EdgeInferError):  # the disk is full, or the folder unsafe
             builds.log(note)
         return True
 

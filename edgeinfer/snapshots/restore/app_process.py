@@ -151,7 +151,7 @@ def _run_role(
         messages.send(link, messages.Payload(content=loaded.canary()))
         return 0
     if request.role == "facts":
-        from edgeinfer.snapshots.restore import checks  # only tests and verifications need it
+        from edgeinfer.snapshots.restore import checks  # only for tests and `snapshots verify`
 
         facts = msgspec.json.encode(checks.gather(loaded))
         messages.send(link, messages.Payload(content=facts))
@@ -217,7 +217,7 @@ def adopt_environment(request: LaunchRequest) -> None:
         os.chdir(request.cwd)
     os.umask(request.umask)
     processors = set(map(int, request.affinity))
-    for thread in os.listdir("/proc/self/task") if processors else ():  # also the engine's threads
+    for thread in os.listdir("/proc/self/task") if processors else ():  # the engine's threads included
         with contextlib.suppress(OSError):  # the thread ended, or the processor is offline
             os.sched_setaffinity(int(thread), processors)
     for name, value in request.limits.items():

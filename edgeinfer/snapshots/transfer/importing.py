@@ -53,7 +53,7 @@ def import_snapshot(image: ImageStore, host: EngineHost, progress: LoadProgress)
     _refuse_other_options(description)
     _store_files(image, description, progress)
     model, requested = description.model, description.requested
-    if description.adapters:  # on this machine, the adapters have other paths
+    if description.adapters:  # the adapters' paths on this machine replace the exported ones
         lora = adapters_text([_local_adapter(file) for file in description.adapters])
         requested |= {LORA.field: lora}
     fields = {option.field: option for option in LOAD_OPTIONS}

@@ -51,7 +51,7 @@ class Layout:
                 f"{self.folder} has no exported snapshot: {path.name} is missing",
                 hint="name the folder of an export, or oci://REGISTRY/NAME:TAG",
             ) from error
-        except (OSError, ValueError) as error:  # invalid JSON, or not exactly one image
+        except (OSError, ValueError) as error:  # the JSON is invalid, or does not list one image
             raise corrupt(f"{path} is invalid: {error}") from error
         content = self.read_blob(manifest.digest, manifest.size)
         refuse_other_bytes(manifest.digest, sha256(content))
