@@ -214,7 +214,7 @@ def pad(path: str, length: int) -> bytes:
     """Pad `path` with leading slashes to `length` bytes. Raises ShippingError if `path` is longer."""
     raw = os.fsencode(path)
     if len(raw) > length:
-        message = f"the path {path} is too long for CRIU's libraries"
+        message = f"the path {path} is too long for CRIU's ELF interpreter"
         raise ShippingError(message, hint="set EDGEINFER_HOME to a shorter path")
     return b"/" * (length - len(raw)) + raw
 

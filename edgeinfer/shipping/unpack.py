@@ -35,7 +35,7 @@ _UNPACKING = ".unpacking-"
 _REMOVING = ".removing-"
 #: Free disk space (bytes) that unpacking requires in addition to the application's size.
 _MARGIN_BYTES = 16 << 20
-_ROOM = "free some space on that disk, or set EDGEINFER_HOME to a folder on another one"
+_DISK_FULL_HINT = "free some space on that disk, or set EDGEINFER_HOME to a folder on another one"
 
 #: Progress callback: bytes written, total bytes; called on any thread.
 Progress = Callable[[int, int], None]
@@ -82,7 +82,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
         with disk.disk_full_errors(folder.parent, "the unpacked files were removed"):
             yield
     except DiskFullError as error:
-        raise DiskFullError(error.message, hint=_ROOM) from error
+        raise DiskFullError(error.message, hint=_DISK_FULL_HINT) from error
     except OSError as error:
         problem = f"cannot unpack to {folder.parent}: {error.strerror}"
         raise ShippingError(problem, hint=paths.DENIED_HINT) from error

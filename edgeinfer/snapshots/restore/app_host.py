@@ -275,7 +275,7 @@ class AppHost(EngineHost):
             stamps=inputs.stamps_of(files, options),
         )
         if self._has_other_hint(model, options):
-            reason = f"the launcher expected {self._request.expected_model}"
+            reason = f"the launcher expected the model {self._request.expected_model}"
             try:
                 selection.find(model, snapshot_options(options))
             except EdgeInferError as error:

@@ -1,4 +1,4 @@
-"""An exported snapshot as an OCI image: a signed description of how to build it.
+"""An exported snapshot as an OCI image, with a signed description of the snapshot's build.
 
 The description is stored in the image's config, under `edgeinfer`. The description has the digest of
 every file's layer, so the signature covers the files too.
