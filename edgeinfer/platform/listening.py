@@ -38,7 +38,7 @@ def bind(host: str, port: int) -> list[int]:
 
 
 def activated_sockets() -> list[int]:
-    """Return systemd's listening sockets (sd_listen_fds(3)). Raises ServeError if a fd is no such."""
+    """Return systemd's listening sockets (sd_listen_fds(3)). Raises ServeError for other files."""
     count = os.environ.pop("LISTEN_FDS", "")
     pid = os.environ.pop("LISTEN_PID", "")
     os.environ.pop("LISTEN_FDNAMES", None)

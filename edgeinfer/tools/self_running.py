@@ -106,7 +106,7 @@ class SelfRunning:
         return path.startswith(f"{self._folder}/")
 
     def _real_paths(self, name: str) -> list[str]:
-        """Return the real path of `name`, and if it is a file `.git`, that of the git folder in it."""
+        """Return the real path of `name`; for a file `.git`, also that of the folder that it names."""
         path = os.path.realpath(f"{self._folder}/{name}")
         is_git = os.path.basename(name) == ".git" and os.path.isfile(path)
         return [path, *(_git_folder(path) if is_git else ())]

@@ -155,7 +155,7 @@ def _read_all(cold: list[Area]) -> None:
 
 
 def read_ahead(area: Area) -> int:
-    """Read the uncached pages of a mapped file into the page cache; return bytes. Raises OSError."""
+    """Read the uncached pages of a mapped file; return the number of bytes. Raises OSError."""
     into, n_bytes = memoryview(bytearray(STEP_BYTES)), 0
     stop = area.offset + area.high - area.low
     with open(area.path, "rb", buffering=0) as file:
