@@ -5,7 +5,7 @@ from __future__ import annotations
 #: Each verb that loads a model, with the number of words that must follow a model's name: `run WORD`
 #: has only a prompt, `run WORD WORD` has a model and a prompt.
 LAUNCH_VERBS = {"chat": 0, "run": 1, "serve": 0, "batch": 0}
-#: Options of these verbs that take no value; each other option takes one.
+#: Options of LAUNCH_VERBS that take no value; every other option of these verbs takes one.
 SWITCHES = frozenset(
     (
         *("--help", "--json", "--quiet", "--continue", "--plain", "--raw", "--timings"),

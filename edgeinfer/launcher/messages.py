@@ -90,7 +90,7 @@ class StartWorker(LauncherMessage):
 
 
 class WorkerStarted(LauncherMessage):
-    """Launcher to app: the worker runs; the descriptor is the socket to it."""
+    """Launcher to app: the worker has been started; the descriptor is the socket to the worker."""
 
 
 class WantSnapshot(LauncherMessage):

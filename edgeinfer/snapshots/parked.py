@@ -96,7 +96,7 @@ class Stages:
         self.ms: dict[str, float] = {}
 
     def begin(self, name: str) -> None:
-        """End the current stage and begin the next; "" only ends it."""
+        """End the current stage and begin the stage `name`; with "", begin none."""
         now = time.monotonic()
         if self._name:
             self.ms[self._name] = round((now - self._since) * 1000, 1)

@@ -393,7 +393,7 @@ class AppHost(EngineHost):
             threading.Thread(target=_call_when_idle, args=asking, name="rest", daemon=True).start()
 
     def _is_first_use(self, model: str, options: LoadOptions) -> bool:
-        """Return whether unconfigured options are used for the first time; if so, log that use."""
+        """Return whether options that are not configured are used for the first time; log that use."""
         requested = snapshot_options(options)
         usual = snapshot_options(typed_options.load_options(argparse.Namespace(), self.config.load))
         name = storage.snapshot_name(model, requested)
