@@ -110,7 +110,7 @@ class AppFrontEnd:
 
     def _model_picked(self, name: str | None, question: str) -> None:
         if name:
-            self._load(name)
+            self.attempt(lambda: self.use_model(name))
         elif self.answering.unanswered and not self.view.loader.progress:
             self.show_text("The question will be answered once a model is pulled: /model")
         self.view.composer.insert(question)
@@ -177,10 +177,14 @@ class AppFrontEnd:
 
     def _theme_picked(self, name: str | None) -> None:
         if name:
-            try:
-                self.use_theme(name)
-            except EdgeInferError as error:
-                self.view.show_error(error)
+            self.attempt(lambda: self.use_theme(name))
+
+    def attempt(self, action: Callable[[], object]) -> None:
+        """Run `action`; show its error."""
+        try:
+            action()
+        except EdgeInferError as error:
+            self.view.show_error(error)
 
     def edit_outside(self) -> None:
         composer = self.view.composer
@@ -266,10 +270,7 @@ class TurnActions:
         """Run `action` on the selected turn; show its error."""
         entry = self._transcript.selection
         if isinstance(entry, TurnEntry):
-            try:
-                self._act(action, entry)
-            except EdgeInferError as error:
-                self._view.show_error(error)
+            self._front.attempt(lambda: self._act(action, entry))
 
     def _act(self, action: str, entry: TurnEntry) -> None:
         turn = entry.turn

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, StepGate
 from fixed_chat import MEMORY, MODEL, SHELF, FixedHost
 from msgspec.structs import replace
 
@@ -69,6 +69,19 @@ class TestModels:
             await d.press("enter")
             await d.until(lambda: d.app.screen is d.chat)
             assert d.session.conversation.model == MODEL
+
+    async def test_a_pick_during_an_answer_is_refused(self, drive):
+        gate = StepGate()
+        async with drive(FakeEngine([["Hello", gate, " world"]])) as d:
+            await d.ready()
+            await d.type("q", "enter")
+            await d.until(gate.reached.is_set)
+            await open_models(d)
+            await d.press("enter")
+            await d.until(lambda: "an answer is being written" in d.screen_text())
+            gate.opened.set()
+            await d.until(d.idle)
+            assert d.turns() == ["q", "Hello world"]
 
     async def test_another_is_pulled_with_progress_and_then_used(self, drive, pulling):
         async with drive() as d:
