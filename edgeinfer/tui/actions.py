@@ -57,13 +57,13 @@ class AppFrontEnd:
         if self.session.retries_after_shortening:
             self.answering.answer_after_shortening()
         else:
-            self._show_draft()
+            if not self.view.composer.text:
+                self._show_draft()
             self.view.show_session()
 
-    def _show_draft(self) -> None:
-        draft = self.session.conversation.draft
-        if draft and not self.view.composer.text and self.session.owns_draft():
-            self.view.composer.fill(draft)
+    def _show_draft(self, typed: str = "") -> None:
+        draft = self.session.conversation.draft if self.session.owns_draft() else ""
+        self.view.composer.fill("\n".join(filter(None, (typed, draft))))
 
     def show_answer(self, answer: AnswerWriter) -> None:
         self.answering.stream(answer)
@@ -136,6 +136,7 @@ class AppFrontEnd:
 
     def _session_picked(self, conversation_id: int | None) -> None:
         if conversation_id is not None:
+            stored = self.session.conversation.draft
             try:
                 self.session.open(conversation_id)
             except EdgeInferError as error:
@@ -143,7 +144,8 @@ class AppFrontEnd:
                 return
             self.follow_model()
             self.view.composer.editing = None
-            self._show_draft()
+            typed = self.view.composer.text
+            self._show_draft("" if typed == stored else typed)
         self.view.show_session()
 
     def summarise(self, first_sent: Turn) -> None:

@@ -201,6 +201,29 @@ class TestSessions:
             await d.until(lambda: d.app.screen is d.chat)
             assert d.turns() == ["How do I cook a soufflé?", "whip the whites"]
 
+    @pytest.mark.parametrize("is_stored", [True, False])
+    async def test_opening_loses_neither_the_typed_text_nor_a_draft(self, drive, is_stored):
+        async with drive() as d:
+            await d.ready()
+            await d.ask("first")
+            first = d.session.conversation.id
+            await d.type("half a thou")
+            await d.until(lambda: d.session.conversation.draft == "half a thou")
+            d.chat.run_command("/new")
+            d.chat.composer.fill("")
+            if is_stored:
+                await d.ask("second")
+            second = d.session.conversation.id
+            await d.type("typed later")
+            await d.until(lambda: not is_stored or d.session.conversation.draft == "typed later")
+            await d.press("f3")
+            await d.until(lambda: isinstance(d.app.screen, SessionScreen) and d.app.screen.summaries)
+            await d.press(*["down"] * is_stored, "enter")
+            await d.until(lambda: d.session.conversation.id == first)
+            text = "half a thou" if is_stored else "typed later\nhalf a thou"
+            assert d.chat.composer.text == text
+            assert not is_stored or d.session.store.conversation(second).draft == "typed later"
+
     async def test_delete_and_undo(self, drive):
         async with drive() as d:
             screen = await self.two(d)
