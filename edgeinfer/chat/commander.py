@@ -56,7 +56,7 @@ class FrontEnd(Protocol):
         """Copy `text` to the clipboard, if there is one; `label` names it to the user."""
 
     def use_model(self, name: str, n_ctx: int | None = None) -> None:
-        """Load another model, or this one with another context; the conversation stays open."""
+        """Load a model ("": the same again) with a context of `n_ctx` tokens (None: that of `--ctx`)."""
 
     def follow_model(self) -> None:
         """Load the opened conversation's model; if that fails, say that the loaded one answers."""
@@ -176,7 +176,7 @@ class Commander:
     def _ctx(self, argument: str) -> None:
         engine = self.session.engine
         if argument.isdecimal() and int(argument) <= _MAX_CTX:
-            self.front.use_model(self.session.model, int(argument))
+            self.front.use_model("", int(argument))
         elif argument:
             message = f"a context is a number of tokens up to {_MAX_CTX:,}, e.g. /ctx 4096"
             raise UsageError(message, hint="0 chooses by the free memory")

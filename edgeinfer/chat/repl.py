@@ -322,6 +322,7 @@ class Repl:
         self.show_text(text)
 
     def use_model(self, name: str, n_ctx: int | None = None) -> None:
+        name = name or self.session.model
         try:
             self._load(name, n_ctx)
         except ModelNotPulledError as error:

@@ -97,7 +97,7 @@ class AppFrontEnd:
 
     def use_model(self, name: str, n_ctx: int | None = None) -> None:
         self.session.refuse_busy()
-        self._load(name, n_ctx)
+        self._load(name or self.view.model, n_ctx)
 
     def pick_model(self, model: str = "", *, first: bool = False) -> None:
         """Open the model picker. `first`: the requested `model` is not on this machine."""

@@ -111,7 +111,7 @@ def test_models_and_context(commander, front):
     assert front.asked == [
         ("use_model", "other"),
         ("pick_model",),
-        ("use_model", "fake", 2048),
+        ("use_model", "", 2048),
         ("show_text", "Context: 600 tokens"),
     ]
 

@@ -636,6 +636,19 @@ async def test_a_conversation_opened_by_number_shows_its_draft(drive):
         assert d.chat.composer.text == "half a thou"
 
 
+async def test_ctx_during_a_load_applies_to_the_model_that_is_loading(drive):
+    gate = threading.Event()
+    async with drive(FakeEngine()) as d:
+        load = d.host.engine
+        d.host.engine = lambda *arguments: gate.wait(60) and load(*arguments)
+        d.chat.run_command("/model qwen3-0.6b")
+        d.chat.run_command("/ctx 1024")
+        gate.set()
+        await d.until(lambda: len(d.host.opened) == 3 and not d.chat.loader.progress)
+        assert d.host.opened[1:] == [("qwen3-0.6b", 0), ("qwen3-0.6b", 1024)]
+        assert d.session.conversation.model == "qwen3-0.6b"
+
+
 async def test_keys_are_rebound_by_their_ids(drive):
     async with drive(
         FakeEngine([["a"], ["b"]]), config=ChatConfig(keys={"regenerate": "ctrl+x", "nonsense": "a"})
