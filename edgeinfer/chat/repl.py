@@ -24,7 +24,13 @@ from edgeinfer.chat.speculative_prefill import SpeculativePrefill
 from edgeinfer.chat.startup import ChatSetup, describe_start
 from edgeinfer.config.config_file import save
 from edgeinfer.error_text import hint
-from edgeinfer.errors import ContextLengthError, EdgeInferError, ModelNotPulledError, UsageError
+from edgeinfer.errors import (
+    ContextLengthError,
+    EdgeInferError,
+    InterruptedByUser,
+    ModelNotPulledError,
+    UsageError,
+)
 from edgeinfer.models.progress import ProgressLines
 from edgeinfer.platform.process import SignalHandlers
 from edgeinfer.runtime.event_stream import CollectedAnswer
@@ -99,7 +105,7 @@ class Repl:
         try:
             self.use_model(self.session.conversation.model or self.setup.model)
         except EdgeInferError as error:
-            if not self._interactive:
+            if not self._interactive or isinstance(error, InterruptedByUser):
                 raise
             self._show_error(error)
         if self.setup.with_tools:
@@ -338,7 +344,13 @@ class Repl:
                 said.append(stage)
                 self.show_text(f"{stage}…")
 
-        engine = self._engines.get(name, n_ctx, progress)
+        try:
+            engine = self._engines.get(name, n_ctx, progress)
+        except KeyboardInterrupt as error:
+            if not self._interactive:
+                raise
+            self.session.use_engine(self._engines.engine, self._engines.model)
+            raise InterruptedByUser(f"the load of {name} was stopped by Ctrl-C") from error
         self.session.use_engine(engine, name)
         if self.session.conversation.model != name:
             self.session.set(model=name)

@@ -338,19 +338,21 @@ def test_lines_are_edited_and_remembered_on_a_terminal(tmp_path):
         assert store.past_questions() == ["Hello!", "Hella", "Hello"]
 
 
-@pytest.mark.parametrize("is_here", [True, False])
-def test_an_opened_conversation_stores_the_model_that_answers(tmp_path, is_here):
+@pytest.mark.parametrize(
+    "failure", [None, ModelNotPulledError("other is not here"), KeyboardInterrupt()]
+)
+def test_an_opened_conversation_stores_the_model_that_answers(tmp_path, failure):
     _, before = talk(tmp_path, "q")
     before.session.set(model="other")
 
     class Host(FixedHost):
         def engine(self, model, options, progress=None):
-            if model == "other" and not is_here:
-                raise ModelNotPulledError("other is not here")
+            if model == "other" and failure is not None:
+                raise failure
             return super().engine(model, options, progress)
 
     number = before.session.conversation.id
     out, repl = talk(tmp_path, f"/open {number}", "q2", host=Host(FakeEngine([["two"]])))
-    answering = "other" if is_here else MODEL
+    answering = MODEL if failure else "other"
     assert (repl.session.head.model, repl.session.conversation.model) == (answering, answering)
-    assert (f"{MODEL} answers in this conversation" in out) is not is_here
+    assert (f"{MODEL} answers in this conversation" in out) is bool(failure)
