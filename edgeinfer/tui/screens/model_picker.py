@@ -306,7 +306,7 @@ def detail(row: ModelChoice) -> str:
     lines = [" · ".join(f for f in facts if f)]
     if row.fit is not None:
         memory = f"about {format_bytes(row.fit.needed_bytes)} of memory"
-        speed = f"about {row.fit.tokens_per_s:.1f} tokens/s"
+        speed = f"an estimated {row.fit.tokens_per_s:.1f} tokens/s"
         is_larger = row.verdict == "too big"
         lines.append(
             f"Larger than memory: {row.fit.why}, {speed}" if is_larger else f"Fits: {memory}, {speed}"
