@@ -1,1 +1,1 @@
-"""The chat without a screen: a session, its commands, and the plain front end."""
+"""The chat without a screen: conversations, `/` commands, and the plain chat on text streams."""

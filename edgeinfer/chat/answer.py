@@ -1,4 +1,4 @@
-"""Write a generation into a conversation: its events become one stored turn."""
+"""Store the events of a generation as one turn of a conversation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edgeinfer.tools.tool_use import ToolUse, uses_of
 
 
 class AnswerWriter(CollectedAnswer):
-    """Stores an answer while it is generated: `turn` is the turn at first, `done` the ended one."""
+    """Stores an answer while it is generated. `done` is the ended turn, None until the answer ends."""
 
     def __init__(
         self,
@@ -47,22 +47,22 @@ class AnswerWriter(CollectedAnswer):
         self._repeats = False
 
     def receipt(self, key: SigningKey | None) -> Receipt | Refusal:
-        """Make the receipt of the answer, signed by `key` if there is one."""
+        """Return a receipt, signed if `key` is given; a Refusal if the answer failed or goes on."""
         if self.last_event is None:
-            return Refusal(refused="the answer is not finished, or it failed")
+            return Refusal(refused="the answer has failed or not ended")
         return make_receipt(self.request, self.last_event, self._info, key=key)
 
     def add(self, event: Event) -> None:
-        """Add one event of the generation; `Finished` ends the answer."""
+        """Add an event of the generation; the event `Finished` ends the answer and stores its turn."""
         super().add(event)
         self._new.add(event)
         if isinstance(event, Finished):
             self._finish(event)
 
     def flush(self) -> CollectedAnswer:
-        """Store the text that was added since the last call, and return it.
+        """Store the text that was added since the last call, and return that text.
 
-        A repetitive answer is stopped. If storing fails, `store_error` is set and the answer continues.
+        An answer that repeats itself is stopped. A StoreError is not raised, but kept in `store_error`.
         """
         new, self._new = self._new, CollectedAnswer()
         if (new.text or new.reasoning) and self.done is None:
@@ -76,15 +76,15 @@ class AnswerWriter(CollectedAnswer):
         return new
 
     def stop(self) -> None:
-        """Ask the engine to stop; the text so far is kept."""
+        """Ask the engine to stop generating; the text so far is kept."""
         self.generation.cancel()
 
     def fail(self, error: EdgeInferError) -> Turn:
-        """End the answer with an error; the text so far is kept."""
+        """End the answer as failed with `error`, keep the text so far, and return the ended turn."""
         return self._end("failed", error.message, self.turn.stats)
 
     def abandon(self) -> Turn:
-        """Cancel the generation because the chat closes; store the answer as stopped."""
+        """Cancel the generation, store the answer as stopped, and return the ended turn."""
         self.generation.cancel()
         return self._end("stopped", "", self.turn.stats)
 

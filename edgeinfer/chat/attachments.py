@@ -1,4 +1,4 @@
-"""Files of a question (`@path`): text, documents, pictures and folders of text files."""
+"""Files attached to a question (`@path`): texts, documents, pictures and folders of text files."""
 
 from __future__ import annotations
 
@@ -18,31 +18,30 @@ from edgeinfer.errors import InvalidRequestError, UsageError
 from edgeinfer.media import document_files, pictures
 from edgeinfer.runtime.interface import Engine
 
-#: Largest attached file (bytes). It exceeds every context here, so a larger file is a mistake.
+#: Maximum size (bytes) of an attached text; a larger one would not fit into any model's context.
 MAX_BYTES = 4 << 20
 
-#: Prefix of the numbered names of pasted texts.
+#: Pasted texts are attached under this name and a number: `pasted text 1`.
 PASTED = "pasted text"
 
-#: Maximum number of files of an attached folder. Hidden subfolders and those in _LEFT_OUT are skipped.
+#: Maximum number of files in an attached folder; hidden folders and the names in _LEFT_OUT are skipped.
 _MAX_FILES = 1000
 _LEFT_OUT = ("CVS", "node_modules", "__pycache__")
 
-#: Matches `@name` at the start of a word, without punctuation after it, or `@"any name"`.
+#: Matches `@name` at the start of a word, except punctuation at the name's end, or `@"any name"`.
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]*[^\s".,;?!)]))')
 
-
-#: Matches a mention that can only mean a file: it has a slash or a file name's ending.
+#: Matches a name that can only be a path: one with a slash, or with a suffix such as `.txt`.
 _PATH = re.compile(r"/|\.\w*[a-zA-Z]\w*$")
 
 
 def mentions(text: str) -> list[str]:
-    """Return the words after `@` in `text`, each once: paths, or other names."""
+    """Return the names after `@` in `text`, each once; a name may be a path or anything else."""
     return list(dict.fromkeys(match[1] or match[2] for match in _MENTION.finditer(text)))
 
 
 def mentioned_paths(text: str, cwd: Path | None = None) -> list[Path]:
-    """Return the existing files and folders (`@docs/`) that `text` mentions, each once."""
+    """Return the files and folders (`@docs/`) that `text` mentions and that exist, each once."""
     paths: dict[Path, None] = {}
     for named in mentions(text):
         path = (cwd or Path.cwd()) / os.path.expanduser(named)
@@ -52,19 +51,19 @@ def mentioned_paths(text: str, cwd: Path | None = None) -> list[Path]:
 
 
 def missing_files(text: str) -> list[str]:
-    """Return mentions that look like a path (`@docs/a`) but do not exist; they are sent as text."""
+    """Return the mentioned paths (`@docs/a`) that do not exist; a model gets such a path as text."""
     paths = [name for name in mentions(text) if _PATH.search(name) and ":" not in name]
     return [path for path in paths if not os.path.exists(os.path.expanduser(path))]
 
 
 def missing_note(text: str) -> str:
-    """Return a note for the user about mentioned files that do not exist; "" if all exist."""
+    """Return a note for the user that names mentioned files that do not exist; "" if all exist."""
     missing = missing_files(text)
     return f"No such file: {', '.join(missing)}. The question was sent without it." if missing else ""
 
 
 def dropped_picture(text: str) -> str:
-    """Return a mention of the picture or PDF whose path was pasted (dropped on the terminal), or ""."""
+    """Return `@"path"` if `text` is the path of a picture or PDF (dropped on the terminal), or ""."""
     try:
         paths = shlex.split(text.strip().removeprefix("file://"))
         path = Path(paths[0]) if len(paths) == 1 else None
@@ -79,10 +78,10 @@ def dropped_picture(text: str) -> str:
 
 
 def read(path: Path) -> Attachment:
-    """Read a file, or a folder's text files. Raises UsageError if too large, binary or unreadable."""
+    """Read a file, or the text files of a folder. Raises UsageError if too large or not readable."""
     if os.path.isdir(path):
         return _folder(path)
-    # a pipe, for example: reading it would never end
+    # reading a pipe, for example, would never end
     if os.path.exists(path) and not os.path.isfile(path):
         raise UsageError(f"{path} is not a file or folder", hint="attach a copy of its content")
     try:
@@ -125,7 +124,7 @@ def _plain_text(path: Path) -> str | None:
 
 
 def from_bytes(name: str, data: bytes) -> Attachment:
-    """Make an attachment. Raises UsageError unless the bytes are text, a document or a picture."""
+    """Make an attachment. Raises UsageError if `data` is too large, or no text, document or picture."""
     if pictures.is_picture(data):
         if len(data) > pictures.MAX_FILE_BYTES:
             limit = f"{pictures.MAX_FILE_BYTES >> 20} MiB"
@@ -148,32 +147,32 @@ def from_bytes(name: str, data: bytes) -> Attachment:
 
 
 def merge(old: Sequence[Attachment], new: Sequence[Attachment]) -> tuple[Attachment, ...]:
-    """Return an edited question's attachments: a new file replaces an old one of the same name."""
+    """Return the attachments of an edited question: a new file replaces an old file of its name."""
     names = {attachment.name for attachment in new if not attachment.name.startswith(PASTED)}
     return (*(attachment for attachment in old if attachment.name not in names), *new)
 
 
 def count_tokens(attachment: Attachment, engine: Engine | None) -> Attachment:
-    """Return the attachment with its token count; unchanged without an engine."""
+    """Return the attachment with its number of tokens; unchanged for a picture or without an engine."""
     if attachment.tokens or attachment.is_picture or engine is None:
         return attachment
     return msgspec.structs.replace(attachment, tokens=len(engine.tokenize(attachment.text)))
 
 
 def describe(attachment: Attachment) -> str:
-    """Return name and size: `notes.txt, 120 tokens` or `cat.png, a picture`."""
+    """Return the name and size of an attachment: `notes.txt, 120 tokens` or `cat.png, a picture`."""
     size = "a picture" if attachment.is_picture else f"{attachment.tokens} tokens"
     return f"{attachment.name}, {size}"
 
 
 def with_attachments(text: str, attachments: Iterable[Attachment]) -> str:
-    """Return the text for the model: each text file in a fence, then `text`."""
+    """Return the text that the model gets: each attached text in a Markdown fence, then `text`."""
     parts = [f"File `{a.name}`:\n{fence(a.text)}" for a in attachments if not a.is_picture]
     return "\n\n".join([*parts, text] if text else parts)
 
 
 def complete(typed: str, cwd: Path | None = None, limit: int = 50) -> list[str]:
-    """Complete a path typed after `@`. Folders end with a slash; hidden files need a typed dot."""
+    """Return paths that begin with `typed`: folders with a slash, hidden files only after a dot."""
     folder, _, start = typed.rpartition("/")
     shown = f"{folder}/" if folder or typed.startswith("/") else "."
     base = (cwd or Path.cwd()) / os.path.expanduser(shown)

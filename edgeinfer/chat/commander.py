@@ -27,39 +27,39 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Maximum context (tokens) that `/ctx` takes.
+#: Maximum context (tokens) that `/ctx` accepts.
 _MAX_CTX = 1 << 24
 
 
 class FrontEnd(Protocol):
-    """The methods of a front end that commands call: the Textual screen, or lines on a terminal."""
+    """The methods that commands call on a front end: the Textual screen, or the plain chat."""
 
     def show_text(self, text: str) -> None:
         """Show text of the app, e.g. the result of a command."""
 
     def show_changed(self) -> None:
-        """Show the open conversation again, after a command has changed or replaced it."""
+        """Show the open conversation again: a command has changed it, or has opened another one."""
 
     def show_answer(self, answer: AnswerWriter) -> None:
-        """Drive an answer to its end and show it."""
+        """Show an answer while it is generated, until it ends."""
 
     def answer_edited(self, turn: Turn) -> None:
-        """Generate an answer to an edited question."""
+        """Show an edited question, `turn`, and generate an answer to it."""
 
     def put_back(self, text: str, editing: int | None = None) -> None:
-        """Put text into the input field; sending it replaces the question `editing`, if given."""
+        """Put `text` into the input field. `editing`: id of the question that the text will replace."""
 
     def attach(self, attachment: Attachment) -> None:
         """Attach a file to the next question."""
 
     def copy(self, text: str, label: str) -> None:
-        """Copy `text` to the clipboard, if there is one; `label` names it to the user."""
+        """Copy `text` to the clipboard, or print it. `label` describes the text in a message."""
 
     def use_model(self, name: str, n_ctx: int | None = None) -> None:
-        """Load a model ("": the same again) with a context of `n_ctx` tokens (None: that of `--ctx`)."""
+        """Load the model `name` ("": the present one) with a context of `n_ctx` tokens, if given."""
 
     def follow_model(self) -> None:
-        """Load the opened conversation's model; if that fails, say that the loaded one answers."""
+        """Load the opened conversation's model; if that fails, say that the loaded model answers."""
 
     def pick_model(self) -> None: ...
 
@@ -72,19 +72,19 @@ class FrontEnd(Protocol):
     def fold_reasoning(self) -> None: ...
 
     def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Run `work`, which may wait seconds for tool servers, then call `then` with its result."""
+        """Call `then` with the result of `work`, which may wait for tool servers for seconds."""
 
     def use_theme(self, name: str) -> None: ...
 
     def edit_outside(self) -> None: ...
 
     def summarise(self, first_sent: Turn) -> None:
-        """Let the model summarise the turns before `first_sent`; send the summary instead of them."""
+        """Let the model summarise the turns before `first_sent`; send the summary in their place."""
 
     def leave(self) -> None: ...
 
 
-#: Command → the front end's method that runs it; `Commander` runs all others.
+#: Command → name of the front end's method that runs it; `Commander` runs all other commands.
 _FRONT_END_METHODS = {
     "help": "show_help",
     "sessions": "pick_session",
@@ -179,7 +179,7 @@ class Commander:
             self.front.use_model("", int(argument))
         elif argument:
             message = f"a context is a number of tokens up to {_MAX_CTX:,}, e.g. /ctx 4096"
-            raise UsageError(message, hint="0 chooses by the free memory")
+            raise UsageError(message, hint="`/ctx 0` chooses the length by the free memory")
         else:
             size = f"Context: {engine.info.n_ctx} tokens" if engine else "The model is not loaded yet."
             self.front.show_text(size)
@@ -216,15 +216,14 @@ class Commander:
         word, _, number = argument.partition(" ")
         blocks = code_blocks(answer.content)
         if word != "code" or (number and not number.isdecimal()):
-            raise UsageError(
-                f"/copy cannot copy {argument!r}", hint="/copy, /copy code, /copy code 2, /copy all"
-            )
+            problem = f"/copy cannot copy {argument!r}"
+            raise UsageError(problem, hint="`/copy`, `/copy code`, `/copy code 2` or `/copy all`")
         if not blocks:
             raise UsageError("the last answer contains no code", hint="")
         index = int(number) if number else len(blocks)
         if not 1 <= index <= len(blocks):
             problem = f"there is no code block {index}"
-            raise UsageError(problem, hint=f"the last answer contains {len(blocks)}")
+            raise UsageError(problem, hint=f"the last answer contains {len(blocks)} of them")
         self.front.copy(blocks[index - 1].text, f"code block {index}")
 
     def _last_answer(self) -> Turn:
@@ -248,7 +247,7 @@ class Commander:
             if tools is not None:
                 self._use_tools(tools, refresh=argument == "check")
         elif argument:
-            problem = f"/tools: no option {argument!r}"
+            problem = f"/tools has no option {argument!r}"
             raise UsageError(problem, hint="/tools on, /tools off, /tools check")
         else:
             self.front.show_text(tools.describe() if tools is not None else "No tools. `/tools on`")
@@ -266,9 +265,8 @@ class Commander:
 
     def _open(self, argument: str) -> None:
         if not argument.isdecimal():
-            raise UsageError(
-                f"{argument!r} is not a conversation's number", hint="/sessions lists them"
-            )
+            problem = f"{argument!r} is not a conversation's number"
+            raise UsageError(problem, hint="`/sessions` lists the numbers")
         self._show_stored(int(argument))
 
     def _show_stored(self, conversation_id: int) -> None:
@@ -286,9 +284,9 @@ class Commander:
         self.front.show_text("Deleted. `/undo` restores it.")
 
     def delete(self, conversation_id: int) -> None:
-        """Delete a conversation; if it is the open one, begin a new one."""
+        """Delete a conversation; if it is the open one, begin a new conversation. Raises UsageError."""
         if not conversation_id:
-            raise UsageError("this conversation is not stored yet", hint="its first question stores it")
+            raise UsageError("this conversation is not stored yet", hint="ask a question first")
         self.session.store.delete(conversation_id)
         self.deleted = conversation_id
         if conversation_id == self.session.conversation.id:
@@ -352,7 +350,7 @@ class Commander:
                     position = "last" if step > 0 else "first"
                     self.front.show_text(f"That is the {position} alternative.")
                 return
-        raise UsageError("there are no alternatives", hint="make one: `/regen`")
+        raise UsageError("there are no alternatives", hint="`/regen` makes one")
 
     def _edit(self, argument: str) -> None:
         questions = [t for t in self.session.path if t.role == "user"]
@@ -378,12 +376,12 @@ class Commander:
 
 
 def other_model_text(error: EdgeInferError, answering: str) -> str:
-    """Say why a conversation's model is not loaded, and which one answers in it."""
-    return f"{error.message}. {answering} answers in this conversation; another one: /model"
+    """Say why the model of a conversation is not loaded, and that the model `answering` answers."""
+    return f"{error.message}. {answering} answers in this conversation; `/model` picks another"
 
 
 def sessions_text(session: ChatSession, query: str) -> str:
-    """List the conversations that match `query` (all for ""): number, length, title, and snippet."""
+    """Return a list of the conversations that match `query` (all for ""), each with its number."""
     summaries = session.store.search(query, 20)
     if not summaries:
         return "No conversation contains these words." if query else "No conversations yet."

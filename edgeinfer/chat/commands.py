@@ -1,4 +1,4 @@
-"""The table of `/` commands for parsing, completion, help and docs; `commander` runs them."""
+"""The table of `/` commands, their parser and completions; `commander` runs the commands."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from edgeinfer.chat import attachments, presets
 from edgeinfer.errors import UsageError
 from edgeinfer.platform import paths
 
-#: Kind of an argument, which selects its completions; "" has none.
+#: Kind of a command's argument, which decides the completions offered; "" has no completions.
 Kind = Literal["", "model", "path", "prompt", "preset", "adapter", "tools", "theme", "setting", "copy"]
 
 
 class SlashCommand(msgspec.Struct, frozen=True):
-    """A `/` command. `argument` is its name in the help: "" for none, in [brackets] if optional."""
+    """A `/` command. The help shows `argument`: "" for none, in [brackets] if it is optional."""
 
     name: str
     argument: str
@@ -30,18 +30,18 @@ class SlashCommand(msgspec.Struct, frozen=True):
 
     @property
     def usage(self) -> str:
-        """Command with its argument: `/open NUMBER`."""
+        """Command with the name of its argument: `/open NUMBER`."""
         return f"/{self.name} {self.argument}".rstrip()
 
 
 class TypedCommand(msgspec.Struct, frozen=True):
-    """A parsed command line: a command's main name, and its argument."""
+    """A parsed command line: the command's main name (no alias), and the typed argument."""
 
     name: str
     argument: str = ""
 
 
-#: `NAME|ALIAS… ARGUMENT`, summary, and the argument's kind.
+#: Rows of the table of commands: `NAME|ALIAS… ARGUMENT`, summary, and the argument's kind.
 _ROWS: tuple[tuple[str, str] | tuple[str, str, Kind], ...] = (
     ("help|?", "commands and keys"),
     ("model|models [NAME]", "switch to another model, or pick one", "model"),
@@ -102,7 +102,7 @@ BY_NAME: dict[str, SlashCommand] = {name: c for c in COMMANDS for name in (c.nam
 
 
 def is_command(line: str) -> bool:
-    """Return whether this is a command: `/word` on one line. `//` and paths (`/usr/bin`) are text."""
+    """Return whether `line` is a command: `/word` on one line; `//` and paths (`/usr/bin`) are text."""
     word = line[1:].split(None, 1)[0] if len(line) > 1 and not line[1].isspace() else ""
     return line.startswith("/") and bool(word) and "/" not in word and "\n" not in line
 
@@ -114,7 +114,7 @@ def parse(line: str) -> TypedCommand:
     command = BY_NAME.get(word.lower())
     if command is None:
         near = difflib.get_close_matches(word.lower(), BY_NAME, n=1, cutoff=0.5)
-        step = f"did you mean /{near[0]}?" if near else "/help lists them"
+        step = f"did you mean /{near[0]}?" if near else "`/help` lists the commands"
         raise UsageError(f"there is no command /{word}", hint=step)
     if argument and not command.argument:
         raise UsageError(f"/{command.name} takes no argument", hint=f"type /{command.name}")
@@ -124,7 +124,7 @@ def parse(line: str) -> TypedCommand:
 
 
 def help_text() -> str:
-    """List every command with its argument and summary, one per line, aligned."""
+    """Return every command with its argument and summary, one per line, in two columns."""
     width = max(len(c.usage) for c in COMMANDS)
     return "\n".join(f"{c.usage:<{width}}  {c.summary}" for c in COMMANDS)
 
@@ -138,7 +138,7 @@ LIMIT = 60
 class CommandCompletion(msgspec.Struct, frozen=True):
     """A completion: `text` replaces the `length` characters before the cursor.
 
-    `whole`: nothing more needs to be typed, so Enter sends instead of taking the completion.
+    `whole`: Enter sends the text as typed, which may be complete; only Tab takes the completion.
     """
 
     text: str
@@ -148,12 +148,12 @@ class CommandCompletion(msgspec.Struct, frozen=True):
     whole: bool = False
 
 
-#: Kind of argument → function that returns names with short descriptions.
+#: For each kind of argument, a function that returns the values to choose from, with descriptions.
 Names = Mapping[Kind, Callable[[], Sequence[tuple[str, str]]]]
 
 
 def complete(before: str, names: Names, cwd: Path | None = None) -> list[CommandCompletion]:
-    """Return the completions of the text before the cursor; none if it is complete."""
+    """Return the completions of `before`, the text before the cursor; [] if there is none."""
     if is_command(before) or before == "/":
         word, space, argument = before.partition(" ")
         return _argument(word, argument, names, cwd) if space else _name(word)
@@ -164,7 +164,7 @@ def complete(before: str, names: Names, cwd: Path | None = None) -> list[Command
 
 
 def _name(word: str) -> list[CommandCompletion]:
-    """Complete a command: names that begin as typed, then aliases, then names that contain the word."""
+    """Complete a command: names that begin with `word`, then aliases, then names that contain it."""
     typed = word[1:].lower()
     first = [c for c in COMMANDS if c.name.startswith(typed)]
     second = [c for c in COMMANDS if any(a.startswith(typed) for a in c.aliases)]

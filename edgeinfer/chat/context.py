@@ -11,10 +11,10 @@ from edgeinfer.errors import ContextLengthError, UsageError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, hint_beyond_training
 
-#: Largest share of the context that is still filled after older turns were dropped.
+#: Maximum share of the context that turns may fill once older turns are dropped.
 KEEP_SHARE = 0.5
 
-#: Tokens reserved for a question and its answer when a text fills the context.
+#: Number of tokens kept free for a question and its answer if a text fills the context.
 ANSWER_TOKENS = 1024
 
 _SUMMARISE = (
@@ -31,10 +31,10 @@ def prompt_tokens(session: ChatSession, engine: Engine, turns: Sequence[Turn]) -
 
 
 def first_kept(session: ChatSession, engine: Engine) -> Turn:
-    """Return the question from which on the turns fill at most `KEEP_SHARE` of the context.
+    """Return the first later question from which on the turns fill at most `KEEP_SHARE` of the context.
 
-    If only the last question fits, return that. Raises UsageError if there is nothing older,
-    ContextLengthError if the last question does not fit.
+    If none does, return the last question. Raises UsageError if there is only one question,
+    ContextLengthError if the last question does not fit into the context.
     """
     path = session.path
     _, sent = sent_part(path)
@@ -49,7 +49,7 @@ def first_kept(session: ChatSession, engine: Engine) -> Turn:
     n_tokens = prompt_tokens(session, engine, [last])
     if n_tokens < engine.info.n_ctx - 16:
         return last
-    larger = "shorten it, or load with a larger context: `/ctx N`"
+    larger = "shorten the question, or load a larger context: `/ctx N`"
     raise ContextLengthError(
         f"even the last question is longer than the context of {engine.info.n_ctx} tokens",
         param="messages",
@@ -58,19 +58,19 @@ def first_kept(session: ChatSession, engine: Engine) -> Turn:
 
 
 def larger_context(engine: Engine, n_tokens: int) -> int:
-    """Return a context length for `n_tokens` and an answer; 0 if the model supports fewer tokens."""
+    """Return a longer context (tokens) for `n_tokens` and an answer; 0 if the model supports none."""
     n_ctx = 1 << (n_tokens + ANSWER_TOKENS).bit_length()
     return n_ctx if engine.info.n_ctx < n_ctx <= engine.info.n_ctx_train else 0
 
 
 def fitting_start(engine: Engine, text: str) -> str:
-    """Return the beginning of `text` that fits into the context together with an answer."""
+    """Return as much of the start of `text` as fits into the context together with an answer."""
     room = max(engine.info.n_ctx - ANSWER_TOKENS, engine.info.n_ctx // 2)
     return engine.detokenize(engine.tokenize(text)[:room]).decode("utf-8", "ignore")
 
 
 def summary_request(session: ChatSession, engine: Engine, first_sent: Turn) -> GenerateRequest:
-    """Return the request for a summary of the turns before `first_sent`; it may omit old text."""
+    """Return a request to summarise the turns before `first_sent`; the oldest text may be left out."""
     path = session.path
     summary, sent = sent_part(path)
     before = sent[: [t.id for t in sent].index(first_sent.id)]

@@ -21,7 +21,7 @@ class Code(msgspec.Struct, frozen=True):
 
 
 def code_blocks(markdown: str) -> list[Code]:
-    """Return every code block, in order, at any nesting depth."""
+    """Return the code blocks of a Markdown text in order, also those inside lists and quotes."""
     return [
         Code(token.info.strip().split(" ")[0], token.content.rstrip("\n"))
         for token in parser().parse(markdown)
@@ -30,17 +30,17 @@ def code_blocks(markdown: str) -> list[Code]:
 
 
 def fence(text: str, info: str = "") -> str:
-    """Put `text` into a Markdown code fence, longer than any fence inside; `info` is the language."""
+    """Return `text` in a code fence that is longer than any fence in it. `info` is the language."""
     fence = "`" * max(3, 1 + max((len(m) for m in re.findall(r"`{3,}", text)), default=0))
     return f"{fence}{info}\n{text.rstrip()}\n{fence}"
 
 
-#: Version of the JSON export. It stays if a key is added, and changes if one is removed or renamed.
+#: Format and version of the JSON export. The version changes if a key is removed or renamed.
 SCHEMA = "edgeinfer-conversation/1"
 
 
 def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
-    """Write a branch as Markdown; reasoning is in a folded `<details>`."""
+    """Return a branch as Markdown, with reasoning in folded `<details>` elements."""
     parts = [
         f"# {conversation.title or 'Conversation'}",
         f"*{conversation.model}, {datetime.date.fromtimestamp(conversation.created_ms / 1000)}*",
@@ -65,14 +65,14 @@ def to_markdown(conversation: Conversation, turns: Sequence[Turn]) -> str:
 
 
 def to_json(conversation: Conversation, turns: Sequence[Turn]) -> str:
-    """Write turns as indented JSON, with ids and parents, which preserve branches."""
+    """Return turns as indented JSON; ids and parent ids tell which turns form a branch."""
     values = {"conversation": conversation, "turns": turns}
     body = {"schema": SCHEMA, **msgspec.to_builtins(values)}
     return msgspec.json.format(msgspec.json.encode(body), indent=2).decode() + "\n"
 
 
 def write(path: Path, text: str) -> Path:
-    """Write a new export file (0600), completely or not at all. Raises StoreError if it exists."""
+    """Write a new file (mode 0600); return its path. Raises StoreError if it exists or on a failure."""
     target = path.expanduser()
     try:
         fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -81,18 +81,17 @@ def write(path: Path, text: str) -> Path:
     except FileExistsError as error:
         raise StoreError(f"{target} already exists", hint="give another name") from error
     except OSError as error:
-        raise StoreError(
-            f"{target} cannot be written: {error.strerror}", hint="give another path"
-        ) from error
+        problem = f"{target} cannot be written: {error.strerror}"
+        raise StoreError(problem, hint="give another path") from error
     return target
 
 
 def file_name(conversation: Conversation, suffix: str) -> str:
-    """Return a file name made of the title: `name-three-colours.md`."""
+    """Return a file name made of the conversation's title: `name-three-colours.md`."""
     slug = re.sub(r"\W+", "-", conversation.title.lower()).strip("-")[:48].rstrip("-")
     return f"{slug or 'conversation'}{suffix}"
 
 
 def _info(name: str) -> str:
-    """Return the suffix of a file name, as the language of a fence."""
+    """Return the suffix of a file name (`py`), which names the language of a fence; "" if none."""
     return name.rpartition(".")[2] if "." in name else ""

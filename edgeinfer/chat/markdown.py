@@ -1,8 +1,8 @@
 """Parse the Markdown of answers while they grow, for the web page and the terminal.
 
-The dialect is GitHub's for comments: line breaks are kept, bare URLs are links. Formulas are shown as
-typed. HTML and reference links are not supported: a later definition would change blocks that are
-already shown.
+The dialect is that of comments on GitHub: line breaks are kept, and bare URLs are links. Formulas and
+HTML are shown as typed. Reference links are not supported, because a definition that comes later would
+change blocks that are already shown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Schemes of clickable links; other links are shown as text, because opening them could start programs.
 _LINK = re.compile(r"(https?://|mailto:)[^\s]", re.IGNORECASE)
-#: Matches `\(…\)`, `\[…\]`, `$$…$$`, and `$…$` with no blank inside the dollars or digit after them.
+#: Matches formulas: `\(…\)`, `\[…\]`, `$$…$$`, and `$…$`, except where `$` seems to be a currency.
 _FORMULA = re.compile(
     r"\\\(.{1,2000}?\\\)|\\\[.{1,2000}?\\\]|\$\$.{1,2000}?\$\$"
     r"|\$(?![\s$])[^$\n]{0,200}(?<![\s\\])\$(?!\d)",
@@ -31,15 +31,15 @@ _FORMULA_ENDS = {"\\[": "\\]", "$$": "$$"}
 _TASK = re.compile(r"\[([ xX])\] ")
 _BLANK_LINES = re.compile(r"(?:[ \t]*\n)+")
 _FENCE = re.compile(r"( {0,3})(`{3,}(?=[^`\n]*\n)|~{3,})([^\n]*)\n")
-#: A block or code block with more characters is shown as text: the last block is parsed again with each
-#: piece, which takes up to 0.2 s. A code block costs less than 0.1 µs per character.
+#: Maximum length (characters) of a block and of a code block; longer ones are shown as text. Each piece
+#: of text parses the last block again: up to 0.2 s, but code takes less than 0.1 µs per character.
 _MAX_BLOCK, _MAX_CODE = 16 << 10, 256 << 10
 
 
 @cache
 def parser() -> MarkdownIt:
     """Return the Markdown parser, which has no state and may be shared."""
-    from markdown_it import MarkdownIt  # imported here: it takes 35 ms
+    from markdown_it import MarkdownIt  # imported here: the import takes 35 ms
     from markdown_it.rules_block import fence
 
     parser = MarkdownIt("commonmark", {"html": False, "linkify": True, "breaks": True})
@@ -48,7 +48,7 @@ def parser() -> MarkdownIt:
     if parser.linkify is not None:
         parser.linkify.set({"fuzzy_link": False, "fuzzy_email": False})
     interrupts: Any = {"alt": ["paragraph", "reference", "blockquote", "list"]}
-    # GitHub's rule: a fence whose first line has pipes does not begin a table
+    # as on GitHub, a code fence whose first line contains pipes is not the header of a table
     parser.block.ruler.before("table", "fence_before_table", fence, interrupts)
     parser.block.ruler.before("fence", "formula_block", _formula_block, interrupts)
     parser.inline.ruler.before("escape", "formula", _formula)
@@ -67,14 +67,14 @@ def _formula(state: Any, silent: bool) -> bool:
 
 
 def _formula_block(state: Any, first: int, last: int, silent: bool) -> bool:
-    """Parse a formula of several lines: from `\\[` or `$$` to its end, or to a blank line."""
+    """Parse a formula of several lines, from `\\[` or `$$` to the closing mark or a blank line."""
     begin = state.bMarks[first] + state.tShift[first]
     opening = state.src[begin : begin + 2]
     closing = _FORMULA_ENDS.get(opening)
     if closing is None or state.is_code_block(first):
         return False
     _, has_end, tail = state.src[begin + 2 : state.eMarks[first]].partition(closing)
-    if has_end and tail.strip():  # text follows: the formula is part of a paragraph
+    if has_end and tail.strip():  # the formula is part of a paragraph
         return False
     if silent:
         return True
@@ -102,7 +102,7 @@ def _tasks(state: Any) -> None:
 
 
 class GrowingMarkdown:
-    """Markdown text that grows. The resulting blocks do not depend on the size of the pieces."""
+    """Parses Markdown that arrives in pieces; the size of the pieces does not change the blocks."""
 
     def __init__(self) -> None:
         self._open = ""
@@ -127,31 +127,31 @@ class GrowingMarkdown:
             self._open, self._searched = self._open[length:], 0
 
     def _code(self, fence: re.Match[str]) -> tuple[list[Block], int, int]:
-        """Parse the fenced block at the start; return it, the number of final blocks, their length."""
+        """Parse the first code block; return it in a list, how many blocks are final, its length."""
         text = self._open
         closing = re.compile(rf"^ {{0,3}}{fence[2]}{fence[2][0]}*[ \t]*$", re.MULTILINE)
         closing_line = closing.search(text, max(fence.end(), self._searched))
         self._searched = text.rfind("\n") + 1
         if len(text) > _MAX_CODE and (closing_line is None or closing_line.end() >= _MAX_CODE):
             return [[_token("plain", text[:_MAX_CODE])]], 1, _MAX_CODE
-        if fence[1]:  # the parser removes the fence's indentation from each line
+        if fence[1]:  # only the parser removes the fence's indentation from each line
             block = parser().parse(text[: closing_line.end() if closing_line else None])
         else:
             content = text[fence.end() : closing_line.start() if closing_line else None]
             lines, newline, last = content.rpartition("\n")
-            content = lines + newline + last * bool(last.strip(" \t"))  # as markdown-it does
+            content = lines + newline + last * bool(last.strip(" \t"))  # as markdown-it would
             block = [_token("fence", content, fence[3])]
         if closing_line is None or closing_line.end() == len(text):
             return [block], 0, 0
         return [block], 1, closing_line.end() + 1
 
     def _parse(self) -> tuple[list[Block], int, int]:
-        """Parse all text; return blocks, the number of final ones (all but the last), their length."""
+        """Parse the text; return blocks, how many are final (all but the last), and their length."""
         text = self._open[:_MAX_BLOCK]
         tokens = parser().parse(text)
         starts = [i for i, token in enumerate(tokens) if token.level == 0 and token.nesting >= 0]
         blocks = [tokens[a:b] for a, b in zip(starts, [*starts[1:], len(tokens)], strict=False)]
-        n_lines = text.count("\n")  # the last line may be incomplete
+        n_lines = text.count("\n")  # only complete lines
         for index in range(len(blocks) - 1, 0, -1):
             first = blocks[index][0]
             line = first.map[0] if first.map else 0

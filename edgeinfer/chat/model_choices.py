@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class ModelChoice(ModelSummary, frozen=True, kw_only=True):
-    """A model in the picker. `fit` is None if its size is unknown."""
+    """A model in the picker. `fit` is None if the size of the model is unknown."""
 
     warm: bool = False
     fit: Fit | None = None
 
     @property
     def verdict(self) -> Literal["fits", "slow", "too big", ""]:
-        """Verdict for this machine: "slow" answers slower than people read, "" is unknown."""
+        """Whether the model fits this machine: "slow" is slower than people read, "" means unknown."""
         if self.fit is None:
             return ""
         return self.fit.group if self.fit.group in ("slow", "too big") else "fits"
@@ -42,7 +42,7 @@ class ModelChoice(ModelSummary, frozen=True, kw_only=True):
 
 
 def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
-    """List every chat model. Call it after the first paint: it may measure memory speed (0.2 s)."""
+    """Return every chat model. Measuring memory may take 0.2 s, so paint the screen before a call."""
     estimator = Estimator()
     return [
         ModelChoice(
@@ -58,7 +58,7 @@ def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
 
 
 def first_run_offer(setup: ChatSetup, rows: Sequence[ModelChoice]) -> list[FirstRunChoice]:
-    """Return models to offer if none is pulled and the user named none. Takes 0.2 s."""
+    """Return the models that a first run offers; [] if one is pulled or was named. Takes 0.2 s."""
     if setup.model != setup.host.config.default_model or any(row.pulled for row in rows):
         return []
     return first_run_choices()
@@ -73,12 +73,12 @@ def describe_offer(choice: FirstRunChoice) -> str:
 def pull_first(
     name: str, report: Callable[[PullProgress], None], cancel: threading.Event | None = None
 ) -> tuple[str, str]:
-    """Pull the chosen model, or the default model if its source cannot be reached.
+    """Pull the model `name`, or the default model if the source of `name` cannot be reached.
 
-    The pulled model becomes `default-model` in config.toml. Return its name, and a note if it is not
-    the chosen one. Raises what `pull` raises.
+    The pulled model becomes `default-model` in config.toml. Return the name of that model, and a note
+    for the user ("" if it is the model `name`). Raises what `pull` raises.
     """
-    from edgeinfer.models.pull import pull  # imported here: it takes 30 ms
+    from edgeinfer.models.pull import pull  # imported here: the import takes 30 ms
 
     note = ""
     try:

@@ -1,4 +1,4 @@
-"""Sampling options of the chat: set by name, or several together by a preset."""
+"""Sampling options of the chat, set one by one, or several together by a preset."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from edgeinfer.runtime.requests import Sampling, with_options
 
 Value = float | int | None
 
-
-#: Options that `/set` accepts: every sampling option, and the length of an answer.
+#: Options that `/set` accepts: every sampling option, and the maximum length of an answer.
 OPTIONS = {option.field: option for option in TYPED} | {
     "max_tokens": SamplingOption("max_tokens", int, 1, 1 << 24, "longest answer")
 }
 
-#: Built-in presets; the user's (`[chat.presets]`) are added. `model` is the model's own sampling.
+#: Built-in presets; `[chat.presets]` adds others. `model` restores the model's own sampling.
 PRESETS: dict[str, dict[str, Value]] = {
     "model": {},
     "greedy": {"temperature": 0.0},
@@ -28,7 +27,7 @@ PRESETS: dict[str, dict[str, Value]] = {
 
 
 def option(name: str) -> str:
-    """Return the field of a typed option: `top_p` for `top-p` or `TOP_P`. Raises UsageError."""
+    """Return the field of an option: `top_p` for `top-p` or `TOP_P`. Raises UsageError if unknown."""
     key = name.lower().replace("-", "_")
     key = {"temp": "temperature"}.get(key, key)
     if key not in OPTIONS:
@@ -40,7 +39,7 @@ def option(name: str) -> str:
 
 
 def value(name: str, text: str) -> Value:
-    """Parse the value of an option; `default` gives None. Raises UsageError if it is out of range."""
+    """Parse the value of an option; return None for `default`. Raises UsageError if out of range."""
     option = OPTIONS[name]
     if text.lower() in ("default", "none", "model"):
         return None
@@ -48,11 +47,11 @@ def value(name: str, text: str) -> Value:
         return option.parse(text)
     except ValueError:
         message = f"{option.label} is a number {option.describe_range()}"
-        raise UsageError(message, hint=f"`/set {option.label} default` sets the model's own") from None
+        raise UsageError(message, hint=f"`/set {option.label} default` resets the option") from None
 
 
 def change(sampling: Mapping[str, Value], name: str, new: Value) -> dict[str, Value]:
-    """Return `sampling` with one option set; None resets it to the model's default."""
+    """Return `sampling` with the option `name` set to `new`; None resets it to the model's default."""
     others_set = {k: v for k, v in sampling.items() if k != name}
     return others_set if new is None else {**others_set, name: new}
 
@@ -69,5 +68,5 @@ def describe(sampling: Mapping[str, Value]) -> str:
 
 
 def matching(sampling: Mapping[str, Value], presets: Mapping[str, Mapping[str, Value]]) -> str:
-    """Return the name of the preset with exactly these values, or ""."""
+    """Return the name of the preset with exactly the values of `sampling`; "" if there is none."""
     return next((name for name, values in presets.items() if dict(values) == dict(sampling)), "")

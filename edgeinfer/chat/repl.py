@@ -1,6 +1,6 @@
 """The plain chat: reads and prints lines, without colours or cursor movement.
 
-It is for screen readers, dumb terminals and pipes. It has the commands of the app.
+Screen readers, dumb terminals and pipes need such a chat. Its commands are those of the Textual app.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ T = TypeVar("T")
 
 
 class Repl:
-    """The plain chat on two text streams. Without a terminal it refuses tool calls that need
-    approval.
-    """
+    """A chat on two text streams. Without a terminal, tool calls that need approval are refused."""
 
     def __init__(self, setup: ChatSetup, source: TextIO, out: TextIO) -> None:
         self.setup = setup
@@ -69,7 +67,7 @@ class Repl:
     def run(self) -> None:
         """Chat until the input ends or the user leaves.
 
-        Without a terminal, raises the first error at the end; at once if no model can be loaded.
+        Without a terminal, raises the first error when the input ends; at once if no model is loaded.
         """
         start = describe_start(self.setup.host.start).capitalize()
         self.show_text(f"edgeinfer, plain chat. {start}. /help lists the commands, /quit leaves.")
@@ -112,7 +110,7 @@ class Repl:
             self._take("/tools on")
 
     def _read(self) -> str | None:
-        """Read one line; None at the end. A backslash at its end continues it on the next line."""
+        """Read a line; None at the end of the input. A final backslash adds the next line."""
         lines: list[str] = []
         looks = self.setup.config.read_ahead
         if looks and self._speculative_prefill.check_input("", self._attachments, self._editing):
@@ -132,7 +130,7 @@ class Repl:
             lines.append(line[:-1])
 
     def _line(self, prompt: str, *, remembers: bool = False) -> str | None:
-        """Read one line; None at the end. `remembers` adds it to the terminal's history."""
+        """Read a line; None at the input's end. `remembers` adds the line to the terminal's history."""
         if self._source is not sys.stdin or not self._interactive:
             self._write(prompt)
             line = self._source.readline()
@@ -149,7 +147,7 @@ class Repl:
 
     @cached_property
     def _history(self) -> ModuleType | None:
-        """The readline module, filled with past questions; None if Python lacks it."""
+        """The module `readline`, filled with past questions; None if this Python has no such module."""
         try:
             import readline
         except ImportError:  # the one-file program contains no readline
@@ -175,7 +173,7 @@ class Repl:
                 self.show_text(ways)
 
     def _show_other_changes(self) -> None:
-        """Show turns that another process has added."""
+        """Show the turns that another process has added to the open conversation."""
         shown_ids = {turn.id for turn in self.session.path}
         if self.session.refresh():
             self.show_text("Another window changed the conversation.")
@@ -230,7 +228,7 @@ class Repl:
             self.show_answer(self.session.regenerate())
 
     def show_answer(self, answer: AnswerWriter) -> None:
-        """Write the answer while it streams; Ctrl-C stops it and keeps the partial text."""
+        """Print the answer while it is generated; Ctrl-C stops the generation and keeps the text."""
         self._write("Answer: ")
         thinking = False
         with _ctrl_c_calls(answer.stop):
@@ -282,7 +280,7 @@ class Repl:
         self.show_text(text)
         self._write("? ")
         with contextlib.suppress(OSError):  # `select` fails for a StringIO, and on Windows
-            # poll: a blocking read would go on after a stop, and take the user's next line
+            # a blocking read would continue after a stop, and take the user's next line
             while not select.select([self._source], [], [], 0.1)[0] and not (stop and stop.is_set):
                 pass
         if stop is not None and stop.is_set:
@@ -368,7 +366,7 @@ class Repl:
                 self._show_error(error)
 
     def _fetch(self, name: str, error: ModelNotPulledError) -> str:
-        """Pull the chosen model and return its name. Raises `error` if the user declines."""
+        """Offer to pull a model; return the pulled model's name. Raises `error` if the user refuses."""
         rows = list_choices(self.setup.host.warm_models())
         offered = model_choices.first_run_offer(self.setup, rows)
         report = ProgressLines(self._out).report
@@ -387,7 +385,7 @@ class Repl:
                 self.show_text(f"{row.store} has it, and it can be used in place: /model {row.name}")
         if self._answer_to(f"{error.message}. Fetch it now? (y/n)") not in ("y", "yes"):
             raise error
-        from edgeinfer.models.pull import pull  # imported here: it takes 30 ms
+        from edgeinfer.models.pull import pull  # imported here: the import takes 30 ms
 
         pull(name, report)
         return name
@@ -422,12 +420,12 @@ class Repl:
 
     def use_theme(self, name: str) -> None:
         if not name:
-            raise UsageError("the plain chat has no colours", hint="/theme NAME sets the full app's")
+            raise UsageError("the plain chat has no colours", hint="`/theme NAME` sets the app's theme")
         save(("chat", "theme"), name)
-        self.show_text("Set, for the full app.")
+        self.show_text("The Textual app will use this theme.")
 
     def edit_outside(self) -> None:
-        raise UsageError("the plain chat has no editor", hint="end a line with a backslash to continue")
+        raise UsageError("the plain chat has no editor", hint="end a line with `\\` to type another")
 
     def summarise(self, first_sent: Turn) -> None:
         engine = self.session.idle_engine()

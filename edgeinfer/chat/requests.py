@@ -44,12 +44,12 @@ class PromptContext:
         return tuple(messages)
 
     def sampling(self) -> Sampling:
-        """Return the model's sampling, overridden by the conversation's options."""
+        """Return the model's sampling options, overridden by those of the conversation."""
         base = self.engine.info.sampling if self.engine else Sampling()
         return presets.overlay(base, self.conversation.sampling)
 
     def request(self, turns: Sequence[Turn], *, continue_final: bool = False) -> GenerateRequest:
-        """Build the request that answers a branch, or continues its last answer."""
+        """Build the request to answer a branch, or (`continue_final`) to continue the last answer."""
         limit = self.conversation.sampling.get("max_tokens")
         request = GenerateRequest(
             messages=self.messages(turns),

@@ -1,10 +1,10 @@
-"""The chat without a screen: turns and branches of a conversation, and its answers.
+"""The open conversation of a chat, without a screen: its turns and branches, and new answers.
 
-The Textual app and the plain chat use it. A question is stored first; then the engine is asked; then
-the answer is stored as a turn that grows. A failed answer is stored with its error.
+The Textual app, the plain chat and the web page use this module. A question is stored before the engine
+is asked; an answer is stored as a turn while it is generated, a failed answer with its error.
 
-The front end drives an answer: it passes each event of `answer.generation` to `answer.add`, and shows
-the text that `answer.flush` returns. `flush` returns only stored text.
+The front end passes each event of `answer.generation` to `answer.add`, and shows the text that
+`answer.flush` returns, which is stored by then.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
     from edgeinfer.tools.loop import CallFrontEnd, ChatTools
 
 _TITLE_CELLS = 60
-#: The turn of a new answer, its request and its generation.
+#: A submitted answer: its turn, its request and its generation.
 _Submitted = tuple[Turn, GenerateRequest, Generation]
-#: Byte offset of the locks on drafts in the lease file; the locks on conversations are before it.
+#: Offset (bytes) of the locks on drafts in the lease file; locks on conversations have lower offsets.
 _DRAFTS = 1 << 40
 
 
 class ChatSession:
     """Edits one open conversation and starts its answers.
 
-    `loaded_model` is the name of the model of `engine`, "" without one. `answer` is the latest answer,
-    finished or not. `unstored` says why `store` is only in memory; it is "" if the
-    store is a file.
+    `loaded_model` is the name of the model in `engine`, "" without an engine. `answer` is the latest
+    answer of this session, None before the first. `unstored` says why the store is only in memory; ""
+    if the store is a file.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ChatSession:
 
     @property
     def retries_after_shortening(self) -> bool:
-        """Return whether to retry: the last answer failed without text, and turns were dropped."""
+        """Return whether the last answer failed without text, and turns were dropped to retry it."""
         failed = self.head is not None and self.head.failed_without_text
         return failed and any(t.cut_summary is not None for t in self.path)
 
@@ -109,7 +109,7 @@ class ChatSession:
 
     @property
     def answer_elsewhere(self) -> Turn | None:
-        """Answer that another process is writing, as of the last `refresh`; otherwise None."""
+        """Answer that another process was writing at the last `refresh`; None if there was none."""
         head = self.head
         is_streaming = head is not None and head.status == "streaming"
         return head if is_streaming and not self.is_answering else None
@@ -133,11 +133,11 @@ class ChatSession:
         return self.loaded_model or self.conversation.model
 
     def use_engine(self, engine: Engine | None, model: str) -> None:
-        """Let `engine` answer from now on; None while another model is loaded."""
+        """Let `engine`, with `model`, answer from now on; None while another model is being loaded."""
         self.engine, self.loaded_model = engine, model if engine is not None else ""
 
     def all_turns(self) -> list[Turn]:
-        """Return every turn of every branch, by id, for a JSON export."""
+        """Return all turns of all branches in the order of their ids, for a JSON export."""
         return [self._turns[key] for key in sorted(self._turns)]
 
     def turn(self, turn_id: int) -> Turn:
@@ -148,7 +148,7 @@ class ChatSession:
             raise UsageError(f"this conversation has no turn {turn_id}", hint="") from None
 
     def new(self) -> None:
-        """Begin a conversation with the same model and options; its first question stores it."""
+        """Begin a conversation with the same model and options; a first question stores it."""
         old = self.conversation
         self._stop_all()
         self.conversation = Conversation(
@@ -157,7 +157,7 @@ class ChatSession:
         self._turns = {}
 
     def open(self, conversation_id: int) -> None:
-        """Open a stored conversation. Raises StoreError."""
+        """Open a stored conversation; stop the running answer. Raises StoreError for a wrong id."""
         conversation = self.store.conversation(conversation_id)
         turns = self.store.turns(conversation_id)
         self._stop_all()
@@ -165,7 +165,7 @@ class ChatSession:
         self._hold()
 
     def refresh(self) -> bool:
-        """Read the conversation again if another process changed it; return whether it differs.
+        """Read the conversation again if another process wrote to it; return whether anything changed.
 
         Takes 0.05 ms if nothing was written. A deleted conversation is replaced by a new one. Raises
         StoreError.
@@ -190,7 +190,7 @@ class ChatSession:
         return is_new
 
     def follow(self) -> CollectedAnswer:
-        """Return what another process added to its answer since the last call. Raises StoreError."""
+        """Return the text that another process has written since the last call. Raises StoreError."""
         turn = self.answer_elsewhere
         rows = self.store.pieces(turn.id, self._journal_id) if turn is not None else ()
         new = CollectedAnswer("".join(row[1] for row in rows), "".join(row[2] for row in rows))
@@ -202,7 +202,7 @@ class ChatSession:
         return new
 
     def owns_draft(self) -> bool:
-        """Return whether this window may store the draft: only the first with this conversation may."""
+        """Return whether this window may store the draft: only a conversation's first window may."""
         owner = self.conversation.id
         if owner != self._draft_of:
             self.release_draft()
@@ -212,7 +212,7 @@ class ChatSession:
                     self._draft_of = owner
                 except UsageError:
                     return False
-                except StoreError:  # no lock file, so no other window stores the draft
+                except StoreError:  # without a lock file, no other window stores the draft
                     return True
         return True
 
@@ -221,12 +221,12 @@ class ChatSession:
             self.owns_draft()
 
     def release_draft(self) -> None:
-        """Let another window store the draft. Idempotent."""
+        """Unlock the draft, so that another window may store one. Idempotent."""
         self._draft_lease.release()
         self._draft_of = 0
 
     def open_last(self) -> str:
-        """Open the newest conversation that no other window has open; return a note or ""."""
+        """Open the newest conversation that no other window has open; return a note, or ""."""
         conversations = self.store.listing()
         for n_skipped, conversation in enumerate(conversations):
             self.open(conversation.id)
@@ -238,21 +238,21 @@ class ChatSession:
         return "Every conversation is open in another window."
 
     def set(self, **fields: Any) -> None:
-        """Set fields of the conversation, e.g. title or model; also in the store if it is stored."""
+        """Set fields of the conversation, e.g. `title`; store them if the conversation is stored."""
         self.conversation = msgspec.structs.replace(self.conversation, **fields)
         if self.conversation.id:
             self.store.update(self.conversation.id, **fields)
 
     def ask(self, text: str, attachments: Sequence[Attachment] = ()) -> Turn:
-        """Store a question at the end of the branch. It replaces a last question that got no answer.
+        """Store a question at the end of the branch, in place of a last question without an answer.
 
-        Raises UsageError if it is empty or an answer is being written, StoreError. Then nothing has
-        changed.
+        Raises UsageError for an empty question or while an answer is being written, and StoreError;
+        nothing has changed then.
         """
         return self._add_user(text, attachments, self._parent_of_next())
 
     def _parent_of_next(self) -> int | None:
-        """Return the id of the turn before the next question, which replaces an unanswered question."""
+        """Return the id of the last answer, which the next question follows; None if there is none."""
         head = self.head
         if head is not None and head.failed_without_text:
             head = self._turns.get(head.parent_id or 0)
@@ -261,17 +261,17 @@ class ChatSession:
         return head.id if head else None
 
     def edit(self, turn_id: int, text: str, attachments: Sequence[Attachment] = ()) -> Turn:
-        """Store an alternative to a question. It keeps the old attachments and adds the new ones."""
+        """Store an alternative to a question, with old and new attachments. Raises UsageError."""
         turn = self.turn(turn_id)
         if turn.role != "user":
-            raise UsageError("only a question can be edited", hint="regenerate an answer: `/regen`")
+            raise UsageError("only a question can be edited", hint="`/regen` answers again")
         return self._add_user(text, merge(turn.attachments, attachments), turn.parent_id)
 
     def begin_answer(self) -> AnswerWriter:
-        """Submit the branch to the engine; return the answer, which the front end drives.
+        """Submit the branch to the engine; return the answer, to which the front end adds the events.
 
-        Raises UsageError if nothing is asked, and what `Engine.submit` raises; then the failed turn is
-        stored.
+        Raises UsageError without a question to answer, and what `Engine.submit` raises, after storing a
+        failed answer.
         """
         head = self.head
         if head is None or (head.role != "user" and not head.calls):
@@ -286,14 +286,10 @@ class ChatSession:
         return self._begin(lambda engine: self._submit(engine, question.id))
 
     def continue_answer(self) -> AnswerWriter:
-        """Continue the last answer in the same turn. Raises UsageError if it was not cut off."""
+        """Continue the last answer in its turn. Raises UsageError if the answer was not cut off."""
         head = self.head
-        if (
-            head is None
-            or head.role != "assistant"
-            or head.status not in CONTINUABLE
-            or not head.content
-        ):
+        is_cut = head is not None and head.role == "assistant" and head.status in CONTINUABLE
+        if head is None or not (is_cut and head.content):
             raise UsageError("the last answer was not cut off", hint="`/regen` answers again")
 
         def submit(engine: Engine) -> _Submitted:
@@ -313,14 +309,14 @@ class ChatSession:
 
     @property
     def _approved_in(self) -> tuple[int, int]:
-        # the time, too: SQLite may reuse a deleted conversation's id, whose permissions must not apply
+        # with the time: a new store begins with id 1 again, and old permissions must not apply there
         return self.conversation.id, self.conversation.created_ms
 
     def start_calls(self, turn: Turn, front: CallFrontEnd) -> Callable[[], tuple[ToolUse, ...]]:
         """Return a function that runs the tool calls of `turn`, in any thread.
 
-        The conversation stays locked until `note_calls`. Raises UsageError if another process has
-        locked it, StoreError.
+        The conversation is locked until `note_calls`. Raises UsageError if another process has locked
+        the conversation, StoreError if that cannot be found out.
         """
         tools = self.tools
         assert tools is not None
@@ -331,7 +327,7 @@ class ChatSession:
     def run_calls(self, turn: Turn, front: CallFrontEnd, stop: Stop) -> bool:
         """Run the tool calls of `turn` in this thread; return whether the model should continue.
 
-        The conversation is locked meanwhile. Raises UsageError if another process has locked it.
+        Locks the conversation meanwhile. Raises UsageError if another process has already locked it.
         """
         assert self.tools is not None
         past, owner = rounds_of(self.path)[:-1], turn.conversation_id
@@ -345,7 +341,7 @@ class ChatSession:
     def note_calls(self, turn: Turn, calls: tuple[ToolUse, ...]) -> bool:
         """Store the results of a turn's tool calls; return whether the model should continue.
 
-        It should not if the user stopped a call or has left the branch. Raises StoreError.
+        The model should not if the user stopped a call or has left the branch. Raises StoreError.
         """
         try:
             self.store.update_turn(turn.id, calls=calls)
@@ -356,7 +352,7 @@ class ChatSession:
         return is_here and all(use.status != "stopped" for use in calls)
 
     def _begin(self, submit: Callable[[Engine], _Submitted]) -> AnswerWriter:
-        """Submit a request while the conversation is locked; the end of its answer unlocks it."""
+        """Lock the conversation and submit a request; the lock is released when the answer ends."""
         engine = self.idle_engine()
         lease = self.store.acquire(self.conversation.id)
         try:
@@ -402,10 +398,10 @@ class ChatSession:
             self._turns[turn.id] = turn
 
     def idle_engine(self) -> Engine:
-        """Return the engine. Raises UsageError while it answers, EngineClosedError if there is none."""
+        """Return the engine. Raises UsageError during an answer, EngineClosedError if not loaded."""
         self.refuse_busy()
         if self.engine is None:
-            raise EngineClosedError("the model is not loaded", hint="wait, or pick one: `/model`")
+            raise EngineClosedError("the model is not loaded", hint="wait, or `/model` picks one")
         return self.engine
 
     def _add_user(self, text: str, attachments: Sequence[Attachment], parent_id: int | None) -> Turn:
@@ -439,7 +435,7 @@ class ChatSession:
         self.release_draft()
 
     def alternatives(self, turn_id: int) -> tuple[int, int]:
-        """Return a turn's number among its alternatives, and how many there are: (2, 3)."""
+        """Return a turn's number (from 1) among its alternatives, and how many there are: (2, 3)."""
         ids = [t.id for t in siblings(self._turns, turn_id)]
         return ids.index(turn_id) + 1, len(ids)
 
@@ -453,12 +449,12 @@ class ChatSession:
         return True
 
     def back_to(self, turn_id: int | None) -> None:
-        """End the shown branch at this turn (None: before the first). Later turns stay stored."""
+        """End the shown branch at a turn (None: before the first turn). Later turns stay stored."""
         self.store.update(self.conversation.id, head_id=turn_id)
         self.conversation = msgspec.structs.replace(self.conversation, head_id=turn_id)
 
     def fork(self) -> None:
-        """Copy the current branch into a separate conversation and open that."""
+        """Copy the branch into a new conversation and open the copy. Raises UsageError if empty."""
         turns = self.path
         if not turns:
             raise UsageError("there is nothing to fork yet", hint="ask something first")
@@ -486,7 +482,7 @@ class ChatSession:
     def request_if_sent(
         self, text: str, attachments: Sequence[Attachment] = (), editing: int | None = None
     ) -> GenerateRequest | None:
-        """Return the request that sending `text` now would make (for question `editing`), if any."""
+        """Return the request if `text` were sent now, or replaced question `editing`; None if empty."""
         edited = self._turns.get(editing) if editing is not None else None
         parent_id = self._parent_of_next()
         if edited is not None:

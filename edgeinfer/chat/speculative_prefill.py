@@ -1,8 +1,8 @@
 """Speculative prefill: prefill a question while the user still types it or attaches files.
 
-After Enter, only the last tokens must be prefilled. The prefix stays in the KV cache; if the text
-changes, it is prefilled from the first difference on. Unsent text is never written to the prefix cache
-on disk.
+After Enter, only the last tokens must be prefilled. The prefix stays in the KV cache; if the user
+changes the text, prefilling begins again at the first difference. Unsent text is never written to the
+prefix cache on disk.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SpeculativePrefill:
     def __init__(self, session: ChatSession, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._clock = clock
-        # off in `tui.rehearsal`: a process to be snapshotted must have no such thread
+        # `tui.rehearsal` sets False, because a process must have no such thread when snapshotted
         self.enabled = True
         self.cached_tokens = 0
         self._conversation = 0
@@ -58,10 +58,10 @@ class SpeculativePrefill:
     def check_input(self, text: str, attachments: Sequence[Attachment], editing: int | None) -> bool:
         """Prepare a prefill if the input has changed; return whether to call `start`.
 
-        Call it several times per second. A prefill is due when the text is the same as in the last
-        call, or `TYPING_INTERVAL_S` after the last prefill. It covers whole words, and waits while an
-        answer is generated. A running prefill continues if text was only appended; otherwise fast
-        typing would cancel each one.
+        The chat calls this several times per second. A prefill is due if the text has not changed since
+        the last call, or `TYPING_INTERVAL_S` after the last prefill. Only whole words are prefilled,
+        and nothing while an answer is generated. A running prefill continues if text was only appended,
+        because fast typing would otherwise cancel every prefill.
         """
         if not self.enabled:
             return False
@@ -84,7 +84,7 @@ class SpeculativePrefill:
             return False
         try:
             request = session.request_if_sent(complete, attachments, editing)
-        except EdgeInferError:  # sending the question shows the error
+        except EdgeInferError:  # the user sees the error when the question is sent
             return False
         if request is None:
             return False
@@ -110,14 +110,14 @@ class SpeculativePrefill:
         threading.Thread(target=self.run, name="read ahead", daemon=True).start()
 
     def run(self) -> None:
-        """Submit the prepared prefill and follow it to its end, in this thread."""
+        """Run the prepared prefill in this thread, until the prefill ends."""
         if prefill := self.submit():
             self.follow(prefill)
 
     def follow(self, prefill: PrefillRequest) -> None:
         """Record the progress of a prefill until it ends."""
         assert prefill.generation is not None
-        with contextlib.suppress(EdgeInferError):  # sending the question shows the error
+        with contextlib.suppress(EdgeInferError):  # the user sees the error when the question is sent
             for event in prefill.generation:
                 if prefill is self._prefill:
                     self._note(event)
@@ -125,13 +125,13 @@ class SpeculativePrefill:
             self._prefill = None
 
     def submit(self) -> PrefillRequest | None:
-        """Tokenize and submit the prepared prefill; return it, or None if it was stopped. Blocks."""
+        """Submit the prepared prefill; return the prefill, None if stopped. Blocks while tokenizing."""
         prefill = self._prefill
         if prefill is None:
             return None
         try:
             prefill.generation = prefill.engine.submit(prefill.request)
-        except EdgeInferError:  # sending the question shows the error
+        except EdgeInferError:  # the user sees the error when the question is sent
             self._prefill = None
             return None
         if self._prefill is not prefill:  # `stop` was called meanwhile

@@ -1,4 +1,4 @@
-"""Start a chat: its options, its first session, and the engines that it loads."""
+"""The start of a chat: options, the first session, and the engines that a chat loads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ChatSetup:
     with_tools: bool = False
 
     def tools(self) -> ChatTools:
-        """Return the configured tools. Raises ConfigError, UsageError if there are none."""
+        """Return the configured tools. Raises UsageError if none are configured, ConfigError."""
         from edgeinfer.tools.loop import ChatTools  # imported here: most chats have no tools
 
         return ChatTools(self.host.config.tools, Path.cwd())
@@ -56,7 +56,7 @@ class ChatSetup:
 
 
 def describe_start(start: ProcessStart) -> str:
-    """Return `resumed in 84 ms`, or `cold start in 7.1 s: no snapshot yet`; no time while unknown."""
+    """Return `resumed in 84 ms`, or `cold start in 7.1 s: no snapshot yet`; the time only if known."""
     text = "resumed" if start.how == "resumed" else "cold start"
     if text == "resumed" or "ready" in start.stages_ms:
         text += f" in {format_ms(start.ready_ms)}" if start.ready_ms else ""
@@ -64,9 +64,9 @@ def describe_start(start: ProcessStart) -> str:
 
 
 class Engines:
-    """Loads the first model in this process, others in workers. Only the newest engine stays open.
+    """Loads the first model in this process, others in workers; a new engine closes the previous one.
 
-    `engine` is that engine, None before the first load, and `model` the name of its model.
+    `engine` is the newest engine, None before the first load; `model` is the name of its model.
     """
 
     def __init__(self, host: EngineHost, options: LoadOptions) -> None:
@@ -82,16 +82,16 @@ class Engines:
 
     @property
     def start_text(self) -> str:
-        """Start of `engine`: that of the process (`resumed in 84 ms`), or `loaded in 3.2 s`."""
+        """How `engine` started: with the process (`resumed in 84 ms`), or later (`loaded in 3.2 s`)."""
         if not self._load_ms:
             return describe_start(self.host.start)
         return f"loaded in {format_ms(self._load_ms)}"
 
     def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
-        """Return an engine of `model`, loading it if necessary, and close the previous one.
+        """Return an engine of `model`, loading the model if necessary; close the previous engine.
 
-        `n_ctx` None means the context of `options`. Raises what `EngineHost.engine` raises; then the
-        previous engine stays open.
+        `n_ctx` is the context (tokens), None for that of `options`. Raises what `EngineHost.engine`
+        raises, and leaves the previous engine open then.
         """
         options = self.options if n_ctx is None else msgspec.structs.replace(self.options, n_ctx=n_ctx)
         with self._loading:
@@ -119,7 +119,7 @@ class Engines:
         return new
 
     def _release(self, engine: Engine) -> None:
-        """Close an engine unless it was resumed: that one takes no private memory and can be reused."""
+        """Close an engine, but not a resumed one, which takes no private memory and can be reused."""
         if engine is self._local:
             if self.host.start.how == "resumed":
                 return

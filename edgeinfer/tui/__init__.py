@@ -1,1 +1,1 @@
-"""The Textual front end of the chat; `edgeinfer.chat` generates and stores."""
+"""The Textual front end of the chat; `edgeinfer.chat` generates and stores answers."""

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class AppFrontEnd:
-    """Runs `/` commands on the chat screen. A screen is imported when it is shown first."""
+    """Runs `/` commands on the chat screen. Other screens are imported at first use, to save time."""
 
     app: App[Any]
     setup: ChatSetup
@@ -45,7 +45,7 @@ class AppFrontEnd:
 
     def __post_init__(self) -> None:
         self.session = self.view.session
-        #: Model that is loaded because its conversation was opened; "" after a choice of the user.
+        #: Model that is loaded because its conversation was opened; "" if the user chose the model.
         self.followed = ""
         self.commander = Commander(self.session, self, self.setup.config, self.setup.tools)
 
@@ -104,7 +104,7 @@ class AppFrontEnd:
         from edgeinfer.tui.screens.model_picker import ModelScreen
 
         if any(isinstance(screen, ModelScreen) for screen in self.app.screen_stack):
-            return  # the picker is already open: a question was sent before it was painted
+            return  # the picker is already open, and a question was sent before it was painted
         screen = ModelScreen(self.setup, model or self.view.model, first=first)
         self.app.push_screen(screen, lambda name: self._model_picked(name, screen.question))
 
@@ -118,7 +118,7 @@ class AppFrontEnd:
 
     def _load(self, name: str, n_ctx: int | None = None) -> None:
         self.followed = ""
-        self.session.use_engine(None, "")  # the load closes it, so it takes no more questions
+        self.session.use_engine(None, "")  # the load closes the engine, so no more questions go to it
         self.view.loader.start(name, n_ctx)
         self.view.refresh_status()
 
@@ -182,7 +182,7 @@ class AppFrontEnd:
             self.attempt(lambda: self.use_theme(name))
 
     def attempt(self, action: Callable[[], object]) -> None:
-        """Run `action`; show its error."""
+        """Run `action`, and show the error that it raises, if any."""
         try:
             action()
         except EdgeInferError as error:
@@ -193,7 +193,7 @@ class AppFrontEnd:
         composer.fill(_edit(self.app, composer.text))
 
     def names(self) -> Names:
-        """Return, for each kind of argument, the function that lists its possible values."""
+        """Return, for each kind of argument, a function that lists the possible values."""
         return {
             "model": _catalogue,
             "prompt": lambda: [
@@ -205,7 +205,7 @@ class AppFrontEnd:
 
 
 def _catalogue() -> Sequence[tuple[str, str]]:
-    from edgeinfer.models.catalog import load_catalog  # imported here: it takes 10 ms
+    from edgeinfer.models.catalog import load_catalog  # imported here: the import takes 10 ms
 
     try:
         return [(m.name, f"{m.parameters} · {m.licence}") for m in load_catalog().values()]
@@ -214,7 +214,7 @@ def _catalogue() -> Sequence[tuple[str, str]]:
 
 
 def _copy(app: App[Any], text: str) -> None:
-    """Copy by OSC 52, which works over SSH; in tmux, which swallows that sequence, by its buffer."""
+    """Copy by the escape sequence OSC 52, also over SSH; in tmux, which drops it, by tmux's buffer."""
     app.copy_to_clipboard(text)
     if os.environ.get("TMUX") and (tmux := shutil.which("tmux")):
         command = [tmux, "load-buffer", "-w", "-"]
@@ -222,7 +222,7 @@ def _copy(app: App[Any], text: str) -> None:
 
 
 def _edit(app: App[Any], text: str) -> str:
-    """Return `text` as edited in $VISUAL, $EDITOR or vi. Raises UsageError if that fails."""
+    """Return `text` as edited in $VISUAL, $EDITOR or vi. Raises UsageError if the editor fails."""
     command = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
     fd, name = tempfile.mkstemp(prefix="edgeinfer-", suffix=".md")
     path = Path(name)
@@ -269,7 +269,7 @@ class TurnActions:
         self._view.refresh_status()
 
     def act(self, action: str) -> None:
-        """Run `action` on the selected turn; show its error."""
+        """Run `action` on the selected turn, if there is one; show the error if it fails."""
         entry = self._transcript.selection
         if isinstance(entry, TurnEntry):
             self._front.attempt(lambda: self._act(action, entry))
@@ -287,9 +287,7 @@ class TurnActions:
                 self._show_alternative(turn.id, 1 if action == "next" else -1)
             case "edit":
                 if turn.role != "user":
-                    raise UsageError(
-                        "only a question can be edited", hint="press Ctrl+R to answer again"
-                    )
+                    raise UsageError("only a question can be edited", hint="Ctrl+R answers again")
                 self.leave()
                 self._front.put_back(turn.content, editing=turn.id)
             case "fork":

@@ -120,9 +120,9 @@ class Answering:
             self.report_full_context(ContextLengthError(message, param="messages"))
 
     def show_other_changes(self) -> None:
-        """Show what another process has written, also an answer while it streams."""
+        """Show turns that another process has written, also an answer that it is still writing."""
         before = self._session.answer_elsewhere
-        with contextlib.suppress(StoreError):  # the next call may succeed
+        with contextlib.suppress(StoreError):  # the next call, 0.1 s later, may succeed
             if self._session.refresh():
                 self._show_changed(before)
             elif (new := self._session.follow()).text or new.reasoning:
@@ -136,7 +136,7 @@ class Answering:
             self._view.transcript.post_message(self.Ended(self._session.head or before))
 
     def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Run `work`, which asks tool servers, in a thread; then call `then` with its result."""
+        """Run `work`, which asks tool servers, in a thread; then call `then` with the result."""
         self._view.calling = "asking tool servers…"
         self._view.refresh_status()
         self._view.transcript.run_worker(self._wait_for(work, then), group="tools")
@@ -181,11 +181,11 @@ class Answering:
         self._view.transcript.post_message(self.Ended(msgspec.structs.replace(turn, calls=calls)))
 
     def decide(self, card: Card) -> Decision:
-        """Ask the user to allow a tool call, and wait. Runs in the thread of the call."""
+        """Ask the user to allow a tool call, and wait for the decision, in the thread of the call."""
         return card.ask(self._ask)
 
     def _ask(self, text: str) -> str | None:
-        """Show `text` and wait for what the user types; None if the tool calls are stopped."""
+        """Show `text` and return what the user then types; None if the tool calls are stopped."""
         typed: SimpleQueue[str | None] = SimpleQueue()
         tools = self._session.tools
         stop = tools.running if tools is not None else None
@@ -251,7 +251,7 @@ class Answering:
             self._view.refresh_status()
 
     def stop(self) -> bool:
-        """Stop the running answer or summary; return False if there is none."""
+        """Stop the running answer, summary or tool calls; return False if nothing is running."""
         if self._view.streaming is not None:
             self._view.streaming.answer.stop()
             return True

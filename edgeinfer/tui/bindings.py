@@ -10,7 +10,7 @@ Where = Literal["chat", "composer", "turn", "models", "sessions"]
 
 
 class Key(NamedTuple):
-    """A key binding; `keys` are comma-separated. `priority`: it works in a text field, too."""
+    """A key binding. Commas separate `keys`. `priority`: the keys also work in a text field."""
 
     id: str
     keys: str
@@ -20,7 +20,7 @@ class Key(NamedTuple):
     priority: bool = False
 
 
-#: Part of the chat → id, keys, action and tooltip of each binding.
+#: The bindings of each part of the chat: id, keys, action and tooltip.
 _ROWS: dict[Where, tuple[tuple[str, str, str, str], ...]] = {
     "composer": (
         ("send", "enter", "send", "Send what is typed, or take the chosen completion"),
@@ -71,7 +71,7 @@ _ROWS: dict[Where, tuple[tuple[str, str, str, str], ...]] = {
         ("session-undo", "ctrl+u", "undelete", "Bring back what was deleted last"),
     ),
 }
-#: Parts whose keys work although a text field has the focus, except for Esc.
+#: Parts of the chat whose keys, except for Esc, also work while a text field has the focus.
 _PRIOR: tuple[Where, ...] = ("chat", "models", "sessions")
 _KEY_ROWS = ((where, row) for where, rows in _ROWS.items() for row in rows)
 KEYS = tuple(Key(*row, where, where in _PRIOR and row[0] != "stop") for where, row in _KEY_ROWS)

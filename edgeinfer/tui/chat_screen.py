@@ -28,7 +28,7 @@ from edgeinfer.tui.composer import AttachmentList, Completions, Composer, Queue
 from edgeinfer.tui.transcript import Transcript
 from edgeinfer.tui.view import ChatView, Loader, Streaming
 
-#: The user's choices if the context is full and has older turns: command, label, explanation.
+#: Choices if the context is full and there are older turns: command, label, explanation.
 _FULL_CONTEXT_CHOICES = (
     ("drop", "Leave the oldest turns out", "they stay in the conversation, but are no longer sent"),
     ("summarise", "Summarise the oldest turns", "a short summary is sent in their place"),
@@ -167,7 +167,7 @@ class ChatScreen(Screen[None]):
         elif is_command(line):
             self.composer.remember(line)
             self.composer.clear()
-            self._save_draft()  # before the command opens another conversation
+            self._save_draft()  # at once, because the command may open another conversation
             self.run_command(line)
         elif self.session.busy and message.editing is None:
             self.composer.clear()
@@ -184,7 +184,7 @@ class ChatScreen(Screen[None]):
 
     @on(Answering.Ended)
     def _send_queued(self, message: Answering.Ended) -> None:
-        """Send the next queued message; after a failure or a switch, return all to the input field."""
+        """Send the next queued message; after a failed answer, put all back into the input field."""
         turn = message.turn
         is_here = turn.conversation_id == self.session.conversation.id
         if not is_here or turn.status == "failed" or turn.context_full:
@@ -202,7 +202,7 @@ class ChatScreen(Screen[None]):
 
     @on(Composer.Pasted)
     def _attach_paste(self, message: Composer.Pasted) -> None:
-        """Attach a long pasted text. If it does not fit into the context, ask what to do."""
+        """Attach a long pasted text. If the text does not fit into the context, ask what to do."""
         pasted = self.attachments.paste(message.text)
         engine = self.session.engine
         if engine is None or pasted.tokens <= engine.info.n_ctx - context.ANSWER_TOKENS:
@@ -216,7 +216,7 @@ class ChatScreen(Screen[None]):
         self._choose_way("A long text was pasted", text, choices)
 
     def run_command(self, line: str) -> None:
-        """Run a `/` command line; show its error."""
+        """Run a `/` command line; show the error if the command fails."""
         try:
             self.front.commander.run(line)
         except ContextLengthError as error:
@@ -226,7 +226,7 @@ class ChatScreen(Screen[None]):
         self.view.refresh_status()
 
     def send(self, text: str, editing: int | None) -> bool:
-        """Store and show a question, then answer it; return False if it could not be stored."""
+        """Store, show and answer a question; return False, with an error shown, if not stored."""
         try:
             attached = self.attachments.collect(text)
             if editing is None:
@@ -380,7 +380,7 @@ class ChatScreen(Screen[None]):
         self.post_message(self.Left())
 
     def leave(self) -> None:
-        """Store the draft and the partial answer; called before the app ends."""
+        """Store the draft and the partial answer. The app calls this before it ends."""
         self.speculative_prefill.stop()
         if self.session.answer is not None and self.session.is_answering:
             self.session.answer.flush()

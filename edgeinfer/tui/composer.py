@@ -29,7 +29,7 @@ _LONG_PASTE_LINES, _LONG_PASTE = 40, 6000
 
 
 class Composer(TextArea):
-    """The input field; Enter sends. `editing`: id of the question that the text will replace."""
+    """The input field. `editing` is the id of the question that the text will replace, or None."""
 
     BINDINGS: ClassVar[list[Binding]] = bindings("composer")  # type: ignore[assignment]
 
@@ -49,7 +49,7 @@ class Composer(TextArea):
         step: int
 
     class Left(Message):
-        """Posted for Ctrl-D in an empty field: leave the chat."""
+        """Posted for Ctrl-D in an empty field, to leave the chat."""
 
     @dataclass
     class Pasted(Message):
@@ -58,10 +58,10 @@ class Composer(TextArea):
         text: str
 
     class Removed(Message):
-        """Posted for Backspace in an empty field: remove the last attachment."""
+        """Posted for Backspace in an empty field, to remove the last attachment."""
 
     class TakenBack(Message):
-        """Posted for Up in an empty field: take the last queued message back."""
+        """Posted for Up in an empty field, to take the last queued message back."""
 
     def __init__(self, placeholder: str, id: str | None = None) -> None:
         super().__init__(
@@ -92,7 +92,7 @@ class Composer(TextArea):
         return self.get_text_range((0, 0), self.cursor_location)
 
     def set_past(self, typed: list[str]) -> None:
-        """Set the history that Up shows, newest first."""
+        """Set the sent texts that Up shows, newest first."""
         self._past, self._past_index = list(typed), 0
 
     def remember(self, text: str) -> None:
@@ -171,8 +171,8 @@ class Composer(TextArea):
         if event.key == "enter":
             event.prevent_default()
             return
-        # Textual drops these as not printable, but joiners (U+200C, U+200D) and tags belong to words
-        # and emoji
+        # Textual drops format characters as not printable, but joiners (U+200C, U+200D) and tags are
+        # parts of words and emoji
         if event.character and unicodedata.category(event.character[0]) == "Cf":
             event.stop()
             event.prevent_default()
@@ -191,7 +191,7 @@ class Composer(TextArea):
 
 
 class Queue:
-    """Messages that were sent while an answer streamed. They are shown in `line` and sent in turn."""
+    """Messages sent during an answer. `line` shows them until they are sent, one after another."""
 
     def __init__(self, line: Static, composer: Composer) -> None:
         self._line = line
@@ -209,7 +209,7 @@ class Queue:
         return text
 
     def take_back(self) -> bool:
-        """Move the newest message before the typed text; return False if there is none."""
+        """Move the newest message into the input field, before the text; return False if none waits."""
         if not self._waiting:
             return False
         typed = [self._waiting.pop(), self._composer.text]
@@ -257,12 +257,12 @@ class Completions(OptionList, can_focus=False):
         return self.offered[self.highlighted] if self.offered and self.highlighted is not None else None
 
 
-#: Bytes per token of English text: an estimate until a loaded model counts tokens.
+#: Bytes per token of English text, to estimate tokens until a loaded model can count them.
 _BYTES_PER_TOKEN = 4
 
 
 class AttachmentList:
-    """Attachments of the next question. `unnamed` ones (e.g. pastes) are not mentioned in its text."""
+    """Attachments of the next question. Its text does not mention the `unnamed` ones, e.g. pastes."""
 
     def __init__(self, session: ChatSession, line: Static, unnamed: Sequence[Attachment]) -> None:
         self._session = session
@@ -294,7 +294,7 @@ class AttachmentList:
             self._missing = missing
             before, self._named = self._named, {}
             for path in paths:
-                with contextlib.suppress(EdgeInferError):  # sending the question reports it
+                with contextlib.suppress(EdgeInferError):  # shown when the question is sent
                     self._named[path] = before.get(path) or self._count_tokens(attachments.read(path))
             self.show()
 

@@ -1,8 +1,8 @@
 """A Textual driver for a terminal that need not be this process's controlling terminal.
 
-A process resumed from a snapshot gets its terminal as descriptors, and its signals from the launcher.
-So this driver reads, writes and measures those descriptors. Ctrl-Z suspends the process that the shell
-waits for.
+A process resumed from a snapshot gets a terminal as descriptors, and signals from the launcher. So this
+driver reads, writes and measures by descriptor. Ctrl-Z also stops the launcher, because the shell waits
+for the launcher.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TerminalDriver(LinuxDriver):
         self._n_early = 0
 
     def _get_terminal_size(self) -> tuple[int, int]:
-        """Return the window's size, not COLUMNS and LINES, which are those of the shell's start."""
+        """Return (columns, rows) of the window; COLUMNS and LINES date from the start of the shell."""
         with contextlib.suppress(OSError):
             columns, rows = os.get_terminal_size(self.fileno)
             if columns > 0 and rows > 0:
@@ -52,7 +52,7 @@ class TerminalDriver(LinuxDriver):
         self._n_early = self._waiting_bytes()
 
     def _waiting_bytes(self) -> int:
-        """Return the number of bytes typed before raw mode, in which Enter was still a newline."""
+        """Return the number of bytes typed before raw mode, when Enter still gave a newline."""
         count = array("i", [0])
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.fileno, termios.FIONREAD, count)
@@ -65,7 +65,7 @@ class TerminalDriver(LinuxDriver):
     def run_input_thread(self) -> None:
         """Read keys until `exit_event` is set.
 
-        Unlike Textual's method, it ends at once instead of within 0.1 s, accepts bytes that are not
+        Unlike Textual's method, this one ends at once, not within 0.1 s, accepts bytes that are not
         UTF-8, and ends the app without an error if the terminal is closed.
         """
         self._waker = os.pipe()
@@ -97,7 +97,7 @@ class TerminalDriver(LinuxDriver):
             return b""
 
     def disable_input(self) -> None:
-        """Stop reading keys. Unlike Textual's method, wake the reading thread."""
+        """Stop reading keys; unlike Textual's method, wake the reading thread to end it at once."""
         self._stop_reading()
         with contextlib.suppress(ValueError):  # only the main thread may set signal handlers
             signal.signal(signal.SIGWINCH, signal.SIG_DFL)
@@ -112,7 +112,7 @@ class TerminalDriver(LinuxDriver):
         if self._key_thread is not None and self._key_thread is not threading.current_thread():
             self._key_thread.join()
             self._key_thread = None
-            # not closed by the thread, which may end before the write above
+            # closed here, not by the reading thread, which may end before the write above
             for fd in self._waker or ():
                 os.close(fd)
             self._waker = None
@@ -132,8 +132,8 @@ class TerminalDriver(LinuxDriver):
 def claim_terminal() -> TextIO | None:
     """Return a stream to the terminal, None without one.
 
-    If stdin is a pipe, make descriptor 0 the terminal. The terminal is the first of stdout, stderr and
-    stdin that is one, controlling or not.
+    The terminal is the first of stdout, stderr and stdin that is one, controlling or not. Descriptor 0
+    becomes that terminal if stdin is, for example, a pipe.
     """
     fd = next((n for n in (1, 2, 0) if os.isatty(n)), None)
     if fd is None:

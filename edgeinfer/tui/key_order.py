@@ -9,17 +9,17 @@ from typing import Any
 from textual.app import App
 from textual.events import Event
 
-#: How often the queues of focused widget, screen and app are waited for after each key: the key goes
-#: through them, then the message of its action (`Sent`), then what that one changes (`Changed`), and
-#: once more for the result of a dialog that it closes.
+#: How often the queues of the focused widget, the screen and the app are waited for after a key: for
+#: the key itself, for the message of its action (`Sent`), for the message of a change that follows
+#: (`Changed`), and for the result of a dialog that the key closes.
 _ROUNDS = 4
 
 
 class KeyOrder:
-    """Passes keys and pastes to `dispatch` one by one, each once the previous one has had its effect.
+    """Passes keys and pastes to `dispatch` one by one, each after the previous one has had its effect.
 
-    Textual inserts a printable key in the focused widget, but runs a binding in the app, after the key
-    has bubbled up to it. Without this class, a cursor key would move, and Enter would send, after the
+    Textual inserts a printable key in the focused widget, but runs a binding in the app, which the key
+    reaches later. Without this class, a cursor key would move, and Enter would send, after the
     characters that were typed later.
     """
 
@@ -42,7 +42,7 @@ class KeyOrder:
             await self._wait(3 * _ROUNDS)
 
     async def _wait(self, n_queues: int) -> None:
-        """Go on once `n_queues` more queues have handled what they contain now."""
+        """Dispatch the next key once `n_queues` more queues have handled the messages in them now."""
         if not n_queues:
             await self._dispatch_next()
             return
@@ -50,6 +50,6 @@ class KeyOrder:
         queue = (self._app, screen, screen.focused or screen)[(n_queues - 1) % 3]
         if queue.call_later(self._wait, n_queues - 1):
             return
-        if queue is self._app:  # it is closing: the keys that wait can have no effect
+        if queue is self._app:  # the app is closing: the waiting keys can have no effect
             self._waiting.clear()
         await self._wait(n_queues - 1)

@@ -1,6 +1,6 @@
 """Run the app once without a terminal, so that a snapshot has its lazy imports and parsed styles.
 
-It uses no user data, configuration or file: the store is in memory, and the engine is scripted.
+The run uses no user data, configuration or file: the store is in memory, and the engine is scripted.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _ScriptedEngine:
 
 
 class _RehearsalHost(EngineHost):
-    """A host whose engine is scripted; it reads no configuration."""
+    """A host that returns a scripted engine, and reads no configuration."""
 
     def __init__(self) -> None:
         super().__init__(ProcessStart(how="resumed"), Config())
@@ -75,13 +75,13 @@ class _RehearsalHost(EngineHost):
         return cast(Engine, _ScriptedEngine())
 
     def note_prompt(self, last: CacheReport) -> None:
-        """Do nothing: the host would open a file, and a snapshot must not have open descriptors."""
+        """Do nothing: `EngineHost` would open a file, and a snapshot must have no open descriptor."""
 
 
 def rehearse() -> None:
     """Run the app once for each built-in theme, and keep the parsed styles (1.2 s).
 
-    This makes the first paint of a resumed process fast. It leaves no thread, no descriptor, no file
+    The first paint of a resumed process is fast then. The run leaves no thread, no descriptor, no file
     and no changed setting.
     """
     removed = {
@@ -128,10 +128,10 @@ async def _perform(app: ChatApp, pilot: Pilot[Any]) -> None:
 
 
 async def _wait_painted(app: ChatApp) -> None:
-    """Wait until a key's effect is painted; `Pilot.press` takes 1 s per key while a model loads."""
+    """Wait until a key's effect is painted, but not by `Pilot.press`, which may take 1 s per key."""
     for _ in range(_REFRESHES):
         painted = asyncio.Event()
         app.screen.call_after_refresh(painted.set)
-        with contextlib.suppress(TimeoutError):  # a screen that was closed meanwhile is not painted
+        with contextlib.suppress(TimeoutError):  # a closed screen is not painted any more
             await asyncio.wait_for(painted.wait(), _PAINT_S)
     await app.animator.wait_until_complete()

@@ -1,7 +1,7 @@
 """The private names of Textual and Rich that the app uses.
 
-`tests/tui/test_textual_internals.py` tries each of them, and the methods that our subclasses override.
-The test fails if another version is installed than the one that was checked.
+`tests/tui/test_textual_internals.py` tries each name, and each method that our subclasses override. The
+test fails if another version of Textual or Rich is installed than the one that was checked.
 """
 
 from __future__ import annotations

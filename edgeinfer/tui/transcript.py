@@ -1,4 +1,4 @@
-"""The widget of the conversation, of which only visible lines are drawn (decision 060)."""
+"""The widget that shows a conversation; only visible lines are drawn (decision 060)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from textual.strip import Strip
 from edgeinfer.tui.drawing.entry import Entry, TurnEntry
 from edgeinfer.tui.drawing.lines import Line
 
-#: Widest text (cells); wider text is hard to read.
+#: Maximum width of text (cells), because wider text is hard to read.
 MAX_WIDTH = 100
 
 _NAMES = """
@@ -33,7 +33,7 @@ _NAMES = """
 class Transcript(ScrollView, can_focus=True):
     """A scrolling list of entries. `cursor` is the index of the selected entry, or None.
 
-    `following`: its end is in view and stays there when text is added.
+    `following`: the end of the list is in view, and stays in view when text is added.
     """
 
     FOCUS_ON_CLICK = False  # a click to select text must leave the focus in the input field
@@ -62,7 +62,7 @@ class Transcript(ScrollView, can_focus=True):
 
     @property
     def text_width(self) -> int:
-        """Greatest width (cells) of a line of text."""
+        """Maximum width (cells) of a line of text in the present window."""
         return max(20, min(self.scrollable_content_region.width - 3, MAX_WIDTH))
 
     def show(self, entries: list[Entry]) -> None:
@@ -78,7 +78,7 @@ class Transcript(ScrollView, can_focus=True):
         self._relayout()
 
     def update_entry(self, entry: Entry) -> None:
-        """Draw a changed entry again. This is cheap for the last one, which grows while it streams."""
+        """Draw a changed entry again; cheap for the last one, which grows while an answer streams."""
         if self.entries and entry is self.entries[-1]:
             self._grow_last()
         elif entry in self.entries:
@@ -185,7 +185,7 @@ class Transcript(ScrollView, can_focus=True):
         local = row - (self._bottoms[index - 1] if index else 0)
         if local >= len(lines):
             return Strip.blank(width, self.rich_style)
-        # the key has no position: equal lines look the same anywhere
+        # the key contains no position, because equal lines look the same anywhere
         key = (lines[local], index == self.cursor)
         strip = self._strips.get(key)
         if strip is None:

@@ -40,8 +40,8 @@ from edgeinfer.tui.transcript import Transcript
 class StatusPart(NamedTuple):
     """A text in the status line.
 
-    On a narrow terminal, the one with the lowest `weight` is left out first. `shortens`: its end is cut
-    off instead, if enough remains.
+    On a narrow terminal, the part with the lowest `weight` is left out first. `shortens`: only the end
+    of the text is left out, if at least `_SHORTEST` cells remain.
     """
 
     text: str
@@ -50,10 +50,10 @@ class StatusPart(NamedTuple):
     shortens: bool = False
 
 
-#: Minimum width of the terminal (cells) with a hint; without it there is more room for the parts.
+#: Minimum width (cells) of a terminal that shows the hint; a narrower one has room only for parts.
 _LEAST_FOR_HINT = 60
 
-#: Minimum length (cells) to which a part is shortened; otherwise it is left out.
+#: Minimum length (cells) of a shortened part; a part that would be shorter is left out.
 _SHORTEST = 14
 
 
@@ -93,7 +93,7 @@ def _length(parts: list[StatusPart]) -> int:
 
 
 class Loader:
-    """Loads models in threads. A new load makes the loader ignore the previous one."""
+    """Loads models in threads. After a new load has begun, the end of an earlier one is ignored."""
 
     @dataclass
     class Ended(Message):
@@ -111,13 +111,13 @@ class Loader:
         self._serial = 0
 
     def start(self, model: str, n_ctx: int | None = None) -> None:
-        """Load `model` in a thread, unless it is already being loaded."""
+        """Load `model` in a thread; do nothing if it is being loaded and `n_ctx` is None."""
         if self.progress and n_ctx is None and model == self._model:
             return
         self._model = model
         self._serial += 1
         self.progress = f"loading {model}…"
-        # a plain thread: the app would not end before a Textual worker has ended
+        # not a Textual worker, because the app would wait for its end
         arguments = (model, n_ctx, self._serial)
         threading.Thread(target=self._load, args=arguments, name=f"load {model}", daemon=True).start()
 
@@ -128,16 +128,16 @@ class Loader:
 
     @property
     def start_text(self) -> str:
-        """Start of the loaded model; without a time until one is loaded."""
+        """How the loaded model was started (`resumed in 84 ms`); no time before the first load."""
         return self._engines.start_text
 
     @property
     def loaded(self) -> tuple[Engine | None, str]:
-        """The engine that was loaded last and its model: after a failure, the previous ones."""
+        """The engine that was loaded last, and its model; (None, "") before the first load."""
         return self._engines.engine, self._engines.model
 
     def finish(self, message: Ended) -> bool:
-        """Note the end of the newest load; return False if `message` is from an older one."""
+        """Note the end of the newest load; return False if `message` is from an older load."""
         if message.serial != self._serial:
             return False
         self.progress = ""
@@ -164,11 +164,11 @@ class Loader:
         self._engines.close()
 
 
-#: Share of one core that drawing may take while an answer streams.
+#: Maximum share of one core that drawing takes while an answer streams.
 SHARE = 0.04
 
-#: Python's thread switch interval (s) while an answer streams. Its default of 5 ms would delay tokens
-#: that arrive during a drawing: the engine needs the GIL for a moment between two tokens.
+#: Python's thread switch interval (s) while an answer streams. The default of 5 ms would delay tokens
+#: during a drawing, because the engine needs the GIL for a moment between two tokens.
 _SWITCH_S = 0.0005
 _FASTEST_S = 1 / 30
 _SLOWEST_S = 0.25
@@ -231,7 +231,7 @@ class Streaming:
 
     @property
     def tokens_per_s(self) -> float:
-        """Estimated rate since the first token; the engine reports the exact one at the end."""
+        """Estimated tokens/s since the first token; 0.0 until 0.2 s after that token."""
         elapsed = time.monotonic() - self.began
         return self.tokens / elapsed if self.tokens and elapsed > 0.2 else 0.0
 
@@ -328,7 +328,7 @@ class ChatView:
         self._put_back(put_back)
 
     def show_next_step(self, error: EdgeInferError, put_back: str) -> None:
-        """Show the hint of an error that the failed turn shows; put `put_back` into the input field."""
+        """Show the hint of `error`, whose message the turn shows; put `put_back` into the field."""
         if hint(error):
             self.add_remark(Remark("", hint=hint(error)))
         self._put_back(put_back)
@@ -368,8 +368,8 @@ def answer_statistics(
 ) -> list[StatusPart]:
     """Return parts of the status line: context, rate, time to first token, cached tokens.
 
-    They describe the last answer. While an answer streams, `ChatView` shows its rate. Before the first
-    answer of an opened conversation, its `cached_tokens` are shown instead of rate and times.
+    The parts describe the last answer; while an answer streams, they have no rate, which `ChatView`
+    adds. Until an opened conversation gets a new answer, `cached_tokens` replace rate and times.
     """
     answers = [t for t in session.path if t.role == "assistant" and t.stats.completion_tokens]
     engine = session.engine

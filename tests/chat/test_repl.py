@@ -303,7 +303,7 @@ def test_tools_are_switched_on_and_off(tmp_path):
     assert "No tools. `/tools on`" in out
     assert "plain: add, weather, fail" in out
     assert "The model has no tools." in out
-    assert "/tools: no option 'x'" in out
+    assert "/tools has no option 'x'" in out
     assert repl.session.tools is None
 
 

@@ -346,7 +346,7 @@ def test_a_newer_store_is_refused_and_the_copy_named(tmp_path, monkeypatch):
     monkeypatch.setattr(database, "migrations", lambda: older)
     with pytest.raises(StoreError, match="newer edgeinfer") as refused:
         ConversationStore.open(path)
-    subprocess.run(refused.value.hint.partition("before: ")[2], shell=True, check=True)
+    subprocess.run(refused.value.hint.partition("migration: ")[2], shell=True, check=True)
     with contextlib.closing(ConversationStore.open(path)) as store:
         assert store.turns(3)[30].content == "about zebras"
 

@@ -1,1 +1,1 @@
-"""Conversations as plain values, their SQLite store, and search. Knows no engine."""
+"""Conversations as plain values, their SQLite store, and search; independent of any engine."""

@@ -1,4 +1,4 @@
-"""The SQLite file of the conversations: its schema, migrations, and the copies made before them."""
+"""The SQLite file of the conversations: schema, migrations, and the copies made before a migration."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from edgeinfer.errors import StoreError
 _MIGRATIONS = Path(__file__).with_name("migrations")
 _NAME = re.compile(r"(\d{4})_[a-z_]+\.sql")
 
-#: How long (s) pre-migration copies are kept.
+#: How long (s) a copy that was made before a migration is kept.
 _KEEP_COPIES_S = 30 * 24 * 3600.0
 
-#: Age (s) from which an unfinished copy counts as abandoned.
+#: Age (s) from which an unfinished copy is deleted, because its process must have ended.
 _COPYING_S = 3600.0
 
 
 @contextlib.contextmanager
 def store_errors(name: str) -> Iterator[None]:
-    """Turn errors of sqlite3 and of the disk into StoreError with a hint."""
+    """Turn errors of sqlite3 and of the disk in the `with` block into StoreError with a hint."""
     try:
         yield
     except (sqlite3.Error, OSError) as error:
@@ -41,7 +41,7 @@ def store_errors(name: str) -> Iterator[None]:
 
 
 def connect(uri: str) -> sqlite3.Connection:
-    """Open a file of conversations. Raises sqlite3.Error."""
+    """Open a file of conversations by its SQLite URI. Raises sqlite3.Error."""
     db = sqlite3.connect(uri, isolation_level=None, timeout=5.0, uri=True)
     db.execute("PRAGMA secure_delete = ON")  # overwrite deleted conversations in the file
     return db
@@ -50,7 +50,7 @@ def connect(uri: str) -> sqlite3.Connection:
 def is_current(path: Path) -> bool:
     """Return whether the file has the schema of this version.
 
-    A new version that is only tried out must not migrate it: the previous version could not read it.
+    A new version that is only tried out must not migrate the file, to keep it readable for the old one.
     """
     with (
         contextlib.suppress(sqlite3.Error),
@@ -71,9 +71,9 @@ def migrations(folder: Path = _MIGRATIONS) -> list[Path]:
 def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None) -> int:
     """Migrate `db` (in autocommit mode) to the newest schema, and return its number.
 
-    The file `name` is copied first; the previous version can read the copy. Foreign keys are off
-    afterwards. Raises StoreError if a newer edgeinfer made it, sqlite3.Error if a statement fails; then
-    nothing has changed.
+    The file `name` is copied first, since older versions can read only the copy. Foreign keys are off
+    afterwards. Raises StoreError if a newer edgeinfer made the file, sqlite3.Error if a statement
+    fails; the file has not changed then.
     """
     scripts = migrations() if scripts is None else scripts
     if (reached := _schema(db)) == len(scripts):
@@ -83,13 +83,11 @@ def migrate(db: sqlite3.Connection, name: str, scripts: list[Path] | None = None
     db.execute("PRAGMA foreign_keys = OFF")  # with foreign keys, DROP TABLE would delete the turns
     db.execute("BEGIN IMMEDIATE")
     try:
-        reached = _schema(db)  # another process may have migrated it while this one waited
+        reached = _schema(db)  # another process may have migrated the file during the wait
         if reached > len(scripts):
-            raise StoreError(
-                f"{name} was made by a newer edgeinfer (schema {reached}, this one knows "
-                f"{len(scripts)})",
-                hint=_hint_of_newer(name, len(scripts)),
-            )
+            schemas = f"schema {reached}; this version reads schema {len(scripts)}"
+            problem = f"{name} was made by a newer edgeinfer ({schemas})"
+            raise StoreError(problem, hint=_hint_of_newer(name, len(scripts)))
         for script in scripts[reached:]:
             for statement in _statements(script.read_text("utf-8")):
                 db.execute(statement)
@@ -123,10 +121,10 @@ def _copy(db: sqlite3.Connection, name: str, version: int) -> None:
 
 def _hint_of_newer(name: str, version: int) -> str:
     copy = Path(f"{name}.schema-{version}")
-    if copy.exists():  # SQLite would apply the newer file's log (-wal) to the copy: remove that first
+    if copy.exists():  # the log (-wal) must go first, because SQLite would apply it to the copy
         remove = shlex.join(["rm", "-f", f"{name}-wal", f"{name}-shm"])
         move = shlex.join(["mv", str(copy), name])
-        copying = f"use the copy made before: {remove}; {move}"
+        copying = f"use the copy made before the migration: {remove}; {move}"
         return f"use that version, or end every edgeinfer and {copying}"
     return "use that version, or move the file aside"
 
@@ -146,7 +144,7 @@ def _statements(script: str) -> Iterator[str]:
 
 
 def delete_rows(db: sqlite3.Connection, ids: Sequence[int], condition: str = "") -> None:
-    """Delete conversations by id, then merge the search index, which drops their words."""
+    """Delete conversations by id; then merge the search index, so that no word of them stays in it."""
     if ids:
         rows = [(conversation_id,) for conversation_id in ids]
         db.executemany(f"DELETE FROM conversation WHERE id = ? {condition}", rows)
@@ -156,14 +154,14 @@ def delete_rows(db: sqlite3.Connection, ids: Sequence[int], condition: str = "")
 
 
 def clean_copies(name: str, purged: Sequence[int]) -> None:
-    """Delete copies of over 30 days; delete `purged` conversations in newer ones. Raises StoreError."""
+    """Delete copies older than 30 days, and conversations `purged` in newer ones. Raises StoreError."""
     for path in _list_suffixed(name, ".*.new*"):  # copies that a killed process left unfinished
         with store_errors(str(path)), contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _COPYING_S:
                 path.unlink()
     copies = _list_suffixed(name, ".schema-*")
     for path in [path for path in copies if path.suffix.removeprefix(".schema-").isdigit()]:
-        # another process may delete an old copy meanwhile; without mode=rw SQLite would create it
+        # another process may delete an old copy meanwhile; SQLite would create one without mode=rw
         with store_errors(str(path)), contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _KEEP_COPIES_S:
                 path.unlink()

@@ -1,4 +1,4 @@
-"""Locks so that one process writes to a conversation: one byte of a file each, freed by the kernel."""
+"""Locks that let only one process write to a conversation; the kernel frees them when it ends."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import struct
 import sys
 from pathlib import Path
 
-# open file description locks exist only on Linux; elsewhere a second writer makes a branch
+# open file description locks exist only on Linux; elsewhere, two writers make two branches
 _HAS_LOCKS = sys.platform == "linux"
 if sys.platform == "linux":
     from fcntl import F_OFD_GETLK, F_OFD_SETLK, F_UNLCK, F_WRLCK, fcntl
 
-#: `struct flock`: type, whence, start, length, pid.
+#: Layout of C's `struct flock`: type, whence, start, length, pid.
 _FLOCK = struct.Struct("@hhqqi4x")
 
 
 class Lease:
-    """A lock on a conversation, held until `release` or the end of the process."""
+    """A lock on a conversation, i.e. on a byte of a file, until `release` or the process's end."""
 
     def __init__(self, descriptor: int = -1) -> None:
         self._descriptor = descriptor
@@ -31,7 +31,7 @@ class Lease:
 
 
 def acquire(file: Path | None, conversation_id: int) -> Lease | None:
-    """Lock a conversation; None if it is locked. Without `file` nothing is locked. Raises OSError."""
+    """Lock a conversation; None if it is locked. Without `file`, lock nothing. Raises OSError."""
     if file is None or not _HAS_LOCKS:
         return Lease()
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -1,9 +1,9 @@
 """The user's conversations in one SQLite file. A method returns after its write is committed.
 
-A streaming answer is written to a journal piece by piece, so that shown text survives `kill -9`. When
-the answer ends, its journal is moved into its turn. Readers get both joined. The turn's status is
-"streaming" while a process has the conversation locked, otherwise "interrupted". A store is for one
-thread; several processes may open the file (write-ahead log).
+The text of a streaming answer is written to a journal, a table of pieces, so that shown text survives
+`kill -9`. When the answer ends, the journal is moved into the turn. Readers get both in one turn.
+An unfinished turn is "streaming" while a process has the conversation locked, otherwise "interrupted".
+A store is for one thread; several processes may open the file (write-ahead log).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STALE_MS = 60_000
 #: How long (ms) deleted conversations are kept, for undo.
 UNDO_MS = 24 * 3600 * 1000
 
-#: Marks around matched words in a snippet; stored text that a terminal shows contains neither.
+#: Marks around matched words in a snippet: control characters, which shown text does not contain.
 MARK, UNMARK = "\x02", "\x03"
 
 #: Maximum number of turns that a search examines, the newest first.
@@ -65,7 +65,7 @@ _SEARCH = f"""
     SELECT c.id, c.title, c.model, {_COUNT} AS turns, c.updated_ms, c.turn_id FROM shown c
     ORDER BY c.named DESC, c.updated_ms DESC, c.id DESC
     """
-#: Query for the snippets. `+` makes SQLite search the full-text index once, not once per turn.
+#: Query for snippets of turns. `+` makes SQLite search the full-text index once, not once per turn.
 _SNIPPETS = f"""
     SELECT rowid, snippet(turn_search, 0, '{MARK}', '{UNMARK}', '…', 16) FROM turn_search
     WHERE turn_search MATCH ? AND +rowid IN (SELECT value FROM json_each(?))
@@ -73,7 +73,7 @@ _SNIPPETS = f"""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-#: Columns that hold JSON, and the types of the fields with these names.
+#: Columns that contain JSON, and the type of each decoded value.
 _JSON: dict[str, Any] = {
     "attachments": tuple[Attachment, ...],
     "calls": tuple[ToolUse, ...],
@@ -94,7 +94,7 @@ def now_ms() -> int:
 
 
 class ConversationStore:
-    """Reads and writes conversations; `open` returns one.
+    """Reads and writes conversations. `open` and `memory_store` return a store.
 
     `name` is the path of the file, "" in memory. `clock` returns milliseconds since 1970.
     """
@@ -106,7 +106,7 @@ class ConversationStore:
 
     @classmethod
     def open(cls, path: Path | None = None, clock: Callable[[], int] = now_ms) -> ConversationStore:
-        """Open the file (created 0600) and migrate it to the newest schema. Raises StoreError."""
+        """Open or create the file (mode 0600); migrate it to the newest schema. Raises StoreError."""
         file = path or store_path()
         with (
             path_errors(file, "check the directory, or set XDG_DATA_HOME", StoreError),
@@ -114,13 +114,13 @@ class ConversationStore:
         ):
             paths.make_folder(file.parent)
             # O_EXCL: closing a descriptor of an existing database drops this process's locks on it.
-            # Another process would then take itself for the last user and delete the WAL file.
+            # Another process would then believe to be the last user, and delete the WAL file.
             os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         with store_errors(str(file)):
             db = database.connect(str(file))
             try:
                 db.execute("PRAGMA journal_mode = WAL")
-                # a kill loses nothing; a power cut loses the last transactions
+                # a killed process loses nothing; a power cut loses the last transactions
                 db.execute("PRAGMA synchronous = NORMAL")
                 database.migrate(db, str(file))
                 db.execute("PRAGMA foreign_keys = ON")
@@ -155,7 +155,7 @@ class ConversationStore:
         raise StoreError(f"there is no conversation {conversation_id}", hint="list them: `/sessions`")
 
     def delete(self, conversation_id: int) -> None:
-        """Hide a conversation; `undelete` restores it until it is purged, a day later."""
+        """Hide a conversation, which `undelete` can restore until `purge` deletes it, a day later."""
         self._set("conversation", conversation_id, {"deleted_ms": self.clock()})
 
     def undelete(self, conversation_id: int) -> None:
@@ -180,7 +180,7 @@ class ConversationStore:
         """Return all turns of a conversation by id; unfinished answers include their journal."""
         sql = f"SELECT {_TURN} FROM turn WHERE conversation_id = ? ORDER BY id"
         turns = {row[0]: _read(Turn, row) for row in self._rows(sql, conversation_id)}
-        # only the head turn can be streaming; an older unfinished answer was killed
+        # only the head turn can be streaming; older unfinished answers were interrupted
         head = self._rows("SELECT head_id FROM conversation WHERE id = ?", conversation_id)
         live_id = head[0][0] if head and self.is_answering(conversation_id) else 0
         for turn in [turn for turn in turns.values() if turn.status == "streaming"]:
@@ -194,7 +194,7 @@ class ConversationStore:
         return turns
 
     def acquire(self, conversation_id: int) -> Lease:
-        """Lock a conversation to write an answer. Raises UsageError if it is locked, StoreError."""
+        """Lock a conversation to write an answer. Raises UsageError if already locked, StoreError."""
         with path_errors(self._leases or "", "check the directory", StoreError):
             acquired = lease.acquire(self._leases, conversation_id)
         if acquired is None:
@@ -213,7 +213,7 @@ class ConversationStore:
         """Make an ended turn streaming again, to continue it."""
         with self._transaction():
             self._fold(turn_id, "streaming")
-            # the ids of the journal restart at 1: this tells readers to read it from the beginning
+            # the journal's ids restart at 1; the new time makes readers begin at the first piece again
             self.db.execute(
                 "UPDATE conversation SET updated_ms = ? WHERE id ="
                 " (SELECT conversation_id FROM turn WHERE id = ?)",
@@ -221,7 +221,7 @@ class ConversationStore:
             )
 
     def append(self, turn_id: int, content: str, reasoning: str = "") -> None:
-        """Add a piece to a streaming answer (0.05 ms). Text may be shown once this has returned."""
+        """Add a piece to a streaming answer (0.05 ms). The piece may be shown after this call."""
         with store_errors(self.name):
             self.db.execute(
                 "INSERT INTO journal (turn_id, content, reasoning, created_ms) VALUES (?, ?, ?, ?)",
@@ -261,7 +261,7 @@ class ConversationStore:
         return [Conversation(id=row[0]) for row in rows]
 
     def purge(self, deleted: Sequence[Conversation]) -> None:
-        """Delete conversations for good, also from pre-migration copies, unless they were restored."""
+        """Delete conversations for good, also from copies of the file, unless they were restored."""
         ids = [conversation.id for conversation in deleted]
         with self._transaction():
             database.delete_rows(self.db, ids, "AND deleted_ms IS NOT NULL")
@@ -280,7 +280,7 @@ class ConversationStore:
         return newest or 0, number
 
     def conversation_version(self, conversation_id: int) -> tuple[Any, ...] | None:
-        """Return a value that differs after writes, except of an answer's pieces; None if deleted."""
+        """Return a value that each write changes, except a piece of an answer; None if deleted."""
         rows = self._rows(
             "SELECT c.updated_ms, c.head_id, c.title, t.status FROM conversation c"
             " LEFT JOIN turn t ON t.id = c.head_id WHERE c.id = ? AND c.deleted_ms IS NULL",
@@ -289,13 +289,13 @@ class ConversationStore:
         return (*rows[0], self.is_answering(conversation_id)) if rows else None
 
     def pieces(self, turn_id: int, after: int) -> list[tuple[int, str, str]]:
-        """Return the journal of an answer after row id `after`: (id, content, reasoning)."""
+        """Return the pieces of a streaming answer after the id `after`: (id, content, reasoning)."""
         sql = "SELECT id, content, reasoning FROM journal WHERE turn_id = ? AND id > ? ORDER BY id"
         return self._rows(sql, turn_id, after)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Read one consistent state of the file in the block: a read transaction."""
+        """Let the `with` block read one consistent state of the file (in a read transaction)."""
         with store_errors(self.name):
             self.db.execute("BEGIN")
             try:
@@ -312,11 +312,11 @@ class ConversationStore:
         return [Summary(*row) for row in self._rows(sql, limit)]
 
     def search(self, query_text: str, limit: int = 60) -> list[Summary]:
-        """Return summaries of conversations that contain all words: by title first, then the newest.
+        """Return summaries of conversations that contain all words: first by title, then the newest.
 
-        The last word may be a prefix. A summary's snippet is from the newest turn with the words. Of a
-        frequent word only the newest `HITS` turns are examined: ranking all of them would take a
-        quarter of a second in 20,000 turns.
+        The last word may be a prefix. A summary's snippet is from the newest turn with the words. Only
+        the newest `HITS` turns with the words are examined: ranking all turns would take a quarter of a
+        second for a frequent word in 20,000 turns.
         """
         query = match_query(query_text)
         if not query:
@@ -343,7 +343,7 @@ class ConversationStore:
 
     def _fold(self, turn_id: int, status: Status) -> None:
         content, reasoning = self._journal(turn_id)
-        # the text is indexed when its status is no longer "streaming", so that must change last
+        # a trigger indexes the text when its status is no longer "streaming": change the status last
         self._set("turn", turn_id, {"status": "streaming"})
         columns = "content = content || ?, reasoning = reasoning || ?, status = ?"
         values = (content, reasoning, status, turn_id)
@@ -383,7 +383,7 @@ class ConversationStore:
 def other_writer_error() -> UsageError:
     """Return the error for a conversation to which another process is writing."""
     message = "an answer to this conversation is being written elsewhere"
-    return UsageError(message, hint="wait for its end, or stop it there")
+    return UsageError(message, hint="wait until the answer ends, or stop it there")
 
 
 def _column(name: str, value: object) -> object:
@@ -408,9 +408,9 @@ def match_query(text: str) -> str:
 
 
 def purge_deleted(open_store: Callable[[], ConversationStore] | None = None) -> None:
-    """Purge deleted conversations that can no longer be restored. A failure is left to the next purge.
+    """Purge conversations that were deleted over a day ago. The next purge repeats a failed one.
 
-    Cached blocks are deleted first: if a purge is killed, the next one still finds its conversations.
+    Cached blocks are deleted first: after a killed purge, the next one still finds the conversations.
     """
     if open_store is None and not database.is_current(store_path()):
         return

@@ -16,8 +16,8 @@ from edgeinfer.units import format_cost
 
 Role = Literal["user", "assistant"]
 
-#: How a turn ended. A stored "streaming" means that its process is writing or has died; in the second
-#: case, readers get "interrupted".
+#: Status of a turn. "streaming" is stored while a process writes the turn; if the process has died,
+#: readers get "interrupted".
 Status = Literal["complete", "stopped", "length", "failed", "streaming", "interrupted"]
 
 #: Statuses of an answer that `/continue` can continue.
@@ -38,7 +38,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of an answer, in ms and s; `saved_s` is the time that cached tokens saved."""
+    """Figures of an answer. `seconds` is the total time; `saved_s` is what cached tokens saved."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -66,8 +66,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """A question or an answer.
 
-    If `cut_summary` is not None, earlier turns are no longer sent, and it is sent instead. An answer
-    with tool `calls` is followed by another answer, which continues with their results.
+    If `cut_summary` is not None, the model gets this summary instead of the earlier turns. An answer
+    with tool `calls` is followed by another answer, which continues with the results of the calls.
     """
 
     id: int = 0
@@ -116,7 +116,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation. `sampling`: the user's options; `tools`: the web page offers tools in it."""
+    """A conversation. `sampling`: options that the user set. `tools`: the web page offers tools."""
 
     id: int = 0
     title: str = ""
@@ -131,7 +131,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def owner(self) -> str:
-        """Name of its cached prefixes, `chat-12`, which are deleted with it; "" if it is not stored."""
+        """Name under which its prefixes are cached, `chat-12`; "" if the conversation is not stored."""
         return f"chat-{self.id}" if self.id else ""
 
 
@@ -155,7 +155,7 @@ Turns = Mapping[int, Turn]
 
 
 def branch_to(turns: Turns, head_id: int | None) -> list[Turn]:
-    """Return the turns from the first to `head_id`; empty for None."""
+    """Return the turns of a branch, from the first to `head_id`; an empty list for None."""
     walked: list[Turn] = []
     turn = turns.get(head_id) if head_id is not None else None
     while turn is not None:

@@ -1,1 +1,1 @@
-"""Conversations as wrapped lines of styled text: pure functions and values, no colours, no widgets."""
+"""Pure functions that draw conversations as wrapped lines of styled text, without any widget."""

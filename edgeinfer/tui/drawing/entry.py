@@ -12,12 +12,12 @@ from edgeinfer.tools.tool_use import ToolUse
 from edgeinfer.tui.drawing.lines import BLANK, Line, Span, clean, style_line
 from edgeinfer.tui.drawing.markdown import RenderedMarkdown
 
-#: Lines of a long question that are shown while it is folded.
+#: Number of lines that a folded long question shows.
 _FOLD_LINES = 16
 
 
 class Entry:
-    """Base class; caches the drawn lines for one width. `turn_id` is 0 for a remark of the app."""
+    """An entry, which caches its lines for one width. `turn_id` is 0 for a remark of the app."""
 
     turn_id = 0
 
@@ -55,7 +55,7 @@ def _rows(text: str, width: int) -> int:
 
 
 class TurnEntry(Entry):
-    """A turn. `alternative` is its number among its alternatives, and their count: (2, 3)."""
+    """A turn. `alternative` is its number among the alternatives, and how many exist: (2, 3)."""
 
     def __init__(self, turn: Turn, alternative: tuple[int, int] = (1, 1)) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class TurnEntry(Entry):
 
 
 class Question(TurnEntry):
-    """A question as typed, with the names of its attachments; a long one is folded."""
+    """A question as typed, with the names of the attachments; a long question is folded."""
 
     def _draw(self, width: int) -> list[Line]:
         rows: list[Line] = []
@@ -107,7 +107,7 @@ def _cut_mark(summary: str, width: int) -> list[Line]:
 
 
 class AnswerEntry(TurnEntry):
-    """An answer. `grow` appends text while it streams; `finish` replaces it by the stored turn."""
+    """An answer. `grow` appends text while the answer streams; `finish` shows the stored turn."""
 
     def __init__(
         self, turn: Turn, alternative: tuple[int, int] = (1, 1), *, streaming: bool = False
@@ -213,7 +213,7 @@ class AnswerEntry(TurnEntry):
 
 
 def call_name(use: ToolUse) -> str:
-    """Return server and tool of a call: `files · read`."""
+    """Return the server and the tool of a call: `files · read`."""
     return clean(use.name).replace("__", " · ", 1)
 
 

@@ -1,7 +1,7 @@
-"""A line of styled text: wrap, cut, indent and label it.
+"""Lines of styled text, which can be wrapped, cut, indented and labelled.
 
-A style is the name of a component class of the transcript, to which the theme gives colours. `link:URL`
-is a link.
+A style is the name of a component class of the transcript, to which the theme gives colours; the style
+`link:URL` makes a link.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Line(NamedTuple):
     fill: str = ""
 
     def wrap(self, width: int) -> list[Line]:
-        """Break the line between words, or inside too long ones, into lines of `width` cells."""
+        """Break the line between words, or inside too long words, into lines of up to `width` cells."""
         text = self.text
         if len(text) <= width and cell_len(text) <= width:
             return [self]
@@ -40,7 +40,7 @@ class Line(NamedTuple):
         return [self.cut(a, b, strip=True) for a, b in itertools.pairwise(cuts)]
 
     def fold(self, width: int) -> list[Line]:
-        """Break the line at exactly `width` cells and keep every space, for code."""
+        """Break the line every `width` cells, and keep all spaces, because the line is code."""
         text = self.text
         if len(text) <= width and cell_len(text) <= width:
             return [self]
@@ -63,11 +63,11 @@ class Line(NamedTuple):
         return Line(piece, inside, self.fill)
 
     def with_base_style(self, style: str) -> Line:
-        """Give the whole line a style, which its spans override."""
+        """Return the line with `style` for all its characters; the spans override that style."""
         return self._replace(spans=(Span(0, len(self.text), style), *self.spans))
 
     def prefix(self, prefix: str, style: str = "", fill: str | None = None) -> Line:
-        """Put `prefix` before the line; `fill` replaces the line's `fill`."""
+        """Return the line after `prefix`; `fill` (None: unchanged) replaces the line's `fill`."""
         shift = len(prefix)
         moved = tuple(Span(a + shift, b + shift, s) for a, b, s in self.spans)
         if style:
@@ -75,7 +75,7 @@ class Line(NamedTuple):
         return Line(prefix + self.text, moved, self.fill if fill is None else fill)
 
     def label_right(self, label: str, style: str, width: int) -> Line:
-        """Put `label` at the right edge, if the line leaves enough room."""
+        """Return the line with `label` at the right edge, or unchanged if there is no room."""
         gap = width - cell_len(self.text) - cell_len(label)
         if gap < 1:
             return self
@@ -97,7 +97,7 @@ def style_line(text: str, style: str) -> Line:
 
 
 def hanging_indent(lines: Iterable[Line], first: str, style: str = "") -> list[Line]:
-    """Put `first` before the first line, and blanks of its width before the others."""
+    """Put `first` before the first line, and as many blanks before each other line."""
     blank = " " * cell_len(first)
     return [
         line.prefix(first if i == 0 else blank, style if i == 0 else "") for i, line in enumerate(lines)

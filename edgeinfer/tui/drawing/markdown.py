@@ -70,7 +70,7 @@ def highlight(text: str, language: str) -> list[Line]:
 
 @lru_cache(maxsize=64)
 def _lexer(language: str) -> Any:
-    from pygments.lexers import get_lexer_by_name  # imported here: it takes 10 ms
+    from pygments.lexers import get_lexer_by_name  # imported here: the import takes 10 ms
     from pygments.util import ClassNotFound
 
     if not language:
@@ -96,7 +96,7 @@ _BULLETS = ("•", "◦", "▪")
 
 
 class BlockRenderer:
-    """Draws Markdown blocks as lines. Their code blocks are numbered from `first_code` on."""
+    """Draws Markdown blocks as lines. Code blocks are numbered from `first_code` on."""
 
     def __init__(self, width: int, first_code: int = 1) -> None:
         self.width = max(width, 10)
@@ -210,7 +210,7 @@ _SHIFTS = {"text-align:right": 1.0, "text-align:center": 0.5}
 
 
 def draw_table(node: SyntaxTreeNode, width: int) -> list[Line]:
-    """Draw header, rule and rows. Columns of a wide table are narrowed, to 4 cells at least."""
+    """Draw a table. If it is too wide, its widest columns are narrowed, to at least 4 cells."""
     rows = [row.children for section in node.children for row in section.children]
     shifts = [_SHIFTS.get(str(cell.attrs.get("style", "")), 0.0) for cell in rows[0]]
     texts = [[_inline(cell)[0] for cell in row] for row in rows]
@@ -259,7 +259,7 @@ def _row(
 
 
 class RenderedMarkdown:
-    """A growing Markdown text and its lines. Appending draws only what later text may change."""
+    """A Markdown text that grows, and its drawn lines. `append` draws final blocks only once."""
 
     def __init__(self, source: str, width: int) -> None:
         self.source = source

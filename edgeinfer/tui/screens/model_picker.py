@@ -1,4 +1,4 @@
-"""The model picker: lists models with fit and state; pulls them and builds their snapshots."""
+"""The model picker lists models, says whether they fit, pulls them, and builds snapshots."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _ROOM_FOR_ALL = 56
 
 
 class ModelScreen(ListScreen[str | None]):
-    """Lists models; returns one, or None after Esc. `first`: the requested model is not here.
+    """Lists models; returns the name of one, None after Esc. `first`: `requested` is not pulled.
 
-    `question` is what the user typed during pulls.
+    `question` is the text that the user typed during pulls.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [*bindings("models")]
@@ -122,7 +122,7 @@ class ModelScreen(ListScreen[str | None]):
         return _row(row, row.name == self.requested and not self.first, room, note)
 
     def _offer(self, rows: list[ModelChoice], choices: list[FirstRunChoice]) -> tuple[str, str]:
-        """Return what to tell a user whose model is not here, and the model to highlight."""
+        """Return a text for a user whose model is not here, and the name of the model to highlight."""
         if way_out := way_out_of_offline(self.setup.host.config):
             ways = f"{way_out}, or import a local file: `edgeinfer pull FILE.gguf`"
             return f"Nothing can be fetched, because offline mode is on: {ways}.", self.requested
@@ -202,7 +202,7 @@ class ModelScreen(ListScreen[str | None]):
 
     @work(thread=True, group="pull")
     def _pull(self, name: str) -> None:
-        from edgeinfer.models.pull import pull  # imported here: it takes 30 ms
+        from edgeinfer.models.pull import pull  # imported here: the import takes 30 ms
 
         app = self.app
 
@@ -270,7 +270,7 @@ class ModelScreen(ListScreen[str | None]):
 
 
 def _row(row: ModelChoice, current: bool, room: int, note: str = "") -> Content:
-    """Return a model's line of `room` cells; `note` is shown instead of its fit and state."""
+    """Return a model's line of `room` cells. `note`, if not empty, replaces verdict and state."""
     about = "~" if row.size_is_estimate else ""
     size = f"{about}{format_bytes(row.size_bytes)}" if row.size_bytes else ""
     name = f"{row.name} (base)" if row.purpose == "base" else row.name

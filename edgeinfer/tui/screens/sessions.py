@@ -65,11 +65,8 @@ class SessionScreen(ListScreen[int | None]):
 
     @property
     def selection(self) -> Summary | None:
-        return (
-            self.summaries[self.selected_index]
-            if 0 <= self.selected_index < len(self.summaries)
-            else None
-        )
+        index = self.selected_index
+        return self.summaries[index] if 0 <= index < len(self.summaries) else None
 
     @on(Input.Submitted)
     @on(OptionList.OptionSelected)
@@ -88,7 +85,7 @@ class SessionScreen(ListScreen[int | None]):
             self._search()
 
     def _run(self, action: Callable[[], object]) -> bool:
-        """Run `action`; if it fails, show its error and return False."""
+        """Run `action` and return True; if it fails, show the error and return False."""
         try:
             action()
         except EdgeInferError as error:
