@@ -47,7 +47,7 @@ class AnswerWriter(CollectedAnswer):
         self._repeats = False
 
     def receipt(self, key: SigningKey | None) -> Receipt | Refusal:
-        """Return a receipt, signed if `key` is given; a Refusal if the answer failed or goes on."""
+        """Return a receipt (signed with `key`, if any), or a Refusal if the answer is not complete."""
         if self.last_event is None:
             return Refusal(refused="the answer has failed or not ended")
         return make_receipt(self.request, self.last_event, self._info, key=key)
@@ -62,7 +62,7 @@ class AnswerWriter(CollectedAnswer):
     def flush(self) -> CollectedAnswer:
         """Store the text that was added since the last call, and return that text.
 
-        An answer that repeats itself is stopped. A StoreError is not raised, but kept in `store_error`.
+        An answer that repeats itself is stopped. A StoreError is not raised, but set as `store_error`.
         """
         new, self._new = self._new, CollectedAnswer()
         if (new.text or new.reasoning) and self.done is None:

@@ -28,7 +28,7 @@ PASTED = "pasted text"
 _MAX_FILES = 1000
 _LEFT_OUT = ("CVS", "node_modules", "__pycache__")
 
-#: Matches `@name` at the start of a word, except punctuation at the name's end, or `@"any name"`.
+#: Matches `@name` at the start of a word, without punctuation at the end, or `@"any name"`.
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|([^\s"]*[^\s".,;?!)]))')
 
 #: Matches a name that can only be a path: one with a slash, or with a suffix such as `.txt`.
@@ -51,7 +51,7 @@ def mentioned_paths(text: str, cwd: Path | None = None) -> list[Path]:
 
 
 def missing_files(text: str) -> list[str]:
-    """Return the mentioned paths (`@docs/a`) that do not exist; a model gets such a path as text."""
+    """Return the mentioned paths (`@docs/a`) that do not exist; the model gets them as plain text."""
     paths = [name for name in mentions(text) if _PATH.search(name) and ":" not in name]
     return [path for path in paths if not os.path.exists(os.path.expanduser(path))]
 
@@ -78,7 +78,7 @@ def dropped_picture(text: str) -> str:
 
 
 def read(path: Path) -> Attachment:
-    """Read a file, or the text files of a folder. Raises UsageError if too large or not readable."""
+    """Read the file, or the text files of the folder, at `path`. Raises UsageError if that fails."""
     if os.path.isdir(path):
         return _folder(path)
     # reading a pipe, for example, would never end
@@ -124,7 +124,7 @@ def _plain_text(path: Path) -> str | None:
 
 
 def from_bytes(name: str, data: bytes) -> Attachment:
-    """Make an attachment. Raises UsageError if `data` is too large, or no text, document or picture."""
+    """Make an attachment. Raises UsageError if `data` is too large or of an unsupported kind."""
     if pictures.is_picture(data):
         if len(data) > pictures.MAX_FILE_BYTES:
             limit = f"{pictures.MAX_FILE_BYTES >> 20} MiB"
@@ -147,7 +147,7 @@ def from_bytes(name: str, data: bytes) -> Attachment:
 
 
 def merge(old: Sequence[Attachment], new: Sequence[Attachment]) -> tuple[Attachment, ...]:
-    """Return the attachments of an edited question: a new file replaces an old file of its name."""
+    """Return the attachments of an edited question: new files replace old files of the same name."""
     names = {attachment.name for attachment in new if not attachment.name.startswith(PASTED)}
     return (*(attachment for attachment in old if attachment.name not in names), *new)
 
@@ -172,7 +172,7 @@ def with_attachments(text: str, attachments: Iterable[Attachment]) -> str:
 
 
 def complete(typed: str, cwd: Path | None = None, limit: int = 50) -> list[str]:
-    """Return paths that begin with `typed`: folders with a slash, hidden files only after a dot."""
+    """Return paths that begin with `typed`. Folders end with a slash; hidden files need a typed dot."""
     folder, _, start = typed.rpartition("/")
     shown = f"{folder}/" if folder or typed.startswith("/") else "."
     base = (cwd or Path.cwd()) / os.path.expanduser(shown)

@@ -79,7 +79,7 @@ class FrontEnd(Protocol):
     def edit_outside(self) -> None: ...
 
     def summarise(self, first_sent: Turn) -> None:
-        """Let the model summarise the turns before `first_sent`; send the summary in their place."""
+        """Let the model summarise the turns before `first_sent`; requests then send the summary."""
 
     def leave(self) -> None: ...
 
@@ -284,7 +284,7 @@ class Commander:
         self.front.show_text("Deleted. `/undo` restores it.")
 
     def delete(self, conversation_id: int) -> None:
-        """Delete a conversation; if it is the open one, begin a new conversation. Raises UsageError."""
+        """Delete a conversation; if it is the open one, begin a new one. Raises UsageError for id 0."""
         if not conversation_id:
             raise UsageError("this conversation is not stored yet", hint="ask a question first")
         self.session.store.delete(conversation_id)
@@ -297,7 +297,7 @@ class Commander:
         self._show_stored(self.undelete())
 
     def undelete(self) -> int:
-        """Restore the conversation that was deleted last; return its id."""
+        """Restore the conversation deleted last; return its id. Raises UsageError if there is none."""
         if self.deleted is None:
             raise UsageError("this chat has deleted no conversation", hint="")
         conversation_id, self.deleted = self.deleted, None

@@ -35,7 +35,7 @@ class SlashCommand(msgspec.Struct, frozen=True):
 
 
 class TypedCommand(msgspec.Struct, frozen=True):
-    """A parsed command line: the command's main name (no alias), and the typed argument."""
+    """A parsed command line: the command's main name (not an alias), and the typed argument."""
 
     name: str
     argument: str = ""

@@ -11,7 +11,7 @@ from edgeinfer.errors import ContextLengthError, UsageError
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, hint_beyond_training
 
-#: Maximum share of the context that turns may fill once older turns are dropped.
+#: Maximum share of the context that the remaining turns fill once older turns are dropped.
 KEEP_SHARE = 0.5
 
 #: Number of tokens kept free for a question and its answer if a text fills the context.
@@ -31,9 +31,9 @@ def prompt_tokens(session: ChatSession, engine: Engine, turns: Sequence[Turn]) -
 
 
 def first_kept(session: ChatSession, engine: Engine) -> Turn:
-    """Return the first later question from which on the turns fill at most `KEEP_SHARE` of the context.
+    """Return the earliest question from which on the turns fill at most `KEEP_SHARE` of the context.
 
-    If none does, return the last question. Raises UsageError if there is only one question,
+    If there is none, return the last question. Raises UsageError if there is only one question,
     ContextLengthError if the last question does not fit into the context.
     """
     path = session.path

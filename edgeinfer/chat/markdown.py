@@ -31,8 +31,8 @@ _FORMULA_ENDS = {"\\[": "\\]", "$$": "$$"}
 _TASK = re.compile(r"\[([ xX])\] ")
 _BLANK_LINES = re.compile(r"(?:[ \t]*\n)+")
 _FENCE = re.compile(r"( {0,3})(`{3,}(?=[^`\n]*\n)|~{3,})([^\n]*)\n")
-#: Maximum length (characters) of a block and of a code block; longer ones are shown as text. Each piece
-#: of text parses the last block again: up to 0.2 s, but code takes less than 0.1 µs per character.
+#: Maximum length (characters) of a block and of a code block; longer ones are shown as text. The
+#: last block is parsed again with each piece, in up to 0.2 s; code takes below 0.1 µs per character.
 _MAX_BLOCK, _MAX_CODE = 16 << 10, 256 << 10
 
 
@@ -74,7 +74,7 @@ def _formula_block(state: Any, first: int, last: int, silent: bool) -> bool:
     if closing is None or state.is_code_block(first):
         return False
     _, has_end, tail = state.src[begin + 2 : state.eMarks[first]].partition(closing)
-    if has_end and tail.strip():  # the formula is part of a paragraph
+    if has_end and tail.strip():  # text follows, so the formula is part of a paragraph
         return False
     if silent:
         return True
@@ -139,7 +139,7 @@ class GrowingMarkdown:
         else:
             content = text[fence.end() : closing_line.start() if closing_line else None]
             lines, newline, last = content.rpartition("\n")
-            content = lines + newline + last * bool(last.strip(" \t"))  # as markdown-it would
+            content = lines + newline + last * bool(last.strip(" \t"))  # like markdown-it
             block = [_token("fence", content, fence[3])]
         if closing_line is None or closing_line.end() == len(text):
             return [block], 0, 0
@@ -151,7 +151,7 @@ class GrowingMarkdown:
         tokens = parser().parse(text)
         starts = [i for i, token in enumerate(tokens) if token.level == 0 and token.nesting >= 0]
         blocks = [tokens[a:b] for a, b in zip(starts, [*starts[1:], len(tokens)], strict=False)]
-        n_lines = text.count("\n")  # only complete lines
+        n_lines = text.count("\n")  # counts only complete lines
         for index in range(len(blocks) - 1, 0, -1):
             first = blocks[index][0]
             line = first.map[0] if first.map else 0

@@ -42,7 +42,7 @@ class ModelChoice(ModelSummary, frozen=True, kw_only=True):
 
 
 def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
-    """Return every chat model. Measuring memory may take 0.2 s, so paint the screen before a call."""
+    """Return every chat model. Call this after the first paint: measuring memory may take 0.2 s."""
     estimator = Estimator()
     return [
         ModelChoice(
@@ -58,7 +58,7 @@ def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
 
 
 def first_run_offer(setup: ChatSetup, rows: Sequence[ModelChoice]) -> list[FirstRunChoice]:
-    """Return the models that a first run offers; [] if one is pulled or was named. Takes 0.2 s."""
+    """Return the models that a first run offers; [] if one is pulled, or named by the user (0.2 s)."""
     if setup.model != setup.host.config.default_model or any(row.pulled for row in rows):
         return []
     return first_run_choices()

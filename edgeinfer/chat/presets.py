@@ -39,7 +39,7 @@ def option(name: str) -> str:
 
 
 def value(name: str, text: str) -> Value:
-    """Parse the value of an option; return None for `default`. Raises UsageError if out of range."""
+    """Parse the value of an option; None for `default`. Raises UsageError if the value is invalid."""
     option = OPTIONS[name]
     if text.lower() in ("default", "none", "model"):
         return None

@@ -67,7 +67,7 @@ class Repl:
     def run(self) -> None:
         """Chat until the input ends or the user leaves.
 
-        Without a terminal, raises the first error when the input ends; at once if no model is loaded.
+        Without a terminal, the first error is raised at the end; at once if no model can be loaded.
         """
         start = describe_start(self.setup.host.start).capitalize()
         self.show_text(f"edgeinfer, plain chat. {start}. /help lists the commands, /quit leaves.")

@@ -341,7 +341,7 @@ class ChatSession:
     def note_calls(self, turn: Turn, calls: tuple[ToolUse, ...]) -> bool:
         """Store the results of a turn's tool calls; return whether the model should continue.
 
-        The model should not if the user stopped a call or has left the branch. Raises StoreError.
+        The model must stop if the user stopped a call or has left the branch. Raises StoreError.
         """
         try:
             self.store.update_turn(turn.id, calls=calls)
@@ -398,7 +398,7 @@ class ChatSession:
             self._turns[turn.id] = turn
 
     def idle_engine(self) -> Engine:
-        """Return the engine. Raises UsageError during an answer, EngineClosedError if not loaded."""
+        """Return the engine. Raises UsageError during an answer, EngineClosedError if there is none."""
         self.refuse_busy()
         if self.engine is None:
             raise EngineClosedError("the model is not loaded", hint="wait, or `/model` picks one")
@@ -454,7 +454,7 @@ class ChatSession:
         self.conversation = msgspec.structs.replace(self.conversation, head_id=turn_id)
 
     def fork(self) -> None:
-        """Copy the branch into a new conversation and open the copy. Raises UsageError if empty."""
+        """Copy the branch into a new conversation and open that. Raises UsageError if it is empty."""
         turns = self.path
         if not turns:
             raise UsageError("there is nothing to fork yet", hint="ask something first")
@@ -482,7 +482,7 @@ class ChatSession:
     def request_if_sent(
         self, text: str, attachments: Sequence[Attachment] = (), editing: int | None = None
     ) -> GenerateRequest | None:
-        """Return the request if `text` were sent now, or replaced question `editing`; None if empty."""
+        """Return the request of sending `text`, or None. `editing`: id of the turn that is edited."""
         edited = self._turns.get(editing) if editing is not None else None
         parent_id = self._parent_of_next()
         if edited is not None:

@@ -125,7 +125,7 @@ class SpeculativePrefill:
             self._prefill = None
 
     def submit(self) -> PrefillRequest | None:
-        """Submit the prepared prefill; return the prefill, None if stopped. Blocks while tokenizing."""
+        """Submit the prepared prefill and return it, or None if it was stopped. Tokenizing blocks."""
         prefill = self._prefill
         if prefill is None:
             return None

@@ -45,7 +45,7 @@ class AppFrontEnd:
 
     def __post_init__(self) -> None:
         self.session = self.view.session
-        #: Model that is loaded because its conversation was opened; "" if the user chose the model.
+        #: Model that is being loaded for an opened conversation; "" if the user chose the model.
         self.followed = ""
         self.commander = Commander(self.session, self, self.setup.config, self.setup.tools)
 

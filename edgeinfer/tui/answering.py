@@ -200,7 +200,7 @@ class Answering:
         self._view.transcript.call_later(self._show_progress, use, progress)
 
     def _show_card(self, text: str, typed: SimpleQueue[str | None], running: Stop) -> None:
-        """Show a question about a tool call, unless it was stopped; `typed` receives the answer."""
+        """Show a question about a tool call unless the call was stopped; `typed` gets the answer."""
         if running.is_set:
             return
         self._typed = typed

@@ -184,7 +184,7 @@ class ChatScreen(Screen[None]):
 
     @on(Answering.Ended)
     def _send_queued(self, message: Answering.Ended) -> None:
-        """Send the next queued message; after a failed answer, put all back into the input field."""
+        """Send the next queued message; after a failure or a switch, put all into the input field."""
         turn = message.turn
         is_here = turn.conversation_id == self.session.conversation.id
         if not is_here or turn.status == "failed" or turn.context_full:
@@ -226,7 +226,7 @@ class ChatScreen(Screen[None]):
         self.view.refresh_status()
 
     def send(self, text: str, editing: int | None) -> bool:
-        """Store, show and answer a question; return False, with an error shown, if not stored."""
+        """Store, show and answer a question; if storing fails, show the error and return False."""
         try:
             attached = self.attachments.collect(text)
             if editing is None:

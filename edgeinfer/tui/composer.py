@@ -262,7 +262,7 @@ _BYTES_PER_TOKEN = 4
 
 
 class AttachmentList:
-    """Attachments of the next question. Its text does not mention the `unnamed` ones, e.g. pastes."""
+    """Attachments of the next question, whose text does not mention the `unnamed` ones, e.g. pastes."""
 
     def __init__(self, session: ChatSession, line: Static, unnamed: Sequence[Attachment]) -> None:
         self._session = session
@@ -294,7 +294,7 @@ class AttachmentList:
             self._missing = missing
             before, self._named = self._named, {}
             for path in paths:
-                with contextlib.suppress(EdgeInferError):  # shown when the question is sent
+                with contextlib.suppress(EdgeInferError):  # the error is shown when the user sends
                     self._named[path] = before.get(path) or self._count_tokens(attachments.read(path))
             self.show()
 

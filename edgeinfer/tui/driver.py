@@ -59,7 +59,7 @@ class TerminalDriver(LinuxDriver):
         return count[0]
 
     def ready(self) -> None:
-        """Begin to read keys: a widget can receive them now."""
+        """Begin to read keys, because a widget can receive them now."""
         self._is_ready.set()
 
     def run_input_thread(self) -> None:
@@ -132,7 +132,7 @@ class TerminalDriver(LinuxDriver):
 def claim_terminal() -> TextIO | None:
     """Return a stream to the terminal, None without one.
 
-    The terminal is the first of stdout, stderr and stdin that is one, controlling or not. Descriptor 0
+    The terminal is the first one among stdout, stderr and stdin, controlling or not. Descriptor 0
     becomes that terminal if stdin is, for example, a pipe.
     """
     fd = next((n for n in (1, 2, 0) if os.isatty(n)), None)

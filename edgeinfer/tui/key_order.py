@@ -42,7 +42,7 @@ class KeyOrder:
             await self._wait(3 * _ROUNDS)
 
     async def _wait(self, n_queues: int) -> None:
-        """Dispatch the next key once `n_queues` more queues have handled the messages in them now."""
+        """Dispatch the next key once `n_queues` more queues have handled their present messages."""
         if not n_queues:
             await self._dispatch_next()
             return

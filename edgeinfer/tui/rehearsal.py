@@ -81,8 +81,8 @@ class _RehearsalHost(EngineHost):
 def rehearse() -> None:
     """Run the app once for each built-in theme, and keep the parsed styles (1.2 s).
 
-    The first paint of a resumed process is fast then. The run leaves no thread, no descriptor, no file
-    and no changed setting.
+    Parsed styles make the first paint of a resumed process fast. The run leaves no thread, descriptor,
+    file or changed setting.
     """
     removed = {
         name: os.environ.pop(name) for name in ("NO_COLOR", "TEXTUAL_THEME") if name in os.environ

@@ -16,7 +16,7 @@ from textual.css.model import RuleSet
 
 __all__ = ["ParsedStyles", "XTermParser", "divide_line", "keymap", "use_parsed"]
 
-#: Parsed style sheets by their text.
+#: Cache of parsed style sheets, by the text of the sheet.
 ParsedStyles = LRUCache[tuple[Any, ...], list[RuleSet]]
 
 

@@ -185,7 +185,7 @@ class Transcript(ScrollView, can_focus=True):
         local = row - (self._bottoms[index - 1] if index else 0)
         if local >= len(lines):
             return Strip.blank(width, self.rich_style)
-        # the key contains no position, because equal lines look the same anywhere
+        # the cache key has no position, because equal lines look the same anywhere
         key = (lines[local], index == self.cursor)
         strip = self._strips.get(key)
         if strip is None:

@@ -50,7 +50,7 @@ def connect(uri: str) -> sqlite3.Connection:
 def is_current(path: Path) -> bool:
     """Return whether the file has the schema of this version.
 
-    A new version that is only tried out must not migrate the file, to keep it readable for the old one.
+    A version that is only tried out must not migrate the file, so that the old one can still read it.
     """
     with (
         contextlib.suppress(sqlite3.Error),
@@ -121,7 +121,7 @@ def _copy(db: sqlite3.Connection, name: str, version: int) -> None:
 
 def _hint_of_newer(name: str, version: int) -> str:
     copy = Path(f"{name}.schema-{version}")
-    if copy.exists():  # the log (-wal) must go first, because SQLite would apply it to the copy
+    if copy.exists():  # the log (-wal) is removed first: SQLite would apply it to the copy
         remove = shlex.join(["rm", "-f", f"{name}-wal", f"{name}-shm"])
         move = shlex.join(["mv", str(copy), name])
         copying = f"use the copy made before the migration: {remove}; {move}"
@@ -144,7 +144,7 @@ def _statements(script: str) -> Iterator[str]:
 
 
 def delete_rows(db: sqlite3.Connection, ids: Sequence[int], condition: str = "") -> None:
-    """Delete conversations by id; then merge the search index, so that no word of them stays in it."""
+    """Delete conversations by id, then rewrite the search index, so that their words are erased too."""
     if ids:
         rows = [(conversation_id,) for conversation_id in ids]
         db.executemany(f"DELETE FROM conversation WHERE id = ? {condition}", rows)
@@ -154,14 +154,14 @@ def delete_rows(db: sqlite3.Connection, ids: Sequence[int], condition: str = "")
 
 
 def clean_copies(name: str, purged: Sequence[int]) -> None:
-    """Delete copies older than 30 days, and conversations `purged` in newer ones. Raises StoreError."""
+    """Delete copies older than 30 days; delete the ids `purged` from newer ones. Raises StoreError."""
     for path in _list_suffixed(name, ".*.new*"):  # copies that a killed process left unfinished
         with store_errors(str(path)), contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _COPYING_S:
                 path.unlink()
     copies = _list_suffixed(name, ".schema-*")
     for path in [path for path in copies if path.suffix.removeprefix(".schema-").isdigit()]:
-        # another process may delete an old copy meanwhile; SQLite would create one without mode=rw
+        # another process may delete an old copy meanwhile; SQLite must not create it again
         with store_errors(str(path)), contextlib.suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _KEEP_COPIES_S:
                 path.unlink()

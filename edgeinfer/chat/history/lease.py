@@ -1,4 +1,4 @@
-"""Locks that let only one process write to a conversation; the kernel frees them when it ends."""
+"""Locks that let only one process write to a conversation; a process that ends frees its locks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Lease:
 
 
 def acquire(file: Path | None, conversation_id: int) -> Lease | None:
-    """Lock a conversation; None if it is locked. Without `file`, lock nothing. Raises OSError."""
+    """Lock a conversation (nothing without `file`); return None if already locked. Raises OSError."""
     if file is None or not _HAS_LOCKS:
         return Lease()
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -38,7 +38,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of an answer. `seconds` is the total time; `saved_s` is what cached tokens saved."""
+    """Figures of an answer. `seconds` is the total time; `saved_s` is the time that caching saved."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -116,7 +116,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation. `sampling`: options that the user set. `tools`: the web page offers tools."""
+    """A conversation. `sampling`: options that the user set. `tools`: whether the page offers tools."""
 
     id: int = 0
     title: str = ""
@@ -131,7 +131,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def owner(self) -> str:
-        """Name under which its prefixes are cached, `chat-12`; "" if the conversation is not stored."""
+        """Name of the conversation in the prefix cache, `chat-12`; "" if it is not stored."""
         return f"chat-{self.id}" if self.id else ""
 
 

@@ -17,7 +17,7 @@ _FOLD_LINES = 16
 
 
 class Entry:
-    """An entry, which caches its lines for one width. `turn_id` is 0 for a remark of the app."""
+    """Base class of entries; caches the lines drawn for one width. `turn_id` is 0 for a remark."""
 
     turn_id = 0
 

@@ -67,7 +67,7 @@ class Line(NamedTuple):
         return self._replace(spans=(Span(0, len(self.text), style), *self.spans))
 
     def prefix(self, prefix: str, style: str = "", fill: str | None = None) -> Line:
-        """Return the line after `prefix`; `fill` (None: unchanged) replaces the line's `fill`."""
+        """Return the line with `prefix` first; `fill` (None: unchanged) replaces the line's `fill`."""
         shift = len(prefix)
         moved = tuple(Span(a + shift, b + shift, s) for a, b, s in self.spans)
         if style:
@@ -88,7 +88,7 @@ BLANK = Line()
 
 
 def clean(text: str) -> str:
-    """Remove control characters; tabs become spaces, newlines stay."""
+    """Return `text` without control characters; tabs become spaces, newlines stay."""
     return without_controls(text).replace("\t", "    ")
 
 
