@@ -89,7 +89,7 @@ def read(path: Path) -> Attachment:
             return from_bytes(path.name, file.read(pictures.MAX_FILE_BYTES + 1))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", error)
-        raise UsageError(f"{path}: {reason}", hint="check the path") from error
+        raise UsageError(f"{path} cannot be read: {reason}", hint="check the path") from error
 
 
 def _folder(folder: Path) -> Attachment:

@@ -196,7 +196,7 @@ class Commander:
             try:
                 adapters = parse_adapters(str(LORA.parse(",".join(argument.split()))))
             except ValueError as error:
-                raise UsageError(str(error), hint="/lora red:0.5, /lora red blue, /lora none") from None
+                raise UsageError(str(error), hint="e.g. `/lora red:0.5` or `/lora none`") from None
             engine.use_adapters(adapters)
         names = [f"{adapter.name} at {adapter.scale:g}" for adapter in engine.info.lora]
         self.front.show_text(f"Adapters: {', '.join(names) or 'none'}")
@@ -248,7 +248,7 @@ class Commander:
                 self._use_tools(tools, refresh=argument == "check")
         elif argument:
             problem = f"/tools has no option {argument!r}"
-            raise UsageError(problem, hint="/tools on, /tools off, /tools check")
+            raise UsageError(problem, hint="`/tools on`, `/tools off` or `/tools check`")
         else:
             self.front.show_text(tools.describe() if tools is not None else "No tools. `/tools on`")
 

@@ -152,7 +152,7 @@ class ConversationStore:
         sql = f"SELECT {_CONVERSATION} FROM conversation WHERE id = ? AND deleted_ms IS NULL"
         for row in self._rows(sql, conversation_id):
             return _read(Conversation, row)
-        raise StoreError(f"there is no conversation {conversation_id}", hint="list them: `/sessions`")
+        raise StoreError(f"there is no conversation {conversation_id}", hint="`/sessions` lists all")
 
     def delete(self, conversation_id: int) -> None:
         """Hide a conversation, which `undelete` can restore until `purge` deletes it, a day later."""
