@@ -49,7 +49,7 @@ class AnswerWriter(CollectedAnswer):
     def receipt(self, key: SigningKey | None) -> Receipt | Refusal:
         """Return a receipt (signed with `key`, if any), or a Refusal if the answer is not complete."""
         if self.last_event is None:
-            return Refusal(refused="the answer has failed or not ended")
+            return Refusal(refused="the answer has failed, or has not ended yet")
         return make_receipt(self.request, self.last_event, self._info, key=key)
 
     def add(self, event: Event) -> None:

@@ -284,7 +284,7 @@ class Commander:
         self.front.show_text("Deleted. `/undo` restores it.")
 
     def delete(self, conversation_id: int) -> None:
-        """Delete a conversation; if it is the open one, begin a new one. Raises UsageError for id 0."""
+        """Delete a stored conversation; if it is open, begin a new one. Raises EdgeInferError."""
         if not conversation_id:
             raise UsageError("this conversation is not stored yet", hint="ask a question first")
         self.session.store.delete(conversation_id)

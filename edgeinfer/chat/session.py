@@ -122,7 +122,7 @@ class ChatSession:
     def refuse_busy(self) -> None:
         """Raise UsageError if this or another process is writing an answer."""
         if self.is_answering:
-            raise UsageError("an answer is being written", hint="stop it first: Esc")
+            raise UsageError("an answer is being written", hint="Esc stops the answer")
         owner = self.conversation.id
         if self.answer_elsewhere is not None or (owner and self.store.is_answering(owner)):
             raise other_writer_error()
@@ -309,7 +309,7 @@ class ChatSession:
 
     @property
     def _approved_in(self) -> tuple[int, int]:
-        # with the time: a new store begins with id 1 again, and old permissions must not apply there
+        # the id is not enough: a new store begins with id 1 again, and must not get old permissions
         return self.conversation.id, self.conversation.created_ms
 
     def start_calls(self, turn: Turn, front: CallFrontEnd) -> Callable[[], tuple[ToolUse, ...]]:

@@ -233,12 +233,12 @@ def _edit(app: App[Any], text: str) -> str:
             status = subprocess.run([*command, name], stdin=0, stdout=0, check=False).returncode
         if status:
             message = f"{command[0]} exited with {status}; the text was not changed"
-            raise UsageError(message, hint="set EDITOR to an editor")
+            raise UsageError(message, hint="set $EDITOR to another editor")
         return path.read_text("utf-8").rstrip("\n")
     except SuspendNotSupported as error:
         raise UsageError("this terminal cannot run an editor", hint="type the text here") from error
     except FileNotFoundError as error:
-        raise UsageError(f"there is no editor {command[0]}", hint="set EDITOR to an editor") from error
+        raise UsageError(f"there is no editor {command[0]}", hint="set $EDITOR to another") from error
     finally:
         path.unlink(missing_ok=True)
 

@@ -97,7 +97,7 @@ class Loader:
 
     @dataclass
     class Ended(Message):
-        """Posted when a load has ended; `outcome` is its engine or its error."""
+        """Posted when a load has ended; `outcome` is the engine or the error."""
 
         serial: int
         model: str

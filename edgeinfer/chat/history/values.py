@@ -25,7 +25,7 @@ CONTINUABLE: frozenset[Status] = frozenset({"stopped", "length", "failed", "inte
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of a question: `text` and its `tokens` (0: not counted), or a picture's `data`."""
+    """An attached file: `text` with its number of `tokens` (0: not counted), or a picture's `data`."""
 
     name: str
     text: str = ""

@@ -243,7 +243,7 @@ _FIRST_KEYS = {"Enter": "asks", "Ctrl+J": "a new line", "/": "commands", "@": "f
 
 
 class Welcome(Entry):
-    """Shown in an empty conversation: the model, and the first keys to know."""
+    """The entry of an empty conversation; shows the model and the most important keys."""
 
     def __init__(self, model: str) -> None:
         super().__init__()

@@ -205,7 +205,7 @@ def _walk(
 
 
 _GAP = " │ "
-#: Share of a cell's padding that goes before its text, by alignment.
+#: Share of a table cell's padding that goes before the text, by alignment.
 _SHIFTS = {"text-align:right": 1.0, "text-align:center": 0.5}
 
 

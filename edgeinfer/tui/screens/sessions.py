@@ -1,4 +1,4 @@
-"""The list of conversations: search, open, delete, restore."""
+"""The list of conversations, in which the user can search, open, delete and restore them."""
 
 from __future__ import annotations
 
