@@ -1,4 +1,4 @@
--- Conversations are trees of turns; head_id is the last turn of the branch on show.
+-- A conversation is a tree of turns; head_id is the last turn of the branch that is shown.
 CREATE TABLE conversation (
     id            INTEGER PRIMARY KEY,
     title         TEXT    NOT NULL DEFAULT '',
@@ -31,7 +31,7 @@ CREATE TABLE turn (
 CREATE INDEX turn_of_conversation ON turn (conversation_id);
 CREATE INDEX turn_of_parent ON turn (parent_id);
 
--- What an answer that is being written has said so far, piece by piece; folded into its turn when it ends.
+-- The pieces of an answer that is being generated; they are moved into the turn when the answer ends.
 CREATE TABLE journal (
     id         INTEGER PRIMARY KEY,
     turn_id    INTEGER NOT NULL REFERENCES turn (id) ON DELETE CASCADE,

@@ -1,2 +1,2 @@
--- The calls that an answer made, with their results; the answer after them is a turn of its own.
+-- The calls that an answer made, with their results; the answer that uses the results is a separate turn.
 ALTER TABLE turn ADD COLUMN calls TEXT NOT NULL DEFAULT '[]';

@@ -1,4 +1,4 @@
--- A conversation's id is never given again: permissions, links and cached blocks are kept under it.
+-- An id is never used for a second conversation, because permissions, links and cached blocks name it.
 CREATE TABLE conversation_once (
     id            INTEGER PRIMARY KEY AUTOINCREMENT,
     title         TEXT    NOT NULL DEFAULT '',
