@@ -19,7 +19,7 @@ from edgeinfer.models.names import plain_name
 from edgeinfer.platform.paths import model_spellings
 
 #: Prefixes of sources in which letter case matters.
-_CASE_MATTERS = ("http:", "https:", "file:", "s3:", "gs:", "wheel:", "/")
+_CASE_MATTERS = ("http:", "https:", "file:", "s3:", "gs:", "oci:", "wheel:", "/")
 #: Minimum similarity (0 to 1) of a misspelt name to the one that is suggested.
 _LEAST_LIKENESS = 0.7
 

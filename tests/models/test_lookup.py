@@ -137,7 +137,8 @@ def test_what_cannot_be_a_name_is_refused() -> None:
 
 
 def test_letter_case_matters_in_addresses_of_files():
-    for root in ("https://h/", "http://h/", "file:/", "s3://b/", "gs://b/", "wheel:h==1/"):
+    roots = ("https://h/", "http://h/", "file:/", "s3://b/", "gs://b/", "oci://h/n:", "wheel:h==1/")
+    for root in roots:
         models = [Named("a1", (f"{root}A.gguf",)), Named("a2", (f"{root}a.gguf",))]
         for model in models:
             assert find(model.other_names[0], models) is model

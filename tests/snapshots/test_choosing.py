@@ -218,6 +218,7 @@ def test_a_model_is_known_however_it_is_spelled(root, made_of, typed):
         ("hf:Someone/Tiny-GGUF@v1/x.gguf", "hf:Someone/Tiny-GGUF@v1/x.gguf"),
         ("s3://bucket/Tiny.gguf", "s3://bucket/Tiny.gguf"),
         ("oci://host:5000/someone/tiny:latest", "oci://host:5000/someone/tiny"),
+        ("oci://host/someone/tiny:Tiny.gguf", "oci://host/someone/tiny:Tiny.gguf"),
         ("file:/folder/tiny.gguf", "file:/folder/tiny.gguf"),
     ],
 )
