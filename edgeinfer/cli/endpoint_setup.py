@@ -403,7 +403,7 @@ class ModelAdmin:
         pull.pull(text, report, cancel, pull.PullOptions(for_client=True))
 
     def remove(self, name: str) -> None:
-        from edgeinfer.models.removal import remove_model
+        from edgeinfer.models.removal import remove_models
         from edgeinfer.snapshots.registry import remove_snapshots_of
 
-        remove_snapshots_of(remove_model(name).name)
+        remove_snapshots_of(remove_models([name])[0].name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -63,27 +65,33 @@ def _paths_of(ref: Reference, *, forget: bool) -> list[Path]:
     return [names.pulled_folder(ref), partial, *pins, paths.adapters_dir() / f"{ref.folder}.gguf"]
 
 
-def remove_model(text: str, *, forget: bool = False) -> RemovedModel:
-    """Remove the model `text` and its cached prefixes, or the adapter if no model has that name.
+def remove_models(texts: Iterable[str], *, forget: bool = False) -> list[RemovedModel]:
+    """Remove models and their cached prefixes, or the adapters of names that no model has.
 
     `forget` also removes the SHA-256 that the next pull would have to match. Raises ModelBusyError, and
-    what `find_removable` raises.
+    what `find_removable` raises; then nothing was removed.
     """
+    models = dict(find_removable(text, forget=forget) for text in texts)
+    with ExitStack() as locks:
+        for ref in models:
+            locks.enter_context(model_lock(ref))
+        return [_remove(*item, forget=forget) for item in models.items()]
+
+
+def _remove(ref: Reference, pulled: PulledModel | None, *, forget: bool) -> RemovedModel:
     # slow import: 80 ms (numpy)
     from edgeinfer.runtime.prefix_cache.block_folder import forget_model
 
-    ref, pulled = find_removable(text, forget=forget)
     files = pulled.files if pulled is not None else ()
-    with model_lock(ref):
-        *of_model, adapter = _paths_of(ref, forget=forget)
-        removed = [path for path in of_model if path.exists()] or [adapter]
-        freed_bytes = sum(bytes_below(path) or size_or_zero(path) for path in removed)
-        (names.pulled_folder(ref) / store.RECORD).unlink(missing_ok=True)
-        for path in removed:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+    *of_model, adapter = _paths_of(ref, forget=forget)
+    removed = [path for path in of_model if path.exists()] or [adapter]
+    freed_bytes = sum(bytes_below(path) or size_or_zero(path) for path in removed)
+    (names.pulled_folder(ref) / store.RECORD).unlink(missing_ok=True)
+    for path in removed:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
     if pulled is not None:
         forget_model(paths.blocks_dir(), pulled.sha256)
     return RemovedModel(

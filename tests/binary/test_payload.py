@@ -20,7 +20,7 @@ from edgeinfer.errors import EdgeInferError, ShippingError
 from edgeinfer.models.progress import Job
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
-from edgeinfer.models.removal import remove_model
+from edgeinfer.models.removal import remove_models
 from edgeinfer.shipping import bundle, payload, unpack
 
 from ..conftest import BUILD_CACHE
@@ -143,7 +143,7 @@ def with_model(shipped_file, tmp_path):
         (tmp_path / f"x-0000{i}-of-00002.gguf").write_bytes(body)
     record = pull(str(tmp_path / "x-00001-of-00002.gguf"), options=PullOptions(name="tiny"))
     assemble.with_model(shipped_file, record, tmp_path / "with-model")
-    remove_model("tiny")
+    remove_models(["tiny"])
     unpack.ensure_unpacked(tmp_path / "with-model")
     return payload.open_shipped(tmp_path / "with-model"), bodies
 

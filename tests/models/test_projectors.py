@@ -14,7 +14,7 @@ from edgeinfer.models.gguf import GgufHeader, parse, read_header
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.quantizing import QuantizeOptions, quantize
 from edgeinfer.models.reference import resolve
-from edgeinfer.models.removal import remove_model
+from edgeinfer.models.removal import remove_models
 
 from .conftest import write_models_toml
 
@@ -97,7 +97,7 @@ def test_copied_and_quantized_models_keep_a_projector_of_their_own(tmp_path, mon
     small = quantize("sees", "Q8_0", options=QuantizeOptions(perplexity=False)).model
     options = QuantizeOptions(perplexity=False, name="other")
     other = quantize(str(model), "Q8_0", options=options).model
-    remove_model("sees")
+    remove_models(["sees"])
     path.unlink()
     for stored_model in (small, other):
         projector = resolve(stored_model.name).files().projector

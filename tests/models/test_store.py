@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from made_gguf import gguf_bytes, split_keys
 
+from edgeinfer.cli.main import main
 from edgeinfer.errors import (
     CatalogError,
     ChecksumError,
@@ -17,11 +18,12 @@ from edgeinfer.errors import (
     UnknownModelError,
     UsageError,
 )
+from edgeinfer.host import EngineHost
 from edgeinfer.models import names, store
 from edgeinfer.models.names import parse_reference
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
-from edgeinfer.models.removal import remove_model
+from edgeinfer.models.removal import remove_models
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
 
@@ -49,7 +51,7 @@ def test_local_file_in_place_is_not_copied_but_compared(local: Path) -> None:
     assert pull(f"file:{local}", options=options).in_place
     assert resolve("mine").files().paths == (str(local),)
     assert not list(paths.models_dir().rglob("*.gguf"))
-    assert remove_model("mine").left_in_place == (str(local),)
+    assert remove_models(["mine"])[0].left_in_place == (str(local),)
     pull(str(local), options=options)
     local.write_bytes(gguf_bytes(seed=3) + b"\0")
     with pytest.raises(InvalidGgufError, match="was changed"):
@@ -148,7 +150,7 @@ def test_size_that_is_not_the_catalogues(local: Path) -> None:
 def test_folder_that_cannot_be_written(local: Path) -> None:
     paths.data_dir().parent.mkdir(parents=True, exist_ok=True)
     paths.data_dir().write_text("a file where the folder should be")
-    with pytest.raises(CatalogError, match=r"File exists|Not a directory") as caught:
+    with pytest.raises(CatalogError, match=r"cannot be stored: .*(File exists|Not a dir)") as caught:
         pull(str(local))
     assert "`export EDGEINFER_HOME=FOLDER`" in (caught.value.hint or "")
 
@@ -214,7 +216,7 @@ def test_name_with_the_quantization_it_has_means_the_same(local: Path) -> None:
     assert resolve("mine:f32").files().name == "mine"
     with pytest.raises(ModelNotPulledError):
         resolve("mine:Q8_0").files()
-    assert remove_model("mine:F32").name == "mine"
+    assert remove_models(["mine:F32"])[0].name == "mine"
 
 
 def test_record_that_cannot_be_read(local: Path) -> None:
@@ -223,15 +225,24 @@ def test_record_that_cannot_be_read(local: Path) -> None:
     assert store.list_pulled() == []
     with pytest.raises(CatalogError, match="cannot be read"):
         resolve("mine").files()
-    remove_model("mine")
+    remove_models(["mine"])
     assert not record.folder.exists()
 
 
 def test_remove_needs_the_lock(local: Path) -> None:
     pull(str(local), options=PullOptions(name="mine"))
     with model_lock(parse_reference("mine")), pytest.raises(ModelBusyError):
-        remove_model("mine")
+        remove_models(["mine"])
     assert resolve("mine").files().name == "mine"
+
+
+def test_nothing_is_removed_if_one_of_the_models_is_busy(local: Path, capsys) -> None:
+    for name in ("first", "second"):
+        pull(str(local), options=PullOptions(name=name))
+    with model_lock(parse_reference("second")):
+        assert main(["rm", "first", "second", "--yes"], EngineHost()) != 0
+    assert "second is being changed by process" in capsys.readouterr().err
+    assert resolve("first").files().name == "first"
 
 
 def test_old_file_under_the_name_goes_with_a_new_pull(tmp_path: Path) -> None:

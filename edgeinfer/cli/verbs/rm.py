@@ -9,7 +9,7 @@ from edgeinfer.cli.parser import add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.cli.terminal import confirm
 from edgeinfer.host import EngineHost
-from edgeinfer.models.removal import RemovedModel, find_removable, remove_model
+from edgeinfer.models.removal import RemovedModel, find_removable, remove_models
 from edgeinfer.snapshots.registry import remove_snapshots_of
 from edgeinfer.units import format_bytes
 
@@ -40,13 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, _host: EngineHost) -> RmResult:
     """Remove models. Raises UnknownModelError, ModelNotPulledError, ModelBusyError, InterruptedByUser.
 
-    Nothing is removed if one of them is missing; if one is busy, the ones before it are removed.
+    If one of the models is missing or busy, none is removed.
     """
     refs = dict.fromkeys(find_removable(text, forget=options.forget)[0] for text in options.models)
     names = list(map(str, refs))
     confirm(f"Remove {', '.join(names)} and its snapshots?", yes=options.yes, needs_yes=True)
-    removed, snapshots = list[RemovedModel](), list[str]()
-    for name in names:
-        removed.append(remove_model(name, forget=options.forget))
-        snapshots += remove_snapshots_of(name)
+    removed = remove_models(names, forget=options.forget)
+    snapshots = (snapshot for model in removed for snapshot in remove_snapshots_of(model.name))
     return RmResult(removed=tuple(removed), snapshots=tuple(snapshots))

@@ -15,7 +15,7 @@ from edgeinfer.models.adapters import pull_adapter
 from edgeinfer.models.catalog import load_catalog
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
-from edgeinfer.models.removal import remove_model
+from edgeinfer.models.removal import remove_models
 from edgeinfer.platform import paths
 from edgeinfer.runtime.options import Adapter, LoadOptions
 
@@ -67,7 +67,7 @@ def test_pulled_adapter_is_listed_named_and_removed(tmp_path) -> None:
     path = LORA.parse("red-1.0:0.5").removesuffix(":0.5")
     assert path == adapter.path
     assert adapters_of(f"{path}:0.5") == {"red-1.0": (path, 0.5)}
-    remove_model("red-1.0")
+    remove_models(["red-1.0"])
     assert adapters.list_adapters() == []
 
 

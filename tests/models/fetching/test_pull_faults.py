@@ -27,7 +27,7 @@ from edgeinfer.models.names import parse_reference
 from edgeinfer.models.progress import PullProgress
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import resolve
-from edgeinfer.models.removal import remove_model
+from edgeinfer.models.removal import remove_models
 from edgeinfer.models.store import model_lock
 from edgeinfer.platform import paths
 
@@ -341,12 +341,12 @@ def test_split_files_are_fetched_whole(server, options) -> None:
 def test_pins_outlive_rm_unless_forgotten(server, url, body, options) -> None:
     pull(url, options=options)
     assert store.read_pins(parse_reference("tiny")).pins[0].file_name == "tiny.gguf"
-    remove_model("tiny")
+    remove_models(["tiny"])
     assert nothing_published()
     server.files["/tiny.gguf"] = other_body()
     with pytest.raises(ChecksumError):
         pull(url, options=options)
-    remove_model("tiny", forget=True)
+    remove_models(["tiny"], forget=True)
     pull(url, options=options)
 
 
