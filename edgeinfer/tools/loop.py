@@ -34,6 +34,9 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _NO_MORE = "the limit of calls is reached: answer with the results so far, without another call"
 _REPEATED = "the same call was made before: answer with its result, which is above"
 
+#: Hint if no tools are configured.
+HOW_TO_ADD = 'add some to config.toml, e.g. `builtin = ["read", "glob", "grep"]` under `[tools]`'
+
 #: The calls since a question, grouped by the answer that made them.
 Rounds = Sequence[Sequence[ToolUse]]
 #: The arguments of a call; and an approved call: its tool and arguments.
@@ -131,8 +134,7 @@ class ChatTools:
 
     def __init__(self, config: ToolsConfig, folder: Path) -> None:
         if not config.has_tools:
-            hint = 'config.toml, e.g. `[tools]` and `builtin = ["read", "glob", "grep"]`'
-            raise UsageError("no tools are configured", hint=hint)
+            raise UsageError("no tools are configured", hint=HOW_TO_ADD)
         self.toolbox = Toolbox(config, folder)
         self._approvals = Approvals(config, folder)
         self._tools: tuple[Tool, ...] | None = None

@@ -41,7 +41,7 @@ COMMANDS = {
     "doctor": ((), None),
     "update": ((), 1),  # it does not update a Python package
     "drift": ((), 0),
-    "tools": ((), 2),  # no tools are configured
+    "tools": ((), 0),
     "version": ((), 0),
     "config": ((), 0),
     "completion": (("words", "run", ""), 0),

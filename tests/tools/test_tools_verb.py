@@ -12,6 +12,7 @@ from tools_here import command
 from edgeinfer.cli.main import main
 from edgeinfer.config.config_file import ToolsConfig, ToolServerConfig, config_path
 from edgeinfer.host import EngineHost
+from edgeinfer.tools.loop import HOW_TO_ADD
 from edgeinfer.tools.tool_use import shown_name
 from edgeinfer.tools.toolbox import Toolbox, records_path
 
@@ -43,7 +44,6 @@ def test_servers_and_tools_are_listed(configure, capsys):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "no tools are configured"),
         ('builtin = ["rm"]', "Invalid enum value"),
         ('[tools.servers.x]\ncomand = ["x"]', "comand"),
         ('builtin = ["read"]\nallow = ["("]', "is not a pattern"),
@@ -53,6 +53,12 @@ def test_mistakes_in_the_configuration_are_named(configure, capsys, text, said):
     configure(text)
     assert main(["tools"], EngineHost()) == 2
     assert said in capsys.readouterr().err
+
+
+def test_no_tools_are_no_mistake(configure, capsys):
+    configure("")
+    assert main(["tools"], EngineHost()) == 0
+    assert capsys.readouterr().out == f"no tools are configured: {HOW_TO_ADD}\n"
 
 
 def test_bad_servers_are_named_and_the_others_stay(configure, tmp_path, capsys):

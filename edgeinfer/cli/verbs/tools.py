@@ -46,9 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> ToolsResult:
-    """List tools. Raises ConfigError, and UsageError if none are configured."""
-    from edgeinfer.tools.loop import ChatTools
+    """List tools; without any, say how to add some. Raises ConfigError."""
+    from edgeinfer.tools.loop import HOW_TO_ADD, ChatTools
 
+    if not host.config.tools.has_tools:
+        return ToolsResult(servers=(), notices=(f"no tools are configured: {HOW_TO_ADD}",))
     tools = ChatTools(host.config.tools, Path.cwd())
     try:
         notices = tools.prepare(refresh=options.check)

@@ -233,7 +233,7 @@ def test_tools_without_configuration_are_refused_with_the_next_step(serve_page):
     page = serve_page()
     assert page.get("/setup")["has_tools"] is False
     refused = page.post("/conversations/0/questions", 400, text="hi", tools=True)
-    assert "no tools are configured (config.toml" in refused["error"]["message"]
+    assert "no tools are configured (add some to config.toml" in refused["error"]["message"]
     assert page.get("/conversations") == []
 
 
