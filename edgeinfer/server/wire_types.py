@@ -57,8 +57,6 @@ TokenId = Annotated[int, Meta(ge=0, lt=_INT32)]
 Text = str
 ShortText = Annotated[str, Meta(max_length=1024)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:-]+$")]
-# OpenAI's API document allows a smaller range of temperatures than `sampling_options`.
-OpenAITemperature = Annotated[float, Meta(ge=0, le=2)]
 Temperature = Annotated[float, _range("temperature")]
 Probability = Annotated[float, _range("top_p")]
 TopK = Annotated[int, Meta(ge=-1, le=BY_FIELD["top_k"].high, description="0 or -1 switches it off.")]

@@ -16,6 +16,7 @@ from edgeinfer.host import EngineHost
 from edgeinfer.models.catalog import SamplingDefaults
 from edgeinfer.runtime.requests import Sampling, check_sampling, with_options
 from edgeinfer.server.openai.wire import ChatRequest
+from edgeinfer.server.responses.wire import ResponsesRequest
 from edgeinfer.server.wire_types import SamplingFields
 
 every = pytest.mark.parametrize("option", SAMPLING_OPTIONS, ids=lambda option: option.field)
@@ -82,8 +83,8 @@ def test_model_may_set_every_option_but_the_seed() -> None:
     assert all(getattr(sampling, option.field) == option.high for option in options)
 
 
-def test_openai_says_less_of_the_temperature() -> None:
-    body = {"messages": [{"role": "user", "content": "x"}]}
-    msgspec.convert(body | {"temperature": 2.0}, ChatRequest)
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(body | {"temperature": 2.1}, ChatRequest)
+def test_openais_routes_take_every_temperature_of_the_chat() -> None:
+    highest = presets.OPTIONS["temperature"].high
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    for fields, kind in ((chat, ChatRequest), ({"input": "x"}, ResponsesRequest)):
+        assert msgspec.convert(fields | {"temperature": highest}, kind).temperature == highest

@@ -15,13 +15,13 @@ from msgspec import Meta
 from edgeinfer.server.wire_types import (
     Effort,
     JsonObject,
-    OpenAITemperature,
     ReasoningBudget,
     RepeatPenalty,
     Reply,
     SamplingFields,
     ShortText,
     StopString,
+    Temperature,
     Text,
     TokenId,
     TokenLimit,
@@ -255,7 +255,7 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
         "prompt_logprobs": "use echo with logprobs on /v1/completions",
     }
 
-    temperature: OpenAITemperature | None = None
+    temperature: Temperature | None = None
     logit_bias: LogitBias | None = None
     n: Annotated[int, Meta(ge=1, le=32)] | None = None
     stream: bool | None = None

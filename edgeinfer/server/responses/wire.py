@@ -20,11 +20,11 @@ from edgeinfer.server.wire_types import (
     Effort,
     GenerationFields,
     JsonObject,
-    OpenAITemperature,
     Probability,
     ReasoningBudget,
     Reply,
     ShortText,
+    Temperature,
     Text,
     TokenCount,
     ToolName,
@@ -185,7 +185,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     input: str | Annotated[list[Item], Meta(min_length=1, max_length=4096)]
     instructions: Text | None = None
     max_output_tokens: TokenCount | None = None
-    temperature: OpenAITemperature | None = None
+    temperature: Temperature | None = None
     top_p: Probability | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     stream: bool | None = None

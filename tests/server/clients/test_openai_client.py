@@ -124,7 +124,7 @@ def test_errors_arrive_as_the_clients_own_exceptions(client):
         client.chat.completions.create(model="nobody", messages=HI)
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as wrong:
-        client.chat.completions.create(model="smollm2", messages=HI, temperature=9)
+        client.chat.completions.create(model="smollm2", messages=HI, temperature=99)
     assert wrong.value.param == "temperature"
     turns = [{"role": "user", "content": "word " * 9000}]
     with pytest.raises(openai.BadRequestError) as long:

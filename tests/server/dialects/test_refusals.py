@@ -24,7 +24,7 @@ CHAT = [
     ({"n_ctx": 512}, "n_ctx", "unknown_parameter"),
     ({"gpu_layers": 0}, "gpu_layers", "unknown_parameter"),
     ({"prompt_logprobs": 0}, "prompt_logprobs", "unsupported_parameter"),
-    ({"temperature": 2.1}, "temperature", "decimal_above_max_value"),
+    ({"temperature": 10.1}, "temperature", "decimal_above_max_value"),
     ({"temperature": -0.1}, "temperature", "decimal_below_min_value"),
     ({"temperature": "hot"}, "temperature", "invalid_type"),
     ({"n": 0}, "n", "integer_below_min_value"),

@@ -79,7 +79,7 @@ def test_every_line_is_answered_in_openais_format(files):
 
 
 def test_a_wrong_request_is_an_answer_with_its_status(files):
-    paths = files(_chat("good"), _chat("bad", temperature=9), _chat("other", model="gpt-4o"))
+    paths = files(_chat("good"), _chat("bad", temperature=99), _chat("other", model="gpt-4o"))
     result, _ = _run(paths)
     answers = _answers(paths[1])
     assert answers["bad"]["response"]["status_code"] == 400
@@ -105,10 +105,10 @@ def test_a_second_run_does_only_what_is_missing(files):
 
 
 def test_a_second_run_tries_failed_lines_again(files, tmp_path):
-    _run(files(_chat("a"), _chat("b", temperature=9), _chat("c", temperature=9), _chat("d")))
+    _run(files(_chat("a"), _chat("b", temperature=99), _chat("c", temperature=99), _chat("d")))
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "out.jsonl")
     os.chmod(tmp_path / "out.jsonl", 0o640)
-    again = files(_chat("a"), _chat("b"), _chat("c", temperature=9), _chat("e"))
+    again = files(_chat("a"), _chat("b"), _chat("c", temperature=99), _chat("e"))
     result, engine = _run((again[0], tmp_path / "link.jsonl"))
     assert (result.done, result.skipped, result.failed, result.retried) == (3, 1, 1, 2)
     assert "2 had failed in an earlier run and were tried again" in result.human()
@@ -121,7 +121,7 @@ def test_a_second_run_tries_failed_lines_again(files, tmp_path):
 
 
 def test_a_run_that_replaces_failed_lines_still_holds_the_output(files):
-    paths = files(_chat("a", temperature=9), _chat("b"))
+    paths = files(_chat("a", temperature=99), _chat("b"))
     _run(paths)
     refused = []
 
@@ -199,8 +199,8 @@ def test_no_answer_is_lost_if_a_run_is_killed_while_it_removes_lines(
 
 
 def test_failed_lines_of_an_output_that_cannot_be_replaced_are_tried_again(files, busy_output):
-    _run(files(_chat("a", temperature=9), _chat("b"), _chat("c", temperature=9)))
-    paths = files(_chat("a"), _chat("b"), _chat("c", temperature=9))
+    _run(files(_chat("a", temperature=99), _chat("b"), _chat("c", temperature=99)))
+    paths = files(_chat("a"), _chat("b"), _chat("c", temperature=99))
     result, _ = _run(paths)
     assert (result.done, result.skipped, result.failed, result.retried) == (2, 1, 1, 2)
     statuses = {key: line["response"]["status_code"] for key, line in _answers(paths[1]).items()}
@@ -223,7 +223,7 @@ def test_answers_after_a_replacement_are_kept_if_its_folder_cannot_be_flushed(fi
 
 
 def test_the_output_may_be_a_device(files):
-    paths = files(_chat("a"), _chat("b", temperature=9))
+    paths = files(_chat("a"), _chat("b", temperature=99))
     for _ in range(2):
         result, _ = _run((paths[0], os.devnull))
         assert (result.done, result.failed, result.skipped) == (2, 1, 0)

@@ -32,7 +32,7 @@ def test_requests_tokens_and_times_are_counted(serve):
     live_server = serve(_engine())
     live_server.chat()
     live_server.chat(stream=True)
-    live_server.chat(temperature=9)
+    live_server.chat(temperature=99)
     text = live_server.get("/metrics").text
     version = 'model_name="fake",model_version="0123456789ab"'
     for line in (
