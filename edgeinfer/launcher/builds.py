@@ -18,7 +18,10 @@ LOG = "auto-warm.log"
 _LOG_BYTES = 256 << 10
 #: Reasons why a background build has nothing to do; these do not count as failures.
 ALREADY_BUILT, BEING_BUILT = "it is already built", "another process is building it"
-_NOT_BUILT = ": not built: "
+SWITCHED_OFF = "switched off (snapshots.auto-warm)"
+#: Separators in the log's line of a failed build: NAME: not built: REASON; again: COMMAND.
+_NOT_BUILT, _AGAIN = ": not built: ", "; again: "
+_STAMP = "%Y-%m-%dT%H:%M:%S%z"
 
 
 class Builds:
@@ -119,22 +122,28 @@ def was_logged(text: str) -> bool:
     return text in _read_log()
 
 
-def not_built(name: str, reason: str) -> str:
-    """Return the line of the log for a background build of the snapshot `name` that failed."""
-    return f"{name}{_NOT_BUILT}{reason}"
+def not_built(name: str, reason: str, command: str) -> str:
+    """Return the log's line for a failed build of the snapshot `name`, which `command` builds."""
+    return f"{name}{_NOT_BUILT}{reason}{_AGAIN}{command}"
 
 
-def failures() -> dict[str, str]:
-    """Return, by snapshot name, why the last background build failed; no entry after a success."""
-    reasons: dict[str, str] = {}
+def failures() -> dict[str, tuple[str, str]]:
+    """Return snapshot name → why its last background build failed, and the command that builds it.
+
+    A snapshot that was built after the failure, for example by `edgeinfer warm`, is left out.
+    """
+    by_name: dict[str, tuple[str, str]] = {}
+    built_ns = {name: int(storage.generation_of(f[0]), 16) for name, f in storage.generations().items()}
     for line in _read_log().splitlines():
-        text = line.partition(" ")[2]
-        name, is_failure, reason = text.partition(_NOT_BUILT)
-        reasons.pop(text.partition(": built in ")[0], None)
-        reasons.pop(name, None)  # so that the latest failure is the last entry of the dict
-        if is_failure and reason not in (ALREADY_BUILT, BEING_BUILT):
-            reasons[name] = reason
-    return reasons
+        stamp, _, text = line.partition(" ")
+        name, _, outcome = text.partition(_NOT_BUILT)
+        reason, _, command = outcome.partition(_AGAIN)
+        by_name.pop(text.partition(": built in ")[0], None)
+        by_name.pop(name, None)  # the last failure becomes the last entry
+        is_failure = reason not in ("", ALREADY_BUILT, BEING_BUILT, SWITCHED_OFF)
+        if is_failure and stamp > time.strftime(_STAMP, time.localtime(built_ns.get(name, 0) / 1e9)):
+            by_name[name] = reason, command
+    return by_name
 
 
 def _read_log() -> str:
@@ -153,7 +162,7 @@ def log(text: str) -> None:
     storage.refuse_unsafe(folder, directory=True)
     if os.path.exists(path) and os.path.getsize(path) > _LOG_BYTES:
         os.replace(path, path.removesuffix(".log") + ".old.log")
-    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    stamp = time.strftime(_STAMP)
     with open(path, "a", encoding="utf-8") as file:
         file.write(f"{stamp} {text}\n")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from collections.abc import Sequence
 
 import msgspec
 
-from edgeinfer.config.load_options import NO_ADAPTERS, snapshot_options
+from edgeinfer.config.load_options import LOAD_OPTIONS, NO_ADAPTERS, snapshot_options
 from edgeinfer.platform.paths import is_model_path
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
@@ -48,6 +49,16 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
         stamps |= {path: fingerprint.stamp(path) for path in read_files(self.files, self.options)}
         parts = (*fingerprint.machine_keys().items(), msgspec.json.encode(inputs), *stamps.items())
         return hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()
+
+    @property
+    def warm_command(self) -> str:
+        """Command that builds this snapshot."""
+        values = snapshot_options(self.options)
+        rows = [row for row in LOAD_OPTIONS if row.flag and row.field in values]
+        typed = [f"{row.flag}={values[row.field]}" for row in rows]
+        typed += [f"--system={self.system}"] * (self.system != self.files.system_prompt)
+        typed += [f"--name={self.given_name}"] * bool(self.given_name)
+        return shlex.join(["edgeinfer", "warm", self.model, *typed])
 
     @property
     def options_to_repeat(self) -> LoadOptions:

@@ -262,13 +262,14 @@ _TRANSIENT = (DiskFullError, InterruptedByUser, OutOfMemoryError, SnapshotsUnava
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A failed build. `at_s` is Unix time, `depends_on` the SHA-256 of its inputs."""
+    """A failed build; `command` repeats it. `at_s`: Unix time; `depends_on`: SHA-256 of its inputs."""
 
     name: str
     model: str
     message: str
     at_s: float
     depends_on: str
+    command: str
 
 
 def killed_error(process_name: str) -> OutOfMemoryError:
@@ -276,13 +277,14 @@ def killed_error(process_name: str) -> OutOfMemoryError:
     return OutOfMemoryError(f"{process_name} was killed; the kernel does that when memory is short")
 
 
-def record_failure(name: str, model: str, depends_on: str, error: EdgeInferError) -> None:
-    """Record a failed build, so that it is not repeated. Transient errors are not recorded."""
+def record_failure(error: EdgeInferError, **build: str) -> None:
+    """Record a failed build, so that it is not repeated. Transient errors are not recorded.
+
+    `build` has the fields of `Failure` that name the build.
+    """
     if not isinstance(error, _TRANSIENT):
-        failure = Failure(
-            name=name, model=model, message=error.message, at_s=time.time(), depends_on=depends_on
-        )
-        write_durably(_failure_path(name), msgspec.json.encode(failure), 0o600)
+        failure = Failure(message=error.message, at_s=time.time(), **build)
+        write_durably(_failure_path(failure.name), msgspec.json.encode(failure), 0o600)
 
 
 def forget_failure(name: str) -> None:

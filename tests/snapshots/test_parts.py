@@ -24,6 +24,7 @@ from edgeinfer.cli.main import main
 from edgeinfer.cli.verbs import doctor
 from edgeinfer.cli.verbs.snapshots import SnapshotsResult
 from edgeinfer.config.config_file import SnapshotsConfig
+from edgeinfer.config.load_options import snapshot_options
 from edgeinfer.errors import (
     DiskFullError,
     SnapshotMissingError,
@@ -232,6 +233,7 @@ def test_cold_start_is_said_once_and_never_where_a_chat_draws(root, capsys, role
         (("m: not built: no: memory", "m: not built: it hung", "other: not built: no"), "it hung"),
         (("m: not built: it hung", "m: not built: another process is building it"), ""),
         (("m: not built: it hung", "m: built in 2.0 s, 9 MB on disk"), ""),
+        (("m: not built: switched off (snapshots.auto-warm)",), ""),
         (("m,ctx=512: not built: it hung", "m: not built before these options are used again"), ""),
     ],
 )
@@ -251,6 +253,33 @@ def test_failed_background_build_is_told_by_the_next_cold_start_and_doctor(
     if criu.probe().tier is not None:
         assert ("was not built in the background: it hung" in described) == ("ctx" in outcomes[0])
         assert ("other was not built in the background: no" in described) == bool(reason)
+
+
+@pytest.mark.parametrize(("age_s", "is_told"), [(60, True), (-60, False)])
+def test_a_snapshot_built_after_a_failure_mends_it(root, age_s, is_told):
+    builds.log(builds.not_built("m", "it hung", "edgeinfer warm m"))
+    publish(root, "m", time.time_ns() - age_s * 10**9)
+    assert builds.failures() == ({"m": ("it hung", "edgeinfer warm m")} if is_told else {})
+
+
+OPTIONS = LoadOptions(n_ctx=8192, lora="/adapters/a b.gguf")
+COMMAND = "edgeinfer warm m --ctx=8192 '--lora=/adapters/a b.gguf'"
+
+
+def test_doctor_names_the_command_that_builds_the_snapshot(root, monkeypatch):
+    monkeypatch.setattr(criu, "probe", lambda: criu.Probe("root", "CRIU 4.1"))
+    builds.log(jobs.build_if_useful("m", OPTIONS))  # there is no model m
+    (name,) = builds.failures()
+    assert name == storage.snapshot_name("m", snapshot_options(OPTIONS))
+    assert doctor._snapshots().fix == COMMAND
+    inputs = SnapshotInputs(model="m", files=ModelFiles(name="m", paths=()), options=OPTIONS)
+    facts = {"name": name, "model": "m", "depends_on": "", "command": inputs.warm_command}
+    registry.record_failure(SnapshotStaleError("planted"), **facts)
+    assert doctor._snapshots().fix == COMMAND
+    result = SnapshotsResult(
+        snapshots=(), disk_bytes=0, limit_bytes=0, failures=tuple(registry.list_failures())
+    )
+    assert f"now: `{COMMAND}`" in result.human()
 
 
 @pytest.mark.parametrize("model", ["Other", "m"])

@@ -187,21 +187,16 @@ def _snapshots() -> Finding:
     if probed.tier is None:
         return Finding("warn", f"launches are cold: {probed.reason}", probed.fix)
     from edgeinfer.launcher import builds
-    from edgeinfer.snapshot_format import storage
     from edgeinfer.snapshots import registry
 
     failed = registry.list_failures()
     if failed:
         named = "; ".join(f"{failure.name} could not be built: {failure.message}" for failure in failed)
-        fix = f"edgeinfer warm {failed[0].model}"
-        return Finding("warn", f"{probed.tier}: {probed.reason}; {named}", fix)
-    built = storage.generations()
-    unseen = {name: reason for name, reason in builds.failures().items() if name not in built}
-    if unseen:
-        name, reason = unseen.popitem()
+        return Finding("warn", f"{probed.tier}: {probed.reason}; {named}", failed[0].command)
+    if unseen := builds.failures():
+        name, (reason, command) = unseen.popitem()
         last = f"{name} was not built in the background: {reason}; see {builds.log_file()}"
-        fix = f"edgeinfer warm {storage.model_prefix_of(name).replace('+', ':')}"
-        return Finding("warn", f"{probed.tier}: {probed.reason}; {last}", fix)
+        return Finding("warn", f"{probed.tier}: {probed.reason}; {last}", command)
     return Finding("ok", f"{probed.tier}: {probed.reason}")
 
 

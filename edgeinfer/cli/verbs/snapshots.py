@@ -71,7 +71,7 @@ def _failure_line(failure: Failure) -> str:
     ago = format_duration(max(0.0, time.time() - failure.at_s))
     return (
         f"{failure.name} could not be built {ago} ago: {failure.message} "
-        f"(tried again when something changes; now: `edgeinfer warm {failure.model}`)"
+        f"(tried again when something changes; now: `{failure.command}`)"
     )
 
 

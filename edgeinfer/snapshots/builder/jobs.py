@@ -37,7 +37,7 @@ from edgeinfer.launcher import builds, messages, selection
 from edgeinfer.models.reference import resolve
 from edgeinfer.platform import paths, process
 from edgeinfer.platform.disk import free_bytes, is_locked, locked
-from edgeinfer.runtime.options import LoadOptions
+from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.snapshot_format import criu, fingerprint, storage
 from edgeinfer.snapshots import registry
 from edgeinfer.snapshots.builder.builder import BuildRequest, wait_for_payload
@@ -103,7 +103,8 @@ def _build_in_new_folder(
         # a failure is recorded for the main model, so a draft model's failure to load is left out
         is_of_draft = inputs.options.draft not in ("", NO_DRAFT) and isinstance(error, ModelLoadError)
         if isinstance(error, EdgeInferError) and not is_of_draft:
-            registry.record_failure(inputs.name, inputs.model, request.depends_on, error)
+            build_names = {"model": inputs.model, "depends_on": request.depends_on}
+            registry.record_failure(error, name=inputs.name, command=inputs.warm_command, **build_names)
         raise
 
 
@@ -235,7 +236,7 @@ def _find_same(inputs: SnapshotInputs) -> Details | None:
 def reason_not_to_build(config: Config, inputs: SnapshotInputs) -> str:
     """Return why a background build of this snapshot would be useless; "" if it is useful."""
     if not config.snapshots.auto_warm:
-        return "switched off (snapshots.auto-warm)"
+        return builds.SWITCHED_OFF
     probed = criu.probe()
     if probed.tier is None:
         return probed.reason
@@ -253,19 +254,19 @@ def reason_not_to_build(config: Config, inputs: SnapshotInputs) -> str:
 
 def build_if_useful(model: str, options: LoadOptions) -> str:
     """Build the snapshot unless there is a `reason_not_to_build`; return the line for the log."""
-    host, name = EngineHost(), model
+    host, files = EngineHost(), ModelFiles(name=model, paths=())
+    inputs = SnapshotInputs(model=model, files=files, options=options)
     try:
         ref = resolve(model)
         files = host.files(ref, draft=options.draft)
-        system = files.system_prompt
-        inputs = SnapshotInputs(model=ref.name, files=files, options=options, system=system)
-        name = inputs.name
+        loaded = {"model": ref.name, "system": files.system_prompt}
+        inputs = msgspec.structs.replace(inputs, files=files, **loaded)
         if why_not := reason_not_to_build(host.config, inputs):
-            return builds.not_built(name, why_not)
+            return builds.not_built(inputs.name, why_not, inputs.warm_command)
         began = time.monotonic()
         details = build(inputs, host.config.snapshots, lambda _stage, _fraction: None)
     except EdgeInferError as error:
-        return builds.not_built(name, error.message)
+        return builds.not_built(inputs.name, error.message, inputs.warm_command)
     took = f"{time.monotonic() - began:.1f} s"
     return f"{details.name}: built in {took}, {format_bytes(details.disk_bytes)} on disk"
 

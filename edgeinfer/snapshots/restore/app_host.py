@@ -303,7 +303,7 @@ class AppHost(EngineHost):
         is_building = is_locked(build_lock(paths.snapshots_dir(), snapshot))
         hint = "a snapshot is being built" if is_building else self._hint
         if not is_building and (failure := builds.failures().get(snapshot)):
-            hint += f"; not built in the background: {failure}; see {builds.log_file()}"
+            hint += f"; not built in the background: {failure[0]}; see {builds.log_file()}"
         sys.stderr.write(f"edgeinfer: cold start: {self.start.reason} ({hint})\n")
 
     def _describe(self, engine: LlamaEngine, description: ProcessDescription) -> None:
