@@ -55,8 +55,9 @@ def locked_work_folder(ref: Reference, not_lost: str = "", suffix: str = "") -> 
                     work.rmdir()
     except OSError as error:
         location = f"{error.filename}: " if error.filename else ""
-        hint = "let this user write there, or `export EDGEINFER_HOME=FOLDER`, then run it again"
-        raise CatalogError(f"{location}{error.strerror or error}", hint=hint) from error
+        way = "allow your user to write there, or use another folder: `export EDGEINFER_HOME=FOLDER`"
+        problem = f"{ref} cannot be stored: {location}{error.strerror or error}"
+        raise CatalogError(problem, hint=f"{way}; then run the same command again") from error
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ..conftest import flip_bit
 from .conftest import MODEL, small_disk
 
 pytestmark = pytest.mark.criu
-STAGES = ("load", "prefill", "warm up", "dump", "bake", "verify")
+STAGES = ("load", "prefill", "warm up", "dump", "copy memory", "verify")
 
 
 @pytest.fixture

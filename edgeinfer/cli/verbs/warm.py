@@ -47,8 +47,8 @@ class WarmResult(TimedResult, frozen=True, kw_only=True):
             f"{d.name} is warm: {format_bytes(d.disk_bytes)} on disk, "
             f"{format_bytes(d.memory_bytes)} of memory{prefilled}\n"
             f"{stages}{waited}; {self.wall_s:.1f} s in all\n"
-            f"context {d.actual.get('n_ctx', '?')} tokens, {d.actual.get('n_parallel', '?')} at once, "
-            f"{d.tier} tier{start}"
+            f"context {d.actual.get('n_ctx', '?')} tokens, "
+            f"{d.actual.get('n_parallel', '?')} sequences at once{start}"
         )
 
 

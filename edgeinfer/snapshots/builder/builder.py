@@ -80,7 +80,7 @@ class Builder:
         """
         self._images.mkdir(mode=0o700)
         parked = self._park_and_dump()
-        self._stages.begin("bake")
+        self._stages.begin("copy memory")
         baked = bake(self._images, self._folder / storage.MEMORY, parked.pid, self._stages.report)
         self._stages.begin("verify")
         manifest = self._manifest(parked)
