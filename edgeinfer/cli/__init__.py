@@ -1,1 +1,1 @@
-"""The command line: the parser, one module per verb, results and their printing."""
+"""The command line: the parser, one module per verb, and the results that are printed."""

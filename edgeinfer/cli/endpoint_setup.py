@@ -55,20 +55,20 @@ if TYPE_CHECKING:
     from edgeinfer.models.progress import OnProgress
 
 T = TypeVar("T")
-#: Number of file descriptors reserved for files, models and workers; connections may use the others.
+#: Number of file descriptors kept for files, models and workers; connections may use all others.
 _OWN_DESCRIPTORS = 128
 _MAX_DESCRIPTORS = 65_536
 
 _PURGE_EVERY_S = 24 * 3600
-#: Longest time (s) for which the list of other programs' models is cached: clients ask often.
+#: The list of other programs' models is cached for this time (s): clients request it often.
 FRESH_S = 2.0
 
 
 def serve(options: argparse.Namespace, host: EngineHost) -> ServeOutcome:
-    """Serve until a signal, or until no request has arrived for the time of `--idle-exit`.
+    """Serve until a signal, or until no request has arrived for `--idle-exit` seconds.
 
-    Raises ServeError if the address cannot be bound or the API key file is readable by others, and what
-    `reference.resolve` and `EngineHost.files` raise.
+    Raises ServeError if the address cannot be bound or other users may read the API key file, and the
+    errors of `reference.resolve` and `EngineHost.files`.
     """
     loader = _default_loader(options, host)
     address = pick(options.host, host.config.serve.host), pick(options.port, host.config.serve.port)
@@ -82,7 +82,7 @@ def serve(options: argparse.Namespace, host: EngineHost) -> ServeOutcome:
 def _default_loader(
     options: argparse.Namespace, host: EngineHost, *, is_counted: bool = True
 ) -> ModelLoader:
-    """Verify the default model; return its loader. Raises like `reference.resolve` and `files`."""
+    """Verify the default model's files; return its loader. Raises like `resolve` and `host.files`."""
     typed: str = options.model or host.config.default_model
     model = typed if typed == host.loaded_model else resolve(typed)
     loading = typed_options.load_options(options, host.config.load)
@@ -120,7 +120,7 @@ async def _serve(
         traces=options.traces or "",
         model_admin=ModelAdmin() if _speaks_ollama(options, host) else None,
     )
-    load_key(host.config.receipts.key)  # fail now if the key is invalid
+    load_key(host.config.receipts.key)  # fail at the start if the key is invalid
     if folder := pick(options.log_payloads, config.log_payloads):
         endpoint.payload_log = PayloadLog(Path(folder), endpoint)
     if config.web:
@@ -142,7 +142,7 @@ def offline_endpoint(
 ) -> tuple[Endpoint, ASGIApp]:
     """Build an endpoint without sockets or limits, for `batch` and `eval`; return it and its ASGI app.
 
-    `names` are further models or GGUF files; if there are any, `ps --usage` does not count the answers.
+    Requests may also name `names`: models or GGUF files. With any, `ps --usage` counts no answers.
     """
     loader = _default_loader(options, host, is_counted=not names)
     stored, also = pulled_models(), [AvailableModel(name=model_name) for model_name in names]
@@ -164,10 +164,10 @@ async def _purge_daily() -> None:
 
 
 class ModelLoader:
-    """Loads the default model into this process at first, and all later models into workers.
+    """Loads the default model into this process once, and every later model into a worker.
 
-    `name` is the default model's name in requests, `model` its reference, or its full name if this
-    process was resumed with it.
+    Requests call the default model `name`. `model` is its reference, or its full name if this process
+    was resumed with that model.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class ModelLoader:
         self._loads_here = True
 
     def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
-        """Load a model. Runs in a thread. Raises what the host's `engine` and `worker` raise."""
+        """Load a model, in a thread of the model pool. Raises like the host's `engine`, `worker`."""
         if name != self.name:
             return self._worker(name, self._options.for_another_model(), progress)
         if not self._loads_here:
@@ -191,7 +191,7 @@ class ModelLoader:
         return LoadedEngine(engine=engine, how=start.how, stages_ms=start.stages_ms)
 
     def worker(self, progress: LoadProgress | None = None, **changed: Any) -> LoadedEngine:
-        """Load the default model into a worker; `changed` are other load options."""
+        """Load the default model into a worker; `changed` replaces some of its load options."""
         name = self._model if isinstance(self._model, str) else self._model.name
         return self._worker(name, msgspec.structs.replace(self._options, **changed), progress)
 
@@ -209,14 +209,14 @@ class ModelLoader:
 
 @dataclass
 class ReplicaLoader:
-    """Loads several replicas of the default model, each in a worker: a crash ends only one replica."""
+    """Loads replicas of the default model, each in its own worker, so that a crash ends only one."""
 
     loader: ModelLoader
     count: int
     log: Log
 
     def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
-        """Load the replicas, or another model. Runs in a thread. Raises what `ModelLoader` raises."""
+        """Load the replicas or another model, in a thread of the model pool. Raises as `loader`."""
         if name != self.loader.name:
             return self.loader(name, progress)
         loaded: list[LoadedEngine] = []
@@ -238,7 +238,7 @@ class ReplicaLoader:
 
 
 def _context_options(first: EngineInfo | None) -> dict[str, Any]:
-    """Return the context options of the `first` replica, with which the others are loaded."""
+    """Return the `first` replica's context options, for later replicas; {} if there is no first one."""
     if first is None:
         return {}
     sizes = {"n_ctx": first.n_ctx, "n_parallel": first.n_parallel}
@@ -295,7 +295,7 @@ def _speaks_ollama(options: argparse.Namespace, host: EngineHost) -> bool:
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Listen on every TCP address of `host` (IPv4 and IPv6). Raises ServeError."""
+    """Listen on every TCP address of `host` (IPv4 and IPv6). Raises ServeError if that fails."""
     return [socket.socket(fileno=descriptor) for descriptor in listening.bind(host, port)]
 
 
@@ -320,7 +320,7 @@ def _bind_ollama(
         raise ServeError(
             error.message,
             hint="stop the running Ollama, or leave out --ollama: "
-            "the endpoint's own address also serves /api/*",
+            "the endpoint's own address also serves Ollama's API (/api/*)",
         ) from error
 
 
@@ -329,7 +329,7 @@ def make_gate(
 ) -> Gate:
     """Build the gate, which checks each request's address, Host, Origin and API key.
 
-    An address beyond loopback needs an API key, which is created at the first use. Raises ServeError.
+    Beyond loopback, an API key is needed, and made at the first use. Raises ServeError for origin `*`.
     """
     api_keys = keys.configured_keys(options.api_key_file)
     addresses = [address for address, _ in _addresses(listeners)]
@@ -357,7 +357,7 @@ def make_gate(
 
 
 def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> Limits:
-    """Return this process's limits on connections and requests. Raises UsageError, ServeError."""
+    """Return limits on connections and requests. Raises UsageError, ServeError for bad TLS options."""
     if (options.tls_cert is None) != (options.tls_key is None):
         raise UsageError("--tls-cert and --tls-key must be given together")
     if options.tls_cert is not None:
@@ -378,11 +378,11 @@ def _raise_descriptor_limit() -> int:
 
 def _check_certificate(cert: str, key: str) -> None:
     """Raise ServeError unless OpenSSL accepts the certificate and its key."""
-    import ssl  # only for TLS: it takes 10 ms
+    import ssl  # slow import (10 ms), needed only for TLS
 
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
-    except OSError as error:  # also SSLError
+    except OSError as error:  # also SSLError, a subclass
         reason = error.strerror or str(error)
         problem = f"--tls-cert {cert} and --tls-key {key} cannot be used: {reason}"
         raise ServeError(

@@ -1,4 +1,4 @@
-"""The command line: parses it, runs a verb, and prints its result.
+"""Parse the command line, run a verb, and print the result of the verb.
 
 stdout is for data, stderr for everything else. Only this module prints results and errors.
 """
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None, host: EngineHost | None = None) -> i
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 130
-    except Exception as error:  # noqa: BLE001  a person never sees a traceback unasked
+    except Exception as error:  # noqa: BLE001  a traceback is shown only on request
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
             target = error.filename or "the output"
             failure: EdgeInferError = DiskFullError(f"cannot write {target}: {error.strerror}")
@@ -123,20 +123,20 @@ def _refuse_unknown_verb(typed: Sequence[str]) -> None:
 
 
 def _is_model(word: str) -> bool:
-    from edgeinfer.models.reference import find  # slow import (30 ms), only after a mistake
+    from edgeinfer.models.reference import find  # slow import (30 ms), needed only after a mistake
 
     try:
         return find(word) is not None
-    except CatalogError:  # a model with an unreadable record
+    except CatalogError:  # there is a model of this name, with an unreadable record
         return True
 
 
 def _run(options: argparse.Namespace, host: EngineHost) -> Result:
     if options.verb in LINUX_ONLY and sys.platform != "linux":
-        problem = f"`{options.verb}` needs Linux; without it every launch is a cold start"
+        problem = f"`{options.verb}` needs Linux; on other systems every launch is a cold start"
         raise SnapshotsUnavailableError(problem, hint="")
     verb = module_of(options.verb)
-    # `doctor` has nothing to undo, and a KeyboardInterrupt in a callback of llama.cpp would be lost
+    # Ctrl-C ends `doctor` at once: an exception in a callback from llama.cpp would be dropped
     if options.verb != "doctor":
         raise_on_ctrl_c()
     start_s = time.monotonic()
@@ -149,7 +149,7 @@ def _run(options: argparse.Namespace, host: EngineHost) -> Result:
 def _print_result(result: Result, *, as_json: bool) -> None:
     text = envelope(result).decode() if as_json else result.human()
     if sys.stdout.isatty():
-        text = without_controls(text)  # the text may quote a file or a name
+        text = without_controls(text)  # a name or file in the text may have control characters
     if text:
         print(text, flush=True)  # noqa: T201
 

@@ -1,4 +1,4 @@
-"""Options of several verbs, by scope: load, launch, request."""
+"""Command-line options that several verbs share, by scope: load, launch, request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SYSTEM = "system prompt: text, @FILE or name of a saved prompt"
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Add the load options. Their default is None, which stands for the configuration."""
+    """Add the load options. Their default, None, stands for the value in config.toml."""
     has_sampling = any(group.title == SAMPLING for group in parser._action_groups)
     help = f"show every option, such as {'--temperature' if has_sampling else '--gpu-layers'}"
     parser.add_argument("--help-all", action=HelpAll, nargs=0, help=help)
@@ -28,14 +28,14 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_attached_options(parser: argparse._ActionsContainer) -> None:
-    """Add the load options that need no other snapshot, e.g. GPU layers and adapters."""
+    """Add the load options that work with any snapshot: threads and GPU layers."""
     for option in LOAD_OPTIONS:
         if option.flag and not option.of_snapshot:
             add_load_option(parser, option)
 
 
 def add_load_option(parser: argparse._ActionsContainer, option: LoadOption) -> None:
-    """Add one load option. `Namespace` gets its value as the attribute `option.field`."""
+    """Add a load option; its parsed value becomes the attribute `option.field` of the namespace."""
     choices = option.choices if option.metavar is None else None
     parser.add_argument(
         option.flag,
@@ -84,7 +84,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the sampling options, and return their group. None stands for the model's default."""
+    """Add the sampling options; return their group. The default, None, stands for the model's value."""
     group = parser.add_argument_group(SAMPLING)
     for option in sampling_options.TYPED:
         metavar = "N" if option.kind is int else "X"
@@ -93,7 +93,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> argparse._ArgumentG
 
 
 def number_between(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], Any]:
-    """Return an argparse type for numbers from `low` to `high`."""
+    """Return a function that parses a number from `low` to `high`, as the `type` of an argument."""
 
     def parse(text: str) -> Any:
         with contextlib.suppress(ValueError):
@@ -118,7 +118,7 @@ def add_traces(parser: argparse._ActionsContainer) -> None:
 
 
 def add_yes(parser: argparse.ArgumentParser) -> None:
-    add_option(parser, "--yes", "do not ask")
+    add_option(parser, "--yes", "do not ask for confirmation")
 
 
 def add_model(

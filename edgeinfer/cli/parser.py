@@ -130,17 +130,17 @@ LINUX_ONLY = ("bench", "warm", "snapshots", "ps", "stop", "update")
 _WITHOUT_JSON = ("chat", "serve")
 #: Action of another program → action of edgeinfer.
 _OTHER_COMMANDS = {"remove": "rm", "delete": "rm", "ls": "list"}
-#: Verb → hint if more words were typed than it takes.
+#: Verb → hint if more words were typed than the verb takes.
 _EXTRA_WORD_HINTS = {
     "run": 'put the prompt in quotes: `edgeinfer run "What is photosynthesis?"`',
     "config": "`edgeinfer config` shows the path of the file: set keys there",
 }
-#: Greatest number of allowed values that an error lists.
+#: An error lists the allowed values if there are at most this many.
 _MOST_LISTED = 10
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser: options in any position, no abbreviations, mistakes raise UsageError."""
+    """An ArgumentParser with options in any position, not abbreviated; mistakes raise UsageError."""
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -157,10 +157,10 @@ class Parser(argparse.ArgumentParser):
         named = flags.intersection(re.findall(r"--?[\w-]+", message))
         return f"{self.prog} {'--help-all' if named else '--help'}"
 
-    def parse_known_args(  # type: ignore[override]  # typeshed: overloads
+    def parse_known_args(  # type: ignore[override]  # typeshed has overloads
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse options and positionals in any order, but not the words after a verb or an agent."""
+        """Parse options and positionals in any order, except those that follow a verb or an agent."""
         actions = self._get_positional_actions()
         if any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in actions):
             return super().parse_known_args(args, namespace)
@@ -209,7 +209,7 @@ class HelpAll(argparse.Action):
 
 @cache
 def build_parser(verb: str | None = None) -> Parser:
-    """Return the (cached) parser with the arguments of one verb, or of all (None)."""
+    """Return the (cached) parser with the arguments of `verb`, or of every verb (None)."""
     parser = Parser(
         prog="edgeinfer",
         description="Local language models that start at once.",
@@ -317,7 +317,7 @@ def add_option(parser: argparse._ActionsContainer, usage: str, help: str, **sett
 
 @cache
 def json_option() -> argparse.ArgumentParser:
-    """Return the parent parser with `--json`; the root parser sets its default."""
+    """Return the parent parser with `--json`; the root parser sets the default, False."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object"
@@ -331,11 +331,11 @@ def wants_json(typed: Sequence[str]) -> bool:
 
 
 def nearest(word: str, candidates: Sequence[str]) -> str:
-    """Return the candidate most similar to `word`, or one that begins with it; "" if none does.
+    """Return the candidate most similar to `word`, or one that begins with `word`; "" for none.
 
-    Swapped letters are similar, even in a short word.
+    A candidate with the letters of `word` in another order counts as similar.
     """
-    from edgeinfer.models.lookup import similar_names  # only needed after a mistake
+    from edgeinfer.models.lookup import similar_names  # needed only after a mistake
 
     swapped = [name for name in candidates if sorted(name) == sorted(word)]
     return next(iter(similar_names(word, (), candidates) or swapped), "")

@@ -1,4 +1,4 @@
-"""The file of `run --receipt FILE`: checked as the command line is parsed, written after the answer."""
+"""The file of `run --receipt FILE`, checked with the command line and written after the answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HINT = "name another file for --receipt"
 
 
 class ReceiptFile(msgspec.Struct, frozen=True):
-    """A file for a receipt. Prompt and answer of a private receipt are in FILE.content instead."""
+    """A file for a receipt. With `--private`, prompt and answer are written to FILE.content instead."""
 
     path: Path
 
@@ -37,19 +37,19 @@ class ReceiptFile(msgspec.Struct, frozen=True):
 
     @property
     def is_stream(self) -> bool:
-        """Return whether to append instead of replacing the file: a device, a FIFO, an open file."""
+        """Return whether to append to the file, because a device, FIFO or open file is not replaced."""
         is_open_file = str(self.path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
         return is_open_file or (self.path.exists() and not self.path.is_file())
 
     def record(self, request: GenerateRequest, *, is_private: bool) -> GenerateRequest:
-        """Return the request in the form needed for a receipt. Raises UsageError."""
+        """Return the request, set to record tokens. Raises UsageError if FILE.content cannot exist."""
         if is_private and self.is_stream:
-            problem = f"{self.path} is not an ordinary file, which FILE.content needs"
+            problem = f"--private needs a file next to the receipt: {self.path} is not an ordinary file"
             raise UsageError(problem, hint=_HINT)
         return with_record(request)
 
     def write(self, receipt: Receipt | Refusal, *, is_private: bool) -> None:
-        """Write a receipt, and print how to check it, or why there is none. Raises UsageError."""
+        """Write a receipt; say how to check it, or why there is none. Raises UsageError if it fails."""
         if isinstance(receipt, Refusal):
             sys.stderr.write(f"edgeinfer: no receipt: {receipt.refused}\n")
             return

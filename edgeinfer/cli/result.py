@@ -1,4 +1,4 @@
-"""Results of verbs: values that are printed as text or JSON."""
+"""The results of verbs, which `main` prints as text or as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import msgspec
 from edgeinfer import error_text
 from edgeinfer.errors import EdgeInferError, kebab, to_fields
 
-#: Version of the JSON output. It stays if a key is added, and changes if one is removed or renamed.
+#: Version of the JSON output: a new key does not change it, a removed or renamed key does.
 SCHEMA = "edgeinfer/1"
 
 
@@ -43,7 +43,7 @@ def error_envelope(error: EdgeInferError) -> bytes:
     """Encode an error as a line of JSON: `{"schema", "kind": "error", "ok": false, "error"}`.
 
     `error` has `code`, `message` and `hint`, and `param` or `key` if known. `errors.from_fields`
-    decodes it.
+    decodes `error`.
     """
     body = {**to_fields(error), "hint": error_text.hint(error)}
     return msgspec.json.encode({"schema": SCHEMA, "kind": "error", "ok": False, "error": body})

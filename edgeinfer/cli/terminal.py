@@ -1,4 +1,4 @@
-"""Questions, tables and progress on a terminal, or lines in a pipe."""
+"""Ask questions and show progress on a terminal, and format tables."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _REDRAWN_EVERY_S = 0.5
 
 
 def confirm(question: str, *, yes: bool, needs_yes: bool = False) -> None:
-    """Ask the user to confirm, on a terminal. Without one, continue, unless `needs_yes`.
+    """Ask the user to confirm, unless `yes` is set or stdin is not a terminal.
 
-    Raises InterruptedByUser if the user declines, UsageError if `--yes` is needed.
+    Raises InterruptedByUser if the user declines, UsageError without a terminal if `needs_yes`.
     """
     if yes:
         return
@@ -37,7 +37,7 @@ def confirm(question: str, *, yes: bool, needs_yes: bool = False) -> None:
 
 @contextmanager
 def stoppable(message: str, hint: str | None = None) -> Iterator[None]:
-    """Raise InterruptedByUser with this message for Ctrl-C or SIGTERM in the block."""
+    """Raise InterruptedByUser with this message if Ctrl-C or SIGTERM arrives during the block."""
     try:
         with SignalHandlers({signal.SIGTERM: signal.default_int_handler}):
             yield
@@ -48,7 +48,7 @@ def stoppable(message: str, hint: str | None = None) -> Iterator[None]:
 def table(
     rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset(), gap: str = "  "
 ) -> str:
-    """Align the cells of `rows`, of which the first is the header. `right`: right-aligned columns."""
+    """Return `rows`, the header first, as aligned text. `right`: indices of right-aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -59,10 +59,10 @@ def table(
 
 
 class StageProgress:
-    """Shows stages of work on stderr, one per line; on a terminal with elapsed time (s).
+    """Writes the stages of a task to `out`, one per line; on a terminal, with the elapsed time (s).
 
-    `note` is added to each line. `with` keeps the line up to date. `seconds` are the durations of ended
-    stages.
+    `note` is added to each line. In a `with` block, the line of the current stage is redrawn twice a
+    second. `seconds` maps each ended stage to its duration.
     """
 
     def __init__(self, out: TextIO, *, quiet: bool, note: str = "") -> None:
@@ -87,7 +87,7 @@ class StageProgress:
             self._finish()
 
     def report(self, stage: str, fraction: float | None) -> None:
-        """Begin `stage`, or show its progress (0 to 1, None if unknown)."""
+        """Begin `stage` if it is new; show its progress `fraction`, 0 to 1, or None if unknown."""
         with self._lock:
             self._fraction = fraction
             if stage == self._stage:

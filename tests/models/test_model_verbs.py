@@ -257,7 +257,7 @@ def test_unfinished_pull_is_listed_and_removed(capsys) -> None:
     folder.mkdir(parents=True)
     (folder / "mine.gguf.part").write_bytes(bytes(5000))
     (folder.parent / "empty").mkdir()
-    listed = "mine: 5.0 kB of an unfinished pull; the same pull goes on, `edgeinfer rm mine` removes it"
+    listed = "5.0 kB of an unfinished pull; the same pull continues it, `edgeinfer rm mine` removes it"
     assert listed in run(capsys, "list", "--pulled")[1]
     with model_lock(parse_reference("mine")):
         assert "unfinished" not in run(capsys, "list")[1]

@@ -279,7 +279,7 @@ def test_doctor_names_the_command_that_builds_the_snapshot(root, monkeypatch):
     result = SnapshotsResult(
         snapshots=(), disk_bytes=0, limit_bytes=0, failures=tuple(registry.list_failures())
     )
-    assert f"now: `{COMMAND}`" in result.human()
+    assert f"to build it now: `{COMMAND}`" in result.human()
 
 
 @pytest.mark.parametrize("model", ["Other", "m"])

@@ -1,5 +1,5 @@
-"""One module per verb: `add_arguments(parser)`, if it takes any, and `run(options, host) -> Result`.
+"""One module per verb: `run(options, host) -> Result`, and `add_arguments(parser)` if it has arguments.
 
-Nothing here prints a result or exits. `edgeinfer VERB --help` imports the verb's module, so expensive
+Verbs neither print their results nor exit. `edgeinfer VERB --help` imports the verb's module, so slow
 imports are inside functions.
 """

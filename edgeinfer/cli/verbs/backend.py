@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _host: EngineHost) -> BackendResult:
-    """List, install or remove. Raises what `shipping.backend_install` raises."""
+    """List, install or remove a library. Raises the errors of `shipping.backend_install`."""
     from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, progress_on
     from edgeinfer.shipping import backend_install  # slow import (200 ms and more)
     from edgeinfer.shipping.update import channel
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace, _host: EngineHost) -> BackendResult:
     message = "libraries for GPUs (Vulkan's is in the one-file program; a checkout has `make gpu`):"
     if options.action == "remove":
         backend_install.remove(options.name)
-        message = f"{options.name} is removed; processes that use it keep it"
+        message = f"{options.name} is removed; running processes keep using it"
     if options.action == "install":
         with (
             progress_on(quiet=options.quiet) as report,
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace, _host: EngineHost) -> BackendResult:
 
 
 def _ask(name: str) -> BackendOutcome:
-    """Ask a library for its devices; if CUDA's is missing, ask NVIDIA's driver whether it could run."""
+    """Ask a library for its devices; of a missing CUDA library, say whether the driver could run it."""
     if backends.find(name) is not None:
         return backends.ask(name)
     driver = backends.driver_problem() if name == "cuda" else None

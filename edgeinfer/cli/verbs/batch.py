@@ -2,10 +2,10 @@
 
 Requests go to the routes of the HTTP endpoint, without sockets. An answer is appended to OUT as one
 line, in one write, in the order of completion. A later run skips the answered `custom_id`s in OUT and
-cuts off an incomplete last line, so nothing is lost or done twice after a kill. It removes the lines of
-failed requests and tries those again. After a temporary failure a request is retried with growing
-pauses, then left to the next run, without a line. OUT is locked. If OUT is a pipe or a character
-device, answers are only written to it.
+cuts off an incomplete last line, so nothing is lost or done twice after a kill. That run removes the
+lines of failed requests and tries these requests again. A request that fails temporarily is retried
+with growing pauses, then left to the next run without a line in OUT. OUT is locked. A pipe or a
+character device as OUT is neither locked nor read.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ if TYPE_CHECKING:
 
     from edgeinfer.server.endpoint import Endpoint
 
-#: Number of temporary failures in a row that ends the run: no single request can be their cause.
+#: The run ends after this many temporary failures in a row: one request cannot be their cause.
 _MOST_FAILURES_IN_A_ROW = 16
-#: First byte of a line of OUT that is being removed; JSON never has it.
+#: First byte of a line of OUT that is being removed. No line of JSON begins with this byte.
 _REMOVED = b"\x18"
 
 
 class BatchResult(Result, frozen=True, kw_only=True):
-    """Counts of requests: `done` in this run, `skipped` because an earlier run answered them.
+    """Counts of requests: this run answered `done`, an earlier run had answered `skipped`.
 
-    `failed` ones of these got a status of 400 or more; `retried` ones had failed in an earlier run.
-    `left` ones have no answer yet; `left_reason` is the last failure. `output` is OUT, "" if OUT is
-    stdout: then stderr has the text of this result.
+    Of those in `done`, `failed` got a status of 400 or more. `retried` had failed in an earlier run.
+    `left` have no answer yet; `left_reason` is the last failure. `output` is OUT, "" if OUT is stdout:
+    then stderr has the text of this result.
     """
 
     done: int
@@ -114,7 +114,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> BatchResult:
-    """Answer the requests that have no answer in OUT, or have failed.
+    """Answer the requests that have no answer in OUT or whose answer there is a failure.
 
     Raises UsageError, which names an invalid line, before anything is computed; ModelBusyError if
     another run has locked OUT.
@@ -138,12 +138,12 @@ def answer(
     path: Path,
     models: Sequence[str] = (),
 ) -> BatchResult:
-    """Append missing answers to `path`. Requests may also name `models`. Raises what `run` raises."""
+    """Append missing answers to `path`; requests may also name `models`. Raises like `run`."""
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(_open_output(path))
         is_result_elsewhere = _is_stdout(output)
         if is_result_elsewhere and options.json:
-            raise UsageError("stdout is for the result (--json)", hint="name another output file")
+            raise UsageError("stdout is for the result (--json)", hint="name a file for the answers")
         answers = read_output(output) if _is_file(output) else {}
         todo = [line for line in lines if answers.get(line.custom_id, True)]
         failed = {line.custom_id for line in todo} & answers.keys()
@@ -185,7 +185,7 @@ def read_output(output: int) -> dict[str | None, bool]:
 
 
 def _decode(raw: bytes) -> tuple[str | None, bool]:
-    """Return a line's `custom_id`, None if it is being removed, and whether its request has failed."""
+    """Return a line's `custom_id` (None if the line is being removed), and whether it is a failure."""
     if raw.startswith(_REMOVED) or (raw.startswith(b" ") and raw.isspace()):
         return None, True
     try:
@@ -204,9 +204,9 @@ def _whole_lines(output: int) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def _without_lines(path: Path, output: int, removed: set[str | None]) -> Iterator[int]:
-    """Remove the lines of these requests from OUT; yield the locked descriptor of the others.
+    """Remove the lines of these requests from OUT; yield a locked descriptor of the remaining file.
 
-    OUT is replaced by a copy, or changed in place if that is impossible, as for a mounted file.
+    OUT is replaced by a copy. A file that cannot be replaced, e.g. a mounted one, is changed in place.
     """
     mode = stat.S_IMODE(os.fstat(output).st_mode)
     with contextlib.ExitStack() as stack:
@@ -225,16 +225,16 @@ def _without_lines(path: Path, output: int, removed: set[str | None]) -> Iterato
                 _remove_in_place(output, removed)
             copy = output
         else:
-            with contextlib.suppress(OSError):  # not every folder can be read, or flushed
+            with contextlib.suppress(OSError):  # some folders cannot be opened, or flushed
                 sync(path.resolve().parent)
         yield copy
 
 
 def _remove_in_place(output: int, removed: set[str | None]) -> None:
-    """Cut off these requests' lines at the end of OUT; replace others by spaces before the next line.
+    """Cut off these requests' lines at the end of OUT; overwrite earlier ones with spaces.
 
-    JSON allows these spaces. After a kill or a power failure, the next run finds each line whole,
-    marked as removed, or blank, because line breaks are overwritten last.
+    The next line then begins with these spaces, as JSON allows. Line breaks are overwritten last: after
+    a kill or a power failure, the next run finds each line whole, marked as removed, or blank.
     """
     n_read = n_left = 0
     lines = list[range]()
@@ -274,7 +274,7 @@ def _open_output(path: Path) -> Iterator[int]:
 
 
 class _Tally(msgspec.Struct, kw_only=True):
-    """What this run has done so far: fields of `BatchResult`."""
+    """Counts of this run so far; the fields mean what they mean in `BatchResult`."""
 
     total: int
     skipped: int
@@ -302,7 +302,7 @@ async def _run(
     output: int,
     tally: _Tally,
 ) -> None:
-    from edgeinfer.cli.endpoint_setup import offline_endpoint  # imported here: it takes 240 ms
+    from edgeinfer.cli.endpoint_setup import offline_endpoint  # slow import: 240 ms
 
     endpoint, app = offline_endpoint(options, host, models)
     try:
@@ -324,7 +324,7 @@ async def _run(
 
 
 async def _concurrency(endpoint: Endpoint) -> int:
-    """Return how many requests to run at once: some wait, so that the engine is always busy."""
+    """Return how many requests to send at once: more than the engine decodes, so it never idles."""
     lease = await endpoint.models.acquire(endpoint.models.default)
     try:
         return lease.engine.info.n_parallel + min(lease.engine.info.n_parallel, 16)

@@ -44,7 +44,7 @@ _HEAD = ("SERVER", "TEST", "MEDIAN", "SPREAD", "J/TOKEN", "AGAINST THE FIRST")
 
 
 class BenchResult(Result, frozen=True, kw_only=True):
-    """A row for each test and server. `noise_ms` are times of a fixed job between the measurements."""
+    """A row for each test and server. `noise_ms`: times of one fixed job between measurements."""
 
     rows: tuple[Row, ...]
     machine: str
@@ -123,7 +123,7 @@ def _target(text: str) -> Target:
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> BenchResult:
-    """Measure models and servers in turn. Raises UsageError, ServeError, and like `host.files`."""
+    """Measure models and servers in turn. Raises UsageError, ServeError, the errors of `host.files`."""
     plan = msgspec.convert(vars(options), Plan)
     if not plan.pp and not plan.tg:
         raise UsageError("-p 0 with -n 0 leaves nothing to measure", hint="leave out one of them")
@@ -164,8 +164,8 @@ def run(options: argparse.Namespace, host: EngineHost) -> BenchResult:
 class _StartedEndpoints:
     """Starts an endpoint for each model, with the typed load options, and stops it afterwards.
 
-    They build no snapshots and count no usage. The cached prefixes of `conversation` are deleted at the
-    end.
+    The endpoints build no snapshots and record no usage. The cached prefixes of `conversation` are
+    deleted at the end.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -185,7 +185,7 @@ class _StartedEndpoints:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        # imported here: numpy takes 80 ms
+        # slow import: numpy takes 80 ms
         from edgeinfer.runtime.prefix_cache.block_folder import forget_conversations
 
         for url in list(self._pids):
@@ -211,9 +211,9 @@ class _StartedEndpoints:
             time.sleep(0.02)
 
     def measure_start(self, model: str, side: MeasuredServer) -> dict[str, Sample]:
-        """Stop an endpoint; measure the time from exec to first token of `run`, then of the endpoint.
+        """Stop an endpoint; measure exec to first token (ms) of `run`, then of a new endpoint.
 
-        The restarted endpoint continues a conversation that it had cached before. Raises ServeError.
+        The new endpoint continues a conversation that the old one had cached. Raises ServeError.
         """
         self._stop(side.target.url)
         command = [*own_command(), "run", model, "Hello", "--max-tokens=4", "--timings", *self._typed]

@@ -58,10 +58,10 @@ def run(options: argparse.Namespace, host: EngineHost) -> ChatResult:
 
 
 def _refuse_missing(model: str, host: EngineHost) -> None:
-    """Raise the error if `model` cannot be loaded, unless it is loaded already."""
+    """Raise the error of a `model` that is not on this machine, unless it is loaded already."""
     if model == host.loaded_model:
         return
-    from edgeinfer.models.reference import resolve  # a resumed chat seldom needs it
+    from edgeinfer.models.reference import resolve  # a resumed chat seldom needs this import
 
     ref = resolve(model)
     if ref.kind in ("absent", "file"):
@@ -69,7 +69,7 @@ def _refuse_missing(model: str, host: EngineHost) -> None:
 
 
 def _on_screen(setup: ChatSetup) -> ChatSession:
-    from edgeinfer.tui.app import ChatApp  # imported here: Textual takes 0.3 s
+    from edgeinfer.tui.app import ChatApp  # slow import: Textual takes 0.3 s
 
     driver = None
     if sys.platform != "win32":
@@ -86,7 +86,7 @@ def _on_screen(setup: ChatSetup) -> ChatSession:
         raise app.crash
     raise EdgeInferError(
         f"the chat crashed: {type(app.crash).__name__}: {app.crash}",
-        hint="`edgeinfer chat --continue` restores it; EDGEINFER_DEBUG=1 shows the traceback",
+        hint="`edgeinfer chat --continue` continues it; EDGEINFER_DEBUG=1 shows the traceback",
     )
 
 
@@ -99,7 +99,7 @@ def _plain(setup: ChatSetup) -> ChatSession:
 
 
 def _setup(options: argparse.Namespace, host: EngineHost) -> ChatSetup:
-    from edgeinfer.chat.startup import ChatSetup  # imported here: numpy takes 100 ms
+    from edgeinfer.chat.startup import ChatSetup  # slow import: numpy takes 100 ms
 
     sampling = typed_options.typed_sampling(options)
     if options.max_tokens:
@@ -119,7 +119,7 @@ def _setup(options: argparse.Namespace, host: EngineHost) -> ChatSetup:
 
 
 def _piped_attachment() -> Attachment | None:
-    """Return piped stdin as an attachment; None without a pipe, or without a terminal for the chat."""
+    """Return piped stdin as an attachment; None if nothing is piped or the chat has no terminal."""
     if sys.stdin is None or sys.stdin.isatty() or not any(os.isatty(fd) for fd in (1, 2)):
         return None
     data = sys.stdin.buffer.read(MAX_BYTES + 1)

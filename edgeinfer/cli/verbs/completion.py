@@ -12,15 +12,15 @@ from edgeinfer.host import EngineHost
 from edgeinfer.launcher.argv import options_and_words
 from edgeinfer.platform import paths
 
-#: Shells for which `data` has a completion script. It calls `edgeinfer completion words …`, and
-#: completes file names if that prints nothing.
+#: Shells with a completion script in the folder `data`. The scripts call `edgeinfer completion words
+#: …`, and complete file names if that prints nothing.
 SHELLS = ("bash", "zsh", "fish")
 #: Argument with which a shell's script asks for words.
 _WORDS = "words"
 
 
 class CompletionResult(Result, frozen=True, kw_only=True):
-    """A completion script, or the completions it asks for: a word, a tab, its summary per line."""
+    """A completion script, or completions: lines of a word, a tab, and the summary of the word."""
 
     shell: str
     text: str
@@ -85,7 +85,7 @@ def _candidates(before: list[str], current: str) -> Iterator[tuple[str, str]]:
 
 
 def _positional(parser: argparse.ArgumentParser, index: int) -> argparse.Action | None:
-    """Return the positional argument at `index`; the last one may be repeated."""
+    """Return the positional argument at `index` (the last may be repeated), None if there is none."""
     positionals = parser._get_positional_actions()
     repeated = bool(positionals) and positionals[-1].nargs in ("+", "*")
     if index < len(positionals) or repeated:

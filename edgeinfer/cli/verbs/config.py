@@ -12,14 +12,14 @@ from edgeinfer.host import EngineHost
 
 
 class ConfigResult(Result, frozen=True, kw_only=True):
-    """Every key with its value. Variables and headers of tool servers are shown without values."""
+    """Every key with its value. Values of tool servers' variables and headers are hidden as secrets."""
 
     path: str
     exists: bool
     config: Config
 
     def human(self) -> str:
-        import tomlkit  # imported here: it takes 20 ms
+        import tomlkit  # slow import: 20 ms
 
         values = msgspec.to_builtins(self.config)
         origin = self.path if self.exists else f"{self.path} (no such file: these are the defaults)"

@@ -45,7 +45,7 @@ _MARKS = {"ok": "ok  ", "todo": "todo", "warn": "warn", "fail": "FAIL"}
 class Finding(msgspec.Struct, frozen=True):
     """What the check `name` has found; `fix` is a command or advice.
 
-    Status "todo": a next step on a new machine; "warn": slow, or a missing feature; "fail": no answers.
+    Status "todo": the next step on a new machine; "warn": slow, or without a feature; "fail": unusable.
     """
 
     status: Status
@@ -166,7 +166,7 @@ def _gpu() -> list[Finding]:
 def _backend(
     answer: LoadedBackend | MissingBackend, cards: tuple[str, ...], *, is_used: bool
 ) -> Finding:
-    """Describe a GPU library: its devices, or why it finds none. `is_used`: a library finds a GPU."""
+    """Describe a GPU library: its devices, or why there are none. `is_used`: some library has a GPU."""
     if isinstance(answer, MissingBackend):
         bus = f"{' and '.join(cards)} on the bus" if cards else "no GPU on the bus"
         description = f"{describe(answer)}; {bus}"
@@ -174,7 +174,7 @@ def _backend(
         return Finding("warn", description, answer.fix) if missed else Finding("ok", description)
     fix = answer.warning
     if all(device.kind == "software" for device in answer.devices):
-        fix = "a software device is slower than the CPU: --gpu-layers none"
+        fix = "a software device is slower than the CPU: leave it unused with --gpu-layers none"
     return Finding("warn" if fix else "ok", describe(answer), fix)
 
 
@@ -191,11 +191,11 @@ def _snapshots() -> Finding:
 
     failed = registry.list_failures()
     if failed:
-        named = "; ".join(f"{failure.name} could not be built: {failure.message}" for failure in failed)
+        named = "; ".join(f"snapshot {each.name} could not be built: {each.message}" for each in failed)
         return Finding("warn", f"{probed.tier}: {probed.reason}; {named}", failed[0].command)
     if unseen := builds.failures():
         name, (reason, command) = unseen.popitem()
-        last = f"{name} was not built in the background: {reason}; see {builds.log_file()}"
+        last = f"snapshot {name} was not built in the background: {reason}; see {builds.log_file()}"
         return Finding("warn", f"{probed.tier}: {probed.reason}; {last}", command)
     return Finding("ok", f"{probed.tier}: {probed.reason}")
 
@@ -220,7 +220,7 @@ def _directories() -> Finding:
             return Finding("fail", f"{path} cannot be written", fix)
     free = free_bytes(places["data"])
     text = f"{', '.join(f'{name} {path}' for name, path in places.items())}; {free / GIB:.0f} GiB free"
-    fix = "" if free > 2 * GIB else "free disk space: edgeinfer rm"
+    fix = "" if free > 2 * GIB else "free disk space, for example by `edgeinfer rm MODEL`"
     return Finding("warn" if fix else "ok", text, fix)
 
 
@@ -257,7 +257,7 @@ def _catalogue() -> Finding:
 
 
 def _larger_than_memory() -> list[Finding]:
-    """Describe the default model if its weights do not fit into memory; otherwise return nothing."""
+    """Describe the default model if its weights do not fit into memory; otherwise return []."""
     from edgeinfer.models import gguf
     from edgeinfer.models.fits import header_plan
     from edgeinfer.models.reference import resolve
@@ -309,7 +309,7 @@ class SelfCheckResult(Result, frozen=True, kw_only=True):
     def human(self) -> str:
         counts = f"{self.files_checked} files, {format_bytes(self.bytes_checked)} in {self.app}"
         if self.findings:
-            advice = f"remove {self.app} and start again, which unpacks it again"
+            advice = f"remove {self.app}: the next start unpacks the program again"
             return "\n".join([f"{counts}:", *self.findings, "", advice])
         payload_note = f"\n{self.file}: its payload is as built" if self.file else ""
         return f"{counts}: all as built{payload_note}"
@@ -367,7 +367,7 @@ def _foreign_files(app: Path, index: Index) -> Iterator[str]:
 
 
 def _check_payload(file: Path, index: Index) -> Iterator[str]:
-    """Yield what is wrong with the payload of the one-file program, if it is of this version."""
+    """Yield what is wrong with the one-file program's payload; nothing if that has another version."""
     try:
         parts = payload.open_shipped(file)
         if parts.app != index.name:

@@ -63,8 +63,8 @@ def _day(text: str) -> date:
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> DriftResult:
-    """Compare two weeks; exit status 1 if something changed. Raises UsageError, StoreError."""
-    # imported here: numpy takes 80 ms
+    """Compare two weeks; exit status 1 if something changed. Raises UsageError if the weeks overlap."""
+    # slow import: numpy takes 80 ms
     from edgeinfer.usage.daily_counts import drift_path
     from edgeinfer.usage.drift import compare_weeks
 
@@ -75,12 +75,12 @@ def run(options: argparse.Namespace, host: EngineHost) -> DriftResult:
         raise UsageError(overlap, hint="give days that are at least 7 days apart")
     models = compare_weeks(drift_path(), against, until)
     if options.model:
-        from edgeinfer.models.reference import resolve  # imported here: it takes 30 ms
+        from edgeinfer.models.reference import resolve  # slow import: 30 ms
 
         name = options.model if options.model in models else resolve(options.model).name
         if name not in models:
             off = "" if host.config.drift.record else "; drift.record is off in config.toml"
             problem = f"no answers of {name} were recorded in these weeks{off}"
-            raise UsageError(problem, hint="edgeinfer drift")
+            raise UsageError(problem, hint="`edgeinfer drift` shows all models")
         models = {name: models[name]}
     return DriftResult(until=f"{until}", against=f"{against}", models=models)

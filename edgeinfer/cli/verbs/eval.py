@@ -41,7 +41,7 @@ from edgeinfer.runtime.requests import limit_preparation
 from edgeinfer.server.batches import BatchLine
 from edgeinfer.snapshot_format import fingerprint
 
-#: Kinds of checks: fields of `Item`, of which each item has one.
+#: Kinds of checks. Each is a field of `Item`, and an item sets exactly one of them.
 CHECKS = ("exact", "contains", "regex", "schema", "number", "choices", "judge")
 _NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _FENCED = re.compile(r"\s*```\w*\n(.*)\n\s*```\s*", re.DOTALL)
@@ -49,7 +49,7 @@ _FENCED = re.compile(r"\s*```\w*\n(.*)\n\s*```\s*", re.DOTALL)
 _CHECK_S = 2.0
 #: Maximum number of characters of a system prompt in a candidate's name.
 _LABEL_CHARACTERS = 24
-#: Stands for a missing response, e.g. after a temporary failure; the next run asks again.
+#: Stands for a missing response, e.g. after a temporary failure; the next run sends that request.
 _UNANSWERED = {"status_code": 0, "body": {"error": {"message": "not answered yet"}}}
 _JUDGE = """Criterion: {criterion}
 
@@ -82,9 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A question (`prompt` or `messages`) and one check of its answer.
 
-    `exact`, `contains`: the answer is or has one of these texts. `number`: its last one ± `tolerance`.
-    `choices`: continuations of the prompt, of which number `answer` (from 0) must be the likeliest.
-    `judge`: a criterion that the judge model checks.
+    The answer equals (`exact`) or contains (`contains`) one of these texts, its last number is `number`
+    ± `tolerance`, or the judge model finds the criterion `judge` met. `choices` continue the prompt;
+    the one at index `answer` must be the likeliest.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=200)]
@@ -106,7 +106,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return next(name for name in CHECKS if getattr(self, name) is not None)
 
     def __post_init__(self) -> None:
-        """Check what types cannot express. Raises ValueError."""
+        """Check the rules that types cannot express. Raises ValueError if one is broken."""
         if bool(self.prompt) == bool(self.messages):
             raise ValueError("give either `prompt` or `messages`")
         if sum(getattr(self, name) is not None for name in CHECKS) != 1:
@@ -117,7 +117,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError(
                 "`choices` need a `prompt`, and as `answer` the index of the right choice (from 0)"
             )
-        from edgeinfer.runtime.sampling.grammar import follows  # imported here: llguidance takes 100 ms
+        from edgeinfer.runtime.sampling.grammar import follows  # slow import: llguidance takes 100 ms
 
         try:
             re.compile(self.regex or "")
@@ -129,7 +129,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def read_set(typed: str) -> tuple[str, list[Item]]:
-    """Return the name and the items of a set. Raises UsageError that names the invalid line."""
+    """Return the name and the items of a set. Raises a UsageError that names the invalid line."""
     shipped = paths.shipped_file(f"eval-{typed}.jsonl")
     path = shipped if re.fullmatch(r"\w+", typed) and shipped.is_file() else Path(typed)
     with path_errors(typed, "give a file of items, or `basics`, the built-in set"):
@@ -164,7 +164,7 @@ class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
     def line(self, item: Item, options: argparse.Namespace) -> BatchLine:
         if item.choices is not None:
             text = f"{self.system}\n\n{item.prompt}" if self.system else item.prompt
-            # like lm-evaluation-harness: spaces before a continuation are part of it
+            # as in lm-evaluation-harness, a continuation includes the spaces before its first word
             prompts = [
                 text.rstrip() or text,
                 *(_append_choice(text, choice) for choice in item.choices),
@@ -196,7 +196,7 @@ def _append_choice(text: str, choice: str) -> str:
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> EvalResult:
-    """Evaluate; write the report. Raises UsageError, what `batch.answer` and `host.files` raise."""
+    """Evaluate and write the report. Raises UsageError, and like `batch.answer` and `host.files`."""
     name, items = read_set(options.set)
     if not options.judge and any(item.judge for item in items):
         raise UsageError("some items need a judge", hint="name the judge model: `--judge MODEL`")
@@ -243,7 +243,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> EvalResult:
 
 
 def _candidates(options: argparse.Namespace, host: EngineHost) -> list[_Candidate]:
-    """Return each combination of model, system prompt and adapter. Raises UsageError."""
+    """Combine models, prompts and adapters. Raises UsageError for adapters of several models."""
     if options.adapter and len(options.models) > 1:
         raise UsageError("--adapter allows only one model", hint="run the command once for each model")
     adapters = [combination for combination in options.adapter if combination != NO_ADAPTERS]
@@ -279,7 +279,7 @@ def _candidate(
 
 
 def _engine_stamp(host: EngineHost) -> list[Any]:
-    """Return the processor, the GPUs and the versions of libraries: they can change answers, too."""
+    """Return the processor, the GPUs and the versions of libraries, which can change answers, too."""
     llama = importlib.util.find_spec("llama_cpp")
     folders = [libedgeinfer.folder(), backends.shipped_dir(), backends.added_dir()]
     folders += [Path(path, "lib") for path in (llama and llama.submodule_search_locations) or ()]
@@ -328,7 +328,7 @@ def _verdict(item: Item, reply: dict[str, Any], judgement: dict[str, Any] | None
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """Raise TimeoutError in the main thread after `_CHECK_S`, even during a search by `re`."""
+    """Raise TimeoutError in the main thread after `_CHECK_S` seconds, even while `re` searches."""
 
     def end(*_: Any) -> None:
         raise TimeoutError
@@ -360,10 +360,10 @@ def passes(item: Item, answer: str) -> bool:
         numbers = _NUMBER.findall(answer)
         try:
             apart = abs(Decimal(numbers[-1].replace(",", "")) - Decimal(str(item.number)))
-        except (IndexError, ArithmeticError):  # no number in the answer, or a huge exponent
+        except (IndexError, ArithmeticError):  # the answer has no number, or a huge exponent
             return False
         return apart <= Decimal(str(item.tolerance))
-    from edgeinfer.runtime.sampling.grammar import follows  # imported here: llguidance takes 100 ms
+    from edgeinfer.runtime.sampling.grammar import follows  # slow import: llguidance takes 100 ms
 
     fenced = _FENCED.fullmatch(answer)
     try:

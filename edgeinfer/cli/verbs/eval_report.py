@@ -20,8 +20,8 @@ _ROWS = 25
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Whether an answer passed its check.
 
-    `error` says why there is no verdict. `is_cut`: the answer reached the token limit. `logprobs` are
-    those of choices.
+    `error` says why there is no verdict. `is_cut`: the answer reached the token limit. `logprobs` has
+    the log-probability of each choice.
     """
 
     passed: bool = False
@@ -56,9 +56,9 @@ def share(n: int, total: int) -> Interval:
 def paired_difference(first: int, second: int, total: int) -> Interval:
     """Return by how much the second candidate's score is higher.
 
-    `first` and `second` are numbers of items that only that candidate passes. The interval is Agresti's
-    and Min's (Statistics in Medicine 24, 2005): Wald's interval for pairs, with half an item added to
-    each of the four cells.
+    Only the first candidate passes `first` items, only the second passes `second`. The interval is
+    Agresti's and Min's (Statistics in Medicine 24, 2005): Wald's interval for pairs, with half an item
+    added to each of the four cells.
     """
     n, middle = total + 2, (second - first) / (total + 2)
     half = _Z * math.sqrt(((first + second + 1) / n - middle * middle) / n)
@@ -118,7 +118,7 @@ class EvalResult(Result, frozen=True, kw_only=True):
         return rows
 
     def compare_with_first(self, n: int) -> str:
-        """Describe candidate `n` against the first: `+4% (-2% to +9%): no difference shown`."""
+        """Compare candidate `n` with the first: `+4% (+1% to +7%): better`; "" for the first itself."""
         if not n:
             return ""
         difference = self.differences[n - 1]

@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> ForgetResult:
-    """Delete cached prefixes. Raises UsageError without names, InterruptedByUser after a refusal."""
-    # imported here: numpy takes 80 ms
+    """Delete cached prefixes. Raises UsageError without names, InterruptedByUser if not confirmed."""
+    # slow import: numpy takes 80 ms
     from edgeinfer.runtime.prefix_cache import block_folder, block_names
 
     if not options.models and not options.conversation:

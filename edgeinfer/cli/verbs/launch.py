@@ -46,7 +46,7 @@ class LaunchResult(Result, frozen=True, kw_only=True):
 
 
 class KnownAgent(msgspec.Struct, frozen=True, kw_only=True):
-    """An agent that `launch` can start; `path` is "" if it is not installed."""
+    """A known agent: its program ("" if not installed), and the tokens of its first request."""
 
     name: str
     title: str
@@ -76,11 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> Result:
-    """Run an agent, or list all. Raises UsageError, ServeError, and what `EngineHost.files` raises."""
+    """Run an agent, or list the known ones. Raises UsageError, ServeError, and like `host.files`."""
     if not options.agent:
         return AgentsResult(agents=tuple(map(_describe_agent, AGENTS.values())))
     agent = AGENTS[options.agent]
-    find_program(agent)  # raises if the agent is not installed: check it before a model is loaded
+    find_program(agent)  # raises, before a model is loaded, if the agent is not installed
     remote, model, n_ctx = _find_endpoint(agent, options, host)
     print(f"{agent.title} asks {model} at {remote.url}", file=sys.stderr)  # noqa: T201
     recalling = threading.Thread(target=_prefill_preamble, args=(agent, remote, model), daemon=True)
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> Result:
 
 
 def _prefill_preamble(agent: Agent, remote: RemoteEndpoint, model: str) -> None:
-    """Let the endpoint load the agent's cached system prompt now; if that fails, it does so later."""
+    """Let the endpoint load the agent's cached system prompt now, not at the first request."""
     cwd = Path.cwd()
     is_repository = any((folder / ".git").exists() for folder in (cwd, *cwd.parents))
     body = {"agent": agent.name, "folder": str(cwd), "is_repository": is_repository}
@@ -112,7 +112,7 @@ def _describe_agent(agent: Agent) -> KnownAgent:
 def _find_endpoint(
     agent: Agent, options: argparse.Namespace, host: EngineHost
 ) -> tuple[RemoteEndpoint, str, int]:
-    """Find or start an endpoint whose context is large enough; return it, the model and the context."""
+    """Find or start an endpoint with a context large enough; return it, model and context (tokens)."""
     key = keys.own_key()
     remote, pid = endpoint.find(urls(host.config), key), 0
     if remote is not None:
@@ -136,18 +136,18 @@ def _find_endpoint(
 
 def _say_started(pid: int) -> None:
     sys.stderr.write(
-        f"an endpoint was started for it: it ends after {IDLE_EXIT_S // 60} minutes without a request, "
+        f"started an endpoint, which ends after {IDLE_EXIT_S // 60} minutes without a request, "
         f"or with `edgeinfer stop {pid}`\n"
     )
 
 
 def own_endpoint(options: argparse.Namespace, host: EngineHost) -> RemoteEndpoint:
-    """Find this user's endpoint or start one. Raises ServeError, and what `EngineHost.files` raises."""
+    """Find this user's endpoint or start one. Raises ServeError and the errors of `host.files`."""
     key = keys.own_key()
     remote = endpoint.find(urls(host.config), key)
     if remote is None:
         ref = resolve(options.model or host.config.default_model)
-        host.files(ref)  # fail here: the endpoint would only write the error to its log
+        host.files(ref)  # raise the error here: the endpoint would only write it to its log
         remote, pid = endpoint.start(serve_command(ref.text, host.config), key)
         _say_started(pid)
     return remote
@@ -209,6 +209,6 @@ def _too_small(agent: Agent, model: str, n_ctx: int) -> ServeError:
     return ServeError(
         f"{model} has a context of {n_ctx:,} tokens, and {agent.title} needs {agent.needs_tokens:,} "
         f"(its first request has {agent.first_tokens:,})",
-        hint=f"start it with more (`edgeinfer serve {model} --ctx {rounded}`), or take a model "
-        "trained on more tokens (`edgeinfer list`)",
+        hint=f"start it with a larger context: `edgeinfer serve {model} --ctx {rounded}`, or choose a "
+        "model that was trained on more tokens: `edgeinfer list`",
     )

@@ -34,14 +34,14 @@ _GROUPS = {
 
 
 class ModelRow(ModelSummary, frozen=True, kw_only=True):
-    """A model in the list. `snapshots` counts its snapshots."""
+    """A model in the list, with its number of `snapshots`. `fit` is None without `--fits`."""
 
     snapshots: int = 0
     fit: Fit | None = None
 
 
 class ListResult(Result, frozen=True, kw_only=True):
-    """Models: pulled ones, then those of external stores, then the rest of the catalogue, each by name.
+    """Models by name: first pulled ones, then those of external stores, then the rest of the catalogue.
 
     With `fits`, they are grouped by speed, on the CPU or on `gpus`. `busy`: the machine was busy while
     speed was measured.
@@ -64,7 +64,7 @@ class ListResult(Result, frozen=True, kw_only=True):
             for adapter in self.adapters
         ]
         lines += [
-            f"{name}: {format_bytes(size)} of an unfinished pull; the same pull goes on, "
+            f"{name}: {format_bytes(size)} of an unfinished pull; the same pull continues it, "
             f"`edgeinfer rm {name}` removes it"
             for name, size in self.unfinished.items()
         ]

@@ -21,7 +21,7 @@ _USAGE_DAYS = 30
 
 
 class PsResult(Result, frozen=True, kw_only=True):
-    """This user's running processes of edgeinfer with this data folder, or any with `--everywhere`."""
+    """This user's running processes of edgeinfer with this data folder; `--everywhere`: any."""
 
     running: tuple[RunningLaunch, ...]
 
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, host: EngineHost) -> Result:
     """List running processes, or the usage by day. Raises StoreError."""
     if options.usage:
-        # imported here: numpy takes 80 ms
+        # slow import: numpy takes 80 ms
         from edgeinfer.usage.daily_counts import drift_path, read_usage
 
         today = date.today()

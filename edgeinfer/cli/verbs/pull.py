@@ -75,7 +75,7 @@ class PullAdapterResult(Result, frozen=True, kw_only=True):
 def _pull_adapter(source: str, options: argparse.Namespace) -> PullAdapterResult:
     if not options.base:
         message = f"{source} is an adapter, but its base model is unknown"
-        raise UsageError(message, hint=f"name it: `edgeinfer pull {source} --base MODEL`")
+        raise UsageError(message, hint=f"name that model: `edgeinfer pull {source} --base MODEL`")
     pull_options = PullOptions(name=options.name)
     with progress_on(quiet=options.quiet) as report:
         return PullAdapterResult(adapter=pull_adapter(source, options.base, report, pull_options))
@@ -83,13 +83,13 @@ def _pull_adapter(source: str, options: argparse.Namespace) -> PullAdapterResult
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     forms = "NAME, NAME:QUANT, OWNER/REPO:QUANT, https://…, s3://…, oci://…, FILE.gguf, or a FOLDER"
-    add_model(parser, f"{forms} of safetensors; default model")
-    parser.add_argument("--name", help="store it under this name")
+    add_model(parser, f"{forms} of safetensors (default: the configured model)")
+    parser.add_argument("--name", help="name under which the model is stored")
     add_option(parser, "--base MODEL", "base model of MODEL, which is a PEFT LoRA adapter", default="")
     add_option(parser, "--quantize TYPE", "quantize to TYPE (default: unchanged)", default="")
-    add_option(parser, "--sha256 HEX", "expected SHA-256; a file with another is refused", default="")
+    add_option(parser, "--sha256 HEX", "expected SHA-256; any other file is refused", default="")
     add_option(parser, "--in-place", "use a local file in place, without a copy")
-    add_option(parser, "--again", "fetch it again, even if it is pulled")
+    add_option(parser, "--again", "fetch the model again, even if it is pulled")
     add_quiet(parser)
 
 
@@ -150,7 +150,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> Result:
 
 
 def _check_external(source: str) -> PullResult | None:
-    """Verify a model in another program's store; None if there is none, or it is in the catalogue."""
+    """Verify another program's model; return None if there is none, or the catalogue has the name."""
     ref = resolve(source)
     stored = ref.external
     is_ours = stored is None or stored.problem or names.plain_name(source) in load_catalog()

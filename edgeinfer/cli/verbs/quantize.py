@@ -1,4 +1,4 @@
-"""`edgeinfer quantize`: make a smaller copy of a model, and measure how much worse it is."""
+"""`edgeinfer quantize`: make a smaller copy of a model, and measure the loss of quality."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     task.add_argument("type", nargs="?", metavar="TYPE", type=str.upper, choices=types, help=help)
     help = "create missing types, then compare size, speed, loss and score with MODEL"
     add_option(task, "--compare TYPE,…", help)
-    parser.add_argument("--name", help="store it under this name instead of MODEL:TYPE")
+    parser.add_argument("--name", help="name of the copy (default: MODEL:TYPE)")
     help = "importance matrix in GGUF format; some types need one, small types gain most"
     add_option(parser, "--imatrix FILE", help, default="")
     add_quiet(parser)

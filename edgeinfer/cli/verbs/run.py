@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 
 class Startup(msgspec.Struct, frozen=True, kw_only=True):
-    """Times (ms): the model is ready after `ready_ms` = `start_ms` (process) + `load_ms` (model).
+    """Times (ms) of a start: `ready_ms` from exec until the model is ready, then `prefill_ms`.
 
-    `ready_ms` begins with exec. `prefill_ms` comes after it.
+    `ready_ms` is the sum of `start_ms` (of the process) and `load_ms` (of the model).
     """
 
     ready_ms: float
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
         request = with_answer_limit(request, can_think=engine.info.can_think)
     if options.receipt:
         request = options.receipt.record(request, is_private=options.private)
-    # a thread, which the exit does not wait for; the next run continues an unfinished purge
+    # the exit does not wait for this thread; the next run continues an unfinished purge
     threading.Thread(target=_purge, name="edgeinfer-purge", daemon=True).start()
     stream_to = None if options.json else sys.stdout
     if options.tools:
@@ -156,7 +156,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
 
 
 def _read_prompt(text: str, options: argparse.Namespace) -> tuple[str, tuple[bytes, ...]]:
-    """Return the prompt with attached texts, and the pictures. Raises UsageError if it is empty."""
+    """Return the prompt with attached texts, and the pictures. Raises UsageError without a prompt."""
     if not text.strip() and not options.file:
         raise UsageError(
             "no prompt", hint='give one: `edgeinfer run "What is photosynthesis?"`, or pipe it in'
@@ -178,13 +178,13 @@ def _describe_limit(usage: Usage, limit: int | None, info: EngineInfo) -> str:
 
 
 def _purge() -> None:
-    from edgeinfer.chat.history.store import purge_deleted  # imported here: numpy takes 80 ms
+    from edgeinfer.chat.history.store import purge_deleted  # slow import: numpy takes 80 ms
 
     purge_deleted()
 
 
 def _write_trace(path: str, start: list[Span], result: RunResult) -> None:
-    """Write spans of the start and the last generation. Raises UsageError."""
+    """Write spans of the start and the last generation. Raises UsageError if that fails."""
     spans = start + generation_spans(start[-1].ended_s, result.timings)
     root = Span("run", start[0].began_s, spans[-1].ended_s)
     facts = {"gen_ai.request.model": result.model, "edgeinfer.how": result.start.how}
@@ -195,7 +195,7 @@ def _write_trace(path: str, start: list[Span], result: RunResult) -> None:
 def _with_tools(
     engine: Engine, request: GenerateRequest, model: str, host: EngineHost, stream_to: TextIO | None
 ) -> tuple[RunResult, GenerateRequest, Finished]:
-    """Answer, run tool calls and continue until an answer has none; report the calls on stderr."""
+    """Answer and run tool calls until an answer calls no tool; report the calls on stderr."""
     from edgeinfer.tools.loop import ChatTools, NoFrontEnd
 
     front, rounds = NoFrontEnd(sys.stderr), list[tuple[ToolUse, ...]]()
@@ -234,14 +234,14 @@ def _split_positionals(
 ) -> tuple[str, ModelRef | None, str]:
     """Return model, its reference (None if not resolved) and prompt ("" if it is piped).
 
-    If there is only one word, it is a model if one has this name, otherwise the prompt. Raises
-    UnknownModelError if it is probably a misspelt model, CatalogError.
+    A single word is the model if one has this name, otherwise the prompt. Raises UnknownModelError if
+    the word is probably a misspelt model, CatalogError if the model's record is damaged.
     """
     if first is None:
         return host.config.default_model, None, ""
     if second is not None:
         return first, None, second
-    from edgeinfer.models.reference import find_unless_misspelt  # a resumed process seldom needs it
+    from edgeinfer.models.reference import find_unless_misspelt  # a resumed process seldom needs this
 
     ref = find_unless_misspelt(first, host.config.default_model)
     return (host.config.default_model, None, first) if ref is None else (first, ref, "")
@@ -283,7 +283,7 @@ def _generate(
         for event in generation:
             if isinstance(event, TextDelta | ReasoningDelta):
                 if repeats:
-                    continue  # decoded before the cancellation
+                    continue  # this text was decoded before the cancellation
                 n_kept = watch.add(event.text)
                 if n_kept is not None:
                     repeats = True

@@ -55,13 +55,13 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
 port_number = shared.number_between(int, 0, 65_535)
 
 
-#: Parses seconds: more than 0, at most a year.
+#: Parses a time in seconds: more than 0, at most a year.
 positive_s = shared.number_between(float, 0.001, 31_536_000)
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> ServeResult:
-    """Serve until a signal, or `--idle-exit` is over. Raises what `endpoint_setup.serve` raises."""
-    from edgeinfer.cli.endpoint_setup import serve  # imported here: it takes 240 ms
+    """Serve until a signal, or until `--idle-exit` is over. Raises like `endpoint_setup.serve`."""
+    from edgeinfer.cli.endpoint_setup import serve  # slow import: 240 ms
 
     outcome = serve(options, host)
     return ServeResult(reason=outcome.reason, cut_short=outcome.cut_short)

@@ -69,14 +69,14 @@ def attention_note(shape: Shape, devices: LayerPlan | None) -> str:
     lengths = sorted(set(shape.head_lengths) - _CUDA_HEADS)
     if devices is None or not lengths or not any(name.startswith("CUDA") for name in devices.devices):
         return ""
-    return f"CUDA has no attention kernel for heads of {lengths[0]}: the CPU computes it, which is slow"
+    return f"CUDA has no attention kernel for heads of {lengths[0]}: the CPU computes attention, slowly"
 
 
 class MemoryShown(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that the model needs (bytes) with the context that the engine would choose, or `--ctx`.
 
     `from_disk`: the weights do not fit, and `warning` estimates the speed. `devices` is None without
-    GPUs; `attention` says why they are slow with this model.
+    GPUs; `attention` says why CUDA is slow with this model.
     """
 
     estimate: Buffers

@@ -71,7 +71,7 @@ def _failure_line(failure: Failure) -> str:
     ago = format_duration(max(0.0, time.time() - failure.at_s))
     return (
         f"{failure.name} could not be built {ago} ago: {failure.message} "
-        f"(tried again when something changes; now: `{failure.command}`)"
+        f"(tried again when something changes; to build it now: `{failure.command}`)"
     )
 
 
@@ -107,7 +107,7 @@ def _flag(field: str) -> str:
 
 
 class SnapshotsVerifyResult(Result, frozen=True, kw_only=True):
-    """Snapshots that have not changed: every byte was compared, and the answer to a test prompt."""
+    """Snapshots whose bytes and answers to test prompts are those of the build; others are `stale`."""
 
     name: str
     files: int
@@ -117,7 +117,7 @@ class SnapshotsVerifyResult(Result, frozen=True, kw_only=True):
     def human(self) -> str:
         read = f"{self.files:,} files, {format_bytes(self.read_bytes)}"
         good = f"{self.name}: {read}, unchanged since the build; answers are bit-identical"
-        stale = (f"{reason}: not verified, launches refuse it" for reason in self.stale)
+        stale = (f"{reason}: not verified, and refused by launches" for reason in self.stale)
         return "\n".join([good if self.name else "no snapshot to verify can be resumed here", *stale])
 
 
@@ -186,7 +186,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> Result:
     """Run the action typed after `snapshots` (default: `list`). Raises SnapshotError, UsageError."""
     action = options.action or "list"
     if action not in _ACTIONS:
-        from edgeinfer.cli.verbs import snapshots_transfer  # imported here: it takes 20 ms
+        from edgeinfer.cli.verbs import snapshots_transfer  # slow import: 20 ms
 
         return snapshots_transfer.ACTIONS[action](options, host)
     return _ACTIONS[action](options, host)
@@ -307,7 +307,7 @@ class SnapshotsTakeResult(TimedResult, frozen=True, kw_only=True):
         size = f"{format_bytes(d.disk_bytes)} on disk"
         outcome = f"was taken of process {self.pid}"
         if not self.was_built:
-            outcome = f"is what process {self.pid} has loaded, nothing has changed since it was built"
+            outcome = f"has what process {self.pid} has loaded: nothing has changed since its build"
         lines = [f"{d.name} {outcome}; {size}, {self.wall_s:.1f} s"]
         if storage.user_name_of(d.name):
             lines.append(f"to start from it: edgeinfer serve --snapshot {d.name}")

@@ -53,7 +53,7 @@ class SnapshotsImportResult(TimedResult, frozen=True, kw_only=True):
     def human(self) -> str:
         name = self.snapshot.name
         return (
-            f"{name} was built here as it was there: {format_bytes(self.snapshot.disk_bytes)} on disk; "
+            f"{name} was built here, too: {format_bytes(self.snapshot.disk_bytes)} on disk; "
             f"{self.wall_s:.1f} s\n"
             f"signed by {self.signer}\n"
             f"try it: edgeinfer chat --snapshot {shlex.quote(name)}"
@@ -87,7 +87,7 @@ def export(options: argparse.Namespace, _host: EngineHost) -> SnapshotsExportRes
 def _open_destination(destination: str) -> Iterator[ImageStore]:
     source = sources.parse(destination) if destination.startswith("oci:") else None
     if isinstance(source, sources.OciArtifact):
-        from edgeinfer.models.fetching import oci  # imported here: httpx2 takes 100 ms
+        from edgeinfer.models.fetching import oci  # slow import: httpx2 takes 100 ms
 
         with oci.connect(source) as registry:
             yield registry
@@ -96,7 +96,7 @@ def _open_destination(destination: str) -> Iterator[ImageStore]:
 
 
 def _refuse_filled(folder: Path) -> None:
-    names = {"blobs", "oci-layout"}  # these are left by a stopped export, which writes its index last
+    names = {"blobs", "oci-layout"}  # a stopped export leaves these: the index is written last
     if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= names):
         raise UsageError(f"{folder} is not empty", hint="name a new folder, or oci://REGISTRY/NAME:TAG")
 

@@ -15,7 +15,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.host import EngineHost
 from edgeinfer.snapshots.running import RunningLaunch, has_loaded, processes
 
-#: Seconds for a process to finish its requests before it is killed.
+#: Time (s) in which a process may finish its requests before it is killed.
 GRACE_S = 35.0
 
 

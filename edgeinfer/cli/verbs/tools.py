@@ -13,7 +13,7 @@ from edgeinfer.host import EngineHost
 
 
 class OfferedTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool. `asks` is False if the configuration allows it without asking the user."""
+    """A tool. `asks` is False if the configuration allows calls without asking the user."""
 
     name: str
     description: str

@@ -24,8 +24,8 @@ class UpdateResult(Result, frozen=True, kw_only=True):
     def human(self) -> str:
         if self.changed:
             return (
-                f"edgeinfer {self.version} replaces {self.before}; running processes keep theirs\n"
-                "back again, with its snapshots: edgeinfer update --back"
+                f"edgeinfer {self.version} replaces {self.before}; running processes keep the old one\n"
+                "to return to it, with its snapshots: edgeinfer update --back"
             )
         if self.version != self.before:
             return f"edgeinfer {self.version} is published, this is {self.before}: edgeinfer update"
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _host: EngineHost) -> UpdateResult:
-    """Update the one-file program. Raises what `shipping.update` raises; then nothing has changed."""
+    """Update the one-file program. Raises the errors of `shipping.update`, having changed nothing."""
     from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, progress_on
     from edgeinfer.shipping import update
     from edgeinfer.shipping.update import channel, number

@@ -118,7 +118,7 @@ def describe(result: Verification) -> Iterator[str]:
         )
     if result.mean_difference is not None:
         most = f"at most {result.most_difference:.3f}"
-        yield f"they differ by {result.mean_difference:.3f} on average, {most}"
+        yield f"log-probabilities differ by {result.mean_difference:.3f} on average, {most}"
     times = (format_ms(result.seconds * 1000), format_ms(result.generation_seconds * 1000))
     yield f"checked in {times[0]}; generation took {times[1]}"
 
@@ -166,7 +166,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> VerifyResult:
             n_receipts += 1
             if random.random() < options.sample:
                 sample.append(entry)
-            if not random.randrange(n_receipts):  # any one of them, checked if the sample stays empty
+            if not random.randrange(n_receipts):  # a random one, checked if the sample stays empty
                 spare = [entry]
     if options.receipt and not n_receipts and not checks:
         hint = "`edgeinfer run --receipt FILE` writes one, and requests ask for it by `receipt: true`"
@@ -209,7 +209,7 @@ def _load(receipt: Receipt, options: argparse.Namespace, host: EngineHost) -> En
 def _check_all(
     sample: list[Entry], options: argparse.Namespace, host: EngineHost, *, may_raise: bool
 ) -> Iterator[Check]:
-    """Check a sample, model by model. `may_raise` the error if a receipt cannot be checked."""
+    """Check a sample by model. An error makes a receipt "not checked", or is raised if `may_raise`."""
     for _, entries in itertools.groupby(sorted(sample, key=_load_key), key=_load_key):
         with contextlib.ExitStack() as loaded:
             engine: Engine | None = None

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace, _host: EngineHost) -> Result:
     """Show versions. Raises ShippingError for `--licenses` if this is not the one-file program."""
     if options.licenses:
         return _licenses()
-    # imported here: llama_cpp takes 160 to 290 ms
+    # slow import: llama_cpp takes 160 to 290 ms
     from edgeinfer.runtime.llama.libllama import build_info
 
     build = build_info()

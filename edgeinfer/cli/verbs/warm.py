@@ -28,7 +28,7 @@ from edgeinfer.units import format_bytes
 
 
 class WarmResult(TimedResult, frozen=True, kw_only=True):
-    """A finished snapshot. `waited_s`: seconds spent waiting for another process that built it."""
+    """A finished snapshot. `waited_s`: time (s) spent waiting for another build of this one."""
 
     snapshot: Details
     waited_s: float = 0.0
@@ -106,6 +106,6 @@ def _prefill_tools(model: str, inputs: SnapshotInputs, host: EngineHost) -> int:
 
 
 def _own_name(system: str, options: LoadOptions) -> str:
-    """Return a name for a snapshot with a system prompt, which must not replace the one without it."""
+    """Return a name for a snapshot with a system prompt, which replaces no other; "" without."""
     text = f"{system}{snapshot_options(options)}"
     return f"system-{storage.short_hash(text)}" if system else ""

@@ -31,13 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> WebResult:
-    """Open the page in a browser, except with `--json`. Raises ServeError, what `host.files` raises."""
-    # a running endpoint would not report a missing model
+    """Open the page in a browser, unless `--json`. Raises ServeError and the errors of `host.files`."""
+    # raise the error here: a running endpoint would not report a missing model
     if options.model and find(options.model) is None:
         raise resolve(options.model).absence()
     remote = own_endpoint(options, host)
     if not remote.has(PATH):
-        raise ServeError(f"{remote.url} serves no page", hint="remove `web = false` from [serve]")
+        raise ServeError(f"{remote.url} has no chat page", hint="remove `web = false` from [serve]")
     opened = not options.json and _open(remote)
     return WebResult(url=f"{remote.url}/#code={make_code()}", opened=opened)
 

@@ -161,7 +161,7 @@ def test_web_reports_that_it_started_an_endpoint(serve, monkeypatch, capfd):
         monkeypatch.setattr("edgeinfer.agents.endpoint.find", lambda *_, endpoint=endpoint: endpoint)
         web.run(SimpleNamespace(model=None, json=True), EngineHost())
         said = capfd.readouterr().err
-        assert ("an endpoint was started for it" in said) == (endpoint is None)
+        assert ("started an endpoint" in said) == (endpoint is None)
         assert ("`edgeinfer stop 4242`" in said) == (endpoint is None)
 
 
