@@ -26,7 +26,7 @@ _log = logging.getLogger("edgeinfer.models")
 
 
 class PulledAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored LoRA adapter, converted for the model `base`. It has `n_tensors` pairs of A and B."""
+    """A stored LoRA adapter, converted for the model `base`, with `n_tensors` pairs of matrices."""
 
     name: str
     path: str
@@ -72,7 +72,7 @@ def pull_adapter(
 ) -> PulledAdapter:
     """Fetch the adapter `text`, convert it for the model `base`, and store it.
 
-    Raises ConversionError if it cannot be converted for `base`, and the errors of `pull` and
+    Raises ConversionError if the adapter cannot be converted for `base`, and the errors of `pull` and
     `ModelRef.files`.
     """
     from edgeinfer.models.converting.fetched import link_files
@@ -87,7 +87,7 @@ def pull_adapter(
     plan = plan_pull(text, load_catalog(), options.name)
     planned = plan.ref.name
     source = plan.candidates[0][0]
-    if isinstance(source, sources.HubQuant):  # leave out `:TYPE`
+    if isinstance(source, sources.HubQuant):  # an adapter's name has no `:TYPE`
         planned = source.repo.replace("/", ".").lower()
     ref = Reference(names.model_name(options.name or planned))
     job = Job(progress, None, options.retry_policy)

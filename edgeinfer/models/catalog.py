@@ -31,7 +31,7 @@ FILE_NAME = "models.toml"
 #: Keys that describe the file at the shipped sources.
 _FILE_KEYS = ("sha256", "size-bytes", "file-name")
 _PARAMETERS = re.compile(r"\d+(\.\d+)?[KMB]")
-#: Mean bits per weight of a whole file, by quantization. It is more than the type's own, because
+#: Mean bits per weight of a whole file, by quantization: more than the type's own bits, because
 #: embeddings and output often have a larger type.
 _BITS_PER_WEIGHT = {
     "Q4_0": 4.6,
@@ -67,7 +67,7 @@ _SamplingKeys = msgspec.defstruct(
 )
 
 
-#: Keys of samplers that version 0.2 still had. They are ignored in models.toml.
+#: Keys of samplers that only version 0.2 had. They are ignored in models.toml.
 _OLD_SAMPLERS = frozenset({"typical-p", "mirostat", "mirostat-tau", "mirostat-eta"})
 
 
@@ -150,7 +150,7 @@ class Model(_Table, frozen=True, kw_only=True):
 
     @property
     def projector_source(self) -> source_types.Source | None:
-        """Source of the projector; None if there is none, or a local path. Raises UsageError."""
+        """Source of the projector; None for a local path or none. Raises UsageError if invalid."""
         text = self.projector
         is_source = source_types.looks_like_source(text) and not paths.is_model_path(text)
         return source_types.parse(text) if is_source else None
@@ -195,10 +195,10 @@ def user_path() -> Path:
 
 
 def load_catalog(user: Path | None = None) -> Catalog:
-    """Load the shipped catalogue, overridden by the user's. Raises ConfigError.
+    """Load the shipped catalogue, overridden by the user's. Raises ConfigError if one has a mistake.
 
-    Both, or the error, are cached until a file changes, because reading them takes 13 ms, for which an
-    endpoint that looks up an unknown name would delay all streams.
+    The result, or the error, is cached until a file changes: reading takes 13 ms, by which each request
+    with an unknown model name would delay all streams of an endpoint.
     """
     user = user or user_path()
     try:

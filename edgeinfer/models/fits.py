@@ -60,7 +60,7 @@ _FIRST_RUN_MODELS = """
 
 #: A model may use this share of the memory; the system and other programs need the rest.
 _MEMORY_SHARE = 0.95
-#: For a model larger than memory, 1 / this of the memory is reserved for the context.
+#: The context of a model larger than memory gets 1 / `_CONTEXT_SHARE` of the memory.
 _CONTEXT_SHARE = 8
 #: Measured memory bandwidth, by host name, architecture and number of threads.
 _RATES = CacheTable("memory-rate.json", dict[str, MemoryRate])
@@ -184,7 +184,7 @@ def _speed_from_disk(size_bytes: int, active_share: float, room_bytes: int, spee
 
 @cache
 def disk_rate() -> float:
-    """Return the disk's speed (bytes/s), measured for 0.4 s on the largest pulled model, or 0.0."""
+    """Return the disk's speed (bytes/s), measured for 0.4 s on pulled models; 0.0 without any."""
     return read_rate(*(path for model in list_pulled() for path in model.paths))
 
 

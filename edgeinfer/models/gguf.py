@@ -96,7 +96,7 @@ _PICKLE = (
 OTHERS = {b"lmgg": _GGML, b"fmgg": _GGML, b"tjgg": _GGML, b"algg": _GGML, b"PK\x03\x04": _PICKLE}
 DEFAULT_ALIGNMENT = 32
 _ALIGNMENTS = [1 << power for power in range(21)]
-#: Limits of ggml's own reader (gguf.cpp, ggml.h), which would refuse the file.
+#: Limits of ggml's own reader (gguf.cpp, ggml.h), which refuses larger values.
 MAX_DIMS = 4
 MAX_TENSOR_NAME_BYTES = 63
 MAX_ELEMENTS = 2**63 - 1
@@ -144,7 +144,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The header of a GGUF file. All that it describes lies within the file."""
+    """The header of a GGUF file. All tensors in it lie within the file."""
 
     path: str
     version: int
@@ -160,7 +160,7 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
         return value if isinstance(value, str) else ""
 
     def label(self, key: str) -> str:
-        """Return the string at `key` as a line of at most 60 characters, none of them controls."""
+        """Return the string at `key` as a line of at most 60 characters, without control characters."""
         line = " ".join(without_controls(self.text(key)).split())
         return line if len(line) <= 60 else f"{line[:59]}…"
 
@@ -218,7 +218,7 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def quantization(self) -> str:
-        """Name of the file's type: `general.file_type`, or the type of most bytes."""
+        """Name of the file's type: `general.file_type`, otherwise the type of most bytes."""
         if named := FILE_TYPES.get(self.number("general.file_type", -1)):
             return named
         bytes_of: Counter[str] = Counter()
@@ -236,7 +236,7 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 def read_header(path: str | os.PathLike[str], *, vocabulary: bool = False) -> GgufHeader:
     """Return the header of the GGUF at `path`. Raises InvalidGgufError.
 
-    `vocabulary` also refuses equal tokens, which takes 0.2 s for 262,144.
+    `vocabulary` also refuses two equal tokens; that takes 0.2 s for 262,144 tokens.
     """
     gguf_path = Path(path)
     try:
@@ -259,7 +259,7 @@ def parse(view: bytes | mmap.mmap, name: str = "buffer", *, vocabulary: bool = F
 def read_model_header(path: str | os.PathLike[str], *, vocabulary: bool = True) -> GgufHeader:
     """Return the header of a model that llama.cpp can load. Raises InvalidGgufError.
 
-    `vocabulary` also refuses equal tokens, at which llama.cpp aborts.
+    `vocabulary` also refuses two equal tokens, at which llama.cpp aborts.
     """
     header = read_header(path, vocabulary=vocabulary)
     if header.alignment < DEFAULT_ALIGNMENT:
@@ -274,9 +274,9 @@ def read_model_header(path: str | os.PathLike[str], *, vocabulary: bool = True) 
     if index >= count:
         raise InvalidGgufError(f"{header.path} says it is part {index + 1} of {count}")
     if index == 0 and not header.architecture:
-        raise InvalidGgufError(f"{header.path} has no general.architecture: not a model")
+        raise InvalidGgufError(f"{header.path} has no general.architecture: it is not a model")
     if count == 1 and not header.tensors:
-        raise InvalidGgufError(f"{header.path} has no tensors: not a model")
+        raise InvalidGgufError(f"{header.path} has no tensors: it is not a model")
     layers = header.metadata.get(header.arch_key("block_count"), 1)
     if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
         bounds = f"1 to {MAX_LAYERS} are allowed"
@@ -358,9 +358,9 @@ class _Walker:
             self.bad("it is big-endian" if swapped in VERSIONS else other)
         n_tensors, n_metadata = self._u64("the tensor count"), self._u64("the metadata count")
         if n_tensors > min(MAX_TENSORS, self.size // 24):  # an entry takes at least 24 bytes
-            self.bad(f"it claims {n_tensors} tensors")
+            self.bad(f"it claims {n_tensors} tensors, which is too many")
         if n_metadata > min(MAX_METADATA, self.size // 13):  # an entry takes at least 13 bytes
-            self.bad(f"it claims {n_metadata} metadata entries")
+            self.bad(f"it claims {n_metadata} metadata entries, which is too many")
         return version, n_tensors, n_metadata
 
     def _metadata(self, count: int) -> Iterator[tuple[str, Value]]:
@@ -393,7 +393,7 @@ class _Walker:
 
     def _strings(self, key: str, count: int) -> Value:
         if count > (self.size - self.offset) // 8:
-            self.bad(f"{key} claims {count} strings")
+            self.bad(f"{key} claims {count} strings, more than fit into the file")
         if self.vocabulary and key == TOKENS:
             self._refuse_equal_tokens(count)
         if count <= KEPT_STRINGS:
@@ -402,7 +402,7 @@ class _Walker:
         return ArrayInfo(_STRING, count)
 
     def _refuse_equal_tokens(self, count: int) -> None:
-        """Refuse two equal tokens, at which llama.cpp aborts. It renames empty ones, so they pass."""
+        """Refuse two equal tokens: llama.cpp aborts at them. It renames empty tokens, so those pass."""
         start = self.offset
         seen = set()
         for _ in range(count):
@@ -438,14 +438,14 @@ class _Walker:
         name = self._string(f"the name of tensor {index}", MAX_TENSOR_NAME_BYTES)
         n_dims = self._u32(f"the dimensions of {name}")
         if n_dims > MAX_DIMS:
-            self.bad(f"tensor {name} has {n_dims} dimensions")
+            self.bad(f"tensor {name} has {n_dims} dimensions, more than {MAX_DIMS}")
         shape = tuple(self._u64(f"a dimension of {name}") for _ in range(n_dims))
         tensor_type = TENSOR_TYPES.get(kind := self._u32(f"the type of {name}"))
         if tensor_type is None:
             self.bad(f"tensor {name} has the unknown type {kind}")
         elements = math.prod(shape)
         if elements > MAX_ELEMENTS or any(n > MAX_ELEMENTS for n in shape):
-            self.bad(f"tensor {name} claims {elements} elements")
+            self.bad(f"tensor {name} claims {elements} elements, which is too many")
         if (shape[0] if shape else 1) % tensor_type.block:
             block = f"{tensor_type.name}'s {tensor_type.block}"
             self.bad(f"tensor {name} has rows of {shape[:1]} elements, not a multiple of {block}")
@@ -463,7 +463,7 @@ class _Walker:
                 self.bad(f"there are two tensors {tensor.name}")
             names.add(tensor.name)
             if tensor.offset != expected:
-                self.bad(f"tensor {tensor.name} is at {tensor.offset} of the data, not at {expected}")
+                self.bad(f"tensor {tensor.name} is at byte {tensor.offset} of the data, not {expected}")
             expected = _pad(tensor.offset + tensor.size_bytes, alignment)
             missing = data_offset + tensor.offset + tensor.size_bytes - self.size
             if missing > 0:

@@ -1,8 +1,8 @@
 """Find models by name, by one rule for the command line, the chat and every API; suggest similar names.
 
 A local model has a name and maybe further ones: a pulled model has its source and `NAME:QUANT`. Letter
-case and the tag `:latest`, which Ollama adds, do not matter. The prefixes `ollama/` and `hf:` may be
-left out, unless another model has the name without the prefix.
+case (except in addresses of files) and Ollama's tag `:latest` do not matter. The prefixes `ollama/` and
+`hf:` may be left out, unless another model has the name without the prefix.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def find(text: str, models: Collection[M]) -> M | None:
 
 
 def spellings(text: str) -> Iterator[str]:
-    """Yield the full names that `text` may stand for, the likeliest first; a source as it is stored.
+    """Yield the full names that `text` may stand for, the likeliest first, then the source it may be.
 
-    They are in lower case, except sources in which letter case matters.
+    Names are in lower case. The source is as it is stored, then in lower case unless case matters.
     """
     case_matters = text.lower().startswith(_CASE_MATTERS)
     names = () if case_matters else model_spellings(text)
     yield from names
-    if len(names) == 1:  # only Ollama's or LM Studio's
+    if len(names) == 1:  # the name of an Ollama or LM Studio model, not a source
         return
     with suppress(UsageError):
         source = str(sources.parse(text))
@@ -74,7 +74,7 @@ def similar_names(text: str, catalog: Iterable[str], local_names: Iterable[str] 
     Only letters and digits are compared: Ollama's `qwen3:4b` is like `qwen3-4b`. A quantization at the
     end is compared separately, and added to names of the catalogue.
     """
-    from difflib import get_close_matches  # slow import (5 ms), only needed after a mistake
+    from difflib import get_close_matches  # slow import (5 ms), needed only after a mistake
 
     plain, quant = _split_quantization(plain_name(text))
     typed = _letters(plain)
@@ -106,7 +106,7 @@ _TYPES = {_letters(name): name for name in FILE_TYPES.values()} | {"fp16": "F16"
 
 
 def _split_quantization(text: str) -> tuple[str, str]:
-    """Split `qwen3:4b-q4_K_M` into `qwen3:4b` and `Q4_K_M`, which is "" if there is none."""
+    """Split `qwen3:4b-q4_K_M` into `qwen3:4b` and `Q4_K_M`; "" stands for no quantization."""
     for separator in re.finditer(r"[:._+-]", text):
         if quant := _TYPES.get(_letters(text[separator.end() :])):
             return text[: separator.start()], quant

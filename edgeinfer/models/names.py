@@ -94,7 +94,7 @@ def sanitize_file_name(text: str) -> str:
 
 
 def path_hint(text: str) -> str | None:
-    """Return a hint if `text`, which was taken for a name, is a file here; otherwise None."""
+    """Return a hint if `text`, which was taken for a name, is a file in this folder; otherwise None."""
     return f"the file in this folder is ./{text}" if Path(text).exists() else None
 
 
@@ -125,7 +125,7 @@ def split_names(file_name: str) -> list[str]:
 
 
 def combined_digest(digests: Sequence[str]) -> str:
-    """Return a model's SHA-256: its file's, or for a split model that of all digests in order."""
+    """Return a model's SHA-256: its file's; for a split model, that of its files' digests in order."""
     if len(digests) == 1:
         return digests[0]
     import hashlib  # slow import (3 ms), needed only for split models

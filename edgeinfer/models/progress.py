@@ -64,7 +64,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     silence_s: float = 30.0
 
     def pause(self, failures: int, asked_s: float) -> float:
-        """Return the pause (s) after `failures` in succession; the server asked for `asked_s`."""
+        """Return the pause (s) after `failures` in succession if the server asks for `asked_s`."""
         return min(30.0, max(asked_s, self.pause_s * 2.0**failures))
 
 
@@ -105,7 +105,7 @@ class Job:
         self._report()
 
     def report(self, done: int, total: int | None = None) -> None:
-        """Report that `done` of `total` is done. Raises InterruptedByUser after a cancellation."""
+        """Report that `done` of `total` are done. Raises InterruptedByUser after a cancellation."""
         self.check()
         now = time.monotonic()
         whole = self._now.total_bytes if total is None else total
@@ -122,7 +122,7 @@ class Job:
         self._report()
 
     def note(self, text: str) -> None:
-        """Report a message at once, such as the reason of a retry."""
+        """Report a message at once, such as the reason of a retry; the next report removes it."""
         self._now = msgspec.structs.replace(self._now, note=text)
         self._report()
 
@@ -202,7 +202,7 @@ def amount_text(now: PullProgress) -> str:
 
 
 class ProgressLines:
-    """Writes a line for each stage and note, and every few seconds; `in_place` rewrites one line."""
+    """Writes a line for each stage and note, and every `interval_s`; `in_place` rewrites one line."""
 
     def __init__(
         self, out: TextIO, interval_s: float = _PLAIN_INTERVAL_S, *, in_place: bool = False

@@ -29,13 +29,13 @@ _MOST = {
 #: Maximum number of tiles per side into which a picture is cut; known models use up to 5.
 _MOST_TILES = 8
 #: Maximum number of patches of a picture: 1600, or 16 times the embedding's width, if more (known
-#: models: 15 times). Attention costs their square: 16,384 patches of width 128 took 30 to 60 s.
+#: models: 15 times). The cost of attention is quadratic: 16,384 patches of width 128 took 30 to 60 s.
 _PATCHES = 1600
 _PATCHES_BY_WIDTH = 16
 
 
 def is_projector(file_name: str) -> bool:
-    """Return whether a file is a projector by its name, which contains "mmproj"."""
+    """Return whether the name is that of a projector: a GGUF file with "mmproj" in its name."""
     return "mmproj" in file_name.lower() and file_name.lower().endswith(".gguf")
 
 

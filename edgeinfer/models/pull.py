@@ -1,8 +1,8 @@
 """Pull a model: fetch its files, verify them, and store them.
 
-A wrong file is never stored: lock, fetch to partial files, compare the SHA-256 with every known digest
-(catalogue, hub, first pull), check the header, quantize if requested, rename, and write the record that
-makes the folder a model. After an error, fetched data stays for the next attempt.
+A wrong file is never stored. A pull locks the model, fetches partial files, compares their SHA-256 with
+each known digest (catalogue, hub, first pull), checks headers, quantizes if requested, renames files,
+and writes the record of the model. After an error, fetched data stays for the next attempt.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _ANOTHER_NAME = "give this one another name (`--name NAME`)"
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a pull; `quantize` and `sha256` override the catalogue's.
 
-    `in_place` uses a local file where it is; `again` fetches a model that is already stored. With
-    `for_client`, a pulled model's name repeats only a pull from Hugging Face.
+    `in_place` uses a local file where it is; `again` fetches a model that is already stored. If a pull
+    is `for_client`, a pulled model's name may repeat only a pull from Hugging Face.
     """
 
     name: str | None = None
@@ -68,7 +68,7 @@ def pull(
     with locked_work_folder(plan.ref, FETCHED_IS_KEPT) as work:
         pulled = None if options.again else _find_unchanged(plan, job)
         if pulled is not None and (not options.sha256 or pulled.sha256 == plan.sha256):
-            if not (options.name or is_source):  # the catalogue may have other sources by now
+            if not (options.name or is_source):  # the stored files count, not newer sources
                 plan = msgspec.structs.replace(plan, candidates=())
             if accepted := _accept(pulled, plan, options, job):
                 return accepted
@@ -79,9 +79,9 @@ def pull(
 
 
 def _earlier_pull(name: str, options: PullOptions) -> tuple[str, PullOptions]:
-    """Return source and options of an earlier pull if `name` is a pulled model, otherwise these.
+    """Return source and options of the pull of `name` if it is a pulled model, otherwise the arguments.
 
-    Raises UsageError if the model was quantized here, or may not be pulled `options.for_client`.
+    Raises UsageError if the model was quantized here, or a client may not repeat its pull.
     """
     record = store.find_pulled(name)
     if record is None:
@@ -132,7 +132,7 @@ def _accept(pulled: PulledModel, plan: PullPlan, options: PullOptions, job: Job)
 
 
 def _source_of_same_files(pulled: PulledModel, plan: PullPlan, job: Job) -> str:
-    """Return the source of `plan` that has the stored model's files. Raises UsageError without one."""
+    """Return the source of `plan` that has the stored model's files. Raises UsageError if none has."""
     pins = store.read_pins(plan.ref).pins
     stored_digests = {pin.sha256 for pin in pins if pin.source == pulled.source}
     stored_digests |= {file.sha256 for file in pulled.files}
@@ -202,7 +202,7 @@ def _find_unchanged(plan: PullPlan, job: Job) -> PulledModel | None:
 def fetch_first_working(
     plan: PullPlan, work: Path, job: Job, options: PullOptions
 ) -> tuple[list[FetchedFile], str]:
-    """Fetch and verify the files of the first source that works. Raises one error with all messages."""
+    """Fetch and verify the files of the first source that works. If none does, raises one error."""
     failures: list[CatalogError] = []
     for parts in plan.candidates:
         source = _source_text(parts)
@@ -229,7 +229,7 @@ def _projector(plan: PullPlan, source: sources.Source, work: Path, job: Job) -> 
 def _summary(failures: list[CatalogError]) -> CatalogError:
     if len(failures) == 1:
         return failures[0]
-    # a wrong file is worse than an unreachable server: its error decides type and hint
+    # a wrong file is worse than an unreachable server, so its error decides type and hint
     worst = next((error for error in failures if isinstance(error, ChecksumError)), failures[-1])
     return type(worst)("; ".join(error.message for error in failures), hint=worst.hint)
 
@@ -287,7 +287,7 @@ def _difference(file: FetchedFile, size_bytes: int, promises: dict[str, str], jo
 def _set_aside(file: FetchedFile, work: Path) -> str:
     if not file.is_ours:
         return "the file was not changed"
-    if not file.pinned:  # a copy of a local file, which still exists
+    if not file.pinned:  # this is a copy, and the local file still exists
         file.path.unlink()
         return "the copy was removed"
     bad = work / (file.file_name + ".bad")

@@ -44,7 +44,7 @@ class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuantizeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A quantized model, compared with its source. None means that it was not measured.
+    """A quantized model, compared with its source. A figure is None if it was not measured.
 
     Perplexities are of the text in data/perplexity.txt. `divergence` is the mean KL divergence from the
     source (nats per token), `same_top` the share of tokens for which both predict the same most likely
@@ -161,8 +161,8 @@ def quantize_fetched(
 def run_child(module: str, *args: str, job: Job, failure: str = "") -> dict[str, Any]:
     """Run `module` in a child process, report its progress, and return its last message.
 
-    The message is {"event": "done" or "error", …}. Raises InterruptedByUser, QuantizeError if the child
-    ends without one and, if `failure` is given, QuantizeError for an "error", beginning with `failure`.
+    The message is {"event": "done" or "error", …}. Raises InterruptedByUser, and QuantizeError if the
+    child ends without a message. With `failure`, an "error" raises QuantizeError(f"{failure}: …").
     """
     event: dict[str, Any] = {}
     with tempfile.TemporaryFile() as complaints:

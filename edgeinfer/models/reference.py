@@ -59,8 +59,8 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
     def files(self, progress: stores.Progress | None = None, *, draft: str = "") -> ModelFiles:
         """Verify the files of the model and of its draft model; return what a load needs.
 
-        `draft` names the draft model; "" means the catalogue's, which is left out with a warning if it
-        cannot be used. `progress` reports the hashing of another program's file, which is done once.
+        `draft` names the draft model; "" means the catalogue's. If that one cannot be used, a warning
+        says so. `progress` reports the hashing of another program's file, which is done once.
 
         Raises UnknownModelError, ModelNotPulledError, InvalidGgufError if a file is not a valid GGUF or
         was changed after its pull, ChecksumError if another program's file does not match its digest.
@@ -148,7 +148,7 @@ def find(text: str) -> ModelRef | None:
     Raises CatalogError if a stored record is damaged.
     """
     if any(map(str.isspace, text)) and not paths.is_model_path(text):
-        return None  # most prompts have spaces: save the search
+        return None  # a prompt: no name has spaces, so the search is saved
     try:
         ref = resolve(text)
     except UsageError:
@@ -162,8 +162,8 @@ def find(text: str) -> ModelRef | None:
 def find_unless_misspelt(word: str, default_model: str) -> ModelRef | None:
     """Like `find`, but raise UnknownModelError if `word` is almost a name, so probably not a prompt.
 
-    Such a word resembles a name and has a digit or a hyphen, or a name begins with it ("gemma", but
-    not "hi").
+    Such a word resembles a name and has a digit or a hyphen, or a name begins with the word
+    ("gemma", but not "hi").
     """
     ref = find(word)
     if ref is None and re.fullmatch(r"[\w.:-]+", word):
@@ -234,7 +234,7 @@ def _refuse_changed(path: Path, file: PulledFile, name: str) -> None:
 
 def _files_of_path(path: Path) -> ModelFiles:
     if path.is_dir():
-        problem = f"{path} is a folder: convert it once, then use it by its name"
+        problem = f"{path} is a folder: convert it once, then use the model by name"
         raise ModelNotPulledError(problem, hint=f"`edgeinfer pull {path}`")
     parts = names.split_parts(path)
     first, *_ = [gguf.read_model_header(file) for file in parts]

@@ -28,16 +28,16 @@ class RemovedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_removable(text: str, *, forget: bool = False) -> tuple[Reference, PulledModel | None]:
-    """Return what `text` names: a pulled model, or an unfinished pull or an adapter, with None.
+    """Return the reference in `text`, and the pulled model; None for an unfinished pull or an adapter.
 
-    With `forget`, pins are enough. Raises UnknownModelError, ModelNotPulledError, and UsageError for a
-    file or another program's model.
+    With `forget`, a name of which only pins are left is found, too. Raises UnknownModelError,
+    ModelNotPulledError, and UsageError for a file or another program's model.
     """
     try:
         model = resolve(text)
     except CatalogError:
         ref = names.parse_reference(text)
-        if names.pulled_folder(ref).exists():  # its record is damaged
+        if names.pulled_folder(ref).exists():  # a damaged record must not prevent a removal
             return ref, None
         raise
     if model.pulled is not None:
@@ -59,7 +59,7 @@ def find_removable(text: str, *, forget: bool = False) -> tuple[Reference, Pulle
 
 
 def _paths_of(ref: Reference, *, forget: bool) -> list[Path]:
-    """Return the paths of a model's folder, unfinished pull and, with `forget`, pins; of an adapter."""
+    """Return a model's paths (folder, unfinished pull, pins if `forget`), then that of an adapter."""
     partial = paths.models_dir() / store.PARTIAL / ref.folder
     pins = [store.pins_path(ref)] if forget else []
     return [names.pulled_folder(ref), partial, *pins, paths.adapters_dir() / f"{ref.folder}.gguf"]

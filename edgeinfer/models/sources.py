@@ -65,7 +65,7 @@ class HubQuant(msgspec.Struct, frozen=True):
 
 
 class Url(msgspec.Struct, frozen=True):
-    """A file of a web server. As text, a signed address has no signature."""
+    """A file of a web server. `str()` leaves out the signature of a signed address."""
 
     url: str
 
@@ -93,7 +93,7 @@ class OciArtifact(msgspec.Struct, frozen=True):
 
     @property
     def stem(self) -> str:
-        """Name for its file without extension: `llama3.2-1b` for `library/llama3.2:1b`."""
+        """Name of the model's file, without extension: `llama3.2-1b` for `library/llama3.2:1b`."""
         name = self.repository.rpartition("/")[2]
         tag = self.reference.removeprefix("sha256:")[:20]
         return name if tag == "latest" else f"{name}-{tag}"
@@ -151,14 +151,14 @@ def _file(text: str) -> LocalFile:
 
 
 def _object(text: str) -> StoredObject:
-    match = _match(_OBJECT, text, "object of a store", "s3://BUCKET/KEY.gguf")
+    match = _match(_OBJECT, text, "address of an object", "s3://BUCKET/KEY.gguf")
     _safe_path(match["key"].removesuffix("/"), text)
     return StoredObject(match["bucket"], match["key"], match["scheme"])
 
 
 def _oci(text: str) -> OciArtifact:
     form = "oci://REGISTRY/NAME:TAG, for example oci://registry.ollama.ai/library/llama3.2:1b"
-    match = _match(_OCI, text, "artifact of a registry", form)
+    match = _match(_OCI, text, "model of a registry", form)
     return OciArtifact(match["registry"], match["name"], match["digest"] or match["tag"] or "latest")
 
 

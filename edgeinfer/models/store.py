@@ -116,7 +116,7 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def other_names(self) -> tuple[str, ...]:
-        """Further names that `lookup.find` accepts: its sources, and its name with its quantization."""
+        """Further names that `lookup.find` accepts: the model's sources, and `NAME:QUANT`."""
         has_type = bool(self.quantization) and ":" not in self.name
         return (self.source, *self.more_sources, *[f"{self.name}:{self.quantization}"] * has_type)
 
@@ -138,9 +138,9 @@ class PulledModel(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.size_bytes for file in self.all_files)
 
     def entry_by_header(self) -> Model:
-        """Return what the first file's header says as an entry of the catalogue, without sources.
+        """Return an entry of the catalogue, without sources, made from the first file's header.
 
-        Its purpose is "" if the header is unreadable.
+        The purpose is "" if the header is unreadable.
         """
         entry = Model(title=self.name, sources=(), purpose="")  # type: ignore[arg-type]
         with suppress(InvalidGgufError):
@@ -166,7 +166,7 @@ def read_record(folder: Path) -> PulledModel | None:
 
 
 def find_pulled(text: str) -> PulledModel | None:
-    """Find a pulled model as `lookup.find` does. Raises CatalogError if its record is damaged."""
+    """Return the pulled model that `text` names, or None. Raises CatalogError for a damaged record."""
     with suppress(UsageError):
         if record := read_record(names.pulled_folder(names.parse_reference(text))):
             return record
@@ -181,7 +181,7 @@ def _read_json(path: Path, kind: type[T], rm_argument: str) -> T | None:
         return None
     except (OSError, msgspec.MsgspecError) as error:
         denied = isinstance(error, PermissionError)
-        hint = paths.DENIED_HINT if denied else f"`edgeinfer rm {rm_argument}`"
+        hint = paths.DENIED_HINT if denied else f"remove it: `edgeinfer rm {rm_argument}`"
         raise CatalogError(f"{path} cannot be read: {error}", hint=hint) from error
 
 
@@ -270,7 +270,7 @@ _PINS_SUFFIX = ".lock.json"
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
-    """The SHA-256 that a file had at its first pull; later pulls of it must match."""
+    """The SHA-256 that a file had at its first pull; later pulls of the file must match."""
 
     source: str
     file_name: str
@@ -295,7 +295,7 @@ def read_pins(ref: Reference) -> Pins:
 
 
 def pinned_digest(ref: Reference, source: str, file_name: str) -> str:
-    """Return the SHA-256 that a file had at its first pull, "" if this is the first."""
+    """Return the SHA-256 that a file had at its first pull, "" if it was not pulled yet."""
     pins = {(pin.source, pin.file_name): pin.sha256 for pin in read_pins(ref).pins}
     return pins.get((source, file_name), "")
 

@@ -46,7 +46,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """A tensor in a file. `dtype` is safetensors' name; `shape` begins with the slowest dimension."""
+    """A tensor in a file. `dtype` is safetensors' type; `shape` begins with the slowest dimension."""
 
     name: str
     dtype: str
@@ -108,7 +108,7 @@ class Safetensors:
         return flat.reshape(tensor.shape)
 
     def release(self, name: str) -> None:
-        """Give the tensor's pages back to the kernel; the next access reads them again."""
+        """Give the tensor's pages back to the kernel; the next access reads the file again."""
         tensor = self.tensors[name]
         begin = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (tensor.offset + tensor.n_bytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -127,7 +127,7 @@ Config = dict[str, Any]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that contains an object; {} if it is missing. Raises ConversionError."""
+    """Return the object in a JSON file, {} without a file. Raises ConversionError if it is invalid."""
     try:
         with open(open_regular(path), "rb") as file:
             return msgspec.json.decode(file.read(), type=dict[str, Any])

@@ -1,7 +1,7 @@
 """Convert a checkpoint to one GGUF file, a block of rows at a time.
 
-Tensors are mapped, and their pages are given back to the kernel after they are written. So memory has
-at most one tensor, if it must be reordered, and one block of the result.
+Tensors are mapped, and their pages are given back to the kernel once converted. So memory holds at most
+one block of the result, and one whole tensor if that must be reordered.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[P
         name = table.get_name(text_model_name(source), try_suffixes=(".weight", ".bias"))
         if name is None:
             problem = f"the checkpoint has the tensor {source}, which llama.cpp's {family.arch} lacks"
-            raise ConversionError(f"{problem}: its model differs from others of this family")
+            raise ConversionError(f"{problem}: the model differs from others of this family")
         shape = checkpoint.tensor(source).shape
         exact = len(shape) < 2 or name.endswith("_norm.weight")
         planned.append(PlannedTensor(name, shape, source, find_transform(family, name), exact))
@@ -90,7 +90,7 @@ def text_model_name(name: str) -> str:
 
 
 def find_transform(family: Family, name: str) -> Transform | None:
-    """Return the function by which the family changes the GGUF tensor `name`; None if there is none."""
+    """Return the function that changes the values of the GGUF tensor `name`; None if they stay."""
     return next(
         (transform for suffix, transform in family.transforms.items() if _has_suffix(name, suffix)),
         None,
@@ -98,7 +98,7 @@ def find_transform(family: Family, name: str) -> Transform | None:
 
 
 def _has_suffix(name: str, suffix: str) -> bool:
-    """Return whether a name ends with `suffix`, then .weight or .bias unless `suffix` has that."""
+    """Return whether a name ends with `suffix`, followed by .weight or .bias if `suffix` lacks that."""
     if suffix.endswith((".weight", ".bias")):
         return name.endswith(suffix)
     return re.search(rf"\.{suffix}\.(weight|bias)$", name) is not None
@@ -112,7 +112,7 @@ def _order(name: str) -> tuple[int, int, str]:
 
 
 _BLOCK_BYTES = 64 << 20
-#: Largest vocabulary, because each token takes memory. Known models have a quarter million tokens.
+#: Largest vocabulary: each token takes memory. Known models have up to a quarter million tokens.
 _MOST_TOKENS = 1 << 22
 
 
@@ -194,7 +194,7 @@ class Conversion:
         )
         if n_tokens != rows:
             problem = f"config.json says {n_tokens} tokens, but the embedding has {rows} rows"
-            hint = "the model was resized (`resize_token_embeddings`) without its config.json"
+            hint = "set `vocab_size` in config.json to the number of rows, if the model was resized"
             raise ConversionError(problem, hint=hint)
         return n_tokens
 

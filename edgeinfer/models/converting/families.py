@@ -147,7 +147,7 @@ def _rope_metadata(config: Values, head_dim: int) -> Values:
 
 
 def rope_tensors(config: Values, head_dim: int) -> dict[str, Array]:
-    """Return rope's frequency factors, which llama.cpp reads as a tensor: float32[head_dim / 2]."""
+    """Return name → rope's frequency factors, tensors of float32[head_dim / 2]; {} if rope has none."""
     rope = rope_parameters(config)
     kind = rope.get("rope_type") or rope.get("type")
     if kind == "llama3":
@@ -199,7 +199,7 @@ class Family(msgspec.Struct, frozen=True):
 
 
 def _gemma2(config: Values) -> Values:
-    """Return the GGUF key of the sliding window, if any, on which memory estimates depend."""
+    """Return the GGUF key of the sliding window, on which memory estimates depend; {} without one."""
     window = config.get("sliding_window")
     return {"attention.sliding_window": int(window)} if window else {}
 

@@ -17,15 +17,14 @@ from edgeinfer.models.pull_plan import FetchedFile
 def convert_fetched(
     fetched: list[FetchedFile], type_name: str, work: Path, job: Job
 ) -> list[FetchedFile]:
-    """Convert fetched files, or a local folder, to one GGUF in `work`, and to a projector if it has
-    one.
+    """Convert a checkpoint to one GGUF in `work`, and its vision encoder, if any, to a projector.
 
     `type_name` is one of `DIRECT`, or "" for the checkpoint's own type. Raises ConversionError,
     DiskFullError, InterruptedByUser. The fetched files stay, also after an error.
     """
     if any(file.file_name == ADAPTER_CONFIG for file in fetched):
         problem = "the repository holds a LoRA adapter, not a model"
-        hint = "name the model that it is for: `edgeinfer pull OWNER/REPO --base MODEL`"
+        hint = "name the adapter's base model: `edgeinfer pull OWNER/REPO --base MODEL`"
         raise UsageError(problem, hint=hint)
     first = fetched[0]
     folder = first.path if first.path.is_dir() else link_files(fetched, work / "checkpoint")
@@ -41,7 +40,7 @@ def _projector(checkpoint: ModelCheckpoint, type_name: str, work: Path, job: Job
     try:
         vision.convert_tower(checkpoint, target, type_name, job)
     except (ConversionError, InvalidGgufError) as error:
-        job.note(f"converted without its projector, so it accepts no pictures: {error.message}")
+        job.note(f"converted without a projector, so the model accepts no pictures: {error.message}")
         return []
     projector = FetchedFile.hash_result(target, job)
     projector.is_projector = True

@@ -34,7 +34,7 @@ from edgeinfer.models.gguf import GgufHeader
 from edgeinfer.runtime.options import MOST_ALPHA
 
 _PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[\w-]+)?\.weight")
-_NO_WAY = "merge it into its model (`merge_and_unload`), and convert the result"
+_NO_WAY = "merge the adapter into its model (`merge_and_unload`), and convert the result"
 _OTHER_BASE = "name the model that the adapter was trained on: `--base MODEL`"
 _SAVE_AGAIN = "fetch it again, or save it again with PEFT: `save_pretrained(FOLDER)`"
 
@@ -86,7 +86,7 @@ def _refuse_other_kinds(folder: Path, config: dict[str, Any]) -> None:
         raise ConversionError(f"unsupported adapter type {kind}: only LoRA is supported", hint=_NO_WAY)
     if config.get("r", 1) == 0:
         problem = "the adapter is of rank 0, which changes nothing"
-        raise ConversionError(problem, hint="use the base model without it")
+        raise ConversionError(problem, hint="use the base model without the adapter")
     if config.get("use_dora"):
         raise ConversionError("the adapter is a DoRA, which llama.cpp cannot apply", hint=_NO_WAY)
     if config.get("bias", "none") != "none":
@@ -102,7 +102,7 @@ def _family_of(base: GgufHeader) -> Family:
         if family.arch == base.architecture:
             return family
     supported = ", ".join(dict.fromkeys(family.arch for family in FAMILIES))
-    problem = f"adapters of the architecture {base.architecture!r} are not converted"
+    problem = f"adapters of the architecture {base.architecture!r} cannot be converted"
     raise ConversionError(f"{problem}; supported: {supported}", hint="use an adapter in GGUF format")
 
 
@@ -146,7 +146,7 @@ def _check_pair(name: str, pair: dict[str, Array], base: GgufHeader) -> tuple[Ar
     if adapter_shape != shape or a.shape[0] != b.shape[-1] or not a.shape[0]:
         raise ConversionError(
             f"{name} is {adapter_shape[1]} by {adapter_shape[0]} in the adapter, "
-            f"{list(shape[::-1])} in the base",
+            f"{list(shape[::-1])} in the base model",
             hint=_OTHER_BASE,
         )
     return a, b

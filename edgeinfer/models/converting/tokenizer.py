@@ -39,7 +39,7 @@ _DIGIT = "digit"
 
 #: Patterns of the splitting steps → llama.cpp's name for them, and its name if `ignore_merges` is set
 #: (a word that is a token is not built by merges). O200K is not llama.cpp's "gpt-4o", which leaves
-#: combining marks out of words; another model has exactly its pattern.
+#: combining marks out of words, but exactly its pattern for Granite.
 _PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, str]] = {
     (GPT2,): ("gpt-2", ""),
     (CL100K,): ("dbrx", "llama-bpe"),
@@ -160,14 +160,14 @@ def _byte_level(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     if normalizer == "NFC":
         keys[_FORM] = NFC
     elif normalizer:
-        raise ConversionError(f"tokenizer.json: llama.cpp does not have its normalizer {normalizer}")
+        raise ConversionError(f"tokenizer.json has the normalizer {normalizer}, which llama.cpp lacks")
     return keys
 
 
 def _sentence_piece(tokenizer: Values, vocabulary: Vocabulary) -> Values:
     """Add the tokens of a SentencePiece vocabulary; return its keys.
 
-    llama.cpp first merges the pair whose result has the highest score: minus the rank of its merge.
+    llama.cpp merges the pair with the highest score first, so a score is minus the rank of the merge.
     """
     model = tokenizer["model"]
     rank: dict[str, int] = {}

@@ -32,7 +32,7 @@ _KEYS = {
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
 }
-#: Activation in config.json → GGUF key. For llama.cpp, GELU means its tanh approximation.
+#: Activation in config.json → GGUF key. For llama.cpp, GELU means the approximation by tanh.
 _ACTIVATIONS = {"gelu_pytorch_tanh": "use_gelu", "gelu": "use_gelu", "silu": "use_silu"}
 
 
@@ -141,7 +141,7 @@ _DEEPSTACK = re.compile(r"visual\.deepstack_merger_list\.(\d+)\.(norm|linear_fc[
 
 
 def find_tower(checkpoint: ModelCheckpoint) -> Tower | None:
-    """Return the kind of a checkpoint's vision encoder; None if it has none or is not supported."""
+    """Return the kind of a checkpoint's vision encoder; None if there is none or it is unsupported."""
     if not any(name.startswith(VISION) for name in checkpoint.home):
         return None
     first = checkpoint.architectures[:1]
@@ -168,9 +168,9 @@ def _qkv_rows(third: int, values: Array, _heads: Heads) -> Array:
 
 
 def convert_tower(checkpoint: ModelCheckpoint, target: Path, type_name: str, job: Job) -> None:
-    """Convert the vision encoder to the file `target`: as F32 if `type_name` says so, otherwise as F16.
+    """Convert the vision encoder to the file `target`, as F32 if that is `type_name`, otherwise as F16.
 
-    Raises ConversionError, InvalidGgufError, DiskFullError, InterruptedByUser; no `target` stays then.
+    Raises ConversionError, InvalidGgufError, DiskFullError, InterruptedByUser, without a `target`.
     """
     tower = find_tower(checkpoint)
     assert tower is not None

@@ -112,11 +112,11 @@ def _weights(files: Mapping[str, ExternalFile]) -> ExternalFile:
     if "adapter" in files:
         paths = files["model"].path, files["adapter"].path
         hint = f"use both: `edgeinfer chat {paths[0]} --lora {paths[1]}`"
-        raise reader.UnusableError(f"it is {paths[0]} with the adapter {paths[1]}", hint=hint)
+        raise reader.UnusableError(f"it is two files, {paths[0]} and the adapter {paths[1]}", hint=hint)
     return files["model"]
 
 
-#: Greatest number of stop strings that are used, and the greatest length (characters) of one.
+#: Maximum number of stop strings that are used, and maximum length (characters) of one.
 _STOPS, _STOP_CHARACTERS = 32, 200
 
 
@@ -160,7 +160,7 @@ def _read_parameters(settings: OllamaSettings, text: str) -> None:
     try:
         parameters = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
-        settings.unused.append("params: it can't be read")
+        settings.unused.append("params: the file can't be read")
         return
     for key, value in parameters.items():
         option = BY_FIELD.get(key)

@@ -1,7 +1,7 @@
 """Read other programs' model stores safely: read-only, with limits, and never outside the store.
 
-A path from inside a store is used only if it leads to a regular file inside that store. The result of
-hashing a file is cached; it is valid while size, mtime and inode are the same.
+A path from inside a store is used only if it leads to a regular file inside that store. A file's digest
+is computed once, and again if size, mtime or inode change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ExternalModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model of another program. `name` is how edgeinfer calls it.
 
     If it cannot be used, `problem` says why and `fix` what to do. `layers` are Ollama's further files
-    by kind (`template`, `params`, `system`, …). `projectors` are candidates for its projector.
+    by kind (`template`, `params`, `system`, …). One of `projectors` may fit the model.
     """
 
     name: str
@@ -61,12 +61,12 @@ class _Seen(msgspec.Struct, frozen=True):
     sha256: str
 
 
-#: Files that were hashed and had the digest in their name, by path.
+#: Path → file whose computed SHA-256 was the one in its name.
 _VERIFIED = CacheTable("verified.json", dict[str, _Seen])
 
 
 def verify(file: ExternalFile, progress: Callable[[float], None]) -> None:
-    """Hash a file once and compare it with the digest in its name. Raises ChecksumError, OSError.
+    """Hash a file once and compare the result with its name. Raises ChecksumError, OSError.
 
     `progress` gets the fraction that was read, 0 to 1.
     """
@@ -87,14 +87,14 @@ def _stamp_of(file: ExternalFile) -> _Seen:
     return _Seen(info.st_size, info.st_mtime_ns, info.st_ino, file.sha256)
 
 
-#: Maximum number of entries of a folder that are read; real stores have tens.
+#: Maximum number of entries of a folder that are read; real stores have some dozens.
 MAX_ENTRIES = 20_000
 #: Longest manifest, template or settings file (bytes).
 MAX_TEXT_BYTES = 1 << 20
 
 
 class UnusableError(Exception):
-    """Raised for an unusable model or an unreadable folder. A search continues with the next one."""
+    """Raised for an unusable model or an unreadable folder. A search continues with the next."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -103,7 +103,7 @@ class UnusableError(Exception):
 
 
 class ExternalStore(ABC):
-    """Another program's model store. Names begin with `prefix`; "{}" in the hint `fix` is the rest."""
+    """Another program's store. The part of a name after `prefix` replaces "{}" in the hint `fix`."""
 
     name: ClassVar[str]
     prefix: ClassVar[str]
@@ -126,7 +126,7 @@ class ExternalStore(ABC):
 def entries(folder: Path) -> list[Path]:
     """List the paths in a folder in order of name, without hidden ones; [] if the folder is missing.
 
-    Raises UnusableError.
+    Raises UnusableError if the folder cannot be read.
     """
     try:
         with os.scandir(folder) as scan:
@@ -155,7 +155,7 @@ def ggufs(folder: Path, depth: int) -> Iterator[Path]:
 def resolve_inside(path: Path, store: Path) -> tuple[str, os.stat_result]:
     """Return the real path and the status of a file; `store` is a path without symlinks.
 
-    Raises UnusableError if it is missing, is not a readable regular file, or is outside `store`.
+    Raises UnusableError if the file is missing, not regular, not readable, or outside `store`.
     """
     real = os.path.realpath(path)
     try:
@@ -171,13 +171,13 @@ def resolve_inside(path: Path, store: Path) -> tuple[str, os.stat_result]:
         kind = "a folder" if stat.S_ISDIR(info.st_mode) else "a device or socket"
         raise UnusableError(f"{real} is {kind}, not a file")
     if not os.access(real, os.R_OK):
-        hint = "let its owner or an administrator allow it"
+        hint = "let the owner of the file or an administrator allow that"
         raise UnusableError(f"this user may not read {real}", hint)
     return real, info
 
 
 def small_file(path: Path, store: Path) -> bytes:
-    """Return a file's content. Raises UnusableError, also for more than MAX_TEXT_BYTES."""
+    """Return a file's content. Raises UnusableError, also for a file above MAX_TEXT_BYTES."""
     real, info = resolve_inside(path, store)
     if info.st_size > MAX_TEXT_BYTES:
         raise UnusableError(f"{real} has {info.st_size} bytes; at most {MAX_TEXT_BYTES} are read")

@@ -89,7 +89,7 @@ class HuggingFaceCache(_RepositoryStore):
     suffix = ""
 
     def roots(self, environment: Mapping[str, str]) -> list[Path]:
-        """Return the cache's folder, by the first environment variable for it that is set."""
+        """Return the cache's folder, which environment variables may name."""
         for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
             if environment.get(variable):
                 return [Path(environment[variable]).expanduser()]

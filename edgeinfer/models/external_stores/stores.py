@@ -67,7 +67,7 @@ def _printable(model: ExternalModel) -> ExternalModel:
 
 
 def find(text: str) -> ExternalModel | None:
-    """Find a model by a name that `lookup.find` accepts."""
+    """Return the model that `text` names, by the rules of `lookup.find`; None if there is none."""
     prefix = next((s.prefix for s in _STORES if text.lower().startswith(s.prefix)), "")
     return lookup.find(text, search(prefix))
 
@@ -88,7 +88,7 @@ def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufH
 
 
 def settings(model: ExternalModel, header: gguf.GgufHeader) -> OllamaSettings:
-    """Return the settings that Ollama has for a model."""
+    """Return the settings that Ollama has for a model; empty for other programs' models."""
     return ollama.read_settings(model.layers, has_template=bool(header.chat_template))
 
 
@@ -135,7 +135,7 @@ def digest(model: ExternalModel) -> str:
 
 
 def not_found_error(text: str) -> ModelNotPulledError:
-    """Make the error for a name of an Ollama or LM Studio model that neither program has."""
+    """Make the error for a name with the prefix of Ollama or LM Studio that is not in its store."""
     store = next(s for s in _STORES if text.lower().startswith(s.prefix))
     roots = " or ".join(dict.fromkeys(map(str, store.roots(os.environ))))
     typed = text[len(store.prefix) :]

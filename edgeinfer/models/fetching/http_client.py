@@ -1,4 +1,4 @@
-"""An HTTP client for models and snapshots that turns failures into our errors.
+"""An HTTP client for models and snapshots that turns failures into edgeinfer's errors.
 
 It refuses to connect in offline mode, and follows redirects only to HTTPS, or from HTTP to HTTP.
 """
@@ -132,9 +132,9 @@ def refuse_status(origin: str, response: httpx2.Response, login: str | None) -> 
 
 
 def status_error(origin: str, who: str, status: int, login: str | None = None) -> DownloadError:
-    """Make the error for a status. `who` is the server in words ("server", "registry")."""
+    """Make the error for an HTTP error status. `who` is the server in words ("server", "registry")."""
     if status in (401, 403):
-        problem = f"the {who} refuses access ({status}): it needs a token or an accepted licence"
+        problem = f"the {who} refuses access ({status}): a token or an accepted licence is needed"
         return AuthenticationError(f"{origin}: {problem}", hint=login)
     if status in (404, 410):
         problem = f"the {who} has no such file or revision ({status})"

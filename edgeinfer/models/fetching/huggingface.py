@@ -46,7 +46,7 @@ def resolve(source: HubFile | HubQuant) -> list[Remote]:
 
 
 def _projectors(chosen: list[str], listed: dict[str, Any]) -> list[Any]:
-    """Return a list of the repository's smallest projector, [] if no chosen file is a model."""
+    """Return a list with the smallest projector of a repository; [] if no chosen file is a model."""
     if not _ggufs(chosen) or is_projector(chosen[0]):
         return []
     projectors = [file for path, file in listed.items() if is_projector(path)]
@@ -84,11 +84,11 @@ def _ggufs(paths: list[str]) -> list[str]:
 
 
 def _offer(ggufs: list[str]) -> str:
-    return f"it has {', '.join(ggufs)}" if ggufs else "it has no GGUF at all"
+    return f"the repository has {', '.join(ggufs) or 'no GGUF at all'}"
 
 
 def _remote(source: HubFile | HubQuant, file: Any, commit: str, api: Any) -> Remote:
-    from huggingface_hub import hf_hub_url  # `resolve` has imported it already
+    from huggingface_hub import hf_hub_url  # already imported by `resolve`
 
     return Remote(
         url=hf_hub_url(source.repo, file.rfilename, revision=commit, endpoint=api.endpoint),
@@ -103,12 +103,12 @@ def _remote(source: HubFile | HubQuant, file: Any, commit: str, api: Any) -> Rem
 
 def _gate(source: HubFile | HubQuant) -> str:
     page = f"https://huggingface.co/{source.repo}"
-    return f"accept its licence on {page}, then set HF_TOKEN and pull again"
+    return f"accept the licence on {page}, then set HF_TOKEN and pull again"
 
 
 @contextmanager
 def _hub_errors(source: HubFile | HubQuant) -> Iterator[None]:
-    import httpx2  # huggingface_hub has imported it already
+    import httpx2  # already imported by huggingface_hub
     from huggingface_hub import errors as hf
 
     page = f"https://huggingface.co/{source.repo}"

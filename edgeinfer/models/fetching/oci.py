@@ -47,14 +47,14 @@ _MANIFESTS = (
 )
 _TITLES = ("org.opencontainers.image.title", "org.cncf.model.filepath")
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
-#: Host of Docker Hub's registry, which is called docker.io.
+#: Host of Docker Hub's registry, which users call docker.io.
 _HUB = "registry-1.docker.io"
 _TIMEOUT_S = 60.0
 
 
 @contextmanager
 def connect(source: OciArtifact) -> Iterator[Registry]:
-    """Open a client for a registry. Raises OfflineError, DownloadError."""
+    """Open a client for a registry. Raises OfflineError, DownloadError if the connection fails."""
     try:
         with http_client.client(str(source), _TIMEOUT_S) as client:
             yield Registry(source, client)
@@ -122,7 +122,7 @@ class Answer(NamedTuple):
 
 
 class Registry:
-    """A client for one repository of a registry. It gets a token when it needs one."""
+    """A client for one repository of a registry. It logs in if the registry asks for a token."""
 
     def __init__(self, source: OciArtifact, client: httpx2.Client) -> None:
         host = _HUB if source.registry in ("docker.io", "index.docker.io") else source.registry
@@ -217,7 +217,7 @@ class Registry:
     def _ask(
         self, method: str, url: str, headers: dict[str, str], content: bytes | Iterator[bytes] | None
     ) -> Answer:
-        target = httpx2.URL(url)  # for an upload, the registry chose this address
+        target = httpx2.URL(url)  # the address of an upload comes from the registry
         http_client.refuse_downgrade(str(self._source), self._url, target)
         all_headers = {"User-Agent": "edgeinfer"} | headers
         if self._authorization and self._is_registry_host(target):

@@ -93,7 +93,7 @@ def _sha256(head: dict[str, Any]) -> str:
 
 @contextmanager
 def _botocore_errors(source: StoredObject) -> Iterator[None]:
-    from botocore.exceptions import BotoCoreError, ClientError  # `_client` has imported it
+    from botocore.exceptions import BotoCoreError, ClientError  # an optional dependency
 
     try:
         yield

