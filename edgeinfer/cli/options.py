@@ -54,9 +54,8 @@ def _parser_of(option: LoadOption | SamplingOption) -> Callable[[str], Any]:
             return option.parse(text)
         except ValueError:
             number = "a number " if isinstance(option, SamplingOption) else ""
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not {number}{option.describe_range()}"
-            ) from None
+            problem = f"{text!r} is not {number}{option.describe_range()}"
+            raise argparse.ArgumentTypeError(problem) from None
 
     return parse
 

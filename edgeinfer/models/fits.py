@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -268,10 +267,8 @@ def header_plan(
 
 def refuse_unfit_draft(files: ModelFiles) -> None:
     """Raise ModelLoadError if the headers show that the draft model cannot draft for the model."""
-    paths = (Path(files.draft_paths[0]), Path(files.paths[0]))
-    problem = draft_problem(
-        *(header_shape([gguf.read_model_header(path, vocabulary=False)]) for path in paths)
-    )
-    if problem:
+    paths = (files.draft_paths[0], files.paths[0])
+    headers = [gguf.read_model_header(path, vocabulary=False) for path in paths]
+    if problem := draft_problem(*(header_shape([header]) for header in headers)):
         problem = f"{files.draft} cannot draft for {files.name}: {problem}"
         raise ModelLoadError(problem, hint=UNFIT_DRAFT_HINT)

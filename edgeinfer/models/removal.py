@@ -48,9 +48,8 @@ def find_removable(text: str, *, forget: bool = False) -> tuple[Reference, Pulle
         raise UsageError(problem, hint=f"remove it with {owner}")
     if model.kind == "file":
         of_file = store.find_pulled(f"file:{model.name}")
-        hint = (
-            f"to remove the model: `edgeinfer rm {of_file.name}`" if of_file else "delete it yourself"
-        )
+        command = f"`edgeinfer rm {of_file.name}`" if of_file else ""
+        hint = f"to remove the model: {command}" if command else "delete it yourself"
         raise UsageError(f"{text} is a file, which edgeinfer never deletes", hint=hint)
     typed_ref = None if sources.looks_like_source(text) else names.find_reference(text)
     if typed_ref is None or not any(path.exists() for path in _paths_of(typed_ref, forget=forget)):

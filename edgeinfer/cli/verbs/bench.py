@@ -112,12 +112,8 @@ def _target(text: str) -> Target:
     url, _, model = text.partition("#")
     with contextlib.suppress(ValueError):
         address = urlsplit(url)
-        if (
-            address.scheme in ("http", "https")
-            and address.hostname
-            and address.port != 0
-            and "@" not in url
-        ):
+        is_server = address.scheme in ("http", "https") and address.hostname and address.port != 0
+        if is_server and "@" not in url:
             return Target(url=url.rstrip("/").removesuffix("/v1"), model=model)
     raise argparse.ArgumentTypeError(f"{text!r} is not http://HOST:PORT or http://HOST:PORT#MODEL")
 
@@ -132,9 +128,8 @@ def run(options: argparse.Namespace, host: EngineHost) -> BenchResult:
     meter, load = EnergyMeter(), os.getloadavg()[0]
     models = [resolve(name) for name in options.models or [host.config.default_model]]
     draft = typed_options.load_options(options, host.config.load).draft
-    names = [host.files(ref, draft=draft).name for ref in models] + [
-        target.label for target in options.against
-    ]
+    names = [host.files(ref, draft=draft).name for ref in models]
+    names += [target.label for target in options.against]
     names = [
         f"{n} ({names[:i].count(n) + 1})" if names.count(n) > 1 else n for i, n in enumerate(names)
     ]

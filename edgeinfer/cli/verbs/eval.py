@@ -165,10 +165,7 @@ class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
         if item.choices is not None:
             text = f"{self.system}\n\n{item.prompt}" if self.system else item.prompt
             # as in lm-evaluation-harness, a continuation includes the spaces before its first word
-            prompts = [
-                text.rstrip() or text,
-                *(_append_choice(text, choice) for choice in item.choices),
-            ]
+            prompts = [text.rstrip() or text, *(_append_choice(text, each) for each in item.choices)]
             body = {"prompt": prompts, "echo": True, "logprobs": 0, "max_tokens": 0}
             return self._request("/v1/completions", body)
         messages = item.messages or [{"role": "user", "content": item.prompt}]

@@ -112,9 +112,8 @@ def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
         engine = host.engine(ref or model, typed_options.load_options(options, host.config.load))
     except UnknownModelError as error:
         quoted = 'put a prompt in quotes: `edgeinfer run "What is photosynthesis?"`'
-        raise UnknownModelError(
-            error.message, hint=error.hint or (quoted if options.prompt else None)
-        ) from error
+        hint = error.hint or (quoted if options.prompt else None)
+        raise UnknownModelError(error.message, hint=hint) from error
     started = start_spans(host.start.stages_ms, host.start.how) if options.traces else []
     for warning in engine.info.warnings:
         sys.stderr.write(without_controls(f"warning: {warning}\n"))
@@ -141,9 +140,8 @@ def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
     else:
         result, finished = _generate(engine, request, model, host.start, stream_to)
     if result.finish_reason == "length" and options.max_tokens is None:
-        sys.stderr.write(
-            f"edgeinfer: {_describe_limit(result.usage, request.max_tokens, engine.info)}\n"
-        )
+        limit = _describe_limit(result.usage, request.max_tokens, engine.info)
+        sys.stderr.write(f"edgeinfer: {limit}\n")
     if options.receipt:
         key = load_key(host.config.receipts.key)
         receipt = make_receipt(request, finished, engine.info, key=key)
@@ -158,9 +156,8 @@ def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
 def _read_prompt(text: str, options: argparse.Namespace) -> tuple[str, tuple[bytes, ...]]:
     """Return the prompt with attached texts, and the pictures. Raises UsageError without a prompt."""
     if not text.strip() and not options.file:
-        raise UsageError(
-            "no prompt", hint='give one: `edgeinfer run "What is photosynthesis?"`, or pipe it in'
-        )
+        hint = 'give one: `edgeinfer run "What is photosynthesis?"`, or pipe it in'
+        raise UsageError("no prompt", hint=hint)
     attached = [read(Path(path)) for path in options.file]
     images = [image for path in options.image for image in document_files.pictures_in(Path(path))]
     images += [file.data for file in attached if file.is_picture]

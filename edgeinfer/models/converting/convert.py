@@ -91,10 +91,8 @@ def text_model_name(name: str) -> str:
 
 def find_transform(family: Family, name: str) -> Transform | None:
     """Return the function that changes the values of the GGUF tensor `name`; None if they stay."""
-    return next(
-        (transform for suffix, transform in family.transforms.items() if _has_suffix(name, suffix)),
-        None,
-    )
+    transforms = family.transforms.items()
+    return next((transform for suffix, transform in transforms if _has_suffix(name, suffix)), None)
 
 
 def _has_suffix(name: str, suffix: str) -> bool:
@@ -189,9 +187,8 @@ class Conversion:
 
     def _n_vocab(self) -> int:
         n_tokens = required_number(self.checkpoint.config, "vocab_size", _MOST_TOKENS)
-        rows = next(
-            (tensor.shape[0] for tensor in self.planned if tensor.name == "token_embd.weight"), 0
-        )
+        shapes = {tensor.name: tensor.shape for tensor in self.planned}
+        rows = shapes.get("token_embd.weight", (0,))[0]
         if n_tokens != rows:
             problem = f"config.json says {n_tokens} tokens, but the embedding has {rows} rows"
             hint = "set `vocab_size` in config.json to the number of rows, if the model was resized"

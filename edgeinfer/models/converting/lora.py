@@ -119,9 +119,8 @@ def _read_pairs(file: Safetensors, base: GgufHeader, family: Family) -> _Pairs:
     for key, tensor in file.tensors.items():
         match = _PAIR.fullmatch(key)
         if match is None:
-            raise ConversionError(
-                f"{file.path.name} has {key}, which is not part of a LoRA", hint=_NO_WAY
-            )
+            problem = f"{file.path.name} has {key}, which is not part of a LoRA"
+            raise ConversionError(problem, hint=_NO_WAY)
         name = table.get_name(text_model_name(f"{match[1]}.weight"), try_suffixes=(".weight",))
         if name is None:
             problem = f"the adapter changes {match[1]}, which the base ({family.arch}) does not have"

@@ -243,9 +243,8 @@ class _TowerConversion(Conversion):
         writer.add_file_type(file_type(self.type_name))
         activation = vision["hidden_act"]
         if activation not in _ACTIVATIONS:
-            raise ConversionError(
-                f"config.json: the vision encoder's activation {activation!r} is not supported"
-            )
+            problem = f"the vision encoder's activation {activation!r} is not supported"
+            raise ConversionError(f"config.json: {problem}")
         keys: dict[str, Any] = {
             "has_vision_encoder": True,
             "projector_type": self.tower.kind,

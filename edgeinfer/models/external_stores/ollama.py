@@ -90,9 +90,8 @@ def _layers(raw: bytes, manifest: Path) -> dict[str, _Layer]:
     kinds = [layer.mediaType.removeprefix(_KIND) for layer in layers]
     if kinds.count("model") != 1:
         problem = f"its manifest names {kinds.count('model')} GGUF files, not one"
-        raise reader.UnusableError(
-            problem, hint="only models that are one GGUF in Ollama's store can be used"
-        )
+        hint = "only models that are one GGUF in Ollama's store can be used"
+        raise reader.UnusableError(problem, hint=hint)
     return dict(zip(kinds, layers, strict=True))
 
 
@@ -102,9 +101,8 @@ def _blob(root: Path, layer: _Layer) -> ExternalFile:
         raise reader.UnusableError(f"its manifest names {layer.digest[:80]!r}, which is not a SHA-256")
     path, info = reader.resolve_inside(root / "blobs" / f"sha256-{digest[1]}", root)
     if layer.size and info.st_size != layer.size:
-        raise reader.UnusableError(
-            f"{path} has {info.st_size} bytes, but its manifest says {layer.size}"
-        )
+        problem = f"{path} has {info.st_size} bytes, but its manifest says {layer.size}"
+        raise reader.UnusableError(problem)
     return ExternalFile(path=path, size_bytes=info.st_size, sha256=digest[1])
 
 
