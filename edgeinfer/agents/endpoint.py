@@ -31,14 +31,14 @@ _LOG_NAME = "launch-serve.log"
 
 
 class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A client of a running endpoint. `key` is its API key ("": none), `model` its default model."""
+    """A client of a running endpoint. `model` is the endpoint's default model; `key` may be ""."""
 
     url: str
     model: str
     key: str = ""
 
     def n_ctx(self, model: str) -> int:
-        """Return the context (tokens) of `model`, which is loaded if necessary. Raises ServeError."""
+        """Return the context size (tokens) of `model`; load the model if needed. Raises ServeError."""
         if not (n_ctx := self._loaded_n_ctx(model)):
             self.request("POST", "/v1/completions", {"model": model, "prompt": "hi", "max_tokens": 0})
             n_ctx = self._loaded_n_ctx(model)
@@ -49,32 +49,32 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         return int(sizes.get(model, 0))
 
     def has(self, path: str) -> bool:
-        """Return whether the endpoint serves `path`, a route without API key. Raises ServeError."""
+        """Return whether HEAD `path`, sent without an API key, gets status 200. Raises ServeError."""
         with self._connect(_HEALTH_S) as connection:
             connection.request("HEAD", path)
             return connection.getresponse().status == 200
 
     def request(self, method: str, path: str, body: Any = None, timeout_s: float = _LOAD_S) -> Any:
-        """Send a request; return the response's JSON. Raises ServeError, also for an error response."""
+        """Return the decoded JSON. Raises ServeError, also for an error status (not for /health)."""
         headers = {"content-type": "application/json"}
         if self.key:
             headers["authorization"] = f"Bearer {self.key}"
         raw = None if body is None else msgspec.json.encode(body)
         with self._connect(timeout_s) as connection:
             connection.request(method, path, raw, headers)
-            answer = connection.getresponse()
-            read = answer.read()
+            response = connection.getresponse()
+            content = response.read()
         try:
-            value = msgspec.json.decode(read)
+            value = msgspec.json.decode(content)
         except msgspec.DecodeError as error:
             raise ServeError(f"{self.url} is not an edgeinfer endpoint") from error
-        if answer.status >= 400 and path != "/health":
-            raise ServeError(f"{self.url} answered: {_message(value)}", hint="")
+        if response.status >= 400 and path != "/health":
+            raise ServeError(f"{self.url} answered with an error: {_message(value)}", hint="")
         return value
 
     @contextlib.contextmanager
     def _connect(self, timeout_s: float) -> Iterator[http.client.HTTPConnection]:
-        """Yield a connection to this user's endpoint. Raises ServeError, also if it fails later."""
+        """Yield a connection to this user's endpoint. Raises ServeError, also if a request fails."""
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
         try:
@@ -102,7 +102,7 @@ def _message(value: Any) -> str:
 
 
 def probe(url: str, key: str) -> RemoteEndpoint | None:
-    """Return the endpoint at `url` (for later requests with `key`), None if none answers there."""
+    """Return a client that sends `key` to the endpoint at `url`; None if no endpoint serves there."""
     endpoint = RemoteEndpoint(url=url, model="")
     try:
         health = endpoint.request("GET", "/health", timeout_s=_HEALTH_S)
@@ -114,7 +114,7 @@ def probe(url: str, key: str) -> RemoteEndpoint | None:
 
 
 def find(urls: Iterable[str], key: str) -> RemoteEndpoint | None:
-    """Return the first endpoint that answers at one of `urls`, None if none does."""
+    """Return a client of the first of `urls` at which an endpoint answers; None if none does."""
     return next((endpoint for url in dict.fromkeys(urls) if (endpoint := probe(url, key))), None)
 
 
@@ -125,7 +125,7 @@ def start(
     *,
     dies_with_parent: bool = False,
 ) -> tuple[RemoteEndpoint, int]:
-    """Start `command`, an `edgeinfer serve`; return its endpoint and PID. Raises ServeError."""
+    """Start an `edgeinfer serve`; return a client and the PID. Raises ServeError if the start fails."""
     log = paths.state_dir() / _LOG_NAME
     paths.make_folder(log.parent)
     log.unlink(missing_ok=True)
@@ -145,14 +145,15 @@ def start(
         process.terminate()
         raise
     finally:
-        process.returncode = 0  # so that Popen does not warn that it still runs
+        process.returncode = 0  # otherwise Popen's destructor warns that the process still runs
     return remote, process.pid
 
 
 def _wait_for(process: subprocess.Popen[bytes], log: Path, key: str) -> RemoteEndpoint:
     while True:
         if process.poll() is not None:
-            raise ServeError(f"the endpoint did not start: {_last_words(log)}", hint=f"its log: {log}")
+            problem = f"the endpoint did not start: {_last_error(log)}"
+            raise ServeError(problem, hint=f"read the endpoint's log: {log}")
         time.sleep(_CHECK_S)
         url = next((line["url"].split()[0] for line in _lines(log) if "url" in line), "")
         if url and (remote := probe(url, key)):
@@ -168,7 +169,7 @@ def _lines(log: Path) -> Iterator[dict[str, Any]]:
                 yield value
 
 
-def _last_words(log: Path) -> str:
+def _last_error(log: Path) -> str:
     lines = log.read_text("utf-8", "replace").strip().splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (errors or lines or ["no message"])[-1]

@@ -20,19 +20,19 @@ import msgspec
 from edgeinfer.errors import UsageError
 from edgeinfer.platform.process import SignalHandlers, start_child
 
-#: Name of this endpoint, for agents that name their providers.
+#: Name of this endpoint in agents that have a list of model providers.
 PROVIDER = "edgeinfer"
-#: One answer may fill the length of the context divided by this.
+#: An answer may have at most `n_ctx // _ANSWER_SHARE` tokens, and at most `_ANSWER_TOKENS`.
 _ANSWER_SHARE = 8
 _ANSWER_TOKENS = 8192
-#: Default of `room_tokens`: context for answers and tool results.
+#: Default of `Agent.room_tokens`: context (tokens) that is left for answers and tool results.
 _ROOM_TOKENS = 4096
-#: Minimum context (tokens) at which Claude Code can be told to compact.
+#: Minimum value (tokens) of Claude Code's variable CLAUDE_CODE_AUTO_COMPACT_WINDOW.
 _CLAUDE_WINDOW = 100_000
 
 
 class AgentTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """The endpoint and model that an agent will use. `key` is not empty: agents require one."""
+    """The endpoint and model that an agent will use. `key` is never "": agents require an API key."""
 
     url: str
     model: str
@@ -45,7 +45,7 @@ class AgentTarget(msgspec.Struct, frozen=True, kw_only=True):
         return min(_ANSWER_TOKENS, self.n_ctx // _ANSWER_SHARE)
 
 
-#: Arguments to put before the user's own, and environment variables.
+#: Arguments to pass to an agent before the user's arguments, and environment variables to set.
 AgentSetup = tuple[tuple[str, ...], dict[str, str]]
 _SetupFunction = Callable[[AgentTarget, Path], AgentSetup]
 
@@ -54,8 +54,8 @@ class Agent(NamedTuple):
     """A coding agent. `name` is its program on PATH, `install` the command that installs it.
 
     `first_tokens` is the length of its first request, in SmolLM2's tokens (other models: ± 20 %).
-    `user_agent` is the beginning of its User-Agent header, "" if it is not recognizable. With less than
-    `room_tokens` of context beyond the first request, the agent compacts its history at once.
+    `user_agent` is the beginning of its User-Agent header, "" if the header does not name the agent.
+    With less than `room_tokens` of context after the first request, it compacts its history at once.
     """
 
     name: str
@@ -78,7 +78,7 @@ AGENTS: dict[str, Agent] = {}
 def _agent(
     title: str, install: str, first_tokens: int, user_agent: str, room_tokens: int = _ROOM_TOKENS
 ) -> Callable[[_SetupFunction], _SetupFunction]:
-    """Register an agent: the decorated function has the agent's name, and makes its setup."""
+    """Return a decorator that registers an agent; the function's name becomes the agent's `name`."""
 
     def register(setup: _SetupFunction) -> _SetupFunction:
         name = setup.__name__
@@ -90,11 +90,11 @@ def _agent(
 
 @_agent("Claude Code", "npm install -g @anthropic-ai/claude-code", 12_101, "claude-cli/", 20_000)
 def claude(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Set environment variables that map all of Claude Code's models to the target's."""
+    """Return environment variables that map all of Claude Code's models to the target's model."""
     models = ("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
     sizes = ("OPUS", "SONNET", "HAIKU")
     window = {}
-    if target.n_ctx >= _CLAUDE_WINDOW:  # below that, it compacts only after a refusal
+    if target.n_ctx >= _CLAUDE_WINDOW:  # with less, Claude Code compacts only after an error response
         window["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(target.n_ctx)
     variables = {
         "ANTHROPIC_BASE_URL": target.url,
@@ -113,7 +113,7 @@ def claude(target: AgentTarget, _folder: Path) -> AgentSetup:
 
 @_agent("Codex", "npm install -g @openai/codex", 6_248, "codex_")
 def codex(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Override Codex's configuration by arguments; an environment variable has the API key."""
+    """Return arguments that override Codex's configuration, and a variable with the API key."""
     provider = f"model_providers.{PROVIDER}"
     overrides: dict[str, Any] = {
         "model": target.model,
@@ -128,13 +128,14 @@ def codex(target: AgentTarget, _folder: Path) -> AgentSetup:
         "web_search": "disabled",
         "check_for_update_on_startup": False,
     }
-    typed = [word for key, value in overrides.items() for word in ("-c", f"{key}={json.dumps(value)}")]
-    return tuple(typed), {"EDGEINFER_AGENT_KEY": target.key}
+    settings = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+    arguments = tuple(word for setting in settings for word in ("-c", setting))
+    return arguments, {"EDGEINFER_AGENT_KEY": target.key}
 
 
 @_agent("opencode", "npm install -g opencode-ai", 7_377, "opencode/")
 def opencode(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Set an environment variable that contains a configuration, which overrides the user's."""
+    """Return an environment variable with a configuration, which overrides the user's."""
     limit = {"context": target.n_ctx, "output": target.answer_tokens}
     name = f"{PROVIDER}/{target.model}"
     content = {
@@ -156,7 +157,7 @@ def opencode(target: AgentTarget, _folder: Path) -> AgentSetup:
 
 @_agent("aider", "python -m pip install aider-install && aider-install", 829, "")
 def aider(target: AgentTarget, folder: Path) -> AgentSetup:
-    """Set environment variables, and write a file with the model's context and answer limits."""
+    """Write a file with the model's context and answer limits; return environment variables."""
     name = f"openai/{target.model}"
     sizes = {
         "max_input_tokens": target.n_ctx,
@@ -182,7 +183,7 @@ def aider(target: AgentTarget, folder: Path) -> AgentSetup:
 
 @_agent("pi", "npm install -g @mariozechner/pi-coding-agent", 1_326, "pi/", 22_000)
 def pi(target: AgentTarget, folder: Path) -> AgentSetup:
-    """Write an extension that adds this endpoint as a provider, with a User-Agent header."""
+    """Write an extension that adds this endpoint as a provider; return arguments that load it."""
     provider = {
         "baseUrl": f"{target.url}/v1",
         "apiKey": target.key,
@@ -211,7 +212,7 @@ def pi(target: AgentTarget, folder: Path) -> AgentSetup:
 
 @_agent("qwen-code", "npm install -g @qwen-code/qwen-code", 17_900, "QwenCode/")
 def qwen(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Set OpenAI's environment variables, which qwen-code reads."""
+    """Return OpenAI's environment variables, which qwen-code reads."""
     variables = {
         "OPENAI_BASE_URL": f"{target.url}/v1",
         "OPENAI_API_KEY": target.key,
@@ -223,7 +224,7 @@ def qwen(target: AgentTarget, _folder: Path) -> AgentSetup:
 
 @_agent("goose", "see https://github.com/aaif-goose/goose", 4_174, "goose/")
 def goose(target: AgentTarget, _folder: Path) -> AgentSetup:
-    """Set environment variables, which override goose's configuration and keyring."""
+    """Return environment variables, which override goose's configuration and keyring."""
     variables = {
         "GOOSE_PROVIDER": "openai",
         "GOOSE_MODEL": target.model,
@@ -245,7 +246,7 @@ def agent_of(user_agent: str) -> str:
     return next(begins, "")
 
 
-#: Signals that are forwarded to the agent. Ctrl-C and Ctrl-Z reach it through the terminal anyway.
+#: Signals to forward to the agent. For Ctrl-C and Ctrl-Z, the terminal itself signals the agent.
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -264,7 +265,7 @@ def run_agent(agent: Agent, target: AgentTarget, arguments: Sequence[str]) -> in
     with tempfile.TemporaryDirectory(prefix="edgeinfer-") as folder:
         own_arguments, variables = agent.setup(target, Path(folder))
         process = _start([program, *own_arguments, *arguments], variables)
-        # leave Ctrl-C to the agent; forward the signals that only this process receives
+        # ignore Ctrl-C, which the agent handles; forward the signals that only this process receives
         forwarding = dict.fromkeys(_FORWARDED, lambda number, _frame: process.send_signal(number))
         with SignalHandlers({**forwarding, signal.SIGINT: signal.SIG_IGN}):
             status = process.wait()

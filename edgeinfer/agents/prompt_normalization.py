@@ -1,4 +1,4 @@
-"""Normalize coding agents' prompts, so that their sessions share a longer cached prefix; predict them.
+"""Normalize coding agents' prompts, so that sessions share a longer cached prefix; predict the prefix.
 
 Agents write lines that change with each request or session (date, working directory, billing header)
 before instructions and tools. The shared prefix ends at the first such line. So lines that are useless
@@ -30,7 +30,7 @@ def _lines(*patterns: str) -> re.Pattern[str]:
 
 
 class Rule(NamedTuple):
-    """Moves matches of `pattern` in system turns to `to`; a rule without a pattern is a function."""
+    """Moves matches of `pattern` in system turns to `to`. A function applies a rule without pattern."""
 
     name: PromptRule
     description: str
@@ -60,7 +60,7 @@ RULES = (
         "environment",
         "lines that name a project's folder; in Codex's turn about it, such parts move to the end",
         "first user turn",
-        _lines(  # in the words of pi, Claude Code, opencode and qwen-code
+        _lines(  # lines as pi, Claude Code, opencode and qwen-code write them
             r"Current working directory: .*\n?",
             r" - (?:Primary working directory|Is a git repository): .*\n?",
             r"  (?:Working directory|Workspace root folder|Is directory a git repo): .*\n?",
@@ -78,16 +78,16 @@ RULES = (
 )
 NAMES = tuple(rule.name for rule in RULES)
 
-#: Tags around reminders, which clients write into user turns.
+#: Tags around a reminder, which an agent adds to the user's text.
 _REMINDER = ("<system-reminder>", "</system-reminder>")
 #: Maximum number of stored reminders, and maximum number of characters of each.
 _MAX_REMINDERS = 256
 _MAX_REMINDER_LENGTH = 16_384
-#: Opening tag of Codex's turn about its environment, and its parts that name folders.
+#: In Codex's user turn about its environment: the first tag, and the elements that name folders.
 _CONTEXT = "<environment_context>"
 _CWD = re.compile(r"^ *<cwd>.*</cwd>\n", re.MULTILINE)
 _ROOTS = ("<workspace_roots>", "</workspace_roots>")
-#: Matches goose's note about time, folder and tasks, whose position differs in each request.
+#: Matches goose's note about time, folder and tasks. Each request has the note at another position.
 _NOTE = re.compile(r"\n*<info-msg>\nIt is currently .*?</info-msg>\n*", re.DOTALL)
 
 
@@ -103,8 +103,8 @@ class PromptNormalizer:
     ) -> tuple[Turns, tuple[PromptRule, ...]]:
         """Return the normalized turns, and the names of the rules that changed them.
 
-        Requests of an unknown `user_agent` are not changed. Reminders are restored only among requests
-        with the same `cache_salt`, and not if it is None: the request stores no prefix.
+        Requests of an unknown `user_agent` are not changed. A reminder is restored only if an earlier
+        request with the same `cache_salt` had it; None (the request stores no prefix) restores none.
         """
         if not agent_of(user_agent):
             return tuple(turns), ()
@@ -118,16 +118,16 @@ class PromptNormalizer:
 class Reminders:
     """Restores reminders that a client has removed from earlier turns.
 
-    opencode's plan mode adds a reminder to the newest user turn, and removes it from the one before. So
-    that turn and all later ones would be prefilled again. Reminders are restored only while the newest
-    user turn has one.
+    opencode's plan mode adds a reminder to the newest user turn, and removes the previous turn's. As a
+    result, the previous turn and all later ones would be prefilled again. Reminders are restored only
+    while the newest user turn has one.
     """
 
     def __init__(self) -> None:
         self._by_conversation: OrderedDict[bytes, str] = OrderedDict()
 
     def restore(self, turns: Sequence[Message], cache_salt: str) -> Turns:
-        """Return the turns, each with the reminder it once had under this `cache_salt`."""
+        """Return the turns, with the reminders that earlier requests with this `cache_salt` had."""
         users = [turn for turn in turns if turn.role == "user"]
         if not users or not _reminder(users[-1]):
             return tuple(turns)
@@ -163,7 +163,7 @@ def _reminder(turn: Message) -> str:
 def normalize(
     turns: Sequence[Message], rules: Collection[PromptRule] = NAMES
 ) -> tuple[Turns, tuple[PromptRule, ...]]:
-    """Apply the rules to the turns; return them, and the names of the rules that changed them."""
+    """Apply the rules; return the new turns, and the names of the rules that changed a turn."""
     system = list(itertools.takewhile(_is_system, turns))
     messages = list(turns[len(system) :])
     applied: list[PromptRule] = []
@@ -226,7 +226,7 @@ def _put_before_question(messages: list[Message], lines: str) -> None:
 
 
 def _put_folders_last(messages: list[Message]) -> bool:
-    """Move the folders in Codex's turn about its environment to its end; return whether any moved."""
+    """In Codex's turn about its environment, move folders to the end; return whether any moved."""
     index = next((i for i, t in enumerate(messages) if t.content.startswith(_CONTEXT)), None)
     if index is None or any(turn.role != "user" for turn in messages[: index + 1]):
         return False
@@ -243,7 +243,7 @@ def _put_folders_last(messages: list[Message]) -> bool:
 
 
 def _put_note_last(messages: list[Message]) -> bool:
-    """Keep only the latest of goose's notes, at the end of the last turn; return whether it had one."""
+    """Move the latest of goose's notes to the end, remove earlier ones; return whether any existed."""
     note = ""
     remaining = []
     for turn in messages:
@@ -260,7 +260,7 @@ def _put_note_last(messages: list[Message]) -> bool:
 
 
 def _move(text: str, position: int, section: str, before: str) -> str:
-    """Move `section`, which is at `position` of `text`, before the next `before`, if there is one."""
+    """Move `section` (at `position`) to just before the next occurrence of `before`, if any."""
     target = text.find(before, position)
     if target < 0:
         return text
@@ -307,17 +307,17 @@ def _slug(folder: str) -> str:
 
 
 def _with_day(line: str, day: date) -> str:
-    for pattern, written in (
+    for pattern, day_text in (
         (r"20\d\d-\d\d-\d\d", day.isoformat()),
         (r"[A-Z][a-z][a-z] [A-Z][a-z][a-z] \d\d 20\d\d", f"{day:%a %b %d %Y}"),
         (r"[A-Z][a-z]+day, [A-Z][a-z]+ \d{1,2}, 20\d\d", f"{day:%A, %B} {day.day}, {day.year}"),
     ):
-        line = re.sub(pattern, written, line)
+        line = re.sub(pattern, day_text, line)
     return line
 
 
 def _end_of_lines(text: str, names: tuple[str, ...]) -> int:
-    """Return the position after the last line about the folder and the markup that follows it."""
+    """Return the position after the last line with one of `names`, and after the markup below it."""
     last = max(text.rfind(name) + len(name) for name in names)
     last = max([last, *(match.end() for match in _GIT.finditer(text))])
     line_end = text.find("\n", last) + 1 or len(text)
