@@ -26,7 +26,7 @@ from edgeinfer.cluster.front import FrontEnd
 from edgeinfer.cluster.messages import ModelSettings, Request, read_settings
 from edgeinfer.cluster.replica import EndpointReplica
 
-#: The front end's limit of running requests, practically none, because each replica has a limit.
+#: Maximum of running requests in the front end, so high that only the replicas' limits matter.
 _MANY = 10_000
 #: Interval (s) at which Serve counts waiting requests. Serve's default would delay the start of a model
 #: that is scaled to 0 by up to 10 s.
@@ -37,13 +37,13 @@ _ROUTER = "edgeinfer.cluster.app.PrefixRouter"
 class ModelDeployment(EndpointReplica):
     """The Ray actor of one replica: starts an endpoint, and exports its metrics."""
 
-    async def __init__(self, settings: ModelSettings) -> None:  # type: ignore[misc]  # Ray awaits it
+    async def __init__(self, settings: ModelSettings) -> None:  # type: ignore[misc]  # awaited by Ray
         super().__init__(settings, serve.get_replica_context().replica_id.unique_id)
         self._export = MetricsExport()
         await self.ready()
 
     async def check_health(self) -> None:
-        """Raise if the endpoint is not healthy. After several failures Ray replaces the replica."""
+        """Raise an error if the endpoint is not healthy. After several errors Ray replaces it."""
         await self.check()
         self._export.export(await self.metrics())
 
@@ -113,8 +113,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     ) -> Sequence[list[RunningReplica]]:
         """Return lists of replicas, which Serve tries in turn.
 
-        The first list has only the replica with the cached prefix, unless its queue is full. The last
-        list has all replicas.
+        The first list has only the replica with the cached prefix, and is left out if that replica's
+        queue is full. The last list has all replicas.
         """
         if not candidate_replicas:
             return []
@@ -123,10 +123,10 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             pending_request.routing_context.should_backoff = True
         available = self.select_available_replicas(candidate_replicas)
         by_id = {replica.replica_id: replica for replica in available}
-        warm_replica = self._affinity.find(request.prefix_hashes, by_id) if request else None
-        # Serve takes the first of equally busy replicas, so the list is shuffled
-        everyone = random.sample(candidate_replicas, len(candidate_replicas))
-        return [everyone] if warm_replica is None else [[by_id[warm_replica]], everyone]
+        cached_at = self._affinity.find(request.prefix_hashes, by_id) if request else None
+        # shuffle the list, because Serve takes the first of equally busy replicas
+        shuffled = random.sample(candidate_replicas, len(candidate_replicas))
+        return [shuffled] if cached_at is None else [[by_id[cached_at]], shuffled]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: object

@@ -28,7 +28,7 @@ _STREAMS = ("text/event-stream", "application/x-ndjson")
 _HEALTH_PATHS = ("/health", "/healthz")
 
 
-#: Sends a request to a replica of one model; yields an `Ack`, a `ResponseStart`, the body in pieces.
+#: Sends a request to a replica of one model; yields an `Ack`, a `ResponseStart`, the body's pieces.
 Answer = Callable[[Request], AsyncIterator[Chunk]]
 
 
@@ -52,7 +52,7 @@ class FrontEnd:
             return Response(body, problem.status, problem.headers, media_type="application/json")
 
     async def _answer(self, request: HttpRequest, route: app.RouteMatch) -> Response:
-        self._gate.check_host(request.headers)  # the replica cannot: it gets another one
+        self._gate.check_host(request.headers)  # a replica cannot: its HTTP client sets another Host
         if request.scope["path"] in _HEALTH_PATHS:
             return json_reply({"status": "ok"})
         if request.method == "GET" and route is app.match_route("/v1/models"):
@@ -61,27 +61,27 @@ class FrontEnd:
             return json_reply({"object": "list", "data": cards})
         body = await request.body()
         fields = decode_json(body)
-        named = _model_in_path(route) or requested_model(fields) or self._first
-        if named not in self._models:
-            message = f"this application has no model {named!r}: it has {', '.join(self._models)}"
+        model = _model_in_path(route) or requested_model(fields) or self._first
+        if model not in self._models:
+            message = f"this application has no model {model!r}; it serves {', '.join(self._models)}"
             raise Problem(404, message, param="model", code="model_not_found")
         headers, hashes = strip_hop_by_hop(tuple(request.headers.items())), prefix_hashes(fields)
         forwarded = Request(request.method, _target(request.scope), headers, body, hashes)
-        return await self._forward(named, forwarded, route.dialect)
+        return await self._forward(model, forwarded, route.dialect)
 
-    async def _forward(self, named: str, request: Request, dialect: Dialect) -> Response:
+    async def _forward(self, model: str, request: Request, dialect: Dialect) -> Response:
         """Forward the request to a replica; if the replica dies before it responds, to another one.
 
-        Raises Problem 503.
+        Raises Problem 503 if no replica starts in time, or if the second one dies, too.
         """
         for _ in range(2):
-            chunks = self._models[named](request)
+            chunks = self._models[model](request)
             try:
                 async with asyncio.timeout(self._start_s):
                     ack = await anext(chunks)
                 start = await anext(chunks)
             except TimeoutError:
-                message = f"No replica of {named} has started within {self._start_s:g} s"
+                message = f"No replica of {model} has started within {self._start_s:g} s"
                 message += "; Ray's `serve status` shows why."
                 raise unavailable(message, "model_unavailable", 10) from None
             except Exception:  # noqa: BLE001  # Ray raises many kinds of errors if a replica has ended
@@ -89,8 +89,8 @@ class FrontEnd:
             else:
                 assert isinstance(ack, Ack)
                 assert isinstance(start, ResponseStart)
-                by = (REPLICA_HEADER, ack.replica)
-                return _response(ResponseStart(start.status, (*start.headers, by)), chunks, dialect)
+                headers = (*start.headers, (REPLICA_HEADER, ack.replica))
+                return _response(ResponseStart(start.status, headers), chunks, dialect)
         raise _unavailable()
 
 
@@ -118,7 +118,7 @@ def _response(start: ResponseStart, chunks: AsyncIterator[Chunk], dialect: Diale
 
 
 async def _pieces(chunks: AsyncIterator[Chunk], dialect: Dialect | None) -> AsyncIterator[bytes]:
-    """Yield the response's body. If the replica dies, end it with an error event of `dialect`."""
+    """Yield the body's pieces. If the replica dies, yield `dialect`'s error event, or raise if None."""
     try:
         async for chunk in chunks:
             assert isinstance(chunk, bytes)
@@ -132,7 +132,7 @@ async def _pieces(chunks: AsyncIterator[Chunk], dialect: Dialect | None) -> Asyn
 
 def _unavailable() -> Problem:
     return unavailable(
-        "The model's replica ended while it worked on this request; ask again.", "replica_ended", 1
+        "The process that worked on this request has ended; send the request again.", "replica_ended", 1
     )
 
 
@@ -149,13 +149,13 @@ def decode_json(body: bytes) -> object:
 
 
 def prefix_hashes(body: object) -> tuple[int, ...]:
-    """Return hashes of the prefixes of a decoded request's prompt; () if it has none."""
+    """Return hashes of the prefixes of a decoded request's prompt; () if `body` has no prompt."""
     if not isinstance(body, dict):
         return ()
     return prefix_affinity.prefix_hashes([body[field] for field in _PROMPT_FIELDS if field in body])
 
 
 def requested_model(body: object) -> str:
-    """Return the field `model` of a decoded request; "" if it has none."""
-    named = body.get("model") if isinstance(body, dict) else None
-    return named if isinstance(named, str) else ""
+    """Return the field `model` of a decoded request; "" if `body` has no such text."""
+    model = body.get("model") if isinstance(body, dict) else None
+    return model if isinstance(model, str) else ""

@@ -52,7 +52,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_settings(arguments: Mapping[str, object]) -> Settings:
-    """Read `{"models": [ModelSettings, …]}` or the fields of one. Raises UsageError."""
+    """Read `{"models": [ModelSettings, …]}`, or the fields of one ModelSettings. Raises UsageError."""
     table = arguments if "models" in arguments else {"models": [arguments]}
     try:
         settings = msgspec.convert(table, Settings, strict=False)
@@ -62,14 +62,15 @@ def read_settings(arguments: Mapping[str, object]) -> Settings:
     names = [model.model for model in settings.models]
     doubled = {name for name in names if names.count(name) > 1}
     if doubled:
-        raise UsageError(f"models named twice: {', '.join(sorted(doubled))}", hint="name each once")
+        problem = f"`models` names a model twice: {', '.join(sorted(doubled))}"
+        raise UsageError(problem, hint="give each model one entry")
     return settings
 
 
 class Request(NamedTuple):
     """A client's HTTP request.
 
-    `target` is the path with the query. `prefix_hashes` are hashes of its prompt's prefixes, by which
+    `target` is the path with the query. `prefix_hashes` are hashes of the prompt's prefixes, from which
     `PrefixRouter` chooses a replica.
     """
 
@@ -81,7 +82,7 @@ class Request(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """Says which replica (Ray's id) has accepted the request, before its response."""
+    """The first message of a replica (Ray's id) that has accepted a request, before the response."""
 
     replica: str
 

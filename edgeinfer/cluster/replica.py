@@ -47,18 +47,18 @@ class EndpointReplica:
         )
 
     async def ready(self) -> None:
-        """Wait until the endpoint is healthy. Raises TimeoutError, or RuntimeError if it has ended."""
+        """Wait until the endpoint is healthy. Raises TimeoutError, RuntimeError if the process ends."""
         async with asyncio.timeout(_READY_S):
             while not await self.is_healthy():
                 await asyncio.sleep(0.01)
 
     async def check(self) -> None:
-        """Raise RuntimeError or TimeoutError unless the endpoint is healthy."""
+        """Raise RuntimeError if the process has ended, TimeoutError if /health takes `_HEALTH_S`."""
         async with asyncio.timeout(_HEALTH_S):
             await self.is_healthy()
 
     async def metrics(self) -> str:
-        """Return the endpoint's metrics in Prometheus' format; "" if it refuses or is too slow."""
+        """Return the endpoint's metrics in Prometheus' format; "" if the request fails."""
         try:
             response = await self._client.get("/metrics", timeout=_HEALTH_S)
         except httpx2.HTTPError:
@@ -91,11 +91,11 @@ class EndpointReplica:
     async def is_healthy(self) -> bool:
         """Return whether GET /health succeeds. Raises RuntimeError if the process has ended."""
         if self._endpoint.poll() is not None:
-            raise RuntimeError(f"`edgeinfer serve` ended with {self._endpoint.returncode}")
+            raise RuntimeError(f"`edgeinfer serve` ended with status {self._endpoint.returncode}")
         return (await self._client.get("/health")).is_success
 
     def start(self, path: str, settings: ModelSettings) -> subprocess.Popen[bytes]:
-        """Start the process, listening on the unix socket `path`. It dies with the calling thread."""
+        """Start the process, which serves the unix socket `path` until the calling thread ends."""
         command = ["serve", settings.model, "--threads", str(settings.cpus), *settings.serve]
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
