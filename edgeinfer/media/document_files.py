@@ -1,7 +1,7 @@
 """Read documents: the text of PDF, DOCX and HTML files, or the pages of a PDF as pictures.
 
-A sandboxed process reads each file (`document_reader_process`). `param` is the request's field that an
-error names.
+A sandboxed process (`document_reader_process`) reads each file. `param`, an argument of the functions,
+is the request's field that an error names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HTML = re.compile(
 )
 #: Number of texts that are cached, because a chat sends its documents again in each turn.
 _N_CACHED = 8
-#: SHA-256 of caller and file → text.
+#: SHA-256 of caller (API key) and file → text. Callers do not share texts.
 _cached: OrderedDict[bytes, str] = OrderedDict()
 _caching = threading.Lock()
 
@@ -45,8 +45,8 @@ def _is_html(data: bytes) -> bool:
 def text_of(data: bytes, name: str, param: str = "messages") -> str:
     """Return the text of a document. Each page of a PDF begins with a line `[page 3]`.
 
-    `name` is the file's name, for errors; `param` that of the request's field, "" for a file of the
-    user. Raises InvalidRequestError for a file that is broken, encrypted or too large, and for one
+    `name` is the file's name, for errors; `param` is the request's field, "" for a file that the user
+    attached in the chat. Raises InvalidRequestError for a file that is broken, encrypted, too large or
     without text.
     """
     text = _text(data, name, param)
@@ -71,7 +71,7 @@ def pages_of(data: bytes, name: str, param: str = "messages") -> list[bytes]:
 
 
 def pictures_in(path: Path) -> list[bytes]:
-    """Read a picture file, or the pages of a PDF as PNG files. Raises UsageError."""
+    """Return a list with the picture file, or with the pages of a PDF as PNG. Raises UsageError."""
     try:
         with open(path.expanduser(), "rb") as file:
             data = file.read(pictures.MAX_FILE_BYTES + 1)
@@ -95,7 +95,7 @@ def parts_of(text: str, name: str, param: str = "messages") -> list[str | bytes]
         try:
             return [f"File `{name}`:\n{data.decode('utf-8-sig')}\n\n"]
         except UnicodeDecodeError:
-            raise _refusal(name, "it is not a PDF, DOCX, HTML or UTF-8 text", param) from None
+            raise _refusal(name, "the file is not a PDF, DOCX, HTML or UTF-8 text", param) from None
     if is_pdf(data) and not _text(data, name, param):
         return list(pages_of(data, name, param))
     return [f"File `{name}`:\n{text_of(data, name, param)}\n\n"]
@@ -123,7 +123,7 @@ def _text(data: bytes, name: str, param: str) -> str:
 
 def _read(data: bytes, name: str, mode: str, param: str) -> bytes:
     if len(data) > pictures.MAX_FILE_BYTES:
-        raise _refusal(name, f"it has more than {pictures.MAX_FILE_BYTES >> 20} MB", param)
+        raise _refusal(name, f"the file has more than {pictures.MAX_FILE_BYTES >> 20} MB", param)
     try:
         return pictures.run_helper(_HELPER, data, mode)[1]
     except ValueError as error:

@@ -26,7 +26,7 @@ from edgeinfer.media.picture_decoder_process import limit, refuse
 from edgeinfer.platform.process import die_with_parent
 
 CPU_S = 20
-#: MODE → maximum number of pages. A request may have 64 pictures.
+#: MODE → maximum number of pages. The limit of "pages" is also that of pictures in a request.
 MAX_PAGES = {"text": 1000, "pages": 64}
 #: Length (pixels) of the longer side of a page's picture: A4 at 130 dots per inch.
 PAGE_PIXELS = 1536
@@ -52,14 +52,14 @@ _MAX_DEPTH = 512
 
 
 def main() -> int:
-    """Read the document from stdin; return 0 if a result was written."""
+    """Read the document from stdin; write the text, the pages or an error to stdout; return 0."""
     die_with_parent()
     data = sys.stdin.buffer.read()
     mode = sys.argv[1]
     Image.preinit()
     charset = _CHARSET.search(data[:4096])
     codec = charset[1].decode("latin-1") if charset else "cp1252"
-    # use each codec once: its first use imports it, but after `limit` no file can be opened
+    # use each codec now: the first use imports a module, but after `limit` no file can be opened
     for name in ("utf-16-le", "cp437", "utf-8-sig", codec):
         with suppress(LookupError):
             codecs.lookup(name)
@@ -70,7 +70,7 @@ def main() -> int:
         else:
             parts = list(_docx(data) if data.startswith(b"PK") else _pdf(data, mode))
     except MemoryError:
-        refuse("reading it takes too much memory")
+        refuse("reading the file takes too much memory")
     except Exception as error:  # noqa: BLE001  parsers raise exceptions of any class for broken files
         refuse(str(error) or type(error).__name__)
     else:
@@ -83,10 +83,10 @@ def _pdf(data: bytes, mode: str) -> Iterator[bytes]:
     try:
         document = pypdfium2.PdfDocument(data)
     except pypdfium2.PdfiumError as error:
-        is_locked = "password" in str(error)
-        raise ValueError("it needs a password" if is_locked else "it is damaged, or no PDF") from error
+        reason = "needs a password" if "password" in str(error) else "is not a valid PDF"
+        raise ValueError(f"the file {reason}") from error
     if len(document) > MAX_PAGES[mode]:
-        raise ValueError(f"it has {len(document)} pages; at most {MAX_PAGES[mode]} are read")
+        raise ValueError(f"the PDF has {len(document)} pages; at most {MAX_PAGES[mode]} are read")
     for page in document:
         if mode == "text":
             text = page.get_textpage().get_text_range()
@@ -109,7 +109,7 @@ def _docx(data: bytes) -> Iterator[bytes]:
     with zipfile.ZipFile(BytesIO(data)) as archive:
         member = archive.getinfo("word/document.xml")
         if member.file_size > _MAX_XML:
-            raise ValueError(f"its text takes more than {_MAX_XML >> 20} MB")
+            raise ValueError(f"the document's text takes more than {_MAX_XML >> 20} MB")
         with archive.open(member) as file:
             text = "".join(_docx_texts(BytesIO(file.read(_MAX_XML))))
             yield text.rstrip("\n").encode("utf-8", "replace")
@@ -124,7 +124,7 @@ def _docx_texts(xml: BytesIO) -> Iterator[str]:
     for event, element in ElementTree.iterparse(xml, ("start", "end")):
         depth += 1 if event == "start" else -1
         if depth > _MAX_DEPTH:
-            raise ValueError(f"its elements are nested more than {_MAX_DEPTH} deep")
+            raise ValueError(f"the document's XML elements are nested more than {_MAX_DEPTH} deep")
         if event == "start":
             continue
         if element.tag == f"{_WORD}t":
@@ -146,22 +146,22 @@ def _html(data: bytes, codec: str) -> bytes:
 def _html_texts(page: str) -> Iterator[str]:
     """Yield the text between tags, and line breaks for tags of block elements, in linear time."""
     position = start = 0
-    is_pre, is_behind_break = False, True
+    is_pre, is_after_break = False, True
     absent: set[str] = set()
     while ">" not in absent and (tag := _TAG_START.search(page, position)) is not None:
         position = _end_of(page, tag, absent)
         if ">" in absent:
             break
         name = (tag[3] or "").lower()
-        instead = _break_of(name, is_end=bool(tag[2]))
+        line_break = _break_of(name, is_end=bool(tag[2]))
         text = page[start : tag.start()]
         if not is_pre:
             text = _SPACES.sub(" ", text)
-            text = text.lstrip() if is_behind_break else text
-            text = text.rstrip() if instead else text
+            text = text.lstrip() if is_after_break else text
+            text = text.rstrip() if line_break else text
         yield text
-        yield instead
-        start, is_behind_break = position, bool(instead) or (is_behind_break and not text)
+        yield line_break
+        start, is_after_break = position, bool(line_break) or (is_after_break and not text)
         if name == "pre":
             is_pre = not tag[2]
     yield _SPACES.sub(" ", page[start:])

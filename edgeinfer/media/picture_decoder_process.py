@@ -1,14 +1,14 @@
 """Decode a picture in a sandbox: `python -m edgeinfer.media.picture_decoder_process FORMAT < FILE`.
 
-It writes `WIDTH HEIGHT\\n` and the pixels (8-bit RGB, row by row), or `error MESSAGE`. The file may
-come from an attacker, and decoders have had vulnerabilities. Therefore the process first gives up its
-rights to open files and sockets, to start programs, and to reach other processes.
+The process writes `WIDTH HEIGHT\\n` and the pixels (8-bit RGB, row by row), or `error MESSAGE`, to
+stdout. The file may come from an attacker, and decoders have had vulnerabilities. Therefore the process
+first gives up its rights to open files and sockets, to start programs, and to reach other processes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy  # noqa: F401  Pillow imports it when it decodes; by then no file can be opened
+import copy  # noqa: F401  Pillow needs it while it decodes, when no file can be opened any more
 import math
 import resource
 import sys
@@ -47,7 +47,7 @@ _ROWS = 256
 
 
 def main(argv: list[str]) -> int:
-    """Decode the picture from stdin; return 0 if a result was written."""
+    """Decode the picture from stdin; write the result, or `error MESSAGE`, to stdout; return 0."""
     die_with_parent()
     data = sys.stdin.buffer.read()
     warnings.simplefilter("ignore")
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     try:
         _write(_decode(data, argv[0]))
     except MemoryError:
-        refuse(f"decoding it takes more than {MEMORY_BYTES >> 20} MB of memory")
+        refuse(f"decoding the file takes more than {MEMORY_BYTES >> 20} MB of memory")
     except Exception as error:  # noqa: BLE001  decoders raise exceptions of any class for broken files
         refuse(str(error) or type(error).__name__)
     return 0
@@ -63,27 +63,28 @@ def main(argv: list[str]) -> int:
 
 def limit(cpu_s: int) -> None:
     """Limit this process's memory and CPU time (s), and allow it only system calls for computing."""
-    for limited, most in (
+    for resource_kind, maximum in (
         (resource.RLIMIT_AS, MEMORY_BYTES),
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NOFILE, 0),
     ):
-        resource.setrlimit(limited, (most, most))
+        resource.setrlimit(resource_kind, (maximum, maximum))
     allow_only_computation()
 
 
 def _decode(data: bytes, kind: str) -> Image.Image:
-    Image.MAX_IMAGE_PIXELS = None  # no check by Pillow: the checks below are stricter
+    Image.MAX_IMAGE_PIXELS = None  # disable Pillow's check: the checks below are stricter
     picture: Image.Image = _FORMATS[kind](BytesIO(data))
     size = f"{picture.width} x {picture.height}"
     if max(picture.size) > MAX_RATIO * min(picture.size):
-        raise ValueError(f"it has {size} pixels: one side is more than {MAX_RATIO} times the other")
+        ratio = f"one side is more than {MAX_RATIO} times the other"
+        raise ValueError(f"the picture has {size} pixels: {ratio}")
     if picture.width * picture.height > MAX_PIXELS:
-        raise ValueError(f"it has {size} pixels; at most {MAX_PIXELS:,} are read")
+        raise ValueError(f"the picture has {size} pixels; at most {MAX_PIXELS:,} are read")
     picture.load()
-    with contextlib.suppress(KeyError, ValueError, SyntaxError):  # broken EXIF data: leave it unrotated
+    with contextlib.suppress(KeyError, ValueError, SyntaxError):  # with broken EXIF data, do not rotate
         picture = ImageOps.exif_transpose(picture)
     return _shrink(_on_white(picture))
 
@@ -99,7 +100,7 @@ def _shrink(picture: Image.Image) -> Image.Image:
 
 def _on_white(picture: Image.Image) -> Image.Image:
     """Convert a picture to RGB, with white in place of transparency."""
-    if picture.mode.startswith("I"):  # 16 bits: `convert` would clip above 255
+    if picture.mode.startswith("I"):  # 16-bit values: `convert("L")` would clip them at 255
         picture = picture.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     if not picture.has_transparency_data:
         return picture.convert("RGB")

@@ -1,6 +1,6 @@
-"""Pictures of messages: reading their files, decoding them, and marking their places in the text.
+"""Read the picture files of messages, decode pictures, and mark their places in the text.
 
-`param` is the request's field that an error names.
+`param`, an argument of the functions, is the request's field that an error names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from edgeinfer.errors import InvalidRequestError
 from edgeinfer.platform.process import child_command
 
-#: Begins both marks. It is a Unicode noncharacter, which a text may contain nevertheless.
+#: First character of both marks below: a Unicode noncharacter, which clients may send nevertheless.
 _MARK = "\ufdd1"
 #: Stands for a picture in `Message.content`.
 PICTURE_MARK = f"{_MARK}\ufdd2"
@@ -29,7 +29,7 @@ _ESCAPED_MARK = f"{_MARK}\ufdd3"
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A decoded picture. `rgb`: 8-bit RGB, row by row, `3 * width * height` bytes."""
+    """A decoded picture. `rgb` has 8-bit pixels, row by row: `3 * width * height` bytes."""
 
     width: int
     height: int
@@ -43,7 +43,7 @@ class Picture:
 def join_parts(parts: Iterable[str | bytes]) -> tuple[str, tuple[bytes, ...]]:
     """Join texts and picture files to the fields `content` and `pictures` of a Message.
 
-    If there are pictures, `content` has a mark for each, and its texts are escaped.
+    If there are pictures, `content` has a PICTURE_MARK for each, and `_MARK` is escaped in texts.
     """
     parts = list(parts)
     pictures = tuple(piece for piece in parts if isinstance(piece, bytes))
@@ -87,7 +87,7 @@ _decoders = BoundedSemaphore(3)
 #: Maximum number of decoder processes of one caller (API key).
 _MAX_OF_CALLER = 2
 _decoders_of: dict[str, BoundedSemaphore] = {}
-#: The caller whose files this thread decodes; "" may use all decoders.
+#: The caller whose files this thread decodes. The caller "" may use all decoder processes.
 current_caller = ContextVar("current_caller", default="")
 
 
@@ -114,7 +114,7 @@ def check_file(data: bytes, param: str = "messages") -> bytes:
     if len(data) > MAX_FILE_BYTES:
         raise _refusal(f"the file has more than {MAX_FILE_BYTES >> 20} MB", param)
     if not is_picture(data):
-        raise _refusal("it is not a JPEG, PNG, WebP or GIF file", param)
+        raise _refusal("the file is not a JPEG, PNG, WebP or GIF file", param)
     return data
 
 
@@ -137,7 +137,7 @@ def decode_file(text: str, refusal: Callable[[str], InvalidRequestError]) -> byt
     try:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
     except ValueError:
-        raise refusal("it is not valid base64") from None
+        raise refusal("the file is not valid base64") from None
 
 
 def decode(data: bytes, param: str = "messages") -> Picture:
@@ -160,7 +160,7 @@ def run_helper(helper: str, data: bytes, *arguments: str) -> tuple[bytes, bytes]
     """
     try:
         with _own_decoders(), _decoders:
-            done = subprocess.run(
+            completed = subprocess.run(
                 child_command(helper, *arguments),
                 input=data,
                 capture_output=True,
@@ -168,14 +168,14 @@ def run_helper(helper: str, data: bytes, *arguments: str) -> tuple[bytes, bytes]
                 check=False,
             )
     except subprocess.TimeoutExpired:
-        raise ValueError(f"decoding it takes more than {_PATIENCE_S:.0f} s") from None
-    head, line_end, output = done.stdout.partition(b"\n")
+        raise ValueError(f"decoding the file takes more than {_PATIENCE_S:.0f} s") from None
+    head, line_end, output = completed.stdout.partition(b"\n")
     if head.startswith(b"error "):
-        raise ValueError(done.stdout[6:].decode("utf-8", "replace"))
-    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        raise ValueError("decoding it takes too much CPU time")
-    if not line_end or done.returncode:
-        raise ValueError(f"the process that decodes it failed with status {done.returncode}")
+        raise ValueError(completed.stdout[6:].decode("utf-8", "replace"))
+    if completed.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise ValueError("decoding the file takes too much CPU time")
+    if not line_end or completed.returncode:
+        raise ValueError(f"the decoder process failed with status {completed.returncode}")
     return head, output
 
 

@@ -133,7 +133,7 @@ class TestAttachments:
     def test_damaged_document_is_refused_in_words_of_the_chat(self, tmp_path):
         (tmp_path / "fake.pdf").write_bytes(b"%PDF-1.4 no")
         with pytest.raises(
-            UsageError, match=r"^fake\.pdf cannot be read: it is damaged, or no PDF$"
+            UsageError, match=r"^fake\.pdf cannot be read: the file is not a valid PDF$"
         ) as caught:
             attachments.read(tmp_path / "fake.pdf")
         assert caught.value.hint == "attach a whole PDF or DOCX file, or its text"

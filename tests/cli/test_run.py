@@ -347,7 +347,7 @@ def test_pictures_stand_before_the_prompt(engine, tmp_path, option):
     ("typed", "said"),
     [
         (["--image", "/nosuch"], "/nosuch: No such file or directory"),
-        (["--image", __file__], "it is not a JPEG, PNG, WebP or GIF file"),
+        (["--image", __file__], "the file is not a JPEG, PNG, WebP or GIF file"),
         (["--schema", "{not json"], "--schema: "),
         (["--schema", "/nosuch"], "--schema cannot be read"),
         (["--grammar", "/nosuch"], "--grammar cannot be read"),

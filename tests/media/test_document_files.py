@@ -85,7 +85,7 @@ BOMB = (
 )
 REFUSED = {
     r"a cannot be read: .*(PDF|format|Data)": PDF[:60],
-    "it has 1001 pages; at most 1000 are read": make_pdf(["x"] * 1001),
+    "the PDF has 1001 pages; at most 1000 are read": make_pdf(["x"] * 1001),
     "more than 32 MB": b"%PDF-" + bytes(33 << 20),
     "no item named|not a zip": b"PK\x03\x04word/" + bytes(100),
     "limit on|memory|CPU time|undefined entity": make_docx(["&b11;"], head=BOMB),
@@ -159,7 +159,7 @@ def test_other_input_than_documents_is_refused(text, message):
 
 def test_as_many_pages_become_pictures_as_a_request_may_have(tmp_path):
     (tmp_path / "a.pdf").write_bytes(make_pdf([""] * 65))
-    with pytest.raises(UsageError, match="it has 65 pages; at most 64 are read"):
+    with pytest.raises(UsageError, match="the PDF has 65 pages; at most 64 are read"):
         pictures_in(tmp_path / "a.pdf")
 
 

@@ -126,7 +126,7 @@ def test_picture_with_extreme_side_ratio_is_refused():
 
 def test_a_decoder_that_dies_is_a_refusal(monkeypatch):
     monkeypatch.setattr(pictures, "_HELPER", "no.such.module")
-    with pytest.raises(InvalidRequestError, match="the process that decodes it failed with status 1"):
+    with pytest.raises(InvalidRequestError, match="the decoder process failed with status 1"):
         decode(encode())
 
 

@@ -179,14 +179,14 @@ def test_logprobs_come_with_their_tokens(real):
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("/api/generate", {"images": ["aGk="]}, "it is not a JPEG, PNG, WebP or GIF file"),
+        ("/api/generate", {"images": ["aGk="]}, "the file is not a JPEG, PNG, WebP or GIF file"),
         ("/api/generate", {"context": [1, 2]}, "send the conversation to /api/chat"),
         ("/api/generate", {"template": "{{ .System }} {{ .Prompt }}"}, "template: "),
         ("/api/generate", {"raw": True, "system": "x"}, "system: cannot be combined with `raw`"),
         (
             "/api/chat",
             {"messages": [{"role": "user", "images": ["aGk="]}]},
-            "it is not a JPEG, PNG, WebP or GIF file",
+            "the file is not a JPEG, PNG, WebP or GIF file",
         ),
         ("/api/chat", {"keep_alive": "soon"}, "keep_alive: 'soon' is not a duration"),
         ("/api/chat", {"options": {"top_p": 2}}, "options.top_p"),
