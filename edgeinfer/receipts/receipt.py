@@ -30,7 +30,7 @@ from edgeinfer.runtime.revision import KERNEL_REVISION
 
 #: Largest receipt (bytes). The receipt of 131,072 tokens takes 2 MB.
 MAX_BYTES = 16 << 20
-#: Prefix of the signed message, which separates it from other uses of the key; the digest follows.
+#: Start of the signed message, so that signatures for other purposes are invalid. The digest follows.
 _SIGNED = b"edgeinfer receipt 1\n"
 
 _Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -59,7 +59,7 @@ class Signature(_Part, frozen=True, kw_only=True):
 
 
 class Content(_Part, frozen=True, kw_only=True, omit_defaults=True):
-    """The conversation of a receipt. `request`: the fields of `GenerateRequest` that are not default.
+    """The conversation of a receipt. `request` has the fields of GenerateRequest that are not default.
 
     `salt` is random in each receipt, so that digests do not reveal equal conversations. `logprobs` are
     those of the answer's tokens, null for a token that a constraint forced.
@@ -103,19 +103,19 @@ class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
     content: Content | None = None
 
     def digest(self) -> str:
-        """Compute what `sha256` must be."""
+        """Compute the value that `sha256` must have."""
         return _sha256(msgspec.structs.replace(self, sha256="", signature=None, content=None))
 
     def alteration(self) -> str:
-        """Describe a change made after the receipt was made; return "" if there is none."""
+        """Return an error text if the receipt was changed after it was made; "" otherwise."""
         content, signature = self.content, self.signature
         if self.digest() != self.sha256:
             return "the receipt was changed: its digest does not match"
         if content is not None and _sha256(content) != self.content_sha256:
             return "the receipt's content was changed: its digest does not match"
         if signature is not None:
-            pair = (bytes.fromhex(signature.public_key), bytes.fromhex(signature.value))
-            if not is_signed_by(*pair, _SIGNED + self.sha256.encode()):
+            key, signed = bytes.fromhex(signature.public_key), bytes.fromhex(signature.value)
+            if not is_signed_by(key, signed, _SIGNED + self.sha256.encode()):
                 return "the signature does not match"
         return ""
 
@@ -147,7 +147,7 @@ def make_receipt(
     index: int = 0,
     key: SigningKey | None = None,
 ) -> Receipt | Refusal:
-    """Make the receipt of an answer to a request `with_record`, or return why there is none."""
+    """Make the receipt of the answer to a request from `with_record`, or return why there is none."""
     record = finished.record
     if record is None:
         return Refusal(refused="the engine recorded no tokens")
@@ -171,7 +171,7 @@ def make_receipt(
         kv_type=str(info.choices["kv_type"].value),
         n_ctx=info.n_ctx,
         time=datetime.now().astimezone(),
-        # as it will be read: a temperature of 0 is 0.0
+        # encode and decode, as a reader of the receipt does: 0 and 0.0 have different digests
         sampling=msgspec.json.decode(msgspec.json.encode(request.sampling), type=Sampling),
         constraint_sha256=constraint_digest(request, content.salt),
         n_prompt=len(record.prompt),
@@ -198,7 +198,7 @@ def _why_refused(request: GenerateRequest, record: TokenRecord, info: EngineInfo
     if request.n_pictures:
         return "the request has pictures, which a receipt cannot contain"
     if not info.sha256:
-        return "the model is a file whose digest is unknown; `edgeinfer pull FILE` records it"
+        return "the digest of the model's file is unknown; `edgeinfer pull FILE` records the digest"
     if not record.answer:
         return "no token was generated"
     if len(record.prompt) + len(record.answer) > info.n_ctx:
@@ -208,8 +208,7 @@ def _why_refused(request: GenerateRequest, record: TokenRecord, info: EngineInfo
     return ""
 
 
-#: Request fields that a receipt stores elsewhere, or that change when an answer is computed, but never
-#: its tokens.
+#: Request fields that a receipt stores elsewhere, or that affect when tokens are computed, not which.
 _SERVER_FIELDS = (
     "background cache_on_disk cache_prompt cache_salt conversation deadline_s lora preamble "
     "prompt_logprobs record_tokens replay sampling speculative"
@@ -242,9 +241,9 @@ def parse_json(data: bytes) -> Any:
     except RecursionError:
         raise ReceiptError("the receipt is nested too deeply") from None
     except UnicodeDecodeError as error:
-        raise ReceiptError("this is not a receipt: it is not text") from error
+        raise ReceiptError("this is not a receipt: the file is not UTF-8 text") from error
     except json.JSONDecodeError as error:
-        problem = f"it is not JSON (line {error.lineno}, column {error.colno})"
+        problem = f"the text is not JSON (line {error.lineno}, column {error.colno})"
         raise ReceiptError(f"this is not a receipt: {problem}") from error
     except ValueError as error:
         raise ReceiptError(f"this is not a receipt: {error}") from error
@@ -269,7 +268,7 @@ def to_receipt(document: Any) -> Receipt:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) < len(pairs):
-        raise ValueError("it contains a key twice")
+        raise ValueError("a JSON object contains a key twice")
     return document
 
 

@@ -1,4 +1,4 @@
-"""Find receipts and the answers next to them in replies of every API, whole or streamed."""
+"""Find receipts in replies of every API, whole or streamed, and the answers in the same replies."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _T = TypeVar("_T")
 _TEXT_KEYS = ("content", "text", "response", "result")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _ARGUMENT_KEYS = ("arguments", "partial_json", "input")
-#: Keys of nested objects, or lists of them, with text. An object with one of _ANSWER_KEYS is an answer.
+#: Keys of objects with text, or of lists of such objects. An object with an _ANSWER_KEYS is an answer.
 _ANSWER_KEYS = ("message", "delta", "content", "output")
 _OTHER_KEYS = ("choices", "content_block", "tool_calls", "function", "item", "part", "response")
 #: Events that end a stream without `[DONE]`.
 _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "response.failed")
-#: Hint for a file that is something else.
-_WHAT_IS_ONE = (
+#: Hint of the error for a file that is not a receipt.
+_RECEIPT_HINT = (
     "a receipt is JSON that shows how an answer was made: `edgeinfer run --receipt FILE` writes one, "
     "and requests ask for it by `receipt: true`"
 )
 
 
 class Quote(msgspec.Struct, kw_only=True):
-    """An answer's text as it stands in a reply, next to the receipt.
+    """An answer's text in a reply that also has the answer's receipt.
 
-    `calls` are [name, arguments] by the call's number. `has_calls` False: this copy leaves them out.
+    `calls` maps a tool call's number to [name, arguments]. `has_calls` is False if calls are left out.
     """
 
     text: str = ""
@@ -41,7 +41,7 @@ class Quote(msgspec.Struct, kw_only=True):
     has_calls: bool = True
 
     def add(self, field: str, text: Any, number: int, *, may_repeat: bool) -> None:
-        """Add a part of a field, or of call `number`. `may_repeat`: it may repeat the text so far."""
+        """Append to a field or to call `number`. If `may_repeat`, `text` may repeat the old text."""
         if field in ("name", "arguments"):
             call, i = self.calls.setdefault(number, ["", ""]), int(field == "arguments")
             call[i] = text if isinstance(text, dict) else f"{call[i]}{text}"
@@ -51,9 +51,9 @@ class Quote(msgspec.Struct, kw_only=True):
             setattr(self, field, text if is_repeated else before + text)
 
     def difference(self, answer: CollectedAnswer, *, prompt: str = "", is_cut: bool = False) -> str:
-        """Say which part differs from `answer`, the text of the receipt's tokens; "" if none does.
+        """Return which part differs from `answer`, the text of the receipt's tokens; "" if none does.
 
-        `prompt` may come first (`echo`). `is_cut`: the end of the text, or of a call, was kept back.
+        The text may begin with `prompt` (option `echo`). If `is_cut`, the reply may lack the end.
         """
         raw = answer.reasoning + answer.text  # some APIs join reasoning and text
 
@@ -71,7 +71,7 @@ class Quote(msgspec.Struct, kw_only=True):
     def _has_calls_of(self, answer: CollectedAnswer) -> bool:
         calls = [call for _, call in sorted(answer.calls.items())]
         quoted = [call for _, call in sorted(self.calls.items())]
-        if len(quoted) < len(calls):  # Ollama's API leaves out a call that a limit cut
+        if len(quoted) < len(calls):  # Ollama's API leaves out a call that was cut off by max_tokens
             calls = [call for call in calls if _canonical(call.arguments)]
         return len(quoted) == len(calls) and all(map(_is_call, quoted, calls))
 
@@ -93,7 +93,7 @@ def _canonical(arguments: str | dict[str, Any]) -> str:
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A receipt in a reply, with each copy of its answer. `is_lone`: the file has only the receipt."""
+    """A receipt, with each copy of the answer in its reply. If `is_lone`, there is no reply."""
 
     source: str = ""
     document: dict[str, Any]
@@ -102,7 +102,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | ReceiptError]]:
-    """Yield (place, JSON documents) of each reply in a file; a streamed reply has several documents.
+    """Yield (`FILE:LINE`, JSON documents) for each reply in a file; a stream has several documents.
 
     The file is one document, or lines of JSON or of server-sent events. A line that is not JSON is
     yielded as an error. Raises OSError, and ReceiptError if the file is one document and not JSON.
@@ -125,10 +125,10 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
                 try:
                     document = parse_json(line + file.read(MAX_BYTES))
                 except ReceiptError as fault:
-                    raise ReceiptError(f"{name}: {fault.message}", hint=_WHAT_IS_ONE) from fault
-            # a list is one reply, with answers to several prompts, if its last member has `receipts`
+                    raise ReceiptError(f"{name}: {fault.message}", hint=_RECEIPT_HINT) from fault
+            # a list whose last member has `receipts` is one reply, with answers to several prompts
             if isinstance(document, list) and not any("receipts" in d for d in _dicts(document[-1:])):
-                problem = "this is a list of replies; `jq -c .[]` writes each in a line"
+                problem = "this is a list of replies; write one reply per line: `jq -c .[] FILE`"
                 yield f"{name}:{number}", ReceiptError(problem)
                 continue
             source = source or f"{name}:{number}"
@@ -154,7 +154,7 @@ def _is_last(document: Any, *, is_event: bool) -> bool:
         return not is_event
     if is_event:
         return document.get("type") in _LAST_EVENTS or document.get("stop") is True
-    return document.get("done") is not False  # Ollama's API streams lines
+    return document.get("done") is not False  # in Ollama's API, only the last line lacks `done: false`
 
 
 def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], int]:
@@ -165,7 +165,7 @@ def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], 
     documents = _dicts(documents)
     last = documents[-1] if documents else {}
     while body := as_type(dict, as_type(dict, last.get("response")).get("body")):
-        last, documents = body, [body]  # in a line of `batch`, the reply is here
+        last, documents = body, [body]  # a line of `edgeinfer batch` has the reply in `response.body`
     if "content_sha256" in last:
         return [Entry(source=source, document=last, is_lone=True)], 1
     if not isinstance(data := last.get("data"), dict):
@@ -197,7 +197,7 @@ def _quote_answers(documents: list[dict[str, Any]]) -> dict[int, list[Quote]]:
         copy, pieces = _copy_and_pieces(document)
         for index, field, text, number in pieces:
             quote = copies.setdefault(index, {}).setdefault(copy, Quote(has_calls=copy != "part"))
-            # an item after a call repeats the text before it
+            # in the Responses API, an item that follows a tool call repeats the text before the call
             quote.add(field, text, number, may_repeat=bool(copy))
     return {index: list(quotes.values()) for index, quotes in copies.items()}
 
@@ -207,13 +207,13 @@ _Piece = tuple[int, str, Any, int]
 
 
 def _copy_and_pieces(document: dict[str, Any]) -> tuple[str, Iterable[_Piece]]:
-    """Return which copy of an answer a reply or event belongs to, and the pieces of answers in it.
+    """Return the name of the copy that `document` belongs to, and the pieces of answers in `document`.
 
     Streams of the Responses API repeat an answer as contents ("done"), as parts, as items, and as a
     whole ("response").
     """
     kind, index = as_type(str, document.get("type")), max(0, as_type(int, document.get("index")))
-    if kind.startswith("content_block_"):  # Anthropic's event, with a block's index
+    if kind.startswith("content_block_"):  # in Anthropic's API, `index` counts blocks, not answers
         return "", _pieces(document, 0, index)
     if not kind.startswith("response."):
         return "response" if "output" in document else "", _pieces(document, index, 0)
@@ -232,7 +232,7 @@ def _pieces(document: dict[str, Any], index: int, number: int) -> Iterator[_Piec
     while pending:
         node, index, number = pending.pop()
         if node.keys() & set(_ANSWER_KEYS):
-            yield index, "text", "", 0  # an empty text is compared, too
+            yield index, "text", "", 0  # so that an answer without text is compared, too
         is_reasoning = "reasoning" in as_type(str, node.get("type"))
         for key in (*_TEXT_KEYS, *_REASONING_KEYS):
             if isinstance(text := node.get(key), str):

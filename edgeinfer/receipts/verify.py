@@ -1,7 +1,7 @@
 """Check a receipt: prefill prompt and answer once, and run the sampler at each token of the answer.
 
-If the kernel revisions differ, bits may differ too. Then only each token's log-probability is compared
-with the receipt's, within a tolerance, and the verdict says so.
+If the receipt is of another kernel revision (`runtime/revision.py`), rounding may differ. Then only
+each token's log-probability is compared with the receipt's, with a tolerance, as the verdict says.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from edgeinfer.runtime.revision import KERNEL_REVISION
 #: Between llama.cpp's kernels and ours, log-probabilities of an answer's tokens differ by 0.04 to 0.09
 #: on average and by at most 0.3 (SmolLM2 and Gemma 3, four answers of 150 tokens each).
 MEAN_TOLERANCE, MOST_TOLERANCE = 0.15, 1.0
-#: With equal revisions, only the rounding of a receipt's log-probabilities differs.
+#: Tolerance for equal revisions: a receipt's log-probabilities are rounded to three decimal places.
 _ROUNDING = 0.001
-#: Revisions for one kind of processor are within this range (`revision.py`).
+#: Revisions on arm64 are larger by this number than those on x86-64 (`revision.py`).
 _REVISIONS = 1000
 
 Verdict = Literal["verified", "within tolerance", "not checked", "differs"]
 
 
 class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A token with its natural-log probability (temperature 1); None if it was not sampled."""
+    """A token. `logprob` is the log (base e) of its probability at temperature 1, None if forced."""
 
     id: int
     text: str
@@ -45,12 +45,12 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a check. If the receipt was not checked, only `verdict` and `reason` are set.
 
-    `position` is the index of the first different token, or the answer's length. There the receipt has
-    `expected`, and this engine generates `chosen`; None is an end. `mean_difference` and
-    `most_difference` are those of log-probabilities, if only these were compared. `text` is that of the
-    tokens, None if they were not generated again. `signer` is "" without a signature: then anyone may
-    have written what is not generated again. `seconds` is the time of the check, `generation_seconds`
-    that of the answer.
+    `position` is the index of the first different token, or the answer's length. At `position` the
+    receipt has `expected`, and this engine generates `chosen`; None means that the answer ends there.
+    `mean_difference` and `most_difference` are set if only log-probabilities were compared. `text` is
+    the answer, None if no tokens were generated. `signer` is "" without a signature: then anyone may
+    have written the fields that the check cannot recompute. `seconds` is the duration of the check,
+    `generation_seconds` that of the original generation.
     """
 
     verdict: Verdict
@@ -73,7 +73,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_content(receipt: Receipt, whole: Receipt) -> Receipt:
-    """Return a private receipt with the content from its complete form. Raises ReceiptError."""
+    """Return a private receipt with the content of the complete form. Raises ReceiptError."""
     if whole.content is None or whole.content_sha256 != receipt.content_sha256:
         hint = "give the complete form of the same receipt"
         raise ReceiptError("this content does not belong to the receipt", hint=hint)
@@ -81,10 +81,7 @@ def with_content(receipt: Receipt, whole: Receipt) -> Receipt:
 
 
 class ReceiptCheck:
-    """A check of a receipt, and of each copy of the answer next to it.
-
-    Another thread can cancel it.
-    """
+    """Checks a receipt, and each copy of the answer in the same reply (`quotes`)."""
 
     def __init__(self, receipt: Receipt, engine: Engine, quotes: Sequence[Quote] = ()) -> None:
         self._receipt, self._engine = receipt, engine
@@ -102,7 +99,7 @@ class ReceiptCheck:
             self._generation.cancel()
 
     def run(self) -> Verification:
-        """Run the check. Raises ReceiptError if it is impossible here, and what `submit` raises."""
+        """Run the check. Raises ReceiptError if this engine cannot, and what `Engine.submit` raises."""
         receipt, began_s = self._receipt, time.perf_counter()
         alteration = receipt.alteration()
         reason = alteration or self._other_model() or self._difference()
@@ -122,15 +119,15 @@ class ReceiptCheck:
         )
 
     def _difference(self) -> str:
-        """Describe how the receipt differs from a new answer, "" if not at all. Raises ReceiptError."""
+        """Return how the receipt differs from a new answer; "" if it does not. Raises ReceiptError."""
         content = self._receipt.content
         if content is None:
-            hint = "check it with its content: `edgeinfer verify RECEIPT --content FILE`"
+            hint = "name a file with the content, too: `edgeinfer verify RECEIPT --content FILE`"
             raise ReceiptError("the receipt is private: it has no prompt and answer", hint=hint)
         request = self._request(content)
         if contradiction := self._contradiction(content, request):
             return contradiction
-        # one more token shows whether the answer continues; with a tolerance, only the prompt counts
+        # one more token shows whether the answer ends here; if revisions differ, only check the prompt
         n = len(content.answer) + self._ended_by_itself if self._is_exact else 1
         replay = Replay(answer=content.answer[:n], time=self._receipt.time)
         generated = self._generate(msgspec.structs.replace(request, replay=replay, max_tokens=n))
@@ -138,7 +135,7 @@ class ReceiptCheck:
         assert record is not None
         if record.irreproducible:
             problem = f"this engine cannot check receipts: {record.irreproducible}"
-            raise ReceiptError(problem, hint="check it on the CPU, or on another machine")
+            raise ReceiptError(problem, hint="check the receipt on the CPU, or on another machine")
         if (position := _first_difference(record.prompt, content.prompt)) is not None:
             return f"the prompt of the request differs from token {position} on"
         if not self._is_exact:
@@ -147,21 +144,21 @@ class ReceiptCheck:
         return difference or self._compare_text(generated, request.prompt)
 
     def _other_model(self) -> str:
-        """Describe how the model differs. Raises ReceiptError if it fits with other load options."""
+        """Return how the model differs, or "". Raises ReceiptError if this engine cannot check it."""
         receipt, info = self._receipt, self._engine.info
         is_newer = receipt.kernel_revision % _REVISIONS > KERNEL_REVISION % _REVISIONS
         if is_newer or receipt.kernel_revision >= 2 * _REVISIONS:
             problem = f"the receipt is of kernel revision {receipt.kernel_revision}, which is newer"
-            hint = f"check it with edgeinfer {receipt.program!r}"
+            hint = f"check the receipt with edgeinfer {receipt.program!r}"
             raise ReceiptError(f"{problem} than this program's, {KERNEL_REVISION}", hint=hint)
         if not info.sha256:
-            hint = "`edgeinfer pull FILE` records it"
-            raise ReceiptError(f"{info.model} is a file whose digest is unknown", hint=hint)
+            hint = "record the digest: `edgeinfer pull FILE`"
+            raise ReceiptError(f"the digest of the file of {info.model} is unknown", hint=hint)
         if info.sha256 != receipt.model_sha256:
             return f"{info.model} is not the receipt's model: its file has another digest"
         kv_type = str(info.choices["kv_type"].value)
         if kv_type != receipt.kv_type:
-            problem = f"the receipt needs a {receipt.kv_type} KV cache, but this one is {kv_type}"
+            problem = f"the receipt needs a {receipt.kv_type} KV cache, but the engine has {kv_type}"
             raise ReceiptError(problem, hint=f"load the model with `--kv-type {receipt.kv_type}`")
         return ""
 
@@ -178,7 +175,7 @@ class ReceiptCheck:
         )
 
     def _lora(self) -> tuple[tuple[str, float], ...]:
-        """Find the receipt's adapters by their digests. Raises ReceiptError."""
+        """Return (name, scale) of the receipt's adapters. Raises ReceiptError if one is not loaded."""
         loaded = {adapter.sha256: adapter.name for adapter in self._engine.info.lora}
         for adapter in self._receipt.adapters:
             if adapter.sha256 not in loaded:
@@ -187,7 +184,7 @@ class ReceiptCheck:
         return tuple((loaded[adapter.sha256], adapter.scale) for adapter in self._receipt.adapters)
 
     def _contradiction(self, content: Content, request: GenerateRequest) -> str:
-        """Return which number of the receipt contradicts the others, "" if none does.
+        """Return an error text if values of the receipt contradict each other; "" otherwise.
 
         Raises ReceiptError if the receipt does not fit this engine's vocabulary or context.
         """
@@ -195,8 +192,8 @@ class ReceiptCheck:
         n_prompt, n_answer, n_logprobs = map(len, (content.prompt, content.answer, content.logprobs))
         if max(*content.prompt, *content.answer) >= info.n_vocab:
             problem = f"the receipt has a token beyond the vocabulary of {info.n_vocab}"
-            raise ReceiptError(problem, hint="name the model that the receipt names")
-        # for log-probabilities, prompt and answer are one prompt, which needs room for one more token
+            raise ReceiptError(problem, hint="check it with the model that the receipt names")
+        # to compare log-probabilities, prompt and answer form one prompt, with room for one more token
         n_tokens = n_prompt + n_answer + (not self._is_exact)
         if n_tokens > info.n_ctx:
             problem = f"the check needs {n_tokens} tokens, but the context has {info.n_ctx}"
@@ -204,7 +201,7 @@ class ReceiptCheck:
             raise ReceiptError(problem, hint=hint)
         is_forced = request.constraint or request.tools or request.reasoning_budget is not None
         if None in content.logprobs and not is_forced:
-            return "the receipt lacks log-probabilities, although no token was forced"
+            return "the receipt lacks log-probabilities, although no constraint forced a token"
         if constraint_digest(request, content.salt) != receipt.constraint_sha256:
             return "the digest of schema, grammar and tools does not match"
         if (n_prompt, n_answer, n_logprobs) != (receipt.n_prompt, receipt.n_answer, n_answer):
@@ -218,7 +215,7 @@ class ReceiptCheck:
         return ""
 
     def _compare_tokens(self, content: Content, record: TokenRecord, finished: Finished) -> str:
-        """Describe how tokens, log-probabilities or the end differ, "" if they do not."""
+        """Return how tokens, log-probabilities or the reason for the end differ; "" if they do not."""
         if (position := _first_difference(record.answer, content.answer)) is not None:
             return self._token_difference(record, content.answer, position)
         reason = self._receipt.finish_reason
@@ -226,14 +223,14 @@ class ReceiptCheck:
         if self._ended_by_itself and ending != (reason, content.stop_sequence):
             return f"the answer ends with {finished.reason!r}, but the receipt says {reason!r}"
         for i, (computed, value) in enumerate(zip(record.logprobs, content.logprobs, strict=True)):
-            # the receipt has None for a forced token, and for an infinite value
+            # JSON cannot express minus infinity: a receipt has null for it, as for a forced token
             pair = [-math.inf if logprob is None else logprob for logprob in (computed, value)]
             if not math.isclose(*pair, abs_tol=_ROUNDING):
                 return f"the log-probability of token {i} is {computed}, but the receipt says {value}"
         return ""
 
     def _compare_text(self, generated: CollectedAnswer, prompt: str | tuple[int, ...] | None) -> str:
-        """Describe how a copy of the answer next to the receipt differs, "" if none does."""
+        """Return how a copy of the answer in the reply differs from the tokens; "" if none does."""
         self._findings["text"] = generated.text
         if isinstance(prompt, tuple):
             prompt = self._engine.detokenize(prompt).decode("utf-8", "replace")
@@ -260,24 +257,25 @@ class ReceiptCheck:
         if expected:
             self._findings["expected"] = self._choice(expected[0], record.replayed_logprob)
         if not chosen:
-            return f"the answer ends after {position} tokens"
+            return f"this engine's answer ends after {position} tokens"
         self._findings["chosen"] = self._choice(chosen[0], record.logprobs[-1])
-        return f"token {position} differs" if expected else "the answer continues after its last token"
+        longer = "this engine's answer continues after the receipt's last token"
+        return f"token {position} differs" if expected else longer
 
     def _choice(self, token: int, logprob: float | None) -> TokenChoice:
         text = self._engine.detokenize([token]).decode("utf-8", "replace")
         return TokenChoice(id=token, text=text, logprob=logprob)
 
     def _compare_logprobs(self, content: Content, lora: tuple[tuple[str, float], ...] | None) -> str:
-        """Describe how far the log-probabilities exceed the tolerance, "" if they do not."""
-        teacher = GenerateRequest(
+        """Return how far the log-probabilities exceed the tolerance; "" if they do not."""
+        prefill = GenerateRequest(
             prompt=content.prompt + content.answer,
             prompt_logprobs=0,
             max_tokens=0,
             cache_prompt=False,
             lora=lora,
         )
-        logprobs = self._generate(teacher).prompt
+        logprobs = self._generate(prefill).prompt
         assert logprobs is not None
         computed = [token.chosen.logprob for token in logprobs.tokens[len(content.prompt) - 1 :]]
         pairs = zip(computed, content.logprobs, strict=True)

@@ -606,9 +606,9 @@ def test_a_torn_a_blank_and_an_odd_line_end_no_check(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"Buy milk\n", "it is not JSON (line 1, column 1)"),
-        (b'{\n "a": 1,\n]', "it is not JSON (line 3, column 1)"),
-        (b"\x7fELF\xff\n\xfe", "it is not text"),
+        (b"Buy milk\n", "the text is not JSON (line 1, column 1)"),
+        (b'{\n "a": 1,\n]', "the text is not JSON (line 3, column 1)"),
+        (b"\x7fELF\xff\n\xfe", "the file is not UTF-8 text"),
     ],
 )
 def test_a_file_that_is_no_receipt_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
