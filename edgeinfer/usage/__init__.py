@@ -1,1 +1,1 @@
-"""Daily usage: counts of answers, and what changed between two weeks."""
+"""Count a model's answers by day, and compare the distributions of two weeks."""

@@ -39,9 +39,9 @@ _log = logging.getLogger("edgeinfer.drift")
 #: The log probability of every 16th token is computed, because each takes 0.1 to 0.5 ms.
 _LOGPROB_EVERY = 16
 _KEPT_DAYS = 182
-#: Maximum number of answers that wait to be counted in the file; further ones are not counted.
+#: Maximum number of answers that wait to be written to the file. Further answers are not counted.
 _MAX_WAITING = 1000
-#: How long (s) a write waits for the locked file.
+#: How long (s) a write waits while another process locks the file.
 _LOCKED_S = 1.0
 _CLOSING_S = 2.0
 BINS_PER_DOUBLING = 4
@@ -61,7 +61,7 @@ _TABLE = (
 )
 _ADD = "INSERT INTO count VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n"
 
-#: Stands for the bin in rows of daily sums, which `ps --usage` shows and `drift` ignores.
+#: Value of the column `bin` in rows with a day's sums, which `ps --usage` shows and `drift` ignores.
 _SUM = "sum"
 #: Number of a bin, or a category like "stop".
 Bin = int | str
@@ -75,7 +75,7 @@ def drift_path() -> Path:
 
 
 class DriftRecorder:
-    """Counts the answers of one model in the file `path`. It writes in a thread, to delay no answer."""
+    """Counts the answers of one model in the file `path`, in a thread, so that answers do not wait."""
 
     def __init__(self, path: Path, model: str, sha256: str) -> None:
         self._path, self._model = path, model
@@ -98,8 +98,8 @@ class DriftRecorder:
             return
         counts = [(name, bin_of(name, value), 1) for name, value in (values | self._constant).items()]
         counts += [(name, _SUM, n) for name, n in _sums(finished).items()]
-        if self._places.acquire(blocking=False):  # otherwise too many wait
-            with contextlib.suppress(RuntimeError):  # no thread can start at exit
+        if self._places.acquire(blocking=False):  # otherwise too many answers wait: drop this one
+            with contextlib.suppress(RuntimeError):  # the interpreter exits: no thread can start
                 writing = self._writer.submit(self._write, date.today(), counts)
                 writing.add_done_callback(lambda _: self._places.release())
 
@@ -110,7 +110,7 @@ class DriftRecorder:
         self._writer.shutdown(wait=False, cancel_futures=True)
 
     def _write(self, day: date, counts: Sequence[tuple[str, Bin, int]]) -> None:
-        """Add counts to a day, or drop them. A damaged file is renamed to drift.damaged."""
+        """Add counts to a day; drop them if that fails. A damaged file is renamed to drift.damaged."""
         try:
             paths.make_folder(self._path.parent)
             self._path.touch(mode=0o600)
@@ -135,7 +135,7 @@ class _AnswerObserver(SequenceObserver):
         self.collected = CollectedAnswer()
         self.logprobs: list[float] = []
         self._n_tokens = 0
-        #: Logits of the next token, and log(sum(exp(logits))).
+        #: Logits of the next token and log(sum(exp(logits))); None for a token that is not recorded.
         self._next: tuple[npt.NDArray[np.float32], float] | None = None
         self._log_sum_of = LogSum()
 
@@ -183,11 +183,11 @@ def observe(
     """Return the values of one generation that are counted, by name.
 
     They are numbers (`"ttft_ms": 81.5`), shares from 0 to 1 (`"cached_share": 0.9`) and categories
-    (`"finish_reason": "stop"`). `n_broken`: number of tool calls that could not be parsed.
+    (`"finish_reason": "stop"`). `n_broken` is the number of tool calls that could not be parsed.
     """
     finished, turns = answer.finish, request.messages
     usage, timings = finished.usage, finished.timings
-    asked = next((turn.content for turn in reversed(turns) if turn.role == "user"), request.prompt)
+    question = next((turn.content for turn in reversed(turns) if turn.role == "user"), request.prompt)
     values: dict[str, float | str] = {
         "prompt_tokens": usage.prompt_tokens,
         "turns": len(turns),
@@ -203,9 +203,9 @@ def observe(
         "queue_ms": timings.queue_ms,
         "ttft_ms": timings.ttft_ms,
     }
-    if isinstance(asked, str) and not request.n_pictures:
+    if isinstance(question, str) and not request.n_pictures:
         values["prompt_chars_per_token"] = request.length / max(1, usage.prompt_tokens)
-        values["prompt_script"] = _script(asked)
+        values["prompt_script"] = _script(question)
     if request.tools:
         values["tool_calls"] = _tool_calls(request, answer, n_broken)
     if not answer.calls:
@@ -301,6 +301,5 @@ def _read(path: Path, first: date, last: date) -> list[Any]:
         with contextlib.closing(sqlite3.connect(path)) as db:
             return db.execute(query, (f"{first}", f"{last}")).fetchall()
     except sqlite3.Error as error:
-        again = f"remove {path}: counting starts again"
-        hint = again if _is_damage(error) else "try again in a moment"
+        hint = f"remove {path} to count anew" if _is_damage(error) else "try again in a moment"
         raise StoreError(f"the counts in {path} cannot be read: {error}", hint=hint) from error

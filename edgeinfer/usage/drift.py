@@ -6,7 +6,7 @@ A value ("aggregate", e.g. the length of answers) has moved if two statistics ag
 - The population stability index, PSI = Σ (now - before) ln(now / before) over the shares of all bins
   (0.0001 for an empty one), is at least 0.1.
 - The two-sample Kolmogorov-Smirnov test is significant. (Categories are taken in alphabetical order;
-  for them it reports fewer false changes than the level allows.)
+  for categories the test reports fewer false changes than the level allows.)
 
 Unlike in Evidently, the level of significance is divided by the number of tests (Bonferroni). Requests
 of one session are similar and not independent: therefore the sample size is divided by the variance
@@ -45,10 +45,10 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     now: str
 
 
-#: Probability that a comparison of two weeks without any change reports one.
+#: Probability that a comparison of two weeks without any change reports a change.
 _LEVEL = 0.01
 _PSI_DRIFT, _EMPTY = 0.1, 0.0001
-#: Values are compared if each week has this many days, and answers (after the design effect).
+#: A value is compared if each week has this many days, and answers (divided by the design effect).
 _MIN_DAYS, _MIN_ANSWERS = 3, 30.0
 
 
@@ -60,7 +60,7 @@ def compare_weeks(path: Path, before: date, now: date) -> dict[str, tuple[Change
 
 
 def compare(before: Counts, now: Counts) -> tuple[Change, ...]:
-    """Return changes of values with enough data in both weeks; moved ones first, by falling PSI."""
+    """Return changes of values with enough data in both weeks: moved values first, by falling PSI."""
     changes, names = [], sorted(before.keys() & now.keys())
     for name in names:
         days = [list(week[name].values()) for week in (before, now)]
@@ -73,18 +73,18 @@ def compare(before: Counts, now: Counts) -> tuple[Change, ...]:
             continue
         shares = [week.sum(0) / week.sum() for week in weeks]
         psi, p = _psi(bins, shares), _ks(shares, sizes[0] * sizes[1] / sum(sizes))
-        # Bonferroni with all names, also those without enough data, to be on the safe side
+        # divide the level by the number of all values, also those without enough data (Bonferroni)
         moved = psi >= _PSI_DRIFT and p * len(names) <= _LEVEL
-        was, is_now = _describe_weeks(name, bins, shares)
-        changes.append(Change(aggregate=name, psi=psi, p=p, moved=moved, before=was, now=is_now))
+        old, new = _describe_weeks(name, bins, shares)
+        changes.append(Change(aggregate=name, psi=psi, p=p, moved=moved, before=old, now=new))
     return tuple(sorted(changes, key=lambda change: (not change.moved, -change.psi)))
 
 
 def _design_effect(weeks: Sequence[Array]) -> float:
     """Return the design effect: variance between days, relative to the variance by chance; at least 1.
 
-    The bins are divided at each position into low and high values, and the largest effect counts.
-    Sessions differ in few ways, which a mean over all bins would hide. The result is rather too large.
+    The bins are divided at each position into low and high values, and the largest effect counts; a
+    mean over all bins would hide that sessions differ in few bins. The result tends to be too large.
     """
     squares, freedom = np.zeros(weeks[0].shape[1]), 0
     for week in weeks:
@@ -94,7 +94,7 @@ def _design_effect(weeks: Sequence[Array]) -> float:
         squares += ((n_below - sizes * share) ** 2 / variance).sum(0)
         freedom += len(week) - 1
     # an upper bound of one such variance is, by the F distribution, exp(7.3 / freedom) times as large.
-    # But the largest of many is too large already: in simulations, 3.5 sufficed with 5 days a week
+    # The largest of many variances needs less: in simulations, 3.5 sufficed with 5 days a week
     inflation = 3.5 if freedom >= 8 else 7.3
     return max(1.0, float(squares.max()) / freedom * math.exp(inflation / freedom))
 
@@ -108,7 +108,7 @@ def _psi(bins: Sequence[Bin], shares: Sequence[Array]) -> float:
 
 
 def _ks(shares: Sequence[Array], size: float) -> float:
-    """Return the p-value of the Kolmogorov-Smirnov test; for binned values it is rather too large."""
+    """Return the p-value of the Kolmogorov-Smirnov test, which for binned values is too large."""
     distance = float(np.abs((shares[0] - shares[1]).cumsum()).max())
     scaled = (math.sqrt(size) + 0.12 + 0.11 / math.sqrt(size)) * distance
     if scaled < 0.3:  # the series converges only above this

@@ -1,6 +1,6 @@
 """An engine in a worker process: the client (`RemoteEngine`) and the server (`serve_engine`).
 
-Client and server exchange msgpack messages over a socket. Each follows its length (4 bytes, little
+Client and server exchange msgpack messages over a socket, each preceded by its length (4 bytes, little
 endian). A worker sends the events of a generation as they occur, and one result for any other call. If
 the worker dies, all running requests end with EngineClosedError. If the client closes the socket, the
 worker stores its pending KV blocks on the disk and ends.
@@ -111,7 +111,7 @@ class FrameSocket:
         return decoder.decode(body) if body and len(body) == size else None
 
     def finish(self) -> None:
-        """Tell the other side that no more frames follow. Its frames are still received."""
+        """Tell the other side that no more frames follow. Frames can still be received."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
@@ -161,7 +161,7 @@ class RemoteEngine(ForwardingEngine):
     """An `Engine` whose methods call the engine in a worker process."""
 
     def __init__(self, sock: socket.socket, progress: LoadProgress | None = None) -> None:
-        """Wait until the worker is ready. Raises what loading raises there, EngineClosedError."""
+        """Wait until the worker is ready. Raises what loading raises, and EngineClosedError."""
         self._wire = FrameSocket(sock)
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
         self._ids = itertools.count(1)
@@ -188,7 +188,7 @@ class RemoteEngine(ForwardingEngine):
             self._wire.close()
             if isinstance(frame, CallFailed):
                 raise from_fields(frame.error)
-            raise EngineClosedError("the worker died while it started")
+            raise EngineClosedError("the worker process died while it started")
 
     @property
     def is_open(self) -> bool:
@@ -258,7 +258,7 @@ class RemoteEngine(ForwardingEngine):
 
     def _gone_error(self) -> EngineClosedError:
         name = self._info.model if hasattr(self, "_info") else "the model"
-        hint = "repeat the request: it will be started again"
+        hint = "send the request again: a new process will be started"
         return EngineClosedError(f"the process of {name} has ended", hint=hint)
 
     def _read(self) -> None:
@@ -308,7 +308,7 @@ def serve_engine(
 ) -> None:
     """Load an engine and serve it until the client closes the socket; if loading fails, send the error.
 
-    `load` also returns how this process started, which is certain only after loading.
+    `load` also returns how this process started, which is known only after loading.
     """
     wire = FrameSocket(sock)
     with contextlib.suppress(OSError):  # the client has ended: this process ends, too
@@ -348,7 +348,7 @@ class _Server:
             else:
                 self._calls.submit(self._answer_errors, frame.id, functools.partial(self._call, frame))
         self._calls.shutdown(wait=True, cancel_futures=True)
-        for thread in tuple(self._preparing):  # they use the engine, which the caller closes next
+        for thread in tuple(self._preparing):  # wait, because the caller closes the engine next
             thread.join()
 
     def _generate(self, frame: Submit) -> None:
@@ -383,7 +383,7 @@ class _Server:
         except OSError:  # the client has ended: `run` notices that, too
             pass
         except Exception as error:  # noqa: BLE001  without a reply the client would wait forever
-            defect = EngineError(f"a defect in the model's process: {error!r}")
+            defect = EngineError(f"an internal error in the model's process: {error!r}")
             with contextlib.suppress(OSError):
                 self._wire.send(CallFailed(number, to_fields(defect)))
             traceback.print_exc()

@@ -25,7 +25,7 @@ StartReplica = Callable[[EngineInfo | None, int], Replica]
 class ReplicaSupervisor:
     """Keeps `count` replicas of a model running in `engine`. They share `cores` CPU cores.
 
-    `on_change` is called in the supervisor's thread when the number of replicas or its reason changes.
+    The supervisor's thread calls `on_change` when the number of running replicas or its reason changes.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ReplicaSupervisor:
                 raise
         except EdgeInferError as error:
             self._count_failures(1)
-            self._reason = f"another could not be started: {error.message}"
+            self._reason = f"another replica could not be started: {error.message}"
             if not self.engine.usable:
                 self.engine.give_up()
                 self._is_closed = True

@@ -2,7 +2,7 @@
 
 A request goes to the replica that has its prefix cached, unless that one has many more requests than
 another; otherwise to the one with the fewest requests. If a replica is added, or if one dies, requests
-that are still queued move to another replica. Requests that have begun fail with their replica.
+that are still queued move to another replica. A request that has begun fails if its replica dies.
 `replica_supervisor.ReplicaSupervisor` starts and replaces the replicas.
 """
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Replica:
-    """A worker process with the model. `how`: "resumed" (from a snapshot) or "cold"."""
+    """A worker process with the model. `how` is "resumed" (from a snapshot) or "cold"."""
 
     engine: RemoteEngine
     how: str
@@ -62,7 +62,7 @@ class ReplicatedEngine(ForwardingEngine):
         self.crashed_total = 0
         # ReplicaSupervisor sets these three functions
 
-        #: Makes a ReplicasInfo: adds the configured number of replicas, and the reason for their state.
+        #: Makes a ReplicasInfo of the running replicas: adds the configured number, and the reason.
         self.describe: Callable[[tuple[ReplicaInfo, ...]], ReplicasInfo]
         #: Called, in any thread, when a replica's process has ended.
         self.on_death: Callable[[], None] = lambda: None
@@ -89,7 +89,7 @@ class ReplicatedEngine(ForwardingEngine):
         return routed.stream
 
     def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
-        """Change the LoRA adapters of all replicas, also of later ones; if one refuses, of none."""
+        """Change the LoRA adapters of all replicas, also later ones. If one refuses, none changes."""
         with self._changing_adapters:
             before = self._info.lora
             try:
@@ -249,15 +249,15 @@ class ReplicatedEngine(ForwardingEngine):
     def _choose(self, request: RoutedRequest, usable: list[Replica]) -> Replica:
         """Return the replica that prefilled the longest prefix of the request.
 
-        If its load exceeds the smallest one by more than half of its slots, or if no prefix is known,
-        return the replica with the smallest load.
+        If that replica's load exceeds the smallest load by more than half of a replica's slots, or if
+        no prefix is known, return the replica with the smallest load.
         """
         least = min(usable, key=lambda replica: replica.load)
         by_number = {replica.number: replica for replica in usable}
-        reader = by_number.get(self._affinity.find(request.prefix_hashes, by_number))
-        if reader is None or reader.load - least.load > reader.engine.info.n_parallel // 2:
+        cached_at = by_number.get(self._affinity.find(request.prefix_hashes, by_number))
+        if cached_at is None or cached_at.load - least.load > cached_at.engine.info.n_parallel // 2:
             return least
-        return reader
+        return cached_at
 
     def _unassign(self, request: RoutedRequest) -> Replica | None:
         with self._changed:
@@ -299,15 +299,15 @@ class ReplicatedEngine(ForwardingEngine):
 
 def _closed() -> EngineClosedError:
     return EngineClosedError(
-        "no replica of the model is running", hint="send the request again: a replica is started"
+        "no replica of the model is running", hint="send the request again: a replica will be started"
     )
 
 
 class RoutedRequest:
     """A request that can move to another replica while it is queued.
 
-    `on_end(request)` is called when its stream has ended, `on_lost(request)` when its replica has died
-    while it was queued. Both are called in any thread, without a lock.
+    `on_end(request)` is called when the stream has ended, `on_lost(request)` when the replica that had
+    queued the request has died. Both are called in any thread, without a lock.
     """
 
     def __init__(
@@ -377,8 +377,8 @@ class RoutedRequest:
 
 
 def _prefix_hashes(request: GenerateRequest) -> tuple[int, ...]:
-    """Return hashes of the prompt's prefixes, preceded by the cache salt: other salts match none."""
+    """Return hashes of cache salt and prompt prefixes. Requests with different salts share no hash."""
     prompt = request.prompt
     text = prompt if isinstance(prompt, str) else " ".join(map(str, prompt or ()))
-    read = msgspec.to_builtins([request.tools, request.messages, request.infill])
-    return prefix_affinity.prefix_hashes(request.cache_salt, read, text)
+    conversation = msgspec.to_builtins([request.tools, request.messages, request.infill])
+    return prefix_affinity.prefix_hashes(request.cache_salt, conversation, text)
