@@ -1,4 +1,4 @@
-"""The endpoint as an ASGI application: finds a request's route, checks access, counts and logs it."""
+"""The ASGI application: finds the route of each request, checks access, counts and logs requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from edgeinfer.server.web.access import PATH as PAGE
 from edgeinfer.server.web.access import user_of
 
 _REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
-_ADMIN_ONLY = "Only the endpoint's first API key may do this or, without keys, the user who started it."
+_ADMIN_ONLY = "This needs the first API key or, if the endpoint has no keys, the user who started it."
 
 
 class EndpointApp:
@@ -59,13 +59,13 @@ class EndpointApp:
         except Exception as error:  # noqa: BLE001  an unexpected exception becomes a 500 with the request's id
             problem = context.problem = self._endpoint.problem_of(error, context.id)
             context.outcome = problem.code or ""
-            if not context.status:  # otherwise only closing the connection can report the error
+            if not context.status:  # after the status, only closing the connection can report an error
                 body = context.dialect.error_body(problem, context.id)
                 refusal = Response(body, problem.status, problem.headers, "application/json")
                 await refusal(scope, receive, sending)
         finally:
             self._record(context, scope["method"])
-            # free large values now, because context and scope reference each other
+            # free large values now: context and scope reference each other, so they are freed late
             context.body, context.answers = None, []
             context.receipts.clear()
 
@@ -103,8 +103,8 @@ class EndpointApp:
         origin = self._gate.check_origin(context.headers, scope["scheme"])
         if origin is not None:
             is_preflight = scope["method"] == "OPTIONS"
-            asked = context.headers.get("access-control-request-headers", "") if is_preflight else None
-            context.reply_headers |= cors_headers(origin, asked)
+            names = context.headers.get("access-control-request-headers", "") if is_preflight else None
+            context.reply_headers |= cors_headers(origin, names)
             if is_preflight:
                 await Response(status_code=204)(scope, receive, send)
                 return
@@ -212,7 +212,8 @@ def _no_route(path: str, *, hides_page: bool) -> Problem:
     hidden = hides_page and match.dialect.prefix == PAGE
     methods = [] if hidden else sorted(match.methods)
     if not methods:
-        return Problem(404, "There is no such route; GET /openapi.json lists all.", code="not_found")
+        message = "There is no such route; GET /openapi.json lists all routes."
+        return Problem(404, message, code="not_found")
     allow = {"allow": ", ".join(methods)}
     return Problem(
         405,
@@ -222,8 +223,8 @@ def _no_route(path: str, *, hides_page: bool) -> Problem:
     )
 
 
-#: The documented APIs. An unknown path gets an error in the first one's format. The web page's dialect
-#: is left out, because its routes may change.
+#: The documented APIs. An unknown path gets an error of the first, OpenAI's. The web page's dialect is
+#: left out, because the page's routes may change.
 DIALECTS: tuple[Dialect, ...] = (OPENAI, RESPONSES, ANTHROPIC, NATIVE, OLLAMA)
 OPERATIONS: tuple[Operation, ...] = tuple(o for dialect in DIALECTS for o in dialect.operations)
 
@@ -253,7 +254,7 @@ class _Routes:
                 if operation.method == "GET":
                     methods["HEAD"] = operation
                 self.exact[operation.path] = RouteMatch(methods, dialect)
-        #: Longest first: `{id}` also matches slashes (`ollama/someone/model:tag`).
+        #: The longest pattern first: `{id}` also matches slashes (`ollama/someone/model:tag`).
         self._patterns = [
             (re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]|[^/].*[^/])", path)), match)
             for path, match in sorted(self.exact.items(), key=lambda item: -len(item[0]))
@@ -294,15 +295,15 @@ def _spellings(path: str) -> tuple[str, ...]:
 
 
 def match_route(path: str) -> RouteMatch:
-    """Find the operations at `path`; for an unknown path none, and the dialect of the error.
+    """Find the operations at `path`. An unknown path has none, but a dialect for the error.
 
     Clients configure a base URL with or without `/v1` and a final slash, so all these spellings match.
     """
     spellings = _spellings(path)
     routes = _page_routes() if spellings[0].startswith(PAGE) else _ROUTES
-    for spelled in (path, *spellings):
-        if (match := routes.find(spelled)) is not None:
+    for spelling in (path, *spellings):
+        if (match := routes.find(spelling)) is not None:
             return match
-    likely = [match.dialect for parent, match in routes.exact.items() if path.startswith(f"{parent}/")]
-    likely += [d for d in routes.dialects if d.prefix and path.startswith(d.prefix)]
-    return RouteMatch({}, likely[0] if likely else routes.dialects[0])
+    similar = [match.dialect for parent, match in routes.exact.items() if path.startswith(f"{parent}/")]
+    similar += [d for d in routes.dialects if d.prefix and path.startswith(d.prefix)]
+    return RouteMatch({}, similar[0] if similar else routes.dialects[0])

@@ -51,9 +51,9 @@ def read_lines(path: Path) -> list[BatchLine]:
             raise refuse(number, f"{error}; each line needs custom_id, method, url and body") from error
         if line.body.get("stream"):
             raise refuse(number, 'a batch cannot stream: leave "stream" out')
-        before = first.setdefault(line.custom_id, number)
-        if before != number:
-            raise refuse(number, f"custom_id {line.custom_id!r} is already used on line {before}")
+        first_line = first.setdefault(line.custom_id, number)
+        if first_line != number:
+            raise refuse(number, f"custom_id {line.custom_id!r} is already used on line {first_line}")
         lines.append(line)
     return lines
 
@@ -67,7 +67,7 @@ class BatchReply(msgspec.Struct, frozen=True):
 
 
 async def post(app: ASGIApp, path: str, body: bytes, caller: Caller) -> BatchReply:
-    """POST `body` as JSON for `caller`. Does not raise: a failure is a reply with its status."""
+    """POST `body` as JSON for `caller`. Does not raise: a failure is a reply with an error status."""
     import httpx2  # this import takes 75 to 120 ms, and only batches need it
 
     async def app_for_caller(scope: Any, receive: Any, send: Any) -> None:

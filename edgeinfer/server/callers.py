@@ -25,10 +25,10 @@ T = TypeVar("T")
 class Caller(msgspec.Struct, frozen=True):
     """The client of a request.
 
-    `name` is that of its API key (8 hex digits); without API keys, "" for the user who runs the
-    endpoint, `uid-N` for another user. An administrator may change models and settings for other
-    clients. Requests are scheduled round-robin by their callers' `turn`; requests with the `turn` ""
-    never wait.
+    `name` is the name of the API key (8 hex digits of its digest). Without API keys, `name` is "" for
+    the user who runs the endpoint, `uid-N` for another user. An administrator may change models and
+    settings for other clients. `turn` names the queue of the client's requests: queues are served
+    round-robin. Requests with the `turn` "" never wait.
     """
 
     name: str
@@ -54,7 +54,7 @@ class BodyBudget:
         return self._by_caller.total()
 
     def take(self, caller: str, n_bytes: int) -> None:
-        """Reserve memory until `give_back`. Raises Problem 429 (this caller) and 503 (all callers)."""
+        """Reserve `n_bytes` until `give_back`. Raises Problem 429 (limit per caller), 503 (of all)."""
         if self.total + n_bytes > self._max_bytes:
             raise unavailable(
                 "The bodies of all running requests together are too large.", "queue_full", 1
@@ -77,10 +77,7 @@ class RoundRobin(Generic[T]):
         self._waiting.setdefault(caller, deque()).append(item)
 
     def pop(self, may_begin: Callable[[str, T], bool]) -> tuple[str, T] | None:
-        """Remove the oldest item of the next caller for which `may_begin(caller, item)` is true.
-
-        Return it with its caller; None if no item may begin.
-        """
+        """Remove and return (caller, oldest item) of the next caller whose item may begin; or None."""
         for caller, items in self._waiting.items():
             if may_begin(caller, items[0]):
                 item = items.popleft()
@@ -132,7 +129,7 @@ class FairPool:
         current_caller.set(caller)
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001  the future raises it where it is awaited
+        except BaseException as error:  # noqa: BLE001  the future raises the error to its caller
             self._end(future)
             future.set_exception(error)
         else:
@@ -159,7 +156,7 @@ class FairPool:
 
 #: Number of generations that are submitted beyond the engine's slots, so that no slot ever idles.
 _AHEAD = 2
-#: From this number of slots on, a caller cannot take the last one: it stays free for others.
+#: If the engine has at least this many slots, one caller cannot take all: one stays free for others.
 _SHARED_FROM = 4
 
 
@@ -167,11 +164,11 @@ class EngineSlots:
     """Gives the decode slots of one model's engine to waiting callers in turn. Not thread-safe.
 
     The engine itself serves requests in order of arrival. Therefore only as many requests are submitted
-    as it has slots, plus `_AHEAD`; the others wait here.
+    as the engine has slots, plus `_AHEAD`; other requests wait here.
     """
 
     def __init__(self) -> None:
-        #: Number of sequences that the engine decodes in one batch; replicas add to it.
+        #: Number of sequences that the engine, or all replicas together, decode at a time.
         self.n_parallel = 1
         self._slots_taken: Counter[str] = Counter()
         self._waiting: RoundRobin[tuple[int, asyncio.Future[None]]] = RoundRobin()

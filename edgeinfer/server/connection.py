@@ -26,7 +26,7 @@ async def until_disconnected(receive: Receive) -> None:
 
 
 async def unless(stop: Awaitable[object], work: Awaitable[T]) -> T | None:
-    """Await `work`; if `stop` ends first, cancel it and return None. Raises what `work` raises."""
+    """Await `work`; if `stop` ends first, cancel `work`, return None. Raises what `work` raises."""
     working, ending = asyncio.ensure_future(work), asyncio.ensure_future(stop)
     try:
         await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -43,7 +43,7 @@ class Connection:
         self._is_tls = transport.get_extra_info("sslcontext") is not None
         self._transport = transport
         self._socket = transport.get_extra_info("socket")
-        self._number: int = self._socket.fileno()
+        self._descriptor: int = self._socket.fileno()
         self._is_lost = False
         #: Whether answers use chunked encoding; HTTP/1.0 ends an answer by closing the connection.
         self.is_chunked = True
@@ -51,7 +51,7 @@ class Connection:
 
     @property
     def is_unix(self) -> bool:
-        """Return whether this is a unix socket. Its file mode decides which users may connect."""
+        """Return whether this is a unix socket. Its file's mode decides which users may connect."""
         return bool(self._socket.family == socket.AF_UNIX)
 
     @functools.cached_property
@@ -74,7 +74,7 @@ class Connection:
             return None
         if self._transport.get_write_buffer_size():
             return None
-        self._direct_writer = DirectWriter(self._number, self._transport, render)
+        self._direct_writer = DirectWriter(self._descriptor, self._transport, render)
         return self._direct_writer
 
     def lost(self) -> None:
@@ -87,15 +87,15 @@ class Connection:
 class DirectWriter:
     """Writes the tokens of a stream to the socket on the decode thread, without waking the event loop.
 
-    It is passed to `Generation.tap`. While it is open, the event loop writes nothing to this
-    connection. If a token does not fit into the socket's buffer, the writer ends and the event loop
-    continues.
+    It is passed to `Generation.tap`. While the writer is open, the event loop writes nothing to this
+    connection. If a token does not fit into the socket's buffer, the writer closes, and the event loop
+    writes the rest.
     """
 
     def __init__(
-        self, number: int, transport: asyncio.WriteTransport, render: Callable[[Event], bytes]
+        self, descriptor: int, transport: asyncio.WriteTransport, render: Callable[[Event], bytes]
     ) -> None:
-        self._number = number
+        self._descriptor = descriptor
         self._transport = transport
         self._render = render
         self._loop = asyncio.get_running_loop()
@@ -106,20 +106,20 @@ class DirectWriter:
         """Send an event's token; return False if the event loop must send the event."""
         if not isinstance(event, TextDelta | ReasoningDelta):
             return False
-        with self._lock:  # makes `close` wait: the descriptor's number may soon be another client's
+        with self._lock:  # makes `close` wait: afterwards another client may get this descriptor
             if not self._is_open:
                 return False
             try:
                 data = self._render(event)
-            except Exception:  # noqa: BLE001  an exception would end the decode thread; the event loop renders it again and reports it
+            except Exception:  # noqa: BLE001  it must not end the decode thread: the event loop renders the event again and reports the error
                 self._is_open = False
                 return False
             chunk = b"%x\r\n%b\r\n" % (len(data), data)
             try:
-                written = os.write(self._number, chunk)
+                written = os.write(self._descriptor, chunk)
             except BlockingIOError:
                 written = 0
-            except OSError:  # asyncio does not notice that a half-closed connection has ended: abort it
+            except OSError:  # abort: asyncio does not notice that a half-closed connection has ended
                 self._is_open = False
                 with contextlib.suppress(RuntimeError):
                     self._loop.call_soon_threadsafe(self._transport.abort)
@@ -131,6 +131,6 @@ class DirectWriter:
             return True
 
     def close(self) -> None:
-        """Stop: the event loop sends all later tokens. Idempotent."""
+        """Stop writing, so that the event loop sends all later tokens. Idempotent."""
         with self._lock:
             self._is_open = False

@@ -219,7 +219,7 @@ def test_curl_without_a_header_is_understood(live_server):
 
 
 def test_paths_that_do_not_exist_are_refused_as_ollama_does(live_server):
-    error = "There is no such route; GET /openapi.json lists all."
+    error = "There is no such route; GET /openapi.json lists all routes."
     assert live_server.get("/api/nothing").json() == {"error": error}
     assert live_server.get("/api/chat").status_code == 405
 
