@@ -1,4 +1,4 @@
-"""The state of one request, which every handler gets as `context`, and helpers for JSON responses."""
+"""The state of one request, which every handler gets as `context`, and helpers for handlers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 #: Maximum number and length (characters) of names in `x-edgeinfer-ignored`: proxies limit headers.
 _MAX_IGNORED = 32
 _MAX_NAME = 96
-#: Matches the comma, which separates the names in this header, and characters that no header may have.
+#: Matches characters to replace in `x-edgeinfer-ignored`: the separator (a comma), and unsafe ones.
 _UNSAFE = re.compile(r"[^ -+\--~]")
 
 
@@ -57,7 +57,7 @@ class RequestContext:
     #: Set after the checks of Host, Origin and API key.
     request: Request = field(init=False)
     caller: Caller = NOBODY
-    #: Only requests with the same salt share cached prefixes.
+    #: Salt of the client's prefixes: requests share cached prefixes only with an equal salt.
     cache_salt: str = ""
     started: float = field(default_factory=time.perf_counter)
     status: int = 0
@@ -120,7 +120,7 @@ class RequestContext:
         return time.perf_counter() - self.started
 
     def apply(self, request: GenerateRequest) -> GenerateRequest:
-        """Apply what the HTTP request implies: normalized texts, the key's cache salt, the adapter."""
+        """Return the request with normalized messages, the API key's cache salt, and the adapter."""
         lora = ((self.adapter, 1.0),) if self.adapter else None
         is_first = all(turn.role != "assistant" for turn in request.messages)
         agent = agent_of(self.headers.get("user-agent", "")) if request.tools and is_first else ""
@@ -139,8 +139,8 @@ class RequestContext:
     ) -> tuple[Message, ...]:
         """Return the turns, with an agent's lines that change per request (a date) moved or dropped.
 
-        Such lines would end the shared prefix early (`agents.prompt_normalization`). Without
-        `stores_prefix`, nothing about the conversation is stored. The response header
+        Such lines would end the shared prefix early (`agents.prompt_normalization`). Reminders are
+        stored, to restore them in later requests, only if `stores_prefix`. The response header
         `x-edgeinfer-normalized` names the rules that changed the prompt.
         """
         turns, self.normalized = self.endpoint.normalizer.normalize(
@@ -157,7 +157,7 @@ class RequestContext:
         return f"{self.cache_salt} {cache_salt}" if self.cache_salt else cache_salt
 
     def keep_alive_s(self, keep_alive: float | str | None) -> float | None:
-        """Convert `keep_alive` to seconds; None (the configured time) if no administrator sent it."""
+        """Convert `keep_alive` to seconds; None (use the default) unless an administrator sent it."""
         seconds = keep_alive_s(keep_alive)
         if seconds is None or self.caller.is_admin:
             return seconds
@@ -230,7 +230,7 @@ def json_reply(value: object, status: int = 200, headers: dict[str, str] | None 
 
 
 async def with_engine(context: RequestContext, body: ModelFields, work: Callable[[Engine], R]) -> R:
-    """Load the model that `body` names and run `work(engine)` in a thread. Raises what both raise."""
+    """Load the model in `body`; run `work(engine)` in a thread. Raises what these two raise."""
     context.name_model(body.model)
     with await context.acquire(body.keep_alive) as lease:
         calls, engine = context.endpoint.engine_calls, lease.engine
@@ -240,7 +240,7 @@ async def with_engine(context: RequestContext, body: ModelFields, work: Callable
 def engine_call(
     work: Callable[[RequestContext, B, Engine], R],
 ) -> Callable[[RequestContext, B], Awaitable[R]]:
-    """Make a handler of a function, which it runs in a thread with the engine that the body names."""
+    """Make a handler that calls `work` in a thread, with the engine of the model in the body."""
 
     @functools.wraps(work)
     async def handler(context: RequestContext, body: B) -> R:

@@ -1,8 +1,8 @@
-"""What all dialects share. A dialect is an HTTP API: OpenAI's, Anthropic's, Ollama's or our own.
+"""Base classes of the dialects. A dialect is an HTTP API: OpenAI's, Anthropic's, Ollama's or our own.
 
-Each dialect is a folder next to this file. `wire.py` declares its JSON types. The module of a route
-that generates (`chat.py`, `messages.py`, `responses.py`) has its handler, converts requests for the
-engine, and has the `Renderer` that converts the engine's events. `routes.py` has the other routes.
+Each dialect is a folder next to this file. `wire.py` declares the dialect's JSON types. The module of a
+route that generates (`chat.py`, `messages.py`, `responses.py`) has the handler, the conversion of
+requests, and the `Renderer` that converts the engine's events. `routes.py` has the other routes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from edgeinfer.server.wire_types import WireTimings
 
 
 def sse_comment(text: str) -> bytes:
-    """Encode a comment of an event stream (SSE). Clients skip it; it shows that the server is alive."""
+    """Encode an SSE comment. Clients skip comments, which show that the server is alive."""
     return f": {text}\n\n".encode()
 
 
@@ -42,10 +42,10 @@ def stamp(unix_s: float) -> str:
 
 
 Method = Literal["GET", "POST", "DELETE"]
-#: Called with `context` and, if it has these parameters, the decoded `body` and `query`. Returns a
-#: Response, or a value that becomes the JSON of one.
+#: Function called with `context` and, if it has these parameters, the decoded `body` and `query`. It
+#: returns a Response, or a value to send as JSON.
 Handler = Callable[..., Awaitable[Any]]
-#: Called with a problem and the request's id; returns the encoded error.
+#: Function that encodes a problem as an error of the dialect. Its second argument is the request's id.
 ErrorEncoder = Callable[[Problem, str], bytes]
 
 
@@ -75,7 +75,7 @@ class Operation(msgspec.Struct, frozen=True):
     #: Maximum body (bytes); 0 means `Limits.max_body_bytes`.
     max_body_bytes: int = 0
     reply_type: str = "application/json"
-    #: For the OpenAPI document: HTTP status → type of its body, for statuses that only this route has.
+    #: HTTP status that only this route has → type of the response's body, for the OpenAPI document.
     also: Mapping[str, type[msgspec.Struct]] = {}
 
     @property
@@ -131,9 +131,9 @@ class Dialect:
     #: Encodes an error as the last event of a stream.
     error_events: ErrorEncoder
     stream_type: str = "text/event-stream"
-    #: Encodes a keep-alive comment, sent while the model is loaded.
+    #: Encodes a keep-alive comment, which is sent while the model is being loaded.
     comment: Callable[[str], bytes] = sse_comment
-    #: Whether the header Content-Type must say JSON. Ollama does not check it, and its clients omit it.
+    #: Whether the header Content-Type must say JSON. Ollama does not check it, so clients leave it out.
     checks_body_type: bool = True
     #: Unknown paths with this prefix get this dialect's errors.
     prefix: str = ""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 #: Number of ended generations that GET /slots lists.
 _SLOTS = 64
-#: Maximum number of traces that wait to be written; more are dropped.
+#: Maximum number of traces that wait to be written. Further traces are dropped.
 _TRACES = 1024
 _TRACES_S = 1.0
 
@@ -72,7 +72,7 @@ class Endpoint:
         self.threads = ThreadPoolExecutor(8, "calls")
         #: Runs calls like tokenize and embed, so that `threads` stays free for health and metrics.
         self.engine_calls = FairPool("engine-calls", 8)
-        #: A separate thread, because a file system may hang.
+        #: Writes traces in a separate thread, because a file system may hang.
         self._tracing = ThreadPoolExecutor(1, "traces")
         self._trace_places = threading.Semaphore(_TRACES)
         self.preparation = PreparationPool(self.limits.prepare_s)
@@ -92,7 +92,7 @@ class Endpoint:
         #: The configured MCP tools; None until a request uses them.
         self.tools: ChatTools | None = None
         self._tools_lock = asyncio.Lock()
-        #: Held while a snapshot is taken: only one at a time.
+        #: Held while a snapshot is taken, so that requests take snapshots one after the other.
         self.snapshot_lock = asyncio.Lock()
 
     @property
@@ -104,7 +104,7 @@ class Endpoint:
         """Count a running request until `release_request`, and check the limits.
 
         Raises Problem 503 (too many requests, or draining) and 429 (too many of this key). A key
-        without other requests is never refused because of other keys.
+        without running requests is always admitted, so that other keys cannot block it.
         """
         if self.draining:
             raise problems.shutting_down()
@@ -228,7 +228,7 @@ class PreparationPool:
         self._timeout_s = timeout_s
         self._plain = FairPool("prepare", 4)
         self._constrained = FairPool("compile", 2)
-        #: Decodes files, which may take a minute, without delaying requests that have none.
+        #: Decodes files in separate threads: that may take a minute, and must not delay other requests.
         self._files = FairPool("decode", 4)
         self._turns: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
 
@@ -249,12 +249,12 @@ class PreparationPool:
         return self._constrained if request.constraint or request.tools else self._plain
 
     async def submit(self, engine: Engine, request: GenerateRequest, caller: str = "") -> Generation:
-        """Call `engine.submit` in a thread. Raises what it raises, and Problem 503 after a timeout."""
+        """Call `engine.submit` in a thread. Raises its errors, and Problem 503 after a timeout."""
         submitting = self._pool(request).begin(caller, lambda: engine.submit(request))
         return await self._result(submitting, _cancel_late)
 
     async def read_files(self, caller: str, work: Callable[[], T]) -> T:
-        """Run `work`, which decodes files, in a thread. Raises what `work` raises, and Problem 503."""
+        """Run `work`, which decodes files, in a thread. Raises its errors, 503 after a timeout."""
         return await self._result(self._files.begin(caller, work), lambda late: None)
 
     async def _result(self, future: Future[T], ended_late: Callable[[Future[T]], None]) -> T:

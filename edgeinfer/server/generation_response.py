@@ -1,8 +1,8 @@
 """Respond to a request that generates text: load the model, submit, and send the events.
 
-The response is an event stream or one JSON body. Each request has an asyncio task that waits for its
-client to disconnect (its generations are then cancelled at their next step) and, if it is streamed,
-one that sends keep-alive comments. A token needs no task; usually it does not even wake the event loop
+The response is an event stream or one JSON body. One asyncio task per request waits until the client
+disconnects, and then cancels the generations at their next step. Another task of each stream sends
+keep-alive comments. Sending a token needs no task, and usually does not even wake the event loop
 (docs/decisions/055-send-from-the-decode-thread.md).
 """
 
@@ -44,7 +44,7 @@ B = TypeVar("B", bound=GenerationFields)
 
 
 class GenerationSpec(msgspec.Struct, frozen=True):
-    """What to generate and how to render it; see `answer`."""
+    """The decoded body, its conversion to requests, and the renderer: the arguments of `answer`."""
 
     body: GenerationFields
     requests: Callable[[Any, EngineInfo], Sequence[GenerateRequest]]
@@ -61,9 +61,9 @@ class GenerationTask(NamedTuple):
 
 
 async def start(context: RequestContext, spec: GenerationSpec) -> GenerationTask:
-    """Load the model if needed, and submit. If the model's process has died, load it again once.
+    """Load the model if needed, and submit. If the model's process has died, load the model once more.
 
-    Raises EngineClosedError if that process dies too, and what loading and `Engine.submit` raise.
+    Raises EngineClosedError if the new process dies, too, and what loading and `Engine.submit` raise.
     """
     try:
         return await _start_once(context, spec)
@@ -97,7 +97,7 @@ async def _read_files(
 ) -> Sequence[GenerateRequest]:
     """Call `work`, which decodes files, in a thread; reserve memory for the files' content.
 
-    The `n` answers of a request share this memory. Raises Problem beyond the limits.
+    The `n` answers of a request share this memory. Raises Problem 429 or 503 beyond the limits.
     """
     requests = await context.endpoint.preparation.read_files(context.caller.turn, work)
     first = requests[0]
@@ -123,7 +123,7 @@ async def submit_all(
     endpoint, engine = context.endpoint, lease.engine
     caller, has_slots = context.caller.turn, False
     if requests[0].n_pictures and not engine.info.can_see:
-        # the engine will refuse this request with its reason; it must not wait for a slot before that
+        # do not let this request wait for a slot: the engine refuses pictures for this model
         await endpoint.preparation.submit(engine, requests[0], caller)
     endpoint.admit_generations(context.model, engine.info.n_parallel, len(requests), caller)
     generations: list[Generation] = []
@@ -211,7 +211,7 @@ async def answer(
     """Return a response that generates the answers to `requests` and sends them.
 
     `requests` and `renderer` are called with the loaded model's EngineInfo. Raises Problem and
-    EdgeInferError while the status can still say so; later errors end the stream as an event.
+    EdgeInferError until the status 200 is sent; later errors end the stream as an event.
     """
     endpoint = context.endpoint
     context.name_model(body.model)
@@ -290,7 +290,7 @@ class _GenerationResponse(Response):
             self._cancel()
             self.task.lease.release()
             for generation in generations:
-                generation.tap(None)  # it references this response: the cycle would keep both in memory
+                generation.tap(None)  # a tap references this response: the cycle would keep both alive
 
     def _add_receipts(self, data: bytes) -> bytes:
         """Make the answers' receipts, and add them to `data` if the client requested them."""
@@ -338,7 +338,7 @@ class _WholeResponse(_GenerationResponse):
         return self._add_receipts(task.renderer.whole(answers))
 
     def _collect(self, collected: CollectedAnswer, event: Event) -> bool:
-        """Collect an event on the decode thread, so that only the last event wakes the event loop."""
+        """Collect an event on the decode thread, so that only the last one wakes the event loop."""
         self._count(event)
         collected.add(event)
         return True
@@ -370,7 +370,7 @@ class _StreamResponse(_GenerationResponse):
             task = await self._starting
             self._register(task)
             renderer = task.renderer
-            held = renderer.opening()
+            unsent = renderer.opening()
             async with contextlib.aclosing(events_of(task.generations)) as events:
                 async for index, event in events:
                     self._count(event)
@@ -378,15 +378,15 @@ class _StreamResponse(_GenerationResponse):
                     self._check_cancelled(event)
                     if isinstance(event, Progress):
                         self._progress = event
-                    data = held + renderer.event(index, event)
-                    held = b""
+                    data = unsent + renderer.event(index, event)
+                    unsent = b""
                     if isinstance(event, Finished):
-                        held = data  # to send it in one write with the closing bytes
+                        unsent = data  # send these bytes with the closing ones, in one write
                     elif data:
                         self._last_write = time.monotonic()
                         await send({"type": "http.response.body", "body": data, "more_body": True})
                         self._use_direct_writer(task)
-            return self._add_receipts(held + renderer.closing())
+            return self._add_receipts(unsent + renderer.closing())
         except asyncio.CancelledError:
             if self.client_left:
                 return b""
@@ -439,9 +439,9 @@ class _StreamResponse(_GenerationResponse):
             stage = "queued" if self.context.is_queued else stage
             text = f"{stage} {fraction:.0%}" if fraction is not None else stage or "waiting"
             return self.context.dialect.comment(text)
-        seen = self._progress
+        progress = self._progress
         if self._last_token:
             return self.task.renderer.waiting("generating")
-        if seen is None or seen.queued:
+        if progress is None or progress.queued:
             return self.task.renderer.waiting("queued")
-        return self.task.renderer.waiting(f"prefill {seen.done_tokens}/{seen.total_tokens}")
+        return self.task.renderer.waiting(f"prefill {progress.done_tokens}/{progress.total_tokens}")

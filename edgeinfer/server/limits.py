@@ -9,13 +9,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of an endpoint: `…_s` in seconds, `…_bytes` in bytes, others as counts.
 
     - `max_queue`: generations that may wait for one model.
-    - `max_requests`: running requests; `max_per_key`: those of one API key.
+    - `max_requests`: running requests of all clients; `max_per_key`: running requests of one API key.
     - `max_bodies_bytes`: bodies of all running requests with the text of their documents. One caller
-      gets half of it.
+      may take half of this number.
     - `header_s`, `body_s`: deadlines for receiving all headers, and the whole body.
     - `write_s`: how long a client may leave its socket's buffer full before it is disconnected.
     - `idle_s`: how long a connection may stay open without a request.
-    - `comment_s`: pause between keep-alive comments of a stream.
+    - `comment_s`: time without an event after which a stream gets a keep-alive comment.
     - `patience_s`: how long a streamed request waits for its model before the status 200 is sent. Later
       errors are events of the stream.
     - `prepare_s`: time for the chat template, the schema or grammar, and tokenization.

@@ -19,7 +19,7 @@ import msgspec
 
 #: Errors of accept(2) when file descriptors or memory run out. asyncio would log 2,000 a second.
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
-#: The same warning is logged again only after this time (s).
+#: Minimum time (s) between two warnings that no connection can be accepted.
 _WARN_AGAIN_S = 60.0
 
 Style = Literal["json", "text", "off"]
@@ -50,8 +50,8 @@ class Log:
         stream = self._stream or sys.stderr
         now = time.time()
         if self._style == "json":
-            written = {"ts": round(now, 3), "level": level, "event": event, **fields}
-            line = msgspec.json.encode(written).decode()
+            record = {"ts": round(now, 3), "level": level, "event": event, **fields}
+            line = msgspec.json.encode(record).decode()
         else:
             trace = fields.pop("traceback", "")
             pairs = [f"{key}={value}" for key, value in fields.items() if value not in ("", None)]
