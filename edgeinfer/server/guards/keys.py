@@ -1,9 +1,9 @@
 """Read, create and compare API keys.
 
 Keys come from `EDGEINFER_API_KEY`, or from the file that `--api-key-file` or `EDGEINFER_API_KEY_FILE`
-names, or from the file `api-key` (mode 0600) in the configuration directory, which is created when an
-endpoint first listens beyond loopback. Keys are never on the command line, in a log or in a snapshot.
-The first key of a file is the administrator's; the others may only use models.
+names, or from the file `api-key` (mode 0600) in the configuration directory. This file is created when
+an endpoint first listens beyond loopback. Keys are never on the command line, in a log or in a
+snapshot. The first key of a file is the administrator's; clients with other keys may only use models.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Keys:
         return len(self._digests)
 
     def name(self, offered: str) -> str | None:
-        """Return the name of the key that equals `offered`, or None. Compares in constant time."""
+        """Return the name of the key that equals `offered`; None if none does. Takes constant time."""
         digest = hashlib.sha256(offered.encode("utf-8", "surrogateescape")).digest()
         names = [key.hex()[:8] for key in self._digests if hmac.compare_digest(key, digest)]
         return names[0] if names else None
@@ -44,7 +44,7 @@ class Keys:
         return self._digests[0].hex()[:8] if self._digests else ""
 
     def cache_salt(self, name: str) -> str:
-        """Return a salt, so that keys share no cached prefixes; "" if there is only one key."""
+        """Return a key's cache salt: keys share no cached prefixes. "" if there is only one key."""
         if len(self._digests) < 2:
             return ""
         digest = next(digest for digest in self._digests if digest.hex()[:8] == name)
@@ -57,19 +57,19 @@ def key_path() -> Path:
 
 def configured_keys(file: str | None = None) -> Keys:
     """Return the keys of the environment or `file`, if any. Raises ServeError for an invalid key."""
-    typed = os.environ.get("EDGEINFER_API_KEY", "")
-    if typed:
-        return Keys([_check(typed, "EDGEINFER_API_KEY")])
+    key = os.environ.get("EDGEINFER_API_KEY", "")
+    if key:
+        return Keys([_check(key, "EDGEINFER_API_KEY")])
     path = file or os.environ.get("EDGEINFER_API_KEY_FILE", "")
     try:
         return Keys(read_keys(Path(path)) if path else [])
     except FileNotFoundError as error:
-        hint = "name a file with an API key a line; `openssl rand -hex 32` makes a key"
+        hint = "name a file with one API key per line; `openssl rand -hex 32` makes a key"
         raise ServeError(f"there is no file {path}", hint=hint) from error
 
 
 def stored_keys() -> tuple[Keys, bool]:
-    """Return the keys of the user's own file, and whether it was created now. Raises ServeError."""
+    """Return the keys of the user's own file, and whether the file is new. Raises ServeError."""
     path = key_path()
     try:
         return Keys(read_keys(path)), False
@@ -79,7 +79,7 @@ def stored_keys() -> tuple[Keys, bool]:
     key = f"ei-{secrets.token_urlsafe(32)}"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    except FileExistsError:  # another `edgeinfer serve` has just created it
+    except FileExistsError:  # another `edgeinfer serve` has just created the file
         return Keys(read_keys(path)), False
     with os.fdopen(descriptor, "w") as file:
         file.write(key + "\n")
@@ -87,19 +87,19 @@ def stored_keys() -> tuple[Keys, bool]:
 
 
 def own_key() -> str:
-    """Return the key for requests to this user's own endpoint; "" without one. Raises ServeError."""
-    typed = os.environ.get("EDGEINFER_API_KEY", "")
-    if typed:
-        return typed
-    named = os.environ.get("EDGEINFER_API_KEY_FILE", "")
+    """Return the API key of this user's own endpoint; "" if there is none. Raises ServeError."""
+    key = os.environ.get("EDGEINFER_API_KEY", "")
+    if key:
+        return key
+    file = os.environ.get("EDGEINFER_API_KEY_FILE", "")
     try:
-        return read_keys(Path(named) if named else key_path())[0]
+        return read_keys(Path(file) if file else key_path())[0]
     except FileNotFoundError:
         return ""
 
 
 def read_keys(path: Path) -> list[str]:
-    """Read a file of keys, one a line, with `#` comments. Raises FileNotFoundError, ServeError."""
+    """Read a file of keys, one per line, with `#` comments. Raises FileNotFoundError, ServeError."""
     try:
         with path.open(encoding="utf-8") as file:
             info = os.fstat(file.fileno())
@@ -110,12 +110,12 @@ def read_keys(path: Path) -> list[str]:
     except FileNotFoundError:
         raise
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8 text"
         hint = "make the file of API keys readable for you, and only for you"
         raise ServeError(f"{path}: {reason}", hint=hint) from error
     keys = [_check(line, str(path)) for line in lines if line and not line.startswith("#")]
     if not keys:
-        hint = f"remove it: the next `edgeinfer serve` makes one ({path})"
+        hint = f"remove {path}: the next `edgeinfer serve` makes a file with a new key"
         raise ServeError(f"{path} holds no API key", hint=hint)
     return keys
 
@@ -123,7 +123,7 @@ def read_keys(path: Path) -> list[str]:
 def _is_private(info: os.stat_result) -> bool:
     mode = stat.S_IMODE(info.st_mode)
     if os.getuid() != info.st_uid == 0 and info.st_gid in (os.getegid(), *os.getgroups()):
-        # a Secret with fsGroup in Kubernetes: owner root, this process's group, mode 0440
+        # accept a Secret with fsGroup in Kubernetes: owner root, this process's group, mode 0440
         return not mode & 0o037
     return info.st_uid in (os.getuid(), 0) and not mode & 0o077
 

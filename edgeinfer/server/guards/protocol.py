@@ -19,7 +19,7 @@ from edgeinfer.server.limits import Limits
 #: How long (s) a client may keep sending its body after the response. If the server closed the socket
 #: at once, the kernel would reset the connection and the client might lose the response.
 _LINGER_S = 2.0
-#: Interval (s) of checks whether the client of a half-closed connection is still there.
+#: Interval (s) between checks whether the client of a half-closed connection has disconnected.
 _WATCH_S = 1.0
 
 
@@ -78,7 +78,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(431)  # the parser would buffer unfinished headers and trailers without a limit
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Keep the connection open while a request is answered, if the client still reads."""
+        """Return True (keep the connection) if a response is unfinished and the client still reads."""
         cycle = self.cycle
         is_answering = cycle is not None and not (cycle.response_complete or cycle.more_body)
         if not is_answering or not self.connection.is_half_closed():
@@ -195,7 +195,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.pipeline or (cycle and cycle.response_started and not cycle.response_complete):
             self.transport.abort()  # a response is being sent: another one would corrupt it
             return
-        # if the response was sent before the whole body came, do not send a second one
+        # if the response was sent before the whole body had arrived, do not send a second one
         if not (cycle and cycle.response_complete and cycle.more_body):
             self.transport.write(head)
         self.transport.close()

@@ -40,8 +40,8 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     - `any_address`: accept any IP address as Host, for endpoints that listen beyond loopback. This is
       safe because they require a key, and DNS rebinding needs a name.
     - `origins`: accepted origins of web pages, e.g. `http://localhost:3000`.
-    - `owner`: uid of the only user (with root) whose programs are admitted if there are no keys; None
-      admits everyone. `any_user` also admits other users, without administrator rights.
+    - `owner`: if there are no keys, only programs of this user (uid) and of root are admitted; None
+      admits all users. `any_user` also admits other users, without administrator rights.
     """
 
     keys: Keys
