@@ -57,7 +57,7 @@ _DELIVERY_S = 2.0
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of `EndpointServer`. `idle_exit_s` None: never exit when idle. `tls_*`: PEM files."""
+    """Options of `EndpointServer`. None switches `idle_exit_s` off. `tls_*` are PEM files."""
 
     idle_exit_s: float | None = None
     tls_cert: str | None = None
@@ -97,8 +97,8 @@ class EndpointServer(uvicorn.Server):
         self._endpoint = endpoint
         self._listeners = listeners
         for listener in listeners:
-            # asyncio sets TCP_NODELAY only if the socket's protocol number is known. Without it, the
-            # body of a second reply waited 40 ms for the client's delayed ACK of the head.
+            # asyncio sets TCP_NODELAY only if the socket's protocol number is known. Otherwise the body
+            # of a second reply waited 40 ms for the client's delayed ACK of the head.
             if listener.family != socket.AF_UNIX:
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._options = options
@@ -113,13 +113,13 @@ class EndpointServer(uvicorn.Server):
         capture(endpoint.log)
         with self.signals():
             serving = asyncio.create_task(self._serve(list(self._listeners)))
-            tending = asyncio.create_task(self._report_and_watch_idle())
+            watching = asyncio.create_task(self._report_and_watch_idle())
             try:
                 await serving
             finally:
-                tending.cancel()
+                watching.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
-                    await tending
+                    await watching
                 notify("STOPPING=1")
                 if endpoint.tools is not None:
                     await endpoint.in_thread(endpoint.tools.close)
@@ -134,7 +134,7 @@ class EndpointServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Drain on SIGTERM and SIGINT. Outside the main thread there are no handlers: call `drain`."""
+        """Drain on SIGTERM and SIGINT. In a thread other than the main one, set no signal handlers."""
         loop = asyncio.get_running_loop()
         handled = []
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -148,7 +148,7 @@ class EndpointServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def drain(self, reason: str) -> None:
-        """Refuse new requests, and end when the running ones have ended. A second call ends at once."""
+        """Refuse new requests; end when running ones have ended, or at once if called a second time."""
         if self.should_exit:
             self._endpoint.cancel_all()
             self.force_exit = True
@@ -173,7 +173,7 @@ class EndpointServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the sockets and wait for running answers, unless a second signal comes.
 
-        Without this, uvicorn would wait for open connections in spite of the signal (Python 3.12).
+        uvicorn itself would wait for open connections in spite of the second signal (Python 3.12).
         """
         await unless(self._forced.wait(), super().shutdown(sockets))
         if self._drain_timer is not None:

@@ -39,7 +39,7 @@ _E2E_SHORT = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5)
 E2E_BUCKETS = (*_E2E_SHORT, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 LOAD_BUCKETS = (0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _MODEL = ("model_name", "model_version")
-#: How long (s) the comparison of two weeks (`drift_psi`) is cached: it takes about 20 ms.
+#: How long (s) the comparison of two weeks (`drift_psi`) is cached. A comparison takes about 20 ms.
 _DRIFT_S = 300.0
 #: Maximum number of values of the label `key`, including "" (no key) and "other" (all further keys).
 MAX_KEYS = 64
@@ -68,7 +68,7 @@ class Metrics:
     """The Prometheus metrics of one endpoint."""
 
     def __init__(self, engines: Callable[[], list[tuple[str, Engine]]]) -> None:
-        # the library adds a "_created" series to each series, which no dashboard shows
+        # otherwise prometheus_client adds a second series, "…_created", to each counter and histogram
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._keys = {"", "other"}

@@ -18,8 +18,8 @@ Where = Literal["process", "worker"]
 class LoadedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """A loaded engine, and how it was loaded.
 
-    `how`: "resumed" (from a snapshot), "cold", or "held" (the process already had the engine).
-    `stages_ms`: time (ms) at which each stage of the process's start began (`host.ProcessStart`).
+    `how` is "resumed" (from a snapshot), "cold", or "held" (the process already had the engine).
+    `stages_ms` tells when each stage of the process's start began (ms, as in `host.ProcessStart`).
     """
 
     engine: Engine
@@ -69,11 +69,11 @@ class ModelEntry:
         self.fraction: float | None = None
 
     def report(self, stage: str, fraction: float | None) -> None:
-        """Set stage and progress, without a lock: readers need not see a matching pair."""
+        """Set stage and progress, without a lock: a reader may see the progress of the last stage."""
         self.stage, self.fraction = stage, fraction
 
     def describe(self, now: float) -> LoadedReply:
-        """Describe the model for /status, without replicas. `now`: the event loop's time()."""
+        """Describe the model for /status, without replicas. `now` is the event loop's time() (s)."""
         described: dict[str, Any] = {}
         if self.loaded is not None:
             info = self.loaded.engine.info

@@ -1,7 +1,7 @@
-"""Load each model when a request needs it; unload it when it is idle or another one needs the memory.
+"""Load each model when a request needs it; unload it when it is idle or another model needs memory.
 
 The pool is used on the event loop only; it loads and closes engines in threads. Different models load
-concurrently if memory allows. How a model is loaded is up to its `load`.
+concurrently if memory allows. The pool's argument `load` decides how a model is loaded.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from edgeinfer.server.model_names import DEFAULT, Aliases, where_to_get
 
 #: Memory (bytes) that stays free for the page cache, the endpoint itself and other processes.
 _RESERVE_BYTES = 512 << 20
-#: How long (s) the endpoint waits for unloads when it ends.
+#: How long (s) an ending endpoint waits until models are unloaded.
 _CLOSE_S = 5.0
 
 
 class Lease:
-    """Keeps a model loaded until it is released. As a context manager it releases itself at the end."""
+    """Keeps a model loaded until `release`, which the end of a `with` block calls."""
 
     def __init__(self, models: ModelPool, entry: ModelEntry, keep_alive_s: float) -> None:
         self._models = models
@@ -52,7 +52,7 @@ class Lease:
 
     @property
     def in_worker(self) -> bool:
-        """Return whether the engine runs in another process, so that its methods block."""
+        """Return whether the engine runs in another process, so that the engine's methods block."""
         return self._entry.loaded is not None and self._entry.loaded.where == "worker"
 
     def __enter__(self) -> Lease:
@@ -62,7 +62,7 @@ class Lease:
         self.release()
 
     def release(self) -> None:
-        """Release the model; the next request loads it again if its process has ended. Idempotent."""
+        """Release the model. If its process has ended, the next request reloads it. Idempotent."""
         if self._held:
             self._held = False
             if self._entry.loaded is None or not self._entry.loaded.engine.is_open:
@@ -73,7 +73,7 @@ class Lease:
 class ModelPool:
     """The loaded models of an endpoint. Requests `acquire` a model and release the lease.
 
-    `load(model, progress)` loads a model in a thread, `list_pulled()` lists those that can be loaded.
+    `load(model, progress)` loads a model in a thread; `list_pulled()` lists the models on the disk.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ModelPool:
     def resolve(self, name: str | None) -> str:
         """Return the model that a request means by `name`; None means the default model.
 
-        Exact aliases take precedence over names of models (compared as in `lookup.find`), and these
+        Exact aliases take precedence over names of models (compared as in `lookup.find`), and names
         over alias patterns. Raises UnknownModelError.
         """
         if name is None:
@@ -125,7 +125,7 @@ class ModelPool:
         raise UnknownModelError(f"There is no model '{missing}'{note}", hint=hint)
 
     def _find(self, name: str) -> str | None:
-        for spelled in (name, name.removesuffix(LATEST)):  # no search on the disk is needed
+        for spelled in (name, name.removesuffix(LATEST)):  # first without a search on the disk
             if spelled in (DEFAULT, self.default):
                 return self.default
             if spelled in self._entries:
@@ -134,12 +134,12 @@ class ModelPool:
         return None if model is None else model.name
 
     def _models(self) -> list[AvailableModel]:
-        """List the default model, loaded ones and those on the disk; some of them twice."""
+        """List the default model, loaded models, and models on the disk; a model may occur twice."""
         names = (self.default, *self._entries)
         return [*(AvailableModel(name=name) for name in names), *self._list_pulled()]
 
     def only_model(self) -> str | None:
-        """Return the default model if no other one is available, so that any name means it; or None."""
+        """Return the default model if it is the only one, so that any name means it; otherwise None."""
         is_lone = len({model.name for model in self._models()}) == 1 and not self._aliases.has_catch_all
         return self.default if is_lone else None
 
@@ -204,8 +204,8 @@ class ModelPool:
     async def acquire(self, name: str, keep_alive_s: float | None = None) -> Lease:
         """Return a lease of a model, which is loaded if needed.
 
-        `keep_alive_s`: how long it stays loaded after the last lease; a negative number means forever,
-        None the configured time. Raises OutOfMemoryError, and what loading raises.
+        `keep_alive_s`: how long (s) the model stays loaded after the last lease (negative: forever;
+        None: the configured time). Raises OutOfMemoryError, and what loading raises.
         """
         entry = self._entries.get(name) or self._start(name)
         entry.users += 1
@@ -225,7 +225,8 @@ class ModelPool:
     ) -> tuple[Adapter, ...]:
         """Change the LoRA adapters of a model, now and whenever it is loaded again.
 
-        `change` gets the loaded adapters and returns those to load. Raises what both raise.
+        `change` gets the loaded adapters and returns the adapters to load. Raises what `change` raises,
+        and what `Engine.use_adapters` raises.
         """
         async with self._changing_adapters:
             adapters = change(lease.engine.info.lora)
@@ -275,7 +276,7 @@ class ModelPool:
 
     def _start(self, name: str) -> ModelEntry:
         entry = ModelEntry(name, self._need_bytes(name))
-        # retrieve the exception; otherwise asyncio logs it if no request waits for this load
+        # retrieve the exception: asyncio would log it as an error if no request waits for this load
         entry.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._entries[name] = entry
         self._spawn(self._load(entry))
@@ -302,7 +303,7 @@ class ModelPool:
         entry.loaded = loaded
         self.on_loaded(entry.name, loaded, time.perf_counter() - began_s)
         info = loaded.engine.info
-        # count the smallest size of an automatic context, which is shortened if memory is short
+        # count the minimum size of an automatic context, which the engine shortens if memory is short
         kv_bytes = info.least_kv_bytes or info.kv_bytes
         size_bytes = info.weights_bytes + kv_bytes + info.compute_bytes
         self._sizes[entry.name] = entry.need_bytes = size_bytes or entry.need_bytes
@@ -357,12 +358,12 @@ class ModelPool:
                 raise OutOfMemoryError(f"No memory for {need} while other models are in use") from None
 
     def _fits(self, entry: ModelEntry) -> bool:
-        promised = sum(
+        reserved_bytes = sum(
             s.need_bytes
             for s in self._entries.values()
             if s.loaded is None and s is not entry and s.stage == "loading"
         )
-        return entry.need_bytes + promised + _RESERVE_BYTES <= self._available_bytes()
+        return entry.need_bytes + reserved_bytes + _RESERVE_BYTES <= self._available_bytes()
 
     def _expire(self, entry: ModelEntry) -> None:
         entry.expiry = None
@@ -395,8 +396,8 @@ class ModelPool:
 class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):
     """A name that a request may use: a pulled model, or an alias or adapter of the model `alias_of`.
 
-    `created` is a Unix time. `can_see`: the model has a projector for pictures. `other_names` are
-    accepted too, but not listed.
+    `created` is a Unix time. `can_see` is true if the model has a projector for pictures. `other_names`
+    are accepted too, but not listed.
     """
 
     name: str
