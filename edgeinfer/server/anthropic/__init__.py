@@ -1,1 +1,1 @@
-"""Anthropic's messages API, which coding agents use."""
+"""Anthropic's Messages API, which coding agents use."""

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: converts requests for the engine, and its events to Anthropic's answers."""
+"""Anthropic's Messages API: converts requests to GenerateRequest, and events to Anthropic's answers."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def count_tokens(
 
 def message_requests(body: wire.MessagesRequest, info: EngineInfo) -> list[GenerateRequest]:
     """Convert POST /v1/messages. A final assistant turn is continued. Raises InvalidRequestError."""
-    form = body.output_config.format if body.output_config else None
+    output_format = body.output_config.format if body.output_config else None
     request = GenerateRequest(
-        constraint=None if form is None else JsonSchema(form.schema),
+        constraint=None if output_format is None else JsonSchema(output_format.schema),
         max_tokens=body.max_tokens,
         **_prompt_fields(body),
         **common_fields(body, info) | {"stop": tuple(body.stop_sequences or ())},
@@ -65,7 +65,7 @@ def message_requests(body: wire.MessagesRequest, info: EngineInfo) -> list[Gener
 
 
 def _prompt_fields(body: wire.CountRequest) -> dict[str, Any]:
-    """Return the fields of GenerateRequest that decide about the prompt."""
+    """Return the fields of GenerateRequest from which the engine makes the prompt."""
     return {
         "messages": _conversation(body),
         "tools": _tools(body),
@@ -76,7 +76,7 @@ def _prompt_fields(body: wire.CountRequest) -> dict[str, Any]:
 
 
 def _conversation(body: wire.CountRequest) -> tuple[Message, ...]:
-    """Convert the conversation to messages; a user turn's tool results become messages before it."""
+    """Convert the conversation to messages; tool results become messages before their user turn."""
     turns: list[Message] = []
     if body.system:
         turns.append(Message(role="system", content=_join_texts(body.system)))
@@ -166,8 +166,8 @@ _SEARCH = re.compile(r"tool.?search|(search|find).?tool", re.IGNORECASE)
 def _tools(body: wire.CountRequest) -> tuple[Tool, ...]:
     """Return the tools that the model sees.
 
-    If one of the client's tools searches for tools, those with `defer_loading` are left out until a
-    tool result refers to them. Otherwise the model sees all: Anthropic's own search does not run here.
+    If one of the client's tools searches for tools, tools with `defer_loading` are left out until a
+    tool result refers to them. Otherwise the model sees all: Anthropic's server-side search is missing.
     """
     referred = _referenced_names(body)
     searches = any(_SEARCH.search(tool.name) for tool in body.tools or () if not tool.defer_loading)
@@ -250,9 +250,10 @@ class MessageRenderer(Renderer):
                 self._prompt_tokens = event.total_tokens
                 if event.queued or self._started:
                     return b""
-                # prompt tokens that are done at the first progress event came from the prefix cache
-                is_read = event.done_tokens == event.total_tokens
-                self._cached_tokens = 0 if is_read else event.done_tokens
+                # prompt tokens that are done at the first progress event came from the prefix cache;
+                # if all are done, the prefill may have ended before this event
+                is_done = event.done_tokens == event.total_tokens
+                self._cached_tokens = 0 if is_done else event.done_tokens
                 return self._start()
             case TextDelta(text=text):
                 block = {"type": "text", "text": ""}
@@ -391,7 +392,7 @@ def error_body(problem: Problem, request_id: str) -> bytes:
 
 
 def _details(problem: Problem) -> dict[str, Any] | msgspec.UnsetType:
-    """Return `details` by which Anthropic's client repeats its request without the field `thread`."""
+    """Return `details` that make Anthropic's client repeat a request without the field `thread`."""
     if problem.code != "unsupported_parameter" or problem.param != "thread":
         return msgspec.UNSET
     return {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}

@@ -39,7 +39,7 @@ class TextBlock(Wire, frozen=True, tag="text", tag_field="type"):
         "compaction": "conversations are not summarized",
         "mcp_tool_use": "the endpoint calls no MCP servers",
         "mcp_tool_result": "the endpoint calls no MCP servers",
-        # these blocks are supported, but in other turns
+        # the endpoint supports these blocks, but in other turns
         "thinking": "only assistant turns may contain it",
         "tool_use": "only assistant turns may contain it",
         "tool_result": "only user turns may contain it",
@@ -63,7 +63,7 @@ class PlainSource(Wire, frozen=True, tag="text", tag_field="type"):
 
 
 class FileSource(Wire, frozen=True, tag="base64", tag_field="type"):
-    """A picture or a document (PDF, DOCX, text) in base64. Its format is read from the file."""
+    """A picture or a document (PDF, DOCX, text) in base64. The format is detected from the content."""
 
     other_types: ClassVar[Mapping[str, str]] = {
         "url": "the endpoint fetches nothing",
@@ -264,7 +264,7 @@ class ToolUseOut(Reply, frozen=True, tag="tool_use", tag_field="type"):
 class AnthropicUsage(Reply, frozen=True, kw_only=True):
     """Token counts: `input_tokens` were prefilled, `cache_read_input_tokens` were cached.
 
-    `cache_read_disk_input_tokens`, which only edgeinfer has, were cached on the disk.
+    `cache_read_disk_input_tokens` (a field of edgeinfer) of the cached tokens came from the disk.
     """
 
     input_tokens: int
