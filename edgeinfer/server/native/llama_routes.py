@@ -1,4 +1,4 @@
-"""Routes as other servers have them: llama.cpp's /completion and /infill, vLLM's LoRA adapters."""
+"""Routes of other servers: llama.cpp's /completion and /infill, vLLM's routes for LoRA adapters."""
 
 from __future__ import annotations
 
@@ -117,15 +117,13 @@ async def infill(context: RequestContext, body: wire.LlamaInfill) -> Response:
 
 def _infill_requests(body: wire.LlamaInfill, info: EngineInfo) -> list[GenerateRequest]:
     refuse_infill(info, "input_suffix")
-    gap = Infill(
-        prefix=body.input_prefix + body.prompt,
-        suffix=body.input_suffix,
-        files=tuple(InfillFile(name=e.filename, text=e.text) for e in body.input_extra or ()),
-    )
-    return [GenerateRequest(infill=gap, **_shared_fields(body, info))]
+    files = tuple(InfillFile(name=e.filename, text=e.text) for e in body.input_extra or ())
+    prefix = body.input_prefix + body.prompt
+    fields = Infill(prefix=prefix, suffix=body.input_suffix, files=files)
+    return [GenerateRequest(infill=fields, **_shared_fields(body, info))]
 
 
-#: Gets the loaded adapters; returns those that should be loaded.
+#: Function from the loaded adapters to the adapters that should be loaded.
 ChangeAdapters = Callable[[tuple[Adapter, ...]], Sequence[Adapter]]
 
 
@@ -135,8 +133,8 @@ def adapters_by_id(
     """Convert ids (indexes) to names and scales. Raises InvalidRequestError for an unknown id."""
     for index, choice in enumerate(choices):
         if choice.id >= len(loaded):
-            where = f"lora[{index}].id"
-            raise InvalidRequestError(f"no adapter has this id; {len(loaded)} are loaded", param=where)
+            message = f"no adapter has the id {choice.id}; {len(loaded)} are loaded"
+            raise InvalidRequestError(message, param=f"lora[{index}].id")
     return tuple((loaded[choice.id].name, choice.scale) for choice in choices)
 
 
@@ -190,7 +188,7 @@ async def _change_adapters(context: RequestContext, change: ChangeAdapters) -> t
 
 
 class LlamaRenderer(Renderer):
-    """Renders /completion and /infill: an answer for each prompt, which also repeats a text prompt."""
+    """Renders /completion and /infill: an answer for each prompt, with the prompt if it is text."""
 
     def __init__(
         self,

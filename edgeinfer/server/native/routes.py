@@ -35,7 +35,7 @@ from edgeinfer.server.wire_types import ModelFields, PromptUsage
 
 ROUTES = RouteTable()
 
-#: Not prometheus_client's constant, which changes with its version.
+#: Content type of /metrics. prometheus_client's own constant changes with the library's version.
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -94,7 +94,7 @@ def rerank(context: RequestContext, body: wire.RerankRequest, engine: Engine) ->
     return wire.RerankReply(model=engine.info.model, results=results, usage=usage)
 
 
-#: Maximum size (bytes) of a receipt. Parsing it takes 0.1 s, in which no other thread runs (GIL).
+#: Maximum size (bytes) of a receipt. Parsing 4 MiB takes 0.1 s, in which no other thread runs (GIL).
 _MAX_RECEIPT_BYTES = 4 << 20
 
 
@@ -114,12 +114,12 @@ async def verify_receipt(context: RequestContext, body: wire.VerifyRequest) -> V
 
 
 def _read_receipt(body: bytes) -> Receipt:
-    # the decoded body is not used, because msgspec accepts duplicate keys and `parse_json` refuses them
+    # parse the raw body again: msgspec, which decoded it, accepts duplicate keys
     return to_receipt(parse_json(body)["receipt"])
 
 
 async def _check_in_turn(context: RequestContext, engine: Engine, check: ReceiptCheck) -> Verification:
-    """Wait for a slot of the engine, then run the check. Raises QueueFullError, and what `run` does."""
+    """Wait for a slot of the engine, run the check. Raises QueueFullError, and what `run` raises."""
     endpoint, caller = context.endpoint, context.caller.turn
     has_slot = False
     endpoint.admit_generations(context.model, engine.info.n_parallel, 1, caller)
@@ -163,7 +163,7 @@ class _InferRenderer(Renderer):
 
 
 def infer_requests(body: wire.InferQuery, info: EngineInfo) -> list[GenerateRequest]:
-    """Make a request with one user turn and the client's system prompt, or else the model's."""
+    """Make a request: a user turn after a system prompt, or raw text if there is no chat template."""
     system = info.system_prompt if body.system is None else body.system
     turns = [Message(role="system", content=system)] if system else []
     shared = common_fields(body, info)
@@ -217,7 +217,7 @@ async def take_snapshot(context: RequestContext, body: wire.SnapshotRequest) -> 
 
 @ROUTES.post("/v1/models/{id}/recall")
 async def recall(context: RequestContext, body: wire.RecallRequest) -> wire.RecallReply:
-    """Load the prompt prefix that a coding agent is about to send from the on-disk prefix cache."""
+    """Prefill the prompt prefix that a coding agent will send, from the disk if it is cached there."""
 
     def work(engine: Engine) -> wire.RecallReply:
         n_tokens = _recall(engine, body, context.add_salt(""))
@@ -227,7 +227,7 @@ async def recall(context: RequestContext, body: wire.RecallRequest) -> wire.Reca
 
 
 def _recall(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
-    """Prefill the predicted prefix of an agent's prompt; return its length (tokens, 0 if unknown)."""
+    """Prefill the predicted prefix of an agent's prompt; return the prefix's length (tokens), or 0."""
     tokens = engine.agent_prefix(body.agent, salt)
     if tokens and body.folder is not None:
         text = engine.detokenize(tokens).decode("utf-8", "replace")

@@ -135,8 +135,8 @@ class UnloadReply(Reply, frozen=True, kw_only=True):
 class RecallRequest(Wire, frozen=True, kw_only=True):
     """Body of POST /v1/models/{id}/recall, to prefill the prompt prefix that an agent will send.
 
-    `agent` is a name of `edgeinfer launch`, e.g. "claude". `folder` is the working directory of its
-    session; `is_repository` says whether it is a Git repository.
+    `agent` is a name of `edgeinfer launch`, e.g. "claude". `folder` is the working directory of the
+    agent's session; `is_repository` says whether `folder` is a Git repository.
     """
 
     agent: Annotated[str, Meta(min_length=1, max_length=32)]
@@ -145,7 +145,7 @@ class RecallRequest(Wire, frozen=True, kw_only=True):
 
 
 class RecallReply(Reply, frozen=True, kw_only=True):
-    """Response of POST /v1/models/{id}/recall. `n_tokens`: length of the cached prefix (0: none)."""
+    """Response of POST /v1/models/{id}/recall. `n_tokens` is the length of the cached prefix, or 0."""
 
     id: str
     n_tokens: int
@@ -288,7 +288,7 @@ class LlamaCompletion(LlamaFields, frozen=True, kw_only=True):
 
 
 class InfillExtra(Wire, frozen=True, kw_only=True):
-    """Text of another file, which the model sees before the gap."""
+    """Text of another file, which the model sees before `input_prefix`."""
 
     text: Text
     filename: Annotated[str, Meta(max_length=1024)] = ""
@@ -342,7 +342,7 @@ class LlamaAnswer(Reply, frozen=True, kw_only=True):
 
 
 class ModelQuery(Wire, frozen=True, kw_only=True):
-    """Base of requests about a model; without `model`, about the default model."""
+    """Base of requests about a model. `model` None means the default model."""
 
     model: ModelName | None = None
 
@@ -351,7 +351,7 @@ class LoadAdapter(ModelQuery, frozen=True, kw_only=True):
     """Body of POST /v1/load_lora_adapter, with vLLM's fields and `scale`.
 
     `lora_path` is the name of a pulled adapter, by default `lora_name`. Requests that name no adapters
-    use it with `scale` (0: not at all).
+    use this one with `scale`, and do not use it if `scale` is 0.
     """
 
     lora_name: ModelName

@@ -1,4 +1,4 @@
-"""Ollama's /api/chat and /api/generate: converts requests for the engine, and events to JSON lines."""
+"""Ollama's /api/chat and /api/generate: converts requests to GenerateRequest, events to JSON lines."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def _load_or_unload(context: RequestContext, body: wire.OllamaFields) -> R
     models = context.endpoint.models
     keep_alive_s = context.keep_alive_s(body.keep_alive)
     if keep_alive_s == 0:
-        context.model = models.resolve(body.model)  # no other name may unload the only model
+        context.model = models.resolve(body.model)  # `name_model` would accept unknown names, too
         await models.unload(context.model)
     else:
         context.name_model(body.model)
@@ -108,8 +108,8 @@ def _make_request(**fields: Any) -> GenerateRequest:
     return msgspec.structs.replace(request, overflow="refuse") if request.n_pictures else request
 
 
-#: Values of `template` that only insert the prompt, which means the same as `raw`.
-_PROMPT_ALONE = ("{{ .Prompt }}", "{{.Prompt}}")
+#: Values of `template` that insert only the prompt. They mean the same as `raw`.
+_PROMPT_ONLY = ("{{ .Prompt }}", "{{.Prompt}}")
 _NO_TEMPLATES = (
     "template: Ollama's templates are not supported; leave it out, or send `raw` for a prompt "
     "without a template"
@@ -121,7 +121,7 @@ def _is_raw(body: wire.OllamaGenerateRequest) -> bool:
     if body.raw and (template or body.system):
         param = "template" if template else "system"
         raise InvalidRequestError(f"{param}: cannot be combined with `raw`", param=param)
-    if template and template not in _PROMPT_ALONE:
+    if template and template not in _PROMPT_ONLY:
         raise InvalidRequestError(_NO_TEMPLATES, param="template")
     return bool(body.raw or template)
 
@@ -167,7 +167,7 @@ def _content(text: str, images: Sequence[str] | None) -> dict[str, Any]:
     return content_fields([*map(from_base64, images or ()), text])
 
 
-#: Integer option → its minimum, to which lower values are raised; clients send e.g. -1 for "off".
+#: Integer option → minimum. Lower values are raised to the minimum: clients send e.g. -1 for "off".
 _WHOLE = {"top_k": 0, "repeat_last_n": -1, "seed": -(1 << 53)}
 
 
@@ -181,12 +181,12 @@ def _shared_fields(body: wire.OllamaFields, info: EngineInfo) -> dict[str, Any]:
     options = msgspec.structs.replace(options, repeat_penalty=options.repeat_penalty or None, **numbers)
     predict = int(options.num_predict or 0)
     schema = {"type": "object"} if isinstance(body.format, str) else body.format
-    goes_on = info.can_shift and body.truncate is not False and body.shift is not False
+    may_shift = info.can_shift and body.truncate is not False and body.shift is not False
     return {
         "max_tokens": predict if predict > 0 else None,
         "constraint": JsonSchema(schema) if body.format and schema else None,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-        "overflow": "shift" if goes_on else "refuse",
+        "overflow": "shift" if may_shift else "refuse",
         **common_fields(body, info, options),
     }
 
@@ -208,7 +208,7 @@ def durations(context: RequestContext) -> dict[str, int]:
 
 
 class OllamaRenderer(Renderer):
-    """Renders /api/chat and /api/generate, which has no tool calls: JSON lines, or one JSON object."""
+    """Renders /api/chat, and /api/generate without tool calls, as JSON lines or one JSON object."""
 
     def __init__(
         self, context: RequestContext, body: wire.OllamaFields, info: EngineInfo | None = None
@@ -251,7 +251,7 @@ class OllamaRenderer(Renderer):
         return b""
 
     def _call_line(self) -> bytes:
-        """Encode the collected tool calls: Ollama sends each call in one line."""
+        """Encode the collected tool calls as a line, b"" for none: Ollama sends only whole calls."""
         calls = _calls(self._calls)
         self._calls = {}
         return self._line(calls=calls) if calls else b""

@@ -1,4 +1,4 @@
-"""Ollama's other routes (models and embeddings), and its dialect.
+"""Ollama's routes for models and embeddings, and the dialect with all of Ollama's routes.
 
 Clients may pull and delete models only with `edgeinfer serve --ollama`.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 ROUTES = RouteTable()
 
-#: Version of Ollama whose API this is. Clients refuse to use old versions.
+#: Version of Ollama that /api/version reports. Some clients refuse to use old versions.
 API_VERSION = "0.13.4"
 #: Time (s) from now to the `expires_at` of a model that is never unloaded, as in Ollama.
 _FOR_EVER_S = 100 * 365 * 86_400.0
@@ -128,15 +128,15 @@ async def show(context: RequestContext, body: wire.OllamaShowRequest) -> wire.Ol
     """Describe a model and its capabilities."""
     model = await _find_model(context, body.model_name())
     info = context.endpoint.models.info(model.name)
-    shown: wire.OllamaShowReply = await context.endpoint.in_thread(_describe, model, info)
-    return shown
+    reply: wire.OllamaShowReply = await context.endpoint.in_thread(_describe, model, info)
+    return reply
 
 
 _FIM_KEY = "tokenizer.ggml.fim_pre_token_id"
 
 
 def _describe(model: AvailableModel, info: EngineInfo | None) -> wire.OllamaShowReply:
-    """Describe a model for /api/show. Without `info` (not loaded), read its file's header."""
+    """Describe a model for /api/show, from its file's header if `info` is None (not loaded)."""
     files, licence = _files(model.name)
     header = _header(files)
     metadata = _metadata(header, info)
@@ -178,7 +178,7 @@ def _header(files: ModelFiles | None) -> GgufHeader | None:
 
 
 def _metadata(header: GgufHeader | None, info: EngineInfo | None) -> dict[str, Any]:
-    """Return the GGUF metadata; the context length (`llama.context_length`) is the loaded one."""
+    """Return the GGUF metadata, with the loaded engine's context size as `llama.context_length`."""
     metadata: dict[str, Any] = {}
     if header is not None:
         metadata = {key: _plain(value) for key, value in header.metadata.items()}
@@ -288,7 +288,7 @@ async def pull(context: RequestContext, body: wire.OllamaPullRequest) -> Respons
     """Pull a model; each line of the stream reports progress."""
     admin, text = _admin_of(context), source_of(body.model_name())
     reports = reports_of(lambda report, cancel: admin.pull(text, report, cancel))
-    first = await anext(reports, None)  # an earlier error still gets an HTTP status
+    first = await anext(reports, None)  # an error before the first report still gets an HTTP status
     if body.stream is False:
         await unless(until_disconnected(context.request.receive), _read_all(reports))
         return json_reply(_DONE)
@@ -335,7 +335,7 @@ async def delete(context: RequestContext, body: wire.OllamaDeleteRequest) -> wir
 
 
 def progress_line(now: PullProgress) -> wire.OllamaStatus:
-    """Convert a progress report to a line, with a `digest`: clients draw a progress bar for each."""
+    """Convert a progress report to a line. Clients draw a progress bar for each value of `digest`."""
     if now.note:
         return wire.OllamaStatus(status=now.note)
     match now.stage:
@@ -383,7 +383,7 @@ def error_line(problem: Problem, request_id: str) -> bytes:
 
 
 def waiting_line(text: str) -> bytes:
-    """Return a space, to keep the stream alive while the model loads: JSON lines have no comments."""
+    """Return a space, which keeps the stream alive while a model loads: JSON lines have no comments."""
     return b" "
 
 

@@ -1,6 +1,6 @@
 """JSON types of Ollama's API.
 
-Source: Ollama's API document and the types of its Python package. Some clients send integers as floats
+Source: Ollama's API document and the types of Ollama's Python package. Integers may be sent as floats
 (Home Assistant: `8192.0`); as in Ollama, fractions are cut off.
 """
 
@@ -206,7 +206,7 @@ class ToolCallReply(Reply, frozen=True, kw_only=True):
 
 
 class OllamaMessage(Reply, frozen=True, kw_only=True, omit_defaults=True):
-    """The assistant's message, or in a stream its next piece."""
+    """The assistant's message; in a stream, the next piece of the message."""
 
     role: Literal["assistant"] = msgspec.field(default_factory=lambda: "assistant")
     content: str
