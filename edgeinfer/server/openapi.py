@@ -36,9 +36,9 @@ _RARE = {
     "507": "The disk is full.",
 }
 _BODY_REFUSALS = {"413": "The body is too long.", "415": "The body is not application/json."}
-#: Values that a refused field may have, because each of them means that it is not used.
+#: Values that a refused field may have. Clients that do not use a field may send one of these.
 _NOTHING: list[Any] = [None, False, 0, "", [], {}]
-#: Response to a client that is too slow. It has no JSON body (`guards.protocol`).
+#: Response to a client that sends its body too slowly. This response has no body (`guards.protocol`).
 _LATE = {"description": "The body did not come in time."}
 
 
@@ -82,7 +82,7 @@ def _types(dialects: Sequence[Dialect]) -> list[Any]:
 
 def _wire_types() -> dict[str, type[Wire]]:
     kinds: list[type[Wire]] = [Wire]
-    for kind in kinds:  # the loop also visits appended subclasses
+    for kind in kinds:  # the loop also visits the subclasses that it appends
         kinds += kind.__subclasses__()
     return {kind.__name__: kind for kind in kinds}
 
@@ -101,13 +101,13 @@ def _lenient_schema(
         fields[name] = {"enum": _NOTHING, "description": f"Not supported: {reason}."}
     # clients may omit `type` in objects that are decoded as this kind
     optional = declared.tag_field if kind.is_untagged_form else None
-    needed = [name for name in schema.get("required", ()) if name != optional]
+    required = [name for name in schema.get("required", ()) if name != optional]
     # other fields are allowed: they are ignored and named in `x-edgeinfer-ignored`
-    return {**schema, "properties": fields, "required": needed, "additionalProperties": True}
+    return {**schema, "properties": fields, "required": required, "additionalProperties": True}
 
 
 def _allow_dropped_types(schema: Any, kinds: dict[str, type[Wire]]) -> Any:
-    """Return `schema` with objects of `Wire.dropped_types`, which are ignored, allowed in its lists."""
+    """Return `schema` with lists that also allow objects of `Wire.dropped_types`, which are ignored."""
     if isinstance(schema, list):
         return [_allow_dropped_types(inner, kinds) for inner in schema]
     if not isinstance(schema, dict):
@@ -126,9 +126,9 @@ def _allow_dropped_types(schema: Any, kinds: dict[str, type[Wire]]) -> Any:
 def _other_object(kinds: list[type[Wire]], tag_prefixes: list[str]) -> dict[str, Any]:
     config = kinds[0].__struct_config__
     tags = [kind.__struct_config__.tag for kind in kinds]
-    named = {"type": "string", "pattern": f"^({'|'.join(tag_prefixes)})", "not": {"enum": tags}}
+    tag_schema = {"type": "string", "pattern": f"^({'|'.join(tag_prefixes)})", "not": {"enum": tags}}
     tag = str(config.tag_field)
-    return {"type": "object", "required": [tag], "properties": {tag: named}}
+    return {"type": "object", "required": [tag], "properties": {tag: tag_schema}}
 
 
 def _json(*kinds: Any) -> dict[str, Any]:
@@ -137,9 +137,9 @@ def _json(*kinds: Any) -> dict[str, Any]:
 
 
 def _operation(operation: Operation, dialect: Dialect) -> dict[str, Any]:
-    named = operation.path.replace("/", "_").replace("{", "").replace("}", "")
+    path_name = operation.path.replace("/", "_").replace("{", "").replace("}", "")
     described: dict[str, Any] = {
-        "operationId": f"{operation.method.lower()}{named}",
+        "operationId": f"{operation.method.lower()}{path_name}",
         "summary": operation.summary,
         "responses": _responses(operation, dialect),
     }

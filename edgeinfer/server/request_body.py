@@ -22,7 +22,7 @@ from edgeinfer.server.wire_types import Wire
 
 #: Largest body (bytes) that is decoded on the event loop: 64 KiB take about 1 ms.
 _INLINE_BYTES = 64 << 10
-#: Headers that switch on beta features of the original APIs. They are ignored, and named as ignored.
+#: Headers that switch on beta features of the original APIs. `x-edgeinfer-ignored` names them.
 _BETA_HEADERS = ("anthropic-beta", "openai-beta")
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ def _check_integers(value: object) -> None:
     try:
         msgspec.msgpack.encode(value)
     except OverflowError:
-        message = "The body has an integer beyond 64 bits: use at most 18 digits, or 1e20."
+        message = "The body has an integer beyond 64 bits: send at most 18 digits, or a float (1e20)."
         raise Problem(400, message, code="invalid_value") from None
 
 
@@ -127,7 +127,7 @@ def _decode_leniently(context: RequestContext, raw: bytes, kind: type[T]) -> T:
 
 
 def _locate(error: msgspec.ValidationError, raw: bytes) -> tuple[msgspec.ValidationError, str]:
-    """Find the top-level field of `raw` that is not decodable at all (a number out of range).
+    """Find the top-level field of `raw` that cannot be decoded as any type (a number out of range).
 
     Return the field's error and name; `error` and "" if there is no such field.
     """
@@ -135,8 +135,8 @@ def _locate(error: msgspec.ValidationError, raw: bytes) -> tuple[msgspec.Validat
         for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
             try:
                 msgspec.json.decode(value)
-            except msgspec.ValidationError as of_field:
-                return of_field, name
+            except msgspec.ValidationError as field_error:
+                return field_error, name
     return error, ""
 
 
@@ -170,10 +170,10 @@ def decode_query(context: RequestContext, kind: type[T]) -> T:
 
 
 _UNBOUNDED = 1 << 62
-#: Maximum number of ignored fields that are remembered.
+#: Maximum number of ignored fields whose names are collected for the response header.
 _MAX_IGNORED = 32
-#: Unsupported fields in which 0 means "off" or "default", so that it may be ignored. In other fields 0
-#: is a request (`prompt_logprobs`: only the chosen tokens; `gpu_layers`: no layers).
+#: Unsupported fields in which 0 means "off" or "default", so that 0 may be ignored. In other fields 0
+#: has a meaning (`prompt_logprobs`: only the chosen tokens; `gpu_layers`: no layers).
 _ZERO_IS_OFF = {"min_tokens", "dynatemp_range", "xtc_probability", "width", "height", "steps"}
 _ZERO_IS_OFF |= {name for o in LOAD_OPTIONS if o.default == 0 for name in (o.field, o.key)}
 _INDEX = re.compile(r"\[\d+\]")
@@ -198,8 +198,8 @@ class LenientDecoder:
 
     def read(self, raw: Any, kind: type[T]) -> T:
         """Convert decoded JSON to `kind`. Raises a Problem that names all invalid fields."""
-        of: Any = kind
-        value = self._value(_plan(of), raw, "")
+        annotation: Any = kind
+        value = self._value(_plan(annotation), raw, "")
         if self._problems:
             raise problems.merge(self._problems)
         try:
@@ -243,17 +243,17 @@ class LenientDecoder:
         tag = value.get(plan.tag_field, plan.default_tag)
         if isinstance(tag, str) and tag in plan.objects:
             return self._object(plan.objects[tag], value, path) | {plan.tag_field: tag}
-        named = f"{path}.{plan.tag_field}" if path else plan.tag_field
+        tag_path = f"{path}.{plan.tag_field}" if path else plan.tag_field
         other = _other_type(plan, value, tuple(plan.other_types))
         if plan.tag_field not in value:
-            problem = problems.missing(named)
+            problem = problems.missing(tag_path)
         elif other is not None:
             message = f"'{other}' is not supported here: {_reason(plan.other_types, other)}."
-            problem = Problem(400, message, param=named, code="unsupported_value")
+            problem = Problem(400, message, param=tag_path, code="unsupported_value")
         else:
             tags = ", ".join(f"'{name}'" for name in plan.objects)
-            message = f"Invalid '{named}': Invalid value {_quote(tag)}; supported are {tags}."
-            problem = Problem(400, message, param=named, code="invalid_value")
+            message = f"Invalid '{tag_path}': Invalid value {_quote(tag)}; supported are {tags}."
+            problem = Problem(400, message, param=tag_path, code="invalid_value")
         self._problems.append(problem)
         return value
 
@@ -276,7 +276,7 @@ class LenientDecoder:
 
     def _unknown_or_refused(self, declared: _Declaration, name: str, value: Any, path: str) -> None:
         is_zero = value == 0 and value is not False
-        if not value and (not is_zero or name in _ZERO_IS_OFF):  # null, false, "", []: not used
+        if not value and (not is_zero or name in _ZERO_IS_OFF):  # null, false, "", [] mean: not used
             return
         if name in declared.refused:
             self._problems.append(problems.unsupported(path, declared.refused[name]))
@@ -290,9 +290,9 @@ class LenientDecoder:
 class _Plan(NamedTuple):
     """How `LenientDecoder` decodes a field.
 
-    `kind` is the field's annotation. `objects`: the wire types that the field may hold, by the value of
-    their `tag_field` ("" for an untagged type). `item`: the plan for the elements of a list of at most
-    `most`. Tags in `other_types` are refused with a reason; tags in `dropped` are ignored.
+    `kind` is the field's annotation. `objects` maps values of `tag_field` ("" for an untagged type) to
+    the wire types that the field may have. `item` is the plan for the elements of a list of at most
+    `most` elements. Tags in `other_types` are refused with a reason; tags in `dropped` are ignored.
     """
 
     kind: Any

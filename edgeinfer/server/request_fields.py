@@ -18,10 +18,10 @@ from edgeinfer.units import parse_duration
 def common_fields(
     body: GenerationFields, info: EngineInfo, options: Wire | None = None
 ) -> dict[str, Any]:
-    """Return the fields of GenerateRequest for which APIs have the same names.
+    """Return the fields of GenerateRequest for which all APIs have the same names.
 
-    `options` has the sampling options and `stop`, if `body` itself does not. OpenAI's `store: "none"`
-    means the same as `cache_prompt: false`: no prefix is stored.
+    `options` is the object with the sampling options and `stop`, by default `body`. OpenAI's `store:
+    "none"` means the same as `cache_prompt: false`: no prefix is stored.
     """
     options = options or body
     stop = getattr(options, "stop", None) or ()
@@ -42,10 +42,10 @@ def common_fields(
 def sampling_of(options: Wire, base: Sampling) -> Sampling:
     """Return a model's sampling defaults, overridden by the options that a request sets.
 
-    If it sets any option but the seed, the default penalties are dropped.
+    If the request sets any option but the seed, the model's default penalties are dropped.
     """
     values: dict[str, Any] = {field: getattr(options, field, None) for field in BY_FIELD}
-    if values["repeat_penalty"] is None:  # vLLM calls it repetition_penalty
+    if values["repeat_penalty"] is None:  # vLLM's name is repetition_penalty
         values["repeat_penalty"] = getattr(options, "repetition_penalty", None)
     if values["top_k"] == -1:  # other servers write -1 for "off", which is 0 here
         values["top_k"] = 0
@@ -73,7 +73,7 @@ def seed_of(seed: int | None) -> int | None:
 
 
 def copies(request: GenerateRequest, n: int) -> list[GenerateRequest]:
-    """Return `n` copies of a request. If it has a seed, theirs are `seed`, `seed + 1`, and so on."""
+    """Return `n` copies of a request. If `request` has a seed, copy number i (from 0) has seed + i."""
     seed = request.sampling.seed
     if n == 1 or seed is None:
         return [request] * n

@@ -28,7 +28,7 @@ class ResponseStore:
         self._responses: dict[tuple[str, str], StoredResponse] = {}
 
     def find(self, key: str, name: str) -> StoredResponse | None:
-        """Return the response with this id; None if there is none, or it was evicted."""
+        """Return the response with this id; None if it was not stored, or is evicted."""
         self._evict()
         return self._responses.get((key, name))
 
@@ -41,7 +41,7 @@ class ResponseStore:
         del self._responses[key, name]
 
     def _evict(self) -> None:
-        """Remove expired responses, and the oldest of a key with too many, or of all if too large."""
+        """Remove expired responses, then the oldest until the limits per key and of bytes are met."""
         limits, oldest = self._limits, time.monotonic() - self._limits.stored_s
         count: Counter[str] = Counter()
         size_bytes = 0

@@ -1,6 +1,6 @@
-"""POST /v1/chat/completions: converts requests for the engine, and its events to OpenAI's answers.
+"""POST /v1/chat/completions: converts requests to GenerateRequest, and events to OpenAI's answers.
 
-/v1/completions uses the same base of renderers, constraints and errors.
+`completions.py` uses this module's base renderer, constraints and errors.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _check_open_turn(body: wire.ChatRequest) -> None:
     """
     continues = body.continue_final_message
     if continues and not isinstance(body.messages[-1], wire.AssistantMessage):
-        message = "the last message must be the assistant's to continue it"
+        message = "continue_final_message needs an assistant message as the last message"
         raise InvalidRequestError(message, param="continue_final_message")
     if body.add_generation_prompt is continues:
         message = (
@@ -106,7 +106,7 @@ def _message(turn: wire.ChatMessage) -> Message:
             return Message(role="developer", **_content(turn.content))
         case wire.UserMessage():
             return Message(role="user", name=turn.name or "", **_content(turn.content))
-        case wire.SystemMessage():  # its subclasses come first: they match too
+        case wire.SystemMessage():  # after its subclasses, which would match here, too
             return Message(role="system", **_content(turn.content))
         case wire.ToolMessage():
             content = _content(turn.content or "")
@@ -194,7 +194,7 @@ def constraint_of(body: wire.OpenAIFields) -> Constraint | None:
 
 
 _encode = msgspec.json.Encoder().encode
-#: End of a chunk, without `usage: null`: the client strands-agents drops the text of such chunks.
+#: End of a chunk without a field `usage`: the client strands-agents drops text next to `usage: null`.
 _TAIL = b"]}\n\n"
 _DONE = b"data: [DONE]\n\n"
 
@@ -241,7 +241,7 @@ class OpenAIRenderer(Renderer):
         return self.encode_choice(index, fields, logprobs) + _TAIL
 
     def finish(self, index: int, finished: Finished) -> bytes:
-        """Encode the last chunk of an answer; that of the answer which ends last also has `timings`."""
+        """Encode the last chunk of an answer. If all other answers have ended, add `timings`."""
         self._ends[index] = finished
         chunk = self.encode_choice(index, self.nothing, finish=_encode(finish_reason(finished)))
         if len(self._ends) < self.count:
@@ -382,14 +382,14 @@ def wire_logprobs(tokens: Sequence[TokenLogprobs]) -> wire.ChoiceLogprobs:
 
 
 def logprob_fields(token: Logprob) -> dict[str, Any]:
-    """Return the fields `token`, `bytes` and `logprob` (at least -9999: JSON has no minus infinity)."""
+    """Return the fields `token`, `bytes`, `logprob` (-9999 for less: JSON has no minus infinity)."""
     logprob = token.logprob if token.logprob > -9999.0 else -9999.0
     text = token.piece.decode("utf-8", "replace")
     return {"token": text, "logprob": logprob, "bytes": list(token.piece)}
 
 
 def error_text(problem: Problem) -> str:
-    """Return the error text; for a too long prompt, clients expect OpenAI's text at its start."""
+    """Return the error text. For a too long prompt, begin with OpenAI's text, which clients expect."""
     if problem.lengths is None:
         return problem.message
     n_tokens, n_ctx = problem.lengths

@@ -1,4 +1,4 @@
-"""POST /v1/completions: converts requests for the engine, and its events to OpenAI's answers."""
+"""POST /v1/completions: converts requests to GenerateRequest, and events to OpenAI's answers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def prompts_of(
 ) -> list[TextOrTokens]:
     """Convert a field `prompt` or `input` to a list of texts or tuples of token ids.
 
-    Raises InvalidRequestError, which names `param`, if a list mixes these or has more than `most`.
+    Raises InvalidRequestError, which names `param`, if a list mixes kinds or has more than `most`.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -87,7 +87,7 @@ def completion_requests(
 def _prompt_fields(
     prompt: TextOrTokens, body: wire.CompletionRequest, info: EngineInfo
 ) -> dict[str, Any]:
-    # 0 alternatives still return the tokens themselves: `echo` needs the text of a prompt of token ids
+    # for a prompt of token ids, `echo` needs prompt logprobs (0 alternatives): they have the text
     top = body.logprobs if isinstance(prompt, str) else body.logprobs or 0
     prompt_logprobs = top if body.echo else None
     if not body.suffix:
@@ -124,7 +124,7 @@ class CompletionRenderer(OpenAIRenderer):
         self._offsets = [0] * self.count
 
     def _echo(self, index: int, tokens: PromptLogprobs | None) -> str:
-        """Return the prompt's text if it is echoed, else "". A prompt of token ids needs `tokens`."""
+        """Return the prompt's text, "" without `echo`. The text of token ids comes from `tokens`."""
         prompt = self._prompts[index // self.n]
         if not self._body.echo:
             return ""
@@ -134,7 +134,7 @@ class CompletionRenderer(OpenAIRenderer):
         return b"".join(pieces).decode("utf-8", "replace")
 
     def opening(self) -> bytes:
-        """Return the echoed prompts. If logprobs are requested too, `event` returns both later."""
+        """Return the echoed prompts; b"" if `event` will send them with the requested logprobs."""
         if self._body.logprobs is not None:
             return b""
         texts = [(index, self._echo(index, None)) for index in range(self.count)]

@@ -1,4 +1,4 @@
-"""OpenAI's API: embeddings and models with their JSON types, and the dialect with all its routes."""
+"""OpenAI's API: the routes for embeddings and models with their JSON types, and the dialect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from edgeinfer.server.wire_types import ModelFields, PromptUsage, Reply
 
 ROUTES = RouteTable()
 
-#: Maximum number of texts per request, as OpenAI has it. The engine embeds them in smaller batches.
+#: Maximum number of texts per request, as in OpenAI's API. The engine embeds texts in smaller batches.
 _MAX_EMBEDDED = 2048
 
 
@@ -77,7 +77,7 @@ def _encode_vector(vector: Sequence[float], encoding: str | None) -> str | list[
 
 
 class ModelMeta(Reply, frozen=True, kw_only=True):
-    """Metadata of a model, as in llama.cpp's server: its training context (tokens)."""
+    """Metadata of a model, as in llama.cpp's server: the context size (tokens) of its training."""
 
     n_ctx_train: int = 0
 
@@ -92,13 +92,13 @@ class ModelArchitecture(Reply, frozen=True, kw_only=True):
 class ModelCard(Reply, frozen=True, kw_only=True):
     """A model that requests may name.
 
-    `state` is "cold", "loading" or "loaded"; `size_bytes` is the size of its files. `alias_of` is the
-    model's own name if `id` is an alias, else "". `n_ctx` is the context size (tokens), 0 until the
-    model is loaded.
+    `state` is "cold", "loading" or "loaded"; `size_bytes` is the size of the model's files. `alias_of`
+    is the model's own name if `id` is an alias, otherwise "". `n_ctx` is the context size (tokens), 0
+    until the model is loaded.
 
     Clients look for the context size under different names: `max_model_len` (vLLM), `context_length`
-    (OpenRouter), `max_input_tokens` (Anthropic). Before the model is loaded, they have the context of
-    its training. `type`, `display_name` and `created_at` are Anthropic's.
+    (OpenRouter), `max_input_tokens` (Anthropic). These fields have the training context until the model
+    is loaded. `type`, `display_name` and `created_at` are Anthropic's.
     """
 
     id: str

@@ -122,7 +122,7 @@ class UserMessage(SystemMessage, frozen=True, tag="user", tag_field="role"):
 
 
 class AssistantMessage(Wire, frozen=True, tag="assistant", tag_field="role"):
-    """An earlier answer of the assistant, with fields of this and of other servers."""
+    """An earlier answer of the assistant, with the fields that this or another server sent."""
 
     refused: ClassVar[Mapping[str, str]] = {
         "audio": "audio input is not supported",
@@ -296,8 +296,7 @@ class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
 
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
-#: A text, a list of texts, a list of token ids, or a list of such lists. `prompts_of` refuses mixed
-#: lists.
+#: A text, a list of texts, a list of token ids, or a list of lists of token ids (`prompts_of`).
 Prompt = Text | Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1)]
 
 
@@ -312,7 +311,7 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
 
 
 class ErrorBody(Reply, frozen=True, kw_only=True):
-    """An error. `code` is OpenAI's, or edgeinfer's own if OpenAI has none for it."""
+    """An error. `code` is one of OpenAI's codes, or edgeinfer's own if no code of OpenAI fits."""
 
     message: str
     type: str
@@ -327,7 +326,7 @@ class ErrorReply(Reply, frozen=True, kw_only=True):
 
 
 class PromptTokensDetails(Reply, frozen=True, kw_only=True):
-    """Cached tokens of the prompt; `cached_disk_tokens` of these were cached on the disk."""
+    """Cached tokens of the prompt; `cached_disk_tokens` of `cached_tokens` came from the disk."""
 
     cached_tokens: int = 0
     cached_disk_tokens: int = 0
@@ -415,7 +414,7 @@ class ChatCompletion(CompletionFields, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(Reply, frozen=True, kw_only=True):
-    """Log probabilities of tokens; null for the first token of a prompt, which nothing predicts."""
+    """Log probabilities of tokens; null for a prompt's first token, which no token precedes."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

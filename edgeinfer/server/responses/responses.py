@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: converts requests for the engine, and its events to responses.
+"""OpenAI's Responses API: converts requests to GenerateRequest, and the engine's events to responses.
 
 If `store-responses` is set under [serve], later requests can continue and retrieve a response by id.
 """
@@ -139,7 +139,7 @@ def response_requests(body: wire.ResponsesRequest, info: EngineInfo) -> list[Gen
 
 
 def _conversation(body: wire.ResponsesRequest) -> tuple[Message, ...]:
-    """Convert instructions and items to messages; reasoning and calls join the assistant's messages."""
+    """Convert instructions and items to messages. Reasoning and calls become parts of messages."""
     turns: list[Message] = []
     if body.instructions:
         turns.append(Message(role="system", content=body.instructions))
@@ -233,7 +233,7 @@ def _constraint(body: wire.ResponsesRequest) -> Constraint | None:
 
 
 _encode = msgspec.json.Encoder().encode
-#: Kind of an item → prefix of its id, and its empty content part (None: it has no parts).
+#: Kind of an item → prefix of the item's id, and an empty content part (None: the item has no parts).
 _ITEMS: dict[str, tuple[str, Any]] = {
     "message": ("msg", wire.OutputTextOut(text="")),
     "reasoning": ("rs", wire.ReasoningTextOut(text="")),
@@ -244,7 +244,7 @@ _ITEMS: dict[str, tuple[str, Any]] = {
 class ResponseRenderer(Renderer):
     """Renders POST /v1/responses, and stores the finished response if responses are stored.
 
-    In a stream, events announce each item and part, send its text in pieces, and repeat it as a whole.
+    In a stream, events announce each item and part, send the text in pieces, and repeat the whole text.
     `sequence_number` counts the events.
     """
 

@@ -94,7 +94,7 @@ class MessageItem(_TurnItem, frozen=True, tag="message", tag_field="type"):
         "local_shell_call": "only function tools are supported",
         "apply_patch_call": "only function tools are supported",
     }
-    #: Items of tools that OpenAI's servers run. They are removed: they have no text for the model.
+    #: Items of tools that OpenAI's servers run. They are removed, because they contain no text.
     dropped_types: ClassVar = tuple(
         "web_search_call file_search_call code_interpreter_call tool_search_ mcp_ "
         "additional_tools compaction_trigger program".split()
@@ -167,7 +167,7 @@ class TextConfig(Wire, frozen=True, kw_only=True):
 
 
 class ReasoningConfig(Wire, frozen=True, kw_only=True):
-    """How much the model reasons. `effort` becomes a variable of its chat template."""
+    """How much the model reasons. `effort` becomes a variable of the chat template."""
 
     effort: Effort | None = None
 
@@ -212,7 +212,7 @@ class StoredQuery(Wire, frozen=True, kw_only=True):
 
 
 class InputDetails(Reply, frozen=True, kw_only=True):
-    """Cached tokens of the input; `cached_disk_tokens` of these were cached on the disk."""
+    """Cached tokens of the input; `cached_disk_tokens` of `cached_tokens` came from the disk."""
 
     cached_tokens: int = 0
     cached_disk_tokens: int = 0
