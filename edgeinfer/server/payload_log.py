@@ -1,7 +1,7 @@
 """The payload log: a CloudEvent for each generation request with its answer, one JSON line each.
 
-It is off unless `--log-payloads FOLDER` is given. A thread encodes and writes the lines. The file is
-opened for each line, because CRIU restores an open file only if its size is that of the snapshot.
+The log is off without `--log-payloads FOLDER`. A thread encodes and writes the lines. The file is
+opened for each line, because CRIU restores an open file only if its size is the same as at the dump.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _MAX_BYTES = 64 << 20
 #: Age (s) at which a file is removed.
 _KEPT_S = 30 * 86_400
-#: Maximum bytes that wait to be written; more are dropped. A line counts as its request's body plus
-#: `_LINE_BYTES`.
+#: Maximum bytes that wait to be written; further lines are dropped. A line counts as its request's body
+#: plus `_LINE_BYTES`.
 _MAX_WAITING_BYTES, _LINE_BYTES = 64 << 20, 64 << 10
 #: Interval (s) after which a failure is logged again.
 _WARN_AGAIN_S = 60.0
@@ -47,7 +47,7 @@ _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
 #: Keys with plain base64 values (no `data:` URI) → what they hold.
 _MEDIA_KEYS = {"images": "image", "multimodal_data": "image", "file_data": "file"}
 _Answers = list[tuple["CollectedAnswer", "Receipt | Refusal | None"]]
-#: What becomes a line: the event's other fields, the request's body, the answers with their receipts.
+#: A line to encode: the event's other fields, the request's body, the answers with their receipts.
 _Pending = tuple[dict[str, Any], bytes, _Answers]
 
 
@@ -55,10 +55,10 @@ class PayloadLog:
     """Writes the payload log of an endpoint. If writing fails, lines are lost but requests succeed."""
 
     def __init__(self, folder: Path, endpoint: Endpoint) -> None:
-        """Create the folder and remove old files. Raises ServeError as `make_folder`."""
+        """Create the folder and remove old files. Raises what `make_folder` raises."""
         self._folder = make_folder(folder)
         self._log, self._metrics = endpoint.log, endpoint.metrics
-        #: GET /status shows these. `failure`: why the last line was dropped; "" if it was written.
+        #: Shown by GET /status. `failure` says why the last line was dropped, "" if it was written.
         self.status: dict[str, Any] = dict.fromkeys(("written", "dropped", "opted_out"), 0)
         self.status |= {"folder": str(self._folder), "failure": ""}
         self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
@@ -72,7 +72,7 @@ class PayloadLog:
         self.remove_old()
 
     def write(self, context: RequestContext, method: str) -> None:
-        """Queue a request that has ended. Requests that do not generate, or opted out, are skipped."""
+        """Queue an ended request, unless its route does not generate text, or the client opted out."""
         if not (context.operation and context.operation.generates):
             return
         if context.headers.get("x-edgeinfer-no-log", "0") != "0":
@@ -119,7 +119,7 @@ class PayloadLog:
 
     def _sync(self) -> None:
         for path in self._unsynced:
-            with contextlib.suppress(OSError):  # the file was moved, or the next write fails too
+            with contextlib.suppress(OSError):  # the file was moved, or the next write will fail, too
                 disk.sync(path)
         self._unsynced.clear()
         self._sync_s = time.monotonic() + _SYNC_S
@@ -151,7 +151,7 @@ class PayloadLog:
     def _open(self, n_bytes: int) -> int:
         """Return a descriptor of a log file, locked and with space for `n_bytes`.
 
-        A new file begins if the current one is full, of another day, deleted, or locked by a process.
+        A new file begins if the current file is full, of another day, deleted, or locked by a process.
         """
         if self._path.name.startswith(f"payloads-{datetime.now(UTC):%Y%m%d}"):
             with contextlib.suppress(FileNotFoundError):
@@ -168,7 +168,7 @@ class PayloadLog:
                 disk.try_lock(descriptor)
                 self._path = self._folder / name
                 return descriptor
-            time.sleep(0.05)  # the name, a time in seconds, exists
+            time.sleep(0.05)  # a file of this second exists: wait for another name
 
     def remove_old(self) -> None:
         """Remove files that were last written more than 30 days ago."""
@@ -228,16 +228,16 @@ def _line(event: dict[str, Any], body: bytes, answers: _Answers) -> bytes:
 
 def _describe(answer: CollectedAnswer, receipt: Receipt | Refusal | None) -> dict[str, Any]:
     calls = [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in answer.calls.values()]
-    shown: dict[str, Any] = {"text": answer.text, "reasoning": answer.reasoning, "tool_calls": calls}
+    fields: dict[str, Any] = {"text": answer.text, "reasoning": answer.reasoning, "tool_calls": calls}
     if (finish := answer.last_event) is not None:
-        shown |= {"finish_reason": finish.reason, "usage": finish.usage, "timings": finish.timings}
-    return shown | {"receipt": receipt}
+        fields |= {"finish_reason": finish.reason, "usage": finish.usage, "timings": finish.timings}
+    return fields | {"receipt": receipt}
 
 
 def _without_media(value: Any, kind: str = "") -> Any:
     """Replace base64 of pictures, audio and files by its size and SHA-256.
 
-    `kind`: if not "", `value` is plain base64 of this type, e.g. "image".
+    If `kind` is not "", `value` is plain base64 of this type, e.g. "image".
     """
     if isinstance(value, str):
         head, _, content = value.partition(";base64,")
@@ -249,7 +249,7 @@ def _without_media(value: Any, kind: str = "") -> Any:
     if not isinstance(value, dict):
         return value
     kinds = dict(_MEDIA_KEYS)
-    # the first is Anthropic's `source` of a picture, the second OpenAI's `input_audio`
+    # first: the `source` of a picture in Anthropic's API; second: `input_audio` of OpenAI's
     if value.get("type") == "base64" or "format" in value:
         kinds["data"] = str(value.get("media_type") or f"audio/{value.get('format')}")
     return {key: _without_media(field, kinds.get(key, "")) for key, field in value.items()}

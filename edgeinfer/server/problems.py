@@ -1,8 +1,8 @@
-"""HTTP errors: their status, code and message, whatever the API.
+"""HTTP errors with status, code and message, independent of the dialect.
 
-Code of the server raises `Problem`; an `EdgeInferError` of the engine is converted to one. The dialect
-of the route encodes it as JSON. After an unexpected exception the client gets only the request's id;
-the log has the traceback under this id.
+The server's code raises `Problem`; an `EdgeInferError` of the engine is converted to a Problem. The
+dialect of the route encodes the Problem as JSON. After an unexpected exception the client gets only the
+request's id; the log has the traceback under this id.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Problem(Exception):
 
     `param` is the request's field that is wrong, `code` is OpenAI's error code. `retry_after_s` becomes
     the header Retry-After. For a too long prompt, `lengths` are the sizes (tokens) of prompt and
-    context; a dialect writes them in the sentence that clients of its API recognize.
+    context, which the dialect inserts in the sentence that clients of the API recognize.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Problem(Exception):
 
 
 def from_error(error: e.EdgeInferError) -> Problem:
-    """Convert an EdgeInferError to an HTTP error by the `_ANSWERS` of its class or a base class."""
+    """Convert an EdgeInferError to an HTTP error, by the entry of its nearest class in `_ANSWERS`."""
     status, code, wait_s = next(_ANSWERS[c] for c in type(error).__mro__ if c in _ANSWERS)
     message = error.message
     if status == 422 or status >= 500:
@@ -123,7 +123,7 @@ def _lengths(error: e.EdgeInferError) -> tuple[int, int] | None:
 
 
 def from_validation(error: msgspec.ValidationError, within: str = "") -> Problem:
-    """Convert msgspec's error about the field `within`, e.g. `messages[0].content` ("": the body)."""
+    """Convert msgspec's error about the field `within`, e.g. `messages[0].content`, "" for the body."""
     text = str(error)
     code = next((code for pattern, code in _CODES if pattern.match(text)), "invalid_value")
     path = _PATH.search(text)

@@ -1,4 +1,4 @@
-"""Pull models for HTTP clients: check the source they name, and report progress."""
+"""Pull models for HTTP clients: check the source that a client names, and report progress."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from edgeinfer.models import sources
 from edgeinfer.models.progress import OnProgress, PullProgress
 from edgeinfer.platform import paths
 
-#: Prefixes of URLs of Hugging Face repositories, which without `https://` are sources of `pull`.
+#: Prefixes of URLs of Hugging Face. Without `https://`, such a URL is a source of `edgeinfer pull`.
 _HUBS = ("https://huggingface.co/", "https://hf.co/")
 Work = Callable[[OnProgress, threading.Event], None]
 Reports = AsyncGenerator[PullProgress, None]
 
 
 async def reports_of(work: Work) -> Reports:
-    """Run `work(report, cancel)` in a thread; yield its reports. Closing sets `cancel`."""
+    """Run `work(report, cancel)` in a thread; yield its reports, raise its error. Closing cancels."""
     loop = asyncio.get_running_loop()
     reports: asyncio.Queue[PullProgress | Exception | None] = asyncio.Queue()
     cancel = threading.Event()
@@ -49,8 +49,8 @@ async def reports_of(work: Work) -> Reports:
 def source_of(name: str) -> str:
     """Return the model that a client wants to pull: a catalogue name, or `hf:OWNER/REPOSITORY:QUANT`.
 
-    Raises InvalidRequestError for other sources, because clients must not make the server read its
-    files or connect to other servers. `PullOptions.for_client` refuses names of models from there.
+    Raises InvalidRequestError for other sources, because clients must not make the server read its own
+    files or connect to other hosts. `PullOptions.for_client` refuses models pulled from such sources.
     """
     plain = name.removesuffix(paths.LATEST)
     plain = plain.removeprefix("https://") if plain.startswith(_HUBS) else plain
@@ -59,7 +59,7 @@ def source_of(name: str) -> str:
     with contextlib.suppress(UsageError):
         source = sources.parse(plain)
         if isinstance(source, sources.HubFile | sources.HubQuant):
-            return str(source)  # not `name`: it could be a path here
-    names_taken = "a name of the catalogue, or hf.co/OWNER/REPOSITORY:QUANTIZATION"
-    message = f"model must be {names_taken}; `edgeinfer pull` on the server pulls from other sources"
+            return str(source)  # not `name`, which `pull` could take for a path on this machine
+    accepted = "a name of the catalogue, or hf.co/OWNER/REPOSITORY:QUANTIZATION"
+    message = f"model must be {accepted}; `edgeinfer pull` on the server pulls from other sources"
     raise InvalidRequestError(message, param="model")

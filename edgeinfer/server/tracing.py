@@ -1,7 +1,7 @@
 """Write spans of requests and model loads to a file, as OTLP JSON lines for an OpenTelemetry collector.
 
-Prompts and answers are not written. The file is opened for each line, so that it can be rotated and a
-snapshot of the process has no open file. Times are those of time.perf_counter() (s).
+Prompts and answers are not written. The file is opened for each line: so the file can be rotated, and
+a snapshot of the process has no open file. Times are those of time.perf_counter() (s).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def generation_spans(began_s: float, timings: Timings) -> list[Span]:
 def start_spans(stages_ms: Mapping[str, float], start: str) -> list[Span]:
     """Return a span for each stage of a process's start. Call it when the process is ready.
 
-    `stages_ms`: time (ms) from exec at which each stage began, as in `host.ProcessStart`. `start` is
-    "resumed" or "cold".
+    `stages_ms` has the time (ms) from exec to the beginning of each stage, as in `host.ProcessStart`.
+    `start` is "resumed" or "cold".
     """
     ended_s, last_ms = time.perf_counter(), max(stages_ms.values(), default=0.0)
     names = {"restore": "resume" if start == "resumed" else "spawn"}
@@ -58,7 +58,7 @@ def start_spans(stages_ms: Mapping[str, float], start: str) -> list[Span]:
 
 def _consecutive_spans(marks: list[tuple[str, float]], ended_s: float) -> list[Span]:
     ends = [*(began for _, began in marks[1:]), ended_s]
-    pairs = zip(marks, ends, strict=False)  # without `marks`, `ends` is longer
+    pairs = zip(marks, ends, strict=False)  # if `marks` is empty, `ends` has one element
     return [Span(name, began, max(began, end_s)) for (name, began), end_s in pairs]
 
 
@@ -67,14 +67,14 @@ def write(
 ) -> None:
     """Append a trace to the file at `path`: `root` with its `attributes`, and `spans` as its children.
 
-    `traceparent` is the client's W3C header; its span becomes the parent of `root`. Raises OSError.
+    The span in `traceparent` (the client's W3C header) becomes the parent of `root`. Raises OSError.
     """
     parent = _PARENT.fullmatch(traceparent)
     trace, parent_id = parent.groups() if parent else (secrets.token_hex(16), "")
     root_id = secrets.token_hex(8)
     facts = [{"key": key, "value": _value(value)} for key, value in attributes.items()]
     to_unix_s = time.time() - time.perf_counter()
-    written = [
+    span_objects = [
         {
             "traceId": trace,
             "spanId": root_id if span is root else secrets.token_hex(8),
@@ -88,7 +88,7 @@ def write(
         for span in (root, *spans)
     ]
     service = [{"key": "service.name", "value": {"stringValue": "edgeinfer"}}]
-    scope = {"scope": {"name": "edgeinfer", "version": __version__}, "spans": written}
+    scope = {"scope": {"name": "edgeinfer", "version": __version__}, "spans": span_objects}
     line = {"resourceSpans": [{"resource": {"attributes": service}, "scopeSpans": [scope]}]}
     with open(disk.open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
         file.write(msgspec.json.encode(line) + b"\n")

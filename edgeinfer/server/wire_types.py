@@ -18,16 +18,16 @@ from edgeinfer.config.sampling_options import BY_FIELD
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=False):
     """A request body, or an object inside one. Only its declared fields are supported.
 
-    An undeclared field is ignored, and named in the response header `x-edgeinfer-ignored`. It is an
-    error if `refused` names it, because ignoring it would change what the answer means. An undeclared
-    field that is null, false or empty counts as not sent.
+    An undeclared field is ignored, and named in the response header `x-edgeinfer-ignored`. A field in
+    `refused` is an error, because ignoring it would change what the answer means. An undeclared or
+    refused field that is null, false or empty counts as not sent.
     """
 
     #: Refused field → reason for the error text.
     refused: ClassVar[Mapping[str, str]] = {}
-    #: Prefixes of values of `type` that the original API has and this one refuses → reason.
+    #: Prefix of values of `type` that the original API accepts and this one refuses → reason.
     other_types: ClassVar[Mapping[str, str]] = {}
-    #: Prefixes of values of `type`. Such objects in lists are ignored and reported as ignored.
+    #: Prefixes of values of `type`. Objects of such a type in lists are ignored, and named as ignored.
     dropped_types: ClassVar[tuple[str, ...]] = ()
     #: Whether an object without `type` is decoded as this class.
     is_untagged_form: ClassVar[bool] = False
@@ -53,7 +53,7 @@ TokenLimit = Annotated[
     int, Meta(ge=-1, le=MAX_TOKENS, description="Same as max_tokens of other APIs; -1 sets no limit.")
 ]
 TokenId = Annotated[int, Meta(ge=0, lt=_INT32)]
-#: Text without a length limit, other than that of the body.
+#: Text whose length only the limit of the body limits.
 Text = str
 ShortText = Annotated[str, Meta(max_length=1024)]
 ToolName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.:-]+$")]
@@ -64,7 +64,7 @@ RepeatPenalty = Annotated[float, _range("repeat_penalty")]
 ReasoningBudget = Annotated[
     int, Meta(ge=0, le=MAX_TOKENS, description="Tokens after which reasoning ends.")
 ]
-#: How much a model reasons before it answers; "none": not at all.
+#: How much a model reasons before it answers. "none" switches reasoning off.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -170,7 +170,7 @@ class WireTimings(Reply, frozen=True, kw_only=True):
     """Times (ms) and rates (tokens per second), with llama.cpp's names and some more.
 
     `cache_n` prompt tokens were cached, `cache_disk_n` of these on the disk. `saved_ms` is the
-    estimated prefill time that they saved. `constraint_ms` was spent on schemas and grammars.
+    estimated prefill time that the cache saved. `constraint_ms` was spent on schemas and grammars.
     """
 
     queue_ms: float = 0.0
