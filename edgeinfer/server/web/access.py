@@ -45,13 +45,13 @@ def read_secret() -> bytes:
     path = paths.data_dir() / "web-secret"
     with path_errors(path, "check the data folder", ServeError):
         paths.make_folder(path.parent)
-        if not path.exists():  # `new_file` is atomic: if two processes get here, both read one secret
+        if not path.exists():  # `new_file` is atomic: two processes that get here read the same secret
             with new_file(path, 0o600, replaces=False) as file:
                 file.write(secrets.token_bytes(32))
         status = path.stat()
         secret = path.read_bytes()
     if status.st_mode & 0o077 or len(secret) < 32:
-        raise ServeError(f"{path} can be read by other users", hint="remove it: a new one is made")
+        raise ServeError(f"{path} can be read by other users, or is damaged", hint=f"remove {path}")
     return secret
 
 
@@ -99,7 +99,7 @@ class Access:
         if not _is_same(signature, _sign(self._secret, "code", made_at, nonce)):
             return False
         age_s = time.time() - float(made_at)
-        # the code must be younger than the endpoint, even if the clock was set back since its start
+        # the code must be younger than the endpoint, even if the clock was set back after the start
         is_fresh = -1 < age_s < min(_CODE_S, time.monotonic() - self._began)
         if code in self._used or not is_fresh or user not in ("", "0", str(os.getuid())):
             return False
@@ -111,7 +111,7 @@ class Access:
         self._announced_until = time.monotonic() + _CODE_S
 
     def may_sign_in(self, user: str) -> bool:
-        """Return whether `user` may sign in without code and key; an `announce` counts only once."""
+        """Return whether `user` may sign in without code and key. Success uses up an `announce`."""
         is_announced = time.monotonic() < self._announced_until
         if user != str(os.getuid()) or (self._keys and not is_announced):
             return False
@@ -129,7 +129,7 @@ class Access:
         return f"{value}; Path={PATH}; Max-Age={_COOKIE_S}; HttpOnly; SameSite=Strict{secure_flag}"
 
     def check(self, cookies: str, user: str) -> str:
-        """Check the header Cookie; return the first API key's name ("" without). Raises Problem 401."""
+        """Check the header Cookie; return the first API key's name, or "". Raises Problem 401."""
         value = ""
         with contextlib.suppress(CookieError, KeyError):
             value = SimpleCookie(cookies)[f"edgeinfer-{self._port}"].value

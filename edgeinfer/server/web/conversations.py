@@ -1,8 +1,8 @@
 """Change and answer the user's stored conversations, and send their changes to open chat pages.
 
-An answer is not sent to a page directly. It is written to the conversation store (SQLite), which each
-page's event stream polls. Therefore a page also shows answers that the terminal chat writes, and
-nothing is lost if the page is reloaded or the endpoint is killed.
+An answer is not sent to a page directly, but written to the conversation store (SQLite). The event
+stream of each page polls the store. Therefore a page also shows answers that the terminal chat
+writes, and nothing is lost if the page is reloaded or the endpoint is killed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Begin = Callable[[ChatSession], AnswerWriter]
 _POLL_S = 0.05
 #: Maximum number of answers that are generated at once for the page.
 _MAX_ANSWERS = 16
-#: How long (s) a request waits for its answer to begin. If a model must be loaded, it returns earlier.
+#: Maximum time (s) that a request waits for its answer to begin. Loading a model may take longer.
 _BEGIN_S = 1.0
 #: How long (s) a tool call waits for the user's permission while no page is open.
 UNSEEN_S = 600.0
@@ -53,7 +53,7 @@ _CARDS = itertools.count(1)
 
 
 class _ShownCard:
-    """A tool call that pages show to ask the user's permission, and a queue for the decision."""
+    """A tool call for which pages ask the user's permission, with a queue for the user's decision."""
 
     def __init__(self, card: Card, folder: str) -> None:
         self.plain: dict[str, object] = {**card.page_fields(), "folder": folder, "number": next(_CARDS)}
@@ -62,7 +62,7 @@ class _ShownCard:
 
 
 class RunningAnswer:
-    """An answer being generated: its notices, and tool calls that need permission. Thread-safe."""
+    """An answer being generated, its notices, and a tool call that needs permission. Thread-safe."""
 
     def __init__(self, conversation_id: int = 0, *, is_running: bool = True) -> None:
         #: Id of the conversation; 0 until a new conversation is stored.
@@ -106,7 +106,7 @@ class RunningAnswer:
 
     def take(self, card: int, decision: Decision) -> None:
         """Set the decision on the call with the number `card`. Raises Problem 409 if it is too late."""
-        shown = self._shown  # read once: the thread in `decide` may replace it meanwhile
+        shown = self._shown  # read only once, because the thread in `decide` may replace `_shown`
         if shown is None or shown.is_decided or shown.plain["number"] != card:
             raise Problem(409, "This tool call no longer waits for permission.", code="not_waiting")
         shown.is_decided = True
@@ -119,7 +119,7 @@ class RunningAnswer:
             self.answer.stop()
 
     def calls(self) -> dict[str, object]:
-        """Return the data of the event `calls`: the call that waits for permission; notes on all."""
+        """Return the data of the event `calls`: the call that waits for permission, and all notes."""
         shown = self._shown
         card = None if shown is None or shown.is_decided else shown.plain
         return {"card": card, "words": self._call_notes, "said": self.tool_notices}
@@ -159,7 +159,7 @@ class Conversations:
         return await asyncio.get_running_loop().run_in_executor(self._reader, working)
 
     async def change(self, conversation_id: int, work: Callable[[ChatSession], T]) -> T:
-        """Run `work(session)` for a conversation (0: a new one). Raises what it raises, Problem 404."""
+        """Run `work(session)`, with a new conversation for id 0. Raises its errors, and Problem 404."""
 
         def changing(store: ConversationStore) -> T:
             session = ChatSession(lambda: store)
@@ -224,7 +224,7 @@ class Conversations:
     ) -> None:
         loop = asyncio.get_running_loop()
 
-        def begin_and_say(session: ChatSession) -> AnswerWriter:
+        def begin_and_notify(session: ChatSession) -> AnswerWriter:
             answer = begin(session)
             loop.call_soon_threadsafe(began.set)
             return answer
@@ -232,21 +232,21 @@ class Conversations:
         async def has_calls(begin: Begin) -> bool:
             try:
                 return await self._generate(context, conversation, running, begin)
-            except EngineClosedError:  # the model's process had died: try once more, which reloads it
+            except EngineClosedError:  # the model's process had died: a second attempt loads the model
                 return await self._generate(context, conversation, running, begin)
 
         try:
             if conversation.tools:
                 running.notice = "Loading the tools…"
                 running.tools = await self._endpoint.use_tools()
-            waits = await has_calls(begin_and_say)
+            waits = await has_calls(begin_and_notify)
             while waits and await loop.run_in_executor(self._callers, self._run_calls, running):
                 waits = await has_calls(ChatSession.begin_answer)
         except (EdgeInferError, Problem) as error:
             running.notice = self._endpoint.problem_of(error, context.id).message
         except Exception as error:  # noqa: BLE001  the page shows that the answer failed, the log has the cause
             self._endpoint.log.error("internal", error, request_id=context.id)
-            running.notice = f"An internal error; the log has it ({context.id})."
+            running.notice = f"An internal error; the log has it under request id {context.id}."
         finally:
             running.is_running = False
             self._endpoint.release_request(context.key)
@@ -272,7 +272,7 @@ class Conversations:
     def _write(
         self, running: RunningAnswer, begin: Begin, lease: Lease, loop: asyncio.AbstractEventLoop
     ) -> bool:
-        """Write an answer to the store, in a thread; return whether it has tool calls to run."""
+        """Write an answer to the store, in a thread; return whether the answer has calls to run."""
         endpoint, engine = self._endpoint, lease.engine
         with self._session(running, engine) as session:
             answer = running.answer = begin(session)
@@ -301,13 +301,13 @@ class Conversations:
         """Run the last answer's tool calls, in a thread; return whether to generate another one."""
         with self._session(running) as session:
             turn, tools = session.calls, session.tools
-            goes_on = turn is not None and session.run_calls(turn, running, running.stop)
+            continues = turn is not None and session.run_calls(turn, running, running.stop)
         running.tool_notices += tuple(tools.notices()) if tools is not None else ()
-        return goes_on
+        return continues
 
     @contextlib.contextmanager
     def _session(self, running: RunningAnswer, engine: Engine | None = None) -> Iterator[ChatSession]:
-        """Open the answer's conversation on a new connection to the store: threads share none."""
+        """Open the answer's conversation on a new connection to the store, for use by this thread."""
         with contextlib.closing(ConversationStore.open()) as store:
             session = ChatSession(lambda: store, engine=engine)
             session.tools = running.tools
@@ -318,15 +318,15 @@ class Conversations:
         """Stop the running answer. Raises Problem 409 if this process does not generate one."""
         running = self.latest_answer(conversation_id)
         if not running.is_running:
-            message = "This endpoint writes no answer here; if another program does, stop it there."
+            message = "This endpoint generates no answer now; another program must stop its own answer."
             raise Problem(409, message, code="not_answering")
         running.cancel()
 
     async def follow(self, conversation_id: int, latest: int) -> AsyncIterator[bytes]:
         """Yield server-sent events when the list of conversations or one of them changes.
 
-        `conversation_id` 0: only the list. `latest`: number of turns to send. The first events give the
-        whole state, so that a page may reconnect at any time.
+        If `conversation_id` is 0, only the list is followed. `latest` is the number of turns to send.
+        The first events give the whole state, so that a page may reconnect at any time.
         """
         follower = Follower(self, conversation_id, latest)
         commented = time.monotonic()
@@ -351,7 +351,7 @@ class Follower:
         self._id = conversation_id
         self._latest = latest
         self._changes: object = None
-        self._listed: object = None
+        self._newest_change: object = None
         self._stamp: object = None
         self._sent: dict[int, object] = {}
         self._session: ChatSession | None = None
@@ -362,17 +362,18 @@ class Follower:
         """Return the changes since the last call as (event name, data); () if there are none."""
         running = self._conversations.latest_answer(self._id)
         running.seen = time.monotonic()
-        held = bool(self._id) and store.is_answering(self._id)
-        changes = (store.change_count(), held, running.notice, running.is_running, running.calls())
+        is_answered = bool(self._id) and store.is_answering(self._id)
+        state = (running.notice, running.is_running, running.calls())
+        changes = (store.change_count(), is_answered, *state)
         if changes == self._changes:
             return ()
         self._changes = changes
         return list(self._events(store, running))
 
     def _events(self, store: ConversationStore, running: RunningAnswer) -> Iterator[tuple[str, object]]:
-        listed = store.newest_change()
-        if listed != self._listed:
-            self._listed = listed
+        newest_change = store.newest_change()
+        if newest_change != self._newest_change:
+            self._newest_change = newest_change
             yield "list", {}
         if not self._id:
             return
@@ -429,5 +430,5 @@ def no_conversation() -> Problem:
 
 
 def _busy_problem() -> Problem:
-    message = "An answer to this conversation is being written: wait for its end, or stop it."
+    message = "An answer in this conversation is being generated: wait until it ends, or stop it."
     return Problem(409, message, code="conversation_busy")

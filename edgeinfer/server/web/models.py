@@ -31,7 +31,7 @@ class Pulls:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, name: str, key: str) -> None:
-        """Start pulling a model unless that is running. It counts as a request of the API key `key`.
+        """Start pulling a model, unless a pull of it runs. A pull counts as a request of the key `key`.
 
         Raises InvalidRequestError and UnknownModelError for the name, and Problem 503 or 429.
         """
@@ -48,7 +48,7 @@ class Pulls:
         """Stop a pull, keeping downloaded data, or remove a failed pull from the list."""
         if (stop := self._stops.get(name)) is None:
             self.now.pop(name, None)
-        else:  # stays listed: until it ends, no other pull of the model can start
+        else:  # the pull stays listed: until it ends, no other pull of the model can start
             stop.set()
             self.now[name] = wire.Pull(name=name, text="stopping")
 

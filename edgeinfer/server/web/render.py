@@ -1,7 +1,7 @@
 """Render Markdown as HTML that is safe to show: without scripts, and without loading anything.
 
-The parser is the terminal chat's. HTML in the Markdown is shown as text. Links may be http, https and
-mailto. A picture becomes a text with its description and address.
+The Markdown parser is that of the terminal chat. HTML in the Markdown is shown as text. Links may be
+http, https and mailto. A picture becomes a text with the picture's description and address.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Routes of the chat page. Without the cookie of a sign-in (`access.py`), only its files are served."""
+"""Routes of the chat page. Only its files are served without the cookie of a sign-in (`access.py`)."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def as_code(session: ChatSession, turn_id: int, form: str, base: str, system: st
 ROUTES = RouteTable()
 _STATIC = Path(__file__).with_name("static")
 _FORWARDED = {"forwarded", "via", "x-forwarded-for", "x-real-ip"}
-#: With these headers, browsers run no script and load nothing from elsewhere, even in model output.
+#: With these headers, browsers run no script from model output and load nothing from other hosts.
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' blob: data:; connect-src 'self'; manifest-src 'self'; base-uri 'none'; "
@@ -273,7 +273,7 @@ async def conversations(context: RequestContext, query: wire.ListQuery) -> list[
 
 @ROUTES.get(f"{PATH}/conversations/{{id}}/events", reply_type="text/event-stream", web="cookie")
 async def events(context: RequestContext, query: wire.EventsQuery) -> Response:
-    """Stream the list of conversations and one of them (0: none): the state, then its changes."""
+    """Stream changes of the list of conversations and of one conversation (id 0: only the list)."""
     stream: AsyncIterator[bytes] = _conversations(context).follow(_id(context), query.latest)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(stream, headers=headers, media_type="text/event-stream")
@@ -319,7 +319,7 @@ def _download(conversation: Conversation, text: str, suffix: str) -> Response:
 
 @ROUTES.post(f"{PATH}/conversations/{{id}}/questions", uses_model=False, web="cookie")
 async def ask(context: RequestContext, body: wire.Question) -> wire.Opened:
-    """Ask a question in a conversation (0: a new one), or edit one."""
+    """Ask or edit a question in a conversation, or ask it in a new one (id 0)."""
     conversation_id = _id(context)
     if body.tools:
         await context.endpoint.use_tools()
@@ -339,7 +339,7 @@ async def ask(context: RequestContext, body: wire.Question) -> wire.Opened:
 
 
 def _answer(session: ChatSession) -> AnswerWriter:
-    """Begin an answer to the last question, another one if it already has an answer."""
+    """Begin an answer to the last question, or an alternative if the question has an answer."""
     head = session.head
     return session.begin_answer() if head is None or head.role == "user" else session.regenerate()
 
@@ -388,8 +388,8 @@ async def change(context: RequestContext, body: wire.Change) -> wire.Opened:
             id=await all_conversations.answer(context, conversation_id, update_session, begin)
         )
     if body.action in ("delete", "undelete"):
-        undo = ConversationStore.delete if body.action == "delete" else ConversationStore.undelete
-        await all_conversations.use(lambda store: undo(store, conversation_id))
+        method = ConversationStore.delete if body.action == "delete" else ConversationStore.undelete
+        await all_conversations.use(lambda store: method(store, conversation_id))
         return wire.Opened(id=conversation_id)
 
     note = await _tools_text(context) if body.tools else ""

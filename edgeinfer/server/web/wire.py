@@ -1,4 +1,4 @@
-"""JSON types of the chat page's requests. They are no public API: only the page uses them."""
+"""JSON types of the chat page's requests. They are not a public API: only the page uses them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Settings(Wire, frozen=True, kw_only=True):
 
 
 class Question(Settings, frozen=True, kw_only=True):
-    """A question. `editing`: id of the question that it replaces (0: none)."""
+    """A question. `editing` is the id of the question to replace, 0 for none."""
 
     text: str = ""
     files: tuple[SentFile, ...] = ()
@@ -52,7 +52,7 @@ class Question(Settings, frozen=True, kw_only=True):
 class Change(Settings, frozen=True, kw_only=True):
     """A change of a conversation.
 
-    `action` "show" selects the alternative of the turn `turn` that is `step` after it. "decide" allows
+    `action` "show" replaces `turn` by its previous (`step` -1) or next (1) alternative. "decide" allows
     or refuses the tool call with the number `card`; the model is told the `reason`.
     """
 
@@ -73,13 +73,13 @@ class PullModel(Wire, frozen=True, kw_only=True):
 
 
 class ListQuery(Wire, frozen=True, kw_only=True):
-    """`q`: words to search for in conversations; "" lists all."""
+    """Query of the list of conversations. `q` has words to search for; "" lists all."""
 
     q: Annotated[str, Meta(max_length=1000)] = ""
 
 
 class EventsQuery(Wire, frozen=True, kw_only=True):
-    """`latest`: number of turns to send, from the end of the conversation."""
+    """Query of the event stream. `latest` is the number of turns to send, counted from the end."""
 
     latest: Annotated[int, Meta(ge=1, le=1_000_000)] = 60
 
@@ -96,14 +96,14 @@ class ExportQuery(Wire, frozen=True, kw_only=True):
 
 
 class Opened(Reply, frozen=True, kw_only=True):
-    """The id of the changed or created conversation, and a text to show (or "")."""
+    """The id of the changed or created conversation. `note` is a text to show, "" for none."""
 
     id: int
     note: str = ""
 
 
 class Report(Reply, frozen=True, kw_only=True):
-    """A report of `edgeinfer eval`: `written_at` (Unix time) in a list, else the HTML `blocks`."""
+    """A report of `edgeinfer eval`. A list has `written_at` (Unix time), a single report `blocks`."""
 
     name: str
     written_at: int = 0
@@ -121,7 +121,7 @@ class Pull(Reply, frozen=True, kw_only=True):
 
 
 class Offer(Reply, frozen=True, kw_only=True):
-    """A model to pull. `about`: its size, licence and estimated speed on this machine, as text."""
+    """A model to pull. `about` tells its size, licence and estimated speed on this machine."""
 
     name: str
     title: str
