@@ -271,7 +271,7 @@ class LlamaEngine:
     def agent_prefix(self, agent: str, salt: str = "") -> list[int]:
         if self._prefix_cache is None:
             return []
-        tokens = self._prefix_cache.search.agent_prefix(agent, self._lora.key(None), salt)
+        tokens = self._prefix_cache.folder.agent_prefix(agent, self._lora.key(None), salt)
         return list(takewhile(lambda token: token >= 0, tokens))  # rows of pictures are negative
 
     def store_blocks_before_exit(self) -> None:

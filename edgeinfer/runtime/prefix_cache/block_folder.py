@@ -25,9 +25,10 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import msgspec
@@ -36,9 +37,17 @@ import numpy as np
 from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import new_file, open_private
+from edgeinfer.runtime.kv_cache import AdapterKey, common_prefix
 from edgeinfer.runtime.prefix_cache import block_file, retention
-from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock
-from edgeinfer.runtime.prefix_cache.block_names import BLOCK_TOKENS, BlockNames, owner_name, read_secret
+from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock, unpack_tokens
+from edgeinfer.runtime.prefix_cache.block_names import (
+    BLOCK_TOKENS,
+    TAIL_KEY_TOKENS,
+    TAIL_KEYS_TOKENS,
+    BlockNames,
+    owner_name,
+    read_secret,
+)
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.sampling.past_answers import PastAnswers, forget_answers
 from edgeinfer.runtime.sequence_state import MappedFile
@@ -52,6 +61,10 @@ _FULL_DISK_PAUSE_S = 60.0
 _MAX_QUEUED_BYTES = 256 << 20
 #: How long (s) clearing waits for pending writes.
 _CLEAR_TIMEOUT_S = 10.0
+
+
+#: Name of a block, and how many of its first tokens are those of the prompt; (b"", 0) for no block.
+Match = tuple[bytes, int]
 
 
 @dataclass(slots=True)
@@ -228,7 +241,11 @@ class WriterThread:
 
 
 class BlockFolder:
-    """Reads and writes the blocks of one model with one set of settings. Thread-safe."""
+    """Finds, reads and writes the blocks of one model with one set of settings. Thread-safe.
+
+    A search reads the headers of a few files. It gets the tokens of a prompt after its whole blocks, of
+    which `parent` is the last one.
+    """
 
     def __init__(self, store: BlockStore, folder: Path, names: BlockNames) -> None:
         self._store = store
@@ -266,32 +283,65 @@ class BlockFolder:
             except OSError:
                 continue
 
-    def boundary_blocks(self, parent: bytes) -> list[bytes]:
-        """Return names of the blocks after `parent` in which an agent's prompts begin to differ."""
-        return [bytes.fromhex(name) for name in retention.boundary_blocks(self._folder, parent.hex())]
+    def find_tail(self, parent: bytes, tokens: list[int]) -> Match:
+        """Find the partial block after `parent` that has the longest common prefix with `tokens`."""
+        return _longest(self._stored_tokens(self._tail_names(parent, tokens)), tokens)
 
-    def agent_blocks(self, agent: str, salt: str) -> list[bytes]:
-        """Return names of the blocks that all sessions of `agent` share, in order.
+    def find_superseded(self, parent: bytes, tokens: list[int], by: bytes) -> bytes | None:
+        """Find a shorter partial block, which the block `by` with `tokens` replaces."""
+        blocks = self._stored_tokens(self._tail_names(parent, tokens))
+        return next((n for n, stored in blocks if n != by and tokens[: len(stored)] == stored), None)
 
-        Then follow the names of blocks that came after those in single sessions, the latest first.
-        """
-        return [bytes.fromhex(name) for name in retention.agent_blocks(self._folder, agent, salt)]
+    def _tail_names(self, parent: bytes, tokens: list[int]) -> Iterator[bytes]:
+        lengths = (n for n in TAIL_KEYS_TOKENS if n <= len(tokens))
+        return (self.names.tail(parent, tokens[:n]) for n in lengths)
 
-    def prefetch(
-        self, names: Sequence[bytes], before_read: Callable[[int], None] = lambda i: None
-    ) -> list[Future[KvBlock | None]]:
-        """Start to read blocks in other threads, in order. A result is None if `read` returns None.
+    def find_checkpoint(self, parent: bytes, tokens: list[int]) -> Match:
+        """Find the longest block whose tokens are a prefix of `tokens` and end at a checkpoint."""
+        blocks = self._stored_tokens(self._checkpoint_names(parent, tokens))
+        matches = [(name, len(stored)) for name, stored in blocks if tokens[: len(stored)] == stored]
+        return max(matches, key=itemgetter(1), default=_NO_MATCH)
 
-        Before a thread reads a block, it calls `before_read` with the block's index in `names`.
-        """
+    def _checkpoint_names(self, parent: bytes, tokens: list[int]) -> Iterator[bytes]:
+        if len(tokens) >= TAIL_KEY_TOKENS:
+            yield self.names.tail(parent, tokens)
+        for n in range(len(tokens), TAIL_KEY_TOKENS - 1, -TAIL_KEY_TOKENS):
+            yield self.names.checkpoint(parent, tokens[:n])
+
+    def find_boundary_block(self, parent: bytes, tokens: list[int]) -> Match:
+        """Find the block most like `tokens` of those recorded after `parent` for prompts of agents."""
+        names = map(bytes.fromhex, retention.boundary_blocks(self._folder, parent.hex()))
+        return _longest(self._stored_tokens(names, parent), tokens)
+
+    def agent_prefix(self, agent: str, adapters: AdapterKey, salt: str) -> list[int]:
+        """Return the tokens on disk that an agent's sessions share, and those that followed last."""
+        following: dict[bytes, Header] = {}
+        for name in map(bytes.fromhex, retention.agent_blocks(self._folder, agent, salt)):
+            header = self.header(name)
+            if header is not None:
+                following.setdefault(header.parent, header)
+        tokens: list[int] = []
+        header = following.get(self.names.root(adapters, salt))
+        while header is not None:
+            tokens += unpack_tokens(header.tokens)
+            header = following.get(header.name)
+        return tokens
+
+    def _stored_tokens(
+        self, names: Iterable[bytes], parent: bytes | None = None
+    ) -> Iterator[tuple[bytes, list[int]]]:
+        """Yield name and tokens of the blocks that exist (and have this `parent`, if given)."""
+        for name in names:
+            header = self.header(name)
+            if header is not None and parent in (None, header.parent):
+                yield name, unpack_tokens(header.tokens)
+
+    @property
+    def readers(self) -> ThreadPoolExecutor:
+        """Threads for `read`. They start at the first use after `close`."""
         if self._readers is None:
             self._readers = ThreadPoolExecutor(_N_READERS, "edgeinfer-read")
-
-        def read(i: int, name: bytes) -> KvBlock | None:
-            before_read(i)
-            return self.read(name)
-
-        return [self._readers.submit(read, i, name) for i, name in enumerate(names)]
+        return self._readers
 
     def read(self, name: bytes) -> KvBlock | None:
         """Map and verify a block. Return None if it is missing or damaged; a damaged one is deleted."""
@@ -431,6 +481,15 @@ class BlockFolder:
         is_written = self._writer.stop(timeout_s)
         self.answers.close()
         return is_written
+
+
+_NO_MATCH: Match = (b"", 0)
+
+
+def _longest(blocks: Iterable[tuple[bytes, list[int]]], tokens: list[int]) -> Match:
+    matches = [(name, common_prefix(stored, tokens)) for name, stored in blocks]
+    best = max(matches, key=itemgetter(1), default=_NO_MATCH)
+    return best if best[1] else _NO_MATCH
 
 
 def forget_all(root: Path) -> int:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from edgeinfer.errors import EngineError
 from edgeinfer.runtime.kv_cache import CachedSequence, KvCache
 from edgeinfer.runtime.llama.state import SequenceStates
-from edgeinfer.runtime.prefix_cache.block_file import Header, Kind, KvBlock, pack_tokens, unpack_tokens
+from edgeinfer.runtime.prefix_cache.block_file import Header, Kind, KvBlock, pack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
 from edgeinfer.runtime.prefix_cache.block_names import TAIL_KEY_TOKENS, Chain
-from edgeinfer.runtime.prefix_cache.block_search import BlockSearch
-from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
+from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripCheck
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.sequence_state import State, as_state
 
@@ -23,8 +24,14 @@ _WRITE_SHARE = 0.02
 #: How long (s) an idle engine waits until the writer's queue accepts a block.
 _WAIT_S = 0.05
 
-#: A block that is not on disk: header, first token's index, name of the partial block it replaces.
-_Missing = tuple[Header, int, bytes | None]
+
+class _Missing(NamedTuple):
+    """A block with tokens [start, stop) that is not on disk, and the partial block it replaces."""
+
+    header: Header
+    start: int
+    stop: int
+    superseded: bytes | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +43,36 @@ class _PendingWrite:
     conversations: set[str] = field(default_factory=set)
 
 
+class RoundtripVerdict:
+    """Runs a model's check once and stores its `outcome`: "" before, "exact", or what failed."""
+
+    def __init__(self, folder: BlockFolder, check: RoundtripCheck) -> None:
+        self._folder, self._check = folder, check
+        self.n_tokens = check.n_tokens
+        self.outcome = folder.read_check()
+
+    @property
+    def is_refused(self) -> bool:
+        return self.outcome not in ("", "exact")
+
+    def step(self) -> None:
+        """Run the next part of the check. If it fails, delete all blocks.
+
+        If it cannot be computed (no memory), only this process does without the cache.
+        """
+        try:
+            outcome = self._check.step()
+        except EngineError as error:
+            self.outcome = f"the check failed: {error}"
+            return
+        if outcome is None:
+            return
+        self.outcome = outcome
+        self._folder.save_check(outcome)
+        if self.is_refused:
+            self._folder.clear()
+
+
 @dataclass(eq=False, kw_only=True)
 class BlockSaver:
     """Saves the ended sequences of `kv` as blocks. Not thread-safe."""
@@ -43,7 +80,6 @@ class BlockSaver:
     folder: BlockFolder
     states: SequenceStates
     kv: KvCache
-    search: BlockSearch
     verdict: RoundtripVerdict
     #: True if the process is about to end: the round-trip check is left to a later process.
     is_exiting: bool = False
@@ -131,27 +167,25 @@ class BlockSaver:
         if missing is None:
             self._record_owners(cached_seq, pending)
             return False
-        header, start, superseded = missing
+        header = missing.header
         self._queued.add(header.name + header.tokens)
-        states = self._save_states(cached_seq, header, start)
+        states = self._save_states(cached_seq, missing)
         if states is None:
             return False
         # record owners first, so that a killed process leaves no block without an owner
         for conversation in pending.conversations:
             self.folder.add_owner(conversation, [header.name])
         self.folder.write(KvBlock(header, states))
-        if superseded is not None:
-            self.folder.remove(superseded)
+        if missing.superseded is not None:
+            self.folder.remove(missing.superseded)
         return True
 
-    def _save_states(
-        self, cached_seq: CachedSequence, header: Header, start: int
-    ) -> tuple[State, ...] | None:
+    def _save_states(self, cached_seq: CachedSequence, block: _Missing) -> tuple[State, ...] | None:
         """Return the states of a `KvBlock`; None if the state or the checkpoint cannot be saved."""
-        stop = start + len(unpack_tokens(header.tokens))
+        start, stop = block.start, block.stop
         positions = (cached_seq.tokens.position(start), cached_seq.tokens.position(stop))
         state = self.states.save(cached_seq.seq_id, start, stop, self.kv.pinned_cells, positions)
-        if state is None or self.kv.checkpoints is None or header.kind == "full":
+        if state is None or self.kv.checkpoints is None or block.header.kind == "full":
             return None if state is None else (state,)
         checkpoint = next((c for c in cached_seq.checkpoints if c.n_tokens == stop), None)
         return None if checkpoint is None else (state, as_state(checkpoint.state))
@@ -189,23 +223,25 @@ class BlockSaver:
             block_tokens = tokens[ends[i] : ends[i + 1]]
             header = self._header("full", names[i + 1], names[i], block_tokens)
             if not self._is_queued(header):
-                yield header, ends[i], self.search.find_superseded(names[i], block_tokens, header.name)
+                superseded = self.folder.find_superseded(names[i], block_tokens, header.name)
+                yield _Missing(header, ends[i], ends[i + 1], superseded)
 
     def _missing_tail(self, tokens: list[int], chain: Chain) -> Iterator[_Missing]:
         start, parent = chain.ends[-1], chain.names[-1]
         tail_tokens = tokens[start:]
         if not tail_tokens:
             return
-        _, n = self.search.find_tail(parent, tail_tokens)
+        _, n = self.folder.find_tail(parent, tail_tokens)
         header = self._header("tail", self.folder.names.tail(parent, tail_tokens), parent, tail_tokens)
         if n < len(tail_tokens) and not self._is_queued(header):
-            yield header, start, self.search.find_superseded(parent, tail_tokens, header.name)
+            superseded = self.folder.find_superseded(parent, tail_tokens, header.name)
+            yield _Missing(header, start, len(tokens), superseded)
 
     def _missing_checkpoints(
         self, cached_seq: CachedSequence, tokens: list[int], chain: Chain
     ) -> Iterator[_Missing]:
         names = self.folder.names
-        headers: dict[bytes, tuple[Header, int]] = {}
+        blocks: dict[bytes, _Missing] = {}
         for n_tokens in sorted(c.n_tokens for c in cached_seq.checkpoints if c.n_tokens <= len(tokens)):
             # the parent must not be a whole block that ends with the same picture
             ends_with_picture = tokens[n_tokens - 1] < 0
@@ -216,13 +252,14 @@ class BlockSaver:
                 continue
             is_tail = n_tokens == len(tokens)
             name = names.tail(parent, partial) if is_tail else names.checkpoint(parent, partial)
-            headers[name] = self._header("tail" if is_tail else "point", name, parent, partial), start
-        for header, start in headers.values():
-            if self._is_queued(header):
+            header = self._header("tail" if is_tail else "point", name, parent, partial)
+            blocks[name] = _Missing(header, start, n_tokens)
+        for block in blocks.values():
+            if self._is_queued(block.header):
                 continue
-            stored = self.folder.header(header.name)
-            if stored is None or stored.tokens != header.tokens:
-                yield header, start, None
+            stored = self.folder.header(block.header.name)
+            if stored is None or stored.tokens != block.header.tokens:
+                yield block
 
     def _header(self, kind: Kind, name: bytes, parent: bytes, tokens: list[int]) -> Header:
         return Header(kind, name, parent, self.folder.names.identity, pack_tokens(tokens), ())
@@ -236,7 +273,7 @@ class BlockSaver:
         tail_tokens = _writable(cached_seq)[pending.chain.ends[-1] :]
 
         def record() -> None:  # on the writer thread, after the tail block was written
-            tail, n = self.search.find_tail(names[-1], tail_tokens)
+            tail, n = self.folder.find_tail(names[-1], tail_tokens)
             used_names = [*names[1:], *([tail] if n else [])]
             self.folder.touch(used_names)
             for conversation in conversations:

@@ -10,7 +10,7 @@ first cells, but a truncation inside the block would need them (decision 080).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
@@ -23,9 +23,8 @@ from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache.block_file import KvBlock
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.block_names import Chain, block_tokens, model_key
-from edgeinfer.runtime.prefix_cache.block_saver import BlockSaver
-from edgeinfer.runtime.prefix_cache.block_search import BlockSearch
-from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripCheck, RoundtripVerdict
+from edgeinfer.runtime.prefix_cache.block_saver import BlockSaver, RoundtripVerdict
+from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripCheck
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import GenerateRequest
 
@@ -59,11 +58,8 @@ class PrefixCache:
         if check_outcome and not folder.read_check():
             folder.save_check(check_outcome)
         self.states = make_states(loaded, context)
-        self.search = BlockSearch(folder)
         self.verdict = RoundtripVerdict(folder, RoundtripCheck(options, loaded))
-        self.saver = BlockSaver(
-            folder=folder, states=self.states, kv=kv, search=self.search, verdict=self.verdict
-        )
+        self.saver = BlockSaver(folder=folder, states=self.states, kv=kv, verdict=self.verdict)
 
     def start_load(
         self,
@@ -92,8 +88,8 @@ class PrefixCache:
         else:
             unmatched = tokens[ends[n_full] :]
             tail, n_tail = max(
-                self.search.find_tail(names[n_full], unmatched),
-                self.search.find_boundary_block(names[n_full], unmatched),
+                self.folder.find_tail(names[n_full], unmatched),
+                self.folder.find_boundary_block(names[n_full], unmatched),
                 key=lambda match: match[1],
             )
             first = min(chain.index_at(n_cached), n_full)
@@ -103,23 +99,32 @@ class PrefixCache:
             return None
         block_names = [*names[1 + first : 1 + n_full], *([tail] if n_tail else [])]
         self.folder.touch([*names[1 : 1 + n_full], tail])
-        populate = self._make_populate([*ends[first : 1 + n_full], stop])
-        return BlockLoad(self.folder.prefetch(block_names, populate), ends[first], stop)
+        futures = self._start_reading(block_names, [*ends[first : 1 + n_full], stop])
+        return BlockLoad(futures, ends[first], stop)
 
-    def _make_populate(self, ends: list[int]) -> Callable[[int], None]:
-        """Make a callback that allocates the memory of a block's cells, if blocks cannot be mapped."""
-        offset = self.kv.used_cells - ends[0]
-        cells = self.context.cells
-        if cells.is_page_aligned(offset - self.kv.pinned_cells):
-            return lambda i: None
-        return lambda i: cells.populate(offset + ends[i], offset + ends[i + 1])
+    def _start_reading(
+        self, names: Sequence[bytes], ends: Sequence[int]
+    ) -> list[Future[KvBlock | None]]:
+        """Read blocks on other threads, in order; block `i` has the tokens [ends[i], ends[i + 1]).
+
+        The thread first allocates the pages of the block's cells, unless they will be mapped.
+        """
+        cells, offset = self.context.cells, self.kv.used_cells - ends[0]
+        is_mapped = cells.is_page_aligned(offset - self.kv.pinned_cells)
+
+        def read(i: int, name: bytes) -> KvBlock | None:
+            if not is_mapped:
+                cells.populate(offset + ends[i], offset + ends[i + 1])
+            return self.folder.read(name)
+
+        return [self.folder.readers.submit(read, i, name) for i, name in enumerate(names)]
 
     def _last_checkpoint(self, chain: Chain, n_full: int, tokens: list[int]) -> tuple[int, bytes, int]:
         """Return the block with the last checkpoint: parent's index, name, and number of tokens."""
         ends = [*chain.ends, len(tokens)]
         for i in range(n_full, -1, -1):
             limit = min(ends[i + 1], len(tokens) - 1)
-            name, n = self.search.find_checkpoint(chain.names[i], tokens[ends[i] : limit])
+            name, n = self.folder.find_checkpoint(chain.names[i], tokens[ends[i] : limit])
             if n:
                 return i, name, n
         return 0, b"", 0

@@ -15,13 +15,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from edgeinfer.errors import EngineError
 from edgeinfer.runtime.llama.context import Batch
 from edgeinfer.runtime.llama.libllama import decode_error
 from edgeinfer.runtime.llama.model import LlamaModel, open_context
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
 from edgeinfer.runtime.prefix_cache.block_names import block_tokens
 
 #: Tokens per step of the check. An incoming request waits for one step at most.
@@ -132,33 +130,3 @@ class RoundtripCheck:
         if checkpoint is not None:
             self._states.restore_checkpoint(_SEQ_ID, checkpoint)
         self._context.remove(_SEQ_ID, n)
-
-
-class RoundtripVerdict:
-    """Runs a model's check once and stores the `outcome`: "" before, "exact", or what failed."""
-
-    def __init__(self, folder: BlockFolder, check: RoundtripCheck) -> None:
-        self._folder, self._check = folder, check
-        self.n_tokens = check.n_tokens
-        self.outcome = folder.read_check()
-
-    @property
-    def is_refused(self) -> bool:
-        return self.outcome not in ("", "exact")
-
-    def step(self) -> None:
-        """Run the next part of the check. If bits differ, delete all blocks.
-
-        If the check raises an error (no memory), only this process does not use the cache.
-        """
-        try:
-            outcome = self._check.step()
-        except EngineError as error:
-            self.outcome = f"the round-trip check could not run: {error}"
-            return
-        if outcome is None:
-            return
-        self.outcome = outcome
-        self._folder.save_check(outcome)
-        if self.is_refused:
-            self._folder.clear()

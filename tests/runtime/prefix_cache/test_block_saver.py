@@ -9,10 +9,8 @@ from edgeinfer.runtime.kv_cache import CachedSequence, KvCache
 from edgeinfer.runtime.prefix_cache.block_file import unpack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder, BlockStore, forget_conversations
 from edgeinfer.runtime.prefix_cache.block_names import BlockNames
-from edgeinfer.runtime.prefix_cache.block_saver import BlockSaver
-from edgeinfer.runtime.prefix_cache.block_search import BlockSearch
+from edgeinfer.runtime.prefix_cache.block_saver import BlockSaver, RoundtripVerdict
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
-from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripVerdict
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.sequence_state import State, as_state
 
@@ -48,7 +46,6 @@ class Side:
             folder=self.blocks,
             states=_States(),  # type: ignore[arg-type]
             kv=self.kv,
-            search=BlockSearch(self.blocks),
             verdict=RoundtripVerdict(self.blocks, _Check()),  # type: ignore[arg-type]
         )
 
