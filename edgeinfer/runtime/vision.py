@@ -26,8 +26,8 @@ from edgeinfer.platform.process import ask_child, lower_thread_priority
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.llama.mtmd import Chunk, Projector
 from edgeinfer.runtime.options import ModelFiles
-from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
+from edgeinfer.runtime.prefix_cache.kv_block import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.prompt_tokens import row_tokens
 from edgeinfer.runtime.requests import GenerateRequest
 from edgeinfer.runtime.sequence_state import as_state

@@ -34,8 +34,8 @@ from edgeinfer.cli.main import main
 from edgeinfer.errors import StoreError
 from edgeinfer.platform import paths
 from edgeinfer.runtime.prefix_cache import block_folder as blocks_module
-from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
+from edgeinfer.runtime.prefix_cache.kv_block import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.sequence_state import as_state
 
 

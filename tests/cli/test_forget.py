@@ -5,9 +5,8 @@ from pathlib import Path
 from edgeinfer.cli.main import main
 from edgeinfer.platform import paths
 from edgeinfer.runtime.options import ModelFiles
-from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
-from edgeinfer.runtime.prefix_cache.block_names import model_key
+from edgeinfer.runtime.prefix_cache.kv_block import Header, KvBlock, model_key, pack_tokens
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
 from edgeinfer.runtime.sequence_state import as_state
 

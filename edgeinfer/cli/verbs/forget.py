@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, host: EngineHost) -> ForgetResult:
     """Delete cached prefixes. Raises UsageError without names, InterruptedByUser if not confirmed."""
     # slow import: numpy takes 80 ms
-    from edgeinfer.runtime.prefix_cache import block_folder, block_names
+    from edgeinfer.runtime.prefix_cache import block_folder, kv_block
 
     if not options.models and not options.conversation:
         raise UsageError("name the models to forget", hint="`edgeinfer forget all` deletes everything")
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> ForgetResult:
             freed += block_folder.forget_all(root)
             continue
         files = host.files(name)
-        freed += block_folder.forget_model(root, block_names.model_key(files.sha256, files.paths))
+        freed += block_folder.forget_model(root, kv_block.model_key(files.sha256, files.paths))
     freed_of = {name: block_folder.forget_conversations(root, name) for name in options.conversation}
     if unknown := [name for name, n_bytes in freed_of.items() if not n_bytes]:
         raise UsageError(

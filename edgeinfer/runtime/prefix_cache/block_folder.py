@@ -6,7 +6,7 @@
     ROOT/MODEL/answers/NAME          past answers, from which tokens are drafted (past_answers.py)
     ROOT/MODEL/IDENTITY/checked      the result of the round-trip check: "exact", or what failed
     ROOT/MODEL/IDENTITY/kept/AGENT   names of the blocks that an agent's sessions share (retention.py)
-    ROOT/MODEL/IDENTITY/NAME.block   a block (block_file.py)
+    ROOT/MODEL/IDENTITY/NAME.block   a block (kv_block.py)
 
 IDENTITY is a hash of all settings that change the contents of KV cells. A complete block is renamed
 into place and never changes; every process would write the same bytes. Files that another user may
@@ -38,15 +38,17 @@ from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import new_file, open_private
 from edgeinfer.runtime.kv_cache import AdapterKey, common_prefix
-from edgeinfer.runtime.prefix_cache import block_file, retention
-from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock, unpack_tokens
-from edgeinfer.runtime.prefix_cache.block_names import (
+from edgeinfer.runtime.prefix_cache import kv_block, retention
+from edgeinfer.runtime.prefix_cache.kv_block import (
     BLOCK_TOKENS,
     TAIL_KEY_TOKENS,
     TAIL_KEYS_TOKENS,
     BlockNames,
+    Header,
+    KvBlock,
     owner_name,
     read_secret,
+    unpack_tokens,
 )
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.sampling.past_answers import PastAnswers, forget_answers
@@ -270,7 +272,7 @@ class BlockFolder:
         try:
             with open(open_private(self.path(name)), "rb") as file:
                 start = file.read(1 << 16)
-            return block_file.read_header(start)
+            return kv_block.read_header(start)
         except (OSError, BlockDamagedError):
             return None
 
@@ -367,7 +369,7 @@ class BlockFolder:
         mapped = mmap.mmap(file.descriptor, size, access=mmap.ACCESS_READ)
         mapped.madvise(mmap.MADV_WILLNEED)
         file.address = np.frombuffer(mapped, np.uint8).ctypes.data
-        return block_file.decode(memoryview(mapped), file)
+        return kv_block.decode(memoryview(mapped), file)
 
     @property
     def can_write(self) -> bool:
@@ -420,7 +422,7 @@ class BlockFolder:
         """Write a block's file if there is disk space. Runs on the writer thread."""
         if self._store.reserve(block.n_bytes):
             header = block.header
-            self.traffic.bytes_written += block_file.write(self.path(header.name), block)
+            self.traffic.bytes_written += kv_block.write(self.path(header.name), block)
             if header.kind in ("full", "tail"):
                 parent, name = header.parent.hex(), header.name.hex()
                 retention.record_following(self._folder, parent, name, is_tail=header.kind == "tail")

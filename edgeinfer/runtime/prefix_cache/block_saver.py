@@ -10,9 +10,15 @@ from typing import NamedTuple
 from edgeinfer.errors import EngineError
 from edgeinfer.runtime.kv_cache import CachedSequence, KvCache
 from edgeinfer.runtime.llama.state import SequenceStates
-from edgeinfer.runtime.prefix_cache.block_file import Header, Kind, KvBlock, pack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
-from edgeinfer.runtime.prefix_cache.block_names import TAIL_KEY_TOKENS, Chain
+from edgeinfer.runtime.prefix_cache.kv_block import (
+    TAIL_KEY_TOKENS,
+    Chain,
+    Header,
+    Kind,
+    KvBlock,
+    pack_tokens,
+)
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripCheck
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.sequence_state import State, as_state

@@ -20,10 +20,9 @@ from edgeinfer.runtime.llama.context import LlamaContext
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.llama.state import make_states
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
-from edgeinfer.runtime.prefix_cache.block_file import KvBlock
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
-from edgeinfer.runtime.prefix_cache.block_names import Chain, block_tokens, model_key
 from edgeinfer.runtime.prefix_cache.block_saver import BlockSaver, RoundtripVerdict
+from edgeinfer.runtime.prefix_cache.kv_block import Chain, KvBlock, block_tokens, model_key
 from edgeinfer.runtime.prefix_cache.roundtrip_check import RoundtripCheck
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.requests import GenerateRequest

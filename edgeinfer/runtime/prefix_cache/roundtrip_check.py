@@ -20,7 +20,7 @@ from edgeinfer.runtime.llama.libllama import decode_error
 from edgeinfer.runtime.llama.model import LlamaModel, open_context
 from edgeinfer.runtime.llama.state import SequenceStates
 from edgeinfer.runtime.options import LoadOptions
-from edgeinfer.runtime.prefix_cache.block_names import block_tokens
+from edgeinfer.runtime.prefix_cache.kv_block import block_tokens
 
 #: Tokens per step of the check. An incoming request waits for one step at most.
 _CHUNK = 32

@@ -16,9 +16,15 @@ import xxhash
 from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
 from edgeinfer.runtime.prefix_cache import block_folder as folders
 from edgeinfer.runtime.prefix_cache import retention
-from edgeinfer.runtime.prefix_cache.block_file import Header, KvBlock, decode, encode, pack_tokens
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder, BlockStore
-from edgeinfer.runtime.prefix_cache.block_names import owner_name
+from edgeinfer.runtime.prefix_cache.kv_block import (
+    Header,
+    KvBlock,
+    decode,
+    encode,
+    owner_name,
+    pack_tokens,
+)
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
 from edgeinfer.runtime.sequence_state import ANYWHERE, State, as_state
 

@@ -15,8 +15,7 @@ from terminal import Terminal, shell_environment
 
 from edgeinfer.config.config_file import save
 from edgeinfer.platform import paths
-from edgeinfer.runtime.prefix_cache.block_file import read_header
-from edgeinfer.runtime.prefix_cache.block_names import BLOCK_TOKENS
+from edgeinfer.runtime.prefix_cache.kv_block import BLOCK_TOKENS, read_header
 from edgeinfer.runtime.prefix_cache.retention import list_blocks
 
 from .conftest import Signed
