@@ -174,9 +174,7 @@ class EngineSlots:
         self._waiting: RoundRobin[tuple[int, asyncio.Future[None]]] = RoundRobin()
 
     async def take(self, caller: str, n: int) -> None:
-        """Wait for `n` slots; release them with `give_back`. A caller "" does not wait."""
-        if not caller:
-            return
+        """Wait for `n` slots; release them with `give_back`."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.add(caller, (n, future))
         self._fill()
@@ -192,9 +190,8 @@ class EngineSlots:
         return self._slots_taken[caller] > 0
 
     def give_back(self, caller: str, n: int) -> None:
-        if caller:
-            self._slots_taken[caller] -= n
-            self._fill()
+        self._slots_taken[caller] -= n
+        self._fill()
 
     def _may_begin(self, caller: str, turn: tuple[int, asyncio.Future[None]]) -> bool:
         (n, future), n_own = turn, self._slots_taken[caller]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -172,9 +172,30 @@ class Endpoint:
         self.generation_counts[model] += n
         self.engine_slots[model].n_parallel = n_parallel
 
+    @contextlib.asynccontextmanager
+    async def wait_for_slots(
+        self, model: str, n_parallel: int, requests: Sequence[GenerateRequest], caller: str
+    ) -> AsyncIterator[None]:
+        """Admit the generations of `requests`; run the block once they may be submitted.
+
+        If the block fails, they are released. Raises QueueFullError, as `admit_generations`.
+        """
+        n, has_slots = len(requests), False
+        self.admit_generations(model, n_parallel, n, caller)
+        try:
+            async with self.preparation.caller_turn(caller, requests[0]):
+                if caller:
+                    await self.engine_slots[model].take(caller, n)
+                has_slots = True
+                yield
+        except BaseException:
+            self.release_generations(model, n, caller if has_slots else "")
+            raise
+
     def release_generations(self, model: str, n: int, caller: str = "") -> None:
         """Undo `admit_generations`, and give back the slots of `caller` unless it is ""."""
-        self.engine_slots[model].give_back(caller, n)
+        if caller:
+            self.engine_slots[model].give_back(caller, n)
         self.generation_counts[model] -= n
         if not self.generation_counts[model]:
             del self.generation_counts[model], self.engine_slots[model]
@@ -232,14 +253,16 @@ class PreparationPool:
         self._files = FairPool("decode", 4)
         self._turns: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
 
-    def caller_turn(self, caller: str, request: GenerateRequest) -> AbstractAsyncContextManager[object]:
+    def caller_turn(
+        self, caller: str, request: GenerateRequest
+    ) -> contextlib.AbstractAsyncContextManager[object]:
         """Return a context manager that waits until fewer than half of the threads work for `caller`.
 
         Enter it before taking a slot of the engine, so that waiting requests hold none. A caller ""
         does not wait.
         """
         if not caller:
-            return nullcontext()
+            return contextlib.nullcontext()
         pool = self._pool(request)
         return self._turns.setdefault((pool.name, caller), asyncio.Semaphore(pool.max_of_caller))
 

@@ -121,17 +121,15 @@ async def submit_all(
     `Engine.submit` raises.
     """
     endpoint, engine = context.endpoint, lease.engine
-    caller, has_slots = context.caller.turn, False
+    caller = context.caller.turn
     if requests[0].n_pictures and not engine.info.can_see:
         # do not let this request wait for a slot: the engine refuses pictures for this model
         await endpoint.preparation.submit(engine, requests[0], caller)
-    endpoint.admit_generations(context.model, engine.info.n_parallel, len(requests), caller)
     generations: list[Generation] = []
     context.is_queued = True
     try:
-        async with endpoint.preparation.caller_turn(caller, requests[0]):
-            await endpoint.engine_slots[context.model].take(caller, len(requests))
-            has_slots, context.is_queued = True, False
+        async with endpoint.wait_for_slots(context.model, engine.info.n_parallel, requests, caller):
+            context.is_queued = False
             for request in requests:
                 if lease.in_worker or _is_slow_to_prepare(request):
                     generations.append(await endpoint.preparation.submit(engine, request, caller))
@@ -140,7 +138,6 @@ async def submit_all(
     except BaseException:
         for generation in generations:
             generation.cancel()
-        endpoint.release_generations(context.model, len(requests), caller if has_slots else "")
         raise
     return generations
 

@@ -124,7 +124,8 @@ async def _check_in_turn(context: RequestContext, engine: Engine, check: Receipt
     has_slot = False
     endpoint.admit_generations(context.model, engine.info.n_parallel, 1, caller)
     try:
-        await endpoint.engine_slots[context.model].take(caller, 1)
+        if caller:
+            await endpoint.engine_slots[context.model].take(caller, 1)
         has_slot = True
         endpoint.running.add(check)
         running = asyncio.wrap_future(endpoint.engine_calls.begin(caller, check.run))
