@@ -16,7 +16,13 @@ from edgeinfer.runtime.kv_cache import AdapterKey
 from edgeinfer.runtime.llama import libllama, streaming
 from edgeinfer.runtime.llama.cells import NO_CELLS, CellMemory
 from edgeinfer.runtime.llama.libllama import L
-from edgeinfer.runtime.llama.row_adapters import LoadedAdapter, RowAdapters
+from edgeinfer.runtime.llama.row_adapters import (
+    MISSED_ADAPTER,
+    AdapterRows,
+    LoadedAdapter,
+    begin_step,
+    end_step,
+)
 
 
 class LlamaContext:
@@ -124,7 +130,7 @@ class Batch:
         self._n_seq_max = n_seq_max
         self._n_cells = n_cells
         self._rows: list[tuple[int, int, int, int]] = []
-        self._adapters = RowAdapters()
+        self._adapters: list[AdapterRows] = []
         self._token = np.zeros(capacity, np.int32)
         self._pos = np.zeros(capacity, np.int32)
         self._seq = np.zeros(capacity, np.int32)
@@ -218,7 +224,8 @@ class Batch:
         start, silent = self.n_tokens, len(tokens) - outputs
         self._check(len(tokens), pos, seq_id, outputs)
         self._rows += [(t, pos + i, seq_id, i >= silent) for i, t in enumerate(tokens)]
-        self._adapters.add(adapters, (start, len(tokens), self.n_outputs, outputs))
+        if adapters:
+            self._adapters.append((adapters, (start, len(tokens), self.n_outputs, outputs)))
         self.n_outputs += outputs
 
     def _check(self, n: int, pos: int, seq_id: int, outputs: int) -> None:
@@ -248,9 +255,15 @@ class Batch:
         below 0: fatal. Raises DecodeError if streamed weights could not be read.
         """
         self._write()
-        code = self._adapters.run(
-            lambda: self._run(context.pointer), context.adapters, self.n_tokens, self.n_outputs
-        )
+        step = 0
+        if self._adapters:
+            step = begin_step(self._adapters, context.adapters, self.n_tokens, self.n_outputs)
+        try:
+            code = self._run(context.pointer)
+        finally:
+            is_complete = not step or end_step(step)
+        if not (code or is_complete):
+            code = MISSED_ADAPTER
         if streaming.active is not None:
             streaming.active.check()
         return code

@@ -6,7 +6,7 @@ llama.cpp applies adapters to whole batches. Here, sequences with different adap
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -84,47 +84,34 @@ class LoadedAdapter:
         L.llama_adapter_lora_free(self.pointer)
 
 
-class RowAdapters:
-    """Records which rows of a batch have which adapters, and decodes the batch with them."""
+#: Adapters and the rows of a batch that use them: index of the first token, number of tokens, index of
+#: the first output, number of outputs.
+AdapterRows = tuple[AdapterKey, tuple[int, int, int, int]]
 
-    def __init__(self) -> None:
-        self._spans: list[tuple[AdapterKey, tuple[int, int, int, int]]] = []
 
-    def clear(self) -> None:
-        self._spans.clear()
+def begin_step(
+    batch: Sequence[AdapterRows], loaded: Mapping[str, LoadedAdapter], n_tokens: int, n_outputs: int
+) -> int:
+    """Let the kernels apply adapters in this thread's next llama_decode.
 
-    def add(self, adapters: AdapterKey, span: tuple[int, int, int, int]) -> None:
-        """Record that a range of rows uses `adapters`.
+    The result is for `end_step`; it is 0 if llama.cpp applies all of them.
+    """
+    rows = [  # sorted by adapter: the kernels read the weights of each adapter once
+        _Rows(*span, loaded[stamp].kernels, scale)
+        for stamp, span, scale in sorted(
+            (stamp, span, scale) for adapters, span in batch for stamp, scale in adapters
+        )
+        if loaded[stamp].is_per_row
+    ]
+    kernels = _kernels() if rows else None
+    if kernels is None:
+        return 0
+    return int(
+        kernels.edgeinfer_adapters_begin((_Rows * len(rows))(*rows), len(rows), n_tokens, n_outputs)
+    )
 
-        `span`: index of the first token, number of tokens, index of the first output, number of
-        outputs.
-        """
-        if adapters:
-            self._spans.append((adapters, span))
 
-    def run(
-        self,
-        decode: Callable[[], int],
-        loaded: Mapping[str, LoadedAdapter],
-        n_tokens: int,
-        n_outputs: int,
-    ) -> int:
-        """Call `decode` with the recorded adapters; return its code, or MISSED_ADAPTER."""
-        rows = [  # sorted by adapter: the kernels read the weights of each adapter once
-            _Rows(*span, loaded[stamp].kernels, scale)
-            for stamp, span, scale in sorted(
-                (stamp, span, scale) for adapters, span in self._spans for stamp, scale in adapters
-            )
-            if loaded[stamp].is_per_row
-        ]
-        kernels = _kernels() if rows else None
-        if kernels is None:
-            return decode()
-        array = (_Rows * len(rows))(*rows)
-        step = kernels.edgeinfer_adapters_begin(array, len(rows), n_tokens, n_outputs)
-        is_complete = False
-        try:
-            code = decode()
-        finally:
-            is_complete = kernels.edgeinfer_adapters_end(step)
-        return code if code or is_complete else MISSED_ADAPTER
+def end_step(step: int) -> bool:
+    """End a step after llama_decode; return whether the kernels applied all adapters."""
+    kernels = _kernels()
+    return kernels is None or bool(kernels.edgeinfer_adapters_end(step))
