@@ -140,6 +140,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
 
     @property
+    def version(self) -> str:
+        """First 12 hex digits of the file's SHA-256, which tell clients that a model has changed."""
+        return self.sha256[:12]
+
+    @property
     def has_chat_template(self) -> bool:
         """Return whether the model's file has a chat template; a base model's has none."""
         return bool(self.chat_template)

@@ -25,7 +25,6 @@ from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.server.callers import NOBODY, Caller
 from edgeinfer.server.dialect import Dialect, Operation
 from edgeinfer.server.endpoint import Endpoint
-from edgeinfer.server.metrics import version_of
 from edgeinfer.server.model_pool import Lease
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_fields import keep_alive_s
@@ -158,8 +157,10 @@ class RequestContext:
 
     def keep_alive_s(self, keep_alive: float | str | None) -> float | None:
         """Convert `keep_alive` to seconds; None (use the default) unless an administrator sent it."""
+        if keep_alive is None:
+            return None
         seconds = keep_alive_s(keep_alive)
-        if seconds is None or self.caller.is_admin:
+        if self.caller.is_admin:
             return seconds
         self.ignore(["keep_alive"])
         return None
@@ -168,7 +169,7 @@ class RequestContext:
         """Load `model` if needed; return a lease for this request. Raises what loading raises."""
         lease = await self.endpoint.models.acquire(self.model, self.keep_alive_s(keep_alive))
         self.loaded_s = time.perf_counter()
-        self.version = version_of(lease.engine.info.sha256)
+        self.version = lease.engine.info.version
         return lease
 
     def name_model(self, name: str | None) -> None:

@@ -214,7 +214,7 @@ class _EngineCollector(Collector):
                 now = engine.metrics()
             except EdgeInferError:  # the worker process has died; the next request starts another
                 continue
-            labels = (name, version_of(engine.info.sha256))
+            labels = (name, engine.info.version)
             for field, family in families.items():
                 family.add_metric(labels, getattr(now, field))
             kv_usage.add_metric(labels, now.kv_used_tokens / (now.kv_total_tokens or 1))
@@ -225,8 +225,3 @@ class _EngineCollector(Collector):
         yield from (*families.values(), kv_usage, running, crashed)
         text = "Resident memory of the endpoint."
         yield GaugeMetricFamily("edgeinfer_process_resident_memory_bytes", text, resident_bytes())
-
-
-def version_of(sha256: str) -> str:
-    """Return the label `model_version`: the first 12 hex digits of the model file's SHA-256."""
-    return sha256[:12]

@@ -121,14 +121,12 @@ _YEAR_S = 31_536_000.0
 _FOR_EVER = -1.0
 
 
-def keep_alive_s(keep_alive: float | str | None) -> float | None:
+def keep_alive_s(keep_alive: float | str) -> float:
     """Convert `keep_alive` to seconds; -1 means forever.
 
     Text is a duration like "5m" or "1h30m", or a number of seconds. Negative values and more than a
     year become -1. Raises InvalidRequestError.
     """
-    if keep_alive is None:
-        return None
     try:
         seconds = parse_duration(keep_alive) if isinstance(keep_alive, str) else keep_alive
     except ValueError as error:

@@ -45,7 +45,6 @@ from edgeinfer.runtime.requests import (
 from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import Renderer, RouteTable, sse_comment, wire_timings
 from edgeinfer.server.generation_response import answer
-from edgeinfer.server.metrics import version_of
 from edgeinfer.server.openai import wire
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.request_fields import common_fields, copies, reasoning
@@ -225,7 +224,7 @@ class OpenAIRenderer(Renderer):
             "id": self.id_prefix + context.plain_id,
             "created": int(time.time()),
             "model": context.model,
-            "system_fingerprint": f"ei-{__version__}-{version_of(info.sha256)}".rstrip("-"),
+            "system_fingerprint": f"ei-{__version__}-{info.version}".rstrip("-"),
         }
         head = _encode({**self._shared_fields, "object": self.chunk_object})
         self._head = b'data: %b,"choices":[' % head[:-1]

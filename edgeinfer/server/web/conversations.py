@@ -29,7 +29,6 @@ from edgeinfer.runtime.interface import Engine
 from edgeinfer.server.context import RequestContext
 from edgeinfer.server.dialect import sse
 from edgeinfer.server.endpoint import Endpoint
-from edgeinfer.server.metrics import version_of
 from edgeinfer.server.model_pool import Lease
 from edgeinfer.server.problems import Problem
 from edgeinfer.server.web.render import GrowingHtml, render_turn
@@ -284,7 +283,7 @@ class Conversations:
                     answer.add(event)
                     answer.flush()  # takes 0.05 ms; without it, tokens would be shown late
                     if isinstance(event, Finished):
-                        version = version_of(engine.info.sha256)
+                        version = engine.info.version
                         endpoint.metrics.generation_ended(lease.model, version, event)
             except EdgeInferError as error:
                 answer.fail(error)

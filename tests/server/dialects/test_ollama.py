@@ -233,7 +233,6 @@ def test_a_name_may_have_its_tag(live_server, name):
 @pytest.mark.parametrize(
     ("seconds", "forms"),
     [
-        (None, [None]),
         (0, [0, "0", "0s"]),
         (90, [90]),
         (0.25, ["250ms"]),
