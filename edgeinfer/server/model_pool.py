@@ -9,23 +9,26 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from typing import Literal, Protocol
 
 import msgspec
 
-from edgeinfer.errors import EdgeInferError, OutOfMemoryError, UnknownModelError
+from edgeinfer.errors import ConfigError, EdgeInferError, OutOfMemoryError, UnknownModelError
 from edgeinfer.host import LoadProgress
 from edgeinfer.models import lookup
+from edgeinfer.models.names import plain_name
 from edgeinfer.models.progress import OnProgress
 from edgeinfer.platform.machine import read_memory
 from edgeinfer.platform.paths import LATEST
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, EngineInfo
 from edgeinfer.server.model_entry import LoadedEngine, LoadedReply, LoadingReply, ModelEntry
-from edgeinfer.server.model_names import DEFAULT, Aliases, where_to_get
 
+#: In `[serve.aliases]`, a target that stands for the endpoint's default model.
+DEFAULT = "default"
 #: Memory (bytes) that stays free for the page cache, the endpoint itself and other processes.
 _RESERVE_BYTES = 512 << 20
 #: How long (s) an ending endpoint waits until models are unloaded.
@@ -391,6 +394,45 @@ class ModelPool:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+class Aliases:
+    """The table `[serve.aliases]`: name or pattern → model, in any letter case. Exact names come first.
+
+    `has_catch_all`: the table has the pattern `"*"`. `"*" = ""` refuses unknown names, even if the
+    endpoint has only one model.
+    """
+
+    def __init__(self, table: Mapping[str, str]) -> None:
+        self.exact = {name: target for name, target in table.items() if "*" not in name}
+        self._by_name = {plain_name(name): target for name, target in self.exact.items()}
+        self._patterns = {name: target for name, target in table.items() if "*" in name and target}
+        self.has_catch_all = "*" in table
+
+    def by_name(self, name: str) -> str | None:
+        """Return the model of which `name` is an alias, compared like names; None if it is none."""
+        aliases = (spelled for spelled in lookup.spellings(name) if spelled in self._by_name)
+        return next(map(self._by_name.__getitem__, aliases), None)
+
+    def by_pattern(self, name: str) -> str | None:
+        """Return the model of the longest pattern that matches `name`; None if none does."""
+        fitting = [each for each in self._patterns if fnmatchcase(name.lower(), each.lower())]
+        return self._patterns[max(fitting, key=len)] if fitting else None
+
+
+def where_to_get(missing: str, local_names: Iterable[str]) -> str:
+    """Return a hint: how to get the model `missing`, or local names that resemble it."""
+    from edgeinfer.models.catalog import load_catalog  # this import takes 8 ms, and only errors need it
+
+    try:
+        catalog = load_catalog()
+    except ConfigError:  # a mistake in models.toml must not fail requests
+        catalog = {}
+    if "/" in missing or missing.partition(":")[0] in catalog:
+        return f"`edgeinfer pull {missing}`, or GET /v1/models"
+    near = lookup.similar_names(missing, catalog, local_names)
+    guess = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"{guess}GET /v1/models lists the models; `[serve.aliases]` in the configuration adds names"
 
 
 class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):

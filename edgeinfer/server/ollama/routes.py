@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,7 +17,9 @@ from edgeinfer import __version__
 from edgeinfer.config.sampling_options import BY_FIELD
 from edgeinfer.errors import EdgeInferError, InvalidRequestError
 from edgeinfer.models import lookup
+from edgeinfer.models.external_stores.ollama import PREFIX
 from edgeinfer.models.progress import PullProgress
+from edgeinfer.platform.paths import LATEST
 from edgeinfer.runtime.chat_format import reasoning
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import EngineInfo, ModelFiles
@@ -26,7 +28,6 @@ from edgeinfer.server.connection import unless, until_disconnected
 from edgeinfer.server.context import RequestContext, engine_call, json_reply
 from edgeinfer.server.dialect import Dialect, RouteTable, stamp
 from edgeinfer.server.model_entry import LoadedReply
-from edgeinfer.server.model_names import ollama_name
 from edgeinfer.server.model_pool import AvailableModel, ModelAdministrator
 from edgeinfer.server.ollama import chat, wire
 from edgeinfer.server.ollama.chat import durations
@@ -92,8 +93,18 @@ async def tags(context: RequestContext) -> wire.OllamaTags:
     """List the pulled models."""
     models = await context.endpoint.in_thread(context.endpoint.models.list_available)
     names = {model.name for model in models}
-    rows = [_model_row(model, ollama_name(model.name, names)) for model in models]
+    rows = [_model_row(model, _ollama_name(model.name, names)) for model in models]
     return wire.OllamaTags(models=rows)
+
+
+def _ollama_name(name: str, taken_names: Container[str] = ()) -> str:
+    """Return a model's name as Ollama's API lists it: with a tag, and without the prefix `ollama/`.
+
+    The prefix stays if another model already has the short name.
+    """
+    short = name.removeprefix(PREFIX)
+    listed_name = name if short in taken_names else short
+    return listed_name if ":" in listed_name else listed_name + LATEST
 
 
 def _model_row(model: AvailableModel, name: str) -> wire.ListedModel:
@@ -249,7 +260,7 @@ async def running(context: RequestContext) -> wire.OllamaProcesses:
 
 
 def _running(loaded: LoadedReply, info: EngineInfo, pulled: AvailableModel) -> wire.RunningModel:
-    name = ollama_name(loaded.id)
+    name = _ollama_name(loaded.id)
     left_s = _FOR_EVER_S if loaded.expires_in_s is None else loaded.expires_in_s
     return wire.RunningModel(
         name=name,
