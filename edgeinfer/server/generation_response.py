@@ -292,12 +292,13 @@ class _GenerationResponse(Response):
     def _add_receipts(self, data: bytes) -> bytes:
         """Make the answers' receipts, and add them to `data` if the client requested them."""
         assert self.task is not None
+        if not self.task.requests[0].record_tokens:
+            return data
         info, key = self.task.lease.engine.info, load_key(self.endpoint.host.config.receipts.key)
         pairs = enumerate(zip(self.task.requests, self.context.answers, strict=True))
         self.context.receipts = receipts = [
             make_receipt(request, answer.finish, info, index=index, key=key)
             for index, (request, answer) in pairs
-            if request.record_tokens
         ]
         return with_receipts(data, receipts) if self._spec.body.receipt else data
 
