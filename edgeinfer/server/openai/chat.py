@@ -127,10 +127,12 @@ def _content(
     content: str | Sequence[wire.TextPart | wire.ImagePart | wire.FilePart | wire.RefusalPart],
 ) -> dict[str, Any]:
     """Return the fields `content` and `pictures` of a Message."""
+    if isinstance(content, str):
+        return {"content": content}
     pieces: list[str | bytes] = []
-    for content_part in [content] if isinstance(content, str) else content:
+    for content_part in content:
         match content_part:
-            case str(text) | wire.TextPart(text=text) | wire.RefusalPart(refusal=text):
+            case wire.TextPart(text=text) | wire.RefusalPart(refusal=text):
                 pieces.append(text)
             case wire.ImagePart(image_url=image):
                 pieces.append(from_base64(image.url))
