@@ -158,6 +158,8 @@ def _read_prompt(text: str, options: argparse.Namespace) -> tuple[str, tuple[byt
     if not text.strip() and not options.file:
         hint = 'give one: `edgeinfer run "What is photosynthesis?"`, or pipe it in'
         raise UsageError("no prompt", hint=hint)
+    if not (options.file or options.image):
+        return text, ()
     attached = [read(Path(path)) for path in options.file]
     images = [image for path in options.image for image in document_files.pictures_in(Path(path))]
     images += [file.data for file in attached if file.is_picture]
