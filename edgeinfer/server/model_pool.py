@@ -399,8 +399,8 @@ class ModelPool:
 class Aliases:
     """The table `[serve.aliases]`: name or pattern → model, in any letter case. Exact names come first.
 
-    `has_catch_all`: the table has the pattern `"*"`. `"*" = ""` refuses unknown names, even if the
-    endpoint has only one model.
+    `has_catch_all` is true if the table has the pattern `"*"`. `"*" = ""` refuses unknown names, even
+    if the endpoint has only one model.
     """
 
     def __init__(self, table: Mapping[str, str]) -> None:
@@ -410,14 +410,14 @@ class Aliases:
         self.has_catch_all = "*" in table
 
     def by_name(self, name: str) -> str | None:
-        """Return the model of which `name` is an alias, compared like names; None if it is none."""
+        """Return the model with the alias `name`, in any spelling; None if there is no such alias."""
         aliases = (spelled for spelled in lookup.spellings(name) if spelled in self._by_name)
         return next(map(self._by_name.__getitem__, aliases), None)
 
     def by_pattern(self, name: str) -> str | None:
         """Return the model of the longest pattern that matches `name`; None if none does."""
-        fitting = [each for each in self._patterns if fnmatchcase(name.lower(), each.lower())]
-        return self._patterns[max(fitting, key=len)] if fitting else None
+        matching = [p for p in self._patterns if fnmatchcase(name.lower(), p.lower())]
+        return self._patterns[max(matching, key=len)] if matching else None
 
 
 def where_to_get(missing: str, local_names: Iterable[str]) -> str:
@@ -430,8 +430,8 @@ def where_to_get(missing: str, local_names: Iterable[str]) -> str:
         catalog = {}
     if "/" in missing or missing.partition(":")[0] in catalog:
         return f"`edgeinfer pull {missing}`, or GET /v1/models"
-    near = lookup.similar_names(missing, catalog, local_names)
-    guess = f"did you mean {' or '.join(near)}? " if near else ""
+    similar = lookup.similar_names(missing, catalog, local_names)
+    guess = f"did you mean {' or '.join(similar)}? " if similar else ""
     return f"{guess}GET /v1/models lists the models; `[serve.aliases]` in the configuration adds names"
 
 

@@ -65,7 +65,7 @@ _MAX_QUEUED_BYTES = 256 << 20
 _CLEAR_TIMEOUT_S = 10.0
 
 
-#: Name of a block, and how many of its first tokens are those of the prompt; (b"", 0) for no block.
+#: Name of a block, and how many of its first tokens equal the prompt's; (b"", 0) if there is no block.
 Match = tuple[bytes, int]
 
 
@@ -245,8 +245,8 @@ class WriterThread:
 class BlockFolder:
     """Finds, reads and writes the blocks of one model with one set of settings. Thread-safe.
 
-    A search reads the headers of a few files. It gets the tokens of a prompt after its whole blocks, of
-    which `parent` is the last one.
+    A search reads the headers of a few files. `parent` is the name of the prompt's last whole block,
+    `tokens` are the prompt's tokens after it.
     """
 
     def __init__(self, store: BlockStore, folder: Path, names: BlockNames) -> None:
@@ -290,7 +290,7 @@ class BlockFolder:
         return _longest(self._stored_tokens(self._tail_names(parent, tokens)), tokens)
 
     def find_superseded(self, parent: bytes, tokens: list[int], by: bytes) -> bytes | None:
-        """Find a shorter partial block, which the block `by` with `tokens` replaces."""
+        """Return the name of a partial block that block `by` with `tokens` contains, or None."""
         blocks = self._stored_tokens(self._tail_names(parent, tokens))
         return next((n for n, stored in blocks if n != by and tokens[: len(stored)] == stored), None)
 
@@ -311,12 +311,12 @@ class BlockFolder:
             yield self.names.checkpoint(parent, tokens[:n])
 
     def find_boundary_block(self, parent: bytes, tokens: list[int]) -> Match:
-        """Find the block most like `tokens` of those recorded after `parent` for prompts of agents."""
+        """Find the block most similar to `tokens` that is recorded after an agent's shared `parent`."""
         names = map(bytes.fromhex, retention.boundary_blocks(self._folder, parent.hex()))
         return _longest(self._stored_tokens(names, parent), tokens)
 
     def agent_prefix(self, agent: str, adapters: AdapterKey, salt: str) -> list[int]:
-        """Return the tokens on disk that an agent's sessions share, and those that followed last."""
+        """Return the tokens of `Engine.agent_prefix`, with pseudo-tokens of pictures."""
         following: dict[bytes, Header] = {}
         for name in map(bytes.fromhex, retention.agent_blocks(self._folder, agent, salt)):
             header = self.header(name)
@@ -332,7 +332,7 @@ class BlockFolder:
     def _stored_tokens(
         self, names: Iterable[bytes], parent: bytes | None = None
     ) -> Iterator[tuple[bytes, list[int]]]:
-        """Yield name and tokens of the blocks that exist (and have this `parent`, if given)."""
+        """Yield names and tokens of the blocks that exist; with `parent`, only of its children."""
         for name in names:
             header = self.header(name)
             if header is not None and parent in (None, header.parent):

@@ -50,7 +50,7 @@ class _PendingWrite:
 
 
 class RoundtripVerdict:
-    """Runs a model's check once and stores its `outcome`: "" before, "exact", or what failed."""
+    """Runs a model's check once and stores the `outcome`: "" before, "exact", or what failed."""
 
     def __init__(self, folder: BlockFolder, check: RoundtripCheck) -> None:
         self._folder, self._check = folder, check
@@ -62,14 +62,14 @@ class RoundtripVerdict:
         return self.outcome not in ("", "exact")
 
     def step(self) -> None:
-        """Run the next part of the check. If it fails, delete all blocks.
+        """Run the next part of the check. If bits differ, delete all blocks.
 
-        If it cannot be computed (no memory), only this process does without the cache.
+        If the check raises an error (no memory), only this process does not use the cache.
         """
         try:
             outcome = self._check.step()
         except EngineError as error:
-            self.outcome = f"the check failed: {error}"
+            self.outcome = f"the round-trip check could not run: {error}"
             return
         if outcome is None:
             return

@@ -44,9 +44,9 @@ from edgeinfer.runtime.sequence_state import ANYWHERE, MappedFile, State
 
 NAME_BYTES = 20
 SECRET_BYTES = 32
-#: Tokens per block of models without a shorter sliding window.
+#: Tokens per block, unless the model has a shorter sliding window.
 BLOCK_TOKENS = 256
-#: The name of a partial block is a hash of its first 32 tokens, or, if it has fewer, of 16, and so on.
+#: The name of a partial block is a hash of its first 32 tokens; if it has fewer, of 16, 8, and so on.
 TAIL_KEYS_TOKENS = (32, 16, 8, 4, 2, 1)
 TAIL_KEY_TOKENS = TAIL_KEYS_TOKENS[0]
 
@@ -101,7 +101,7 @@ def unpack_tokens(packed: bytes) -> list[int]:
 
 
 def read_secret(path: Path, secret_if_new: bytes = b"") -> bytes:
-    """Read the secret in `path`, or create it as `secret_if_new` or at random. Raises OSError."""
+    """Read the secret in `path`, or write `secret_if_new` or random bytes there. Raises OSError."""
     for _ in range(2):
         try:
             with open(open_private(path), "rb") as file:
@@ -124,12 +124,12 @@ def block_tokens(window: int) -> int:
 
 
 def model_key(sha256: str, files: Sequence[str]) -> str:
-    """Return a model's key: its SHA-256, or the stamps of its `files` if that is "". Raises OSError."""
+    """Return a model's key: `sha256`, or the stamps of `files` if `sha256` is "". Raises OSError."""
     return sha256 or stamps(files)
 
 
 class BlockNames:
-    """Names one model's blocks of the KV cache.
+    """Computes the names of one model's KV blocks.
 
     `identity` is a digest of the model and of all settings that change the cache's contents.
     """
@@ -140,7 +140,7 @@ class BlockNames:
         self.block_tokens = block_tokens
 
     def root(self, adapters: AdapterKey = (), salt: str = "") -> bytes:
-        """Return the parent name of first blocks. Requests with different salts share no blocks."""
+        """Return the parent name of a prompt's first block, which differs by adapters and salt."""
         scales = "\0".join(f"{scale} {stamp}" for stamp, scale in adapters)
         return self._hash(b"root", self.identity, salt.encode(), scales.encode())
 
@@ -153,7 +153,7 @@ class BlockNames:
     def extend(self, chain: Chain, tokens: PromptTokens) -> None:
         """Append the names of further whole blocks of `tokens` to `chain`.
 
-        A block that would end inside a picture whose rows share positions contains all of it.
+        A block that would end inside a picture whose rows share positions contains the whole picture.
         """
         start = chain.ends[-1]
         while (block_end := tokens.block_end(start + self.block_tokens)) <= len(tokens):
@@ -171,7 +171,7 @@ class BlockNames:
         return self._hash(b"tail", parent, pack_tokens(tokens[:n_key]))
 
     def checkpoint(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Return the name of a block that ends at a checkpoint: a hash of 32, 64, 96 … first tokens."""
+        """Return the name of a block that ends at a checkpoint: a hash of its first 32 * n tokens."""
         n_key = len(tokens) // TAIL_KEY_TOKENS * TAIL_KEY_TOKENS
         return self._hash(b"point", parent, pack_tokens(tokens[:n_key]))
 
@@ -193,13 +193,13 @@ def owner_name(secret: bytes, conversation: str) -> str:
 
 @dataclass(slots=True)
 class Chain:
-    """Names and ends (tokens) of a prefix's whole blocks; the first are the root's name and 0."""
+    """Names and ends (tokens) of a prefix's whole blocks, after the root's name and end 0."""
 
     names: list[bytes]
     ends: list[int] = field(default_factory=lambda: [0])
 
     def index_at(self, n_tokens: int) -> int:
-        """Return the index of the last block within the first `n_tokens`; 0 is the root."""
+        """Return the index of the last block within the first `n_tokens`; 0, the root, for none."""
         return bisect_right(self.ends, n_tokens) - 1
 
 
