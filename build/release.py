@@ -100,9 +100,7 @@ def check_libpython() -> None:
         ctypes.CDLL(name)
     except OSError:
         package = f"libpython{sysconfig.get_python_version()}"
-        sys.exit(
-            f"error: {name}, which is to be packed, is missing\n\nhint: apt-get install {package}"
-        )
+        sys.exit(f"error: {name}, which is to be packed, is missing\n\nhint: apt-get install {package}")
 
 
 def freeze() -> Path:

@@ -1,7 +1,7 @@
 """Draw the README's screenshots: the real app as SVG, with a scripted engine, so that runs are equal.
 
-    .venv/bin/python scripts/screenshots.py            write docs/figures/chat-*.svg
-    .venv/bin/python scripts/screenshots.py --check    fail if these files are not up to date
+.venv/bin/python scripts/screenshots.py            write docs/figures/chat-*.svg
+.venv/bin/python scripts/screenshots.py --check    fail if these files are not up to date
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class ModelChoice(ModelSummary, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Literal["fits", "slow", "too big", ""]:
-        """Whether the model fits this machine: "slow" is slower than people read, "" means unknown."""
+        """Return whether the model fits this machine; "slow": slower than people read, "": unknown."""
         if self.fit is None:
             return ""
         return self.fit.group if self.fit.group in ("slow", "too big") else "fits"

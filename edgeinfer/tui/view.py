@@ -128,7 +128,7 @@ class Loader:
 
     @property
     def start_text(self) -> str:
-        """How the loaded model was started (`resumed in 84 ms`); no time before the first load."""
+        """Describe the loaded model's start (`resumed in 84 ms`); no time before the first load."""
         return self._engines.start_text
 
     @property
