@@ -346,13 +346,13 @@ def test_pictures_stand_before_the_prompt(engine, tmp_path, option):
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (["--image", "/nosuch"], "/nosuch: No such file or directory"),
+        (["--image", "/nosuch"], "/nosuch cannot be read: No such file"),
         (["--image", __file__], "the file is not a JPEG, PNG, WebP or GIF file"),
         (["--schema", "{not json"], "--schema: "),
         (["--schema", "/nosuch"], "--schema cannot be read"),
         (["--grammar", "/nosuch"], "--grammar cannot be read"),
         (["--system", "@/nosuch"], "--system cannot be read"),
-        (["--file", "/nosuch"], "/nosuch: No such file or directory"),
+        (["--file", "/nosuch"], "/nosuch cannot be read: No such file"),
         (["--schema", "{}", "--grammar", "x ::= y"], "not allowed with argument"),
         (["--max-tokens", "-5"], "'-5' is not a number between 1 and 1,000,000"),
         (["--temperature", "abc"], "'abc' is not a number between 0 and 10"),

@@ -171,9 +171,9 @@ TAMPERINGS = {
     "a bit of the model": (flip_file, "snapshot-corrupt", "has another digest"),
     "a bit of the config": (flip_config, "snapshot-corrupt", "has another digest"),
     "another config": (change_config, "snapshot-untrusted", "changed after it was signed"),
-    "a layer left out": (drop, "snapshot-corrupt", "has no sha256:"),
+    "a layer left out": (drop, "snapshot-corrupt", "has no blob sha256:"),
     "a layer cut short": (cut, "snapshot-corrupt", " bytes, not "),
-    "a symlink for a layer": (link, "snapshot-corrupt", "has no sha256:"),
+    "a symlink for a layer": (link, "snapshot-corrupt", "has no blob sha256:"),
     "no signature": (unsign, "snapshot-untrusted", "is not signed"),
     "another signer": (other_signer, "snapshot-untrusted", "a key that you do not trust"),
 }  # fmt: skip
@@ -217,7 +217,7 @@ def test_only_regular_files_of_an_image_folder_are_read(tmp_path, make):
     digest = "sha256:" + "0" * 64
     (tmp_path / "blobs/sha256").mkdir(parents=True)
     make(Layout(tmp_path).blob(digest))
-    with pytest.raises(SnapshotCorruptError, match="has no sha256:"):
+    with pytest.raises(SnapshotCorruptError, match="has no blob sha256:"):
         Layout(tmp_path).read_blob(digest, 5)
 
 
