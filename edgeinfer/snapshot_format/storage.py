@@ -157,12 +157,17 @@ def refuse_unsafe_ancestors(path: str) -> None:
     namespace of a process restored without root, no user has id 0, so the owner of "/" counts as root.
     """
     trusted = {0, os.getuid(), os.stat("/").st_uid}
+    effect = "could make edgeinfer run other code"
     while path.strip("/"):
         path = os.path.dirname(path)
         info, link = os.stat(path), os.lstat(path)
-        others_write = info.st_mode & 0o022 and not info.st_mode & 0o1000
-        if not {info.st_uid, link.st_uid} <= trusted or others_write:
-            raise SnapshotUnsafeError(f"other users can change {path}", hint=f"chmod go-w {path}")
+        if not {info.st_uid, link.st_uid} <= trusted:
+            problem = f"{path} belongs to another user, who {effect}"
+            hint = "set EDGEINFER_HOME to a folder that is, with all folders above it, yours or root's"
+            raise SnapshotUnsafeError(problem, hint=hint)
+        if info.st_mode & 0o022 and not info.st_mode & 0o1000:
+            problem = f"group or other users can write to {path}, so they {effect}"
+            raise SnapshotUnsafeError(problem, hint=f"chmod go-w {path}")
         if info.st_ino != link.st_ino or info.st_dev != link.st_dev:
             # the path ends with "/", so the call also checks the link's target itself
             refuse_unsafe_ancestors(os.path.join(os.path.dirname(path), os.readlink(path), ""))

@@ -144,7 +144,7 @@ def test_folder_of_each_link_on_the_way_is_checked(tmp_path, is_relative):
     for folder in [folders[-1] / "next", *(f for inner in folders for f in (inner, inner.parent))]:
         folder.chmod(0o777)
         for start in (path, f"{tmp_path}/root{path}"):
-            with pytest.raises(SnapshotUnsafeError, match="other users can change"):
+            with pytest.raises(SnapshotUnsafeError, match="other users can write to"):
                 storage.refuse_unsafe_ancestors(start)
         folder.chmod(0o755)
 

@@ -91,7 +91,7 @@ def test_what_makes_two_builds_one(field: str, value: str, fits: bool) -> None:
 def test_library_that_another_user_may_write_to_is_not_opened(shipped_folder: Path) -> None:
     path = put(backends.added_dir())
     path.chmod(0o666)
-    assert "other users can change" in backends.misfit(backends.find("vulkan"), BUILD)
+    assert "other users can write" in backends.misfit(backends.find("vulkan"), BUILD)
     path.chmod(0o644)
     backends.facts_path(path).unlink()
     assert "does not say which llama.cpp" in backends.misfit(backends.find("vulkan"), BUILD)
@@ -115,7 +115,8 @@ def test_who_may_write_to_a_library_or_a_folder_above_it(added: Path, mode: int,
     location.chmod(mode)
     is_exposed = mode & 0o022 and not (mode & stat.S_ISVTX)
     file = backends.read("cuda", added, added=True)
-    assert file.problem == (f"other users can change {location}" if is_exposed else "")
+    assert (f"group or other users can write to {location}," in file.problem) == bool(is_exposed)
+    assert is_exposed or not file.problem
     assert not is_exposed or file.fix == f"chmod go-w {location}"
 
 
@@ -133,8 +134,12 @@ def test_file_or_folder_of_another_user_is_exposed(
         return os.stat_result([*info[:4], uid, *info[5:]])
 
     monkeypatch.setattr(os, "stat", owned)
-    problem = f"other users can change {location}" if owner == "stranger" else ""
-    assert backends.read("cuda", added, added=True).problem == problem
+    file = backends.read("cuda", added, added=True)
+    if owner == "stranger":
+        assert file.problem.startswith(f"{location} belongs to another user")
+        assert "EDGEINFER_HOME" in file.fix
+    else:
+        assert not file.problem
 
 
 def test_other_library_in_the_folder_is_checked_too(added: Path) -> None:
