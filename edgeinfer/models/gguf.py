@@ -272,7 +272,7 @@ def read_model_header(path: str | os.PathLike[str], *, vocabulary: bool = True) 
                 raise InvalidGgufError(f"{header.path} says {key} is {value}: llama.cpp would abort")
     index, count = header.split
     if index >= count:
-        raise InvalidGgufError(f"{header.path} says it is part {index + 1} of {count}")
+        raise InvalidGgufError(f"{header.path} says it is part {index + 1} of only {count}")
     if index == 0 and not header.architecture:
         raise InvalidGgufError(f"{header.path} has no general.architecture: it is not a model")
     if count == 1 and not header.tensors:

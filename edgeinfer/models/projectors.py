@@ -64,10 +64,12 @@ def check(path: str | Path) -> GgufHeader:
     keys = ("image_size", "patch_size", "embedding_length")
     size, patch, width = (header.number(f"clip.vision.{key}", 1) for key in keys)
     n_patches = max(size**2, header.number("clip.vision.image_min_pixels")) // patch**2
-    if n_patches > max(_PATCHES, _PATCHES_BY_WIDTH * width):
-        raise InvalidGgufError(f"{path} makes too many patches: {n_patches} of width {width}")
+    most = max(_PATCHES, _PATCHES_BY_WIDTH * width)
+    if n_patches > most:
+        raise InvalidGgufError(f"{path} makes {n_patches} patches of a picture; the limit is {most}")
     if patch > size:
-        raise InvalidGgufError(f"{path} has patches of {patch} pixels, larger than pictures ({size})")
+        problem = f"{path} has patches of {patch} pixels, larger than its pictures"
+        raise InvalidGgufError(f"{problem} ({size} pixels)")
     if header.number("clip.vision.preproc_image_size") > _MOST_TILES * size:
         raise InvalidGgufError(f"{path} divides pictures into more than {_MOST_TILES} tiles per side")
     return header

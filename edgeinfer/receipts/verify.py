@@ -75,7 +75,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 def with_content(receipt: Receipt, whole: Receipt) -> Receipt:
     """Return a private receipt with the content of the complete form. Raises ReceiptError."""
     if whole.content is None or whole.content_sha256 != receipt.content_sha256:
-        hint = "give the complete form of the same receipt"
+        hint = "name the RECEIPT.content that was written with this receipt: `--content FILE`"
         raise ReceiptError("this content does not belong to the receipt", hint=hint)
     return msgspec.structs.replace(receipt, content=whole.content)
 
@@ -152,8 +152,8 @@ class ReceiptCheck:
             hint = f"check the receipt with edgeinfer {receipt.program!r}"
             raise ReceiptError(f"{problem} than this program's, {KERNEL_REVISION}", hint=hint)
         if not info.sha256:
-            hint = "record the digest: `edgeinfer pull FILE`"
-            raise ReceiptError(f"the digest of the file of {info.model} is unknown", hint=hint)
+            hint = "pull the file, which records its SHA-256: `edgeinfer pull FILE`"
+            raise ReceiptError(f"the SHA-256 of {info.model} is unknown", hint=hint)
         if info.sha256 != receipt.model_sha256:
             return f"{info.model} is not the receipt's model: its file has another digest"
         kv_type = str(info.choices["kv_type"].value)

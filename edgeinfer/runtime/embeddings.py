@@ -81,7 +81,7 @@ class Embedder:
         else:
             tokens = list(text)
             if any(not 0 <= t < vocab.n_vocab for t in tokens):
-                problem = f"input {index} has a token outside the vocabulary"
+                problem = f"input {index} has a token that is not 0 to {vocab.n_vocab - 1}"
                 raise InvalidRequestError(problem, param="input")
         return self._check_length(tokens, index, "input")
 

@@ -170,22 +170,26 @@ def newest(channel: Channel, folder: Path) -> Release:
             hint="install a published release, or build one (`make binary`, `make cuda`)",
         )
     release = parse_release(_get(channel, MANIFEST), _get(channel, MANIFEST + SIGNATURE), channel.keys)
-    if release.issued_s < _last_issued_s(folder / SEEN):
-        raise ReleaseUntrustedError("the server offers an older manifest than before")
+    last_issued_s = _last_issued_s(folder / SEEN)
+    if release.issued_s < last_issued_s:
+        problem = f"{channel.url} offers a release manifest issued on {_date(release.issued_s)}"
+        raise ReleaseUntrustedError(f"{problem}, older than one seen before ({_date(last_issued_s)})")
     if release.issued_s > time.time() + _CLOCK_S:  # recording this time would block later releases
-        day = time.strftime("%Y-%m-%d", time.gmtime(release.issued_s))
         raise ReleaseUntrustedError(
-            f"the release's manifest was issued on {day}, in the future",
+            f"the release's manifest was issued on {_date(release.issued_s)}, in the future",
             hint="check this machine's clock; if it is right, wait for the next release",
         )
     if release.expires_s < time.time():
-        day = time.strftime("%Y-%m-%d", time.gmtime(release.expires_s))
         raise ReleaseUntrustedError(
-            f"the release's manifest expired on {day}",
+            f"the release's manifest expired on {_date(release.expires_s)}",
             hint="check this machine's clock; if it is right, the server hides newer releases",
         )
     disk.write_durably(folder / SEEN, str(release.issued_s).encode())
     return release
+
+
+def _date(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_s))
 
 
 def _last_issued_s(file: Path) -> int:
@@ -242,7 +246,7 @@ def install(program: Path, release: Release, url: str, folder: Path, job: Job) -
     machine = platform.machine()
     file = release.files.get(machine)
     if file is None:
-        problem = f"{release.version} has no file for {machine}"
+        problem = f"the release {release.version} has no program for {machine}"
         raise ShippingError(problem, hint="build one: `make binary`")
     candidate = program.with_name(f".{program.name}-{release.version}")
     try:

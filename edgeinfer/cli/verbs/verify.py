@@ -146,7 +146,7 @@ def _share(text: str) -> float:
         share = float(text.removesuffix("%")) / 100
         if 0 < share <= 1:
             return share
-    raise argparse.ArgumentTypeError(f"{text!r} is not a share, such as 1%")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a percentage above 0 and up to 100, such as 1%")
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> VerifyResult:
@@ -200,7 +200,8 @@ def _read(document: Any, content: str | None) -> Receipt:
 def _load(receipt: Receipt, options: argparse.Namespace, host: EngineHost) -> Engine:
     name = options.model or receipt.model
     if not options.model and name.startswith(("/", ".", "~")):  # foreign receipts must not open files
-        raise ReceiptError(f"the receipt's model is a file, {name!r}", hint="name a model: `--model`")
+        problem = f"the receipt names its model by a path, {name!r}, which is never opened"
+        raise ReceiptError(problem, hint="name the model to check with: `--model MODEL`")
     load = typed_options.load_options(options, host.config.load)
     kv_type = options.kv_type or receipt.kv_type
     return host.engine(name, msgspec.structs.replace(load, kv_type=kv_type, is_counted=False))

@@ -191,7 +191,7 @@ class ModelCheckpoint:
         tensor = self.home[name].tensors[name]
         if tensor.dtype not in FLOATS:
             raise ConversionError(
-                f"{name} is of type {tensor.dtype}: quantized weights cannot be converted",
+                f"the tensor {name} is of type {tensor.dtype}: quantized weights cannot be converted",
                 hint="use the original repository in BF16 or F16, or one with GGUF files",
             )
         return tensor

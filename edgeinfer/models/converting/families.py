@@ -80,7 +80,8 @@ def attention_heads(config: Values) -> Heads:
     n_head_kv = n_head if n_kv is None else int(n_kv)
     if not 1 <= n_head_kv <= n_head or head_dim < 1:
         counts = f"{n_head} attention heads, {n_head_kv} key-value heads and a head_dim of {head_dim}"
-        raise ConversionError(f"config.json: {counts} do not fit together")
+        bounds = f"1 to {n_head} key-value heads and a head_dim of 1 or more are allowed"
+        raise ConversionError(f"config.json: {counts}; {bounds}")
     return Heads(n_head, n_head_kv, head_dim)
 
 

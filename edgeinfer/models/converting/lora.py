@@ -134,7 +134,7 @@ def _read_pairs(file: Safetensors, base: GgufHeader, family: Family) -> _Pairs:
 
 def _check_pair(name: str, pair: dict[str, Array], base: GgufHeader) -> tuple[Array, Array]:
     if len(pair) < 2:
-        raise ConversionError(f"{name} has only one of lora_A and lora_B", hint=_SAVE_AGAIN)
+        raise ConversionError(f"the tensor {name} has only one of lora_A and lora_B", hint=_SAVE_AGAIN)
     a, b = pair["A"], pair["B"]
     tensor = next((candidate for candidate in base.tensors if candidate.name == name), None)
     if tensor is None:
@@ -144,7 +144,7 @@ def _check_pair(name: str, pair: dict[str, Array], base: GgufHeader) -> tuple[Ar
     adapter_shape = (a.shape[-1], b.shape[0])
     if adapter_shape != shape or a.shape[0] != b.shape[-1] or not a.shape[0]:
         raise ConversionError(
-            f"{name} is {adapter_shape[1]} by {adapter_shape[0]} in the adapter, "
+            f"the tensor {name} is {adapter_shape[1]} by {adapter_shape[0]} in the adapter, "
             f"{list(shape[::-1])} in the base model",
             hint=_OTHER_BASE,
         )

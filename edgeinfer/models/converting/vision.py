@@ -66,7 +66,7 @@ def _qwen2_5(_config: Values, vision: Values, _pictures: Values) -> Values:
     blocks = list(vision["fullatt_block_indexes"])
     step = blocks[0] + 1
     if blocks != list(range(step - 1, step * len(blocks), step)) or vision["window_size"] != 112:
-        problem = "llama.cpp does not support these attention windows of the vision encoder"
+        problem = "llama.cpp needs evenly spaced fullatt_block_indexes and a window_size of 112"
         raise ConversionError(f"config.json: {problem}")
     keys = _qwen3(_config, vision | {"num_position_embeddings": 0}, _pictures)
     return keys | {"n_wa_pattern": step, "image_size": vision["image_size"]}
@@ -74,7 +74,7 @@ def _qwen2_5(_config: Values, vision: Values, _pictures: Values) -> Values:
 
 def _qwen3(_config: Values, vision: Values, _pictures: Values) -> Values:
     if vision["spatial_merge_size"] != 2 or vision["temporal_patch_size"] != 2:
-        problem = "llama.cpp supports only vision encoders that merge 2 x 2 patches"
+        problem = "llama.cpp needs a spatial_merge_size and a temporal_patch_size of 2"
         raise ConversionError(f"config.json: {problem}")
     side = math.isqrt(int(vision["num_position_embeddings"]))
     return {"image_size": side * vision["patch_size"], "spatial_merge_size": 2}
@@ -205,7 +205,8 @@ class _TowerConversion(Conversion):
                 continue
             name = self._name(_plain(source))
             if name is None:
-                raise ConversionError(f"llama.cpp's {self.tower.kind} lacks the tensor {source}")
+                problem = "llama.cpp has no name for this tensor of the vision encoder"
+                raise ConversionError(f"{source}: {problem} ({self.tower.kind})")
             whole = self.checkpoint.tensor(source).shape
             for part, shape, transform in self._parts(name, whole):
                 exact = len(shape) < 2 or "_embd" in name

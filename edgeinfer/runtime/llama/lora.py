@@ -114,7 +114,8 @@ class LoraAdapters:
         """
         named = {adapter.name: (adapter, _stamp(adapter)) for adapter in adapters}
         if len({stamp for _, stamp in named.values()}) < len(adapters):
-            raise InvalidRequestError("two LoRA adapters have the same name or file", param="lora")
+            problem = f"two of these LoRA adapters have the same name or file: {', '.join(named)}"
+            raise InvalidRequestError(problem, param="lora")
         for adapter in adapters:
             _check_scale(adapter.scale)
         stamps_before = self._loaded_stamps()

@@ -207,7 +207,7 @@ REFUSED = {
     "1 of 2 shards are missing: model-00001": lambda folder: (folder / SHARD).unlink(),
     "cannot be converted: .*: ValueError": with_torn_merges,
     "has no config.json: not a checkpoint": with_a_pipe_for_config,
-    "novelty.weight, which llama.cpp's llama lacks": with_a_tensor_too_many,
+    "novelty.weight: llama.cpp has no name for this tensor": with_a_tensor_too_many,
     "can run any program": with_pickles,
     "does not support the pre-tokenizer of tokenizer.json: 'x\\+'": with_other_splits,
 }

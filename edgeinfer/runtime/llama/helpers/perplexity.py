@@ -48,7 +48,7 @@ def measure(argv: list[str]) -> dict[str, float]:
     if scored < 1:
         raise UsageError(f"the text has {len(tokens)} tokens; at least {SKIPPED_TOKENS + 2} are needed")
     if any(Vocab(model).n_vocab != vocab.n_vocab for model in models):
-        raise UsageError("the two files have different vocabularies")
+        raise UsageError(f"{argv[0]} and {argv[3]} have different vocabularies")
     params = libllama.lib().llama_context_default_params()
     params.n_ctx = len(tokens)
     params.n_batch = params.n_ubatch = params.n_outputs_max = _BATCH_TOKENS
