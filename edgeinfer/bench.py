@@ -358,7 +358,7 @@ class MeasuredServer:
 
 def _rate(tokens: int, seconds: float, joules: float | None) -> Sample:
     if tokens < 1 or seconds <= 0:
-        raise ServeError("an answer was too short to be measured", hint="use more tokens: -p, -n")
+        raise ServeError("an answer was too short to be measured", hint="use more: `-p 512 -n 128`")
     return Sample(tokens / seconds, "tokens/s", None if joules is None else joules / tokens)
 
 

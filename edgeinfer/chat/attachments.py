@@ -142,7 +142,7 @@ def from_bytes(name: str, data: bytes) -> Attachment:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{name} is not UTF-8 text", hint="use `iconv -t utf-8`") from error
+        raise UsageError(f"{name} is not UTF-8 text", hint="use `iconv -f CODE -t utf-8`") from error
     return Attachment(name=name, text=text)
 
 

@@ -350,7 +350,7 @@ class Commander:
                     position = "last" if step > 0 else "first"
                     self.front.show_text(f"That is the {position} alternative.")
                 return
-        raise UsageError("there are no alternatives", hint="`/regen` makes one")
+        raise UsageError("no answer of this conversation has an alternative", hint="`/regen` makes one")
 
     def _edit(self, argument: str) -> None:
         questions = [t for t in self.session.path if t.role == "user"]

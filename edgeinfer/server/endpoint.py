@@ -111,10 +111,10 @@ class Endpoint:
         is_only = key != "" and not self._by_key[key]
         if self.in_flight >= self.limits.max_requests and not is_only:
             self.metrics.refused.labels("requests").inc()
-            raise problems.unavailable("Too many requests at once.", "queue_full", 1)
+            raise problems.unavailable("Too many requests at once: try again later.", "queue_full", 1)
         if key and self._by_key[key] >= self.limits.max_per_key:
             self.metrics.refused.labels("per_key").inc()
-            raise problems.too_many("Too many requests at once for this key.", 1)
+            raise problems.too_many("Too many requests at once for this key: try again later.", 1)
         self._by_key[key] += 1
         self.metrics.in_flight.inc()
 

@@ -67,7 +67,8 @@ async def decode(context: RequestContext, kind: type[T]) -> T:
     if context.dialect.checks_body_type:
         _check_type(headers.get("content-type", "application/json"))
     if headers.get("content-encoding", "identity").lower() != "identity":
-        raise Problem(415, "The body must not be compressed.", code="unsupported_media_type")
+        message = "The body must not be compressed: leave out the header `content-encoding`."
+        raise Problem(415, message, code="unsupported_media_type")
     raw = context.body
     if raw is None:
         raw = context.body = await read_body(context)

@@ -128,7 +128,7 @@ class BuiltinFiles(Builtin):
         """Yield a descriptor of the folder of `path`, and the file's name. Links are not followed."""
         *folders, name = path.split("/")
         if path.startswith("/") or ".." in (*folders, name):
-            raise RefusedError(f"{path} is outside of the folder")
+            raise RefusedError(f"{path} is outside of the folder of these tools")
         if self._is_own(path):
             raise RefusedError(f"{path} is inside edgeinfer's data folders")
         holder = os.open(self._folder, _FOLDER)

@@ -108,7 +108,7 @@ class Web(Builtin):
         addresses = [ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in rows]
         for address in addresses:
             if not _is_public(address) and not any(address in network for network in self._networks):
-                raise RefusedError(f"{host} has the private address {address}, which is not listed")
+                raise RefusedError(f"{host}: the private address {address} is not in tools.fetch-hosts")
         return addresses[0]
 
 

@@ -188,7 +188,7 @@ class RemoteEngine(ForwardingEngine):
             self._wire.close()
             if isinstance(frame, CallFailed):
                 raise from_fields(frame.error)
-            raise EngineClosedError("the worker process died while it started")
+            raise EngineClosedError("the worker process died before its model was loaded")
 
     @property
     def is_open(self) -> bool:

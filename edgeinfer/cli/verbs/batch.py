@@ -143,7 +143,7 @@ def answer(
         output = stack.enter_context(_open_output(path))
         is_result_elsewhere = _is_stdout(output)
         if is_result_elsewhere and options.json:
-            raise UsageError("stdout is for the result (--json)", hint="name a file for the answers")
+            raise UsageError("--json needs stdout for its result", hint="name a file for the answers")
         answers = read_output(output) if _is_file(output) else {}
         todo = [line for line in lines if answers.get(line.custom_id, True)]
         failed = {line.custom_id for line in todo} & answers.keys()

@@ -58,7 +58,7 @@ def embeddings(context: RequestContext, body: EmbeddingRequest, engine: Engine) 
         hint = "choose an embedding model: `edgeinfer list`"
         raise InvalidRequestError(problem, param="model", hint=hint)
     if body.dimensions not in (None, info.n_embd):
-        message = f"this model's embeddings have {info.n_embd} dimensions"
+        message = f"dimensions must be {info.n_embd}, the size of {info.model}'s embeddings"
         raise InvalidRequestError(message, param="dimensions")
     vectors = [_encode_vector(vector, body.encoding_format) for vector in engine.embed(texts)]
     data = [Embedding(index=i, embedding=vector) for i, vector in enumerate(vectors)]

@@ -130,7 +130,7 @@ class Builder:
             if int(init_link.recv(64) or b"0") == signal.SIGKILL:
                 raise registry.killed_error("the process that loaded the model")
             hint = _tail(self._folder / storage.PARK_LOG)
-            raise DumpError("the process to park died while it loaded the model", hint=hint)
+            raise DumpError("the process that loaded the model for the snapshot died", hint=hint)
         return msgspec.json.decode(content, type=ParkedProcess)
 
     def _init(

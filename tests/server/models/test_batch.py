@@ -263,7 +263,7 @@ def test_answers_on_stdout_are_followed_by_nothing(files, tmp_path, kind):
 def test_stdout_is_refused_as_output_if_the_result_goes_there_as_json(files, tmp_path, monkeypatch):
     paths = files(_chat("a"))
     monkeypatch.setattr(batch, "_is_stdout", lambda _output: True)
-    with pytest.raises(UsageError, match="stdout is for the result"):
+    with pytest.raises(UsageError, match="needs stdout for its result"):
         _run(paths, None, "--json")
 
 
