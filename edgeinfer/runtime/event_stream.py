@@ -219,9 +219,9 @@ class RepetitionWatch:
         self._is_in_code = False
 
     def add(self, text: str) -> int | None:
-        """Add generated text; return after how many of its characters a loop was detected, or None.
+        """Add generated text; return after how many of its characters a loop was detected.
 
-        The result does not depend on how the answer is split into pieces.
+        None if there is no loop. The result does not depend on how the answer is split into pieces.
         """
         for i, character in enumerate(text, 1):
             self._tail = (self._tail + character)[-_TIMES * _LONGEST_PART :]

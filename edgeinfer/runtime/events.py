@@ -153,7 +153,7 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", tag_field="type"):
-    """The end of a generation. `stop_sequence` is the stop string that ended the text, or None."""
+    """The end of a generation. `stop_sequence` is the stop string that caused it; None for none."""
 
     reason: FinishReason
     usage: Usage

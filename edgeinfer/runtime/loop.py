@@ -73,7 +73,7 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End the decode thread; new work starts another. Raises EngineError if requests remain."""
+        """End the decode thread; new work starts a new one. Raises EngineError if requests remain."""
         with self._changed:
             if self.n_requests:
                 raise EngineError(f"{self.n_requests} requests are still running")

@@ -75,8 +75,10 @@ def choose_parallel(
 def choose_kv_type(options: LoadOptions, shape: Shape, free_bytes: int) -> Chosen:
     """Choose the type of the KV cache (decision 082).
 
-    "auto" means f16 if it holds the requested context (by default the trained one, at most 32,768
-    tokens), otherwise q8_0, which needs about half of the memory.
+    "auto" means f16 if an f16 cache of the requested context fits into `free_bytes`. Without a
+    requested context, a cache of the trained one (at most 32,768 tokens) must fit into half of
+    `free_bytes`. Otherwise "auto" means q8_0, which needs about half of the memory, or f16 if flash
+    attention is off or the model's cache cannot be quantized.
     """
     if options.kv_type != "auto":
         return Chosen(options.kv_type, "as asked")

@@ -19,9 +19,10 @@ _ROW, _FIRST, _WITHOUT_POSITION, _FIRST_IN_PLACE = range(4)
 
 
 def row_tokens(key: bytes, n_rows: int, n_positions: int = 0) -> list[int]:
-    """Return pseudo-tokens for a picture with `n_rows` rows; `key` identifies the picture.
+    """Return the pseudo-tokens of a picture: one negative number for each of its `n_rows` rows.
 
-    With M-RoPE the rows take `n_positions` (1 to `n_rows`); 0 means that each row takes one.
+    `key` identifies the picture. With M-RoPE, the picture takes `n_positions` positions (1 to
+    `n_rows`); 0 means one position for each row.
     """
     hashed = hashlib.shake_128(key).digest(4 * n_rows)
     kinds = [_WITHOUT_POSITION if 0 < n_positions <= i else _ROW for i in range(n_rows)]

@@ -248,7 +248,7 @@ class Vision:
             self._encodings.clear()
 
     def leave(self, digest: bytes, rows: Future[list[Rows]]) -> None:
-        """Record that a request no longer needs `rows`; cancel their encoding if no other does."""
+        """Record that a request no longer needs `rows`; cancel their encoding if no request does."""
         with self._lock:
             encoding = self._encodings.get(digest)
             if encoding is not None and encoding.rows is rows:

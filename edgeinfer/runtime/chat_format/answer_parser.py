@@ -128,7 +128,10 @@ class AnswerParser:
         return True
 
     def _find_marker(self) -> bool:
-        """Emit the text before the next marker; end the reasoning or begin a tool call there."""
+        """Emit the text before the next marker; end the reasoning or begin a tool call there.
+
+        Returns False if the rest must wait for more text.
+        """
         markers = self._form.begin
         if self._phase == "thinking":
             markers = self._ends_of_reasoning

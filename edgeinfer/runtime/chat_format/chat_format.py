@@ -242,7 +242,7 @@ class ChatFormat:
     def _constraint(
         self, request: GenerateRequest, tools: tuple[Tool, ...]
     ) -> tuple[Constraint | Lark | None, bool]:
-        """Return the constraint, and whether it guarantees well-formed tool calls."""
+        """Return the constraint (None: none), and whether it guarantees well-formed tool calls."""
         if not tools:
             return request.constraint, False
         mode = request.tool_choice.mode
@@ -261,7 +261,11 @@ class ChatFormat:
         return Lark(source, (("answer", lark_parts(constraint)[0]),))
 
     def _make_grammar(self, key: bytes) -> tuple[Lark | None, bool]:
-        """Make the grammar of tool calls for `key`: cache salt, tools and tool choice as JSON."""
+        """Make the grammar of tool calls for `key`: cache salt, tools and tool choice as JSON.
+
+        Returns the grammar and True; (None, False) if calls are optional ("auto") and the notation of
+        calls, or of the reasoning, does not allow a grammar.
+        """
         salt, tools, choice = msgspec.json.decode(key, type=tuple[str, tuple[Tool, ...], ToolChoice])
         request = GenerateRequest(cache_salt=salt, tools=tools, tool_choice=choice)
         vocab = self._facts.vocab

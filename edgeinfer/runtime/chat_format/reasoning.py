@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSpan:
-    """Markers before and after the reasoning. `plain`: marker of an answer without reasoning, or ""."""
+    """Markers before and after the reasoning; `plain` (or "") begins an answer without reasoning."""
 
     open: str
     close: str

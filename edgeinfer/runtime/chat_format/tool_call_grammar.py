@@ -206,7 +206,8 @@ def _fault_of(parameters: bytes, salt: str) -> tuple[str, str] | None:
 
 
 def schema_fault(tool: Tool, salt: str) -> tuple[str, str] | None:
-    """Return (JSON pointer, message) for the part of a schema that cannot be enforced, or None.
+    """Return (JSON pointer, message) for the part of a tool's schema that cannot be enforced; None if
+    the whole schema can be.
 
     Results are cached per `salt`, so that timing does not reveal another client's schemas.
     """

@@ -56,10 +56,10 @@ class LibraryFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackendFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend library on this machine. `problem`: why it cannot be used, or ""; `fix`: what to do.
+    """A backend library on this machine. `problem`: why it cannot be used, "" if it can.
 
-    `added`: the user has added the library to the data folder; it did not come with the program.
-    `stamp` identifies the file's content.
+    `fix`: what to do about the problem. `added`: the user has added the library to the data folder; it
+    did not come with the program. `stamp` identifies the file's content.
     """
 
     name: str

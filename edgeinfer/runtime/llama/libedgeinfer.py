@@ -121,7 +121,7 @@ def level_of(variant: str) -> str:
 
 
 def arm_level(hwcap: int, hwcap2: int) -> str:
-    """Return the kernel level for an arm64 processor with these values of AT_HWCAP and AT_HWCAP2."""
+    """Return the kernel level of an arm64 processor by its AT_HWCAP and AT_HWCAP2; "" if too old."""
     if not hwcap & _ASIMDDP:
         return ""
     return "i8mm" if hwcap2 & _I8MM else "dotprod"

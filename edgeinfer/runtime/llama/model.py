@@ -341,7 +341,7 @@ def context_params(
 def open_context(
     model: Any, options: LoadOptions, *, n_cells: int, pooling: int | None = None, **limits: int
 ) -> LlamaContext:
-    """Make another context of a model, with `limits` of `context_params`.
+    """Make a context in addition to the main one; `limits` are arguments of `context_params`.
 
     With `pooling` (llama.cpp's number), the context computes embeddings. Raises ModelLoadError,
     OutOfMemoryError.

@@ -211,7 +211,7 @@ class WriterThread:
             return self._changed.wait_for(lambda: self.is_idle, timeout_s)
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish the jobs and end the thread; after the timeout, drop other jobs and return False."""
+        """Finish the jobs and end the thread; after the timeout, drop the rest and return False."""
         deadline = time.monotonic() + timeout_s
         done = self.flush(timeout_s)
         with self._changed:
@@ -290,7 +290,7 @@ class BlockFolder:
         return _longest(self._stored_tokens(self._tail_names(parent, tokens)), tokens)
 
     def find_superseded(self, parent: bytes, tokens: list[int], by: bytes) -> bytes | None:
-        """Return the name of a partial block that block `by` with `tokens` contains, or None."""
+        """Return the name of a partial block that block `by` with `tokens` contains; None for none."""
         blocks = self._stored_tokens(self._tail_names(parent, tokens))
         return next((n for n, stored in blocks if n != by and tokens[: len(stored)] == stored), None)
 

@@ -50,7 +50,7 @@ class _PendingWrite:
 
 
 class RoundtripVerdict:
-    """Runs a model's check once and stores the `outcome`: "" before, "exact", or what failed."""
+    """Runs a round-trip check once; stores the `outcome`: "" before, "exact", or what failed."""
 
     def __init__(self, folder: BlockFolder, check: RoundtripCheck) -> None:
         self._folder, self._check = folder, check

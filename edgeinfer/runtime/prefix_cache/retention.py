@@ -225,7 +225,7 @@ def agent_blocks(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
 
 
 def boundary_blocks(folder: Path, parent: str) -> tuple[str, ...]:
-    """Return the blocks recorded after `parent`, if it is the last block that sessions share."""
+    """Return the blocks recorded after `parent`; () unless it is the last block that sessions share."""
     agents = (agent for _, agent in _read_all(folder))
     return next((agent.following for agent in agents if agent.shared[-1:] == (parent,)), ())
 

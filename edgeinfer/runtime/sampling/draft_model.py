@@ -207,7 +207,7 @@ class DraftModel:
 
 
 class ModelDrafting(Drafting):
-    """Drafts with a draft model or from the text, by the higher expected rate (tokens/s)."""
+    """Drafts from the draft model or the text, whichever promises the higher rate (tokens/s)."""
 
     def __init__(
         self,

@@ -370,7 +370,7 @@ def locate(
 ) -> tuple[str, str]:
     """Return the JSON pointer and the error of the innermost subschema that fails to compile.
 
-    `complaint` compiles a schema and returns its error, or "". After `seconds`, the result is "#".
+    `complaint` compiles a schema and returns its error ("": none). After `seconds`, the pointer is "#".
     """
     deadline = time.monotonic() + seconds
     draft = {"$schema": root["$schema"]} if "$schema" in root else {}

@@ -111,7 +111,7 @@ class AnswerFile:
         return 0, 0
 
     def add(self, owner: int, tokens: Sequence[int]) -> None:
-        """Append an answer. Raises OSError."""
+        """Append an answer to the ring, and its hashes to the tables. Raises OSError."""
         entry = np.array([-owner, *tokens[: RING // 4], _END], np.int32)
         with self._file_lock():
             start = self._word(0)
@@ -213,7 +213,7 @@ class PastAnswers:
                 return None
 
     def add(self, salt: str, conversation: str, tokens: Sequence[int]) -> None:
-        """Append an answer. Raises OSError, SnapshotUnsafeError."""
+        """Append an answer to the file of `salt`. Raises OSError, SnapshotUnsafeError."""
         with self._lock:
             self._open(salt).add(owner_number(self._secret, conversation), tokens)
 

@@ -32,7 +32,7 @@ def _basic_plane() -> str:
 
 
 def enforceable(pattern: str) -> list[str] | None:
-    """Return patterns that must all match instead of `pattern`, or None. Raises ValueError."""
+    """Return patterns that together mean `pattern`; None if that is impossible. Raises ValueError."""
     parts = without_look_aheads(pattern) if _LOOK_AROUND.search(pattern) else [pattern]
     return parts and [narrow(pattern_part) for pattern_part in parts]
 

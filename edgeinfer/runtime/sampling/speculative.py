@@ -30,17 +30,19 @@ from edgeinfer.runtime.sampling.past_answers import (
 
 #: Maximum number of draft tokens that a step verifies for one sequence.
 MAX_DRAFT = 15
-#: Numbers of rows for which the cost of a step is measured; between them it is interpolated. The last
-#: one is measured when such a step first runs, because its logits would add to the size of a snapshot.
+#: Batch sizes (rows, i.e. tokens) whose step cost `measure` measures; between them it is interpolated.
+#: The cost of the largest is extrapolated, and corrected by real steps: a measurement before the dump
+#: would allocate logits that the snapshot then contains.
 _ROWS = (1, 2, 4, 8, 16, 32)
 #: Costs assumed before the first measurement: two to three times those of edgeinfer's kernels.
 _ASSUMED = (1.0, 1.35, 2.0, 3.3, 6.0, 11.5)
 #: How long (s) costs are measured at first.
 _MEASURE_S = 0.7
-#: Weights of a new measurement in moving averages: of a step without drafts, of a step with drafts, and
-#: of a cost (1.0 if the old cost was only assumed).
+#: Weight of a step without drafts in the average time of such steps.
 _PLAIN_WEIGHT = 0.1
+#: Weight of a step with drafts in that average, and of a step without drafts in the last `_ROWS` cost.
 _DRIFT = 0.03
+#: Least weight of a step with drafts in a cost; an assumed or extrapolated cost begins with 1.0.
 _CURVE_WEIGHT = 0.08
 #: Tokens are drafted only if they should gain this many times their cost, because times are noisy.
 _MARGIN = 1.3
@@ -61,7 +63,7 @@ class StepCurve:
         self._plain_s: dict[int, float] = {}
 
     def measure(self, step_s: Callable[[int], float]) -> None:
-        """Measure all costs; `step_s(rows)` runs a step with `rows` rows and returns its time (s)."""
+        """Measure costs. `step_s(rows)` runs a step with `rows` rows and returns its time (s)."""
         measured = _ROWS[:-1]
         best, until = [math.inf] * len(measured), time.monotonic() + _MEASURE_S
         while time.monotonic() < until:
@@ -363,7 +365,7 @@ class Drafting:
         self.use_answers(None)
 
     def propose(self, tokens: Sequence[int], room: int, budget: DraftBudget) -> list[int]:
-        """Return the draft tokens of this step, at most `room`."""
+        """Return up to `room` draft tokens for this step; [] if there are none, or none would pay."""
         drafter, limit = self._drafter, min(MAX_DRAFT, room)
         if drafter is None or limit <= 0:
             return []

@@ -88,14 +88,17 @@ class BatchPlanner:
         return is_short and all(s.n_generated == 1 for s in decoding)
 
     def _next_picture(self, ready: list[Sequence]) -> Sequence | None:
-        """Return a sequence whose next tokens are a picture, or None; None in every second step."""
+        """Return a sequence whose next tokens are a picture; None if there is none.
+
+        If other sequences have text to compute, every second step is theirs: then None, too.
+        """
         with_picture = [s for s in ready if s.picture is not None]
         is_turn = bool(with_picture) and not (self._was_picture and len(with_picture) < len(ready))
         self._was_picture = is_turn
         return with_picture[0] if is_turn else None
 
     def _add_picture(self, seq: Sequence, *, is_unbatched: bool) -> list[BatchEntry]:
-        """Add rows of the next picture of `seq`. The step computes nothing else."""
+        """Add rows of the next picture of `seq`, and nothing else; return [] if cells are lacking."""
         span, past = seq.picture, seq.n_past
         assert span is not None
         n, chunk = span.end - past, span.chunk
@@ -159,7 +162,7 @@ class BatchPlanner:
         return entries
 
     def _max_invariant_tokens(self, *, is_unbatched: bool) -> int:
-        """Return how many tokens a step may have so that its results equal unbatched ones."""
+        """Return how many tokens a step may have to be batch-invariant; 0 if it cannot be."""
         invariance = self.batch_invariance
         is_beyond = invariance.max_cells is not None and self.kv.used_cells > invariance.max_cells
         # the cells of a rejected draft change the order in which attention sums, and so rounds
@@ -233,7 +236,7 @@ class BatchPlanner:
         return BatchEntry(seq, first_output, tokens, drafts, has_output=has_output, is_prefill=True)
 
     def _replayable(self, seq: Sequence) -> tuple[int, ...]:
-        """Return the next tokens of a replayed answer, which can be verified like drafts."""
+        """Return the next tokens of a replayed answer, to verify like drafts; () if there are none."""
         replay = seq.request.replay
         if replay is None or not self.kv.supports_truncation:
             return ()

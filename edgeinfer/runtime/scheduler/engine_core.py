@@ -117,7 +117,9 @@ class EngineCore:
                 for entry in entries:
                     self.prefixes.preempt(entry.seq, keep=False)
             return
-        self.counters.steps_total += 1  # now: a client that has its answer may read the counter
+        # count before the output processor sends answers: a client may read the counter as soon as it
+        # has its answer
+        self.counters.steps_total += 1
         self._output_processor.process(entries)
         self.counters.python_seconds_total += time.perf_counter() - began - decode_s
         self.prefixes.write_blocks(is_idle=False)
@@ -164,7 +166,7 @@ class EngineCore:
     def switch_context(
         self, context: LlamaContext, n_ctx: int, *, has_copy: bool, on_device: bool
     ) -> None:
-        """Continue with another context, on a GPU (`on_device`) or the CPU.
+        """Continue with `context`, on a GPU (`on_device`) or the CPU, instead of the present one.
 
         `has_copy`: the new context has a copy of all cells; otherwise sequences are prefilled again.
         Call this between steps, while no prefix cache is attached. A GPU is not batch-invariant in any

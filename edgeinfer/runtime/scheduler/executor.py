@@ -95,7 +95,7 @@ class Executor:
         return self._low_priority_thread.submit(self._decode_or_abort, entries).result()
 
     def shutdown(self) -> None:
-        """End the low-priority thread. The next step that needs one starts another."""
+        """End the low-priority thread. The next step that needs one starts a new one."""
         if self._low_priority_thread is not None:
             self._low_priority_thread.shutdown()
             self._low_priority_thread = None

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 
 
 def try_projector(path: str, model: Any, n_threads: int) -> str:
-    """Return why the projector does not work, or ""."""
+    """Encode a picture; return why the projector cannot do that, "" if it can."""
     try:
         projector = Projector(path, model, n_threads)
         for width, height in _SIZES:
