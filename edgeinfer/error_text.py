@@ -72,7 +72,7 @@ def row(kind: type[e.EdgeInferError]) -> tuple[int, str]:
 
 
 def hint(error: e.EdgeInferError) -> str:
-    """Return the error's hint, or "" if there is none."""
+    """Return the error's own hint, otherwise the hint of its class; "" if there is none."""
     return error.hint if error.hint is not None else row(type(error))[1]
 
 

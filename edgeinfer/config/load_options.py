@@ -232,7 +232,7 @@ def snapshot_options(options: object) -> dict[str, str]:
 def first_difference(
     launch: dict[str, str], requested: dict[str, str], actual: dict[str, str], *, is_named: bool = False
 ) -> str:
-    """Return the first option in which a launch differs from a snapshot, or "".
+    """Return the first option in which a launch differs from a snapshot; "" if none does.
 
     All three are dicts of field → text: `launch` has the launch's options, `requested` the build's,
     `actual` the values that the build's load chose. An option that the launch leaves out must have been

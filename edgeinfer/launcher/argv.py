@@ -84,7 +84,10 @@ class CommandLine:
 
     @property
     def first_word(self) -> str:
-        """Word that may name a model: the first one, for `batch` the value of `--model`; or ""."""
+        """Word that may name a model: the first one, for `batch` the value of `--model`.
+
+        "" if there is none, or if it is longer than a name.
+        """
         first = self.value("--model") if self.verb == "batch" else "".join(self._positionals[:1])
         return first if len(first) < _LONGEST_NAME else ""
 

@@ -63,7 +63,7 @@ def spellings(text: str) -> Iterator[str]:
 
 
 def did_you_mean(text: str, catalog: Iterable[str], local_names: Iterable[str] = ()) -> str | None:
-    """Return a hint with the most similar names in the catalogue and of local models, or None."""
+    """Return a hint with the most similar names of the catalogue and of local models; None for none."""
     near = similar_names(text, catalog, local_names)
     return f"did you mean {' or '.join(near)}? `edgeinfer list` shows every model" if near else None
 

@@ -85,7 +85,7 @@ def check_fits(path: str | Path, model: GgufHeader) -> None:
 
 
 def find_fitting(candidates: Iterable[str | Path], model: GgufHeader) -> str:
-    """Return the path of the smallest valid projector for the model, or ""."""
+    """Return the path of the smallest of `candidates` that fits the model; "" if none does."""
     projectors = []
     for path in candidates:
         with suppress(InvalidGgufError):

@@ -174,7 +174,10 @@ def _type_in_source(plan: PullPlan) -> str:
 
 
 def _find_unchanged(plan: PullPlan, job: Job) -> PulledModel | None:
-    """Return the stored model, None if its files have changed. Files with another mtime are hashed."""
+    """Return the stored model; None if there is none, or if a file is missing or has changed.
+
+    A file whose mtime differs from the recorded one is hashed.
+    """
     record = store.read_record(names.pulled_folder(plan.ref))
     if record is None:
         return None
@@ -274,7 +277,7 @@ def _verify(
 
 
 def _difference(file: FetchedFile, size_bytes: int, promises: dict[str, str], job: Job) -> str:
-    """Hash a file; return how it differs from its size and promised SHA-256s (by origin), or ""."""
+    """Hash a file; return how it differs from its size or promised SHA-256s, "" if it does not."""
     if size_bytes and file.size_bytes != size_bytes:
         return f"has {file.size_bytes} bytes, not {size_bytes}"
     file.found_sha256 = sha256_of(file.path, job.report)

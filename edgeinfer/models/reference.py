@@ -143,7 +143,7 @@ def _hides_the_catalogue(text: str, model: ExternalModel) -> bool:
 
 
 def find(text: str) -> ModelRef | None:
-    """Return the model that `text` names, or None if `text` is something else, such as a prompt.
+    """Return the model that `text` names; None if `text` is something else, such as a prompt.
 
     Raises CatalogError if a stored record is damaged.
     """
@@ -210,7 +210,7 @@ def _files_of_pulled(pulled: PulledModel, entry: Model | None) -> ModelFiles:
 
 
 def _projector(pulled: PulledModel, entry: Model | None) -> str:
-    """Return the path of the projector: the catalogue's, the pulled or a neighbouring one, or ""."""
+    """Return the path of the catalogue's, the pulled or a neighbouring projector; "" for none."""
     if entry is not None and entry.projector and entry.projector_source is None:
         path = Path(entry.projector).expanduser().absolute()
         projectors.check(path)

@@ -166,7 +166,10 @@ def read_record(folder: Path) -> PulledModel | None:
 
 
 def find_pulled(text: str) -> PulledModel | None:
-    """Return the pulled model that `text` names, or None. Raises CatalogError for a damaged record."""
+    """Return the pulled model that `text` names; None if there is none.
+
+    Raises CatalogError for a damaged record.
+    """
     with suppress(UsageError):
         if record := read_record(names.pulled_folder(names.parse_reference(text))):
             return record

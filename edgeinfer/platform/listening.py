@@ -38,7 +38,10 @@ def bind(host: str, port: int) -> list[int]:
 
 
 def activated_sockets() -> list[int]:
-    """Return systemd's listening sockets (sd_listen_fds(3)). Raises ServeError for other files."""
+    """Return the listening sockets that systemd passed (sd_listen_fds(3)); [] if it passed none.
+
+    Raises ServeError if a descriptor is not a listening socket.
+    """
     count = os.environ.pop("LISTEN_FDS", "")
     pid = os.environ.pop("LISTEN_PID", "")
     os.environ.pop("LISTEN_FDNAMES", None)

@@ -96,7 +96,7 @@ def _ask_kernel(family: int, local: tuple[str, int], remote: tuple[str, int]) ->
 
 
 def _shutdown(answer: bytes) -> int:
-    """Return which directions the peer has closed: the kernel's `sk_shutdown` bits."""
+    """Return which directions the peer has closed: the kernel's `sk_shutdown` bits, 0 for none."""
     offset = _HEADER.size + _MESSAGE_BYTES
     while offset + 4 < len(answer):
         length, kind = struct.unpack_from("=HH", answer, offset)

@@ -144,7 +144,10 @@ class ReceiptCheck:
         return difference or self._compare_text(generated, request.prompt)
 
     def _other_model(self) -> str:
-        """Return how the model differs, or "". Raises ReceiptError if this engine cannot check it."""
+        """Return how the loaded model differs from the receipt's; "" if it is the same.
+
+        Raises ReceiptError if this engine cannot check the receipt.
+        """
         receipt, info = self._receipt, self._engine.info
         is_newer = receipt.kernel_revision % _REVISIONS > KERNEL_REVISION % _REVISIONS
         if is_newer or receipt.kernel_revision >= 2 * _REVISIONS:

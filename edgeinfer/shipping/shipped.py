@@ -81,8 +81,9 @@ def trust_certificates() -> None:
 
 
 def prefer_newer_cxx(folders: tuple[str, ...] = _LIBRARIES) -> str:
-    """Load this system's C++ library if it is newer than the bundled one; return its path, or "".
+    """Load this system's C++ library if it is newer than the bundled one.
 
+    Returns the library's path; "" if it is not newer, or cannot be loaded.
     A process has only one libstdc++, and a GPU driver may need a newer one than the bundled one; newer
     versions also serve older programs. The target of the link `libstdc++.so.6` has the version.
     """

@@ -388,7 +388,7 @@ def _name_source(file: Path) -> None:
 
 
 def _link_or_copy(file: Path, target: Path) -> None:
-    """Make `target` a hard link to `file`, or, on another disk, a copy."""
+    """Make `target` a hard link to `file`; a copy if that fails, e.g. on another disk."""
     target.unlink(missing_ok=True)
     try:
         os.link(file, target)

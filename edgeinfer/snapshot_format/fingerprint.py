@@ -62,7 +62,7 @@ def _models_toml() -> str:
 
 
 def _cpu() -> str:
-    """Return the first processor's family and features, from the first 4 KB of /proc/cpuinfo."""
+    """Return the first processor's family and features, from /proc/cpuinfo; "" without that file."""
     try:
         fd = os.open("/proc/cpuinfo", os.O_RDONLY)
     except OSError:

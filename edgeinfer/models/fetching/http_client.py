@@ -50,7 +50,7 @@ def client(origin: str, timeout: float | httpx2.Timeout) -> Iterator[httpx2.Clie
 
 
 def refuse_downgrade(origin: str, asked: httpx2.URL, target: httpx2.URL) -> None:
-    """Raise DownloadError if a redirect leads from HTTPS to HTTP, or to another scheme."""
+    """Raise DownloadError if a redirect leads from HTTPS to HTTP, or to neither of these."""
     if target.scheme == "https" or target.scheme == asked.scheme == "http":
         return
     destination = "an unencrypted address" if target.scheme == "http" else f"a {target.scheme}: address"
@@ -95,7 +95,8 @@ def range_headers(start: int, validator: str) -> dict[str, str]:
 def parse_range(response: httpx2.Response, start: int) -> tuple[int, int | None]:
     """Return where the response's body begins in the file, and the file's length (None if unknown).
 
-    `start` is the requested beginning. Raises DownloadError or RetryableError for another range.
+    `start` is the requested beginning. Raises RetryableError if the body begins elsewhere,
+    DownloadError if it is compressed.
     """
     if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
         problem = f"{response.url.host} sends the file in an encoding that was not requested"
@@ -115,13 +116,13 @@ def parse_range(response: httpx2.Response, start: int) -> tuple[int, int | None]
 
 
 def validator(response: httpx2.Response) -> str:
-    """Return the file's validator, as for If-Range: a strong ETag, or Last-Modified, or ""."""
+    """Return the file's validator for If-Range: a strong ETag, otherwise Last-Modified; "" for none."""
     etag = response.headers.get("ETag", "")
     return etag if etag.startswith('"') else response.headers.get("Last-Modified", "")
 
 
 def refuse_status(origin: str, response: httpx2.Response, login: str | None) -> None:
-    """Raise RetryableError for a temporary error status, DownloadError or a subclass for another."""
+    """Raise RetryableError for a temporary error status, DownloadError for any other error status."""
     status = response.status_code
     if status in (200, 206):
         return

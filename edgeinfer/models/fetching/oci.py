@@ -144,7 +144,7 @@ class Registry:
     def manifest_content(self, reference: str = "") -> bytes:
         """Return a manifest's bytes; "" is the source's own reference.
 
-        Raises ChecksumError if `reference` is a digest and the content has another one.
+        Raises ChecksumError if `reference` is a digest, and not that of the content.
         """
         reference = reference or self._source.reference
         url = f"{self.base}/manifests/{reference}"
@@ -263,7 +263,7 @@ def _same_owner(host: str, other: str) -> bool:
 
 
 def _login(registry: str) -> str:
-    """Return the credentials (base64) of `docker login` or `podman login` for a registry, or ""."""
+    """Return a registry's credentials (base64) from `docker login` or `podman login`; "" for none."""
     home = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     podman = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent") / "containers/auth.json"
     hub = registry in ("docker.io", "index.docker.io", _HUB)

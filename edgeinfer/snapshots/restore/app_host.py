@@ -287,7 +287,7 @@ class AppHost(EngineHost):
         return engine
 
     def _has_other_hint(self, model: str, options: LoadOptions) -> bool:
-        """Return whether the launcher expected another model; if so, make the hint name this one."""
+        """Return whether the launcher expected another model than `model`; then name it in the hint."""
         expected = self._request.expected_model
         if not self._hint or storage.model_prefix(expected) == storage.model_prefix(model):
             return False

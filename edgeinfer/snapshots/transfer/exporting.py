@@ -42,7 +42,8 @@ def export(
 ) -> ExportResult:
     """Export the snapshot in `folder` to `store`. Raises the store's errors.
 
-    Raises SnapshotStaleError if this machine cannot resume it, SnapshotError if no other can build it.
+    Raises SnapshotStaleError if this machine cannot resume the snapshot, SnapshotError if no other
+    machine can build it.
     """
     key = signing.own_key(make=True)
     assert key is not None

@@ -108,7 +108,10 @@ def _store_files(image: ImageStore, description: SnapshotDescription, progress: 
 
 
 def _find_pulled(description: SnapshotDescription) -> store.PulledModel | None:
-    """Return the pulled model with these files, or None. Raises SnapshotStaleError for other files."""
+    """Return the pulled model with these files; None if there is none.
+
+    Raises SnapshotStaleError if the described model is pulled, but has other files.
+    """
     digests = [file.sha256 for file in description.model_files]
     pulled = resolve(description.model).pulled
     if pulled is None:
@@ -130,7 +133,7 @@ def _pull(name: str, path: Path, *, in_place: bool) -> None:
 
 
 def _has_adapter(file: SnapshotFile) -> bool:
-    """Return whether the adapter is stored. Raises SnapshotStaleError if another file has its name."""
+    """Return whether the adapter is stored. Raises SnapshotStaleError if the stored one differs."""
     path = adapters.adapter_path(file.name)
     if not path.exists():
         return False
