@@ -55,7 +55,10 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
             return connection.getresponse().status == 200
 
     def request(self, method: str, path: str, body: Any = None, timeout_s: float = _LOAD_S) -> Any:
-        """Return the decoded JSON. Raises ServeError, also for an error status (not for /health)."""
+        """Send a request; return the decoded JSON of the response.
+
+        Raises ServeError, also for an error status (but not of /health).
+        """
         headers = {"content-type": "application/json"}
         if self.key:
             headers["authorization"] = f"Bearer {self.key}"
@@ -161,7 +164,7 @@ def _wait_for(process: subprocess.Popen[bytes], log: Path, key: str) -> RemoteEn
 
 
 def _lines(log: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of a log, as JSON objects."""
+    """Yield the JSON objects in a log; skip incomplete lines and other text."""
     for line in log.read_bytes().splitlines(keepends=True):
         with contextlib.suppress(msgspec.DecodeError):
             value = msgspec.json.decode(line)

@@ -241,7 +241,7 @@ def goose(target: AgentTarget, _folder: Path) -> AgentSetup:
 
 
 def agent_of(user_agent: str) -> str:
-    """Return the name of the known agent with this User-Agent header, or ""."""
+    """Return the name of the known agent with this User-Agent header; "" if none has it."""
     begins = (a.name for a in AGENTS.values() if a.user_agent and user_agent.startswith(a.user_agent))
     return next(begins, "")
 

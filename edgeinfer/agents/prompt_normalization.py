@@ -30,7 +30,10 @@ def _lines(*patterns: str) -> re.Pattern[str]:
 
 
 class Rule(NamedTuple):
-    """Moves matches of `pattern` in system turns to `to`. A function applies a rule without pattern."""
+    """A rule of prompt normalization: matches of `pattern` in system turns are moved to `to`.
+
+    A function applies a rule that has no pattern.
+    """
 
     name: PromptRule
     description: str
@@ -153,7 +156,7 @@ class Reminders:
 
 
 def _reminder(turn: Message) -> str:
-    """Return the reminder at the end of a user turn (not one at its beginning), or ""."""
+    """Return the reminder at the end of a user turn (not one at its beginning); "" for none."""
     start = turn.content.rfind(_REMINDER[0])
     is_last = turn.role == "user" and turn.content.rstrip().endswith(_REMINDER[1])
     is_short = len(turn.content) - start <= _MAX_REMINDER_LENGTH

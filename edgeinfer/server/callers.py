@@ -77,7 +77,7 @@ class RoundRobin(Generic[T]):
         self._waiting.setdefault(caller, deque()).append(item)
 
     def pop(self, may_begin: Callable[[str, T], bool]) -> tuple[str, T] | None:
-        """Remove and return (caller, oldest item) of the next caller whose item may begin; or None."""
+        """Remove and return (caller, oldest item) of the next caller that may begin; None for none."""
         for caller, items in self._waiting.items():
             if may_begin(caller, items[0]):
                 item = items.popleft()

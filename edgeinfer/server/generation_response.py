@@ -336,7 +336,7 @@ class _WholeResponse(_GenerationResponse):
         return self._add_receipts(task.renderer.whole(answers))
 
     def _collect(self, collected: CollectedAnswer, event: Event) -> bool:
-        """Collect an event on the decode thread, so that only the last one wakes the event loop."""
+        """Collect an event on the decode thread; return True: the event loop need not wake."""
         self._count(event)
         collected.add(event)
         return True

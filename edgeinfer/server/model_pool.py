@@ -198,7 +198,7 @@ class ModelPool:
         return [entry.describe(now) for entry in self._entries.values()]
 
     def owner_of_adapter(self, name: str) -> str | None:
-        """Return the loaded model with a LoRA adapter of this name, if possible the default model."""
+        """Return a loaded model, if possible the default one, with adapter `name`; None for none."""
         owners = [
             model for model, engine in self.engines() if name in {a.name for a in engine.info.lora}
         ]

@@ -37,7 +37,7 @@ class ResponseStore:
         self._evict()
 
     def remove(self, key: str, name: str) -> None:
-        """Remove a response. Raises KeyError."""
+        """Remove a response. Raises KeyError if it is not stored."""
         del self._responses[key, name]
 
     def _evict(self) -> None:

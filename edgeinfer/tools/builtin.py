@@ -22,7 +22,7 @@ class RefusedError(Exception):
 
 
 def home_folder_error(folder: Path) -> str:
-    """Return an error if `folder` contains the home folder, so that tools may not use it; or ""."""
+    """Return an error if `folder` contains the home folder, which tools may not use; otherwise ""."""
     with suppress(RuntimeError):  # this user has no home folder
         if Path.home().resolve().is_relative_to(folder):
             return f"{folder} contains your home folder: start in a project folder"
@@ -30,7 +30,7 @@ def home_folder_error(folder: Path) -> str:
 
 
 def self_running_warning(path: str) -> str:
-    """Return a warning if other programs execute this file by themselves (`.envrc`), or ""."""
+    """Return a warning if other programs execute this file by themselves (`.envrc`); otherwise ""."""
     names = {name.lower() for name in self_running.NAMES}
     name = next((name for name in path.split("/") if name.lower() in names), "")
     return f"other programs execute files in {name} automatically" if name else ""
@@ -63,7 +63,7 @@ class Builtin(ToolServer):
         return self._tools
 
     def unavailable(self) -> str:
-        """Return why the tools cannot be used on this machine or in this folder, or ""."""
+        """Return why the tools cannot be used on this machine or in this folder; "" if they can."""
         return ""
 
     def argument_error(self, tool: ToolInfo, arguments: dict[str, Any]) -> str:

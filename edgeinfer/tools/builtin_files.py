@@ -74,7 +74,7 @@ TOOLS = (
 
 
 class BuiltinFiles(Builtin):
-    """Reads and edits the files of `folder` for the model; offers the `enabled` tools. Thread-safe.
+    """The `enabled` file tools, with which the model reads and edits `folder`. Thread-safe.
 
     A path is opened folder by folder without following links, because a command in the sandbox may
     replace a folder by a link meanwhile. `canonical` resolves links before the call is judged. (openat2

@@ -148,7 +148,7 @@ class ChatTools:
         return self.notices()
 
     def request_tools(self) -> tuple[Tool, ...]:
-        """Return the tools of a request: the same ones until a server changes its list of tools."""
+        """Return a request's tools, unchanged until a server changes its list; () before `prepare`."""
         return self._tools or ()
 
     def fields(self, past: Rounds) -> dict[str, Any]:

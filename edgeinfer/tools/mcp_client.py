@@ -85,10 +85,13 @@ class _Pending:
 
 
 class ToolServer:
-    """The checks of a call before it is made; built-in servers override these methods."""
+    """Base class of tool servers (MCP and built-in): what the tool loop asks before it makes a call.
+
+    Built-in servers override these methods.
+    """
 
     def argument_error(self, tool: ToolInfo, arguments: dict[str, Any]) -> str:
-        """Return which arguments are missing, unknown or of the wrong type, or ""."""
+        """Return which arguments are missing, unknown or (built-in tools) mistyped; "" for none."""
         schema = tool.parameters
         required, properties = schema.get("required"), schema.get("properties", {})
         required = required if isinstance(required, list) else []
@@ -102,7 +105,7 @@ class ToolServer:
         return arguments
 
     def warning(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return why this call needs approval even if a pattern allows it, or ""."""
+        """Return why this call needs approval even if a pattern allows it; "" if not."""
         return ""
 
     def preview(self, name: str, arguments: dict[str, Any]) -> str:
@@ -320,7 +323,7 @@ class McpClient(ToolServer):
             self._note_progress(message.get("params"))
 
     def _pending_of(self, number: Any) -> _Pending | None:
-        """Return the pending request with this id. Some servers return ids as strings or floats."""
+        """Return the pending request with this id, which may be a string or float; None for none."""
         with contextlib.suppress(TypeError, ValueError, OverflowError), self._lock:
             return self._pending.get(int(number))
         return None

@@ -343,7 +343,7 @@ class HttpTransport:
         return headers
 
     def _follow(self, response: httpx2.Response) -> None:
-        """Use a redirect's target from now on. Raises ToolServerError if its origin is another one."""
+        """Use a redirect's target from now on. Raises ToolServerError if it is on another server."""
         target = response.url.join(response.headers["Location"])
         origins = {(url.scheme, url.host, url.port) for url in (response.url, target)}
         if response.status_code not in (307, 308) or len(origins) > 1:

@@ -37,7 +37,7 @@ _VARIABLES["PYTHONNOUSERSITE"] = "1"
 
 
 class Sandbox(Builtin):
-    """Runs the model's commands in a sandbox, which may change only `folder`, for up to `timeout_s`."""
+    """The tools `shell` and `python`. A command may change only `folder`, and run for `timeout_s`."""
 
     server = "sandbox"
 
@@ -79,7 +79,7 @@ class Sandbox(Builtin):
         return inside[0] if inside else None
 
     def missing_support(self) -> str:
-        """Return why this machine cannot make a sandbox, or ""."""
+        """Return why this machine cannot make a sandbox; "" if it can."""
         result = self._shell(Stop(), ":")
         return result.text.partition("\n")[0] if result.is_error else ""
 

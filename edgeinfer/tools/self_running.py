@@ -59,7 +59,10 @@ class SelfRunning:
         ]
 
     def restore(self) -> str:
-        """Rename the self-running files that an ended command created; return a message, or ""."""
+        """Rename the self-running files that an ended command created or replaced.
+
+        Returns a message about them, and about removed ones; "" if there are none.
+        """
         # only the owner may call fchmod, so call it only if the mode has changed
         if stat.S_IMODE(os.fstat(self._descriptor).st_mode) != self._mode:
             # restore the mode first: in a folder without permissions nothing is visible

@@ -136,7 +136,7 @@ def _refuse_end(stop: Stop, end_s: float) -> None:
 
 
 def _text(response: httpx2.Response, stop: Stop, end_s: float) -> str:
-    """Read a response as text. Raises RefusedError for another type, status or size; StoppedError."""
+    """Read a response as text. Raises RefusedError (an error, not text, too large), StoppedError."""
     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if response.status_code != 200:
         raise RefusedError(f"the server answers {response.status_code}")

@@ -196,7 +196,7 @@ class RemoteEngine(ForwardingEngine):
         return not self._closed
 
     def health(self) -> str:
-        """Return why the engine cannot generate, or "". A worker ends if its decode loop fails."""
+        """Return why the worker has ended, "" if it runs. A worker ends if its decode loop fails."""
         return self._gone_error().message if self._closed else ""
 
     @property

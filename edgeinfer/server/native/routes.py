@@ -228,7 +228,7 @@ async def recall(context: RequestContext, body: wire.RecallRequest) -> wire.Reca
 
 
 def _recall(engine: Engine, body: wire.RecallRequest, salt: str) -> int:
-    """Prefill the predicted prefix of an agent's prompt; return the prefix's length (tokens), or 0."""
+    """Prefill the predicted prefix of an agent's prompt; return its length (tokens), 0 if none fits."""
     tokens = engine.agent_prefix(body.agent, salt)
     if tokens and body.folder is not None:
         text = engine.detokenize(tokens).decode("utf-8", "replace")

@@ -172,7 +172,7 @@ _STRUCTURED: dict[str, Callable[[Any], Constraint]] = {
 
 
 def constraint_of(body: wire.OpenAIFields) -> Constraint | None:
-    """Return the constraint of the answer, or None. Raises InvalidRequestError if there are several."""
+    """Return the answer's constraint; None if none is set. Raises InvalidRequestError for several."""
     by_field: dict[str, Constraint] = {}
     match body.response_format:
         case wire.JsonObjectFormat(schema=schema):

@@ -163,7 +163,7 @@ def _conversation(body: wire.ResponsesRequest) -> tuple[Message, ...]:
 
 
 def _pending_reasoning(turns: list[Message], item: wire.MessageItem) -> str:
-    """Remove the reasoning before the assistant's message `item` from `turns`; return it, or ""."""
+    """Remove and return the reasoning in `turns` before the assistant's message `item`; "" for none."""
     last = turns[-1] if turns and item.role == "assistant" else None
     if last is None or last.role != "assistant" or last.content or last.tool_calls:
         return ""
@@ -194,7 +194,7 @@ def _content(content: str | dict[str, Any] | Sequence[_Part]) -> dict[str, Any]:
 def functions_of(
     body: wire.ResponsesRequest,
 ) -> Iterator[tuple[str, str | None, wire.ResponseFunctionTool]]:
-    """Yield (name that the model sees, namespace or None, function) for each function tool."""
+    """Yield (name that the model sees, namespace (None: none), function) for each function tool."""
     for tool in body.tools or ():
         if isinstance(tool, wire.NamespaceTool):
             yield from ((_shown_name(tool.name, f.name), tool.name, f) for f in tool.tools)

@@ -76,7 +76,7 @@ def user_of(connection: Connection | None) -> str:
 
 
 class Access:
-    """Checks codes and cookies of the endpoint at `port`. `user` is a client's uid as text, or ""."""
+    """Checks codes and cookies of the endpoint at `port`. `user` is what `user_of` returns."""
 
     def __init__(self, port: int, keys: Keys) -> None:
         self._keys = keys
@@ -129,7 +129,7 @@ class Access:
         return f"{value}; Path={PATH}; Max-Age={_COOKIE_S}; HttpOnly; SameSite=Strict{secure_flag}"
 
     def check(self, cookies: str, user: str) -> str:
-        """Check the header Cookie; return the first API key's name, or "". Raises Problem 401."""
+        """Return the first API key's name, "" without keys. Raises Problem 401 for a bad cookie."""
         value = ""
         with contextlib.suppress(CookieError, KeyError):
             value = SimpleCookie(cookies)[f"edgeinfer-{self._port}"].value

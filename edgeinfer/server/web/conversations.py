@@ -297,7 +297,7 @@ class Conversations:
             return session.calls is not None
 
     def _run_calls(self, running: RunningAnswer) -> bool:
-        """Run the last answer's tool calls, in a thread; return whether to generate another one."""
+        """Run the last answer's tool calls, in a thread; return whether to generate another answer."""
         with self._session(running) as session:
             turn, tools = session.calls, session.tools
             continues = turn is not None and session.run_calls(turn, running, running.stop)

@@ -103,7 +103,7 @@ class GrowingHtml:
         self.add(text)
 
     def add(self, text: str) -> int:
-        """Append text; return the index of the first block that changed."""
+        """Append text; return the index of the first block that changed, 0 if rendering failed."""
         self._source += text
         if self._document is not None:
             try:
