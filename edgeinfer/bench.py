@@ -308,7 +308,7 @@ class MeasuredServer:
         return await ask(self.target, self._path, body)
 
     async def measure(self, *asked: tuple[str, int]) -> tuple[list[Answer], float | None]:
-        """Send (prompt, answer tokens) pairs at once; return answers, and energy (J) if measurable."""
+        """Send (prompt, answer tokens) pairs at once; return answers, and the energy (J) or None."""
         if self._meter:
             self._meter.read_joules()
         answers = await asyncio.gather(*(self.ask(prompt, n) for prompt, n in asked))

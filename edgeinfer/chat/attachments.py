@@ -63,7 +63,7 @@ def missing_note(text: str) -> str:
 
 
 def dropped_picture(text: str) -> str:
-    """Return `@"path"` if `text` is the path of a picture or PDF (dropped on the terminal), or ""."""
+    """Return `@"path"` if `text` is the path of a dropped picture or PDF file; otherwise ""."""
     try:
         paths = shlex.split(text.strip().removeprefix("file://"))
         path = Path(paths[0]) if len(paths) == 1 else None

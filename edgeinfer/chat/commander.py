@@ -38,7 +38,7 @@ class FrontEnd(Protocol):
         """Show text of the app, e.g. the result of a command."""
 
     def show_changed(self) -> None:
-        """Show the open conversation again: a command has changed it, or has opened another one."""
+        """Show the open conversation again: a command changed it, or opened another conversation."""
 
     def show_answer(self, answer: AnswerWriter) -> None:
         """Show an answer while it is generated, until it ends."""
@@ -97,7 +97,7 @@ _FRONT_END_METHODS = {
 
 
 class Commander:
-    """Runs `/` commands. `deleted` is the id of the conversation that `/undo` restores, or None."""
+    """Runs `/` commands. `deleted`: id of the conversation that `/undo` restores; None for none."""
 
     def __init__(
         self,

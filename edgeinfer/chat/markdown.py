@@ -67,7 +67,10 @@ def _formula(state: Any, silent: bool) -> bool:
 
 
 def _formula_block(state: Any, first: int, last: int, silent: bool) -> bool:
-    """Parse a formula of several lines, from `\\[` or `$$` to the closing mark or a blank line."""
+    """Parse a formula of several lines, from `\\[` or `$$` to the closing mark or a blank line.
+
+    Returns False, as a rule of markdown-it, if line `first` begins no formula. `silent`: only test.
+    """
     begin = state.bMarks[first] + state.tShift[first]
     opening = state.src[begin : begin + 2]
     closing = _FORMULA_ENDS.get(opening)

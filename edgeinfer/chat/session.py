@@ -226,7 +226,10 @@ class ChatSession:
         self._draft_of = 0
 
     def open_last(self) -> str:
-        """Open the newest conversation that no other window has open; return a note, or ""."""
+        """Open the newest conversation that no other window has open.
+
+        Returns a note for the user; "" if that conversation is the newest of all.
+        """
         conversations = self.store.listing()
         for n_skipped, conversation in enumerate(conversations):
             self.open(conversation.id)
@@ -482,7 +485,7 @@ class ChatSession:
     def request_if_sent(
         self, text: str, attachments: Sequence[Attachment] = (), editing: int | None = None
     ) -> GenerateRequest | None:
-        """Return the request of sending `text`, or None. `editing`: id of the turn that is edited."""
+        """Return the request to send `text`; None without turns. `editing`: id of the edited turn."""
         edited = self._turns.get(editing) if editing is not None else None
         parent_id = self._parent_of_next()
         if edited is not None:

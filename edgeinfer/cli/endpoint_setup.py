@@ -217,7 +217,7 @@ class ReplicaLoader:
     log: Log
 
     def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
-        """Load the replicas or another model, in a thread of the model pool. Raises as `loader`."""
+        """Load replicas of the default model, or one worker of another model. Raises as `loader`."""
         if name != self.loader.name:
             return self.loader(name, progress)
         loaded: list[LoadedEngine] = []

@@ -29,7 +29,7 @@ _LONG_PASTE_LINES, _LONG_PASTE = 40, 6000
 
 
 class Composer(TextArea):
-    """The input field. `editing` is the id of the question that the text will replace, or None."""
+    """The input field. `editing`: id of the question that the text will replace; None for none."""
 
     BINDINGS: ClassVar[list[Binding]] = bindings("composer")  # type: ignore[assignment]
 

@@ -31,7 +31,7 @@ _NAMES = """
 
 
 class Transcript(ScrollView, can_focus=True):
-    """A scrolling list of entries. `cursor` is the index of the selected entry, or None.
+    """A scrolling list of entries. `cursor` is the index of the selected entry, None for none.
 
     `following`: the end of the list is in view, and stays in view when text is added.
     """

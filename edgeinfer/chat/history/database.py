@@ -105,7 +105,11 @@ def _list_suffixed(name: str, pattern: str) -> list[Path]:
 
 
 def _copy(db: sqlite3.Connection, name: str, version: int) -> None:
-    """Copy the file, which has schema `version`, before a migration. Raises sqlite3.Error, OSError."""
+    """Copy the database file to `{name}.schema-{version}` before a migration.
+
+    Do nothing for a store in memory, or if another process has migrated the file. Raises
+    sqlite3.Error, OSError.
+    """
     if not Path(name).is_file():
         return
     scratch = f"{name}.{os.urandom(8).hex()}.new"

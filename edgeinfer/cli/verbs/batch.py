@@ -274,7 +274,7 @@ def _open_output(path: Path) -> Iterator[int]:
 
 
 class _Tally(msgspec.Struct, kw_only=True):
-    """Counts of this run so far; the fields mean what they mean in `BatchResult`."""
+    """Counts of this run so far, with the meanings of the fields of `BatchResult`."""
 
     total: int
     skipped: int

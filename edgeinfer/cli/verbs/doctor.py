@@ -367,7 +367,7 @@ def _foreign_files(app: Path, index: Index) -> Iterator[str]:
 
 
 def _check_payload(file: Path, index: Index) -> Iterator[str]:
-    """Yield what is wrong with the one-file program's payload; nothing if that has another version."""
+    """Yield what is wrong with the payload of `file`; nothing if its version is not that of `index`."""
     try:
         parts = payload.open_shipped(file)
         if parts.app != index.name:

@@ -65,7 +65,7 @@ _CUDA_HEADS = frozenset((40, 64, 72, 80, 96, 112, 128, 256, 512))
 
 
 def attention_note(shape: Shape, devices: LayerPlan | None) -> str:
-    """Explain why CUDA is slow with this model's attention, or return ""."""
+    """Explain why CUDA is slow with this model's attention; "" if CUDA is not used, or not slow."""
     lengths = sorted(set(shape.head_lengths) - _CUDA_HEADS)
     if devices is None or not lengths or not any(name.startswith("CUDA") for name in devices.devices):
         return ""

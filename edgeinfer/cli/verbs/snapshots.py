@@ -255,7 +255,7 @@ _NOT_RESUMED = (
 
 
 def _differences(folder: Path) -> list[str]:
-    """Return how the snapshot or its answers differ from the build. Raises SnapshotError."""
+    """Return how a snapshot or its answers differ from the build; [] if not. Raises SnapshotError."""
     if wrong := builder.wrong_files(folder):
         return [f"{folder.name}: {', '.join(wrong)} changed since it was built"]
     if not builder.computes_canary(folder):

@@ -106,6 +106,6 @@ def _prefill_tools(model: str, inputs: SnapshotInputs, host: EngineHost) -> int:
 
 
 def _own_name(system: str, options: LoadOptions) -> str:
-    """Return a name for a snapshot with a system prompt, which replaces no other; "" without."""
+    """Return a snapshot's name made from `system` prompt and options; "" without a prompt."""
     text = f"{system}{snapshot_options(options)}"
     return f"system-{storage.short_hash(text)}" if system else ""
