@@ -82,7 +82,7 @@ class Engines:
 
     @property
     def start_text(self) -> str:
-        """Describe the start of `engine`, e.g. `resumed in 84 ms`, or a later load: `loaded in 3.2 s`."""
+        """Describe the start of `engine`, `resumed in 84 ms`, or a later load, `loaded in 3.2 s`."""
         if not self._load_ms:
             return describe_start(self.host.start)
         return f"loaded in {format_ms(self._load_ms)}"

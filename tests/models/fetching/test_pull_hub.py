@@ -166,8 +166,8 @@ def test_token_opens_the_gate_and_stays_on_the_hub(server, repo, body, options, 
     ("source", "error", "hint"),
     [
         ("someone/else:Q8_0", AuthenticationError, "check that there is https://huggingface.co/some"),
-        (f"hf:{REPO}/none.gguf", SourceNotFoundError, "it has Tiny-Q8_0.gguf, "),
-        (f"{REPO}:IQ4_XS", SourceNotFoundError, "it has F16, Q4_K_M, Q8_0"),
+        (f"hf:{REPO}/none.gguf", SourceNotFoundError, "the repository has Tiny-Q8_0.gguf, "),
+        (f"{REPO}:IQ4_XS", SourceNotFoundError, "the repository has F16, Q4_K_M, Q8_0"),
     ],
 )
 def test_absent_repository_or_file_is_answered_with_a_hint(repo, options, source, error, hint) -> None:

@@ -163,7 +163,7 @@ def test_launch_starts_an_endpoint_and_reuses_it(aider, configure_port, tmp_path
     configure_port(0)  # port 0: no running endpoint is found, and the kernel chooses a port
     model = make_llama(tmp_path / "chatterer.gguf", n_ctx=8192)
     assert main(["launch", "--model", str(model), "aider", "one"]) == 7
-    assert "it ends after 10 minutes" in capfd.readouterr().err
+    assert "which ends after 10 minutes" in capfd.readouterr().err
     assert json.loads(aider.read_text())["model"] == "openai/chatterer"
     try:
         assert main(["launch", "aider", "two"]) == 7
