@@ -346,7 +346,7 @@ def test_pictures_stand_before_the_prompt(engine, tmp_path, option):
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (["--image", "/nosuch"], "/nosuch cannot be read: No such file"),
+        (["--image", "/nosuch"], "/nosuch: No such file or directory"),
         (["--image", __file__], "the file is not a JPEG, PNG, WebP or GIF file"),
         (["--schema", "{not json"], "--schema: "),
         (["--schema", "/nosuch"], "--schema cannot be read"),
