@@ -506,7 +506,7 @@ def test_batch_that_no_picture_fits_is_named(gemma3: Path, tmp_path: Path) -> No
     files = ModelFiles(name="m", paths=(str(gemma3),), projector=str(projector))
     with (
         closing(load_engine(files, LoadOptions(n_ctx=512, n_parallel=1, n_batch=32))) as engine,
-        pytest.raises(InvalidRequestError, match=r"64 rows.*batch of 32"),
+        pytest.raises(InvalidRequestError, match=r"64 embedding rows.*batch holds 32"),
     ):
         engine.submit(chat(picture(), "What is in it?"))
 

@@ -79,7 +79,7 @@ def test_adapters_are_exported_with_the_model(exporter, export_folder, signer, a
     assert "red.gguf was changed" in abroad.ask(*OPTIONS).err
     again = abroad.run("snapshots", "import", str(export_folder), "--json").error
     assert again["code"] == "snapshot-stale"
-    assert "the adapter red has SHA-256" in again["message"]
+    assert "the exported adapter red has SHA-256" in again["message"]
 
 
 # --- what was altered on the way
@@ -114,7 +114,7 @@ def wished_otherwise(folder, key):
 
 TAMPERINGS = {
     "a bit of an adapter": (flip_file, "snapshot-corrupt", "has another digest"),
-    "another adapter here": (other_adapter_here, "snapshot-stale", "the adapter red has SHA-256"),
+    "another adapter here": (other_adapter_here, "snapshot-stale", "the exported adapter red has SHA-256"),
     "a digest that leads out": (
         last_adapter(sha256="../" * 5 + "etc/hosts"), "snapshot-corrupt", "not a snapshot of edgeinfer"
     ),
