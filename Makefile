@@ -44,7 +44,7 @@ test-fast:       ## tests that need no llama.cpp, CRIU, models or other programs
 	@scripts/setup.sh lint
 	PYTHONPATH=. $(PYTEST) $(PARALLEL) -p no:schemathesis --fast -q $(ARGS)
 
-test-arm64:      ## an emulated arm64 machine, 4 and 16 KiB pages: dumps, warm, resumed runs (TESTS="plain warm build file"); no root
+test-arm64:      ## an emulated arm64 machine, 4 and 16 KiB pages: dumps, warm, resumed runs (TESTS="plain warm graphs build file"); no root
 	@scripts/setup.sh run
 	scripts/arm64/machine.sh $(or $(TESTS),plain warm)
 

@@ -6,9 +6,9 @@
 compgen -G "$cache/bootloader/pyinstaller-*.tar.gz" >/dev/null ||
     pip download -q --no-deps --no-binary pyinstaller -d "$cache/bootloader" "$(grep -o '^pyinstaller==[0-9.]*' requirements/dev.txt)"
 
-root=$parts/root bare=$work/bare
+bare=$work/bare
 lay_out "$work/disk"
-mkdir -p "$work"/{binfmt,disk/{cache,bin}} "$parts/build/bootloader" "$root"/{work,proc,dev,tmp,cross,lib64,{lib,usr/lib}/x86_64-linux-gnu}
+mkdir -p "$work"/disk/{cache,bin} "$parts/build/bootloader" "$root"/{work,proc,dev,tmp,cross,lib64,{lib,usr/lib}/x86_64-linux-gnu}
 cp "$cache"/bootloader/pyinstaller-*.tar.gz "$parts/build/bootloader/"
 ln -sfn /work/venv/criu "$parts/build/criu"
 for program in gcc strip; do
@@ -19,12 +19,7 @@ ln -s gcc "$work/disk/bin/cc"
 cp -r "$parts/glibc-2.31" "$bare"
 mkdir -p "$bare"/{proc,home,tmp}
 
-cat >"$work/as_arm64" <<'INSIDE'
-magic='\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00'
-mask='\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff'
-mount -t binfmt_misc none "$work/binfmt"
-printf '%s' ":arm64:M::$magic:$mask:$parts/qemu-user/usr/bin/qemu-aarch64-static:PF" >"$work/binfmt/register"
-bind() { mount --rbind "$1" "$2"; }
+cat >"$work/inside" <<'INSIDE'
 case $1 in
 build)
     for place in proc dev lib64 {lib,usr/lib}/x86_64-linux-gnu; do bind /$place "$root/$place"; done
@@ -42,14 +37,10 @@ try)
     ;;
 esac
 INSIDE
-as_arm64() {
-    work=$work parts=$parts root=$root bare=$bare cross=$cache/cross-arm64 \
-        nice -n 5 unshare --user --map-root-user --mount bash -eo pipefail "$work/as_arm64" "$@" 2>&1 | tee -a "$parts/file.log"
-}
 say "make binary for arm64, under qemu; log $parts/file.log"
 : >"$parts/file.log"
-as_arm64 build | grep --line-buffered ^binary: >&2 || { tail -20 "$parts/file.log" >&2; die "the file was not built" "the whole log: $parts/file.log"; }
+as_arm64 build 2>&1 | tee -a "$parts/file.log" | grep --line-buffered ^binary: >&2 || { tail -20 "$parts/file.log" >&2; die "the file was not built" "the whole log: $parts/file.log"; }
 mkdir -p dist
 nice -n 5 .venv/bin/python build/finish.py "$work/disk/edgeinfer/work" dist/edgeinfer-aarch64 >&2
 cp dist/edgeinfer-aarch64 "$bare/edgeinfer"
-as_arm64 try >&2 || die "the file does not start on glibc 2.31"
+as_arm64 try 2>&1 | tee -a "$parts/file.log" >&2 || die "the file does not start on glibc 2.31"

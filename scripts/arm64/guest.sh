@@ -46,6 +46,14 @@ kernels() {
     grep -q "kernels $level$" /tmp/version
 }
 
+# a receipt of x86-64 has another kernel revision, so the verdict is `within tolerance`
+other_receipt() {
+    local status=0
+    $program verify /work/receipt.json >/tmp/verdict || status=$?
+    cat /tmp/verdict
+    [ $status = 9 ] && grep -q "differ by 0.000 on average" /tmp/verdict
+}
+
 # --- warm: the product, as an ordinary user ---------------------------------------------------------------------------------------
 question="The capital of France is"
 says() { $program run smollm2-135m-instruct "$question" --temperature 0 --max-tokens 16 "$@"; }
@@ -95,7 +103,7 @@ for tests in ${1//,/ }; do
         else
             check "pull a file" edgeinfer pull /work/model.gguf --name smollm2-135m-instruct --quiet
         fi
-        check "a receipt of x86-64 is verified: the same bits" edgeinfer verify /work/receipt.json
+        check "a receipt of x86-64 has the same probabilities" other_receipt
         check "warm" edgeinfer warm smollm2-135m-instruct
         getconf PAGESIZE >/work/home/warmed
         check "a resumed run says what a cold one says" resumed_as_cold

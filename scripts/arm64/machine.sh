@@ -4,6 +4,7 @@
 #
 #   plain     processes with threads and 64 MiB of memory, dumped and resumed by CRIU without edgeinfer
 #   warm      doctor, a receipt of x86-64, warm, runs resumed and cold, snapshots verify, as an ordinary user
+#   graphs    graphs.sh before the boots: every tensor of the families' graphs has this machine's bits
 #   build     file.sh before the boots: dist/edgeinfer-aarch64 of this checkout
 #   file      that file, on a root with glibc 2.31 and nothing else: first launch, warm, a resumed run
 #
@@ -18,8 +19,9 @@ tests=()
 for test in "$@"; do
     case $test in
     plain | warm | file) tests+=("$test") ;;
+    graphs) scripts/arm64/graphs.sh ;;
     build) scripts/arm64/file.sh ;;
-    *) die "no test is named $test" "plain, warm, build, file" ;;
+    *) die "no test is named $test" "plain, warm, graphs, build, file" ;;
     esac
 done
 [ ${#tests[@]} -gt 0 ] || exit 0

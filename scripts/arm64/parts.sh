@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PATH=$PATH:/usr/sbin:/sbin
 cache=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/edgeinfer-build}
 parts=$cache/arm64
-native=$parts/native
+native=$parts/native root=$parts/root
 llama=$(sed -n 's/.*"llama-cpp-python==\([^"]*\)".*/\1/p' pyproject.toml)
 model=$cache/test-home/data/models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf
 work=$(mktemp -d "${TMPDIR:-/tmp}/edgeinfer-arm64.XXXXXX")
@@ -149,4 +149,15 @@ import sys
 from setuptools import build_meta
 build_meta.prepare_metadata_for_build_wheel(sys.argv[1])' "$work/metadata" >/dev/null && rm -rf edgeinfer.egg-info)
     mv "$work"/metadata/*.dist-info "$site/"
+}
+
+as_arm64() { # ARGUMENT...: run $work/inside in a user namespace with a binfmt_misc of its own (Linux 6.7): arm64's programs run in qemu
+    mkdir -p "$work/binfmt" "$root"/{work,proc,dev,tmp}
+    work=$work parts=$parts root=$root cross=$cache/cross-arm64 bare=${bare:-} nice -n 5 unshare --user --map-root-user --mount bash -eo pipefail -c '
+        magic="\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00"
+        mask="\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff"
+        mount -t binfmt_misc none "$work/binfmt"
+        printf "%s" ":arm64:M::$magic:$mask:$parts/qemu-user/usr/bin/qemu-aarch64-static:PF" >"$work/binfmt/register"
+        bind() { mount --rbind "$1" "$2"; }
+        . "$work/inside"' inside "$@"
 }
