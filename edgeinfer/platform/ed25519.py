@@ -24,6 +24,11 @@ SIGNATURE_BYTES = 64
 _PKCS8 = bytes.fromhex("302e020100300506032b657004220420")
 _SPKI = bytes.fromhex("302a300506032b6570032100")
 _BEGIN, _END = "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----"
+#: Coordinates y of the public keys of small order (1, 2, 4 or 8), also in non-canonical encodings.
+#: Anyone can make signatures that are valid for such a key.
+_P = 2**255 - 19
+_Y_OF_ORDER_8 = 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
+_SMALL_ORDER = {0, 1, _Y_OF_ORDER_8, _P - _Y_OF_ORDER_8, _P - 1, _P, _P + 1}
 _EVP_PKEY_ED25519 = 1087
 _PRIVATE, _PUBLIC = "EVP_PKEY_new_raw_private_key", "EVP_PKEY_new_raw_public_key"
 _NAMES = ("libcrypto.so.3", "libcrypto.so.1.1")
@@ -99,8 +104,13 @@ class SigningKey:
 
 
 def is_signed_by(public: bytes, signature: bytes, message: bytes) -> bool:
-    """Return whether `signature` of `message` is valid for the public key; False for wrong lengths."""
+    """Return whether `signature` of `message` is valid for the public key.
+
+    False for wrong lengths, and for keys of small order.
+    """
     if len(public) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
+        return False
+    if int.from_bytes(public, "little") % 2**255 in _SMALL_ORDER:
         return False
     crypto, length = _libcrypto(), ctypes.c_size_t(len(message))
     size = ctypes.c_size_t(SIGNATURE_BYTES)

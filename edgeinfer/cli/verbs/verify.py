@@ -21,6 +21,7 @@ from edgeinfer.cli.result import Result
 from edgeinfer.errors import EdgeInferError, ReceiptError, UsageError
 from edgeinfer.host import EngineHost
 from edgeinfer.platform.disk import path_errors
+from edgeinfer.platform.paths import is_model_path
 from edgeinfer.receipts.receipt import Receipt, parse_json, to_receipt
 from edgeinfer.receipts.replies import Entry, as_type, find_receipts, read_replies
 from edgeinfer.receipts.verify import ReceiptCheck, TokenChoice, Verdict, Verification, with_content
@@ -199,7 +200,7 @@ def _read(document: Any, content: str | None) -> Receipt:
 
 def _load(receipt: Receipt, options: argparse.Namespace, host: EngineHost) -> Engine:
     name = options.model or receipt.model
-    if not options.model and name.startswith(("/", ".", "~")):  # foreign receipts must not open files
+    if not options.model and is_model_path(name):  # foreign receipts must not open files
         problem = f"the receipt names its model by a path, {name!r}, which is never opened"
         raise ReceiptError(problem, hint="name the model to check with: `--model MODEL`")
     load = typed_options.load_options(options, host.config.load)
