@@ -41,29 +41,44 @@ class ReceiptFile(msgspec.Struct, frozen=True):
         is_open_file = str(self.path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
         return is_open_file or (self.path.exists() and not self.path.is_file())
 
+    @property
+    def _content_path(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.content")
+
     def record(self, request: GenerateRequest, *, is_private: bool) -> GenerateRequest:
         """Return the request, set to record tokens. Raises UsageError if FILE.content cannot exist."""
         if is_private and self.is_stream:
             problem = f"--private needs a file next to the receipt: {self.path} is not an ordinary file"
             raise UsageError(problem, hint=_HINT)
+        if is_private:
+            self.parse(str(self._content_path))
         return with_record(request)
 
     def write(self, receipt: Receipt | Refusal, *, is_private: bool) -> None:
-        """Write a receipt; say how to check it, or why there is none. Raises UsageError if it fails."""
+        """Write a receipt; say how to check it, or why there is none. Raises UsageError if it fails.
+
+        If there is none, files of an earlier receipt are removed: they do not belong to this answer.
+        """
+        secret = self._content_path
         if isinstance(receipt, Refusal):
             sys.stderr.write(f"edgeinfer: no receipt: {receipt.refused}\n")
+            for path in (self.path, secret) if is_private else (self.path,):
+                if path.is_file() and not self.is_stream:
+                    with path_errors(path, _HINT):
+                        path.unlink()
+                    sys.stderr.write(f"edgeinfer: the old {path} was removed\n")
             return
         private = msgspec.structs.replace(receipt, content=None)
         line = msgspec.json.encode(private if is_private else receipt) + b"\n"
-        secret = self.path.with_name(f"{self.path.name}.content")
+        if is_private:  # first, because without its content a private receipt cannot be checked
+            with path_errors(secret, _HINT):
+                write_durably(secret, msgspec.json.encode(receipt) + b"\n", 0o600)
         with path_errors(self.path, _HINT):
             if self.is_stream:
                 with self.path.open("ab") as file:
                     file.write(line)
                 return
             write_durably(self.path, line, None if is_private else 0o600)
-            if is_private:
-                write_durably(secret, msgspec.json.encode(receipt) + b"\n", 0o600)
         content = ["--content", str(secret)] if is_private else []
         command = shlex.join(["edgeinfer", "verify", str(self.path), *content])
         sys.stderr.write(f"edgeinfer: receipt in {self.path}; check it: {command}\n")
