@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from edgeinfer import __version__
 from edgeinfer.errors import ConfigError, ReceiptError
-from edgeinfer.platform.disk import path_errors
+from edgeinfer.platform.disk import path_errors, read_regular
 from edgeinfer.platform.ed25519 import SigningKey, fingerprint, is_signed_by, parse_key
 from edgeinfer.runtime.events import Finished, FinishReason, TokenRecord
 from edgeinfer.runtime.options import EngineInfo
@@ -284,7 +284,7 @@ def load_key(path: str) -> SigningKey | None:
     file = Path(path).expanduser()
     with path_errors(f"receipts.key: {file}", "name a file that you may read", ConfigError):
         is_shared = file.stat().st_mode & 0o077
-        key = parse_key(file.read_text("utf-8", errors="replace"))
+        key = parse_key(read_regular(file).decode("utf-8", "replace"))
     if is_shared:
         problem = f"receipts.key: other users of this machine may open {file}"
         raise ConfigError(problem, hint=f"chmod 600 {file}")

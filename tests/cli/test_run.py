@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 
 import pytest
@@ -13,7 +14,7 @@ from edgeinfer import typed_options
 from edgeinfer.chat.startup import describe_start
 from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import build_parser
-from edgeinfer.config.config_file import ChatConfig, Config
+from edgeinfer.config.config_file import ChatConfig, Config, ReceiptsConfig
 from edgeinfer.errors import QueueFullError, UnknownModelError, UsageError
 from edgeinfer.host import EngineHost, ProcessStart
 from edgeinfer.media.pictures import PICTURE_MARK
@@ -85,6 +86,19 @@ def test_answer_is_streamed_to_stdout(engine, capsys):
     turns = engine.requests[0].messages
     said = [(turn.role, turn.content) for turn in turns]
     assert said == [("system", "You are brief."), ("user", "Name colours")]
+
+
+@pytest.mark.parametrize("kind", ["missing", "fifo", "not a key"])
+def test_wrong_signing_key_is_found_before_the_answer(engine, capsys, tmp_path, kind):
+    key = tmp_path / "key.pem"
+    if kind == "fifo":
+        os.mkfifo(key)
+    elif kind == "not a key":
+        key.touch(0o600)
+    host = ScriptedHost(engine, Config(receipts=ReceiptsConfig(key=str(key))))
+    assert main(["run", "tiny", "x", "--receipt", str(tmp_path / "receipt")], host) == 2
+    assert "receipts.key" in capsys.readouterr().err
+    assert engine.requests == []
 
 
 def test_raw_prompt_is_sent_unchanged(engine, capsys):

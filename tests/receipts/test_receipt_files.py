@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from edgeinfer.cli.receipt_file import ReceiptFile
-from edgeinfer.errors import ReceiptError, UsageError
+from edgeinfer.errors import ConfigError, ReceiptError, UsageError
 from edgeinfer.platform.ed25519 import SigningKey
 from edgeinfer.receipts import receipt as receipts
 from edgeinfer.receipts.receipt import Refusal, Signature
@@ -57,3 +57,9 @@ def test_a_refused_receipt_removes_the_old_one(
     file.write(Refusal(refused="no reason"), is_private=False)
     assert capsys.readouterr().err == "edgeinfer: no receipt: no reason\n"
     assert file.path.is_fifo()
+
+
+def test_a_fifo_is_not_waited_for_as_a_key(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "key.pem")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        receipts.load_key(str(tmp_path / "key.pem"))

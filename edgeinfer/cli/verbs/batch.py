@@ -40,6 +40,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.host import EngineHost
 from edgeinfer.platform.disk import new_file, path_errors, sync, try_lock
+from edgeinfer.receipts.receipt import load_key
 from edgeinfer.server import batches
 from edgeinfer.server.batches import BatchLine
 from edgeinfer.server.callers import OWN
@@ -128,6 +129,8 @@ def run(options: argparse.Namespace, host: EngineHost) -> BatchResult:
         for line in lines:
             if line.url != "/v1/embeddings":
                 line.body["receipt"] = True
+    if any(line.body.get("receipt") for line in lines):
+        load_key(host.config.receipts.key)  # fail before the first answer if the key is invalid
     return answer(options, host, lines, Path(options.output))
 
 

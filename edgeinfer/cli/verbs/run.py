@@ -108,6 +108,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
     answer_fields = typed_options.answer_fields(options)
     typed_sampling = typed_options.typed_sampling(options)
     system = options.system and typed_options.system_prompt(options.system, host.config)
+    key = load_key(host.config.receipts.key) if options.receipt else None
     try:
         engine = host.engine(ref or model, typed_options.load_options(options, host.config.load))
     except UnknownModelError as error:
@@ -143,7 +144,6 @@ def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
         limit = _describe_limit(result.usage, request.max_tokens, engine.info)
         sys.stderr.write(f"edgeinfer: {limit}\n")
     if options.receipt:
-        key = load_key(host.config.receipts.key)
         receipt = make_receipt(request, finished, engine.info, key=key)
         options.receipt.write(receipt, is_private=options.private)
     if options.traces:

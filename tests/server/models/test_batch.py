@@ -16,7 +16,8 @@ from fake_engine import FakeEngine, FakeHost
 
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.cli.verbs import batch
-from edgeinfer.errors import DecodeError, DiskFullError, ModelBusyError, UsageError
+from edgeinfer.config.config_file import Config, ReceiptsConfig
+from edgeinfer.errors import ConfigError, DecodeError, DiskFullError, ModelBusyError, UsageError
 from edgeinfer.host import EngineHost
 from edgeinfer.server import batches
 
@@ -55,6 +56,15 @@ def _answers(path: Path) -> dict[str, dict]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({line["custom_id"] for line in lines}) == len(lines)
     return {line["custom_id"]: line for line in lines}
+
+
+@pytest.mark.parametrize("typed", [["--receipts"], []])
+def test_wrong_signing_key_is_found_before_the_first_answer(files, tmp_path, typed):
+    host = FakeHost(lambda model: pytest.fail("a model was loaded"))
+    host._config = Config(receipts=ReceiptsConfig(key=str(tmp_path / "none")))
+    options = _options(*map(str, files(_chat("1", **({} if typed else {"receipt": True})))), *typed)
+    with pytest.raises(ConfigError, match="none: No such file"):
+        batch.run(options, host)
 
 
 def test_every_line_is_answered_in_openais_format(files):
