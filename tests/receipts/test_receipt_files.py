@@ -1,20 +1,41 @@
 """Files of receipts and of payload logs: which are opened, written, removed or named."""
 
+import argparse
+import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from edgeinfer.cli.receipt_file import ReceiptFile
+from edgeinfer.cli.verbs.verify import VerifyResult, add_arguments, run
 from edgeinfer.errors import ConfigError, ReceiptError, UsageError
 from edgeinfer.platform.ed25519 import SigningKey
 from edgeinfer.receipts import receipt as receipts
-from edgeinfer.receipts.receipt import Refusal, Signature
+from edgeinfer.receipts.receipt import Refusal, Signature, make_receipt, with_record
+from edgeinfer.runtime.events import Finished
+from edgeinfer.runtime.options import Chosen, EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest
 
-from .test_receipts import _EXAMPLE, _run
+_RECORD = {"prompt": [1, 2], "answer": [3, 4], "logprobs": [-1.0, None]}
+_FINISHED = msgspec.convert(
+    {"type": "finished", "reason": "stop", "usage": {}, "timings": {}, "record": _RECORD}, Finished
+)
+_INFO = EngineInfo(model="m", sha256="ab" * 32, n_ctx=64, choices={"kv_type": Chosen("f16", "")})
+_EXAMPLE: dict[str, Any] = json.loads(
+    msgspec.json.encode(make_receipt(with_record(GenerateRequest(prompt="a b")), _FINISHED, _INFO))
+)
+_LOGGED = b'{"data": {"answers": [{"text": "b"}]}}\n'
+
+
+def _run(*arguments: object) -> VerifyResult:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args([*map(str, arguments)]), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("model", ["sub/evil.gguf", "EVIL.GGUF", "/m", "./m", "../m", "~/m"])
@@ -63,3 +84,45 @@ def test_a_fifo_is_not_waited_for_as_a_key(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "key.pem")
     with pytest.raises(ConfigError, match="not a regular file"):
         receipts.load_key(str(tmp_path / "key.pem"))
+
+
+def test_odd_files_of_a_log_are_named_and_the_others_checked(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").mkdir()
+    os.mkfifo(tmp_path / "b.jsonl")
+    (tmp_path / "c.jsonl").symlink_to("nowhere")
+    (tmp_path / "d.jsonl").write_bytes(_LOGGED)
+    (tmp_path / "e.txt").symlink_to("nowhere")
+    result = _run("--log", tmp_path)
+    odd, gone = "not a regular file", "No such file or directory"
+    assert [(Path(check.source).name, check.reason) for check in result.checks] == [
+        ("a.jsonl", odd),
+        ("b.jsonl", odd),
+        ("c.jsonl", gone),
+    ]
+    assert (result.without_receipt, result.exit_code) == (1, 5)
+
+
+def test_an_unfinished_last_line_of_a_log_is_only_a_note(tmp_path: Path) -> None:
+    log = tmp_path / "a.jsonl"
+    log.write_bytes(_LOGGED + b'{"data": {"ans')
+    result = _run("--log", tmp_path)
+    assert (result.checks, result.without_receipt, result.exit_code) == ((), 1, 10)
+    assert f"{log}:2: the last line is unfinished" in result.human()
+    log.write_bytes(b'{"data": {"ans\n' + _LOGGED)
+    result = _run("--log", tmp_path)
+    assert ([check.source for check in result.checks], result.notes) == ([f"{log}:1"], ())
+    assert result.exit_code == 5
+
+
+def test_a_log_that_may_not_be_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="none: No such file"):
+        _run("--log", tmp_path / "none")
+
+    def refuse(_folder: str) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(UsageError, match="Permission denied"):
+        _run("--log", tmp_path)

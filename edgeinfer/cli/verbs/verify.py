@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
 import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -20,7 +21,7 @@ from edgeinfer.cli.parser import LAUNCH, add_option
 from edgeinfer.cli.result import Result
 from edgeinfer.errors import EdgeInferError, ReceiptError, UsageError
 from edgeinfer.host import EngineHost
-from edgeinfer.platform.disk import path_errors
+from edgeinfer.platform.disk import open_regular, path_errors
 from edgeinfer.platform.paths import is_model_path
 from edgeinfer.receipts.receipt import Receipt, parse_json, to_receipt
 from edgeinfer.receipts.replies import Entry, as_type, find_receipts, read_replies
@@ -58,11 +59,15 @@ class Check(Verification, frozen=True, kw_only=True):
 
 
 class VerifyResult(Result, frozen=True, kw_only=True):
-    """The checks of a sample of `n_receipts`; `without_receipt` counts answers that have none."""
+    """The checks of a sample of `n_receipts`; `without_receipt` counts answers that have none.
+
+    `notes` name unfinished lines of a payload log, which do not count.
+    """
 
     checks: tuple[Check, ...]
     n_receipts: int
     without_receipt: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -76,6 +81,7 @@ class VerifyResult(Result, frozen=True, kw_only=True):
     def _lines(self) -> Iterator[str]:
         n = self.without_receipt
         has_none = f"{'answer has' if n == 1 else 'answers have'} no receipt"
+        yield from map(escape_hidden, self.notes)
         if not self.checks:
             yield f"nothing was checked: {f'{n} {has_none}' if n else 'the log is empty'}"
             return
@@ -156,8 +162,9 @@ def run(options: argparse.Namespace, host: EngineHost) -> VerifyResult:
         raise UsageError("give a receipt, or a payload log with --log", hint="edgeinfer verify --help")
     checks = list[Check]()
     sample, spare = list[Entry](), list[Entry]()
+    notes = list[str]()
     n_receipts = n_without = 0
-    for source, documents in _replies(options):
+    for source, documents in _replies(options, notes):
         if isinstance(documents, ReceiptError):
             checks.append(Check(source=source, verdict="not checked", reason=documents.message))
             continue
@@ -173,21 +180,43 @@ def run(options: argparse.Namespace, host: EngineHost) -> VerifyResult:
         hint = "`edgeinfer run --receipt FILE` writes one, and requests ask for it by `receipt: true`"
         raise ReceiptError(f"{options.receipt} contains no receipt", hint=hint)
     checks += _check_all(sample or spare, options, host, may_raise=n_receipts == 1 and not checks)
-    return VerifyResult(checks=tuple(checks), n_receipts=n_receipts, without_receipt=n_without)
+    return VerifyResult(
+        checks=tuple(checks), n_receipts=n_receipts, without_receipt=n_without, notes=tuple(notes)
+    )
 
 
-def _replies(options: argparse.Namespace) -> Iterator[tuple[str, list[Any] | ReceiptError]]:
-    """Yield the replies of a file, of stdin or of a payload log. Raises UsageError, ReceiptError."""
+def _replies(
+    options: argparse.Namespace, notes: list[str]
+) -> Iterator[tuple[str, list[Any] | ReceiptError]]:
+    """Yield the replies of a file, of stdin or of a payload log. Raises UsageError, ReceiptError.
+
+    `notes` gets a log's unfinished last lines; unreadable files of a log are yielded as errors.
+    """
     if options.receipt == "-":
         yield from read_replies(sys.stdin.buffer, "stdin")
         return
-    if options.log and not Path(options.log).is_dir():
-        hint = "`edgeinfer serve --log-payloads FOLDER` writes one"
-        raise UsageError(f"{options.log} is not a folder with a payload log", hint=hint)
-    paths = [Path(options.receipt)] if options.receipt else sorted(Path(options.log).glob("*.jsonl"))
-    for path in paths:
-        with path_errors(path, "check the path"), path.open("rb") as file:
-            yield from read_replies(file, str(path))
+    if options.receipt:
+        with path_errors(options.receipt, "check the path"), open(options.receipt, "rb") as file:
+            yield from read_replies(file, str(Path(options.receipt)))
+        return
+    with path_errors(options.log, "name a folder that `edgeinfer serve --log-payloads FOLDER` writes"):
+        names = sorted(os.listdir(options.log))
+    for path in (Path(options.log, name) for name in names if name.endswith(".jsonl")):
+        try:
+            with open(open_regular(path), "rb") as file:
+                for source, documents in read_replies(file, str(path)):
+                    if isinstance(documents, ReceiptError) and _is_unfinished(file):
+                        notes.append(f"{source}: the last line is unfinished, as after a crash")
+                    else:
+                        yield source, documents
+        except OSError as error:
+            yield str(path), ReceiptError(error.strerror or str(error))
+
+
+def _is_unfinished(file: BinaryIO) -> bool:
+    """Return whether the line that was read last is the file's last one and lacks its line break."""
+    ending = os.pread(file.fileno(), 2, file.tell() - 1)
+    return len(ending) == 1 and ending != b"\n"
 
 
 def _read(document: Any, content: str | None) -> Receipt:
