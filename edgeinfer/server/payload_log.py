@@ -75,7 +75,7 @@ class PayloadLog:
         """Queue an ended request, unless its route does not generate text, or the client opted out."""
         if not (context.operation and context.operation.generates):
             return
-        if context.headers.get("x-edgeinfer-no-log", "0") != "0":
+        if context.headers.get("x-edgeinfer-no-log", "").strip().lower() in ("1", "true"):
             self._metrics.payloads_opted_out.inc()
             self._count("opted_out", 0)
             return

@@ -125,11 +125,12 @@ def test_disconnect_logs_the_text_generated_so_far(serve, tmp_path, until, strea
 def test_requests_without_generation_or_opted_out_are_not_logged(serve, tmp_path, until):
     live_server = serve(log_payloads=str(tmp_path))
     live_server.post("/tokenize", {"content": "hi"})
-    for value in ("1", "true"):
+    for value in ("1", "True", "0", "false", ""):
         headers = {"x-edgeinfer-no-log": value}
-        assert live_server.post(CHAT, {"messages": HI}, headers=headers).status_code == 200
-    live_server.chat(user="last")
-    assert one(tmp_path, until)["request"]["user"] == "last"
+        body = {"messages": HI, "user": value}
+        assert live_server.post(CHAT, body, headers=headers).status_code == 200
+    users = [event["data"]["request"]["user"] for event in events(tmp_path, until, 3)]
+    assert users == ["0", "false", ""]
     status = live_server.get("/status").json()["payload_log"]
     assert (status["folder"], status["opted_out"], status["dropped"]) == (str(tmp_path), 2, 0)
     assert "edgeinfer_payload_log_opted_out_total 2.0" in live_server.get("/metrics").text
