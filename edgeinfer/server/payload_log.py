@@ -11,11 +11,11 @@ import errno
 import hashlib
 import os
 import queue
+import re
 import secrets
 import socket
 import threading
 import time
-from binascii import a2b_base64
 from datetime import UTC, datetime
 from itertools import zip_longest
 from pathlib import Path
@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from edgeinfer.errors import ServeError
+from edgeinfer.errors import InvalidRequestError, ServeError
+from edgeinfer.media.pictures import decode_file
 from edgeinfer.platform import disk, paths
+from edgeinfer.receipts.receipt import MAX_BYTES as MAX_LINE_BYTES  # what `edgeinfer verify` reads
 
 if TYPE_CHECKING:
     from edgeinfer.receipts.receipt import Receipt, Refusal
@@ -44,6 +46,10 @@ _WARN_AGAIN_S = 60.0
 #: Interval (s) between two fsyncs, and how long (s) `close` waits for the last lines.
 _SYNC_S, _CLOSE_S = 1.0, 2.0
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
+#: Matches a string that consists of a data URL with a media type.
+_DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)(;[\w.+-]+=[^;,]*)*;base64,[^ ]+", re.IGNORECASE)
+#: Greatest depth of objects and lists in a logged request, which Python's parser reads, too.
+_MAX_DEPTH = 900
 #: Keys with plain base64 values (no `data:` URI) → what they hold.
 _MEDIA_KEYS = {"images": "image", "multimodal_data": "image", "file_data": "file"}
 _Answers = list[tuple["CollectedAnswer", "Receipt | Refusal | None"]]
@@ -218,12 +224,20 @@ def _event(context: RequestContext, method: str) -> dict[str, Any]:
 
 
 def _line(event: dict[str, Any], body: bytes, answers: _Answers) -> bytes:
+    """Return the line of a request. If `edgeinfer verify` could not read it, the request is omitted."""
+    event["data"] |= {"request": None, "answers": [_describe(*pair) for pair in answers]}
     try:
-        request = _without_media(msgspec.json.decode(body or b"null"))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        request = _omit("not JSON", body)
-    event["data"] |= {"request": request, "answers": [_describe(*pair) for pair in answers]}
-    return msgspec.json.encode(event) + b"\n"
+        event["data"]["request"] = _without_media(msgspec.json.decode(body or b"null"))
+        line = msgspec.json.encode(event)
+        reason = "a long request" if len(line) > MAX_LINE_BYTES else ""
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        reason = "not JSON"
+    except RecursionError:
+        reason = "deep nesting"
+    if reason:
+        event["data"]["request"] = _omit(reason, body)
+        line = msgspec.json.encode(event)
+    return line + b"\n"
 
 
 def _describe(answer: CollectedAnswer, receipt: Receipt | Refusal | None) -> dict[str, Any]:
@@ -234,28 +248,47 @@ def _describe(answer: CollectedAnswer, receipt: Receipt | Refusal | None) -> dic
     return fields | {"receipt": receipt}
 
 
-def _without_media(value: Any, kind: str = "") -> Any:
+def _without_media(document: Any) -> Any:
     """Replace base64 of pictures, audio and files by its size and SHA-256.
 
-    If `kind` is not "", `value` is plain base64 of this type, e.g. "image".
+    Raises RecursionError if objects and lists are nested deeper than `_MAX_DEPTH`.
     """
-    if isinstance(value, str):
-        head, _, content = value.partition(";base64,")
-        if content and head.startswith("data:"):
-            return _omit(head[5:], content.encode())
-        return value if not kind or value.startswith("http") else _omit(kind, value.encode())
-    if isinstance(value, list):
-        return [_without_media(element, kind) for element in value]
-    if not isinstance(value, dict):
-        return value
-    kinds = dict(_MEDIA_KEYS)
-    # first: the `source` of a picture in Anthropic's API; second: `input_audio` of OpenAI's
-    if value.get("type") == "base64" or "format" in value:
-        kinds["data"] = str(value.get("media_type") or f"audio/{value.get('format')}")
-    return {key: _without_media(field, kinds.get(key, "")) for key, field in value.items()}
+    root = [document]
+    pending: list[tuple[Any, str, int]] = [(root, "", 0)]
+    while pending:
+        parent, kind_of_elements, depth = pending.pop()
+        if depth > _MAX_DEPTH:
+            raise RecursionError
+        is_object = isinstance(parent, dict)
+        kinds: dict[Any, str] = _media_kinds(parent) if is_object else {}
+        for key, value in parent.items() if is_object else enumerate(parent):
+            kind = kinds.get(key, "") if is_object else kind_of_elements
+            if isinstance(value, str):
+                parent[key] = _without_base64(value, kind)
+            elif isinstance(value, dict | list):
+                pending.append((value, kind, depth + 1))
+    return root[0]
+
+
+def _media_kinds(fields: dict[str, Any]) -> dict[str, str]:
+    """Return what the fields of an object with plain base64 hold, by key."""
+    kind, format = fields.get("media_type"), fields.get("format")
+    if fields.get("type") == "base64":  # the `source` of a picture in Anthropic's API
+        return _MEDIA_KEYS | {"data": kind if isinstance(kind, str) else "file"}
+    # `input_audio` of OpenAI's API
+    return _MEDIA_KEYS | {"data": f"audio/{format}"} if isinstance(format, str) else _MEDIA_KEYS
+
+
+def _without_base64(text: str, kind: str) -> str | dict[str, Any]:
+    """Replace a data URL, or plain base64 if `kind` is its type (e.g. "image"), by size and SHA-256."""
+    if match := _DATA_URL.fullmatch(text):
+        kind = match[1]
+    elif not kind or text.startswith("http"):
+        return text
+    with contextlib.suppress(InvalidRequestError):
+        return _omit(kind, decode_file(text, InvalidRequestError))
+    return text if match else _omit(kind, text.encode())
 
 
 def _omit(kind: str, content: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        content = a2b_base64(content)
     return {"omitted": kind, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

@@ -26,7 +26,10 @@ from edgeinfer.server.payload_log import make_folder
 CHAT = "/v1/chat/completions"
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 ENCODED = base64.b64encode(PNG).decode()
-OMITTED = {"bytes": len(PNG), "sha256": hashlib.sha256(PNG).hexdigest()}
+
+
+def omission(kind, content):
+    return {"omitted": kind, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 def raw_lines(folder):
@@ -96,7 +99,8 @@ def test_tool_calls_and_several_answers_are_logged_whole(serve, tmp_path, until,
     ("content", "code", "request_shown"),
     [
         (b'{"messages": []}', None, {"messages": []}),
-        (b'{"messages"', "invalid_json", {"omitted": "not JSON"}),
+        (b'{"messages"', "invalid_json", omission("not JSON", b'{"messages"')),
+        (b"QUJD", "invalid_json", omission("not JSON", b"QUJD")),
     ],
 )
 def test_refused_request_is_logged_with_its_error(serve, tmp_path, until, content, code, request_shown):
@@ -141,6 +145,7 @@ def test_requests_without_generation_or_opted_out_are_not_logged(serve, tmp_path
     [
         ({"image_url": {"url": f"data:image/png;base64,{ENCODED}"}}, "image/png"),
         ({"image_url": f"data:image/png;base64,{ENCODED}"}, "image/png"),
+        ({"image_url": f"DATA:image/png;a=b;base64,{ENCODED[:76]}\r\n{ENCODED[76:]}"}, "image/png"),
         ({"source": {"type": "base64", "media_type": "image/png", "data": ENCODED}}, "image/png"),
         ({"input_audio": {"format": "wav", "data": ENCODED}}, "audio/wav"),
         ({"images": [ENCODED]}, "image"),
@@ -154,15 +159,41 @@ def test_bytes_of_pictures_and_audio_are_omitted(serve, tmp_path, until, content
     live_server.chat(messages=[{"role": "user", "content": content}])
     data = one(tmp_path, until)
     assert ENCODED[:40] not in json.dumps(data)
-    assert json.dumps({"omitted": kind, **OMITTED}) in json.dumps(data)
+    assert json.dumps(omission(kind, PNG)) in json.dumps(data)
 
 
 def test_text_is_never_taken_for_a_picture(serve, tmp_path, until):
     live_server = serve(log_payloads=str(tmp_path))
     texts = ["data: a", "data:text,b", "aGVsbG8=", "see data:image/png;base64,AAAA"]
+    texts += ["data:;base64,QUJD how are you", "data:a/b;base64,QUJD how", "data:a/b;base64,QUJDR"]
     turns = [{"role": "user", "content": text} for text in texts]
     live_server.chat(messages=turns, tools=[], response_format={"type": "text"})
     assert one(tmp_path, until)["request"]["messages"] == turns
+
+
+@pytest.mark.parametrize("depth", [600, 950])
+def test_deep_nesting_is_logged_or_named(serve, tmp_path, until, depth):
+    live_server = serve(log_payloads=str(tmp_path))
+    nested = b"[" * depth + b"]" * depth
+    body = json.dumps({"messages": HI}).encode().replace(b"}]}", b'}], "x": ' + nested + b"}")
+    headers = {"content-type": "application/json"}
+    assert live_server.client.post(CHAT, content=body, headers=headers).status_code == 200
+    request = one(tmp_path, until)["request"]
+    if depth == 600:
+        assert nested in raw_lines(tmp_path)[0]
+    else:
+        assert request == omission("deep nesting", body)
+
+
+def test_long_request_is_omitted_so_that_its_line_can_be_checked(serve, tmp_path, until, monkeypatch):
+    monkeypatch.setattr(payload_log, "MAX_LINE_BYTES", 4000)
+    live_server = serve(log_payloads=str(tmp_path))
+    body = json.dumps({"messages": HI, "x": "y" * 4000}).encode()
+    headers = {"content-type": "application/json"}
+    assert live_server.client.post(CHAT, content=body, headers=headers).status_code == 200
+    data = one(tmp_path, until)
+    assert data["request"] == omission("a long request", body)
+    assert len(data["answers"]) == 1
 
 
 def test_files_rotate_by_size_and_old_ones_are_removed(serve, tmp_path, until, monkeypatch):
