@@ -259,7 +259,7 @@ class ResponseRenderer(Renderer):
         self._names = {name: (space, tool.name) for name, space, tool in functions_of(body)}
         self._answer = CollectedAnswer()
         self._sequence = -1
-        self._items: list[tuple[str, int]] = []
+        self._items: list[tuple[str, int, CollectedAnswer]] = []
 
     def opening(self) -> bytes:
         reply = self._reply("in_progress")
@@ -270,13 +270,13 @@ class ResponseRenderer(Renderer):
         self._answer.add(event)
         match event:
             case TextDelta(text=text):
-                out, logprobs = self._switch_item("message", 0), _logprobs(event.logprobs)
+                out, logprobs = self._switch_item("message", 0, event), _logprobs(event.logprobs)
                 return out + self._part("response.output_text.delta", delta=text, logprobs=logprobs)
             case ReasoningDelta(text=text):
-                out = self._switch_item("reasoning", 0)
+                out = self._switch_item("reasoning", 0, event)
                 return out + self._part("response.reasoning_text.delta", delta=text)
             case ToolCallDelta(arguments=json):
-                out = self._switch_item("function_call", event.index)
+                out = self._switch_item("function_call", event.index, event)
                 kind = "response.function_call_arguments.delta"
                 return out + (self._of_item(kind, delta=json) if json else b"")
         return b""
@@ -307,16 +307,19 @@ class ResponseRenderer(Renderer):
         """Encode an event about the only content part of the last item."""
         return self._of_item(event_type, content_index=0, **data)
 
-    def _switch_item(self, kind: str, number: int) -> bytes:
-        if self._items and self._items[-1] == (kind, number):
-            return b""
-        out = self._finish_item()
-        self._items.append((kind, number))
-        index = len(self._items) - 1
-        item = self._item(index, "in_progress", empty=True)
-        out += self._sse("response.output_item.added", output_index=index, item=item)
-        _, empty_part = _ITEMS[kind]
-        return out + self._part("response.content_part.added", part=empty_part) if empty_part else out
+    def _switch_item(self, kind: str, number: int, event: Event) -> bytes:
+        """Add an event to the last item, or to a new one of another kind; encode what announces it."""
+        out = b""
+        if not self._items or self._items[-1][:2] != (kind, number):
+            out = self._finish_item()
+            self._items.append((kind, number, CollectedAnswer()))
+            index = len(self._items) - 1
+            item = self._item(index, "in_progress", empty=True)
+            out += self._sse("response.output_item.added", output_index=index, item=item)
+            _, empty_part = _ITEMS[kind]
+            out += self._part("response.content_part.added", part=empty_part) if empty_part else b""
+        self._items[-1][2].add(event)
+        return out
 
     def _finish_item(self, status: wire.ItemStatus = "completed") -> bytes:
         if not self._items:
@@ -325,7 +328,8 @@ class ResponseRenderer(Renderer):
         item = self._item(index, status)
         if isinstance(item, wire.FunctionCallOut):
             kind = "response.function_call_arguments.done"
-            out = self._of_item(kind, name=item.name, arguments=item.arguments)
+            namespace = {"namespace": item.namespace} if item.namespace else {}
+            out = self._of_item(kind, name=item.name, arguments=item.arguments, **namespace)
         else:
             (content,) = item.content
             if isinstance(content, wire.OutputTextOut):
@@ -337,20 +341,20 @@ class ResponseRenderer(Renderer):
         return out + self._sse("response.output_item.done", output_index=index, item=item)
 
     def _item_id(self, index: int) -> str:
-        kind, _ = self._items[index]
+        kind, _, _ = self._items[index]
         prefix, _ = _ITEMS[kind]
         return f"{prefix}_{self._id.removeprefix('resp_')}_{index}"
 
     def _item(self, index: int, status: wire.ItemStatus, *, empty: bool = False) -> wire.OutputItem:
-        kind, number = self._items[index]
-        item_id, answer = self._item_id(index), self._answer
+        kind, number, answer = self._items[index]
+        item_id = self._item_id(index)
         if kind == "message":
             text = wire.OutputTextOut(text=answer.text, logprobs=_logprobs(answer.logprobs))
             return wire.MessageOut(id=item_id, content=[] if empty else [text], status=status)
         if kind == "reasoning":
             thought = wire.ReasoningTextOut(text=answer.reasoning)
             return wire.ReasoningOut(id=item_id, content=[] if empty else [thought], status=status)
-        call = answer.calls[number]
+        call = self._answer.calls[number]
         namespace, name = self._names.get(call.name, (None, call.name))
         return wire.FunctionCallOut(
             id=item_id,
@@ -364,10 +368,10 @@ class ResponseRenderer(Renderer):
     def whole(self, answers: list[CollectedAnswer]) -> bytes:
         (answer,) = answers
         if answer.reasoning:
-            self._items.append(("reasoning", 0))
+            self._items.append(("reasoning", 0, answer))
         if answer.text or not answer.calls:
-            self._items.append(("message", 0))
-        self._items += [("function_call", number) for number in sorted(answer.calls)]
+            self._items.append(("message", 0, answer))
+        self._items += [("function_call", number, answer) for number in sorted(answer.calls)]
         self._answer = answer
         return _encode(self._finished_reply(answer))
 

@@ -198,6 +198,18 @@ def test_a_response_stream_announces_and_closes_every_item(serve):
     assert final["output"][2]["arguments"] == '{"x":1}'
 
 
+def test_a_response_item_after_a_call_has_only_its_own_text(serve):
+    call = ToolCallDelta(0, id="a", name="f", arguments="{}")
+    events = [TextDelta("First. "), call, TextDelta("Then.")]
+    live_server = serve(FakeEngine([events]))
+    body = {"input": "hi", "tools": [{"type": "function", "name": "f"}]}
+    streamed = live_server.events("/v1/responses", body)
+    done = [data["text"] for name, data in streamed if name == "response.output_text.done"]
+    items = streamed[-1][1]["response"]["output"]
+    texts = [part["text"] for item in items for part in item.get("content", ())]
+    assert done == texts == ["First. ", "Then."]
+
+
 def test_a_response_cut_short_is_incomplete(serve):
     live_server = serve(FakeEngine([["a", "b", "c"]]))
     body = {"input": "hi", "max_output_tokens": 2}
