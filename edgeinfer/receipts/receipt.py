@@ -286,8 +286,7 @@ def load_key(path: str) -> SigningKey | None:
         is_shared = file.stat().st_mode & 0o077
         key = parse_key(read_regular(file).decode("utf-8", "replace"))
     if is_shared:
-        problem = f"receipts.key: other users of this machine may open {file}"
-        raise ConfigError(problem, hint=f"chmod 600 {file}")
+        raise ConfigError(f"receipts.key: other users may open {file}", hint=f"chmod 600 {file}")
     if key is None:
         hint = f"make one: `openssl genpkey -algorithm ed25519 -out {file}`"
         raise ConfigError(f"receipts.key: {file} is not an Ed25519 key", hint=hint)

@@ -2,101 +2,107 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO, TypeVar
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 import msgspec
 
 from edgeinfer.errors import ReceiptError
 from edgeinfer.receipts.receipt import MAX_BYTES, parse_json
-from edgeinfer.runtime.event_stream import CollectedAnswer, CollectedCall
+from edgeinfer.runtime.event_stream import CollectedAnswer
 
-_T = TypeVar("_T")
-#: Keys of an answer's text and reasoning in whole replies, choices, messages and content blocks.
-_TEXT_KEYS = ("content", "text", "response", "result")
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_ARGUMENT_KEYS = ("arguments", "partial_json", "input")
-#: Keys of objects with text, or of lists of such objects. An object with an _ANSWER_KEYS is an answer.
-_ANSWER_KEYS = ("message", "delta", "content", "output")
-_OTHER_KEYS = ("choices", "content_block", "tool_calls", "function", "item", "part", "response")
-#: Events that end a stream without `[DONE]`.
+#: Keys of texts that clients show, and of the arguments of calls that they execute.
+_TEXT = "content delta output reasoning reasoning_content refusal response result text thinking".split()
+_ARGUMENT_KEYS = {"arguments", "input", "partial_json"}
+#: Keys that are no part of an answer. A text with a key that is not in these three lists is unknown.
+_OTHER_KEYS = (
+    "call_id completion_probabilities created_at custom_id datacontenttype done_reason effort "
+    "finish_reason format generation_settings id incomplete_details instructions item_id key logprobs "
+    "model name namespace object operation outcome previous_response_id prompt receipt receipts "
+    "request request_id role service_tier signature source specversion status stop_reason "
+    "stop_sequence stop_type stopping_word subject system_fingerprint time tool_choice tools "
+    "truncation type"
+).split()
+#: Ends of the types of events that announce a text or a call, and of events that end a stream.
+_FIRST_EVENTS = ("_start", ".created", ".in_progress", ".added")
 _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "response.failed")
-#: Hint of the error for a file that is not a receipt.
-_RECEIPT_HINT = (
-    "a receipt is JSON that shows how an answer was made: `edgeinfer run --receipt FILE` writes one, "
-    "and requests ask for it by `receipt: true`"
-)
+#: Starts of lines of server-sent events that have no data.
+_OTHER_FIELDS = (b"event:", b"id:", b"retry:", b":")
+#: Matches the places of texts in /v1/completions and /completion, which join reasoning and text.
+_JOINED = re.compile(r"(/response/body)?(/choices\d+/text|/content)")
+#: Hint of errors for a file that is not a receipt.
+RECEIPT_HINT = "`edgeinfer run --receipt FILE` writes one, and requests ask for it by `receipt: true`"
 
 
 class Quote(msgspec.Struct, kw_only=True):
-    """An answer's text in a reply that also has the answer's receipt.
+    """All that clients show or execute of an answer in a reply that also has the answer's receipt.
 
-    `calls` maps a tool call's number to [name, arguments]. `has_calls` is False if calls are left out.
+    `pieces` maps a field and a place to the pieces of each call: an event's type and the keys to a
+    piece are its place. A reply may repeat an answer; each place must have the whole one.
     """
 
-    text: str = ""
-    reasoning: str = ""
-    calls: dict[int, list[Any]] = {}
-    has_calls: bool = True
-
-    def add(self, field: str, text: Any, number: int, *, may_repeat: bool) -> None:
-        """Append to a field or to call `number`. If `may_repeat`, `text` may repeat the old text."""
-        if field in ("name", "arguments"):
-            call, i = self.calls.setdefault(number, ["", ""]), int(field == "arguments")
-            call[i] = text if isinstance(text, dict) else f"{call[i]}{text}"
-        else:
-            before: str = getattr(self, field)
-            is_repeated = may_repeat and text.startswith(before)
-            setattr(self, field, text if is_repeated else before + text)
+    pieces: dict[tuple[str, str], dict[int, list[str]]] = {}
+    has_unknown_text: bool = False
 
     def difference(self, answer: CollectedAnswer, *, prompt: str = "", is_cut: bool = False) -> str:
-        """Return which part differs from `answer`, the text of the receipt's tokens; "" if none does.
+        """Return which field differs from `answer`, the text of the receipt's tokens; "" if none does.
 
-        The text may begin with `prompt` (option `echo`). If `is_cut`, the reply may lack the end.
+        Completions begin with `prompt` (option `echo`). If `is_cut`, the reply may lack the end.
         """
-        raw = answer.reasoning + answer.text  # some APIs join reasoning and text
-
-        def is_one_of(text: str, *texts: str) -> bool:
-            return text in texts or (is_cut and any(whole.startswith(text) for whole in texts))
-
-        if self.reasoning and not is_one_of(self.reasoning, answer.reasoning):
-            return "the response's reasoning differs from the receipt's tokens"
-        if not is_one_of(self.text, answer.text, raw, prompt + raw):
-            return "the response's text differs from the receipt's tokens"
-        if self.has_calls and not is_cut and not self._has_calls_of(answer):
-            return "the response's tool calls differ from the receipt's tokens"
-        return ""
-
-    def _has_calls_of(self, answer: CollectedAnswer) -> bool:
-        calls = [call for _, call in sorted(answer.calls.items())]
-        quoted = [call for _, call in sorted(self.calls.items())]
-        if len(quoted) < len(calls):  # Ollama's API leaves out a call that was cut off by max_tokens
-            calls = [call for call in calls if _canonical(call.arguments)]
-        return len(quoted) == len(calls) and all(map(_is_call, quoted, calls))
+        missing = {"text", "tool name", "tool arguments"}
+        for (field, place), calls in self.pieces.items():
+            values = ["".join(calls[call]) for call in sorted(calls)]
+            if field != "tool name" and place.partition("/")[0].endswith(_FIRST_EVENTS):
+                expected = [""] * len(values)
+            else:
+                expected = _expected(field, place, answer, prompt, len(values))
+                missing.discard(field)
+            if is_cut:
+                *others, last = [*expected, ""][: len(values)]
+                expected = [*others, values[-1] if last.startswith(values[-1]) else last]
+            if field == "reasoning" and not any(values):
+                continue  # some APIs leave reasoning out
+            if values != expected and not (field == "tool arguments" and _are_same(values, expected)):
+                return field
+        lacks = (f for f in missing if {*_expected(f, "", answer, "", 0)} - {"", "{}"})
+        return "" if is_cut or self.has_unknown_text else min(lacks, default="")
 
 
-def _is_call(quoted: list[Any], call: CollectedCall) -> bool:
-    name, arguments = quoted
-    if isinstance(arguments, str) and arguments:
-        return (name, arguments) == (call.name, call.arguments)
-    return name == call.name and _canonical(arguments) == (_canonical(call.arguments) or "{}")
+def _expected(field: str, place: str, answer: CollectedAnswer, prompt: str, n: int) -> list[str]:
+    """Return what the reply must have in a field at a place that has `n` texts or calls."""
+    if field in ("text", "reasoning"):
+        joined = prompt + answer.reasoning + answer.text
+        return [joined if _JOINED.fullmatch(place) else getattr(answer, field)]
+    calls = [call for _, call in sorted(answer.calls.items())]
+    if n < len(calls):  # some APIs leave out a call that was cut off by max_tokens, or its arguments
+        calls = [call for call in calls if call.arguments and _canonical(call.arguments)]
+    return [getattr(call, field.removeprefix("tool ")) for call in calls]
 
 
-def _canonical(arguments: str | dict[str, Any]) -> str:
+def _are_same(texts: list[str], expected: list[str]) -> bool:
+    return len(texts) == len(expected) and all(
+        a == b or _canonical(a) == (_canonical(b) or "{}") for a, b in zip(texts, expected, strict=True)
+    )
+
+
+def _canonical(arguments: Any) -> str:
     """Return a call's arguments as JSON with sorted keys, "" if they are not a whole object."""
-    try:
-        decoded = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        return json.dumps(decoded, sort_keys=True) if isinstance(decoded, dict) else ""
-    except (ValueError, RecursionError):
-        return ""
+    with contextlib.suppress(ReceiptError, ValueError, RecursionError):
+        if isinstance(arguments, str):
+            arguments = parse_json((arguments or "{}").encode())
+        if isinstance(arguments, dict):
+            return json.dumps(arguments, sort_keys=True)
+    return ""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A receipt, with each copy of the answer in its reply. If `is_lone`, there is no reply."""
+    """A receipt, with what its reply has of the answer. If `is_lone`, there is no reply."""
 
     source: str = ""
-    document: dict[str, Any]
+    document: Any
     quotes: tuple[Quote, ...] = ()
     is_lone: bool = False
 
@@ -112,7 +118,7 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
     for number, line in enumerate(_lines(file), 1):
         content, is_event = line.removeprefix(b"data:").strip(), line.startswith(b"data:")
         n_lines += bool(content)
-        if not content or line.startswith((b"event:", b"id:", b"retry:", b":")):
+        if not content or line.startswith(_OTHER_FIELDS):
             continue
         is_last = content == b"[DONE]"
         if not is_last:
@@ -125,9 +131,9 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
                 try:
                     document = parse_json(line + file.read(MAX_BYTES))
                 except ReceiptError as fault:
-                    raise ReceiptError(f"{name}: {fault.message}", hint=_RECEIPT_HINT) from fault
+                    raise ReceiptError(f"{name}: {fault.message}", hint=RECEIPT_HINT) from fault
             # a list whose last member has `receipts` is one reply, with answers to several prompts
-            if isinstance(document, list) and not any("receipts" in d for d in _dicts(document[-1:])):
+            if isinstance(document, list) and "receipts" not in as_type(dict, (document or [0])[-1]):
                 problem = "this is a list of replies; write one reply per line: `jq -c .[] FILE`"
                 yield f"{name}:{number}", ReceiptError(problem)
                 continue
@@ -142,18 +148,18 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield lines, long ones in pieces. A carriage return ends a line of server-sent events, too."""
     while line := file.readline(MAX_BYTES + 1):
-        yield line
-        while len(line) > MAX_BYTES and not line.endswith(b"\n"):
-            line = file.readline(MAX_BYTES + 1)
+        yield from line.splitlines() if line.startswith((b"data:", *_OTHER_FIELDS)) else [line]
 
 
 def _is_last(document: Any, *, is_event: bool) -> bool:
     """Return whether a document is the last one of its reply."""
     if not isinstance(document, dict):
         return not is_event
-    if is_event:
-        return document.get("type") in _LAST_EVENTS or document.get("stop") is True
+    if is_event:  # in llama.cpp's API, each of several answers ends with `stop`, the last has receipts
+        is_stopped = document.get("stop") is True and bool(_receipts(document))
+        return is_stopped or document.get("type") in _LAST_EVENTS
     return document.get("done") is not False  # in Ollama's API, only the last line lacks `done: false`
 
 
@@ -162,99 +168,77 @@ def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], 
 
     `documents` are a receipt, a reply or a stream of an endpoint, or a line of a batch or payload log.
     """
-    documents = _dicts(documents)
+    documents = [document for document in documents if isinstance(document, dict)]
     last = documents[-1] if documents else {}
-    while body := as_type(dict, as_type(dict, last.get("response")).get("body")):
-        last, documents = body, [body]  # a line of `edgeinfer batch` has the reply in `response.body`
-    if "content_sha256" in last:
-        return [Entry(source=source, document=last, is_lone=True)], 1
-    if not isinstance(data := last.get("data"), dict):
-        return _entries(documents, source) if documents else ([], 0)
-    pairs = [_entries([answer], source) for answer in _dicts(data.get("answers"))]
-    return [entry for entries, _ in pairs for entry in entries], len(pairs)
+    if "custom_id" in last:  # a line of `edgeinfer batch`
+        receipts = _receipts(as_type(dict, as_type(dict, last.get("response")).get("body")))
+    elif "specversion" in last:  # a line of the payload log
+        answers = as_type(list, as_type(dict, last.get("data")).get("answers"))
+        receipts = [as_type(dict, answer).get("receipt") for answer in answers]
+    else:
+        receipts = [receipt for document in documents for receipt in _receipts(document)]
+    quotes, indices = dict[int, Quote](), {0 for _ in documents}
+    for document in (d for d in documents if "content_sha256" not in d):
+        for index, field, place, text, call in _pieces(document):
+            indices.add(max(0, index))
+            key = index if index in range(len(receipts)) else -1  # -1 is compared with all receipts
+            quote = quotes.setdefault(0 if len(receipts) == 1 else key, Quote())
+            quote.has_unknown_text |= not field
+            if field:
+                quote.pieces.setdefault((field, place), {}).setdefault(call, []).append(text)
+    entries = list[Entry]()
+    for i, receipt in enumerate(receipts):
+        if receipt is not None and [*as_type(dict, receipt)] != ["refused"]:
+            own = tuple(quotes[key] for key in (i, -1) if key in quotes)
+            is_lone = documents == [receipt]
+            entries.append(Entry(source=source, document=receipt, quotes=own, is_lone=is_lone))
+    return entries, len(receipts) if "specversion" in last else max(len(receipts), len(indices))
 
 
-def _entries(documents: list[dict[str, Any]], source: str) -> tuple[list[Entry], int]:
-    receipts = [
-        receipt
-        for document in documents
-        if document.keys() & {"receipt", "receipts"}
-        for receipt in as_type(list, document.get("receipts")) or [document.get("receipt")]
-    ]
-    quotes = _quote_answers(documents)
-    entries = [
-        Entry(source=source, document=receipt, quotes=tuple(quotes.get(index, ())))
-        for index, receipt in enumerate(receipts)
-        if isinstance(receipt, dict) and "content_sha256" in receipt
-    ]
-    return entries, max(len(receipts), len(quotes), 1)
+def _receipts(document: dict[str, Any]) -> list[Any]:
+    if "content_sha256" in document:
+        return [document]
+    values = [document[key] for key in ("receipt", "receipts") if key in document]
+    return [receipt for value in values for receipt in (value if isinstance(value, list) else [value])]
 
 
-def _quote_answers(documents: list[dict[str, Any]]) -> dict[int, list[Quote]]:
-    """Return each copy of every answer of a reply, by the answer's index."""
-    copies: dict[int, dict[str, Quote]] = {}
-    for document in documents:
-        copy, pieces = _copy_and_pieces(document)
-        for index, field, text, number in pieces:
-            quote = copies.setdefault(index, {}).setdefault(copy, Quote(has_calls=copy != "part"))
-            # in the Responses API, an item that follows a tool call repeats the text before the call
-            quote.add(field, text, number, may_repeat=bool(copy))
-    return {index: list(quotes.values()) for index, quotes in copies.items()}
-
-
-#: (index of the answer, field of a quote or a call, its text, number of the call)
-_Piece = tuple[int, str, Any, int]
-
-
-def _copy_and_pieces(document: dict[str, Any]) -> tuple[str, Iterable[_Piece]]:
-    """Return the name of the copy that `document` belongs to, and the pieces of answers in `document`.
-
-    Streams of the Responses API repeat an answer as contents ("done"), as parts, as items, and as a
-    whole ("response").
-    """
-    kind, index = as_type(str, document.get("type")), max(0, as_type(int, document.get("index")))
-    if kind.startswith("content_block_"):  # in Anthropic's API, `index` counts blocks, not answers
-        return "", _pieces(document, 0, index)
-    if not kind.startswith("response."):
-        return "response" if "output" in document else "", _pieces(document, index, 0)
-    number = max(0, as_type(int, document.get("output_index")))
-    if kind.endswith(".delta"):
-        field = next((field for field in ("arguments", "reasoning") if field in kind), "text")
-        return "", [(0, field, as_type(str, document.get("delta")), number)]
-    copy = next((key for key in ("part", "item", "response") if key in document), "done")
-    is_first = kind.endswith((".created", ".added"))
-    return "" if is_first else copy, _pieces(document, 0, number)
-
-
-def _pieces(document: dict[str, Any], index: int, number: int) -> Iterator[_Piece]:
-    """Yield the texts, reasoning and tool calls in an object of a reply, at any depth."""
-    pending = [(document, index, number)]
+def _pieces(document: dict[str, Any]) -> Iterator[tuple[int, str, str, str, int]]:
+    """Yield (index of an answer, -1 for none; field, place, piece and call of a Quote) at any depth."""
+    kind = as_type(str, document.get("type"))
+    # in Anthropic's API, `index` counts blocks, not answers
+    index = -1 if kind.startswith("content_block_") else as_type(int, document.get("index", -1))
+    pending: list[Any] = [("", kind, document, index, as_type(int, document.get("output_index")))]
     while pending:
-        node, index, number = pending.pop()
-        if node.keys() & set(_ANSWER_KEYS):
-            yield index, "text", "", 0  # so that an answer without text is compared, too
-        is_reasoning = "reasoning" in as_type(str, node.get("type"))
-        for key in (*_TEXT_KEYS, *_REASONING_KEYS):
-            if isinstance(text := node.get(key), str):
-                yield index, "text" if key in _TEXT_KEYS and not is_reasoning else "reasoning", text, 0
-        arguments = [node[k] for k in _ARGUMENT_KEYS if isinstance(node.get(k), str | dict)]
-        if arguments and isinstance(name := node.get("name"), str):
-            namespace = node.get("namespace")
-            yield index, "name", f"{namespace}.{name}" if namespace else name, number
-        yield from ((index, "arguments", a, number) for a in arguments if a)
-        children = list[tuple[dict[str, Any], int, int]]()
-        for key in (*_ANSWER_KEYS, *_OTHER_KEYS):
-            inner = node.get(key)
-            for i, child in enumerate(_dicts(inner if isinstance(inner, list) else [inner])):
-                position = max(0, as_type(int, child.get("index", number + i)))
-                children.append((child, position, 0) if key == "choices" else (child, index, position))
+        key, place, node, index, call = pending.pop()
+        children = list[Any]()
+        is_answer = key in ("choices", "answers")
+        if key in _ARGUMENT_KEYS or (key == "delta" and "arguments" in kind):
+            arguments = node if isinstance(node, str) else _canonical(node or "") or "?"
+            yield index, "tool arguments", place, arguments, call
+        elif isinstance(node, list) and is_answer:
+            children += [(key, f"{place}{i}", child, i, 0) for i, child in enumerate(node)]
+        elif isinstance(node, list) and node:
+            children += [(key, place, child, index, call + i) for i, child in enumerate(node)]
+        elif isinstance(node, dict):
+            if is_answer:
+                index = as_type(int, node.get("index", index))
+            else:
+                call = as_type(int, node.get("index", call))
+            if key not in ("", "tool_calls") and "type" in node:
+                place += f":{as_type(str, node['type'])}"
+            if isinstance(name := node.get("name"), str):
+                namespace = as_type(str, node.get("namespace"))
+                yield index, "tool name", place, f"{namespace}.{name}" if namespace else name, call
+            fields = ((k, v) for k, v in node.items() if k not in _OTHER_KEYS)
+            children += [(k, f"{place}/{k}", v, index, call) for k, v in fields]
+        elif key in _TEXT and (node or isinstance(node, str) or key in ("content", "output")):
+            is_reasoning = "reasoning" in place or "thinking" in place
+            yield index, "reasoning" if is_reasoning else "text", place, f"{node or ''}", 0
+        elif node and isinstance(node, str):
+            yield index, "", place, node, 0
         pending += reversed(children)
 
 
-def as_type(kind: type[_T], value: Any) -> _T:
+def as_type(kind: type[Any], value: Any) -> Any:
     """Return `value` if it has this type, otherwise the type's empty value."""
     return value if isinstance(value, kind) else kind()
-
-
-def _dicts(value: Any) -> list[dict[str, Any]]:
-    return [element for element in as_type(list, value) if isinstance(element, dict)]

@@ -81,11 +81,11 @@ def with_content(receipt: Receipt, whole: Receipt) -> Receipt:
 
 
 class ReceiptCheck:
-    """Checks a receipt, and each copy of the answer in the same reply (`quotes`)."""
+    """Checks a receipt, and `quotes`: what clients show or execute of the answer in the same reply."""
 
     def __init__(self, receipt: Receipt, engine: Engine, quotes: Sequence[Quote] = ()) -> None:
-        self._receipt, self._engine = receipt, engine
-        self._quotes = quotes
+        self._receipt, self._engine, self._quotes = receipt, engine, quotes
+        self.compares_all_text = False
         self._is_exact = receipt.kernel_revision == KERNEL_REVISION
         self._ended_by_itself = receipt.finish_reason in ("stop", "tool_calls")
         self._findings: dict[str, Any] = {}
@@ -169,13 +169,9 @@ class ReceiptCheck:
         request = msgspec.convert(content.request, GenerateRequest)
         if request.n_pictures:
             raise ReceiptError("the receipt has pictures, which cannot be checked")
-        return msgspec.structs.replace(
-            request,
-            sampling=self._receipt.sampling,
-            logprobs=None if request.logprobs is None else 0,
-            cache_prompt=False,
-            lora=self._lora(),
-        )
+        logprobs = None if request.logprobs is None else 0
+        fields = {"sampling": self._receipt.sampling, "logprobs": logprobs, "lora": self._lora()}
+        return msgspec.structs.replace(request, cache_prompt=False, **fields)
 
     def _lora(self) -> tuple[tuple[str, float], ...]:
         """Return (name, scale) of the receipt's adapters. Raises ReceiptError if one is not loaded."""
@@ -233,14 +229,18 @@ class ReceiptCheck:
         return ""
 
     def _compare_text(self, generated: CollectedAnswer, prompt: str | tuple[int, ...] | None) -> str:
-        """Return how a copy of the answer in the reply differs from the tokens; "" if none does."""
+        """Return how the answer in the reply differs from the tokens; "" if it does not."""
         self._findings["text"] = generated.text
         if isinstance(prompt, tuple):
             prompt = self._engine.detokenize(prompt).decode("utf-8", "replace")
         is_cut = self._receipt.finish_reason in ("cancelled", "deadline")
+        self.compares_all_text = bool(self._quotes)
         for quote in self._quotes:
-            if difference := quote.difference(generated, prompt=prompt or "", is_cut=is_cut):
-                return difference
+            # only the second prompt is that of a completion with `echo`
+            fields = [quote.difference(generated, prompt=p, is_cut=is_cut) for p in ("", prompt or "")]
+            if all(fields):
+                return f"the response differs from the receipt's tokens in its {fields[0]}"
+            self.compares_all_text &= not (fields[0] or quote.has_unknown_text)
         return ""
 
     def _generate(self, request: GenerateRequest) -> CollectedAnswer:
@@ -271,12 +271,9 @@ class ReceiptCheck:
 
     def _compare_logprobs(self, content: Content, lora: tuple[tuple[str, float], ...] | None) -> str:
         """Return how far the log-probabilities exceed the tolerance; "" if they do not."""
+        tokens = content.prompt + content.answer
         prefill = GenerateRequest(
-            prompt=content.prompt + content.answer,
-            prompt_logprobs=0,
-            max_tokens=0,
-            cache_prompt=False,
-            lora=lora,
+            prompt=tokens, prompt_logprobs=0, max_tokens=0, cache_prompt=False, lora=lora
         )
         logprobs = self._generate(prefill).prompt
         assert logprobs is not None
@@ -289,10 +286,8 @@ class ReceiptCheck:
         self._findings |= {"mean_difference": round(mean, 4), "most_difference": round(most, 4)}
         if mean <= MEAN_TOLERANCE and most <= MOST_TOLERANCE:
             return ""
-        return (
-            f"log-probabilities differ by {mean:.2f} on average and by at most {most:.2f}; allowed are "
-            f"{MEAN_TOLERANCE} and {MOST_TOLERANCE}"
-        )
+        differ = f"differ by {mean:.2f} on average and by at most {most:.2f}"
+        return f"log-probabilities {differ}; allowed are {MEAN_TOLERANCE} and {MOST_TOLERANCE}"
 
 
 def _first_difference(tokens: tuple[int, ...], expected: tuple[int, ...]) -> int | None:

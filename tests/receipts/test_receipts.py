@@ -496,8 +496,8 @@ def _beside(receipt: Receipt, text: str) -> dict[str, dict[str, Any]]:
         "chat": reply,
         "completion": {"choices": [{"index": 0, "text": text}], "receipt": entry},
         "several": {"choices": [{"index": 0, "message": {"content": text}}], "receipts": [entry]},
-        "batch": {"response": {"body": reply}},
-        "payload log": {"data": {"answers": [{"text": text, "receipt": entry}]}},
+        "batch": {"custom_id": "1", "response": {"body": reply}},
+        "payload log": {"specversion": "1.0", "data": {"answers": [{"text": text, "receipt": entry}]}},
         "ollama": {"message": {"content": text}, "receipt": entry},
     }
 
@@ -553,6 +553,10 @@ def test_a_cut_answer_is_named_and_a_revision_has_its_exit_status(engines: Engin
     assert VerifyResult(checks=(*checks, torn), n_receipts=2).exit_code == 5
 
 
+def _log_line(*answers: dict[str, Any]) -> dict[str, Any]:
+    return {"specversion": "1.0", "data": {"answers": answers}}
+
+
 def _run(*arguments: object) -> VerifyResult:
     """Run the verb in this process."""
     parser = argparse.ArgumentParser()
@@ -568,7 +572,7 @@ def test_a_sample_has_at_least_one_receipt(
     verified = Verification(verdict="verified", model="m", finish_reason="stop", **counts)
     monkeypatch.setattr(ReceiptCheck, "run", lambda _check: verified)
     monkeypatch.setattr(verb, "_load", lambda *_arguments: io.BytesIO())  # it can be closed
-    line = json.dumps({"data": {"answers": [{"text": "a", "receipt": _EXAMPLE}, {"text": "b"}]}})
+    line = json.dumps(_log_line({"text": "a", "receipt": _EXAMPLE}, {"text": "b"}))
     (tmp_path / "a.jsonl").write_text(f"{line}\n" * n_receipts)
     result = _run("--log", tmp_path, "--sample", "0.001%")
     assert (len(result.checks), result.n_receipts, result.exit_code) == (1, n_receipts, 0)
@@ -583,7 +587,7 @@ def test_a_log_without_a_receipt_has_its_own_exit_status(tmp_path: Path) -> None
     (tmp_path / "a.jsonl").write_text("")
     result = _run("--log", tmp_path)
     assert (result.exit_code, "log is empty" in result.human()) == (10, True)
-    (tmp_path / "a.jsonl").write_text('{"data": {"answers": [{"text": "b"}]}}\n')
+    (tmp_path / "a.jsonl").write_text(json.dumps(_log_line({"text": "b"})))
     result = _run("--log", tmp_path)
     assert (result.exit_code, "1 answer has no receipt" in result.human()) == (10, True)
 
@@ -596,9 +600,20 @@ def test_a_torn_a_blank_and_an_odd_line_end_no_check(tmp_path: Path) -> None:
     log = tmp_path / "a.jsonl"
     log.write_bytes(b"\n".join(odd))
     result = _run(log)
-    assert [check.source.rpartition(":")[2] for check in result.checks] == ["1", "3", "12", "9"]
+    lines = [check.source.rpartition(":")[2] for check in result.checks]
+    assert lines == ["1", "3", "12", "7", "8", "9"]
     assert {check.verdict for check in result.checks} == {"not checked"}
     assert result.exit_code == 5
+
+
+def test_a_damaged_receipt_of_a_log_is_not_checked(tmp_path: Path) -> None:
+    damaged = {name: field for name, field in _EXAMPLE.items() if name != "content_sha256"}
+    receipts = [damaged, {}, "x", {"refused": "no", "version": 1}, {"refused": "no"}, None]
+    lines = [json.dumps(_log_line({"text": "a", "receipt": receipt})) for receipt in receipts]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    result = _run("--log", tmp_path)
+    assert [check.verdict for check in result.checks] == ["not checked"] * 4
+    assert (result.exit_code, result.without_receipt) == (5, 2)
 
 
 @pytest.mark.parametrize(
@@ -622,7 +637,7 @@ def test_a_list_is_the_answers_to_several_prompts_or_refused(indent: int | None)
     answers = [{"index": n, "content": text, "stop": True} for n, text in enumerate("xy")]
     answers[-1]["receipts"] = [_EXAMPLE, _EXAMPLE]
     [(entries, n_answers)] = _find(json.dumps(answers, indent=indent))
-    assert ([entry.quotes[0].text for entry in entries], n_answers) == (["x", "y"], 2)
+    assert (list(map(_texts, entries)), n_answers) == ([["x"], ["y"]], 2)
     replies = [{"content": text, "receipt": _EXAMPLE} for text in "xy"]
     for several in (replies, [_EXAMPLE, _EXAMPLE], [{"done": False}, _EXAMPLE], []):
         text = json.dumps(several, indent=indent).encode()
@@ -639,9 +654,15 @@ def test_an_answer_next_to_one_with_a_receipt_is_counted() -> None:
 def test_blank_lines_and_fields_of_events_are_skipped() -> None:
     reply = {"content": "x", "receipt": _EXAMPLE}
     [([entry], _)] = _find("\n \n" + json.dumps(reply, indent=1))
-    assert entry.quotes[0].text == "x"
+    assert _texts(entry) == ["x"]
     [([entry], _)] = _find(f"retry: 10\nid: 7\nevent: a\ndata: {json.dumps(reply)}\n\n")
     assert entry.source == "reply:4"
+
+
+def _texts(entry: Entry) -> list[str]:
+    """Return the text of an answer at each place of its reply."""
+    pieces = [pair for quote in entry.quotes for pair in quote.pieces.items()]
+    return ["".join(calls[0]) for (field, _), calls in pieces if field == "text"]
 
 
 def _find(text: str) -> list[tuple[list[Entry], int]]:
@@ -721,6 +742,6 @@ def test_the_command_line_writes_and_another_process_verifies(smollm2: Path, tmp
         events = ({"choices": [choice]}, {"receipt": receipt})
         stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
         checked = edgeinfer("verify", "-", stdin=stream)
-        assert (checked.returncode, "not the text" in checked.stdout) == (status, False), checked.stderr
+        assert (checked.returncode, "whole text" in checked.stdout) == (status, False), checked.stderr
     file.write_text("{}")
     assert edgeinfer("verify", file).returncode == 5

@@ -24,7 +24,7 @@ from edgeinfer.host import EngineHost
 from edgeinfer.platform.disk import open_regular, path_errors
 from edgeinfer.platform.paths import is_model_path
 from edgeinfer.receipts.receipt import Receipt, parse_json, to_receipt
-from edgeinfer.receipts.replies import Entry, as_type, find_receipts, read_replies
+from edgeinfer.receipts.replies import RECEIPT_HINT, Entry, as_type, find_receipts, read_replies
 from edgeinfer.receipts.verify import ReceiptCheck, TokenChoice, Verdict, Verification, with_content
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.safe_text import escape_hidden
@@ -38,14 +38,14 @@ _NOTHING_CHECKED = 10
 #: Descriptions of answers that did not end by themselves.
 _CUT = {"cancelled": "that was cancelled", "deadline": "that reached its deadline"}
 #: Notes on what a verdict does not show.
-_ONLY_TOKENS = "only the tokens in the receipt were compared, not the text"
+_LACKS_TEXT = "the tokens in the receipt were compared, but not the whole text of the response"
 _UNSIGNED = "not signed: anyone can make such a receipt, so it does not show who answered, or when"
 
 
 class Check(Verification, frozen=True, kw_only=True):
     """The verification of a receipt in a file; `source` is the file and line.
 
-    `lacks_text`: the response's text is missing or was not compared.
+    `lacks_text`: the response's text is missing, or not all of it was compared.
     """
 
     source: str
@@ -55,7 +55,7 @@ class Check(Verification, frozen=True, kw_only=True):
     def notes(self) -> list[str]:
         """Statements about what the verdict does not show."""
         is_unsigned = self.verdict in ("verified", "within tolerance") and not self.signer
-        return [_ONLY_TOKENS] * self.lacks_text + [_UNSIGNED] * is_unsigned
+        return [_LACKS_TEXT] * self.lacks_text + [_UNSIGNED] * is_unsigned
 
 
 class VerifyResult(Result, frozen=True, kw_only=True):
@@ -119,10 +119,8 @@ def describe(result: Verification) -> Iterator[str]:
         yield f"  receipt: {_token(result.expected)}"
         yield f"  engine:  {_token(result.chosen)}"
     if result.own_revision != result.kernel_revision:
-        yield (
-            f"the receipt is of kernel revision {result.kernel_revision}, and this program has "
-            f"{result.own_revision}: only log-probabilities were compared"
-        )
+        revisions = f"{result.kernel_revision}, and this program has {result.own_revision}"
+        yield f"the receipt is of kernel revision {revisions}: only log-probabilities were compared"
     if result.mean_difference is not None:
         most = f"at most {result.most_difference:.3f}"
         yield f"log-probabilities differ by {result.mean_difference:.3f} on average, {most}"
@@ -177,8 +175,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> VerifyResult:
             if not random.randrange(n_receipts):  # a random one, checked if the sample stays empty
                 spare = [entry]
     if options.receipt and not n_receipts and not checks:
-        hint = "`edgeinfer run --receipt FILE` writes one, and requests ask for it by `receipt: true`"
-        raise ReceiptError(f"{options.receipt} contains no receipt", hint=hint)
+        raise ReceiptError(f"{options.receipt} contains no receipt", hint=RECEIPT_HINT)
     checks += _check_all(sample or spare, options, host, may_raise=n_receipts == 1 and not checks)
     return VerifyResult(
         checks=tuple(checks), n_receipts=n_receipts, without_receipt=n_without, notes=tuple(notes)
@@ -249,17 +246,17 @@ def _check_all(
                     receipt = _read(entry.document, options.content)
                     if engine is None:
                         engine = loaded.enter_context(contextlib.closing(_load(receipt, options, host)))
-                    result = ReceiptCheck(receipt, engine, entry.quotes).run()
+                    check = ReceiptCheck(receipt, engine, entry.quotes)
+                    result = check.run()
                 except EdgeInferError as error:
                     if may_raise:
                         raise
                     yield Check(source=entry.source, verdict="not checked", reason=error.message)
                     continue
-                is_compared = entry.is_lone or (entry.quotes and result.text is not None)
-                lacks_text = not is_compared and result.verdict != "differs"
+                is_compared = entry.is_lone or check.compares_all_text or result.verdict == "differs"
                 fields = msgspec.structs.asdict(result)
-                yield Check(source=entry.source, lacks_text=lacks_text, **fields)
+                yield Check(source=entry.source, lacks_text=not is_compared, **fields)
 
 
 def _load_key(entry: Entry) -> list[str]:
-    return [as_type(str, entry.document.get(key)) for key in ("model", "kv_type")]
+    return [as_type(str, as_type(dict, entry.document).get(key)) for key in ("model", "kv_type")]

@@ -19,7 +19,7 @@ from edgeinfer.receipts.replies import find_receipts, read_replies
 from edgeinfer.receipts.verify import ReceiptCheck
 from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta, ToolCallDelta
-from edgeinfer.server import generation_response
+from edgeinfer.server import generation_response, payload_log
 from edgeinfer.server.payload_log import PayloadLog
 
 CHAT = "/v1/chat/completions"
@@ -69,6 +69,12 @@ def entries_of(content, name="reply"):
     return find_receipts(documents)[0]
 
 
+def texts_of(entry):
+    """Return the text of an answer at each place of its reply."""
+    pieces = [pair for quote in entry.quotes for pair in quote.pieces.items()]
+    return ["".join(calls[0]) for (field, _), calls in pieces if field == "text"]
+
+
 def lines_of(folder):
     return "".join(path.read_text() for path in folder.iterdir()).splitlines()
 
@@ -93,6 +99,7 @@ def test_each_dialect_s_answer_ends_with_a_receipt_that_verifies(real, path, str
     [entry] = entries_of(reply.content)
     assert entry.quotes
     assert not [quote for quote in entry.quotes if quote.difference(CollectedAnswer(result["text"]))]
+    assert not any(quote.has_unknown_text for quote in entry.quotes)
     receipt["content"]["answer"][0] ^= 1  # the answer may be short: its seed is random
     assert check(real, receipt)["verdict"] == "differs"
 
@@ -150,14 +157,10 @@ def with_receipt(receipt, monkeypatch):
     monkeypatch.setattr(generation_response, "make_receipt", lambda *_args, **_options: receipt)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize(("path", "stream"), FORMS)
-def test_each_changed_character_of_a_reply_is_noticed(serve, monkeypatch, path, stream, script):
-    if path in _ONLY_TEXT and any(isinstance(event, ToolCallDelta) for event in SCRIPTS[script]):
-        return
+def documents_of(serve, monkeypatch, path, stream, script):
+    """Return the JSON documents of a reply that has a receipt, and the answer in the reply."""
     with_receipt(EXAMPLE, monkeypatch)
-    dice = random.Random(f"{path} {stream} {script}")
-    events = split_script(SCRIPTS[script], dice)
+    events = split_script(SCRIPTS[script], random.Random(f"{path} {stream} {script}"))
     answer = CollectedAnswer()
     for event in events:
         answer.add(event)
@@ -166,18 +169,207 @@ def test_each_changed_character_of_a_reply_is_noticed(serve, monkeypatch, path, 
     limits = {"max_tokens", "max_output_tokens", "n_predict"} & fields.keys()
     reply = client.post(path, json=fields | dict.fromkeys(limits, 1000) | long_options(path))
     [(_, documents)] = read_replies(io.BytesIO(reply.content), "reply")
+    return documents, answer
+
+
+def has_calls(script):
+    return any(isinstance(event, ToolCallDelta) for event in SCRIPTS[script])
+
+
+REPLIES = [
+    (*form, script)
+    for form in FORMS
+    for script in SCRIPTS
+    if not (form[0] in _ONLY_TEXT and has_calls(script))
+]
+
+
+@pytest.mark.parametrize(("path", "stream", "script"), REPLIES)
+def test_each_changed_character_of_a_reply_is_noticed(serve, monkeypatch, path, stream, script):
+    documents, answer = documents_of(serve, monkeypatch, path, stream, script)
+    dice = random.Random(f"{path} {stream} {script}")
     [entry], _ = find_receipts(documents)
     assert entry.quotes
+    assert not any(quote.has_unknown_text for quote in entry.quotes)
     assert [quote.difference(answer) for quote in entry.quotes] == [""] * len(entry.quotes)
 
     calls = [text for call in answer.calls.values() for text in (call.name, call.arguments)]
     inner = [text for call in answer.calls.values() for text in json.loads(call.arguments).values()]
     pieces = [answer.reasoning + answer.text, *calls, *map(str, inner)]
     paths = list(paths_of_answer(documents, pieces))
-    assert bool(paths) == bool(events)
+    assert bool(paths) == (script != "nothing")
     for changed in paths:
         [forged], _ = find_receipts(with_another_character(documents, changed, dice))
         assert any(quote.difference(answer) for quote in forged.quotes), changed
+
+
+#: What a forger adds to an object of a reply, so that some client shows or executes it.
+_SHOWN_KEYS = (
+    "content delta output reasoning reasoning_content refusal response result text thinking"
+).split()
+_CALL_KEYS = ("arguments", "input", "partial_json")
+_EVIL_ITEMS = [
+    {"type": "message", "content": [{"type": "output_text", "text": "EVIL"}]},
+    {"type": "function_call", "name": "rm"},
+]
+FORGERIES = [
+    *({key: "EVIL"} for key in [*_SHOWN_KEYS, "name", *_CALL_KEYS, "output_text"]),
+    *({key: {"City": "EVIL"}} for key in _CALL_KEYS),
+    {"message": {"content": "EVIL"}},
+    {"message": {"function_call": {"name": "rm", "arguments": None}}},
+    {"choices": [{"index": 0, "message": {"content": "EVIL"}}]},
+    {"choices": [{"index": 5, "text": "EVIL"}]},
+    {"content": [{"type": "text", "text": "EVIL"}]},
+    {"content": [{"type": "tool_use", "name": "rm"}]},
+    {"content_block": {"type": "tool_use", "name": "rm", "input": {}}},
+    {"tool_calls": [{"function": {"name": "rm"}}]},
+    {"function_call": {"name": "rm"}},
+    {"error": {"message": "EVIL"}},
+    *({"output": [item]} for item in _EVIL_ITEMS),
+    *({"item": item} for item in _EVIL_ITEMS),
+]
+#: Parts of a reply that no client shows as an answer.
+_NOT_READ = "receipt receipts request logprobs generation_settings format tools tool_choice".split()
+
+
+def is_verified(documents, answer):
+    """Return whether all texts and calls of a reply with a receipt are those of the answer."""
+    quotes = [quote for entry in find_receipts(documents)[0] for quote in entry.quotes]
+    return bool(quotes) and not any(q.has_unknown_text or q.difference(answer) for q in quotes)
+
+
+def objects_in(value):
+    """Yield each object of a reply at which a client may look for an answer."""
+    if isinstance(value, dict):
+        yield value
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(inner, dict | list) and key not in _NOT_READ:
+            yield from objects_in(inner)
+
+
+def wrapped(documents, answer):
+    """Yield a reply, and if it is whole, also as lines of a batch and of a payload log."""
+    yield documents
+    if len(documents) == 1:
+        response = {"status_code": 200, "request_id": "req_1", "body": copy.deepcopy(documents[0])}
+        yield [{"id": "batch_1", "custom_id": "1", "response": response, "error": None}]
+        answers = [payload_log._describe(answer, EXAMPLE)]
+        data = {"operation": "POST /", "status": 200, "error": None, "request": {}, "answers": answers}
+        event = {"specversion": "1.0", "type": "io.edgeinfer.generation", "data": data}
+        yield [json.loads(msgspec.json.encode(event))]
+
+
+@pytest.mark.parametrize(("path", "stream", "script"), REPLIES)
+def test_a_text_or_call_added_to_a_reply_is_noticed(serve, monkeypatch, cases, path, stream, script):
+    whole, answer = documents_of(serve, monkeypatch, path, stream, script)
+    dice = random.Random(f"{path} {stream} {script}")
+    for documents in wrapped(whole, answer):
+        assert is_verified(documents, answer)
+        pairs = [(node, forgery) for node in objects_in(documents) for forgery in FORGERIES]
+        for node, forgery in dice.sample(pairs, min(cases(60), len(pairs))):
+            original = dict(node)
+            node.update(forgery)
+            if node != original:
+                assert not is_verified(documents, answer), (original.keys(), forgery)
+            node.clear()
+            node.update(original)
+        assert is_verified(documents, answer)
+
+
+@pytest.mark.parametrize(("path", "stream", "script"), REPLIES)
+def test_a_copy_of_the_real_answer_does_not_hide_a_changed_one(
+    serve, monkeypatch, path, stream, script
+):
+    documents, answer = documents_of(serve, monkeypatch, path, stream, script)
+    dice = random.Random(f"{path} {stream} {script}")
+    real, receipt = documents[-1], documents[-1]["receipt"]
+    described = json.loads(msgspec.json.encode(payload_log._describe(answer, EXAMPLE)))
+    decoys = [
+        {"type": "response.x.delta", "delta": answer.text},
+        {"response": {"body": receipt}},
+        {"response": {"body": real}},
+        {"custom_id": "1", "response": {"body": real}},
+        {"data": {"answers": [described]}},
+        {"specversion": "1.0", "data": {"answers": [described]}},
+        {"specversion": "1.0", "custom_id": "1", "data": {"answers": [described]}},
+        {"text": answer.text, "reasoning": answer.reasoning, "tool_calls": described["tool_calls"]},
+    ]
+    paths = list(paths_of_answer(documents, [answer.reasoning + answer.text]))
+    for decoy in decoys if paths else ():
+        forged = with_another_character(documents, dice.choice(paths), dice)
+        if not decoy.keys() & forged[-1].keys():
+            forged[-1] |= copy.deepcopy(decoy)
+            assert not is_verified(forged, answer), decoy
+
+
+def reply_of(message, **more):
+    example = json.loads(msgspec.json.encode(EXAMPLE))
+    return {"choices": [{"index": 0, "message": message}], "receipt": example, **more}
+
+
+def difference_of(reply, answer, **options):
+    [entry], _ = find_receipts([reply])
+    return next(filter(None, (quote.difference(answer, **options) for quote in entry.quotes)), "")
+
+
+def test_two_arguments_of_a_call_are_a_difference():
+    answer = CollectedAnswer()
+    answer.add(ToolCallDelta(0, arguments='{"city": "Rom"}', id="call_1", name="weather"))
+    real, evil = {"city": "Rom"}, {"city": "EVIL"}
+    both = [
+        ({"arguments": json.dumps(real)}, ""),
+        ({"arguments": json.dumps(real), "input": real}, ""),
+        ({"arguments": json.dumps(evil), "input": real}, "tool arguments"),
+        ({"arguments": json.dumps(real), "input": evil}, "tool arguments"),
+        ({"arguments": None, "input": real}, "tool arguments"),
+        ({"arguments": '{"city": "EVIL", "city": "Rom"}'}, "tool arguments"),
+        ({"arguments": "rm"}, "tool arguments"),
+        ({}, "tool arguments"),
+    ]
+    for arguments, difference in both:
+        call = {"id": "call_1", "function": {"name": "weather", **arguments}}
+        reply = reply_of({"content": None, "tool_calls": [call]})
+        assert difference_of(reply, answer) == difference, arguments
+
+
+def test_a_cut_answer_has_a_part_of_the_tokens_and_no_other_call():
+    answer = CollectedAnswer("The sea", "Hmm")
+    answer.add(ToolCallDelta(0, arguments='{"city": "Rom"}', id="call_1", name="weather"))
+    call, torn = ({"name": "weather", "arguments": text} for text in ('{"city": "Rom"}', '{"ci'))
+    evil = {"name": "rm", "arguments": "{}"}
+    parts = [((call,), ""), ((torn,), ""), ((), ""), ((evil,), "tool name")]
+    for calls, difference in parts:
+        message = {"content": "The s", "tool_calls": [{"function": function} for function in calls]}
+        assert difference_of(reply_of(message), answer, is_cut=True) == difference
+    for calls in ((call, evil), (torn, call)):
+        message = {"content": "The s", "tool_calls": [{"function": function} for function in calls]}
+        assert difference_of(reply_of(message), answer, is_cut=True)
+    assert difference_of(reply_of({"content": "The x"}), answer, is_cut=True) == "text"
+
+
+def test_a_carriage_return_hides_no_event():
+    chunk = {"choices": [{"index": 0, "delta": {"content": "a"}}]}
+    events = f": 10 s\rdata: {json.dumps(chunk)}\r\revent: x\rdata: {json.dumps(reply_of({}))}\r\n\r\n"
+    [entry] = entries_of(events.encode())
+    assert texts_of(entry) == ["a"]
+
+
+def test_an_answer_ends_with_the_receipts_of_all_answers():
+    receipts = [json.loads(msgspec.json.encode(EXAMPLE))] * 2
+    pieces = [(0, "a"), (1, "b"), (0, None), (1, "c"), (1, None)]
+    events = [{"index": index, "content": text or "", "stop": text is None} for index, text in pieces]
+    events[-1]["receipts"] = receipts
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    assert [texts_of(entry) for entry in entries_of(stream.encode())] == [["a"], ["bc"]]
+
+
+def test_an_answer_joins_reasoning_and_text_only_where_its_api_does():
+    answer = CollectedAnswer("The sea", "Hmm. ")
+    assert difference_of(reply_of({"content": "Hmm. The sea"}), answer) == "text"
+    receipt = json.loads(msgspec.json.encode(EXAMPLE))
+    reply = {"choices": [{"index": 0, "text": "Why? Hmm. The sea"}], "receipt": receipt}
+    assert difference_of(reply, answer) == "text"
+    assert difference_of(reply, answer, prompt="Why? ") == ""
 
 
 def test_a_reply_of_a_stream_is_one_and_a_later_one_is_another(tmp_path):
@@ -189,17 +381,17 @@ def test_a_reply_of_a_stream_is_one_and_a_later_one_is_another(tmp_path):
         return "".join(f"data: {json.dumps(document)}\n\n" for document in documents)
 
     sources = {
-        stream(chunk, last) + "data: [DONE]\n\n": ["a"],
-        stream(chunk, last, chunk) + "data: [DONE]\n\n": ["aa"],
-        ": 10 s\n\n" + stream(chunk, chunk, last): ["aa"],
-        (stream(chunk, last) + "data: [DONE]\n\n") * 2: ["a", "a"],
-        json.dumps(chunk | last, indent=1): [""],
-        f"{json.dumps(chunk)}\n{json.dumps(chunk | {'receipt': example})}\n": [None, "a"],
+        stream(chunk, last) + "data: [DONE]\n\n": [["a"]],
+        stream(chunk, last, chunk) + "data: [DONE]\n\n": [["aa"]],
+        ": 10 s\n\n" + stream(chunk, chunk, last): [["aa"]],
+        (stream(chunk, last) + "data: [DONE]\n\n") * 2: [["a"], ["a"]],
+        json.dumps(chunk | last, indent=1): [[]],
+        f"{json.dumps(chunk)}\n{json.dumps(chunk | {'receipt': example})}\n": [None, ["a"]],
     }
     for text, texts in sources.items():
         replies = [documents for _, documents in read_replies(io.BytesIO(text.encode()), "reply")]
         entries = [(find_receipts(documents)[0] or [None])[0] for documents in replies]
-        assert [entry and entry.quotes[0].text for entry in entries] == texts, text
+        assert [entry and texts_of(entry) for entry in entries] == texts, text
 
 
 @pytest.mark.model
@@ -235,7 +427,7 @@ def test_the_payload_log_has_receipts(real, tmp_path, until, monkeypatch):
         [entry], n_answers = find_receipts([json.loads(line)])
         result = check(real, entry.document)
         assert (result["verdict"], n_answers) == ("verified", 1)
-        assert [quote.text for quote in entry.quotes] == [result["text"]] != [""]
+        assert texts_of(entry) == [result["text"]] != [""]
 
 
 def test_an_answer_without_receipt_is_given_and_says_why(serve):
