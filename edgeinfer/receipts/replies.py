@@ -40,8 +40,8 @@ RECEIPT_HINT = "`edgeinfer run --receipt FILE` writes one, and requests ask for 
 class Quote(msgspec.Struct, kw_only=True):
     """All that clients show or execute of an answer in a reply that also has the answer's receipt.
 
-    `pieces` maps a field and a place to the pieces of each call: an event's type and the keys to a
-    piece are its place. A reply may repeat an answer; each place must have the whole one.
+    `pieces` maps a field and a key path to the pieces of each call. A key path consists of an event's
+    type and of the keys that lead to a piece. A reply may repeat an answer: each path has all of it.
     """
 
     pieces: dict[tuple[str, str], dict[int, list[str]]] = {}
@@ -53,29 +53,29 @@ class Quote(msgspec.Struct, kw_only=True):
         Completions begin with `prompt` (option `echo`). If `is_cut`, the reply may lack the end.
         """
         missing = {"text", "tool name", "tool arguments"}
-        for (field, place), calls in self.pieces.items():
+        for (field, key_path), calls in self.pieces.items():
             values = ["".join(calls[call]) for call in sorted(calls)]
-            if field != "tool name" and place.partition("/")[0].endswith(_FIRST_EVENTS):
+            if field != "tool name" and key_path.partition("/")[0].endswith(_FIRST_EVENTS):
                 expected = [""] * len(values)
             else:
-                expected = _expected(field, place, answer, prompt, len(values))
+                expected = _values_in(field, key_path, answer, prompt, len(values))
                 missing.discard(field)
             if is_cut:
-                *others, last = [*expected, ""][: len(values)]
-                expected = [*others, values[-1] if last.startswith(values[-1]) else last]
+                *complete, last = [*expected, ""][: len(values)]
+                expected = [*complete, values[-1] if last.startswith(values[-1]) else last]
             if field == "reasoning" and not any(values):
                 continue  # some APIs leave reasoning out
             if values != expected and not (field == "tool arguments" and _are_same(values, expected)):
                 return field
-        lacks = (f for f in missing if {*_expected(f, "", answer, "", 0)} - {"", "{}"})
+        lacks = (f for f in missing if {*_values_in(f, "", answer, "", 0)} - {"", "{}"})
         return "" if is_cut or self.has_unknown_text else min(lacks, default="")
 
 
-def _expected(field: str, place: str, answer: CollectedAnswer, prompt: str, n: int) -> list[str]:
-    """Return what the reply must have in a field at a place that has `n` texts or calls."""
+def _values_in(field: str, key_path: str, answer: CollectedAnswer, prompt: str, n: int) -> list[str]:
+    """Return what the reply must have in a field at a key path that has `n` texts or calls."""
     if field in ("text", "reasoning"):
         joined = prompt + answer.reasoning + answer.text
-        return [joined if _JOINED.fullmatch(place) else getattr(answer, field)]
+        return [joined if _JOINED.fullmatch(key_path) else getattr(answer, field)]
     calls = [call for _, call in sorted(answer.calls.items())]
     if n < len(calls):  # some APIs leave out a call that was cut off by max_tokens, or its arguments
         calls = [call for call in calls if call.arguments and _canonical(call.arguments)]
@@ -179,19 +179,19 @@ def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], 
         receipts = [receipt for document in documents for receipt in _receipts(document)]
     quotes, indices = dict[int, Quote](), {0 for _ in documents}
     for document in (d for d in documents if "content_sha256" not in d):
-        for index, field, place, text, call in _pieces(document):
+        for index, field, key_path, text, call in _pieces(document):
             indices.add(max(0, index))
             key = index if index in range(len(receipts)) else -1  # -1 is compared with all receipts
             quote = quotes.setdefault(0 if len(receipts) == 1 else key, Quote())
             quote.has_unknown_text |= not field
             if field:
-                quote.pieces.setdefault((field, place), {}).setdefault(call, []).append(text)
+                quote.pieces.setdefault((field, key_path), {}).setdefault(call, []).append(text)
     entries = list[Entry]()
     for i, receipt in enumerate(receipts):
         if receipt is not None and [*as_type(dict, receipt)] != ["refused"]:
-            own = tuple(quotes[key] for key in (i, -1) if key in quotes)
+            quoted = tuple(quotes[key] for key in (i, -1) if key in quotes)
             is_lone = documents == [receipt]
-            entries.append(Entry(source=source, document=receipt, quotes=own, is_lone=is_lone))
+            entries.append(Entry(source=source, document=receipt, quotes=quoted, is_lone=is_lone))
     return entries, len(receipts) if "specversion" in last else max(len(receipts), len(indices))
 
 
@@ -203,39 +203,39 @@ def _receipts(document: dict[str, Any]) -> list[Any]:
 
 
 def _pieces(document: dict[str, Any]) -> Iterator[tuple[int, str, str, str, int]]:
-    """Yield (index of an answer, -1 for none; field, place, piece and call of a Quote) at any depth."""
+    """Yield, at any depth: index of an answer or -1; field, key path, piece and call of a Quote."""
     kind = as_type(str, document.get("type"))
     # in Anthropic's API, `index` counts blocks, not answers
     index = -1 if kind.startswith("content_block_") else as_type(int, document.get("index", -1))
     pending: list[Any] = [("", kind, document, index, as_type(int, document.get("output_index")))]
     while pending:
-        key, place, node, index, call = pending.pop()
+        key, key_path, node, index, call = pending.pop()
         children = list[Any]()
         is_answer = key in ("choices", "answers")
         if key in _ARGUMENT_KEYS or (key == "delta" and "arguments" in kind):
             arguments = node if isinstance(node, str) else _canonical(node or "") or "?"
-            yield index, "tool arguments", place, arguments, call
+            yield index, "tool arguments", key_path, arguments, call
         elif isinstance(node, list) and is_answer:
-            children += [(key, f"{place}{i}", child, i, 0) for i, child in enumerate(node)]
+            children += [(key, f"{key_path}{i}", child, i, 0) for i, child in enumerate(node)]
         elif isinstance(node, list) and node:
-            children += [(key, place, child, index, call + i) for i, child in enumerate(node)]
+            children += [(key, key_path, child, index, call + i) for i, child in enumerate(node)]
         elif isinstance(node, dict):
             if is_answer:
                 index = as_type(int, node.get("index", index))
             else:
                 call = as_type(int, node.get("index", call))
             if key not in ("", "tool_calls") and "type" in node:
-                place += f":{as_type(str, node['type'])}"
+                key_path += f":{as_type(str, node['type'])}"
             if isinstance(name := node.get("name"), str):
                 namespace = as_type(str, node.get("namespace"))
-                yield index, "tool name", place, f"{namespace}.{name}" if namespace else name, call
+                yield index, "tool name", key_path, f"{namespace}.{name}" if namespace else name, call
             fields = ((k, v) for k, v in node.items() if k not in _OTHER_KEYS)
-            children += [(k, f"{place}/{k}", v, index, call) for k, v in fields]
+            children += [(k, f"{key_path}/{k}", v, index, call) for k, v in fields]
         elif key in _TEXT and (node or isinstance(node, str) or key in ("content", "output")):
-            is_reasoning = "reasoning" in place or "thinking" in place
-            yield index, "reasoning" if is_reasoning else "text", place, f"{node or ''}", 0
+            is_reasoning = "reasoning" in key_path or "thinking" in key_path
+            yield index, "reasoning" if is_reasoning else "text", key_path, f"{node or ''}", 0
         elif node and isinstance(node, str):
-            yield index, "", place, node, 0
+            yield index, "", key_path, node, 0
         pending += reversed(children)
 
 

@@ -206,7 +206,7 @@ def test_a_response_item_after_a_call_has_only_its_own_text(serve):
     streamed = live_server.events("/v1/responses", body)
     done = [data["text"] for name, data in streamed if name == "response.output_text.done"]
     items = streamed[-1][1]["response"]["output"]
-    texts = [part["text"] for item in items for part in item.get("content", ())]
+    texts = [content["text"] for item in items for content in item.get("content", ())]
     assert done == texts == ["First. ", "Then."]
 
 

@@ -247,7 +247,7 @@ def objects_in(value):
             yield from objects_in(inner)
 
 
-def wrapped(documents, answer):
+def wrap(documents, answer):
     """Yield a reply, and if it is whole, also as lines of a batch and of a payload log."""
     yield documents
     if len(documents) == 1:
@@ -263,7 +263,7 @@ def wrapped(documents, answer):
 def test_a_text_or_call_added_to_a_reply_is_noticed(serve, monkeypatch, cases, path, stream, script):
     whole, answer = documents_of(serve, monkeypatch, path, stream, script)
     dice = random.Random(f"{path} {stream} {script}")
-    for documents in wrapped(whole, answer):
+    for documents in wrap(whole, answer):
         assert is_verified(documents, answer)
         pairs = [(node, forgery) for node in objects_in(documents) for forgery in FORGERIES]
         for node, forgery in dice.sample(pairs, min(cases(60), len(pairs))):
