@@ -84,7 +84,8 @@ class ReceiptCheck:
     """Checks a receipt, and `quotes`: what clients show or execute of the answer in the same reply."""
 
     def __init__(self, receipt: Receipt, engine: Engine, quotes: Sequence[Quote] = ()) -> None:
-        self._receipt, self._engine, self._quotes = receipt, engine, quotes
+        self._receipt, self._engine = receipt, engine
+        self._quotes = quotes
         self.compares_all_text = False
         self._is_exact = receipt.kernel_revision == KERNEL_REVISION
         self._ended_by_itself = receipt.finish_reason in ("stop", "tool_calls")
