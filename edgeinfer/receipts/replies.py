@@ -31,7 +31,7 @@ _FIRST_EVENTS = ("_start", ".created", ".in_progress", ".added")
 _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "response.failed")
 #: Starts of lines of server-sent events that have no data.
 _OTHER_FIELDS = (b"event:", b"id:", b"retry:", b":")
-#: Matches the places of texts in /v1/completions and /completion, which join reasoning and text.
+#: Matches the key paths of texts in /v1/completions and /completion, which join reasoning and text.
 _JOINED = re.compile(r"(/response/body)?(/choices\d+/text|/content)")
 #: Hint of errors for a file that is not a receipt.
 RECEIPT_HINT = "`edgeinfer run --receipt FILE` writes one, and requests ask for it by `receipt: true`"

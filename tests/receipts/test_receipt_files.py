@@ -5,9 +5,7 @@ import errno
 import json
 import os
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -16,19 +14,11 @@ from edgeinfer.cli.verbs.verify import VerifyResult, add_arguments, run
 from edgeinfer.errors import ConfigError, ReceiptError, UsageError
 from edgeinfer.platform.ed25519 import SigningKey
 from edgeinfer.receipts import receipt as receipts
-from edgeinfer.receipts.receipt import Refusal, Signature, make_receipt, with_record
-from edgeinfer.runtime.events import Finished
-from edgeinfer.runtime.options import Chosen, EngineInfo
+from edgeinfer.receipts.receipt import Refusal, Signature
 from edgeinfer.runtime.requests import GenerateRequest
 
-_RECORD = {"prompt": [1, 2], "answer": [3, 4], "logprobs": [-1.0, None]}
-_FINISHED = msgspec.convert(
-    {"type": "finished", "reason": "stop", "usage": {}, "timings": {}, "record": _RECORD}, Finished
-)
-_INFO = EngineInfo(model="m", sha256="ab" * 32, n_ctx=64, choices={"kv_type": Chosen("f16", "")})
-_EXAMPLE: dict[str, Any] = json.loads(
-    msgspec.json.encode(make_receipt(with_record(GenerateRequest(prompt="a b")), _FINISHED, _INFO))
-)
+from .example import EXAMPLE
+
 _LOGGED = b'{"data": {"answers": [{"text": "b"}]}}\n'
 
 
@@ -40,13 +30,13 @@ def _run(*arguments: object) -> VerifyResult:
 
 @pytest.mark.parametrize("model", ["sub/evil.gguf", "EVIL.GGUF", "/m", "./m", "../m", "~/m"])
 def test_a_path_in_a_receipt_is_never_opened(tmp_path: Path, model: str) -> None:
-    (tmp_path / "a.json").write_text(json.dumps({**_EXAMPLE, "model": model}))
+    (tmp_path / "a.json").write_text(json.dumps({**EXAMPLE, "model": model}))
     with pytest.raises(ReceiptError, match="never opened"):
         _run(tmp_path / "a.json")
 
 
 def test_a_signature_by_a_key_of_small_order_does_not_match() -> None:
-    receipt = receipts.to_receipt(_EXAMPLE)
+    receipt = receipts.to_receipt(EXAMPLE)
     signed = receipts.sign(receipt, SigningKey(bytes(32)))
     assert not signed.alteration()
     forged = Signature(public_key="01" + "00" * 31, value="01" + "00" * 63)
@@ -60,7 +50,7 @@ def test_no_private_receipt_is_left_without_its_content(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"a\.content is a folder"):
         file.record(GenerateRequest(prompt="a"), is_private=True)
     with pytest.raises(UsageError, match=r"a\.content: Is a directory"):
-        file.write(receipts.to_receipt(_EXAMPLE), is_private=True)
+        file.write(receipts.to_receipt(EXAMPLE), is_private=True)
     assert os.listdir(tmp_path) == ["a.content"]
 
 

@@ -32,7 +32,7 @@ from edgeinfer.receipts.replies import Entry, Quote, find_receipts, read_replies
 from edgeinfer.receipts.verify import ReceiptCheck, Verification, with_content
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished
-from edgeinfer.runtime.options import Adapter, Chosen, EngineInfo, LoadOptions, ModelFiles
+from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import (
     Choice,
     GenerateRequest,
@@ -45,6 +45,7 @@ from edgeinfer.runtime.requests import (
 )
 
 from ..runtime.conftest import GREEDY, answers, collect
+from .example import EXAMPLE, FINISHED, INFO
 
 _QUESTION = (Message(role="user", content="Tell me about ships and the sea, as a list."),)
 _SAMPLED = Sampling(temperature=0.9, seed=11)
@@ -425,7 +426,7 @@ _JSON = st.recursive(
 def test_a_receipt_with_anything_in_a_field_is_refused_or_altered(
     value: Any, data: st.DataObject
 ) -> None:
-    document = json.loads(json.dumps(_EXAMPLE))
+    document = json.loads(json.dumps(EXAMPLE))
     parent = document["content"] if data.draw(st.booleans()) else document
     field = data.draw(st.sampled_from(sorted(parent)))
     if parent[field] == value or (field in ("signature", "content") and value is None):
@@ -435,17 +436,8 @@ def test_a_receipt_with_anything_in_a_field_is_refused_or_altered(
         receipt = receipts.to_receipt(document)
     except ReceiptError:
         return
-    assert receipt.alteration() or receipt == receipts.to_receipt(_EXAMPLE)
+    assert receipt.alteration() or receipt == receipts.to_receipt(EXAMPLE)
 
-
-_RECORD = {"prompt": [1, 2], "answer": [3, 4], "logprobs": [-1.0, None]}
-_FINISHED = msgspec.convert(
-    {"type": "finished", "reason": "stop", "usage": {}, "timings": {}, "record": _RECORD}, Finished
-)
-_INFO = EngineInfo(model="m", sha256="ab" * 32, n_ctx=64, choices={"kv_type": Chosen("f16", "")})
-_EXAMPLE: dict[str, Any] = json.loads(
-    msgspec.json.encode(make_receipt(with_record(GenerateRequest(prompt="a b")), _FINISHED, _INFO))
-)
 
 _FORGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "an ignored field of the request": ({}, {"cache_salt": "x"}),
@@ -572,7 +564,7 @@ def test_a_sample_has_at_least_one_receipt(
     verified = Verification(verdict="verified", model="m", finish_reason="stop", **counts)
     monkeypatch.setattr(ReceiptCheck, "run", lambda _check: verified)
     monkeypatch.setattr(verb, "_load", lambda *_arguments: io.BytesIO())  # it can be closed
-    line = json.dumps(_log_line({"text": "a", "receipt": _EXAMPLE}, {"text": "b"}))
+    line = json.dumps(_log_line({"text": "a", "receipt": EXAMPLE}, {"text": "b"}))
     (tmp_path / "a.jsonl").write_text(f"{line}\n" * n_receipts)
     result = _run("--log", tmp_path, "--sample", "0.001%")
     assert (len(result.checks), result.n_receipts, result.exit_code) == (1, n_receipts, 0)
@@ -607,7 +599,7 @@ def test_a_torn_a_blank_and_an_odd_line_end_no_check(tmp_path: Path) -> None:
 
 
 def test_a_damaged_receipt_of_a_log_is_not_checked(tmp_path: Path) -> None:
-    damaged = {name: field for name, field in _EXAMPLE.items() if name != "content_sha256"}
+    damaged = {name: field for name, field in EXAMPLE.items() if name != "content_sha256"}
     receipts = [damaged, {}, "x", {"refused": "no", "version": 1}, {"refused": "no"}, None]
     lines = [json.dumps(_log_line({"text": "a", "receipt": receipt})) for receipt in receipts]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -635,11 +627,11 @@ def test_a_file_that_is_no_receipt_is_named(tmp_path: Path, content: bytes, prob
 @pytest.mark.parametrize("indent", [None, 1])
 def test_a_list_is_the_answers_to_several_prompts_or_refused(indent: int | None) -> None:
     answers = [{"index": n, "content": text, "stop": True} for n, text in enumerate("xy")]
-    answers[-1]["receipts"] = [_EXAMPLE, _EXAMPLE]
+    answers[-1]["receipts"] = [EXAMPLE, EXAMPLE]
     [(entries, n_answers)] = _find(json.dumps(answers, indent=indent))
     assert (list(map(_texts, entries)), n_answers) == ([["x"], ["y"]], 2)
-    replies = [{"content": text, "receipt": _EXAMPLE} for text in "xy"]
-    for several in (replies, [_EXAMPLE, _EXAMPLE], [{"done": False}, _EXAMPLE], []):
+    replies = [{"content": text, "receipt": EXAMPLE} for text in "xy"]
+    for several in (replies, [EXAMPLE, EXAMPLE], [{"done": False}, EXAMPLE], []):
         text = json.dumps(several, indent=indent).encode()
         [(_, error)] = read_replies(io.BytesIO(text), "replies")
         assert "jq" in str(error)
@@ -647,12 +639,12 @@ def test_a_list_is_the_answers_to_several_prompts_or_refused(indent: int | None)
 
 def test_an_answer_next_to_one_with_a_receipt_is_counted() -> None:
     choices = [{"index": n, "message": {"content": "x"}} for n in range(2)]
-    [(entries, n_answers)] = _find(json.dumps({"choices": choices, "receipt": _EXAMPLE}))
+    [(entries, n_answers)] = _find(json.dumps({"choices": choices, "receipt": EXAMPLE}))
     assert (len(entries), n_answers) == (1, 2)
 
 
 def test_blank_lines_and_fields_of_events_are_skipped() -> None:
-    reply = {"content": "x", "receipt": _EXAMPLE}
+    reply = {"content": "x", "receipt": EXAMPLE}
     [([entry], _)] = _find("\n \n" + json.dumps(reply, indent=1))
     assert _texts(entry) == ["x"]
     [([entry], _)] = _find(f"retry: 10\nid: 7\nevent: a\ndata: {json.dumps(reply)}\n\n")
@@ -673,9 +665,9 @@ def _find(text: str) -> list[tuple[list[Entry], int]]:
 def test_a_receipt_has_the_adapters_that_the_engine_loaded() -> None:
     """Neither their files nor those of the same names are looked at after the answer."""
     used = (Adapter("a", "/nowhere/a.gguf", 0.5, "ab" * 32),)
-    assert _FINISHED.record is not None
-    finished = replace(_FINISHED, record=replace(_FINISHED.record, adapters=used))
-    info = replace(_INFO, lora=(Adapter("a", "/elsewhere", 1.0, "cd" * 32),))
+    assert FINISHED.record is not None
+    finished = replace(FINISHED, record=replace(FINISHED.record, adapters=used))
+    info = replace(INFO, lora=(Adapter("a", "/elsewhere", 1.0, "cd" * 32),))
     receipt = make_receipt(with_record(GenerateRequest(prompt="a b")), finished, info)
     assert isinstance(receipt, Receipt)
     assert [(a.name, a.scale, a.sha256) for a in receipt.adapters] == [("a", 0.5, "ab" * 32)]
@@ -692,7 +684,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
 def test_a_receipt_goes_into_a_fifo_and_a_file_of_its_owner_s(tmp_path: Path) -> None:
     fifo, file = tmp_path / "fifo", tmp_path / "file"
     os.mkfifo(fifo)
-    receipt = receipts.to_receipt(_EXAMPLE)
+    receipt = receipts.to_receipt(EXAMPLE)
     with ThreadPoolExecutor() as pool:
         read = pool.submit(fifo.read_bytes)
         ReceiptFile(fifo).write(receipt, is_private=False)

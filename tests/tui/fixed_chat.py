@@ -166,6 +166,15 @@ class Driven:
         await self.type(text, "enter")
         await self.until(lambda: self.idle() and len(self.session.all_turns()) >= before + 2)
 
+    async def leave_draft(self, text):
+        """Type `text` into the open conversation, then open a new one; return the first one's number."""
+        number = self.session.conversation.id
+        await self.type(text)
+        await self.until(lambda: self.session.conversation.draft == text)
+        self.chat.run_command("/new")
+        self.chat.composer.fill("")
+        return number
+
     async def click(self, mark):
         """Click into the first line of the transcript with `mark`, three cells after its start."""
         rows = self.screen_text().splitlines()

@@ -627,11 +627,7 @@ async def test_a_command_is_no_draft(drive, command):
 async def test_a_conversation_opened_by_number_shows_its_draft(drive):
     async with drive(FakeEngine()) as d:
         await d.ask("q")
-        number = d.session.conversation.id
-        await d.type("half a thou")
-        await d.until(lambda: d.session.conversation.draft == "half a thou")
-        d.chat.run_command("/new")
-        d.chat.composer.fill("")
+        number = await d.leave_draft("half a thou")
         d.chat.run_command(f"/open {number}")
         assert d.chat.composer.text == "half a thou"
 

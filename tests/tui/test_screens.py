@@ -206,11 +206,7 @@ class TestSessions:
         async with drive() as d:
             await d.ready()
             await d.ask("first")
-            first = d.session.conversation.id
-            await d.type("half a thou")
-            await d.until(lambda: d.session.conversation.draft == "half a thou")
-            d.chat.run_command("/new")
-            d.chat.composer.fill("")
+            first = await d.leave_draft("half a thou")
             if is_stored:
                 await d.ask("second")
             second = d.session.conversation.id

@@ -95,7 +95,7 @@ def range_headers(start: int, validator: str) -> dict[str, str]:
 def parse_range(response: httpx2.Response, start: int) -> tuple[int, int | None]:
     """Return where the response's body begins in the file, and the file's length (None if unknown).
 
-    `start` is the requested beginning. Raises RetryableError if the body begins elsewhere,
+    `start` is the requested offset (bytes). Raises RetryableError if the body begins elsewhere,
     DownloadError if it is compressed.
     """
     if response.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):

@@ -103,8 +103,13 @@ def _build_in_new_folder(
         # a failure is recorded for the main model, so a draft model's failure to load is left out
         is_of_draft = inputs.options.draft not in ("", NO_DRAFT) and isinstance(error, ModelLoadError)
         if isinstance(error, EdgeInferError) and not is_of_draft:
-            build_names = {"model": inputs.model, "depends_on": request.depends_on}
-            registry.record_failure(error, name=inputs.name, command=inputs.warm_command, **build_names)
+            registry.record_failure(
+                error,
+                name=inputs.name,
+                model=inputs.model,
+                depends_on=request.depends_on,
+                command=inputs.warm_command,
+            )
         raise
 
 
