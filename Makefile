@@ -92,10 +92,11 @@ bench-attention: ## steps after a long context, with kernels of our own and llam
 bench-invariance: ## greedy texts unbatched, in any batch, with drafts, from the prefix cache, after a restart; perplexity
 bench-gpu:       ## first token, reading and writing: the CPU against each GPU and split, compared with llama-server
 bench-serve:     ## the endpoint compared with llama-server, 1 to 32 clients, both models; 10 minutes
+bench-receipts:  ## checks of receipts compared with generating, 135M and a 4B shape; 1,000 of them, each also changed; 30 minutes
 bench-replicas:  ## what replicas of a model in one endpoint give and cost
 leak-http:       ## 10,000 requests against the real model: memory, descriptors and sequences stay flat
 bench bench-engine bench-resume bench-memory bench-pictures bench-drafts bench-larger bench-matmul bench-attention \
-bench-invariance bench-gpu bench-serve bench-replicas leak-http:
+bench-invariance bench-gpu bench-serve bench-receipts bench-replicas leak-http:
 	@scripts/setup.sh bench
 	$(BIN)/python benchmarks/$(subst -,_,$@).py $(ARGS)
 
