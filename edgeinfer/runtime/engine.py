@@ -111,7 +111,7 @@ class LlamaEngine:
         )
         self._files, self._options = files, options
         self._choices_at_load = self._info.choices
-        #: Called with the loaded adapters after each change.
+        #: Called with all loaded adapters after `use_adapters` has changed them.
         self.on_new_adapters: Callable[[tuple[Adapter, ...]], None] = lambda adapters: None
         self._check_outcome = ""
         self._closed = False
@@ -285,7 +285,7 @@ class LlamaEngine:
         if self._loaded.can_generate:
             self._constraints.token_table(self._loaded.vocab)
             self._chat_format.warm_up()
-            libllama.build_info()  # cached for the prefix cache
+            libllama.build_info()  # read once now, for the prefix cache
             # on the decode thread: OpenMP starts a team of threads for each thread that computes
             self._check_outcome = self._loop.call(RoundtripCheck(self._options, self._loaded).run)
             self._loop.call(lambda: self._core.profile_steps(max(self._loaded.vocab.bos, 0)))
@@ -295,7 +295,7 @@ class LlamaEngine:
     def prefill_system(self, text: str) -> int:
         """Prefill and pin a system prompt ("": the chat template's own); return its length (tokens).
 
-        Returns 0 if there is none, or it fills the context. Call this only while no request runs.
+        Returns 0 without a prompt, or if it fills the context. Call this only while no request runs.
         """
         tokens = self._input_processor.system_prefix(text)
         if not tokens or len(tokens) >= self._loaded.n_ctx:

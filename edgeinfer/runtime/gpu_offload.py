@@ -173,7 +173,7 @@ class GpuOffloader:
             return
 
         def use() -> None:
-            if self._device_context is device_context:  # no step has failed meanwhile
+            if self._device_context is device_context:  # otherwise a step has failed
                 vision.on_device = projector
 
         try:
@@ -200,7 +200,7 @@ class GpuOffloader:
         return DeviceContext(loaded, context, layer_plan, placement, used[0])
 
     def _switch(self, device_context: DeviceContext) -> bool:
-        """Decode with `device_context` from now on; return False if a request is too long for that."""
+        """Decode with `device_context` from now on; return False if a running request is too long."""
         if self._closing.is_set():
             raise EngineClosedError("the engine is closed")
         loaded, context = device_context.loaded, device_context.context
@@ -251,7 +251,7 @@ class GpuOffloader:
 
 
 def _is_short_of_memory(error: EngineError) -> bool:
-    # not "illegal memory access", after which the device cannot be used
+    # must not match "illegal memory access", after which the device cannot be used
     return bool(re.search(r"alloc|out ?of ?\w*memory", error.message, re.IGNORECASE))
 
 

@@ -149,7 +149,7 @@ def _distribute(
     n_without_experts: int,
     n_cells: int,
 ) -> tuple[LayerPlan, bool]:
-    """Return a plan without its reason, and whether each device's share fits into its memory.
+    """Return a plan without its reason, and whether each device has memory for its share.
 
     A quantized KV cache needs more: CUDA's attention copies one layer's K and V to f16.
     """

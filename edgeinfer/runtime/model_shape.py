@@ -220,7 +220,7 @@ class _Keys:
         return self.of(f"{self.architecture}.{key}", default)
 
     def per_layer(self, key: str) -> list[int]:
-        """Return the value of `key` for each layer, even if one counts for all; [] without the key."""
+        """Return the value of `key` per layer, repeating a value for all layers; [] without the key."""
         n_layer = max(1, self.number("block_count"))
         value = self._metadata.get(f"{self.architecture}.{key}")
         if isinstance(value, tuple):

@@ -61,7 +61,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The rows of `chunk` in a prompt, from token `start` on. `number` counts the picture's spans."""
+    """The rows of `chunk`, from a prompt's token `start` on. `number` is the index in the picture."""
 
     start: int
     source: Source

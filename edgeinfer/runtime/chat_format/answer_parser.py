@@ -108,7 +108,7 @@ class AnswerParser:
             return self._parse_section(self._section)
         if self._phase == "start":
             return self._start()
-        if self._phase == "closed":  # no white space before the answer
+        if self._phase == "closed":  # the answer begins after white space
             self._text = self._text.lstrip()
             self._phase = "answer" if self._text else "closed"
             return bool(self._text)
@@ -186,7 +186,7 @@ class AnswerParser:
     def _take_calls(self, section: Section) -> None:
         if events := section.take_events():
             self._phase, self._after_call = "answer", True
-            self._space = ""  # drop the white space before the call
+            self._space = ""  # not shown before a call
             self._n_calls = section.n_calls
             self._events += events
 

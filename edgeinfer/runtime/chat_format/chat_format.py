@@ -338,8 +338,8 @@ def _constrained_tools(request: GenerateRequest, *, may_refuse: bool) -> tuple[T
 def unenforced_fields(request: GenerateRequest) -> list[str]:
     """Return the fields of a request that the engine cannot enforce or read, as JSON paths.
 
-    They are parts of tool schemas (`tools[0].parameters#/properties/x`), and the arguments of earlier
-    tool calls that are not JSON (`messages[2].tool_calls[0].arguments`).
+    They are parts of tool schemas (`tools[0].parameters#/properties/x`), and those arguments of
+    earlier tool calls that are not JSON (`messages[2].tool_calls[0].arguments`).
     """
     with limit_preparation():
         faults = [
@@ -360,7 +360,7 @@ def unenforced_fields(request: GenerateRequest) -> list[str]:
 def _after_reasoning(
     constraint: Constraint | Lark, span: ReasoningSpan, vocab: Vocab, *, opened: bool, optional: bool
 ) -> Constraint | Lark:
-    """Return a constraint with reasoning before it, `opened` in the prompt or `optional`."""
+    """Let reasoning precede the constrained text, if the prompt `opened` it or if it is `optional`."""
     if not opened and not optional:
         return constraint
     source, grammars = lark_parts(constraint)

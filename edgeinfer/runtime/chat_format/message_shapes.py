@@ -54,7 +54,7 @@ def adaptations(messages: Sequence[Message], traits: TemplateTraits) -> Iterator
     """Yield a conversation in the forms that templates may require, beginning with the unchanged one.
 
     The others have one tool call per message, successive messages of a role joined, or user and
-    assistant alternating. Then all forms follow with {} for tool-call arguments that are not JSON.
+    assistant alternating. Then the same forms follow with {} for tool-call arguments that are not JSON.
     """
     forms: list[list[dict[str, Any]]] = []
     for variant in (messages, tuple(map(_without_broken_arguments, messages))):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSpan:
-    """Markers before and after the reasoning; `plain` (or "") begins an answer without reasoning."""
+    """Markers before and after the reasoning; `plain` ("" for none) begins an answer without any."""
 
     open: str
     close: str

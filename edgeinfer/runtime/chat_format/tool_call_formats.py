@@ -141,7 +141,7 @@ _SIGNS = (
 
 
 def detect(template: str, architecture: str = "", name: str = "") -> tuple[ToolFormat, str]:
-    """Return the format of a model's tool calls, and how it was recognized."""
+    """Return the format of a model's tool calls (GENERIC if none is recognized), and the reason."""
     for signs, family in _SIGNS:
         if all(sign in template for sign in signs):
             return family, f"the chat template has {signs[0]}"

@@ -259,7 +259,7 @@ class JsonSection(Section):
             search_from = closing_start + len(closing)
 
     def _resolve(self, name: str) -> str:
-        """Return the tool of a call, "" if it is unknown: `functions.search` means `search`."""
+        """Return the called tool's name, "" if unknown: `functions.search` means `search`."""
         candidates = (name, name.rpartition(".")[2])
         return next((candidate for candidate in candidates if candidate in self._tools), "")
 

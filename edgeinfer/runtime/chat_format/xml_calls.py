@@ -28,7 +28,7 @@ PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 _OPENERS = {END_CALL: CALL, END_FUNCTION: FUNCTION, END_PARAMETER: PARAMETER}
 _MARKERS = (*_OPENERS, *_OPENERS.values())
 _MARKER = re.compile("|".join(_MARKERS))
-#: Matches what follows a value's closing tag, if the value's call is text of another value.
+#: Matches what follows a value's closing tag if its whole call is text inside another value.
 _AFTER_VALUE = re.compile(rf"\s*(?:{PARAMETER}|{END_FUNCTION}|{END_CALL}|\Z)")
 _NAME = rf"([^>\n]{{0,{MAX_NAME}}})>"
 _HEAD = re.compile(rf"(?:{FUNCTION}|{PARAMETER}){_NAME}")

@@ -139,7 +139,7 @@ def load(name: str, tried: LoadedBackend | None = None) -> BackendOutcome:
 def _load(file: BackendFile) -> BackendOutcome:
     vulkan_loader = os.path.join(os.path.dirname(file.path), _VULKAN_LOADER)
     if file.name == "vulkan" and os.path.isfile(vulkan_loader):
-        ctypes.CDLL(vulkan_loader)  # the backend is then linked with this copy
+        ctypes.CDLL(vulkan_loader)  # the backend then uses this copy
     warning = find_cublas(file.path) if file.name == "cuda" else ""
     lines: list[str] = []
     handle = _handles.get(file.name, 0)

@@ -132,7 +132,7 @@ def find(name: str, build: Build | None = None) -> BackendFile | None:
 
 
 def read(name: str, path: Path, *, added: bool) -> BackendFile:
-    """Describe a library by the JSON file next to it; check its size and permissions."""
+    """Describe a library by the JSON file next to it; `problem` says what is wrong with the two."""
     file = BackendFile(name=name, path=str(path), added=added, fix=how_to_add(name) if added else "")
     description = facts_path(path)
     try:

@@ -136,13 +136,13 @@ _COUNT_S = 1.0
 
 
 class Copied(ctypes.Structure):
-    """A copy from cells to a state: bytes [at, at + size) are of the tensor at address `tensor`."""
+    """Bytes [at, at + size) of a state, copied from the tensor whose data begin at address `tensor`."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("at", "size", "tensor")]
 
 
 class StatePiece(ctypes.Structure):
-    """A part of a state: its bytes [at, at + size) are at address `source`."""
+    """Bytes [at, at + size) of a state, which are stored at address `source`."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("at", "size", "source")]
 

@@ -140,7 +140,7 @@ def _print_aborts() -> None:
 
 
 def recent_reason() -> str:
-    """Return llama.cpp's last three warnings and errors, joined by "; "."""
+    """Return llama.cpp's last three warnings and errors, or "no reason given" without any."""
     return "; ".join(line for line in list(_log)[-3:] if line.strip(" .")) or "no reason given"
 
 

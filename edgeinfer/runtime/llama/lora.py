@@ -83,7 +83,7 @@ class LoraAdapters:
         return tuple(msgspec.structs.replace(by_stamp[stamp], scale=scale) for stamp, scale in adapters)
 
     def of_context(self, adapters: AdapterKey) -> AdapterKey:
-        """Return those of `adapters` that llama.cpp must apply to the whole batch."""
+        """Return the `adapters` that llama.cpp must apply to a whole batch, because no kernel can."""
         loaded = self._context.adapters
         return tuple(pair for pair in adapters if not loaded[pair[0]].is_per_row)
 
@@ -132,7 +132,7 @@ class LoraAdapters:
             self._named = named
 
     def removed_stamps(self) -> frozenset[str]:
-        """Return the stamps of adapters that requests can no longer name but that are still loaded."""
+        """Return the stamps of adapters that are still loaded, but that requests can no longer name."""
         return self._loaded_stamps() - {stamp for _, stamp in self._named.values()}
 
     def release(self) -> None:

@@ -49,7 +49,7 @@ def areas() -> Iterator[Area]:
 
 
 def mapped_weights() -> list[Area]:
-    """Return the large shared mappings of files, which are weights, by address."""
+    """Return the mappings of weights, by address: large files, mapped shared."""
     return [
         area
         for area in areas()

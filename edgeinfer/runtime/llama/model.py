@@ -30,7 +30,7 @@ _FLASH = {"auto": -1, "off": 0, "on": 1}
 class LlamaModel:
     """A loaded model and its main context. `model`, `context` and `memory` are llama.cpp's pointers.
 
-    `cells` is the memory of the KV cache. The context was made as `plan` says. `free` frees all.
+    `cells` is the memory of the KV cache. The context was made as `plan` says. `free` frees them all.
     """
 
     model: Any
@@ -376,7 +376,7 @@ def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]
 def _cells(
     buffers: list[Buffer], lines: list[str], shape: Shape, n_cells: int, choices: dict[str, Chosen]
 ) -> CellMemory:
-    """Describe the KV cache's memory. V is transposed without flash attention: rows are unknown."""
+    """Describe the KV cache's memory; without flash attention V is transposed and has no known rows."""
     is_flash = choices["flash_attention"].value == "on"
     rows = shape.kv_row_bytes(choices["kv_type"].value) if is_flash else ()
     return _kv_cells(buffers, lines, rows, n_cells)

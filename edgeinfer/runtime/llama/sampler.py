@@ -82,7 +82,7 @@ class Sampler:
     def _penalize(
         self, logits: npt.NDArray[np.float32]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Add biases and penalties to `logits`; return the changed tokens and their logits before.
+        """Add biases and penalties to `logits`; return the changed tokens and their earlier logits.
 
         Only these tokens are passed to llama.cpp, whose penalties look up each token in a table.
         """

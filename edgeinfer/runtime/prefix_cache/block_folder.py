@@ -286,11 +286,11 @@ class BlockFolder:
                 continue
 
     def find_tail(self, parent: bytes, tokens: list[int]) -> Match:
-        """Find the partial block after `parent` that has the longest common prefix with `tokens`."""
+        """Return the best `Match` for `tokens` among the partial blocks after `parent`."""
         return _longest(self._stored_tokens(self._tail_names(parent, tokens)), tokens)
 
     def find_superseded(self, parent: bytes, tokens: list[int], by: bytes) -> bytes | None:
-        """Return the name of a partial block that block `by` with `tokens` contains; None for none."""
+        """Return the name of a partial block, not `by`, that is a prefix of `tokens`; None for none."""
         blocks = self._stored_tokens(self._tail_names(parent, tokens))
         return next((n for n, stored in blocks if n != by and tokens[: len(stored)] == stored), None)
 
@@ -299,7 +299,7 @@ class BlockFolder:
         return (self.names.tail(parent, tokens[:n]) for n in lengths)
 
     def find_checkpoint(self, parent: bytes, tokens: list[int]) -> Match:
-        """Find the longest block whose tokens are a prefix of `tokens` and end at a checkpoint."""
+        """Return the `Match` of the longest prefix of `tokens` whose block ends at a checkpoint."""
         blocks = self._stored_tokens(self._checkpoint_names(parent, tokens))
         matches = [(name, len(stored)) for name, stored in blocks if tokens[: len(stored)] == stored]
         return max(matches, key=itemgetter(1), default=_NO_MATCH)
@@ -311,7 +311,7 @@ class BlockFolder:
             yield self.names.checkpoint(parent, tokens[:n])
 
     def find_boundary_block(self, parent: bytes, tokens: list[int]) -> Match:
-        """Find the block most similar to `tokens` that is recorded after an agent's shared `parent`."""
+        """Return the best `Match` for `tokens` among the blocks recorded after an agent's `parent`."""
         names = map(bytes.fromhex, retention.boundary_blocks(self._folder, parent.hex()))
         return _longest(self._stored_tokens(names, parent), tokens)
 

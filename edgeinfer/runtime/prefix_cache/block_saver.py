@@ -249,7 +249,7 @@ class BlockSaver:
         names = self.folder.names
         blocks: dict[bytes, _Missing] = {}
         for n_tokens in sorted(c.n_tokens for c in cached_seq.checkpoints if c.n_tokens <= len(tokens)):
-            # the parent must not be a whole block that ends with the same picture
+            # a whole block may end with this picture, too: the parent is the block before that
             ends_with_picture = tokens[n_tokens - 1] < 0
             i = chain.index_at(n_tokens - ends_with_picture)
             start, parent = chain.ends[i], chain.names[i]

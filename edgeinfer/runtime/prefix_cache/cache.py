@@ -119,7 +119,7 @@ class PrefixCache:
         return [self.folder.readers.submit(read, i, name) for i, name in enumerate(names)]
 
     def _last_checkpoint(self, chain: Chain, n_full: int, tokens: list[int]) -> tuple[int, bytes, int]:
-        """Return the block with the last checkpoint: parent's index, name, and number of tokens."""
+        """Return parent's index, name and length (0: none) of the block with the last checkpoint."""
         ends = [*chain.ends, len(tokens)]
         for i in range(n_full, -1, -1):
             limit = min(ends[i + 1], len(tokens) - 1)

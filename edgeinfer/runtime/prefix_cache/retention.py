@@ -114,7 +114,7 @@ def reserve(root: Path, limits: CacheLimits, n_bytes: int) -> tuple[int, bool]:
 
 
 def _read_used(root: Path) -> tuple[int, int]:
-    """Return the bytes of all blocks, and of those written since a listing; (0, maximum) if unknown."""
+    """Return the bytes of all blocks, and of those written since then; (0, sys.maxsize) if unknown."""
     try:
         with open(open_private(root / _USED), "rb") as file:
             counted, *written = array("q", file.read())

@@ -56,8 +56,8 @@ _LIKELY_START, _LIKELY_LEAST = 0.95, 0.8
 #: Each step without a draft moves the learned rates and cost towards the assumed ones, by this share of
 #: the difference, so that a draft model that was wrong or slow is tried again.
 _RECOVERY = 0.0008
-#: How much drafts may lose (in steps of one row) before any has gained, and how much at most after
-#: gains; and the share of each token's time that drafts may lose in addition.
+#: How much drafts may lose (in steps of one row) at first, and at most after gains; and the share
+#: of each token's time that they may lose in addition.
 _FIRST_LOSS, _MOST_LOSS = 32.0, 200.0
 _LOSS_SHARE = 0.01
 #: Drafts in the rest of an answer must repay the draft model's prefill. The rest is assumed to be as
@@ -254,7 +254,7 @@ class ModelDrafting(Drafting):
         return [Run((0,), self._mean, self._model.cost)] * n
 
     def _catch_up(self, tokens: Sequence[int], gain: float) -> list[int]:
-        """Prefill text that the draft model lacks, if the rest of the answer gains more than that.
+        """Prefill text that the draft model lacks, if drafts of the rest of the answer gain more.
 
         `gain` is per token. Return the tokens to compute next; [] if prefill does not pay or continues.
         """

@@ -97,7 +97,7 @@ class NumberLimit:
         self._is_text = self._is_escaped = False
 
     def forbid_into(self, forbidden: npt.NDArray[np.bool_]) -> None:
-        """Add digits to `forbidden` tokens if the number has enough, unless only digits are allowed."""
+        """Forbid digits, too, once the number has _MAX_DIGITS, unless only digits are allowed."""
         if self._n_digits >= _MAX_DIGITS:
             more = forbidden | self._digits
             if not more.all():
@@ -301,7 +301,7 @@ def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
     if whole_message := complaint(normalised):
         pointer, message = _at_keyword(*locate(normalised, complaint))
         if whole_message in _LIMITS.values() and message != whole_message:
-            pointer, message = "#", whole_message  # only the whole schema exceeds the limit
+            pointer, message = "#", whole_message  # no single keyword exceeds the limit
         problem = f"the schema cannot be enforced at {pointer}: {message}"
         raise UnsupportedConstraintError(problem, param=pointer)
     return normalised

@@ -95,7 +95,7 @@ class Overlaps:
         if "$ref" in schema:
             name = schema["$ref"]
             if name not in self._kinds:
-                self._kinds[name] = set(TYPES)  # until it is known: a schema may contain itself
+                self._kinds[name] = set(TYPES)  # assumed until computed: a schema may contain itself
                 self._kinds[name] = self.kinds(self._target_of(schema["$ref"]), depth + 1)
             types &= self._kinds[name]
         for key in ("anyOf", "oneOf"):
@@ -114,7 +114,7 @@ class Overlaps:
         check_deadline()
         pair = (id(a), id(b))
         if pair not in self._pairs:
-            self._pairs[pair] = False, a, b  # until it is known: a schema may contain itself
+            self._pairs[pair] = False, a, b  # assumed until computed: a schema may contain itself
             self._pairs[pair] = self._disjoint(a, b, depth + 1), a, b
         return self._pairs[pair][0]
 

@@ -30,9 +30,9 @@ from edgeinfer.runtime.sampling.past_answers import (
 
 #: Maximum number of draft tokens that a step verifies for one sequence.
 MAX_DRAFT = 15
-#: Batch sizes (rows, i.e. tokens) whose step cost `measure` measures; between them it is interpolated.
-#: The cost of the largest is extrapolated, and corrected by real steps: a measurement before the dump
-#: would allocate logits that the snapshot then contains.
+#: Batch sizes (rows, i.e. tokens) whose step cost `measure` measures; other costs are interpolated.
+#: The cost of the largest is extrapolated, and corrected by real steps: a measurement before the
+#: dump would allocate logits that the snapshot then contains.
 _ROWS = (1, 2, 4, 8, 16, 32)
 #: Costs assumed before the first measurement: two to three times those of edgeinfer's kernels.
 _ASSUMED = (1.0, 1.35, 2.0, 3.3, 6.0, 11.5)
@@ -40,7 +40,7 @@ _ASSUMED = (1.0, 1.35, 2.0, 3.3, 6.0, 11.5)
 _MEASURE_S = 0.7
 #: Weight of a step without drafts in the average time of such steps.
 _PLAIN_WEIGHT = 0.1
-#: Weight of a step with drafts in that average, and of a step without drafts in the last `_ROWS` cost.
+#: Weight of a step with drafts in `_plain_s`, and of a step without drafts in the last `_ROWS` cost.
 _DRIFT = 0.03
 #: Least weight of a step with drafts in a cost; an assumed or extrapolated cost begins with 1.0.
 _CURVE_WEIGHT = 0.08
@@ -229,7 +229,7 @@ def join(runs: Sequence[Run]) -> list[int]:
 
 
 def compare(runs: Sequence[Run], sampled: Sequence[int]) -> Iterator[tuple[Acceptance, bool]]:
-    """Yield the acceptance rate of each run and whether it was accepted, to the first rejected run."""
+    """Yield each run's acceptance rate, and whether the run was accepted; end at the first rejected."""
     for run in runs:
         if not sampled:
             return
@@ -338,7 +338,7 @@ class SuffixDrafter:
 
 
 class Drafting:
-    """Drafts tokens for one sequence, from its text. `matcher` is the parser of its constraint.
+    """Drafts tokens for one sequence, from its text. `matcher` parses the request's constraint.
 
     `is_forced`: the request demands drafts at any cost. Without a `drafter`, nothing is drafted.
     """

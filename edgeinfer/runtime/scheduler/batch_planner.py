@@ -90,7 +90,7 @@ class BatchPlanner:
     def _next_picture(self, ready: list[Sequence]) -> Sequence | None:
         """Return a sequence whose next tokens are a picture; None if there is none.
 
-        If other sequences have text to compute, every second step is theirs: then None, too.
+        If other sequences have text to compute, every second call also returns None, for their steps.
         """
         with_picture = [s for s in ready if s.picture is not None]
         is_turn = bool(with_picture) and not (self._was_picture and len(with_picture) < len(ready))
@@ -138,7 +138,7 @@ class BatchPlanner:
         """Add the next tokens of decoding sequences, with draft tokens."""
         entries: list[BatchEntry] = []
         self._n_decode_steps += 1
-        first = self._n_decode_steps % max(1, len(decoding))  # the first one gets most draft tokens
+        first = self._n_decode_steps % max(1, len(decoding))  # in turn: the first gets most drafts
         decoding = decoding[first:] + decoding[:first]
         n_tokens = sum(s.n_pending for s in decoding)
         n_spare = min(self.kv.free_cells, self.batch.capacity) - n_tokens
@@ -158,7 +158,7 @@ class BatchPlanner:
             self.batch.add(tokens, seq.position, seq_id, outputs=n_outputs, adapters=seq.adapters)
             entries.append(BatchEntry(seq, first_output, tokens, drafts))
         self._counters.decode_seconds_total += draft_budget.model_s
-        self._counters.python_seconds_total -= draft_budget.model_s  # the step adds its whole time
+        self._counters.python_seconds_total -= draft_budget.model_s  # `step` counts this as Python's
         return entries
 
     def _max_invariant_tokens(self, *, is_unbatched: bool) -> int:

@@ -200,7 +200,7 @@ class EngineCore:
         return True
 
     def profile_steps(self, token: int) -> None:
-        """Measure the time of a step by the number of tokens. Only while idle. Raises DecodeError."""
+        """Measure the time of steps of several sizes (tokens). Only while idle. Raises DecodeError."""
         if not self.kv.supports_truncation:
             return
         cached_seq = self.kv.allocate(PromptTokens([token]), (), reuse=False)

@@ -170,8 +170,7 @@ class Executor:
         self.chunk_sizer.record(n_tokens, step_s(n_tokens), is_long=False)
 
 
-#: Aborted steps may waste this share of the prefill time. The unused allowance is `_MAX_LOST_S` (s) at
-#: first and at most.
+#: Aborts may waste this share of the prefill time, plus up to `_MAX_LOST_S` (s) in advance.
 _LOST_SHARE = 0.05
 _MAX_LOST_S = 1.0
 #: A step that is at least half done and will end within this time (s) is not aborted.

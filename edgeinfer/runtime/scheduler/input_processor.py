@@ -37,7 +37,7 @@ from edgeinfer.runtime.vision import PromptPictures, Span, Vision
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class InputProcessor:
-    """Converts requests to sequences; `engine` adds the adapters. Runs on the callers' threads.
+    """Converts requests to sequences; `engine` sets the adapters later. Runs on the callers' threads.
 
     `entropy` is mixed into random seeds. `vision_error` says why the model's projector is not used.
     """

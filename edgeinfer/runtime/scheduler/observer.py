@@ -58,12 +58,12 @@ class TokenRecorder(SequenceObserver):
         self.differs = False
         #: LoRA adapters of the request, which the engine sets.
         self.adapters: tuple[Adapter, ...] = ()
-        #: Set by the engine: returns why another engine may choose other tokens, "" if none does.
+        #: Set by the engine: returns why other engines may choose other tokens, "" if none should.
         self.why_irreproducible: Callable[[], str] = str
 
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:
         self._logits, self._log_sum = logits, self._log_sum_of(logits)
-        for expected in self._next_token:  # now, because a constraint may mask its logit later
+        for expected in self._next_token:  # record now: a constraint may mask this logit later
             self._replayed_logprob = float(logits[expected]) - self._log_sum
 
     def on_token(self, token: int) -> None:

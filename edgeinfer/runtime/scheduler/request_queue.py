@@ -71,7 +71,7 @@ class RequestQueue:
         counters.constraint_seconds_total += seq.constraint_s
         counters.draft_tokens_total += seq.drafting.drafted
         counters.draft_accepted_total += seq.drafting.accepted
-        self.n_ended += 1  # before the last event, after which a client may read the metrics
+        self.n_ended += 1  # count first: after the last event, a client may read the metrics
 
     def admit(self) -> None:
         """Move waiting requests to `running`, prefill-only requests last, and start them."""
@@ -99,7 +99,7 @@ class RequestQueue:
         """Start running requests that have no cells yet, in order, as long as cells are free.
 
         A request whose prefix another request is prefilling is skipped. If there are too few cells for
-        a request, the loop ends; otherwise later, shorter requests would always overtake that one.
+        a request, the loop ends; otherwise later, shorter requests would always overtake that request.
         """
         running = self.running
         for seq in [s for s in running if not s.is_started]:

@@ -262,7 +262,7 @@ class Sequence:
 
     def end(self, last_event: Finished | EngineError) -> None:
         """Emit the last event, or the error that ends the event stream, and free the sampler."""
-        for observer in self.observers:  # before the last event, after which the process may end
+        for observer in self.observers:  # observers first: after the last event the process may end
             observer.on_end(last_event, self.detokenizer.n_broken_calls)
         self.drafting.close()  # first, so that the next request can reuse the draft model's cells
         self.stream.put(last_event)

@@ -2,10 +2,10 @@
 
 Writes `{"event": "progress", "done", "total"}` lines and then `{"event": "done", "perplexity",
 "n_tokens"}`. COMPARED is another file of the same model (usually less quantized) with the same
-vocabulary. With it, the last line also has its "compared_perplexity", the mean Kullback-Leibler
-"divergence" of MODEL from it (nats per token), and "same_top", the share of tokens for which both have
-the same most likely token. The first TOKENS tokens of the text are computed in one context, and all but
-the first 32 are scored.
+vocabulary. With COMPARED, the last line also has that file's "compared_perplexity", the mean
+Kullback-Leibler "divergence" of MODEL from COMPARED (nats per token), and "same_top", the share of
+tokens for which both have the same most likely token. The first TOKENS tokens of the text are
+computed in one context, and all but the first 32 are scored.
 """
 
 from __future__ import annotations
