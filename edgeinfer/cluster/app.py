@@ -26,7 +26,7 @@ from edgeinfer.cluster.front import FrontEnd
 from edgeinfer.cluster.messages import ModelSettings, Request, read_settings
 from edgeinfer.cluster.replica import EndpointReplica
 
-#: Maximum of running requests in the front end, so high that only the replicas' limits matter.
+#: Maximum number of running requests in the front end: only the replicas' limits matter.
 _MANY = 10_000
 #: Interval (s) at which Serve counts waiting requests. Serve's default would delay the start of a model
 #: that is scaled to 0 by up to 10 s.

@@ -33,7 +33,7 @@ _ENDING_S = 15.0
 
 
 class EndpointReplica:
-    """A replica: starts its process, and sends requests to that. Use this on one event loop."""
+    """A replica: starts its process, and sends that process requests. Use this on one event loop."""
 
     def __init__(self, settings: ModelSettings, name: str) -> None:
         self._name = name

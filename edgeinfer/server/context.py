@@ -231,7 +231,7 @@ def json_reply(value: object, status: int = 200, headers: dict[str, str] | None 
 
 
 async def with_engine(context: RequestContext, body: ModelFields, work: Callable[[Engine], R]) -> R:
-    """Load the model in `body`; run `work(engine)` in a thread. Raises what these two raise."""
+    """Load the model in `body`; run `work(engine)` in a thread. Raises the errors of both."""
     context.name_model(body.model)
     with await context.acquire(body.keep_alive) as lease:
         calls, engine = context.endpoint.engine_calls, lease.engine

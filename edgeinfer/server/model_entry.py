@@ -69,7 +69,7 @@ class ModelEntry:
         self.fraction: float | None = None
 
     def report(self, stage: str, fraction: float | None) -> None:
-        """Set stage and progress, without a lock: a reader may see the progress of the last stage."""
+        """Set stage and progress, without a lock: a reader may see the previous stage's progress."""
         self.stage, self.fraction = stage, fraction
 
     def describe(self, now: float) -> LoadedReply:

@@ -78,7 +78,7 @@ class PayloadLog:
         self.remove_old()
 
     def write(self, context: RequestContext, method: str) -> None:
-        """Queue an ended request, unless its route does not generate text, or the client opted out."""
+        """Queue an ended request if its route generates text and the client did not opt out."""
         if not (context.operation and context.operation.generates):
             return
         if context.headers.get("x-edgeinfer-no-log", "").strip().lower() in ("1", "true"):
@@ -271,7 +271,7 @@ def _without_media(document: Any) -> Any:
 
 
 def _media_kinds(fields: dict[str, Any]) -> dict[str, str]:
-    """Return what the fields of an object with plain base64 hold, by key."""
+    """Return the keys that hold plain base64 in an object, with the type of each ("audio/wav")."""
     kind, format = fields.get("media_type"), fields.get("format")
     if fields.get("type") == "base64":  # the `source` of a picture in Anthropic's API
         return _MEDIA_KEYS | {"data": kind if isinstance(kind, str) else "file"}

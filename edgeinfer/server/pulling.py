@@ -19,7 +19,7 @@ Reports = AsyncGenerator[PullProgress, None]
 
 
 async def reports_of(work: Work) -> Reports:
-    """Run `work(report, cancel)` in a thread; yield its reports, raise its error. Closing cancels."""
+    """Run `work(report, cancel)` in a thread; yield its reports, raise its error. `aclose` cancels."""
     loop = asyncio.get_running_loop()
     reports: asyncio.Queue[PullProgress | Exception | None] = asyncio.Queue()
     cancel = threading.Event()

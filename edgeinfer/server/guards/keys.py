@@ -69,7 +69,7 @@ def configured_keys(file: str | None = None) -> Keys:
 
 
 def stored_keys() -> tuple[Keys, bool]:
-    """Return the keys of the user's own file, and whether the file is new. Raises ServeError."""
+    """Return the keys in the user's own file, and whether it was created now. Raises ServeError."""
     path = key_path()
     try:
         return Keys(read_keys(path)), False

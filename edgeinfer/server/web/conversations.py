@@ -145,7 +145,7 @@ class Conversations:
         self._endpoint.log.error("internal", error)
 
     def latest_answer(self, conversation_id: int) -> RunningAnswer:
-        """Return the last answer that this process began in a conversation, running or ended."""
+        """Return this process's last answer in a conversation; an ended, empty one if there is none."""
         return self._answers.get(conversation_id, _NOTHING_RUNS)
 
     async def use(self, work: Callable[[ConversationStore], T]) -> T:
@@ -317,7 +317,7 @@ class Conversations:
         """Stop the running answer. Raises Problem 409 if this process does not generate one."""
         running = self.latest_answer(conversation_id)
         if not running.is_running:
-            message = "This endpoint generates no answer now; another program must stop its own answer."
+            message = "This endpoint writes no answer here; if another program does, stop it there."
             raise Problem(409, message, code="not_answering")
         running.cancel()
 
