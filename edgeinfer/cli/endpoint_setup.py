@@ -82,7 +82,7 @@ def serve(options: argparse.Namespace, host: EngineHost) -> ServeOutcome:
 def _default_loader(
     options: argparse.Namespace, host: EngineHost, *, is_counted: bool = True
 ) -> ModelLoader:
-    """Verify the default model's files; return its loader. Raises like `resolve` and `host.files`."""
+    """Verify the default model's files; return a loader. Raises errors of `resolve`, `host.files`."""
     typed: str = options.model or host.config.default_model
     model = typed if typed == host.loaded_model else resolve(typed)
     loading = typed_options.load_options(options, host.config.load)
@@ -143,7 +143,7 @@ def offline_endpoint(
 ) -> tuple[Endpoint, ASGIApp]:
     """Build an endpoint without sockets or limits, for `batch` and `eval`; return it and its ASGI app.
 
-    Requests may also name `names`: models or GGUF files. With any, `ps --usage` counts no answers.
+    Requests may also name `names`: models or GGUF files. With `names`, `ps --usage` counts no answers.
     """
     loader = _default_loader(options, host, is_counted=not names)
     stored, also = pulled_models(), [AvailableModel(name=model_name) for model_name in names]
@@ -181,7 +181,7 @@ class ModelLoader:
         self._loads_here = True
 
     def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
-        """Load a model, in a thread of the model pool. Raises like the host's `engine`, `worker`."""
+        """Load a model in a thread of the model pool. Raises errors of `host.engine`, `host.worker`."""
         if name != self.name:
             return self._worker(name, self._options.for_another_model(), progress)
         if not self._loads_here:
@@ -217,7 +217,7 @@ class ReplicaLoader:
     log: Log
 
     def __call__(self, name: str, progress: LoadProgress) -> LoadedEngine:
-        """Load replicas of the default model, or one worker of another model. Raises as `loader`."""
+        """Load replicas of the default model, or a worker of another one. Raises errors of `loader`."""
         if name != self.loader.name:
             return self.loader(name, progress)
         loaded: list[LoadedEngine] = []

@@ -55,9 +55,9 @@ class ReceiptFile(msgspec.Struct, frozen=True):
         return with_record(request)
 
     def write(self, receipt: Receipt | Refusal, *, is_private: bool) -> None:
-        """Write a receipt; say how to check it, or why there is none. Raises UsageError if it fails.
+        """Write a receipt; say how to check it, or why there is none. Raises UsageError on failure.
 
-        If there is none, files of an earlier receipt are removed: they do not belong to this answer.
+        Without a receipt, files of an earlier one are removed: they do not belong to this answer.
         """
         secret = self._content_path
         if isinstance(receipt, Refusal):
@@ -70,7 +70,7 @@ class ReceiptFile(msgspec.Struct, frozen=True):
             return
         private = msgspec.structs.replace(receipt, content=None)
         line = msgspec.json.encode(private if is_private else receipt) + b"\n"
-        if is_private:  # first, because without its content a private receipt cannot be checked
+        if is_private:  # content first: without it, a private receipt cannot be checked
             with path_errors(secret, _HINT):
                 write_durably(secret, msgspec.json.encode(receipt) + b"\n", 0o600)
         with path_errors(self.path, _HINT):

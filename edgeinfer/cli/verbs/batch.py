@@ -141,7 +141,7 @@ def answer(
     path: Path,
     models: Sequence[str] = (),
 ) -> BatchResult:
-    """Append missing answers to `path`; requests may also name `models`. Raises like `run`."""
+    """Append missing answers to `path`; requests may also name `models`. Raises what `run` raises."""
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(_open_output(path))
         is_result_elsewhere = _is_stdout(output)
@@ -382,7 +382,8 @@ def _append(output: int, line: BatchLine, reply: batches.BatchReply) -> None:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskFullError("no space left for answers; finished ones are kept") from error
-            raise EdgeInferError(f"the output file cannot be written: {error.strerror}") from error
+            problem = f"the output file cannot be written: {error.strerror}"
+            raise EdgeInferError(problem, hint="run the command again: it continues") from error
 
 
 def _completion_tokens(reply: batches.BatchReply) -> int:

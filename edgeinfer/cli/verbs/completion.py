@@ -36,7 +36,7 @@ class CompletionResult(Result, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", type=_shell, metavar="SHELL", help="bash, zsh or fish")
     typed = parser.add_argument("typed", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    typed.required = False  # may be empty, although argparse makes REMAINDER required
+    typed.required = False  # argparse requires REMAINDER, but there may be no word
 
 
 def _shell(text: str) -> str:

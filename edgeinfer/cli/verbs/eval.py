@@ -193,7 +193,7 @@ def _append_choice(text: str, choice: str) -> str:
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> EvalResult:
-    """Evaluate and write the report. Raises UsageError, and like `batch.answer` and `host.files`."""
+    """Evaluate and write the report. Raises UsageError, errors of `batch.answer` and `host.files`."""
     name, items = read_set(options.set)
     if not options.judge and any(item.judge for item in items):
         raise UsageError("some items need a judge", hint="name the judge model: `--judge MODEL`")

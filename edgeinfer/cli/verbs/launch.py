@@ -76,11 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> Result:
-    """Run an agent, or list the known ones. Raises UsageError, ServeError, and like `host.files`."""
+    """Run an agent, or list the known ones. Raises UsageError, ServeError, errors of `host.files`."""
     if not options.agent:
         return AgentsResult(agents=tuple(map(_describe_agent, AGENTS.values())))
     agent = AGENTS[options.agent]
-    find_program(agent)  # raises, before a model is loaded, if the agent is not installed
+    find_program(agent)  # without the agent, fail before a model is loaded
     remote, model, n_ctx = _find_endpoint(agent, options, host)
     print(f"{agent.title} asks {model} at {remote.url}", file=sys.stderr)  # noqa: T201
     recalling = threading.Thread(target=_prefill_preamble, args=(agent, remote, model), daemon=True)

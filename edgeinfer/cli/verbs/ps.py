@@ -21,7 +21,7 @@ _USAGE_DAYS = 30
 
 
 class PsResult(Result, frozen=True, kw_only=True):
-    """This user's running processes of edgeinfer with this data folder; `--everywhere`: any."""
+    """This user's running processes: of this data folder, with `--everywhere` of all folders."""
 
     running: tuple[RunningLaunch, ...]
 

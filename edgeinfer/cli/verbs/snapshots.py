@@ -255,7 +255,7 @@ _NOT_RESUMED = (
 
 
 def _differences(folder: Path) -> list[str]:
-    """Return how a snapshot or its answers differ from the build; [] if not. Raises SnapshotError."""
+    """Return how a snapshot or its canary differs from the build, [] if equal. Raises SnapshotError."""
     if wrong := builder.wrong_files(folder):
         return [f"{folder.name}: {', '.join(wrong)} changed since it was built"]
     if not builder.computes_canary(folder):
@@ -282,7 +282,7 @@ def _remove(folders: list[Path]) -> SnapshotsRemovedResult:
 def _prune(options: argparse.Namespace, host: EngineHost) -> SnapshotsRemovedResult:
     root = paths.snapshots_dir()
     if not root.is_dir():
-        raise SnapshotMissingError("there are no snapshots", hint="")
+        raise SnapshotMissingError("there are no snapshots", hint="`edgeinfer warm MODEL` builds one")
     if options.all:
         confirm("Remove every snapshot?", yes=options.yes)
         return _remove(registry.by_last_use(root))

@@ -172,7 +172,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> VerifyResult:
             n_receipts += 1
             if random.random() < options.sample:
                 sample.append(entry)
-            if not random.randrange(n_receipts):  # a random one, checked if the sample stays empty
+            if not random.randrange(n_receipts):  # a random receipt, if `sample` stays empty
                 spare = [entry]
     if options.receipt and not n_receipts and not checks:
         raise ReceiptError(f"{options.receipt} contains no receipt", hint=RECEIPT_HINT)
