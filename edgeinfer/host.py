@@ -39,9 +39,9 @@ LoadProgress = Callable[[str, float | None], None]
 class ProcessStart(msgspec.Struct, frozen=True, kw_only=True):
     """How this process started: resumed from a snapshot, or cold (`reason` says why).
 
-    `stages_ms` has the time (ms) from exec at which each stage began: `launcher`, `restore`, `running`
-    and `request` if there is a launcher; then `load` (an engine was requested) and `ready` (it can
-    compute).
+    `stages_ms` has the time (ms) from exec at which each stage began: `launcher`, `restore`,
+    `running` and `request` if there is a launcher; then `load` (an engine was requested) and
+    `ready` (the engine can compute).
     """
 
     how: Literal["resumed", "cold"] = "cold"
@@ -194,7 +194,7 @@ class EngineHost:
         self._cache_report.write(last)
 
     def _note_stage(self, stage: str) -> None:
-        """Record when a stage is first reached; skip the time from a failed load to the next one."""
+        """Record when a stage is first reached; leave out the time before a load is retried."""
         stages = self.start.stages_ms
         now_ms = round((time.monotonic_ns() - self._exec_ns) / 1e6, 1)
         if stage == "load" and stage in stages and "ready" not in stages:

@@ -35,7 +35,7 @@ def main() -> int:
     argv = with_verb(sys.argv[1:])
     if sys.platform == "linux" and argv[0] in LAUNCH_VERBS and not any(word in _HELP for word in argv):
         gc.disable()  # a launch makes no garbage, and each collection would take 0.7 ms
-        from edgeinfer.launcher.launch import Launcher  # works only on Linux
+        from edgeinfer.launcher.launch import Launcher  # this module works only on Linux
 
         Launcher(CommandLine(argv), exec_ns, main_ns).run()
     if getattr(sys, "frozen", False):

@@ -141,7 +141,7 @@ class Apps:
         return app
 
     def close_sent_descriptors(self, app: LaunchedApp) -> None:
-        """Close a worker's sockets once they are sent; those of a verb are kept for its next app."""
+        """Close a worker's sockets once they are sent; a verb's sockets are kept for its next app."""
         if app.request.role == "worker":
             for fd in app.fds[3:]:
                 os.close(fd)
@@ -158,7 +158,7 @@ class Apps:
         is_verb = app.request.role == "verb"
         _describe_this_process(request)
         request.exec_ns = request.main_ns = request.spawn_ns
-        if is_verb:  # the launch of a verb began with this process, that of a worker begins now
+        if is_verb:  # a verb's launch began with this process; a worker's launch begins now
             request.exec_ns, request.main_ns = self._exec_ns, self._main_ns
         request.is_named = is_verb and bool(self.choice.snapshot)
         request.expected_model = self.choice.model
@@ -207,7 +207,7 @@ def _open_user_lookup() -> _socket.socket | None:
 def hint_for(error: EdgeInferError, choice: selection.LaunchChoice) -> str:
     """Return the hint of a cold start: a command that helps, or why no snapshot can be built."""
     if isinstance(error, (SnapshotMissingError, SnapshotStaleError)):
-        from edgeinfer.snapshot_format import criu  # only for a cold start
+        from edgeinfer.snapshot_format import criu  # only a cold start needs this
 
         return criu.FILTERED if criu.is_filtered() else choice.warm_hint
     from edgeinfer import error_text  # slow import (1 ms): only before a cold start

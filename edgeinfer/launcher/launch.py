@@ -227,7 +227,7 @@ def listen(line: CommandLine) -> list[int]:
     Return the descriptors, without addresses that cannot be bound: the app tries those again and
     reports the error. Raises ServeError if systemd passes unusable sockets.
     """
-    from edgeinfer.platform import listening  # only for `serve`
+    from edgeinfer.platform import listening  # only `serve` needs this import
 
     serve = selection.read_config().get("serve", {})
     descriptors = listening.activated_sockets()

@@ -49,7 +49,7 @@ PARK_LOG = "park.log"
 SEPARATOR = "@"
 PROGRAM_SEPARATOR = "-"
 OPTION_SEPARATOR = ","
-#: Between an option and its value; a user's name cannot contain "=", so it never looks like an option.
+#: Separates an option from its value. A user's name cannot contain "=" and so look like an option.
 _VALUE_SEPARATOR = "="
 
 #: Key of a manifest's `keys`: the pulled model's quantization, such as "Q4_K_M".

@@ -148,6 +148,6 @@ def unmapped_files(files: ModelFiles, options: LoadOptions) -> tuple[str, ...]:
 
 
 def stamps_of(files: ModelFiles, options: LoadOptions) -> dict[str, str]:
-    """Return the stamps of a model's files by path; the load itself reports missing files."""
+    """Return the stamps of a model's existing files by path; the load reports missing files."""
     existing = filter(os.path.exists, read_files(files, options))
     return {path: fingerprint.stamp(path) for path in existing}

@@ -105,7 +105,7 @@ class Stages:
             self.report(None)
 
     def report(self, fraction: float | None) -> None:
-        """Report which fraction (0 to 1) of the stage is done; None: unknown."""
+        """Report which fraction (0 to 1) of the stage is done, None if that is unknown."""
         done = "" if fraction is None else f"{fraction:.4f}"
         messages.send(self._link, messages.Stage(name=self._name, fraction=done))
 

@@ -167,7 +167,7 @@ def list_own() -> list[Path]:
 
 
 def find(name: str) -> Path:
-    """Find the one snapshot with this full name, user's name or model. Raises SnapshotMissingError."""
+    """Find by full name, user's name or model. Raises SnapshotMissingError unless one matches."""
     root = str(paths.snapshots_dir())
     folders = storage.generations(root) | storage.generations(root, fingerprint.program_tag())
     of_model = [key for key in folders if storage.model_prefix_of(key) == storage.model_prefix(name)]

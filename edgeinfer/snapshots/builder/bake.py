@@ -95,7 +95,7 @@ def _runs(pagemap: Path, pages_bytes: int) -> list[Run]:
             runs.append(Run(start, length, offset, flags))
         offset += length
     if offset != pages_bytes:
-        raise DumpError(f"CRIU's pagemap has {offset} bytes of pages, its file {pages_bytes} bytes")
+        raise DumpError(f"CRIU lists {offset} bytes of pages in its pagemap, but wrote {pages_bytes}")
     return runs
 
 
@@ -114,7 +114,7 @@ def _scan(memory: Path, progress: Callable[[float], None]) -> list[Range]:
                         begin = zeros.pop().low
                     zeros.append(Range(begin, start + block + BLOCK_BYTES))
             progress((start + len(chunk)) / size)
-        fallocate = ctypes.CDLL(None).fallocate  # its failure costs only disk space: the zeros stay
+        fallocate = ctypes.CDLL(None).fallocate  # a failed call costs only disk space
         for begin, stop in zeros:
             fallocate(file.fileno(), _PUNCH_HOLE, ctypes.c_long(begin), ctypes.c_long(stop - begin))
     return zeros

@@ -47,13 +47,13 @@ from edgeinfer.snapshots.registry import Details
 from edgeinfer.snapshots.restore import checks
 
 _DUMP_TIMEOUT_S = 600
-#: Message to the namespaces' init: report the exit status of the process to park, which has ended.
+#: Message to the namespaces' init: report with which exit status the process to park has ended.
 _DIED = b"died"
 _NEAR_FULL_BYTES = 16 << 20
 
 
 class BuildRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The snapshot to build (`inputs`, and `depends_on`, their digest), and which CRIU to use."""
+    """The `inputs` of the snapshot to build, their digest `depends_on`, and which CRIU to use."""
 
     inputs: SnapshotInputs
     depends_on: str
@@ -272,7 +272,7 @@ class Builder:
 
 
 def parked_environment() -> dict[str, str]:
-    """Return the environment variables of the process to park; only PYTHONPATH is the user's.
+    """Return the environment variables of the process to park; only PYTHONPATH is taken from the user.
 
     The process has one malloc arena: glibc returns pages of further arenas to the kernel and expects
     zeros there later, but a mapping of `memory.img` would show old content. numpy has one thread, since
@@ -305,7 +305,7 @@ def _disk_full(folder: Path) -> DiskFullError | None:
 
 
 def wait_for_payload(link: socket.socket, on_stage: Callable[[messages.Stage], None]) -> bytes | None:
-    """Return the next `Payload`'s content; None if the peer ended. Raises the error of `Failed`."""
+    """Return the next `Payload`'s content; None if the peer ended. Raises the error in `Failed`."""
     while (received := messages.receive(link)) is not None:
         message = received[0]
         if isinstance(message, messages.Failed):
@@ -336,7 +336,7 @@ def main() -> None:
 
 
 def wrong_files(folder: Path) -> list[str]:
-    """List the files, of the snapshot or mapped by it, whose SHA-256 is not that of the build.
+    """List the files of the snapshot, or mapped by it, whose SHA-256 has changed since the build.
 
     Files are read from the disk, not from the page cache. Raises SnapshotStaleError,
     SnapshotUnsafeError, and SnapshotCorruptError for a damaged manifest.

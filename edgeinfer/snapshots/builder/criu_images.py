@@ -75,7 +75,7 @@ class ImageMessage(list[Field]):
 
     @classmethod
     def decode(cls, data: int | bytes) -> ImageMessage:
-        """Decode the message in `data`. Raises SnapshotCorruptError for a number or invalid bytes."""
+        """Decode the message in `data`. Raises SnapshotCorruptError if that is a number or invalid."""
         if isinstance(data, int):
             raise SnapshotCorruptError("a field of a CRIU image is a number, not a message")
         message, offset = cls(), 0

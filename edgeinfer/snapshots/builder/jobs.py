@@ -197,9 +197,9 @@ def take(
     """Build a snapshot with the model and options of a running process (`description`).
 
     If `given_name` is "", the snapshot gets the name of the one that the process was resumed from.
-    Returns the details, and False if an equal snapshot existed. Builds run at the lowest priority, one
-    at a time. Raises SnapshotStaleError if a file has changed since the process loaded it, and the
-    errors of `build`.
+    Returns the details, and whether a snapshot was built (not if an equal one existed). Builds run
+    at the lowest priority, one at a time. Raises SnapshotStaleError if a file has changed since the
+    process loaded it, and the errors of `build`.
     """
     process.use_lowest_priority()
     lock = paths.private_dir(paths.state_dir()) / BACKGROUND_LOCK

@@ -84,7 +84,7 @@ class LoadedModel:
         return self.engine.is_open
 
     def serves(self, model: str, options: LoadOptions, *, named: bool = False) -> bool:
-        """Return whether the engine fits a launch; with a `named` snapshot, options may be omitted."""
+        """Return whether the engine fits a launch; one that `named` the snapshot may omit options."""
         if not self.is_open or model != self.model:
             return False
         requested = snapshot_options(self.description.options)
@@ -206,13 +206,13 @@ class AppHost(EngineHost):
 
     @property
     def loaded_model(self) -> str:
-        """Name of the model with which this process was resumed; "" if cold, or closed since."""
+        """Name of the model with which this process was resumed; "" after a cold start or `close`."""
         return self._loaded.model if self._loaded and self._loaded.is_open else ""
 
     def files(
         self, model: str | ModelRef, progress: LoadProgress | None = None, *, draft: str = ""
     ) -> ModelFiles:
-        """Return the files of a model; for the resumed one, those that the launcher has compared.
+        """Return the files of a model; the launcher has compared those of the resumed one.
 
         Raises what `EngineHost.files` raises.
         """
@@ -287,7 +287,7 @@ class AppHost(EngineHost):
         return engine
 
     def _has_other_hint(self, model: str, options: LoadOptions) -> bool:
-        """Return whether the launcher expected another model than `model`; then name it in the hint."""
+        """Return whether the launcher expected another model; if so, make the hint about `model`."""
         expected = self._request.expected_model
         if not self._hint or storage.model_prefix(expected) == storage.model_prefix(model):
             return False
@@ -361,7 +361,7 @@ class AppHost(EngineHost):
         return RemoteEngine(socket.socket(fileno=fds[0]), progress)
 
     def warm_models(self) -> frozenset[str]:
-        from edgeinfer.snapshots.registry import list_snapshots  # only for the model picker
+        from edgeinfer.snapshots.registry import list_snapshots  # only the model picker needs this
 
         return frozenset(snapshot.details.model for snapshot in list_snapshots() if snapshot.fresh)
 

@@ -151,7 +151,7 @@ def _run_role(
         messages.send(link, messages.Payload(content=loaded.canary()))
         return 0
     if request.role == "facts":
-        from edgeinfer.snapshots.restore import checks  # only for tests and `snapshots verify`
+        from edgeinfer.snapshots.restore import checks  # only tests and `snapshots verify` need it
 
         facts = msgspec.json.encode(checks.gather(loaded))
         messages.send(link, messages.Payload(content=facts))

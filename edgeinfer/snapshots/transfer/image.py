@@ -116,8 +116,8 @@ def sha256(content: bytes) -> str:
 
 
 def corrupt(message: str) -> SnapshotCorruptError:
-    """Make the error for an invalid image, without a hint."""
-    return SnapshotCorruptError(message, hint="")
+    """Make the error for an invalid image."""
+    return SnapshotCorruptError(message, hint="fetch or export the snapshot again")
 
 
 def layers(description: SnapshotDescription) -> list[Descriptor]:
@@ -178,7 +178,7 @@ def read_signed(store: ImageStore) -> tuple[SnapshotDescription, bytes]:
 
 
 def refuse_other_bytes(digest: str, actual: str) -> None:
-    """Raise SnapshotCorruptError if `actual` is not the expected digest."""
+    """Raise SnapshotCorruptError if a blob's `actual` digest is not the expected `digest`."""
     if actual != digest:
         raise corrupt(f"the content of the blob {digest} has another digest")
 
