@@ -72,7 +72,7 @@ def file_type(name: str) -> int | None:
 
 
 def parse_file_type(name: str, context: str = "") -> int:
-    """Return the llama_ftype of `name`. Raises UsageError; `context` is the text it was part of."""
+    """Return the llama_ftype of `name`, a part of the text `context`. Raises UsageError."""
     number = file_type(name)
     if number is None:
         where = f" in {context!r}" if context else ""

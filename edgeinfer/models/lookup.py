@@ -48,7 +48,7 @@ def find(text: str, models: Collection[M]) -> M | None:
 
 
 def spellings(text: str) -> Iterator[str]:
-    """Yield the full names that `text` may stand for, the likeliest first, then the source it may be.
+    """Yield the full names that `text` may stand for, the likeliest first, then the source it may name.
 
     Names are in lower case. The source is as it is stored, then in lower case unless case matters.
     """

@@ -125,7 +125,7 @@ def split_names(file_name: str) -> list[str]:
 
 
 def combined_digest(digests: Sequence[str]) -> str:
-    """Return a model's SHA-256: its file's; for a split model, that of its files' digests in order."""
+    """Return the SHA-256 of a model's file; of a split model, the hash of its parts' `digests`."""
     if len(digests) == 1:
         return digests[0]
     import hashlib  # slow import (3 ms), needed only for split models

@@ -79,7 +79,7 @@ def pull(
 
 
 def _earlier_pull(name: str, options: PullOptions) -> tuple[str, PullOptions]:
-    """Return source and options of the pull of `name` if it is a pulled model, otherwise the arguments.
+    """Return source and options of an earlier pull of `name`; the arguments if it was not pulled.
 
     Raises UsageError if the model was quantized here, or a client may not repeat its pull.
     """
@@ -205,7 +205,7 @@ def _find_unchanged(plan: PullPlan, job: Job) -> PulledModel | None:
 def fetch_first_working(
     plan: PullPlan, work: Path, job: Job, options: PullOptions
 ) -> tuple[list[FetchedFile], str]:
-    """Fetch and verify the files of the first source that works. If none does, raises one error."""
+    """Fetch and verify the files of the first source that works. Raises one error if none does."""
     failures: list[CatalogError] = []
     for parts in plan.candidates:
         source = _source_text(parts)
@@ -255,7 +255,7 @@ def _verify(
         pin = store.pinned_digest(plan.ref, source, file.file_name) if file.pinned else ""
         promises = {"its source": file.sha256, "its first pull": pin}
         size_bytes = 0
-        # a size or digest in the catalogue is that of a model with a single file
+        # the catalogue has sizes and digests only of models with a single file
         if n_files == 1 and not file.is_projector:
             size_bytes = plan.size_bytes
             promises = {"--sha256" if wanted_sha256 else "the catalogue": plan.sha256} | promises
@@ -277,7 +277,7 @@ def _verify(
 
 
 def _difference(file: FetchedFile, size_bytes: int, promises: dict[str, str], job: Job) -> str:
-    """Hash a file; return how it differs from its size or promised SHA-256s, "" if it does not."""
+    """Hash a file; return how it differs from the expected size or SHA-256, "" if it does not."""
     if size_bytes and file.size_bytes != size_bytes:
         return f"has {file.size_bytes} bytes, not {size_bytes}"
     file.found_sha256 = sha256_of(file.path, job.report)

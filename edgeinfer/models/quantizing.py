@@ -141,7 +141,7 @@ def _reference(
 def quantize_fetched(
     fetched: list[FetchedFile], type_name: str, work: Path, job: Job
 ) -> list[FetchedFile]:
-    """Quantize files that a pull has fetched; return the result. Raises like `run_quantizer`."""
+    """Quantize files that a pull has fetched; return the result. Raises what `run_quantizer` raises."""
     kind = parse_file_type(type_name)
     first = fetched[0]
     # llama.cpp finds the parts of a split model by their names, so .part is removed meanwhile

@@ -59,8 +59,8 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
     def files(self, progress: stores.Progress | None = None, *, draft: str = "") -> ModelFiles:
         """Verify the files of the model and of its draft model; return what a load needs.
 
-        `draft` names the draft model; "" means the catalogue's. If that one cannot be used, a warning
-        says so. `progress` reports the hashing of another program's file, which is done once.
+        `draft` names the draft model; "" means the catalogue's. If the catalogue's cannot be used, a
+        warning says so. `progress` reports the hashing of another program's file, which is done once.
 
         Raises UnknownModelError, ModelNotPulledError, InvalidGgufError if a file is not a valid GGUF or
         was changed after its pull, ChecksumError if another program's file does not match its digest.

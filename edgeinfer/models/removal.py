@@ -58,7 +58,7 @@ def find_removable(text: str, *, forget: bool = False) -> tuple[Reference, Pulle
 
 
 def _paths_of(ref: Reference, *, forget: bool) -> list[Path]:
-    """Return a model's paths (folder, unfinished pull, pins if `forget`), then that of an adapter."""
+    """Return a model's paths (folder, unfinished pull, pins if `forget`), then an adapter's path."""
     partial = paths.models_dir() / store.PARTIAL / ref.folder
     pins = [store.pins_path(ref)] if forget else []
     return [names.pulled_folder(ref), partial, *pins, paths.adapters_dir() / f"{ref.folder}.gguf"]

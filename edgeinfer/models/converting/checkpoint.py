@@ -187,7 +187,7 @@ class ModelCheckpoint:
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     def tensor(self, name: str) -> Tensor:
-        """Return where tensor `name` is. Raises ConversionError if it is not floating-point."""
+        """Return file, type and shape of a tensor. Raises ConversionError if not floating-point."""
         tensor = self.home[name].tensors[name]
         if tensor.dtype not in FLOATS:
             raise ConversionError(

@@ -135,7 +135,7 @@ def digest(model: ExternalModel) -> str:
 
 
 def not_found_error(text: str) -> ModelNotPulledError:
-    """Make the error for a name with the prefix of Ollama or LM Studio that is not in its store."""
+    """Make the error for a name such as `ollama/NAME` that is not in that program's store."""
     store = next(s for s in _STORES if text.lower().startswith(s.prefix))
     roots = " or ".join(dict.fromkeys(map(str, store.roots(os.environ))))
     typed = text[len(store.prefix) :]

@@ -69,7 +69,7 @@ def fetch(
 def offered_digests(parts: tuple[sources.Source, ...], plan: PullPlan, job: Job) -> list[str]:
     """Return the SHA-256 of each file of a source without fetching it; [] if one is unknown.
 
-    Raises like `fetch`.
+    Raises what `fetch` raises.
     """
     first = parts[0]
     if isinstance(first, sources.LocalFile):

@@ -144,7 +144,7 @@ class Registry:
     def manifest_content(self, reference: str = "") -> bytes:
         """Return a manifest's bytes; "" is the source's own reference.
 
-        Raises ChecksumError if `reference` is a digest, and not that of the content.
+        Raises ChecksumError if `reference` is a digest that the content does not have.
         """
         reference = reference or self._source.reference
         url = f"{self.base}/manifests/{reference}"
@@ -200,7 +200,7 @@ class Registry:
         content: bytes | Iterator[bytes] | None = None,
         accepted: tuple[int, ...] = (200,),
     ) -> Answer:
-        """Send a request and return the answer; log in and repeat it if the registry asks for a token.
+        """Send a request and return the answer; log in and send again if the registry asks for a token.
 
         Raises AuthenticationError, SourceNotFoundError or DownloadError for a status not in `accepted`.
         """
