@@ -219,7 +219,7 @@ class Commander:
             problem = f"/copy cannot copy {argument!r}"
             raise UsageError(problem, hint="`/copy`, `/copy code`, `/copy code 2` or `/copy all`")
         if not blocks:
-            raise UsageError("the last answer contains no code", hint="")
+            raise UsageError("the last answer contains no code", hint="`/copy` copies all of it")
         index = int(number) if number else len(blocks)
         if not 1 <= index <= len(blocks):
             problem = f"there is no code block {index}"
@@ -299,7 +299,7 @@ class Commander:
     def undelete(self) -> int:
         """Restore the conversation deleted last; return its id. Raises UsageError if there is none."""
         if self.deleted is None:
-            raise UsageError("this chat has deleted no conversation", hint="")
+            raise UsageError("this chat has deleted no conversation", hint="`/sessions` lists all")
         conversation_id, self.deleted = self.deleted, None
         self.session.store.undelete(conversation_id)
         return conversation_id

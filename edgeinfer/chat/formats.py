@@ -72,7 +72,7 @@ def to_json(conversation: Conversation, turns: Sequence[Turn]) -> str:
 
 
 def write(path: Path, text: str) -> Path:
-    """Write `text` to a new file (mode 0600); return its path. Raises StoreError, also if it exists."""
+    """Write `text` to a new file (mode 0600); return its path. Raises StoreError if `path` exists."""
     target = path.expanduser()
     try:
         fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

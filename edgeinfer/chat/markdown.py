@@ -130,7 +130,7 @@ class GrowingMarkdown:
             self._open, self._searched = self._open[length:], 0
 
     def _code(self, fence: re.Match[str]) -> tuple[list[Block], int, int]:
-        """Parse the first code block; return it in a list, how many blocks are final, its length."""
+        """Parse the first code block; return it in a list, the number of final blocks, its length."""
         text = self._open
         closing = re.compile(rf"^ {{0,3}}{fence[2]}{fence[2][0]}*[ \t]*$", re.MULTILINE)
         closing_line = closing.search(text, max(fence.end(), self._searched))
@@ -142,7 +142,7 @@ class GrowingMarkdown:
         else:
             content = text[fence.end() : closing_line.start() if closing_line else None]
             lines, newline, last = content.rpartition("\n")
-            content = lines + newline + last * bool(last.strip(" \t"))  # like markdown-it
+            content = lines + newline + last * bool(last.strip(" \t"))  # as markdown-it does
             block = [_token("fence", content, fence[3])]
         if closing_line is None or closing_line.end() == len(text):
             return [block], 0, 0

@@ -129,7 +129,7 @@ class ChatSession:
 
     @property
     def model(self) -> str:
-        """Name of the model that answers: the loaded one, otherwise that of the conversation."""
+        """Name of the model that answers: the loaded one, otherwise the conversation's."""
         return self.loaded_model or self.conversation.model
 
     def use_engine(self, engine: Engine | None, model: str) -> None:
@@ -145,7 +145,7 @@ class ChatSession:
         try:
             return self._turns[turn_id]
         except KeyError:
-            raise UsageError(f"this conversation has no turn {turn_id}", hint="") from None
+            raise UsageError(f"this conversation has no turn {turn_id}", hint="open it again") from None
 
     def new(self) -> None:
         """Begin a conversation with the same model and options; a first question stores it."""

@@ -90,7 +90,7 @@ class AppFrontEnd:
         questions = [e for e in entries if isinstance(e, Question)]
         last = (answers or questions)[-1:]
         if not last or not self.view.transcript.toggle_fold(last[0]):
-            raise UsageError("there is no reasoning to show", hint="")
+            raise UsageError("there is no reasoning to show", hint="Ctrl+T needs an answer with some")
 
     def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
         self.answering.wait_for(work, then)
@@ -307,7 +307,7 @@ class TurnActions:
     def _copy_next_code(self, turn: Turn) -> None:
         blocks = code_blocks(turn.content)
         if not blocks:
-            raise UsageError("there is no code in this turn", hint="")
+            raise UsageError("there is no code in this turn", hint="`c` copies the whole turn")
         index = self._code_at % len(blocks)
         self._front.copy(blocks[index].text, f"code block {index + 1}")
         self._code_at += 1

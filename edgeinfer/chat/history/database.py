@@ -50,7 +50,7 @@ def connect(uri: str) -> sqlite3.Connection:
 def is_current(path: Path) -> bool:
     """Return whether the file has the schema of this version.
 
-    A version that is only tried out must not migrate the file, so that the old one can still read it.
+    A new version that is only tried out must not migrate the file: older ones could not read it then.
     """
     with (
         contextlib.suppress(sqlite3.Error),

@@ -31,7 +31,7 @@ class Lease:
 
 
 def acquire(file: Path | None, conversation_id: int) -> Lease | None:
-    """Lock a conversation (nothing without `file`); return None if already locked. Raises OSError."""
+    """Lock a conversation, if there is a `file`; return None if already locked. Raises OSError."""
     if file is None or not _HAS_LOCKS:
         return Lease()
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
