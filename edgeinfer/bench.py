@@ -259,7 +259,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredServer:
-    """A server to measure. `key` marks the prefixes it caches, so that they can be deleted later."""
+    """A server to measure. `key` marks prefixes that the server caches, to delete them later."""
 
     def __init__(self, name: str, target: Target, key: str, meter: EnergyMeter | None = None) -> None:
         self.name, self.target = name, target
@@ -308,7 +308,7 @@ class MeasuredServer:
         return await ask(self.target, self._path, body)
 
     async def measure(self, *asked: tuple[str, int]) -> tuple[list[Answer], float | None]:
-        """Send (prompt, answer tokens) pairs at once; return answers, and the energy (J) or None."""
+        """Send (prompt, answer tokens) pairs at once; return answers and energy (J) or None."""
         if self._meter:
             self._meter.read_joules()
         answers = await asyncio.gather(*(self.ask(prompt, n) for prompt, n in asked))
@@ -358,7 +358,7 @@ class MeasuredServer:
 
 def _rate(tokens: int, seconds: float, joules: float | None) -> Sample:
     if tokens < 1 or seconds <= 0:
-        raise ServeError("an answer was too short to be measured", hint="use more: `-p 512 -n 128`")
+        raise ServeError("an answer was too short to measure", hint="use more tokens: `-p 512 -n 128`")
     return Sample(tokens / seconds, "tokens/s", None if joules is None else joules / tokens)
 
 

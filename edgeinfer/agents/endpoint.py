@@ -72,7 +72,7 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         except msgspec.DecodeError as error:
             raise ServeError(f"{self.url} is not an edgeinfer endpoint") from error
         if response.status >= 400 and path != "/health":
-            raise ServeError(f"{self.url} answered with an error: {_message(value)}", hint="")
+            raise ServeError(f"{self.url} reports an error: {_message(value)}", hint="see its log")
         return value
 
     @contextlib.contextmanager

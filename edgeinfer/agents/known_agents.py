@@ -53,9 +53,9 @@ _SetupFunction = Callable[[AgentTarget, Path], AgentSetup]
 class Agent(NamedTuple):
     """A coding agent. `name` is its program on PATH, `install` the command that installs it.
 
-    `first_tokens` is the length of its first request, in SmolLM2's tokens (other models: ± 20 %).
+    `first_tokens` is the length of the first request, in SmolLM2's tokens (other models: ± 20 %).
     `user_agent` is the beginning of its User-Agent header, "" if the header does not name the agent.
-    With less than `room_tokens` of context after the first request, it compacts its history at once.
+    With less than `room_tokens` of context left after that, the agent compacts its history at once.
     """
 
     name: str
@@ -276,4 +276,4 @@ def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
     try:
         return start_child(command, signal.SIGTERM, env={**os.environ, **environment})
     except OSError as error:
-        raise UsageError(f"{command[0]} cannot be run: {error.strerror}", hint="") from error
+        raise UsageError(f"cannot run {command[0]}: {error.strerror}", hint="check the file") from error

@@ -351,7 +351,7 @@ def change(keys: tuple[str, ...], new_value: Callable[[Any], Any], path: Path | 
                 out.write(content)
         return config
     except OSError as error:
-        lasts = "the setting is valid only until the chat ends"
+        lasts = "check its permissions; until then, the setting is lost when the chat ends"
         raise ConfigError(f"{file}: {error.strerror}", hint=lasts) from error
     except tomlkit.exceptions.TOMLKitError as error:
         raise ConfigError(f"{file}: {error}") from error

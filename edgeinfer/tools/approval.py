@@ -53,7 +53,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """A parsed pattern; its texts contain escapes. `is_bare`, `SERVER.TOOL()`: without arguments."""
+    """A parsed pattern; its texts contain escapes. `is_bare`: `SERVER.TOOL()`, without arguments."""
 
     server: str
     tool: str

@@ -29,7 +29,7 @@ TOOLS = (
     tool_info("python", f"Run a Python program, which prints its results. {_WHERE}", {"code": TEXT}),
 )
 #: Python program that executes the file /command. The model's code is not passed as an argument,
-#: because all users can see those.
+#: because all users can see arguments.
 _PYTHON_CODE = "exec(compile(open('/command', 'rb').read(), '<string>', 'exec'))"
 _VARIABLES = {"PATH": FIXED_PATH, "LANG": "C.UTF-8", "TERM": "dumb", "HOME": "/tmp", "TMPDIR": "/tmp"}  # noqa: S108
 #: Without this variable, Python would run modules below HOME before the sandbox exists.
