@@ -39,7 +39,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_cost(seconds: float, cached_tokens: int, saved_s: float) -> str:
-    """Format a time, and time saved: `3.2 s; 12,300 cached tokens saved about 4 min 10 s`."""
+    """Format a time and its saving: `3.2 s; 12,300 cached tokens saved about 4 min 10 s`."""
     cost = format_ms(seconds * 1000)
     if not cached_tokens or not saved_s:
         return cost

@@ -192,7 +192,7 @@ class SignalHandlers:
 
 
 def start_child(command: list[str], number: int = _SIGKILL, **settings: Any) -> subprocess.Popen[bytes]:
-    """Start a child that the kernel ends when this thread ends. Raises like `subprocess.Popen`.
+    """Start a child that the kernel ends when this thread ends. Raises what `subprocess.Popen` raises.
 
     Signals that arrive during the start are handled after it, because Python drops an exception that a
     handler raises during a fork.
@@ -237,7 +237,7 @@ def keep_lowest_priority() -> None:
 
 
 def lower_thread_priority() -> None:
-    """Lower this thread's priority on Linux. Elsewhere, priorities are those of whole processes."""
+    """Lower this thread's priority on Linux; elsewhere do nothing: only processes have priorities."""
     if sys.platform == "linux":
         thread = _thread.get_native_id()
         nice = max(os.getpriority(os.PRIO_PROCESS, thread), _SESSION)

@@ -26,10 +26,10 @@ _OTHER_KEYS = (
     "stop_sequence stop_type stopping_word subject system_fingerprint time tool_choice tools "
     "truncation type"
 ).split()
-#: Ends of the types of events that announce a text or a call, and of events that end a stream.
+#: Suffixes of the types of events that announce a text or a call; of events that end a stream.
 _FIRST_EVENTS = ("_start", ".created", ".in_progress", ".added")
 _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "response.failed")
-#: Starts of lines of server-sent events that have no data.
+#: Prefixes of the lines of server-sent events that have no data.
 _OTHER_FIELDS = (b"event:", b"id:", b"retry:", b":")
 #: Matches the key paths of texts in /v1/completions and /completion, which join reasoning and text.
 _JOINED = re.compile(r"(/response/body)?(/choices\d+/text|/content)")
@@ -203,7 +203,7 @@ def _receipts(document: dict[str, Any]) -> list[Any]:
 
 
 def _pieces(document: dict[str, Any]) -> Iterator[tuple[int, str, str, str, int]]:
-    """Yield, at any depth: index of an answer or -1; field, key path, piece and call of a Quote."""
+    """Yield (answer's index or -1, field, key path, piece, call) of all pieces, at any depth."""
     kind = as_type(str, document.get("type"))
     # in Anthropic's API, `index` counts blocks, not answers
     index = -1 if kind.startswith("content_block_") else as_type(int, document.get("index", -1))

@@ -237,7 +237,7 @@ class ReceiptCheck:
         is_cut = self._receipt.finish_reason in ("cancelled", "deadline")
         self.compares_all_text = bool(self._quotes)
         for quote in self._quotes:
-            # only the second prompt is that of a completion with `echo`
+            # only a completion with `echo` begins with the prompt
             fields = [quote.difference(generated, prompt=p, is_cut=is_cut) for p in ("", prompt or "")]
             if all(fields):
                 return f"the response differs from the receipt's tokens in its {fields[0]}"
