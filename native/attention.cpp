@@ -244,7 +244,7 @@ private:
         const int bytes = ggml_row_size(t->type, size), skipped = ggml_row_size(t->type, first);
         for (int c = 0; c < count(cell); c++) {
             const char *ahead = at(t, std::min(cell + c + kAhead, o_.n_summed - 1)) + skipped;
-            for (int i = 0; i < bytes; i += 64) __builtin_prefetch(ahead + i);
+            g_prefetches_to_l1 ? prefetch_lines<3>(ahead, bytes) : prefetch_lines<2>(ahead, bytes);
             to_floats(t->type, at(t, cell + c) + skipped, to + c * stride, size);
         }
     }

@@ -9,10 +9,6 @@
 // There are three kernels. For one column (row of the batch) of most types, or two of Q8_0, the lanes are kLanes consecutive spans
 // of kSpan weights instead, so that memory is read in order. Up to kFew columns, weights are unpacked in registers for all of them.
 // More columns share a slab of 2 * kLanes rows that is unpacked to the L1 cache.
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -528,24 +524,7 @@ template <class T, int kC> struct SpanPosition {
     INLINE void step() { x += T::kVectors * kC * pitch, scales += kC * pitch, seconds = (const float *)seconds + kC * pitch; }
 };
 
-// Whether weights for a few columns are prefetched from memory to L1, or to L2. On Zen 5, reads from L2 wait for the prefetches. Zen 4
-// has more requests to memory in flight for L2: with one column of Q4_K, it reads 30 GB/s instead of 16. No other was measured.
-#if defined(__x86_64__)
-bool is_zen5_or_later() {
-    unsigned version = 0, vendor = 0, b, c, d;
-    __get_cpuid(0, &version, &b, &vendor, &d), __get_cpuid(1, &version, &b, &c, &d);
-    return vendor == signature_AMD_ecx && (version >> 8 & 15) + (version >> 20 & 255) >= 26;
-}
-const bool g_prefetches_to_l1 = is_zen5_or_later();
-#else
-constexpr bool g_prefetches_to_l1 = true;  // on arm64, no speed was measured
-#endif
-
 // Prefetch a part of the next rows. Many columns always have them in L2, because a slab fills L1.
-template <int kLocality> INLINE void prefetch_lines(const uint8_t *p, int bytes) {
-#pragma GCC unroll 1
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, kLocality);
-}
 INLINE const uint8_t *prefetch(const uint8_t *p, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
     return p + bytes;
