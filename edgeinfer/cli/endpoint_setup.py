@@ -120,8 +120,7 @@ async def _serve(
         traces=options.traces or "",
         model_admin=ModelAdmin() if _speaks_ollama(options, host) else None,
     )
-    if host.config.receipts.key:
-        load_key(host.config.receipts.key)  # fail at the start if the key is invalid
+    load_key(host.config.receipts.key)  # fail at the start if the key is invalid
     if folder := pick(options.log_payloads, config.log_payloads):
         endpoint.payload_log = PayloadLog(Path(folder), endpoint)
     if config.web:

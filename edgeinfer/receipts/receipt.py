@@ -149,9 +149,8 @@ def make_receipt(
 ) -> Receipt | Refusal:
     """Make the receipt of the answer to a request from `with_record`, or return why there is none."""
     record = finished.record
-    if record is None:
-        return Refusal(refused="the engine recorded no tokens")
-    if reason := _why_refused(request, record, info):
+    reason = "the engine recorded no tokens" if record is None else _why_refused(request, record, info)
+    if record is None or reason:
         return Refusal(refused=reason)
     content = Content(
         salt=secrets.token_hex(32),
@@ -193,19 +192,16 @@ def sign(receipt: Receipt, key: SigningKey) -> Receipt:
 
 
 def _why_refused(request: GenerateRequest, record: TokenRecord, info: EngineInfo) -> str:
-    if record.irreproducible:
-        return record.irreproducible
-    if request.n_pictures:
-        return "the request has pictures, which a receipt cannot contain"
-    if not info.sha256:
-        return "the digest of the model's file is unknown; `edgeinfer pull FILE` records the digest"
-    if not record.answer:
-        return "no token was generated"
-    if len(record.prompt) + len(record.answer) > info.n_ctx:
-        return "the context was shifted"
-    if any(map(math.isinf, request.sampling.logit_bias.values())):
-        return "logit_bias has an infinite value, which JSON cannot express"
-    return ""
+    biases = request.sampling.logit_bias.values()
+    reasons = {
+        record.irreproducible: bool(record.irreproducible),
+        "the request has pictures, which a receipt cannot contain": request.n_pictures > 0,
+        "the SHA-256 of the model's file is unknown; `edgeinfer pull FILE` records it": not info.sha256,
+        "no token was generated": not record.answer,
+        "the context was shifted": len(record.prompt) + len(record.answer) > info.n_ctx,
+        "logit_bias has an infinite value, which JSON cannot express": any(map(math.isinf, biases)),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 #: Request fields that a receipt stores elsewhere, or that affect when tokens are computed, not which.

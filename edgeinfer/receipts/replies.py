@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, BinaryIO
 
 import msgspec
@@ -99,12 +100,11 @@ def _canonical(arguments: Any) -> str:
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A receipt, with what its reply has of the answer. If `is_lone`, there is no reply."""
+    """A receipt, with what its reply has of the answer; `quotes` is None if there is no reply."""
 
     source: str = ""
     document: Any
-    quotes: tuple[Quote, ...] = ()
-    is_lone: bool = False
+    quotes: tuple[Quote, ...] | None
 
 
 def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | ReceiptError]]:
@@ -168,34 +168,33 @@ def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], 
 
     `documents` are a receipt, a reply or a stream of an endpoint, or a line of a batch or payload log.
     """
-    documents = [document for document in documents if isinstance(document, dict)]
-    last = documents[-1] if documents else {}
-    if "custom_id" in last:  # a line of `edgeinfer batch`
-        receipts = _receipts(as_type(dict, as_type(dict, last.get("response")).get("body")))
-    elif "specversion" in last:  # a line of the payload log
-        answers = as_type(list, as_type(dict, last.get("data")).get("answers"))
-        receipts = [as_type(dict, answer).get("receipt") for answer in answers]
-    else:
-        receipts = [receipt for document in documents for receipt in _receipts(document)]
-    quotes, indices = dict[int, Quote](), {0 for _ in documents}
-    for document in (d for d in documents if "content_sha256" not in d):
-        for index, field, key_path, text, call in _pieces(document):
-            indices.add(max(0, index))
-            key = index if index in range(len(receipts)) else -1  # -1 is compared with all receipts
-            quote = quotes.setdefault(0 if len(receipts) == 1 else key, Quote())
-            quote.has_unknown_text |= not field
-            if field:
-                quote.pieces.setdefault((field, key_path), {}).setdefault(call, []).append(text)
+    receipts = [receipt for document in documents for receipt in _receipts(document)]
+    replies = [d for d in documents if isinstance(d, dict) and all(d is not r for r in receipts)]
+    quotes, indices = dict[int, Quote](), {0 for _ in replies}
+    for index, field, key_path, text, call in chain.from_iterable(map(_pieces, replies)):
+        indices.add(max(0, index))
+        key = index if index in range(len(receipts)) else -1  # -1 is compared with all receipts
+        quote = quotes.setdefault(0 if len(receipts) == 1 else key, Quote())
+        quote.has_unknown_text |= not field
+        if field:
+            quote.pieces.setdefault((field, key_path), {}).setdefault(call, []).append(text)
     entries = list[Entry]()
     for i, receipt in enumerate(receipts):
         if receipt is not None and [*as_type(dict, receipt)] != ["refused"]:
-            quoted = tuple(quotes[key] for key in (i, -1) if key in quotes)
-            is_lone = documents == [receipt]
-            entries.append(Entry(source=source, document=receipt, quotes=quoted, is_lone=is_lone))
-    return entries, len(receipts) if "specversion" in last else max(len(receipts), len(indices))
+            quoted = tuple(quotes[key] for key in (i, -1) if key in quotes) if replies else None
+            entries.append(Entry(source=source, document=receipt, quotes=quoted))
+    is_logged = any("specversion" in document for document in replies)
+    return entries, len(receipts) if is_logged else max(len(receipts), len(indices))
 
 
-def _receipts(document: dict[str, Any]) -> list[Any]:
+def _receipts(document: Any) -> list[Any]:
+    """Return the receipts in a document; None for an answer without one in a payload log's line."""
+    document = as_type(dict, document)
+    if "custom_id" in document:  # a line of `edgeinfer batch`
+        document = as_type(dict, as_type(dict, document.get("response")).get("body"))
+    elif "specversion" in document:  # a line of the payload log
+        answers = as_type(list, as_type(dict, document.get("data")).get("answers"))
+        return [as_type(dict, answer).get("receipt") for answer in answers]
     if "content_sha256" in document:
         return [document]
     values = [document[key] for key in ("receipt", "receipts") if key in document]

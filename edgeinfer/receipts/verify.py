@@ -83,10 +83,11 @@ def with_content(receipt: Receipt, whole: Receipt) -> Receipt:
 class ReceiptCheck:
     """Checks a receipt, and `quotes`: what clients show or execute of the answer in the same reply."""
 
-    def __init__(self, receipt: Receipt, engine: Engine, quotes: Sequence[Quote] = ()) -> None:
+    def __init__(self, receipt: Receipt, engine: Engine, quotes: Sequence[Quote] | None = None) -> None:
         self._receipt, self._engine = receipt, engine
         self._quotes = quotes
-        self.compares_all_text = False
+        #: Whether the check found no difference, but did not compare the reply's whole text.
+        self.lacks_text = quotes is not None
         self._is_exact = receipt.kernel_revision == KERNEL_REVISION
         self._ended_by_itself = receipt.finish_reason in ("stop", "tool_calls")
         self._findings: dict[str, Any] = {}
@@ -104,6 +105,7 @@ class ReceiptCheck:
         receipt, began_s = self._receipt, time.perf_counter()
         alteration = receipt.alteration()
         reason = alteration or self._other_model() or self._difference()
+        self.lacks_text &= not reason
         verdict: Verdict = "verified" if self._is_exact else "within tolerance"
         return Verification(
             verdict="differs" if reason else verdict,
@@ -167,21 +169,19 @@ class ReceiptCheck:
         return ""
 
     def _request(self, content: Content) -> GenerateRequest:
+        """Return the receipt's request. Raises ReceiptError if this engine cannot compute it."""
         request = msgspec.convert(content.request, GenerateRequest)
         if request.n_pictures:
             raise ReceiptError("the receipt has pictures, which cannot be checked")
-        logprobs = None if request.logprobs is None else 0
-        fields = {"sampling": self._receipt.sampling, "logprobs": logprobs, "lora": self._lora()}
-        return msgspec.structs.replace(request, cache_prompt=False, **fields)
-
-    def _lora(self) -> tuple[tuple[str, float], ...]:
-        """Return (name, scale) of the receipt's adapters. Raises ReceiptError if one is not loaded."""
+        adapters = self._receipt.adapters
         loaded = {adapter.sha256: adapter.name for adapter in self._engine.info.lora}
-        for adapter in self._receipt.adapters:
-            if adapter.sha256 not in loaded:
-                hint = "load the model with the adapter: `--lora FILE`"
-                raise ReceiptError(f"the adapter {adapter.name!r} is not loaded", hint=hint)
-        return tuple((loaded[adapter.sha256], adapter.scale) for adapter in self._receipt.adapters)
+        if missing := [adapter.name for adapter in adapters if adapter.sha256 not in loaded]:
+            hint = "load the model with the adapter: `--lora FILE`"
+            raise ReceiptError(f"the adapter {missing[0]!r} is not loaded", hint=hint)
+        lora = tuple((loaded[adapter.sha256], adapter.scale) for adapter in adapters)
+        logprobs = None if request.logprobs is None else 0
+        fields = {"sampling": self._receipt.sampling, "logprobs": logprobs, "lora": lora}
+        return msgspec.structs.replace(request, cache_prompt=False, **fields)
 
     def _contradiction(self, content: Content, request: GenerateRequest) -> str:
         """Return an error text if values of the receipt contradict each other; "" otherwise.
@@ -235,13 +235,13 @@ class ReceiptCheck:
         if isinstance(prompt, tuple):
             prompt = self._engine.detokenize(prompt).decode("utf-8", "replace")
         is_cut = self._receipt.finish_reason in ("cancelled", "deadline")
-        self.compares_all_text = bool(self._quotes)
-        for quote in self._quotes:
+        self.lacks_text &= not self._quotes
+        for quote in self._quotes or ():
             # only a completion with `echo` begins with the prompt
             fields = [quote.difference(generated, prompt=p, is_cut=is_cut) for p in ("", prompt or "")]
             if all(fields):
                 return f"the response differs from the receipt's tokens in its {fields[0]}"
-            self.compares_all_text &= not (fields[0] or quote.has_unknown_text)
+            self.lacks_text |= bool(fields[0]) or quote.has_unknown_text
         return ""
 
     def _generate(self, request: GenerateRequest) -> CollectedAnswer:
@@ -256,15 +256,14 @@ class ReceiptCheck:
         return answer
 
     def _token_difference(self, record: TokenRecord, answer: tuple[int, ...], position: int) -> str:
-        expected, chosen = answer[position : position + 1], record.answer[position : position + 1]
         self._findings["position"] = position
-        if expected:
-            self._findings["expected"] = self._choice(expected[0], record.replayed_logprob)
-        if not chosen:
+        if position < len(answer):
+            self._findings["expected"] = self._choice(answer[position], record.replayed_logprob)
+        if position == len(record.answer):
             return f"this engine's answer ends after {position} tokens"
-        self._findings["chosen"] = self._choice(chosen[0], record.logprobs[-1])
+        self._findings["chosen"] = self._choice(record.answer[position], record.logprobs[-1])
         longer = "this engine's answer continues after the receipt's last token"
-        return f"token {position} differs" if expected else longer
+        return f"token {position} differs" if position < len(answer) else longer
 
     def _choice(self, token: int, logprob: float | None) -> TokenChoice:
         text = self._engine.detokenize([token]).decode("utf-8", "replace")

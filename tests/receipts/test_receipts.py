@@ -102,7 +102,9 @@ def _request(kind: str = "sampled", **fields: Any) -> GenerateRequest:
     return with_record(GenerateRequest(**asked))
 
 
-def verify(receipt: Receipt, engine: LlamaEngine, quotes: Sequence[Quote] = ()) -> Verification:
+def verify(
+    receipt: Receipt, engine: LlamaEngine, quotes: Sequence[Quote] | None = None
+) -> Verification:
     return ReceiptCheck(receipt, engine, quotes).run()
 
 
@@ -643,6 +645,18 @@ def test_an_answer_next_to_one_with_a_receipt_is_counted() -> None:
     assert (len(entries), n_answers) == (1, 2)
 
 
+def test_only_a_receipt_itself_has_no_reply() -> None:
+    body = {"choices": [{"index": 0, "text": "x"}], "receipt": EXAMPLE}
+    batch = {"custom_id": "1", "content_sha256": "", "response": {"body": body}}
+    for document in (body, batch):
+        [([entry], _)] = _find(json.dumps(document))
+        assert _texts(entry) == ["x"]
+    [([entry], _)] = _find(json.dumps({"usage": {}, "receipt": EXAMPLE}))
+    assert entry.quotes == ()
+    [([entry], _)] = _find(json.dumps(EXAMPLE))
+    assert entry.quotes is None
+
+
 def test_blank_lines_and_fields_of_events_are_skipped() -> None:
     reply = {"content": "x", "receipt": EXAMPLE}
     [([entry], _)] = _find("\n \n" + json.dumps(reply, indent=1))
@@ -653,7 +667,7 @@ def test_blank_lines_and_fields_of_events_are_skipped() -> None:
 
 def _texts(entry: Entry) -> list[str]:
     """Return the text of an answer at each place of its reply."""
-    pieces = [pair for quote in entry.quotes for pair in quote.pieces.items()]
+    pieces = [pair for quote in entry.quotes or () for pair in quote.pieces.items()]
     return ["".join(calls[0]) for (field, _), calls in pieces if field == "text"]
 
 

@@ -25,16 +25,15 @@ from edgeinfer.platform.disk import open_regular, path_errors
 from edgeinfer.platform.paths import is_model_path
 from edgeinfer.receipts.receipt import Receipt, parse_json, to_receipt
 from edgeinfer.receipts.replies import RECEIPT_HINT, Entry, as_type, find_receipts, read_replies
-from edgeinfer.receipts.verify import ReceiptCheck, TokenChoice, Verdict, Verification, with_content
+from edgeinfer.receipts.verify import ReceiptCheck, TokenChoice, Verification, with_content
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.safe_text import escape_hidden
 from edgeinfer.units import format_ms
 
 #: Maximum number of receipts of a sample that are named because they differ or were refused.
 _MOST_NAMED = 20
-#: Exit status of each verdict, from the best to the worst; and that of a log without receipts.
-_STATUSES: dict[Verdict, int] = {"verified": 0, "within tolerance": 9, "not checked": 5, "differs": 1}
-_NOTHING_CHECKED = 10
+#: Exit status of each verdict, from the best to the worst; "" if no receipt was checked.
+_STATUSES = {"": 10, "verified": 0, "within tolerance": 9, "not checked": 5, "differs": 1}
 #: Descriptions of answers that did not end by themselves.
 _CUT = {"cancelled": "that was cancelled", "deadline": "that reached its deadline"}
 #: Notes on what a verdict does not show.
@@ -72,8 +71,8 @@ class VerifyResult(Result, frozen=True, kw_only=True):
     @property
     def exit_code(self) -> int:
         """Exit status of the worst verdict."""
-        worst = max((check.verdict for check in self.checks), key=[*_STATUSES].index, default=None)
-        return _NOTHING_CHECKED if worst is None else _STATUSES[worst]
+        worst = max((check.verdict for check in self.checks), key=[*_STATUSES].index, default="")
+        return _STATUSES[worst]
 
     def human(self) -> str:
         return "\n".join(self._lines())
@@ -84,12 +83,11 @@ class VerifyResult(Result, frozen=True, kw_only=True):
         yield from map(escape_hidden, self.notes)
         if not self.checks:
             yield f"nothing was checked: {f'{n} {has_none}' if n else 'the log is empty'}"
-            return
-        if self.n_receipts == len(self.checks) == 1:
+        elif self.n_receipts == len(self.checks) == 1:
             yield from [*describe(self.checks[0]), *self.checks[0].notes]
         else:
             yield from map(escape_hidden, self._summary())
-        if n:
+        if n and self.checks:
             yield f"{n} more {has_none}"
 
     def _summary(self) -> Iterator[str]:
@@ -98,7 +96,7 @@ class VerifyResult(Result, frozen=True, kw_only=True):
             yield f"{check.source}: {check.verdict}: {check.reason}"
         if len(suspects) > _MOST_NAMED:
             yield f"and {len(suspects) - _MOST_NAMED} more"
-        n_of = Counter(check.verdict for check in self.checks)
+        n_of = Counter[str](check.verdict for check in self.checks)
         counts = ", ".join(f"{n_of[verdict]} {verdict}" for verdict in _STATUSES if verdict in n_of)
         n_checked = len(self.checks) - n_of["not checked"]
         yield f"checked {n_checked} of {self.n_receipts} receipts: {counts}"
@@ -247,15 +245,13 @@ def _check_all(
                     if engine is None:
                         engine = loaded.enter_context(contextlib.closing(_load(receipt, options, host)))
                     check = ReceiptCheck(receipt, engine, entry.quotes)
-                    result = check.run()
+                    fields = msgspec.structs.asdict(check.run())
                 except EdgeInferError as error:
                     if may_raise:
                         raise
                     yield Check(source=entry.source, verdict="not checked", reason=error.message)
                     continue
-                is_compared = entry.is_lone or check.compares_all_text or result.verdict == "differs"
-                fields = msgspec.structs.asdict(result)
-                yield Check(source=entry.source, lacks_text=not is_compared, **fields)
+                yield Check(source=entry.source, lacks_text=check.lacks_text, **fields)
 
 
 def _load_key(entry: Entry) -> list[str]:
