@@ -34,6 +34,8 @@ _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "re
 _OTHER_FIELDS = (b"event:", b"id:", b"retry:", b":")
 #: Matches the key paths of texts in /v1/completions and /completion, which join reasoning and text.
 _JOINED = re.compile(r"(/response/body)?(/choices\d+/text|/content)")
+#: Matches the key paths of texts in these APIs and in /infer, which leaves reasoning out.
+_NO_REASONING = re.compile(rf"{_JOINED.pattern}|(/response/body)?/result")
 #: Hint of errors for a file that is not a receipt.
 RECEIPT_HINT = "`edgeinfer run --receipt FILE` writes one, and requests ask for it by `receipt: true`"
 
@@ -53,7 +55,9 @@ class Quote(msgspec.Struct, kw_only=True):
 
         Completions begin with `prompt` (option `echo`). If `is_cut`, the reply may lack the end.
         """
-        missing = {"text", "tool name", "tool arguments"}
+        text_paths = [key_path for field, key_path in self.pieces if field == "text"]
+        has_reasoning = not text_paths or not all(map(_NO_REASONING.fullmatch, text_paths))
+        missing = {"text", "tool name", "tool arguments", *["reasoning"] * has_reasoning}
         for (field, key_path), calls in self.pieces.items():
             values = ["".join(calls[call]) for call in sorted(calls)]
             if field != "tool name" and key_path.partition("/")[0].endswith(_FIRST_EVENTS):
@@ -64,8 +68,6 @@ class Quote(msgspec.Struct, kw_only=True):
             if is_cut:
                 *complete, last = [*expected, ""][: len(values)]
                 expected = [*complete, values[-1] if last.startswith(values[-1]) else last]
-            if field == "reasoning" and not any(values):
-                continue  # some APIs leave reasoning out
             if values != expected and not (field == "tool arguments" and _are_same(values, expected)):
                 return field
         lacks = (f for f in missing if {*_values_in(f, "", answer, "", 0)} - {"", "{}"})

@@ -203,6 +203,14 @@ def test_each_changed_character_of_a_reply_is_noticed(serve, monkeypatch, path, 
         assert any(quote.difference(answer) for quote in forged.quotes), changed
 
 
+@pytest.mark.parametrize(("path", "stream", "script"), REPLIES)
+def test_reasoning_removed_from_a_reply_is_noticed(serve, monkeypatch, path, stream, script):
+    documents, answer = documents_of(serve, monkeypatch, path, stream, script)
+    if not answer.reasoning:
+        answer.add(ReasoningDelta("Hmm"))
+        assert is_verified(documents, answer) == (path == "/infer")
+
+
 #: What a forger adds to an object of a reply, so that some client shows or executes it.
 _SHOWN_KEYS = (
     "content delta output reasoning reasoning_content refusal response result text thinking"
