@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from edgeinfer.chat.attachments import with_attachments
 from edgeinfer.chat.history.values import Turn, sent_part
 from edgeinfer.chat.session import ChatSession
-from edgeinfer.errors import ContextLengthError, UsageError
+from edgeinfer.errors import ContextLengthError, InterruptedByUser, UsageError
+from edgeinfer.runtime.events import Event, Finished, TextDelta
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.requests import GenerateRequest, Message, Sampling, hint_beyond_training
 
@@ -67,6 +68,13 @@ def fitting_start(engine: Engine, text: str) -> str:
     """Return as much of the start of `text` as fits into the context together with an answer."""
     room = max(engine.info.n_ctx - ANSWER_TOKENS, engine.info.n_ctx // 2)
     return engine.detokenize(engine.tokenize(text)[:room]).decode("utf-8", "ignore")
+
+
+def summary_text(events: Sequence[Event]) -> str:
+    """Return the summary in a generation's events. Raises InterruptedByUser if it was cancelled."""
+    if any(isinstance(event, Finished) and event.reason == "cancelled" for event in events):
+        raise InterruptedByUser("the summary was stopped, so every turn is still sent")
+    return "".join(event.text for event in events if isinstance(event, TextDelta)).strip()
 
 
 def summary_request(session: ChatSession, engine: Engine, first_sent: Turn) -> GenerateRequest:

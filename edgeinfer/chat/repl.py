@@ -31,10 +31,10 @@ from edgeinfer.errors import (
     ModelNotPulledError,
     UsageError,
 )
-from edgeinfer.models.progress import ProgressLines
+from edgeinfer.models.progress import FETCHED_IS_KEPT, ProgressLines
 from edgeinfer.platform.process import SignalHandlers
 from edgeinfer.runtime.event_stream import CollectedAnswer
-from edgeinfer.runtime.events import Progress, TextDelta
+from edgeinfer.runtime.events import Progress
 from edgeinfer.safe_text import without_controls
 from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.tool_use import ToolUse
@@ -103,7 +103,7 @@ class Repl:
         try:
             self.use_model(self.session.conversation.model or self.setup.model)
         except EdgeInferError as error:
-            if not self._interactive or isinstance(error, InterruptedByUser):
+            if not self._interactive:
                 raise
             self._show_error(error)
         if self.setup.with_tools:
@@ -332,7 +332,11 @@ class Repl:
         except ModelNotPulledError as error:
             if not self._interactive:
                 raise
-            self._load(self._fetch(name, error), n_ctx)
+            try:
+                name = self._fetch(name, error)
+            except KeyboardInterrupt as stop:
+                raise InterruptedByUser(f"stopped by Ctrl-C; {FETCHED_IS_KEPT}") from stop
+            self._load(name, n_ctx)
 
     def _load(self, name: str, n_ctx: int | None = None) -> None:
         said: list[str] = []
@@ -431,7 +435,8 @@ class Repl:
         engine = self.session.idle_engine()
         self.show_text("Summarising…")
         generation = engine.submit(context.summary_request(self.session, engine, first_sent))
-        text = "".join(event.text for event in generation if isinstance(event, TextDelta)).strip()
+        with _ctrl_c_calls(generation.cancel):
+            text = context.summary_text(list(generation))
         self.session.drop_turns_before(first_sent.id, text)
         self.show_text(f"Summary: {text}")
         self.show_changed()

@@ -17,7 +17,6 @@ from edgeinfer.chat.answer import AnswerWriter
 from edgeinfer.chat.history.store import other_writer_error
 from edgeinfer.chat.history.values import Turn
 from edgeinfer.errors import ContextLengthError, EdgeInferError, StoreError
-from edgeinfer.runtime.events import TextDelta
 from edgeinfer.runtime.interface import Generation
 from edgeinfer.tools.approval import Decision
 from edgeinfer.tools.tool_use import Stop, ToolUse
@@ -239,8 +238,7 @@ class Answering:
     async def _summarise(self, generation: Generation, first_sent: Turn) -> None:
         conversation = self._session.conversation.id
         try:
-            pieces = [event.text async for event in generation if isinstance(event, TextDelta)]
-            text = "".join(pieces).strip()
+            text = context.summary_text([event async for event in generation])
             if text and self._session.conversation.id == conversation:
                 self._session.drop_turns_before(first_sent.id, text)
                 self.answer_after_shortening()

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 from chats_here import consume
-from fake_engine import DEFAULT_INFO, Delay, FakeEngine, SmallEngine
+from fake_engine import DEFAULT_INFO, Delay, FakeEngine, SmallEngine, StepGate
 from fixed_chat import EMPTY_SHELF, MODEL, OFFERED, FixedHost, end, make_setup, words
 from found_stores import OllamaStore
 from made_gguf import gguf_bytes
@@ -207,6 +207,42 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(tmp_path):
         signal.signal(signal.SIGINT, before)
     assert hit == [1]
     assert repl.session.path[-1].content == "a"
+
+
+def test_ctrl_c_stops_a_summary_and_drops_no_turn(tmp_path):
+    gate = StepGate()
+
+    def interrupt():
+        gate.reached.wait(60)
+        while not gate.opened.wait(0.05):  # a signal just before the chat waits ends no wait
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def script(request):
+        return ["They", gate] if request.messages[0].role == "system" else ["a"]
+
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        out, repl = talk(tmp_path, "q", "q2", "/summarise", "/temp", engine=FakeEngine(script))
+    finally:
+        gate.opened.set()
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+    assert "Error: the summary was stopped, so every turn is still sent\n" in out
+    assert out.index("summary was stopped") < out.index("Sampling: ")
+    assert [turn.cut_summary for turn in repl.session.path] == [None] * 4
+
+
+def test_ctrl_c_stops_a_pull_and_not_the_chat(tmp_path, monkeypatch):
+    def pull(name, report):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("edgeinfer.models.pull.pull", pull)
+    host = FixedHost(errors=[ModelNotPulledError("it is not here")], config=NAMED)
+    out, repl = talk(tmp_path, "y", "q", host=host)
+    assert "Error: stopped by Ctrl-C; downloaded data is kept" in out
+    assert repl.session.path[-1].role == "assistant"
 
 
 def test_full_context_offers_ways_out(tmp_path):

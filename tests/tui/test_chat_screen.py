@@ -479,6 +479,19 @@ async def test_full_context_offers_to_drop_or_summarise(drive, keys, shown, syst
         assert [m.content for m in engine.requests[-1].messages if m.role == "system"] == systems
 
 
+async def test_a_stopped_summary_drops_no_turn(drive):
+    gate = StepGate()
+    engine = FakeEngine(lambda r: ["they", gate] if r.messages[0].role == "system" else ["x"])
+    async with drive(engine) as d:
+        await d.ask("y")
+        await d.ask("z")
+        d.chat.run_command("/summarise")
+        await d.until(gate.reached.is_set)
+        await d.press("escape")
+        await d.until(lambda: d.chat.view.summarising is None)
+        assert [turn.cut_summary for turn in d.session.path] == [None] * 4
+
+
 async def test_switching_the_model_keeps_the_conversation(drive):
     async with drive(FakeEngine([["one"], ["two"]])) as d:
         await d.ask("q")
