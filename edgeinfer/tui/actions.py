@@ -58,12 +58,13 @@ class AppFrontEnd:
             self.answering.answer_after_shortening()
         else:
             if not self.view.composer.text:
-                self._show_draft()
+                self.show_draft()
             self.view.show_session()
 
-    def _show_draft(self, typed: str = "") -> None:
+    def show_draft(self, typed: str = "") -> None:
+        """Show the open conversation's draft after `typed`, unless another window has the draft."""
         draft = self.session.conversation.draft if self.session.owns_draft() else ""
-        self.view.composer.fill("\n".join(filter(None, (typed, draft))))
+        self.view.composer.fill(typed, draft)
 
     def show_answer(self, answer: AnswerWriter) -> None:
         self.answering.stream(answer)
@@ -73,8 +74,8 @@ class AppFrontEnd:
         self.answering.answer_question()
 
     def put_back(self, text: str, editing: int | None = None) -> None:
-        self.view.composer.fill(text)
         self.view.composer.editing = editing
+        self.view.composer.fill(text)
         self.view.composer.focus()
 
     def attach(self, attachment: Attachment) -> None:
@@ -145,7 +146,7 @@ class AppFrontEnd:
             self.follow_model()
             self.view.composer.editing = None
             typed = self.view.composer.text
-            self._show_draft("" if typed == stored else typed)
+            self.show_draft("" if typed == stored else typed)
         self.view.show_session()
 
     def summarise(self, first_sent: Turn) -> None:

@@ -98,8 +98,7 @@ class ChatScreen(Screen[None]):
             self.view.show_session()
         for text in filter(None, (note, self.session.unstored)):
             self.front.show_text(text)
-        draft = self.session.conversation.draft if self.session.owns_draft() else ""
-        self.composer.fill(draft or self.composer.text)
+        self.front.show_draft(self.composer.text)
 
     def _clean_up(self) -> None:
         with contextlib.suppress(StoreError):
@@ -118,8 +117,8 @@ class ChatScreen(Screen[None]):
             self.speculative_prefill.start()
 
     def _save_draft(self) -> None:
-        typed = self.composer.text
-        draft = "" if self.composer.editing or is_command(typed.strip()) else typed
+        typed = self.composer.text if self.composer.editing is None else self.composer.draft
+        draft = "" if is_command(typed.strip()) else typed
         if self.session.conversation.id and draft != self.session.conversation.draft:
             with contextlib.suppress(StoreError):
                 if self.session.owns_draft():
@@ -174,13 +173,15 @@ class ChatScreen(Screen[None]):
             self.queue.add(message.text)
         else:
             self.composer.clear()
+            if message.editing is not None:
+                self.composer.fill(self.composer.draft)
             self.composer.editing = None
             self._send_or_put_back(message.text, message.editing)
 
     def _send_or_put_back(self, text: str, editing: int | None) -> None:
         if not self.send(text, editing):
-            self.composer.fill("\n".join(filter(None, (text, self.composer.text))))
-            self.composer.editing = editing
+            self.composer.editing = editing or self.composer.editing
+            self.composer.fill(text, "" if editing else self.composer.text)
 
     @on(Answering.Ended)
     def _send_queued(self, message: Answering.Ended) -> None:
@@ -330,7 +331,7 @@ class ChatScreen(Screen[None]):
         elif self.transcript.selection is not None:
             self.turns.leave()
         elif self.composer.editing is not None:
-            self.composer.clear()
+            self.composer.fill(self.composer.draft)
             self.composer.editing = None
         elif not self.queue.take_back():
             self.answering.stop()

@@ -79,9 +79,13 @@ class Composer(TextArea):
         self._past: list[str] = []
         self._past_index = 0
         self._unsent = ""
+        #: Text that was typed before the user began to edit a question.
+        self.draft = ""
 
-    def watch_editing(self, editing: int | None) -> None:
-        """Show that the text will replace an earlier question."""
+    def watch_editing(self, before: int | None, editing: int | None) -> None:
+        """Show that the text will replace an earlier question, and keep the typed text as a draft."""
+        if before is None:
+            self.draft = self.text
         self.set_class(editing is not None, "-editing")
         hint = "editing an earlier question · Esc leaves it"
         self.border_title = hint if editing is not None else ""
@@ -100,9 +104,9 @@ class Composer(TextArea):
             self._past.insert(0, text)
         self._past_index = 0
 
-    def fill(self, text: str) -> None:
-        """Replace the text, and put the cursor at its end."""
-        self.text = text
+    def fill(self, *texts: str) -> None:
+        """Replace the text by these texts, each on a separate line, and put the cursor at its end."""
+        self.text = "\n".join(filter(None, texts))
         self.move_cursor(self.document.end)
 
     def action_cursor_up(self, select: bool = False) -> None:
@@ -212,8 +216,7 @@ class Queue:
         """Move the newest message into the input field, before the text; return False if none waits."""
         if not self._waiting:
             return False
-        typed = [self._waiting.pop(), self._composer.text]
-        self._composer.fill("\n".join(text for text in typed if text))
+        self._composer.fill(self._waiting.pop(), self._composer.text)
         self._show()
         return True
 

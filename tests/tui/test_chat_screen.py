@@ -135,6 +135,25 @@ async def test_escape_leaves_an_edit(drive):
         assert (d.chat.composer.editing, d.chat.composer.text) == (None, "")
 
 
+async def test_text_typed_before_an_edit_returns_after_it(drive):
+    async with drive(FakeEngine()) as d:
+        await d.ask("q1")
+        await d.type("half a thou")
+        await d.press("ctrl+up", "ctrl+up", "e")
+        assert d.chat.composer.text == "q1"
+        await d.until(lambda: d.session.conversation.draft == "half a thou")
+        await d.press("escape")
+        assert (d.chat.composer.editing, d.chat.composer.text) == (None, "half a thou")
+        await d.press("ctrl+up", "ctrl+up", "e")
+        await d.type("q1 anew", "enter")
+        await d.until(lambda: d.idle() and d.turns()[0] == "q1 anew")
+        assert (d.chat.composer.editing, d.chat.composer.text) == (None, "half a thou")
+        await d.press("ctrl+up", "ctrl+up", "e")
+        assert d.chat.composer.text == "q1 anew"
+    async with drive(FakeEngine(), continue_last=True, ready=False) as d:
+        await d.until(lambda: d.chat.composer.text == "half a thou")
+
+
 async def test_keys_copy_answers_and_code(drive):
     async with drive(FakeEngine([["see\n```py\none\n```\n```\ntwo\n```"]])) as d:
         await d.ask("q")
