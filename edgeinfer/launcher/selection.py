@@ -36,8 +36,7 @@ class LaunchChoice:
     @property
     def warm_hint(self) -> str:
         """Hint of a cold start: the `edgeinfer warm` command that builds the missing snapshot."""
-        values = ((row.flag, self.options.get(row.field)) for row in LOAD_OPTIONS if row.flag)
-        typed = [f"{flag} {value}" for flag, value in values if value is not None]
+        typed = [f"{flag} {value}" for flag, value in warm_flags(self.options).items()]
         return f"`{' '.join(['edgeinfer warm', self.model, *typed])}` builds it now"
 
     def find(self) -> tuple[str, storage.Manifest]:
@@ -45,6 +44,13 @@ class LaunchChoice:
         if self.snapshot:
             return find_named(self.snapshot, self.model, self.options)
         return find(self.model, self.options)
+
+
+def warm_flags(options: dict[str, str]) -> dict[str, str]:
+    """Return flag → value of a snapshot's `options`, and of defaults that config.toml replaces."""
+    configured = read_config().get("load", {})
+    rows = [row for row in LOAD_OPTIONS if row.field in options or row.key in configured]
+    return {r.flag: options.get(r.field, str(r.default)) for r in rows if r.flag and r.of_snapshot}
 
 
 def launch_choice(line: CommandLine) -> LaunchChoice:

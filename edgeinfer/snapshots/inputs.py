@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from edgeinfer.config.load_options import LOAD_OPTIONS, NO_ADAPTERS, snapshot_options
+from edgeinfer.config.load_options import NO_ADAPTERS, snapshot_options
+from edgeinfer.launcher.selection import warm_flags
 from edgeinfer.platform.paths import is_model_path
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
@@ -53,9 +54,8 @@ class SnapshotInputs(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def warm_command(self) -> str:
         """Command that builds this snapshot."""
-        values = snapshot_options(self.options)
-        rows = [row for row in LOAD_OPTIONS if row.flag and row.field in values]
-        typed = [f"{row.flag}={values[row.field]}" for row in rows]
+        flags = warm_flags(snapshot_options(self.options))
+        typed = [f"{flag}={value}" for flag, value in flags.items()]
         typed += [f"--system={self.system}"] * (self.system != self.files.system_prompt)
         typed += [f"--name={self.given_name}"] * bool(self.given_name)
         return shlex.join(["edgeinfer", "warm", self.model, *typed])

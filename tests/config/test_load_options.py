@@ -99,6 +99,18 @@ def test_hint_of_a_cold_start_is_the_whole_command():
     assert choice.warm_hint == "`edgeinfer warm m --ctx 512 --draft small` builds it now"
 
 
+def test_a_command_names_a_default_that_the_configuration_replaces(tmp_path, monkeypatch):
+    (tmp_path / "config.toml").write_text('[load]\nctx = 4096\ndraft = "small"\nthreads = 3\n')
+    monkeypatch.setenv("EDGEINFER_CONFIG", str(tmp_path / "config.toml"))
+    options = LoadOptions(draft="none")
+    choice = selection.LaunchChoice("m", snapshot_options(options), "auto")
+    assert choice.warm_hint == "`edgeinfer warm m --ctx 0 --draft none` builds it now"
+    inputs = SnapshotInputs(model="m", files=ModelFiles(name="m", paths=()), options=options)
+    assert inputs.warm_command == "edgeinfer warm m --ctx=0 --draft=none"
+    typed = parse(*inputs.warm_command.split()[1:])
+    assert typed_options.load_options(typed, load_config().load).n_ctx == 0
+
+
 def test_doctor_names_a_limit_of_memory(monkeypatch):
     sizes = {"total_bytes": doctor.GIB // 4, "available_bytes": doctor.GIB // 8}
     group = Memory(**sizes, reason="the limit in /x")

@@ -216,8 +216,7 @@ def _refuse_changed(description: ProcessDescription) -> None:
         if now.get(path) != before:
             problem = f"{path} {'was changed' if path in now else 'was removed'} since it was loaded"
             effect = "the snapshot would differ from the running model"
-            command = f"`edgeinfer warm {description.model}` for the new file"
-            hint = f"start the process again, or {command}"
+            hint = f"start the process again, or `{description.warm_command}` for the new file"
             raise SnapshotStaleError(f"{problem}: {effect}", key=path, hint=hint)
 
 
