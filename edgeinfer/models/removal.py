@@ -79,7 +79,7 @@ def remove_models(texts: Iterable[str], *, forget: bool = False) -> list[Removed
 
 def _remove(ref: Reference, pulled: PulledModel | None, *, forget: bool) -> RemovedModel:
     # slow import: 80 ms (numpy)
-    from edgeinfer.runtime.prefix_cache.block_folder import forget_model
+    from edgeinfer.runtime.prefix_cache.retention import forget_model
 
     files = pulled.files if pulled is not None else ()
     *of_model, adapter = _paths_of(ref, forget=forget)

@@ -33,7 +33,7 @@ from edgeinfer.chat.repl import Repl
 from edgeinfer.cli.main import main
 from edgeinfer.errors import StoreError
 from edgeinfer.platform import paths
-from edgeinfer.runtime.prefix_cache import block_folder as blocks_module
+from edgeinfer.runtime.prefix_cache import retention
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.kv_block import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.sequence_state import as_state
@@ -519,7 +519,7 @@ def test_run_purges_deleted_conversations(deleted_conversation, monkeypatch):
 
 def test_run_does_not_wait_for_the_purge(deleted_conversation, monkeypatch):
     answered = threading.Event()
-    forget = blocks_module.forget_conversations
+    forget = retention.forget_conversations
 
     def forget_late(*arguments):
         assert answered.wait(60)

@@ -32,8 +32,9 @@ from edgeinfer.runtime.llama.model import _reserve_projector
 from edgeinfer.runtime.llama.mtmd import Chunk, Projector
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.prefix_cache import block_saver, cache
-from edgeinfer.runtime.prefix_cache.block_folder import BlockStore, forget_conversations
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.kv_block import read_header
+from edgeinfer.runtime.prefix_cache.retention import forget_conversations
 from edgeinfer.runtime.prompt_tokens import PromptTokens, row_tokens, text_only
 from edgeinfer.runtime.requests import GenerateRequest, Message
 from edgeinfer.runtime.vision import PromptPictures, Source, Span, Vision

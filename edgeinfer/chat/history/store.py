@@ -27,7 +27,7 @@ from edgeinfer.chat.history.values import Attachment, Conversation, Stats, Statu
 from edgeinfer.errors import EdgeInferError, StoreError, UsageError
 from edgeinfer.platform import paths
 from edgeinfer.platform.disk import path_errors
-from edgeinfer.runtime.prefix_cache.block_folder import forget_conversations
+from edgeinfer.runtime.prefix_cache.retention import forget_conversations
 from edgeinfer.tools.tool_use import ToolUse
 
 _log = logging.getLogger("edgeinfer.chat")

@@ -181,7 +181,7 @@ class _StartedEndpoints:
 
     def __exit__(self, *_: Any) -> None:
         # slow import: numpy takes 80 ms
-        from edgeinfer.runtime.prefix_cache.block_folder import forget_conversations
+        from edgeinfer.runtime.prefix_cache.retention import forget_conversations
 
         for url in list(self._pids):
             self._stop(url)

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, host: EngineHost) -> ForgetResult:
     """Delete cached prefixes. Raises UsageError without names, InterruptedByUser if not confirmed."""
     # slow import: numpy takes 80 ms
-    from edgeinfer.runtime.prefix_cache import block_folder, kv_block
+    from edgeinfer.runtime.prefix_cache import kv_block, retention
 
     if not options.models and not options.conversation:
         raise UsageError("name the models to forget", hint="`edgeinfer forget all` deletes everything")
@@ -45,11 +45,11 @@ def run(options: argparse.Namespace, host: EngineHost) -> ForgetResult:
     confirm(f"Delete the cached prefixes of {named}?", yes=options.yes, needs_yes=is_all)
     for name in options.models:
         if name == ALL:
-            freed += block_folder.forget_all(root)
+            freed += retention.forget_all(root)
             continue
         files = host.files(name)
-        freed += block_folder.forget_model(root, kv_block.model_key(files.sha256, files.paths))
-    freed_of = {name: block_folder.forget_conversations(root, name) for name in options.conversation}
+        freed += retention.forget_model(root, kv_block.model_key(files.sha256, files.paths))
+    freed_of = {name: retention.forget_conversations(root, name) for name in options.conversation}
     if unknown := [name for name, n_bytes in freed_of.items() if not n_bytes]:
         raise UsageError(
             f"conversation {', '.join(map(repr, unknown))} has no cached prefixes of its own",

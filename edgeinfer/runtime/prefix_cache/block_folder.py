@@ -21,7 +21,6 @@ import hashlib
 import logging
 import mmap
 import os
-import shutil
 import threading
 import time
 from collections import deque
@@ -46,12 +45,13 @@ from edgeinfer.runtime.prefix_cache.kv_block import (
     BlockNames,
     Header,
     KvBlock,
+    model_folder,
     owner_name,
     read_secret,
     unpack_tokens,
 )
 from edgeinfer.runtime.prefix_cache.retention import CacheLimits
-from edgeinfer.runtime.sampling.past_answers import PastAnswers, forget_answers
+from edgeinfer.runtime.sampling.past_answers import PastAnswers
 from edgeinfer.runtime.sequence_state import MappedFile
 
 _log = logging.getLogger("edgeinfer.blocks")
@@ -162,10 +162,6 @@ class BlockStore:
             raise OSError(errno.ESTALE, "the folder was deleted, and another process created it again")
 
 
-def model_folder(model: str) -> str:
-    return hashlib.blake2b(model.encode(), digest_size=8).hexdigest()
-
-
 class WriterThread:
     """Runs jobs in order on a separate thread. Thread-safe."""
 
@@ -182,6 +178,7 @@ class WriterThread:
 
     @property
     def is_idle(self) -> bool:
+        """Return whether no job waits or runs."""
         return not (self._waiting or self._busy)
 
     def put(self, job: Callable[[], None], n_bytes: int = 0) -> bool:
@@ -200,7 +197,7 @@ class WriterThread:
             self._changed.notify_all()
             return True
 
-    def wait_for_room(self, timeout_s: float) -> bool:
+    def wait_for_room(self, timeout_s: float = 0.0) -> bool:
         """Wait until `put` would accept a job; return False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._has_room, timeout_s)
@@ -254,7 +251,7 @@ class BlockFolder:
         self.traffic = store.traffic
         self._folder = folder
         self.names = names
-        self._writer = WriterThread()
+        self.writer = WriterThread()
         self.answers = PastAnswers(folder.parent, store.secret)
         self._readers: ThreadPoolExecutor | None = None
         self._owned: dict[str, set[bytes]] = {}
@@ -280,10 +277,8 @@ class BlockFolder:
         """Mark blocks as used now. The first name gets the latest time: its block is evicted last."""
         now_ns = time.time_ns()
         for i, name in enumerate(names):
-            try:
+            with contextlib.suppress(OSError):
                 os.utime(self.path(name), ns=(now_ns, now_ns - i))
-            except OSError:
-                continue
 
     def find_tail(self, parent: bytes, tokens: list[int]) -> Match:
         """Return the best `Match` for `tokens` among the partial blocks after `parent`."""
@@ -403,20 +398,11 @@ class BlockFolder:
 
     def put(self, work: Callable[[], None], n_bytes: int = 0) -> bool:
         """Queue `work` for the writer thread; return False if too many bytes are waiting."""
-        return self._writer.put(lambda: self._try(work), n_bytes)
-
-    @property
-    def is_idle(self) -> bool:
-        """Return whether nothing waits to be written."""
-        return self._writer.is_idle
-
-    def wait_for_room(self, timeout_s: float = 0.0) -> bool:
-        """Wait until a block may be queued; return False after the timeout."""
-        return self._writer.wait_for_room(timeout_s)
+        return self.writer.put(lambda: self._try(work), n_bytes)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything queued is written; return False after the timeout."""
-        return self._writer.flush(timeout_s)
+        return self.writer.flush(timeout_s)
 
     def _write(self, block: KvBlock) -> None:
         """Write a block's file if there is disk space. Runs on the writer thread."""
@@ -438,10 +424,9 @@ class BlockFolder:
                 paths.private_dir(self._folder)
                 self._write_check()
                 work()
-        except OSError as error:
-            self._store.stop_writing(f"the prefix cache cannot be written ({error.strerror})")
-        except SnapshotUnsafeError as error:
-            self._store.stop_writing(f"the prefix cache cannot be written ({error.message})")
+        except (OSError, SnapshotUnsafeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error.message
+            self._store.stop_writing(f"the prefix cache cannot be written ({reason})")
 
     def remove(self, name: bytes) -> None:
         """Queue the deletion of a block."""
@@ -455,11 +440,10 @@ class BlockFolder:
 
     def read_check(self) -> str:
         """Return the stored result of the round-trip check: "exact", what failed, "" if not stored."""
-        try:
-            with open(open_private(self._folder / "checked"), encoding="utf-8") as file:
-                self._checked = file.read()
-        except OSError:
-            self._checked = ""
+        self._checked = ""
+        path = self._folder / "checked"
+        with contextlib.suppress(OSError), open(open_private(path), encoding="utf-8") as file:
+            self._checked = file.read()
         return self._checked
 
     def save_check(self, outcome: str) -> None:
@@ -480,7 +464,7 @@ class BlockFolder:
         if self._readers is not None:
             self._readers.shutdown(wait=True, cancel_futures=True)
             self._readers = None
-        is_written = self._writer.stop(timeout_s)
+        is_written = self.writer.stop(timeout_s)
         self.answers.close()
         return is_written
 
@@ -492,45 +476,3 @@ def _longest(blocks: Iterable[tuple[bytes, list[int]]], tokens: list[int]) -> Ma
     matches = [(name, common_prefix(stored, tokens)) for name, stored in blocks]
     best = max(matches, key=itemgetter(1), default=_NO_MATCH)
     return best if best[1] else _NO_MATCH
-
-
-def forget_all(root: Path) -> int:
-    """Delete all files except the secret, which running processes use; return the freed bytes."""
-    freed = sum(block.n_bytes for block in retention.list_blocks(root))
-    if root.is_dir():
-        for folder in [path for path in root.iterdir() if path.is_dir()]:
-            shutil.rmtree(folder, ignore_errors=True)
-    retention.forget_total(root)
-    return freed
-
-
-def forget_model(root: Path, model: str) -> int:
-    """Delete the blocks of a model, given its `model_key`; return the freed bytes."""
-    folder = root / model_folder(model)
-    freed = sum(block.n_bytes for block in retention.list_blocks(folder))
-    shutil.rmtree(folder, ignore_errors=True)
-    return freed
-
-
-def forget_conversations(root: Path, *conversations: str) -> int:
-    """Delete the blocks and answers that only these conversations own; return the freed bytes."""
-    if not (root / "secret").exists():
-        return 0
-    paths.private_dir(root)
-    secret = read_secret(root / "secret")
-    freed = forget_answers(root, secret, conversations)
-    lists = [root / "owners" / owner_name(secret, conversation) for conversation in conversations]
-    names = set().union(*map(retention.owned_names, lists))
-    if names:
-        for other in set((root / "owners").glob("*")).difference(lists):
-            names -= retention.owned_names(other)
-    for folder in root.glob("*/*/"):
-        for name in filter(str.isalnum, names):
-            path = folder / f"{name}{retention.SUFFIX}"
-            with contextlib.suppress(FileNotFoundError):
-                n_bytes = path.lstat().st_blocks * 512
-                path.unlink()
-                freed += n_bytes
-    for path in lists:
-        path.unlink(missing_ok=True)
-    return freed

@@ -118,7 +118,7 @@ class BlockSaver:
             return
         pending = self._pending.get(cached_seq)
         if pending is None:
-            if self.folder.is_idle:
+            if self.folder.writer.is_idle:
                 self._queued.clear()  # blocks that were written may have been deleted since
             pending = self._pending[cached_seq] = _PendingWrite()
             cached_seq.n_unchanged = 0
@@ -130,7 +130,7 @@ class BlockSaver:
         """Return whether all tokens of a sequence are on disk, or will be if it is dropped now."""
         if not cached_seq.is_storable or cached_seq.memory_only_from is not None:
             return False
-        return cached_seq not in self._pending or self.folder.wait_for_room()
+        return cached_seq not in self._pending or self.folder.writer.wait_for_room()
 
     def step(self, *, is_idle: bool) -> None:
         """Save one block, or run a part of the round-trip check.
@@ -143,7 +143,7 @@ class BlockSaver:
             return
         if not self._pending or (not is_idle and time.monotonic() < self._paused_until):
             return
-        if not self.folder.wait_for_room(_WAIT_S if is_idle else 0.0):
+        if not self.folder.writer.wait_for_room(_WAIT_S if is_idle else 0.0):
             return
         if self.verdict.is_refused or not self.folder.can_write:
             self._pending.clear()
@@ -159,7 +159,7 @@ class BlockSaver:
         pending = self._pending.pop(cached_seq, None)
         if pending is None:
             return
-        while self.folder.can_write and self.folder.wait_for_room():
+        while self.folder.can_write and self.folder.writer.wait_for_room():
             if not self._write_missing(cached_seq, pending):
                 break
 

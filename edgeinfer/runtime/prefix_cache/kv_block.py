@@ -186,6 +186,10 @@ class BlockNames:
         return state.digest()
 
 
+def model_folder(model: str) -> str:
+    return hashlib.blake2b(model.encode(), digest_size=8).hexdigest()
+
+
 def owner_name(secret: bytes, conversation: str) -> str:
     text = conversation.encode()
     return hashlib.blake2b(text, key=secret, digest_size=NAME_BYTES, person=b"owner").hexdigest()

@@ -1,4 +1,4 @@
-"""The disk limit of the prefix cache, and which blocks are evicted first.
+"""The disk limit of the prefix cache, which blocks are evicted first, and their deletion by the user.
 
     ROOT/used   int64 numbers: the size (bytes) of all blocks when they were last listed, then of each
                 block written since. Listing 100,000 files takes 2 to 3 s, so that is done only after a
@@ -22,6 +22,7 @@ import contextlib
 import hashlib
 import os
 import re
+import shutil
 import struct
 import sys
 import time
@@ -30,8 +31,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgeinfer.platform import paths
 from edgeinfer.platform.disk import free_bytes, new_file, open_private
 from edgeinfer.runtime.kv_cache import common_prefix
+from edgeinfer.runtime.prefix_cache.kv_block import model_folder, owner_name, read_secret
+from edgeinfer.runtime.sampling.past_answers import forget_answers
 
 SUFFIX = ".block"
 _USED = "used"
@@ -123,11 +127,6 @@ def _read_used(root: Path) -> tuple[int, int]:
         return 0, sys.maxsize
 
 
-def forget_total(root: Path) -> None:
-    """Delete ROOT/used, so that blocks are listed before the next write."""
-    (root / _USED).unlink(missing_ok=True)
-
-
 def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, int]:
     """Evict the least recently used blocks until `extra_bytes` more fit. Raises OSError.
 
@@ -162,6 +161,48 @@ def owned_names(owner: Path) -> set[str]:
             return set(file.read().split())
     except (OSError, ValueError):
         return set()
+
+
+def forget_all(root: Path) -> int:
+    """Delete all files except the secret, which running processes use; return the freed bytes."""
+    freed = sum(block.n_bytes for block in list_blocks(root))
+    if root.is_dir():
+        for folder in [path for path in root.iterdir() if path.is_dir()]:
+            shutil.rmtree(folder, ignore_errors=True)
+    (root / _USED).unlink(missing_ok=True)  # so that blocks are listed before the next write
+    return freed
+
+
+def forget_model(root: Path, model: str) -> int:
+    """Delete the blocks of a model, given its `model_key`; return the freed bytes."""
+    folder = root / model_folder(model)
+    freed = sum(block.n_bytes for block in list_blocks(folder))
+    shutil.rmtree(folder, ignore_errors=True)
+    return freed
+
+
+def forget_conversations(root: Path, *conversations: str) -> int:
+    """Delete the blocks and answers that only these conversations own; return the freed bytes."""
+    if not (root / "secret").exists():
+        return 0
+    paths.private_dir(root)
+    secret = read_secret(root / "secret")
+    freed = forget_answers(root, secret, conversations)
+    lists = [root / "owners" / owner_name(secret, conversation) for conversation in conversations]
+    names = set().union(*map(owned_names, lists))
+    if names:
+        for other in set((root / "owners").glob("*")).difference(lists):
+            names -= owned_names(other)
+    for folder in root.glob("*/*/"):
+        for name in filter(str.isalnum, names):
+            path = folder / f"{name}{SUFFIX}"
+            with contextlib.suppress(FileNotFoundError):
+                n_bytes = path.lstat().st_blocks * 512
+                path.unlink()
+                freed += n_bytes
+    for path in lists:
+        path.unlink(missing_ok=True)
+    return freed
 
 
 _FOLDER = "kept"

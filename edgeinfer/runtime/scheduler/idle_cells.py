@@ -47,7 +47,7 @@ class IdleCells:
         cache = self._prefixes.prefix_cache
         if not self._context.cells.buffers or cache is None or not self._is_on_disk(cache):
             return None
-        least_s = 0.0 if cache.folder.is_idle else _WRITE_CHECK_S
+        least_s = 0.0 if cache.folder.writer.is_idle else _WRITE_CHECK_S
         return max(least_s, self._used_at + _IDLE_S - time.monotonic())
 
     def _is_on_disk(self, cache: PrefixCache) -> bool:

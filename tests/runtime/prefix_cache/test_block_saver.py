@@ -6,10 +6,10 @@ import pytest
 
 from edgeinfer.errors import OutOfMemoryError
 from edgeinfer.runtime.kv_cache import CachedSequence, KvCache
-from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder, BlockStore, forget_conversations
+from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder, BlockStore
 from edgeinfer.runtime.prefix_cache.block_saver import BlockSaver, RoundtripVerdict
 from edgeinfer.runtime.prefix_cache.kv_block import BlockNames, unpack_tokens
-from edgeinfer.runtime.prefix_cache.retention import CacheLimits, list_blocks
+from edgeinfer.runtime.prefix_cache.retention import CacheLimits, forget_conversations, list_blocks
 from edgeinfer.runtime.prompt_tokens import PromptTokens
 from edgeinfer.runtime.sequence_state import State, as_state
 

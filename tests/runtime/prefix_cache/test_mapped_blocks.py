@@ -14,8 +14,8 @@ from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.llama import cells
 from edgeinfer.runtime.llama import model as llama_model
 from edgeinfer.runtime.llama.mappings import areas
-from edgeinfer.runtime.prefix_cache.block_folder import BlockStore, forget_all
-from edgeinfer.runtime.prefix_cache.retention import list_blocks
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
+from edgeinfer.runtime.prefix_cache.retention import forget_all, list_blocks
 
 from .conftest import ask, heard, load, text
 

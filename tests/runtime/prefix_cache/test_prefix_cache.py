@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import TokenLogprobs
 from edgeinfer.runtime.kv_cache import common_prefix
-from edgeinfer.runtime.prefix_cache.block_folder import BlockStore, forget_conversations
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.cache import BlockLoad
 from edgeinfer.runtime.prefix_cache.kv_block import BLOCK_TOKENS, KvBlock
-from edgeinfer.runtime.prefix_cache.retention import list_blocks, retained_names
+from edgeinfer.runtime.prefix_cache.retention import forget_conversations, list_blocks, retained_names
 from edgeinfer.runtime.scheduler.prefixes import loading_sequences
 from edgeinfer.runtime.scheduler.sequence import Sequence
 

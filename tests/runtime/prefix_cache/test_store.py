@@ -14,7 +14,6 @@ import pytest
 import xxhash
 
 from edgeinfer.errors import BlockDamagedError, SnapshotUnsafeError
-from edgeinfer.runtime.prefix_cache import block_folder as folders
 from edgeinfer.runtime.prefix_cache import retention
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder, BlockStore
 from edgeinfer.runtime.prefix_cache.kv_block import (
@@ -302,7 +301,7 @@ def test_forgetting_many_conversations_is_one_walk(
     assert blocks.flush(30)
     listed = count_calls(monkeypatch, "list_blocks")
     owners = count_calls(monkeypatch, "owned_names")
-    assert folders.forget_conversations(store.root, *(f"chat-{n}" for n in range(20))) > 0
+    assert retention.forget_conversations(store.root, *(f"chat-{n}" for n in range(20))) > 0
     assert listed == []
     assert len(owners) == len(set(owners)) == 21
     assert [blocks.has(name) for name in (shared, private, *names)] == [False, True] + [False] * 20
@@ -315,7 +314,7 @@ def test_names_in_a_list_lead_to_no_other_file(store: BlockStore, blocks: BlockF
     path.rename(outside)
     store.add_owner("talk", [])
     store._owner_list("talk").write_text("../../../outside\n")
-    folders.forget_conversations(store.root, "talk")
+    retention.forget_conversations(store.root, "talk")
     assert outside.exists()
 
 
@@ -409,9 +408,9 @@ def test_forget_conversation_keeps_shared_blocks(store: BlockStore, blocks: Bloc
     blocks.add_owner("mine", [shared, mine])
     blocks.add_owner("theirs", [shared, foreign])
     assert blocks.flush(30)
-    assert folders.forget_conversations(store.root, "mine") > 0
+    assert retention.forget_conversations(store.root, "mine") > 0
     assert [blocks.has(name) for name in (shared, mine, foreign)] == [True, False, True]
-    assert folders.forget_conversations(store.root, "theirs") > 0
+    assert retention.forget_conversations(store.root, "theirs") > 0
     assert retention.list_blocks(store.root) == []
 
 
@@ -426,7 +425,7 @@ def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, path: str) -> None
         with pytest.raises(PermissionError, match="not a regular file"):
             BlockStore(store.root, ROOMY)
     else:
-        assert folders.forget_conversations(store.root, "talk") == 0
+        assert retention.forget_conversations(store.root, "talk") == 0
 
 
 def test_lists_of_conversations_go_with_their_last_block(tmp_path: Path) -> None:
@@ -448,14 +447,14 @@ def test_forget_a_model_and_all(store: BlockStore, blocks: BlockFolder) -> None:
     name = put(blocks, make_block(blocks, TOKENS))
     other = store.open_folder("other", {})
     foreign = put(other, make_block(other, TOKENS))
-    assert folders.forget_model(store.root, "sha") > 0
+    assert retention.forget_model(store.root, "sha") > 0
     assert (blocks.has(name), other.has(foreign)) == (False, True)
-    assert folders.forget_all(store.root) > 0
+    assert retention.forget_all(store.root) > 0
     assert [path.name for path in store.root.iterdir()] == ["secret"]
 
 
 @pytest.mark.parametrize(
-    "delete", [folders.forget_all, lambda root: folders.forget_model(root, "sha"), shutil.rmtree]
+    "delete", [retention.forget_all, lambda root: retention.forget_model(root, "sha"), shutil.rmtree]
 )
 def test_process_recreates_a_deleted_folder(tmp_path: Path, delete: Callable[[Path], object]) -> None:
     """Forgotten under it, and so its next block, its owner and what is known of the model are there."""
@@ -478,7 +477,7 @@ def test_process_recreates_a_deleted_folder(tmp_path: Path, delete: Callable[[Pa
     assert another.read_check() == "exact"
     assert store.open_folder("sha", {"kv": "q8_0"}).read_check() == ""
     assert said == []
-    assert folders.forget_conversations(store.root, "talk") > 0
+    assert retention.forget_conversations(store.root, "talk") > 0
     assert not blocks.has(second)
 
 
@@ -500,6 +499,6 @@ def test_the_writer_is_bounded_and_can_be_used_again(blocks: BlockFolder) -> Non
     blocks.remove(name)
     put(blocks, make_block(blocks, TOKENS))
     assert blocks.has(name)
-    blocks._writer._bytes = 1 << 30
+    blocks.writer._bytes = 1 << 30
     assert not blocks.write(make_block(blocks, TOKENS))
-    blocks._writer._bytes = 0
+    blocks.writer._bytes = 0

@@ -15,7 +15,8 @@ from other_processes import run_python
 
 from edgeinfer.runtime.engine import LlamaEngine
 from edgeinfer.runtime.events import Finished
-from edgeinfer.runtime.prefix_cache.block_folder import BlockStore, forget_conversations
+from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
+from edgeinfer.runtime.prefix_cache.retention import forget_conversations
 from edgeinfer.runtime.requests import GenerateRequest, JsonSchema, Sampling
 from edgeinfer.runtime.sampling import past_answers
 from edgeinfer.runtime.sampling.past_answers import AnswerFile, PastAnswers
