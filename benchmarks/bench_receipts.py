@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from bench_invariance import prompts
+from bench_invariance import prompts  # type: ignore[import-not-found]  # not checked by mypy
 from common import call, free_port, make_parser, model_path, process, spread, wait_healthy, write_figure
 from peer_server import EDGEINFER
 
@@ -41,7 +41,10 @@ _PERSON = {
     "properties": {"name": {"type": "string", "maxLength": 30}, "age": {"type": "integer"}},
     "required": ["name", "age"],
 }
-_WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+_WEATHER = {
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
 _SAMPLED: dict[str, Any] = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": True}
 _PENALTIES = {"repeat_penalty": 1.2, "presence_penalty": 0.3, "dry_multiplier": 0.8, "min_p": 0.02}
 #: Fields of the timed requests. Answers of more than _LONG tokens are generated once, sampled.
@@ -65,7 +68,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "schema": {
         "temperature": 0.8,
         "max_tokens": 80,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": _PERSON}},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "person", "schema": _PERSON},
+        },
     },
     "tools": {
         "temperature": 0.8,
@@ -84,7 +90,7 @@ _FREE = ("sampled", "cut by length", "penalties", "streamed", "n = 4", "from the
 def endpoint(model: Path) -> Iterator[int]:
     """Serve a model file in an empty home until the block ends; yield the port."""
     with tempfile.TemporaryDirectory(prefix="bench-receipts-") as home:
-        settings = {"env": os.environ | {"EDGEINFER_HOME": home}}
+        settings: dict[str, Any] = {"env": os.environ | {"EDGEINFER_HOME": home}}
         pull = [*EDGEINFER, "pull", str(model), "--name", "m", "--in-place", "--quiet"]
         subprocess.run(pull, check=True, **settings)
         port = free_port()
@@ -115,23 +121,25 @@ def change(receipt: dict[str, Any], kind: str, number: int) -> tuple[str, dict[s
     original = receipts.to_receipt(receipt)
     assert original.content is not None
     content, sampling = original.content, original.sampling
-    what = _CHANGES[number % (4 if kind in _FREE else 2)]
-    if what == "digest":
-        field = ("model_sha256", "content_sha256", "sha256")[number // 4 % 3]
-        digest = receipt[field]
-        return what, receipt | {field: ("1" if digest[0] == "0" else "0") + digest[1:]}
-    if what == "token":
+    field = _CHANGES[number % (4 if kind in _FREE else 2)]
+    if field == "digest":
+        key = ("model_sha256", "content_sha256", "sha256")[number // 4 % 3]
+        digest = receipt[key]
+        return field, receipt | {key: ("1" if digest[0] == "0" else "0") + digest[1:]}
+    if field == "token":
         answer, i = list(content.answer), number % len(content.answer)
         answer[i] += -1 if answer[i] else 1
         content = msgspec.structs.replace(content, answer=tuple(answer))
-    elif what == "seed":
+    elif field == "seed":
         sampling = msgspec.structs.replace(sampling, seed=(sampling.seed or 0) + 1)
     else:
         sampling = msgspec.structs.replace(sampling, temperature=1.4)
     digest = receipts._sha256(content)
-    forged = msgspec.structs.replace(original, content=content, sampling=sampling, content_sha256=digest)
+    forged = msgspec.structs.replace(
+        original, content=content, sampling=sampling, content_sha256=digest
+    )
     forged = msgspec.structs.replace(forged, sha256=forged.digest())
-    return what, json.loads(msgspec.json.encode(forged))
+    return field, json.loads(msgspec.json.encode(forged))
 
 
 def measure_times(model: str, sizes: list[int], rounds: int) -> list[list[str]]:
@@ -151,9 +159,18 @@ def measure_times(model: str, sizes: list[int], rounds: int) -> list[list[str]]:
                 assert (result["verdict"], result["n_answer"]) == ("verified", size), result
                 pairs.append((receipt["seconds"], result["seconds"]))
                 print(model, size, name, *pairs[-1], file=sys.stderr)
-            made, checked = zip(*pairs, strict=True)
+            generation_times, check_times = zip(*pairs, strict=True)
             shares = spread([b / a for a, b in pairs], "", 3)
-            rows.append([model, str(size), name, spread(made, "s", 2), spread(checked, "s", 2), shares])
+            rows.append(
+                [
+                    model,
+                    str(size),
+                    name,
+                    spread(generation_times, "s", 2),
+                    spread(check_times, "s", 2),
+                    shares,
+                ]
+            )
     return rows
 
 
@@ -168,25 +185,25 @@ def measure_verdicts(model: str, n: int) -> list[list[str]]:
             return [(kind, receipt) for receipt in generate(port, text, **KINDS[kind])]
 
         def judge(number: int, kind: str, receipt: dict[str, Any]) -> tuple[str, str, str, str]:
-            what, changed = change(receipt, kind, number)
+            field, changed = change(receipt, kind, number)
             verdicts = [check(port, entry)["verdict"] for entry in (receipt, changed)]
-            return kind, what, *verdicts
+            return kind, field, *verdicts
 
         asked = prompts(256)
         n_requests = -(-n * len(KINDS) // (len(KINDS) + 3))  # `n = 4` gives three more than the others
-        made = list(itertools.chain.from_iterable(pool.map(ask, range(n_requests))))[:n]
-        results = pool.map(judge, itertools.count(), *zip(*made, strict=True))
-        for kind, what, verdict, other_verdict in results:
-            counts[kind] += Counter(["receipts", f"as made: {verdict}", f"{what}: {other_verdict}"])
+        answers = list(itertools.chain.from_iterable(pool.map(ask, range(n_requests))))[:n]
+        results = pool.map(judge, itertools.count(), *zip(*answers, strict=True))
+        for kind, field, verdict, other_verdict in results:
+            counts[kind] += Counter(["receipts", f"as made: {verdict}", f"{field}: {other_verdict}"])
     rows = []
     for kind, count in counts.items():
-        cells = [f"{count[f'{what}: differs']} of {_total(count, what)}" for what in _CHANGES]
+        cells = [f"{count[f'{field}: differs']} of {_total(count, field)}" for field in _CHANGES]
         rows.append([model, kind, f"{count['as made: verified']} of {count['receipts']}", *cells])
     return rows
 
 
-def _total(count: Counter[str], what: str) -> int:
-    return sum(n for key, n in count.items() if key.startswith(f"{what}:"))
+def _total(count: Counter[str], field: str) -> int:
+    return sum(n for key, n in count.items() if key.startswith(f"{field}:"))
 
 
 def main() -> None:
@@ -194,14 +211,20 @@ def main() -> None:
     parser.add_argument("--timed", nargs="*", default=["smollm2", "4b-q4_k_m"], metavar="MODEL")
     parser.add_argument("--tokens", type=int, nargs="+", default=[200, 2000], metavar="N")
     parser.add_argument("--rounds", type=int, default=3, help=f"of answers up to {_LONG} tokens")
-    parser.add_argument("--receipts", type=int, default=1000, metavar="N", help="of both models together")
+    parser.add_argument(
+        "--receipts", type=int, default=1000, metavar="N", help="of both models together"
+    )
     options = parser.parse_args()
-    rows = [row for model in options.timed for row in measure_times(model, options.tokens, options.rounds)]
-    tables = [markdown(["model", "tokens", "request", "generate", "verify", "share"], rows)] if rows else []
+    rows = [
+        row for model in options.timed for row in measure_times(model, options.tokens, options.rounds)
+    ]
+    tables = (
+        [markdown(["model", "tokens", "request", "generate", "verify", "share"], rows)] if rows else []
+    )
     if options.receipts:
         models = ("smollm2", "gemma3")
         rows = [row for model in models for row in measure_verdicts(model, options.receipts // 2)]
-        head = ["model", "answer", "verified", *(f"another {what}: differs" for what in _CHANGES)]
+        head = ["model", "answer", "verified", *(f"another {field}: differs" for field in _CHANGES)]
         tables.append(markdown(head, rows))
     print(write_figure(options.out, "receipts", "\n\n".join(tables)))
 
