@@ -1,6 +1,7 @@
 """The libraries of our own C++ (native/), fuzzed: with sanitizers, as they are shipped, and those for arm64."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import llama_cpp
@@ -64,10 +65,10 @@ def _agree(first: list[str], second: list[str], *apart: str) -> None:
     assert [a for a, _ in both] == [b for _, b in both]
 
 
-def test_kernels_of_this_processor_are_exact(tmp_path: Path) -> None:
+def test_kernels_of_this_processor_are_exact(tmp_path: Path, repeats: Callable[[int], int]) -> None:
     if not (level := level_here()):
         pytest.skip("this processor has no kernels of ours")
-    assert len(_fuzz_shipped(level, tmp_path)) > _CASES
+    assert len(_fuzz_shipped(level, tmp_path, repeats(_CASES))) > repeats(_CASES)
 
 
 @pytest.mark.needs("levels")
