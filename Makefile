@@ -42,7 +42,7 @@ test-nightly:    ## the tests of generated cases, with CASES=10 times as many as
 
 test-fast:       ## tests that need no llama.cpp, CRIU, models or other programs: a minute, compiles nothing
 	@scripts/setup.sh lint
-	PYTHONPATH=. $(PYTEST) $(PARALLEL) -p no:schemathesis --fast -q $(ARGS)
+	PYTHONPATH=. $(PYTEST) $(PARALLEL) --fast -q $(ARGS)
 
 test-arm64:      ## an emulated arm64 machine, 4 and 16 KiB pages: dumps, warm, resumed runs (TESTS="plain warm graphs build file"); no root
 	@scripts/setup.sh run
