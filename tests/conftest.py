@@ -6,6 +6,7 @@ import functools
 import importlib.abc
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -287,14 +288,23 @@ def _is_generated(item: pytest.Item) -> bool:
     return has_seeds or has_examples or "cases" in item.fixturenames or "fuzz" in item.nodeid
 
 
+def is_make_test(config: pytest.Config) -> bool:
+    """Return whether the tests marked `needs` are left out, and the others are to be short."""
+    return bool(config.getoption("--needs") == "none")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Multiply the examples of Hypothesis and the parameters `seed` of a test by `--cases`."""
+    """Multiply the examples of Hypothesis and the parameters `seed` of a test by `--cases`.
+
+    `make test` tries at most as many examples as Hypothesis does by default.
+    """
     factor, test = metafunc.config.getoption("--cases"), metafunc.function
+    most = hypothesis.settings.default.max_examples if is_make_test(metafunc.config) else math.inf
     if hypothesis.is_hypothesis_test(test):
         settings = test._hypothesis_internal_use_settings
         test._hypothesis_internal_use_settings = hypothesis.settings(
-            settings, max_examples=factor * settings.max_examples
+            settings, max_examples=factor * min(settings.max_examples, most)
         )
     marks = metafunc.definition.own_markers
     for index, mark in enumerate(marks):
@@ -405,7 +415,7 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def repeats(pytestconfig: pytest.Config) -> Callable[[int], int]:
     """Return how many of `full` repetitions to do: all in `make test-all`, a third in `make test`."""
-    share = 3 if pytestconfig.getoption("--needs") == "none" else 1
+    share = 3 if is_make_test(pytestconfig) else 1
     return lambda full: -(-full // share)
 
 
