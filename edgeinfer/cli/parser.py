@@ -60,7 +60,7 @@ VERBS = {
         "answer a file of requests in OpenAI's batch format", ("batch requests.jsonl answers.jsonl",)
     ),
     "verify": Verb(
-        "check by a receipt that a model generated an answer",
+        "check by a receipt that a model generates an answer",
         ("verify receipt.json", "verify reply.sse", "verify --log payloads --sample 1%"),
     ),
     "eval": Verb(

@@ -18,7 +18,7 @@ _HINT = "name another file for --receipt"
 
 
 class ReceiptFile(msgspec.Struct, frozen=True):
-    """A file for a receipt. With `--private`, prompt and answer are written to FILE.content instead."""
+    """A file for a receipt. With `--private`, FILE lacks content; FILE.content is the whole receipt."""
 
     path: Path
 

@@ -81,7 +81,7 @@ def with_content(receipt: Receipt, whole: Receipt) -> Receipt:
 
 
 class ReceiptCheck:
-    """Checks a receipt, and `quotes`: what clients show or execute of the answer in the same reply."""
+    """Checks a receipt, and `quotes`: what clients show or execute of the reply with the receipt."""
 
     def __init__(self, receipt: Receipt, engine: Engine, quotes: Sequence[Quote] | None = None) -> None:
         self._receipt, self._engine = receipt, engine
