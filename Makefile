@@ -28,11 +28,11 @@ run: setup       ## the default model: the chat in a terminal, otherwise the ans
 	@if [ -t 0 ] && [ -t 1 ]; then exec $(BIN)/edgeinfer chat $(MODEL); \
 	 else exec $(BIN)/edgeinfer run $(MODEL) "$(PROMPT)" --timings </dev/null; fi
 
-test:            ## tests that need only what `make run` builds: 8 to 10 minutes on 2 cores
+test:            ## tests that need only what `make run` builds: about 10 minutes on 2 cores
 	@scripts/setup.sh test
 	$(PYTEST) $(PARALLEL) --needs none $(ARGS)
 
-test-all:        ## every test: compiles all CPU variants and Vulkan, downloads an arm64 compiler, builds the shipped file
+test-all:        ## every test: compiles all CPU variants and Vulkan, downloads an arm64 compiler, builds the shipped file; about an hour
 	@scripts/setup.sh test-all
 	$(PYTEST) $(PARALLEL) $(ARGS)
 

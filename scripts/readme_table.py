@@ -130,7 +130,7 @@ def larger_row() -> Row:
         [run["steps_per_s"] for run in runs if run["side"] == side]
         for side in ("edgeinfer", "llama-server")
     )
-    title = "a dense model of 2.35 GB in memory for four fifths of it, disk at 1 GB/s"
+    title = "a dense model of 2.35 GB, with memory for four fifths of it and a disk of 1 GB/s"
     return compare(title, "tokens/s", *rates, digits=2)
 
 
