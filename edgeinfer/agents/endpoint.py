@@ -72,7 +72,8 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         except msgspec.DecodeError as error:
             raise ServeError(f"{self.url} is not an edgeinfer endpoint") from error
         if response.status >= 400 and path != "/health":
-            raise ServeError(f"{self.url} reports an error: {_message(value)}", hint="see its log")
+            hint = f"read the output of `serve`; `launch` writes it to {paths.state_dir() / _LOG_NAME}"
+            raise ServeError(f"{self.url} reports an error: {_message(value)}", hint=hint)
         return value
 
     @contextlib.contextmanager

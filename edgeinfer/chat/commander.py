@@ -320,12 +320,12 @@ class Commander:
             raise UsageError("this chat has generated no answer yet", hint="`/regen` makes one")
         receipt = answer.receipt(load_key(config_file.load_config().receipts.key))
         if isinstance(receipt, Refusal):
-            raise UsageError(f"no receipt: {receipt.refused}", hint="see docs/guides/receipts.md")
+            hint = "ask again in a new chat (`/new`) without pictures, or with another model (`/model`)"
+            raise UsageError(f"no receipt: {receipt.refused}", hint=hint)
         if argument.startswith("-"):
             raise UsageError(f"/receipt takes no option: {argument}", hint="`/receipt FILE.json`")
         path = Path(argument or formats.file_name(self.session.conversation, ".receipt.json"))
-        text = msgspec.json.encode(receipt).decode()
-        written = formats.write(path, text)
+        written = formats.write(path, msgspec.json.encode(receipt).decode())
         command = f"edgeinfer verify {shlex.quote(str(written))}"
         self.front.show_text(f"Receipt written to {written}. Check it: `{command}`")
 

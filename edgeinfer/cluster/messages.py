@@ -58,7 +58,7 @@ def read_settings(arguments: Mapping[str, object]) -> Settings:
         settings = msgspec.convert(table, Settings, strict=False)
     except msgspec.ValidationError as error:
         problem = f"invalid arguments of the application: {error}"
-        raise UsageError(problem, hint="see docs/guides/ray.md") from error
+        raise UsageError(problem, hint="correct the arguments of `serve run`") from error
     names = [model.model for model in settings.models]
     doubled = {name for name in names if names.count(name) > 1}
     if doubled:

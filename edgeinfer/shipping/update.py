@@ -182,7 +182,7 @@ def newest(channel: Channel, folder: Path) -> Release:
     if release.expires_s < time.time():
         raise ReleaseUntrustedError(
             f"the release's manifest expired on {_date(release.expires_s)}",
-            hint="check this machine's clock; if it is right, the server hides newer releases",
+            hint="correct this machine's clock, or ask the server's operator for a newer release",
         )
     disk.write_durably(folder / SEEN, str(release.issued_s).encode())
     return release
@@ -346,7 +346,7 @@ def _run(command: list[str], settings: dict[str, str]) -> tuple[int, bytes]:
 def _unfit_error(version: str, command: list[str], reason: str) -> EdgeInferError:
     return ShippingError(
         f"{version} does not work on this machine (`{' '.join(command)}`): {reason}",
-        hint="the installed version stays; if that fails in the same way, correct the cause first",
+        hint="keep the installed version until the cause above is removed, then update again",
     )
 
 

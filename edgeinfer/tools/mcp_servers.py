@@ -137,7 +137,7 @@ def _spec(label: str, name: str, value: Any, folder: Path) -> ServerSpec:
     url = entry.url or entry.server_url
     command = [entry.command] if isinstance(entry.command, str) else list(entry.command or ())
     if not name:
-        raise ConfigError(f"{label}: its name needs a letter or a digit")
+        raise ConfigError(f"{label}: the name of a server needs a letter or a digit")
     if bool(command) == bool(url):
         raise ConfigError(f"{label}: give either `command` or `url`")
     if url and not url.startswith(("http://", "https://")):
@@ -205,8 +205,8 @@ def plan_start_apart(spec: ServerSpec, folder: Path) -> _Start:
     for path in (Path(program), *(path for path in scripts if path.is_file())):
         if _is_below(path, folder):
             raise ToolServerError(
-                f"tool server {spec.name}: `shell` and `python` can change {path}",
-                hint="move that file, or leave `shell` and `python` out of `tools.builtin`",
+                f"tool server {spec.name} was not started: `shell` and `python` can change {path}",
+                hint=f"move it out of {folder}, or leave `shell` and `python` out of `tools.builtin`",
             )
     return (program, *command[1:]), variables | {"PYTHONSAFEPATH": "1"}, None
 

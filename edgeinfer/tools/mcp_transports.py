@@ -190,7 +190,7 @@ class StdioTransport:
         if self._unsent.qsize() < _MAX_UNSENT:
             self._unsent.put((msgspec.json.encode(message) + b"\n", sent))
         else:
-            sent.set_exception(ToolServerError("the server does not read its messages"))
+            sent.set_exception(ToolServerError("the server does not read what is sent to it"))
         return sent
 
     def _write(self, stream: IO[bytes]) -> None:
@@ -327,7 +327,7 @@ class HttpTransport:
                         await self._refuse(response, used_session)
                     session = response.headers.get("mcp-session-id", self.session)
                     if not session.isascii():
-                        raise ToolServerError(f"{self._url}: its session id is not ASCII")
+                        raise ToolServerError(f"{self._url}: the server's session id is not ASCII")
                     self.session = session
                     return await self._read(response, message.get("id"))
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:

@@ -104,7 +104,7 @@ class Sandbox(Builtin):
             renamed = files.restore()
             files.close()
         if stop.is_set:
-            raise StoppedError(renamed or "stopped")
+            raise StoppedError(renamed or "the user stopped the call")
         text = out.decode("utf-8", "replace")
         if renamed:
             text += f"\nended: {renamed}\n"

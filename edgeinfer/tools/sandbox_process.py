@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def _report_refusal(reason: str) -> int:
-    print(f"no sandbox: {reason}", flush=True)  # noqa: T201  it is the answer
+    print(f"no sandbox: {reason}", flush=True)  # noqa: T201  the parent process reads this line
     return 125
 
 

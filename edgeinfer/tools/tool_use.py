@@ -124,7 +124,7 @@ class Stop:
         """Hold `lock` in the block. Raises StoppedError if `set` is called while waiting for it."""
         while not lock.acquire(timeout=_STOP_CHECK_S):
             if self.is_set:
-                raise StoppedError("stopped")
+                raise StoppedError("the user stopped the call")
         try:
             yield
         finally:

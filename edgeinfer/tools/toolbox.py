@@ -116,7 +116,7 @@ class Toolbox:
             except EdgeInferError as error:
                 failures[name] = safe_text(error.message, _MOST_DESCRIPTION)
             except StoppedError:
-                failures[name] = f"tool server {name}: stopped"
+                failures[name] = f"tool server {name}: the user stopped the start"
 
         _in_threads([functools.partial(start, name) for name in names])
         self.notices += [failures[name] for name in names if name in failures]
@@ -178,7 +178,7 @@ class Toolbox:
             with self._lock:
                 if self._closing.is_set:
                     client.close()
-                    raise StoppedError("stopped")
+                    raise StoppedError("the user stopped the call")
                 self._started[name] = client
         if is_new or client.list_changed:
             try:

@@ -91,7 +91,7 @@ class AppFrontEnd:
         questions = [e for e in entries if isinstance(e, Question)]
         last = (answers or questions)[-1:]
         if not last or not self.view.transcript.toggle_fold(last[0]):
-            raise UsageError("there is no reasoning to show", hint="Ctrl+T needs an answer with some")
+            raise UsageError("there is no reasoning to show", hint="ask a model that reasons")
 
     def wait_for(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
         self.answering.wait_for(work, then)

@@ -86,23 +86,21 @@ def _layers(raw: bytes, manifest: Path) -> dict[str, _Layer]:
     try:
         layers = msgspec.json.decode(raw, type=_Manifest).layers
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise reader.UnusableError(f"its manifest {manifest} is invalid: {error}") from error
+        raise reader.UnusableError(f"the manifest {manifest} is invalid: {error}") from error
     kinds = [layer.mediaType.removeprefix(_KIND) for layer in layers]
     if kinds.count("model") != 1:
-        problem = f"its manifest names {kinds.count('model')} GGUF files, not one"
-        hint = "only models that are one GGUF in Ollama's store can be used"
-        raise reader.UnusableError(problem, hint=hint)
+        problem = f"the manifest names {kinds.count('model')} GGUF files, not one"
+        raise reader.UnusableError(problem, hint="use a model that is one GGUF in Ollama's store")
     return dict(zip(kinds, layers, strict=True))
 
 
 def _blob(root: Path, layer: _Layer) -> ExternalFile:
     digest = _DIGEST.fullmatch(layer.digest)
     if digest is None:
-        raise reader.UnusableError(f"its manifest names {layer.digest[:80]!r}, which is not a SHA-256")
+        raise reader.UnusableError(f"the manifest names {layer.digest[:80]!r}, which is not a SHA-256")
     path, info = reader.resolve_inside(root / "blobs" / f"sha256-{digest[1]}", root)
     if layer.size and info.st_size != layer.size:
-        problem = f"{path} has {info.st_size} bytes, but its manifest says {layer.size}"
-        raise reader.UnusableError(problem)
+        raise reader.UnusableError(f"{path} has {info.st_size} bytes; the manifest says {layer.size}")
     return ExternalFile(path=path, size_bytes=info.st_size, sha256=digest[1])
 
 

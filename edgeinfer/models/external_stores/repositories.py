@@ -73,7 +73,7 @@ def _parts(file: str) -> list[str]:
 
 def _external_file(path: Path, root: Path) -> ExternalFile:
     if not os.path.lexists(path):
-        raise reader.UnusableError(f"its part {path.name} is missing")
+        raise reader.UnusableError(f"the part {path.name} is missing")
     real, info = reader.resolve_inside(path, root)
     # Hugging Face names a large file by its SHA-256, a small one by Git's SHA-1
     blob = os.path.basename(real)

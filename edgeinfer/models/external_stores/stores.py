@@ -62,7 +62,7 @@ def _printable(model: ExternalModel) -> ExternalModel:
     if model.name.isprintable():
         return model
     shown = "".join(c if c.isprintable() else "?" for c in model.name)
-    problem = "its name has unprintable characters"
+    problem = "the name has unprintable characters"
     return ExternalModel(name=shown, store=model.store, problem=problem, fix="rename it")
 
 
