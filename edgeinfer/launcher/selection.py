@@ -183,10 +183,10 @@ def find(model: str, options: dict[str, str]) -> tuple[str, storage.Manifest]:
 
 
 def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str, storage.Manifest]:
-    """Find a snapshot by its full name or its user's name, preferring this model; return like `find`.
+    """Find a snapshot by its full name or by the name that a user gave it, preferably of this model.
 
-    Raises SnapshotMissingError if not exactly one matches or its options differ, otherwise the error
-    for which the snapshot is refused.
+    Return folder and manifest. Raises SnapshotMissingError if not exactly one matches or its options
+    differ, otherwise the error for which the snapshot is refused.
     """
     root = paths.snapshots_path()
     by_name = storage.generations(root, fingerprint.program_tag())

@@ -168,9 +168,9 @@ def _report(tell: Tell, status: int) -> None:
 
 
 def _try_namespaces(tier: str) -> None:
-    """Exit with 0 if the kernel allows the tier's namespaces, otherwise with the reason on stderr.
+    """Exit with 0 if the kernel allows the namespaces that CRIU needs with the privileges `tier`.
 
-    `criu.namespaces_refused` runs this as `python -m edgeinfer.launcher.supervise probe TIER`.
+    Otherwise write the reason to stderr. `criu.namespaces_refused` runs this module as `probe TIER`.
     """
     user, group = os.getuid(), os.getgid()
     flags = criu.NAMESPACES[tier]

@@ -67,7 +67,7 @@ def candidates() -> list[str]:
     named = os.environ.get("EDGEINFER_CRIU")
     if named:
         return [named]
-    import shutil  # slow import (6 ms): only builds and `doctor` need this module
+    import shutil  # slow import (6 ms), which only builds and `doctor` need
 
     folders = [os.path.dirname(sys.executable)] if getattr(sys, "frozen", False) else []
     folders += [sys.prefix, paths.base("data")]
@@ -77,7 +77,7 @@ def candidates() -> list[str]:
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    # slow import (8 ms): only builds and `doctor` need this module
+    # slow import (8 ms), which only builds and `doctor` need
     from subprocess import DEVNULL, TimeoutExpired, run
 
     try:

@@ -98,7 +98,7 @@ class DriftRecorder:
             return
         counts = [(name, bin_of(name, value), 1) for name, value in (values | self._constant).items()]
         counts += [(name, _SUM, n) for name, n in _sums(finished).items()]
-        if self._places.acquire(blocking=False):  # otherwise too many answers wait: drop this one
+        if self._places.acquire(blocking=False):  # if too many answers wait, this one is dropped
             with contextlib.suppress(RuntimeError):  # the interpreter exits: no thread can start
                 writing = self._writer.submit(self._write, date.today(), counts)
                 writing.add_done_callback(lambda _: self._places.release())

@@ -165,7 +165,7 @@ class ConversationStore:
             n_restored = self.db.execute(sql, (conversation_id,)).rowcount
         if not n_restored:
             problem = f"conversation {conversation_id} was deleted more than a day ago"
-            raise StoreError(problem, hint="it cannot be restored")
+            raise StoreError(problem, hint="restore a deleted conversation within a day")
 
     def add(self, turn: Turn) -> Turn:
         """Store a new turn as the end of the branch; return it with its id and time."""
@@ -343,11 +343,10 @@ class ConversationStore:
 
     def _fold(self, turn_id: int, status: Status) -> None:
         content, reasoning = self._journal(turn_id)
-        # a trigger indexes the text when its status is no longer "streaming": change the status last
+        # triggers: "streaming" takes the text out of the search index, another status puts it back
         self._set("turn", turn_id, {"status": "streaming"})
-        columns = "content = content || ?, reasoning = reasoning || ?, status = ?"
-        values = (content, reasoning, status, turn_id)
-        self.db.execute(f"UPDATE turn SET {columns} WHERE id = ?", values)
+        sql = "UPDATE turn SET content = content||?, reasoning = reasoning||?, status = ? WHERE id = ?"
+        self.db.execute(sql, (content, reasoning, status, turn_id))
         self.db.execute("DELETE FROM journal WHERE turn_id = ?", (turn_id,))
 
     def _journal(self, turn_id: int) -> tuple[str, str]:

@@ -83,7 +83,8 @@ class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The build of llama.cpp, and edgeinfer's kernels in it.
 
     `cpu_variant` is the library that was chosen for this CPU ("zen4"), "" if there is only one.
-    `kernels` and `kernels_version` are those of `libedgeinfer.Kernels`.
+    `kernels` is the instruction set of edgeinfer's kernels ("v3", "v4", "i8mm" …), `kernels_version` a
+    digest of their sources; both are "" if llama.cpp's own kernels are used.
     """
 
     binding_version: str

@@ -154,8 +154,9 @@ class DraftBudget:
         return best, best_rate
 
     def totals(self, runs: Sequence[Run]) -> Iterator[tuple[float, float, float]]:
-        """Yield (expected gain in tokens, cost, rows) of the step with one run, with two, and so on.
+        """Yield (gain, cost, rows) of the step with the first of `runs`, with the first two, and so on.
 
+        These runs add `gain` (expected tokens) and `cost` to the step, which then has `rows` in total.
         Forced tokens after an accepted token cost nothing: without drafts they are computed, too.
         """
         gain, chance = 0.0, 1.0

@@ -15,9 +15,9 @@ Action = Literal[
 
 
 class SignIn(Wire, frozen=True, kw_only=True):
-    """Sign in with a one-time code, with the first API key, or as the user who runs the endpoint.
+    """Body of a sign-in by a one-time `code`, by the first API key (`key`), or as the endpoint's user.
 
-    `announce` is sent by `edgeinfer web` before it opens a browser, which then needs no code.
+    With `announce`, which `edgeinfer web` sends, that user's next browser needs neither code nor key.
     """
 
     code: Annotated[str, Meta(max_length=512)] = ""
