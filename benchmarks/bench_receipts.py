@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -81,7 +82,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 #: What of a receipt is changed. Answers of _FREE kinds are long and sampled freely, so another seed or
-#: temperature gives other tokens.
+#: temperature gives other tokens, unless the model is very sure of each.
 _CHANGES = ("token", "digest", "seed", "option")
 _FREE = ("sampled", "cut by length", "penalties", "streamed", "n = 4", "from the cache")
 
@@ -121,9 +122,9 @@ def change(receipt: dict[str, Any], kind: str, number: int) -> tuple[str, dict[s
     original = receipts.to_receipt(receipt)
     assert original.content is not None
     content, sampling = original.content, original.sampling
-    field = _CHANGES[number % (4 if kind in _FREE else 2)]
+    field = random.Random(number).choice(_CHANGES if kind in _FREE else _CHANGES[:2])
     if field == "digest":
-        key = ("model_sha256", "content_sha256", "sha256")[number // 4 % 3]
+        key = ("model_sha256", "content_sha256", "sha256")[number % 3]
         digest = receipt[key]
         return field, receipt | {key: ("1" if digest[0] == "0" else "0") + digest[1:]}
     if field == "token":
