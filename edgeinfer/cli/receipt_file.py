@@ -25,6 +25,8 @@ class ReceiptFile(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, text: str) -> ReceiptFile:
         """Return the file with this path. Raises UsageError if a receipt cannot be written there."""
+        if text == "-":
+            raise UsageError("--receipt needs a file, and - is none", hint="name one: `--receipt FILE`")
         file = cls(Path(text))
         folder = file.path.absolute().parent
         if file.path.is_dir():

@@ -366,6 +366,8 @@ def test_pictures_stand_before_the_prompt(engine, tmp_path, option):
         (["--schema", "/nosuch"], "--schema cannot be read"),
         (["--grammar", "/nosuch"], "--grammar cannot be read"),
         (["--system", "@/nosuch"], "--system cannot be read"),
+        (["--receipt", "-"], "--receipt needs a file, and - is none"),
+        (["--private"], "--private needs --receipt FILE"),
         (["--file", "/nosuch"], "/nosuch cannot be read: No such file"),
         (["--schema", "{}", "--grammar", "x ::= y"], "not allowed with argument"),
         (["--max-tokens", "-5"], "'-5' is not a number between 1 and 1,000,000"),

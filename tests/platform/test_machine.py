@@ -57,6 +57,16 @@ def test_doctor_names_a_mistake_in_the_configuration_and_goes_on(checks):
     assert by_name["llama.cpp"]["status"] == "ok"
 
 
+def test_doctor_names_a_signing_key_that_cannot_be_used(checks, tmp_path):
+    paths.config_dir().mkdir(parents=True)
+    (paths.config_dir() / "config.toml").write_text(f'[receipts]\nkey = "{tmp_path}/key.pem"\n')
+    check = checks(code=1)["configuration"]
+    assert check["found"] == f"receipts.key: {tmp_path}/key.pem: No such file or directory"
+    (tmp_path / "key.pem").write_text("x")
+    (tmp_path / "key.pem").chmod(0o644)
+    assert checks(code=1)["configuration"]["fix"] == f"chmod 600 {tmp_path}/key.pem"
+
+
 def test_doctor_reports_a_library_that_does_not_load(monkeypatch):
     def fail():
         raise EngineError("no CPU backend")

@@ -225,7 +225,10 @@ def _directories() -> Finding:
 
 
 def _configuration() -> Finding:
+    from edgeinfer.receipts.receipt import load_key
+
     config = load_config()
+    load_key(config.receipts.key)  # raises ConfigError if `run --receipt` cannot use it
     path = config_path()
     network = "offline" if way_out_of_offline(config) else "network allowed"
     source = path if path.is_file() else "defaults (no file)"

@@ -100,6 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
     """Answer one prompt. Raises UsageError, and what `EngineHost.engine` and `Engine.submit` raise."""
+    if options.private and not options.receipt:
+        raise UsageError("--private needs --receipt FILE", hint="add it, or leave out --private")
     model, ref, prompt = _split_positionals(options.model_or_prompt, options.prompt, host)
     prompt, pictures = _read_prompt(_with_stdin(prompt), options)
     if options.tools and options.raw:
