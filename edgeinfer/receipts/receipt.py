@@ -247,6 +247,10 @@ def parse_json(data: bytes) -> Any:
 
 def to_receipt(document: Any) -> Receipt:
     """Convert a parsed document to a receipt. Raises ReceiptError, which names the fault."""
+    version = document.get("version") if isinstance(document, dict) else None
+    if isinstance(version, int) and version > 1:
+        problem = f"the receipt's format, version {version}, is newer than this program"
+        raise ReceiptError(problem, hint="update edgeinfer")
     try:
         receipt = msgspec.convert(document, Receipt, str_keys=True)
         if receipt.content is not None:

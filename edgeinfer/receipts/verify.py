@@ -45,7 +45,7 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a check. If the receipt was not checked, only `verdict` and `reason` are set.
 
-    `position` is the index of the first different token, or the answer's length. At `position` the
+    `position` is the index, from 0, of the first different token, or the answer's length. There the
     receipt has `expected`, and this engine generates `chosen`; None means that the answer ends there.
     `mean_difference` and `most_difference` are set if only log-probabilities were compared. `text` is
     the answer, None if no tokens were generated. `signer` is "" without a signature: then anyone may
@@ -125,7 +125,8 @@ class ReceiptCheck:
         """Return how the receipt differs from a new answer; "" if it does not. Raises ReceiptError."""
         content = self._receipt.content
         if content is None:
-            hint = "name a file with the content, too: `edgeinfer verify RECEIPT --content FILE`"
+            command = "`edgeinfer verify RECEIPT --content FILE`"
+            hint = f"give the content, too: {command}; over HTTP, send the receipt with its content"
             raise ReceiptError("the receipt is private: it has no prompt and answer", hint=hint)
         request = self._request(content)
         if contradiction := self._contradiction(content, request):
@@ -140,7 +141,7 @@ class ReceiptCheck:
             problem = f"this engine cannot check receipts: {record.irreproducible}"
             raise ReceiptError(problem, hint="check the receipt on the CPU, or on another machine")
         if (position := _first_difference(record.prompt, content.prompt)) is not None:
-            return f"the prompt of the request differs from token {position} on"
+            return f"the prompt of the request differs from token {position + 1} on"
         if not self._is_exact:
             return self._compare_logprobs(content, request.lora)
         difference = self._compare_tokens(content, record, generated.finish)
@@ -155,7 +156,8 @@ class ReceiptCheck:
         is_newer = receipt.kernel_revision % _REVISIONS > KERNEL_REVISION % _REVISIONS
         if is_newer or receipt.kernel_revision >= 2 * _REVISIONS:
             problem = f"the receipt is of kernel revision {receipt.kernel_revision}, which is newer"
-            hint = f"check the receipt with edgeinfer {receipt.program!r}"
+            maker = f"edgeinfer {receipt.program!r}, kernel revision {receipt.kernel_revision}"
+            hint = f"update edgeinfer, or check it with the program that made it ({maker})"
             raise ReceiptError(f"{problem} than this program's, {KERNEL_REVISION}", hint=hint)
         if not info.sha256:
             hint = "pull the file, which records its SHA-256: `edgeinfer pull FILE`"
@@ -222,7 +224,7 @@ class ReceiptCheck:
         ending = (finished.reason, finished.stop_sequence)
         if self._ended_by_itself and ending != (reason, content.stop_sequence):
             return f"the answer ends with {finished.reason!r}, but the receipt says {reason!r}"
-        for i, (computed, value) in enumerate(zip(record.logprobs, content.logprobs, strict=True)):
+        for i, (computed, value) in enumerate(zip(record.logprobs, content.logprobs, strict=True), 1):
             # JSON cannot express minus infinity: a receipt has null for it, as for a forced token
             pair = [-math.inf if logprob is None else logprob for logprob in (computed, value)]
             if not math.isclose(*pair, abs_tol=_ROUNDING):
@@ -263,7 +265,8 @@ class ReceiptCheck:
             return f"this engine's answer ends after {position} tokens"
         self._findings["chosen"] = self._choice(record.answer[position], record.logprobs[-1])
         longer = "this engine's answer continues after the receipt's last token"
-        return f"token {position} differs" if position < len(answer) else longer
+        differs = f"token {position + 1} of {len(answer)} differs"
+        return differs if position < len(answer) else longer
 
     def _choice(self, token: int, logprob: float | None) -> TokenChoice:
         text = self._engine.detokenize([token]).decode("utf-8", "replace")

@@ -10,14 +10,15 @@ import pytest
 from msgspec.structs import replace
 
 from edgeinfer.cli.receipt_file import ReceiptFile
-from edgeinfer.cli.verbs.verify import VerifyResult, add_arguments, run
+from edgeinfer.cli.verbs.verify import VerifyResult, add_arguments, describe, run
 from edgeinfer.errors import ConfigError, ReceiptError, UsageError
 from edgeinfer.platform.ed25519 import SigningKey
 from edgeinfer.receipts import receipt as receipts
 from edgeinfer.receipts.receipt import Refusal, Signature
+from edgeinfer.receipts.verify import ReceiptCheck, Verification
 from edgeinfer.runtime.requests import GenerateRequest
 
-from .example import EXAMPLE
+from .example import EXAMPLE, INFO
 
 _LOGGED = b'{"data": {"answers": [{"text": "b"}]}}\n'
 
@@ -116,3 +117,48 @@ def test_a_log_that_may_not_be_read_is_an_error(
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(UsageError, match="Permission denied"):
         _run("--log", tmp_path)
+
+
+def test_a_receipt_is_not_written_to_a_file_named_dash() -> None:
+    with pytest.raises(UsageError, match="needs a file") as refused:
+        ReceiptFile.parse("-")
+    assert "--receipt FILE" in (refused.value.hint or "")
+
+
+def test_a_receipt_of_a_newer_format_asks_for_an_update() -> None:
+    with pytest.raises(ReceiptError, match="version 2, is newer") as refused:
+        receipts.to_receipt({**EXAMPLE, "version": 2, "new": True})
+    assert refused.value.hint == "update edgeinfer"
+
+
+class _Engine:
+    """An engine that computes nothing."""
+
+    info = INFO
+
+
+def _check(**fields: object) -> Verification:
+    receipt = receipts.to_receipt({**EXAMPLE, **fields, "sha256": ""})
+    return ReceiptCheck(replace(receipt, sha256=receipt.digest()), _Engine()).run()  # type: ignore[arg-type]
+
+
+def test_a_newer_revision_names_the_program_that_made_the_receipt() -> None:
+    with pytest.raises(ReceiptError) as refused:
+        _check(kernel_revision=999, program="0.2.0")
+    hint = "update edgeinfer, or check it with the program that made it"
+    assert refused.value.hint == f"{hint} (edgeinfer '0.2.0', kernel revision 999)"
+
+
+def test_a_check_by_another_model_does_not_speak_of_its_tokens() -> None:
+    [line, *_] = describe(_check(model_sha256="cd" * 32))
+    assert line == "differs: m is not the receipt's model: its file has another digest"
+    changed = receipts.to_receipt({**EXAMPLE, "seconds": 9.0})
+    [line, *_] = describe(ReceiptCheck(changed, _Engine()).run())  # type: ignore[arg-type]
+    assert line == "differs: the receipt was changed: its digest does not match"
+
+
+def test_a_private_receipt_s_hint_fits_the_command_line_and_http() -> None:
+    with pytest.raises(ReceiptError, match="private") as refused:
+        _check(content=None)
+    assert "--content FILE" in (refused.value.hint or "")
+    assert "over HTTP, send the receipt with its content" in (refused.value.hint or "")

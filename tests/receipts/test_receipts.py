@@ -157,6 +157,7 @@ def test_every_kind_of_answer_verifies_and_with_another_token_it_does_not(
         forged = _forge(receipt, answer=(*answer[:position], other, *answer[position + 1 :]))
         result = verify(forged, engine)
         assert (result.verdict, result.position) == ("differs", position), result.reason
+        assert result.reason == f"token {position + 1} of {len(answer)} differs"
         assert result.expected is not None
         assert result.chosen is not None
         assert (result.expected.id, result.chosen.id) == (other, answer[position])

@@ -105,14 +105,13 @@ class VerifyResult(Result, frozen=True, kw_only=True):
 
 
 def describe(result: Verification) -> Iterator[str]:
-    """Yield lines that describe the verdict, with the first token that differs."""
+    """Yield lines that describe the verdict, with its reason and the first token that differs."""
     tokens = f"{result.n_answer} tokens"
     if cut := _CUT.get(result.finish_reason or ""):
         tokens = f"the first {tokens} of an answer {cut},"
-    signer = f", signed by {result.signer}" if result.signer else ""
-    yield f"{result.verdict}: {tokens} of {result.model}{signer}"
-    if result.reason:
-        yield result.reason
+    yield f"{result.verdict}: {result.reason or f'{tokens} of {result.model}'}"
+    if result.signer:
+        yield f"signed by {result.signer}"
     if result.position is not None:
         yield f"  receipt: {_token(result.expected)}"
         yield f"  engine:  {_token(result.chosen)}"

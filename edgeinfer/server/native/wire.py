@@ -96,6 +96,10 @@ class RerankReply(Reply, frozen=True, kw_only=True):
 class VerifyRequest(ModelFields, frozen=True, kw_only=True):
     """Body of POST /v1/verify. Without `model`, the model that the receipt names is used."""
 
+    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("kv_type", "n_ctx"), 'options of `serve` set it; a receipt is sent as {"receipt": …}'
+    )
+
     receipt: JsonObject
 
 

@@ -470,3 +470,10 @@ def test_a_check_ends_with_its_client_and_counts_in_the_queue(real, until, monke
 def test_a_long_body_is_refused_before_it_is_sent(real):
     request = raw_http.post(b"", path="/v1/verify", length=5 << 20)
     assert raw_http.status(raw_http.exchange(real.port, request)) == 413
+
+
+def test_a_receipt_that_is_not_wrapped_is_told_to_be(serve):
+    document = json.loads(msgspec.json.encode(EXAMPLE))
+    error = serve(FakeEngine([])).post("/v1/verify", document, status=400).json()["error"]
+    assert 'a receipt is sent as {"receipt": …}' in error["message"]
+    assert "load option" not in error["message"]
