@@ -155,9 +155,8 @@ async def _post(target: Target, path: str, body: Any) -> tuple[int, list[tuple[f
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
     except (OSError, httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
-        raise ServeError(
-            f"{target.url} does not answer: {str(error) or type(error).__name__}"
-        ) from error
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise ServeError(f"{target.url} does not answer: {reason}") from error
 
 
 async def ask(target: Target, path: str, body: dict[str, Any]) -> Answer:

@@ -20,7 +20,7 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.CatalogError: (3, "run `edgeinfer list` to see the models"),
     e.UnknownModelError: (3, "run `edgeinfer list` to see the models"),
     e.ModelNotPulledError: (3, "pull the model first: `edgeinfer pull MODEL`"),
-    e.DownloadError: (4, "run the same command again: the download continues where it stopped"),
+    e.DownloadError: (4, "check network and proxy, and run the command again; fetched parts are kept"),
     e.AuthenticationError: (
         4,
         "accept the model's licence on its page, then set HF_TOKEN and pull again",

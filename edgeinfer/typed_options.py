@@ -57,6 +57,8 @@ def answer_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 def _constraint(schema: str | None, grammar: str | None) -> Constraint | None:
     if grammar is not None:
+        if ":=" in grammar and "::=" not in grammar:
+            raise UsageError("--grammar: `:=` is not GBNF", hint="write rules with `::=`")
         return Grammar(grammar if "::=" in grammar else _file_text(grammar, "--grammar"))
     if schema is None:
         return None
@@ -72,7 +74,8 @@ def _file_text(path: str, option: str) -> str:
         with Path(path).expanduser().open("rb") as file:
             return read_text(file, option)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{option} cannot be read: {error}", hint="check the path") from error
+        reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8 text"
+        raise UsageError(f"{option} cannot be read: {path}: {reason}", hint="check the path") from error
 
 
 def read_text(file: BinaryIO, name: str, errors: str = "strict") -> str:

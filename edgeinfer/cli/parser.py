@@ -243,8 +243,10 @@ def refuse_unknown(
             raise _wrong_scope(verb, owners)
     if unknown:
         prog = f"{parser.prog} {verb}".strip()
-        step = _what_was_meant(parser, verb, unknown[0]) or f"run `{prog} --help`"
-        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}", hint=step)
+        # the value of an unknown option is taken for a word, so that another word is one too many
+        named = [word for word in unknown if word.startswith("-")] or unknown
+        step = _what_was_meant(parser, verb, named[0]) or f"run `{prog} --help`"
+        raise UsageError(f"unrecognized arguments: {' '.join(named)}", hint=step)
 
 
 def _what_was_meant(parser: argparse.ArgumentParser, verb: str, word: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
@@ -48,7 +48,8 @@ def read_lines(path: Path) -> list[BatchLine]:
         try:
             line = decoder.decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise refuse(number, f"{error}; each line needs custom_id, method, url and body") from error
+            fields = f"custom_id, method, body and url ({', '.join(get_args(BatchUrl))})"
+            raise refuse(number, f"{error}; each line needs {fields}") from error
         if line.body.get("stream"):
             raise refuse(number, 'a batch cannot stream: leave "stream" out')
         first_line = first.setdefault(line.custom_id, number)

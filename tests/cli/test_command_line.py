@@ -143,6 +143,8 @@ def test_unknown_option_takes_no_option_for_its_value(capsys):
     typed = "run m hi --cold --ctx 512".split()
     assert main(typed) == 2
     assert "unrecognized arguments: --cold" in capsys.readouterr().err
+    assert main(["run", "hi", "--temp", "0.5"]) == 2
+    assert "unrecognized arguments: --temp\n" in capsys.readouterr().err
     assert CommandLine(typed).values("--ctx") == ["512"]
     assert options_and_words(["--min-p", "-.5", "hi"]) == (["--min-p", "-.5"], ["hi"])
 

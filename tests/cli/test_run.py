@@ -363,9 +363,11 @@ def test_pictures_stand_before_the_prompt(engine, tmp_path, option):
         (["--image", "/nosuch"], "/nosuch: No such file or directory"),
         (["--image", __file__], "the file is not a JPEG, PNG, WebP or GIF file"),
         (["--schema", "{not json"], "--schema: "),
-        (["--schema", "/nosuch"], "--schema cannot be read"),
-        (["--grammar", "/nosuch"], "--grammar cannot be read"),
-        (["--system", "@/nosuch"], "--system cannot be read"),
+        (["--schema", "/nosuch"], "--schema cannot be read: /nosuch: No such file or directory"),
+        (["--schema", "/bin/true"], "--schema cannot be read: /bin/true: the file is not UTF-8 text"),
+        (["--grammar", "/nosuch"], "--grammar cannot be read: /nosuch: No such file or directory"),
+        (["--grammar", 'root := "a"'], "--grammar: `:=` is not GBNF"),
+        (["--system", "@/nosuch"], "--system cannot be read: /nosuch: No such file or directory"),
         (["--receipt", "-"], "--receipt needs a file, and - is none"),
         (["--private"], "--private needs --receipt FILE"),
         (["--file", "/nosuch"], "/nosuch cannot be read: No such file"),
@@ -402,13 +404,14 @@ def test_saved_system_prompt_is_sent(engine, monkeypatch):
     assert engine.requests[0].messages[0].content == "Arr."
 
 
-def test_word_that_is_no_model_before_another_is_told_to_be_quoted(capsys):
+def test_hint_for_an_unknown_model_before_a_prompt_names_both_mistakes(capsys):
     class Unknown(ScriptedHost):
         def engine(self, model, options, progress=None):
             raise UnknownModelError(f"no model is called {model!r}")
 
     assert main(["run", "name", "three"], Unknown(None)) == 3
-    assert "put a prompt in quotes" in capsys.readouterr().err
+    hint = capsys.readouterr().err.partition("hint: ")[2]
+    assert hint == "`edgeinfer list` shows the models; a prompt of several words needs quotes\n"
 
 
 def weather_host(*scripts, **fields):

@@ -114,8 +114,8 @@ def run(options: argparse.Namespace, host: EngineHost) -> RunResult:
     try:
         engine = host.engine(ref or model, typed_options.load_options(options, host.config.load))
     except UnknownModelError as error:
-        quoted = 'put a prompt in quotes: `edgeinfer run "What is photosynthesis?"`'
-        hint = error.hint or (quoted if options.prompt else None)
+        listed = "`edgeinfer list` shows the models; a prompt of several words needs quotes"
+        hint = error.hint or (listed if options.prompt else None)
         raise UnknownModelError(error.message, hint=hint) from error
     started = start_spans(host.start.stages_ms, host.start.how) if options.traces else []
     for warning in engine.info.warnings:

@@ -6,6 +6,7 @@ from fake_hub import Fault, sha
 from made_gguf import gguf_bytes
 from made_projectors import make_projector
 
+from edgeinfer import error_text
 from edgeinfer.errors import (
     AuthenticationError,
     ChecksumError,
@@ -225,3 +226,10 @@ def test_another_quantization_of_a_catalogue_model(server, repo, options) -> Non
 )
 def test_quantizations_in_file_names(path: str, quant: str) -> None:
     assert names.quantization_of(path) == quant
+
+
+def test_a_hub_that_cannot_be_reached_suggests_to_check_the_network(monkeypatch, options) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(DownloadError, match="cannot be reached") as failed:
+        pull(f"{REPO}:q8_0", options=options)
+    assert error_text.hint(failed.value).startswith("check network and proxy, and run")

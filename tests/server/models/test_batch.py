@@ -281,7 +281,7 @@ def test_stdout_is_refused_as_output_if_the_result_goes_there_as_json(files, tmp
     ("line", "said"),
     [
         ("{", "in.jsonl:2"),
-        ({"custom_id": "x", "url": "/v1/files", "body": {}}, "url"),
+        ({"custom_id": "x", "url": "/v1/files", "body": {}}, "/v1/chat/completions, /v1/completions"),
         ({"custom_id": "x", "url": "/v1/completions"}, "body"),
         ({"custom_id": "x", "url": "/v1/completions", "body": {}, "priority": 1}, "priority"),
         ({"custom_id": "a", "url": "/v1/completions", "body": {}}, "already used on line 1"),
