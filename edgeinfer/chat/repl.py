@@ -357,6 +357,8 @@ class Repl:
         if self.session.conversation.model != name:
             self.session.set(model=name)
         self.show_text(f"Model: {name}, context {engine.info.n_ctx:,} tokens.")
+        for warning in engine.info.warnings:
+            self.show_text(f"Warning: {warning}")
 
     def follow_model(self) -> None:
         model, loaded = self.session.conversation.model, self.session.loaded_model

@@ -132,7 +132,7 @@ class Endpoint:
         root = Span(f"start {model}", min([now_s - seconds, *(span.began_s for span in spans)]), now_s)
         self.trace(root, spans, {"edgeinfer.how": loaded.how, "edgeinfer.where": loaded.where})
         for text in loaded.engine.info.warnings:
-            self.log.warning("model-slow", model=model, reason=text)
+            self.log.warning("model-warning", model=model, reason=text)
 
     def trace(
         self, root: Span, spans: Iterable[Span], facts: Mapping[str, Any], traceparent: str = ""

@@ -139,6 +139,8 @@ class ChatScreen(Screen[None]):
         if self.session.conversation.model != message.model:
             self.session.set(model=message.model)
         self.attachments.show()
+        for warning in message.outcome.info.warnings:
+            self.notify(warning, severity="warning", timeout=10)
         self.view.refresh_status()
         self.answering.answer_waiting()
 

@@ -153,8 +153,12 @@ def load_model(
         if progress:
             progress("making a context", None)
         loaded = _with_context(model, meta, shape, options, plan)
+        if 0 < loaded.n_ctx_train < loaded.n_ctx:
+            trained = f"the model was trained on {loaded.n_ctx_train:,} tokens"
+            worse = f"beyond them, a context of {loaded.n_ctx:,} gives worse answers"
+            loaded.warnings = (f"{trained}; {worse}",)
         if plan.from_disk:
-            loaded.warnings = (disk_warning(shape, machine, plan, read_rate(*files.paths)),)
+            loaded.warnings += (disk_warning(shape, machine, plan, read_rate(*files.paths)),)
             loaded.start_streaming(files, plan.streaming)
     except BaseException:
         free_model(model)

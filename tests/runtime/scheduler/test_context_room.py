@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from made_models import make_llama
 from msgspec.structs import replace
 from other_processes import private_bytes
 
@@ -103,6 +104,16 @@ def test_the_trained_context_is_chosen(smollm2: Path) -> None:
         assert info.n_ctx == info.n_ctx_train == 8192
         assert info.choices["kv_type"].value == "f16"
         assert "fit" in info.choices["kv_type"].reason
+
+
+@pytest.mark.parametrize(("n_ctx", "n_warnings"), [(256, 0), (300, 1)])
+def test_a_context_beyond_the_training_is_warned_of(
+    tmp_path: Path, n_ctx: int, n_warnings: int
+) -> None:
+    files = ModelFiles(name="m", paths=(str(make_llama(tmp_path / "m.gguf", 256)),))
+    with closing(load_engine(files, LoadOptions(n_ctx=n_ctx, n_parallel=1))) as engine:
+        assert len(engine.info.warnings) == n_warnings
+        assert all("trained on 256 tokens" in warning for warning in engine.info.warnings)
 
 
 def test_cells_take_memory_when_they_are_used(smollm2: Path) -> None:
