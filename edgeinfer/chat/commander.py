@@ -396,8 +396,7 @@ def sessions_text(session: ChatSession, query: str) -> str:
 def stats_text(session: ChatSession, started: str) -> str:
     """Return a table about the last answer and this process: model, start, context, speed."""
     engine = session.engine
-    answers = [t for t in session.path if t.role == "assistant" and t.stats.completion_tokens]
-    stats = answers[-1].stats if answers else None
+    stats = session.last_stats(session.model)
     rows = [("model", session.model), ("started", started)]
     if engine is not None:
         used = stats.context_tokens if stats else 0

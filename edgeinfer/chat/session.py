@@ -23,6 +23,7 @@ from edgeinfer.chat.history.values import (
     CONTINUABLE,
     Attachment,
     Conversation,
+    Stats,
     Turn,
     branch_to,
     newest_leaf,
@@ -93,6 +94,11 @@ class ChatSession:
     def question(self) -> Turn | None:
         """Latest question of the branch, None if there is none."""
         return next((turn for turn in reversed(self.path) if turn.role == "user"), None)
+
+    def last_stats(self, model: str) -> Stats | None:
+        """Return figures of the branch's last answer; None if `model` did not generate it."""
+        answers = [t for t in self.path if t.role == "assistant" and t.stats.completion_tokens]
+        return answers[-1].stats if answers and answers[-1].model == model else None
 
     @property
     def retries_after_shortening(self) -> bool:

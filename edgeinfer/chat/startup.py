@@ -76,16 +76,14 @@ class Engines:
         self.model = ""
         self._local: Engine | None = None
         self._first: tuple[str, int] | None = None
-        self._load_ms = 0.0
+        self._start_text = ""
         self._loading = threading.Lock()
         self._local_key: tuple[str, int] | None = None
 
     @property
     def start_text(self) -> str:
-        """Describe the start of `engine`, `resumed in 84 ms`, or a later load, `loaded in 3.2 s`."""
-        if not self._load_ms:
-            return describe_start(self.host.start)
-        return f"loaded in {format_ms(self._load_ms)}"
+        """Describe the load of `engine`: `resumed in 84 ms`, `loaded in 3.2 s` or `stayed loaded`."""
+        return self._start_text or describe_start(self.host.start)
 
     def get(self, model: str, n_ctx: int | None, progress: LoadProgress | None = None) -> Engine:
         """Return an engine of `model`, loading the model if necessary; close the previous engine.
@@ -113,8 +111,9 @@ class Engines:
             new = self.host.worker(model, options, progress)
         before, self.engine = self.engine, new
         self.model = model
-        self._load_ms = (time.monotonic() - began) * 1000 if began and before is not None else 0.0
         if before is not None and before is not new:
+            load_ms = (time.monotonic() - began) * 1000
+            self._start_text = f"loaded in {format_ms(load_ms)}" if began else "stayed loaded"
             self._release(before)
         return new
 

@@ -128,7 +128,7 @@ class Loader:
 
     @property
     def start_text(self) -> str:
-        """Describe the loaded model's start (`resumed in 84 ms`); no time before the first load."""
+        """Describe the latest load (`resumed in 84 ms`); no time before the first load."""
         return self._engines.start_text
 
     @property
@@ -339,7 +339,9 @@ class ChatView:
 
     def refresh_status(self) -> None:
         state, at_right = self._state()
-        figures = answer_statistics(self.session, self.streaming, cached_tokens=self.cached_tokens)
+        figures = answer_statistics(
+            self.session, self.model, self.streaming, cached_tokens=self.cached_tokens
+        )
         parts = (StatusPart(self.model, 7, "bold", shortens=True), *state, *figures)
         self.status.show(parts, at_right)
         self.header.update(self.session.conversation.title)
@@ -364,18 +366,16 @@ class ChatView:
 
 
 def answer_statistics(
-    session: ChatSession, streaming: Streaming | None = None, *, cached_tokens: int = 0
+    session: ChatSession, model: str, streaming: Streaming | None = None, *, cached_tokens: int = 0
 ) -> list[StatusPart]:
     """Return parts of the status line: context, rate, time to first token, cached tokens.
 
-    The parts describe the last answer; while an answer streams, they have no rate, which `ChatView`
-    adds. Until an opened conversation gets a new answer, `cached_tokens` replace rate and times.
+    The parts describe the last answer if `model` generated it. While an answer streams, `ChatView` adds
+    the rate. Until an opened conversation gets a new answer, `cached_tokens` replace rate and times.
     """
-    answers = [t for t in session.path if t.role == "assistant" and t.stats.completion_tokens]
-    engine = session.engine
-    if not answers or (streaming is not None and not streaming.tokens):
+    stats, engine = session.last_stats(model), session.engine
+    if stats is None or (streaming is not None and not streaming.tokens):
         return [StatusPart(f"context {engine.info.n_ctx:,}", 6)] if engine else []
-    stats = answers[-1].stats
     n_ctx = engine.info.n_ctx if engine else stats.n_ctx
     is_opened = session.answer is None and bool(cached_tokens)
     cached = f"{cached_tokens:,} tokens cached"

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import re
 import threading
 
 import pytest
@@ -522,19 +523,39 @@ async def test_switching_the_model_keeps_the_conversation(drive):
         assert d.session.path[-1].model == "other"
 
 
-async def test_the_start_of_one_model_is_not_said_of_the_next(drive):
+async def test_start_and_figures_of_one_model_are_not_shown_for_the_next(drive):
+    gate = threading.Event()
+
     class Workers(FixedHost):
         def worker(self, model, options, progress=None):
-            return FakeEngine()
+            assert gate.wait(60)
+            return FakeEngine([["two"]])
 
-    async with drive(host=Workers()) as d:
+    async with drive(host=Workers(FakeEngine([["one"], ["three"]]))) as d:
         assert "resumed in 84 ms" in d.status_text()
+        await d.ask("q")
+        assert re.search(r"tok/s · first \d+ ms", d.status_text())
         d.chat.run_command("/model other")
+        await d.until(lambda: d.status_text().startswith("other · loading"))
+        assert not re.search(r"tok/s|first \d+ ms", d.status_text())
+        gate.set()
         await d.ready()
-        assert "loaded in" in d.status_text()
+        assert re.fullmatch(r"other · loaded in [^·]+ · context 4,096", d.status_text())
+        d.chat.front.show_stats()
+        assert "tokens/s" not in d.chat.transcript.entries[-1].text
+        await d.ask("q2")
+        assert "tok/s" in d.status_text()
         d.chat.run_command(f"/model {MODEL}")
         await d.ready()
-        assert "resumed in 84 ms" in d.status_text()
+        assert d.status_text() == f"{MODEL} · stayed loaded · context 4,096"
+
+
+async def test_load_shows_the_warnings_of_the_model(drive):
+    info = replace(DEFAULT_INFO, warnings=("context of 9 tokens: [x] was trained on 8",))
+    async with drive(FakeEngine(info=info)) as d:
+        await d.until(
+            lambda: "[x] was trained on 8" in str([t.render() for t in d.app.screen.query("Toast")])
+        )
 
 
 def model_names(d):
