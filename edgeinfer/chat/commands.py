@@ -102,9 +102,13 @@ BY_NAME: dict[str, SlashCommand] = {name: c for c in COMMANDS for name in (c.nam
 
 
 def is_command(line: str) -> bool:
-    """Return whether `line` is a command: `/word` on one line; `//` and paths (`/usr/bin`) are text."""
+    """Return whether `line` is a command, `/word` on one line; `//` and paths (`/usr/bin`) are text.
+
+    Two commands run together (`/receipt/stats`) are a mistyped command, which `parse` refuses.
+    """
     word = line[1:].split(None, 1)[0] if len(line) > 1 and not line[1].isspace() else ""
-    return line.startswith("/") and bool(word) and "/" not in word and "\n" not in line
+    is_path = "/" in word and not BY_NAME.keys() >= set(word.lower().split("/"))
+    return line.startswith("/") and bool(word) and not is_path and "\n" not in line
 
 
 def parse(line: str) -> TypedCommand:

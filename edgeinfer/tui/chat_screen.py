@@ -290,7 +290,7 @@ class ChatScreen(Screen[None]):
     @on(TextArea.Changed, "#composer")
     def _complete_typed(self) -> None:
         before = self.composer.before_cursor
-        completions = complete(before, self.front.names())
+        completions = [] if self.composer.is_recalled else complete(before, self.front.names())
         self.completions.offer(completions)
         self.composer.completing = bool(completions)
         choice = self.completions.choice

@@ -95,6 +95,11 @@ class Composer(TextArea):
         """Text up to the cursor."""
         return self.get_text_range((0, 0), self.cursor_location)
 
+    @property
+    def is_recalled(self) -> bool:
+        """Return whether the text is a sent one that Up shows, unchanged."""
+        return self._past_index > 0 and self.text == self._past[self._past_index - 1]
+
     def set_past(self, typed: list[str]) -> None:
         """Set the sent texts that Up shows, newest first."""
         self._past, self._past_index = list(typed), 0
@@ -119,7 +124,6 @@ class Composer(TextArea):
                 self._unsent = self.text
             self._past_index += 1
             self.fill(self._past[self._past_index - 1])
-            self.move_cursor((0, 0))
         else:
             super().action_cursor_up(select)
 

@@ -19,6 +19,8 @@ class TestSlash:
         [
             (["/help", "/model x", "/q", "/temp 0.5", "/x"], True),
             (["", "/", "/ x", "//", "/usr/bin", "/etc/hosts is wrong", "hello /help", "/a\nb"], False),
+            (["/receipt/summarise", "/Receipt/stats x"], True),
+            (["/export/home", "/new/", "//help"], False),
         ],
     )
     def test_command_is_told_from_text(self, lines, is_command):
@@ -31,7 +33,13 @@ class TestSlash:
 
     @pytest.mark.parametrize(
         ("line", "hint"),
-        [("/modle x", "/model"), ("/fork now", "/fork"), ("/file", "PATH"), ("/zzz", "/help")],
+        [
+            ("/modle x", "/model"),
+            ("/fork now", "/fork"),
+            ("/file", "PATH"),
+            ("/zzz", "/help"),
+            ("/quit/stats", "/stats"),
+        ],
     )
     def test_mistakes_name_the_way_out(self, line, hint):
         with pytest.raises(UsageError) as caught:

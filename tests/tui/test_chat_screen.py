@@ -263,10 +263,22 @@ async def test_composer_has_lines_and_history(drive):
         await d.ask("second")
         await d.press("up")
         assert d.chat.composer.text == "second"
+        assert d.chat.composer.before_cursor == "second", "typed text is appended"
         await d.press("up", "up")
         assert d.chat.composer.text == "a\nb"
         await d.press("down", "down", "down")
         assert d.chat.composer.text in ("second", "")
+
+
+async def test_recalled_command_offers_no_completions_which_would_take_up(drive):
+    async with drive(FakeEngine()) as d:
+        await d.ask("q")
+        for line in ("/temp 1", "/temp 0.5", "/set"):
+            await d.type(line, "escape", "enter")
+        await d.press("up")
+        assert (d.chat.composer.text, d.chat.composer.completing) == ("/set", False)
+        await d.press("up", "up", "up")
+        assert d.chat.composer.text == "q"
 
 
 async def test_paste_keeps_its_lines(drive):
