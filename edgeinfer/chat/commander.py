@@ -145,22 +145,21 @@ class Commander:
 
     def _set(self, argument: str) -> None:
         name, _, text = argument.replace("=", " ").partition(" ")
-        if not name:
+        fields = [presets.option(name)] if name else list(presets.OPTIONS)
+        lines = [""] if not name else []
+        if text.strip():
+            new = presets.value(fields[0], text.strip())
+            sampling = presets.change(self.session.conversation.sampling, fields[0], new)
+            self.session.set(sampling=sampling)
+        else:
             values = msgspec.structs.asdict(self.session.prompt.sampling())
             values |= self.session.conversation.sampling
-            options = [""]
-            for option in presets.OPTIONS.values():
+            for option in map(presets.OPTIONS.__getitem__, fields):
                 value = values.get(option.field)
                 shown = "-" if value is None else f"{value:g}"
-                options.append(f"{option.label:<18} {shown:<6} {option.help}")
-        else:
-            options = []
-            key = presets.option(name)
-            if text.strip():
-                new = presets.value(key, text.strip())
-                self.session.set(sampling=presets.change(self.session.conversation.sampling, key, new))
+                lines.append(f"{option.label:<18} {shown:<6} {option.help}")
         now = presets.describe(self.session.conversation.sampling)
-        self.front.show_text("\n".join([f"Sampling: {now}", *options]))
+        self.front.show_text("\n".join([f"Sampling: {now}", *lines]))
 
     def _preset(self, argument: str) -> None:
         if argument and argument not in self.presets:

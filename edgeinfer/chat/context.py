@@ -41,7 +41,8 @@ def first_kept(session: ChatSession, engine: Engine) -> Turn:
     _, sent = sent_part(path)
     questions = [i for i, turn in enumerate(sent) if turn.role == "user"]
     if len(questions) < 2:
-        raise UsageError("there are no older turns to drop", hint="begin a new conversation: `/new`")
+        problem = "no turn is old enough to drop or summarise"
+        raise UsageError(problem, hint="begin a new conversation: `/new`")
     room = int(engine.info.n_ctx * KEEP_SHARE)
     for index in questions[1:]:
         if prompt_tokens(session, engine, sent[index:]) <= room:

@@ -132,7 +132,7 @@ class Repl:
     def _line(self, prompt: str, *, remembers: bool = False) -> str | None:
         """Read a line; None at the input's end. `remembers` adds the line to the terminal's history."""
         if self._source is not sys.stdin or not self._interactive:
-            self._write(prompt)
+            self._write(prompt if self._source.isatty() else "")
             line = self._source.readline()
             return line.rstrip("\n") if line else None
         history = self._history

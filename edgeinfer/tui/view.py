@@ -361,7 +361,8 @@ class ChatView:
         if self.loader.progress:
             return [StatusPart(self.loader.progress, 10, "$accent")], "F1 help"
         if self.transcript.selection is not None:
-            return [], "e edit · c copy · y code · f fork · Esc"
+            edit = "e edit · " * isinstance(self.transcript.selection, Question)
+            return [], f"{edit}c copy · y code · f fork · Esc"
         return [StatusPart(self.loader.start_text, 6, shortens=True)], "F1 help"
 
 

@@ -80,6 +80,12 @@ def test_sampling(commander, front):
     assert commander.session.conversation.sampling == {"temperature": 0.0, "top_p": 0.9, "seed": 7}
     commander.run("/set top-p default")
     assert front.said == "Sampling: temperature 0, seed 7"
+    commander.run("/temp")
+    assert re.fullmatch(r"Sampling: temperature 0, seed 7\ntemperature +0 .*", front.said)
+    commander.run("/set dry-multiplier")
+    assert re.search(r"^dry-multiplier +0 ", front.said, re.M)
+    commander.run("/set dry-multiplier 0.5")
+    assert commander.session.prompt.sampling().dry_multiplier == 0.5
     commander.run("/preset mine")
     assert commander.session.conversation.sampling == {"top_k": 1}
     commander.run("/preset")

@@ -278,6 +278,24 @@ def test_script_is_asked_nothing_and_gets_the_error(tmp_path):
     assert host.opened == [(MODEL, 0)]
 
 
+def test_script_gets_no_prompts(tmp_path):
+    out, _ = talk(tmp_path, "Hi", "/quit", kind=io.StringIO)
+    assert "Answer: Hello you" in out
+    assert ">" not in out
+
+
+def test_warnings_of_the_model_are_shown(tmp_path):
+    warning = "context of 9 tokens: the model was trained on 8"
+    engine = FakeEngine(info=replace(DEFAULT_INFO, warnings=(warning,)))
+    out, _ = talk(tmp_path, "/quit", engine=engine)
+    assert f"Warning: {warning}\n" in out
+
+
+def test_one_question_is_too_new_to_summarise(tmp_path):
+    out, _ = talk(tmp_path, "Hi", "/summarise", "/quit")
+    assert "Error: no turn is old enough to drop or summarise\nNext: begin a new" in out
+
+
 def test_script_continues_after_an_error_and_ends_with_it(tmp_path):
     engine = FakeEngine([[DecodeError("it broke")], ["fine"]])
     with pytest.raises(DecodeError, match="it broke"):

@@ -114,8 +114,11 @@ async def test_earlier_question_is_chosen_edited_and_forks(drive):
     async with drive(FakeEngine([["a1"], ["a2"], ["b1"]])) as d:
         await d.ask("q1")
         await d.ask("q2")
-        await d.press("ctrl+up", "ctrl+up", "ctrl+up", "ctrl+up")
+        await d.press("ctrl+up")
+        assert d.chat.status._hint.startswith("c copy"), "an answer cannot be edited"
+        await d.press("ctrl+up", "ctrl+up", "ctrl+up")
         assert d.chat.transcript.selection.turn.content == "q1"
+        assert d.chat.status._hint.startswith("e edit")
         await d.press("e")
         assert d.chat.composer.text == "q1"
         assert d.chat.composer.has_focus
