@@ -93,12 +93,12 @@ class ModelCard(Reply, frozen=True, kw_only=True):
     """A model that requests may name.
 
     `state` is "cold", "loading" or "loaded"; `size_bytes` is the size of the model's files. `alias_of`
-    is the model's own name if `id` is an alias, otherwise "". `n_ctx` is the context size (tokens), 0
-    until the model is loaded.
+    is the model's own name if `id` is an alias, otherwise "". `n_ctx` is the context size (tokens), the
+    trained one until the model is loaded.
 
     Clients look for the context size under different names: `max_model_len` (vLLM), `context_length`
-    (OpenRouter), `max_input_tokens` (Anthropic). These fields have the training context until the model
-    is loaded. `type`, `display_name` and `created_at` are Anthropic's.
+    (OpenRouter), `max_input_tokens` (Anthropic). `type`, `display_name` and `created_at` are from
+    Anthropic's API.
     """
 
     id: str
@@ -182,7 +182,7 @@ def _card(context: RequestContext, pulled: AvailableModel) -> ModelCard:
         size_bytes=pulled.size_bytes or (info.weights_bytes if info else 0),
         created_at=stamp(pulled.created),
         display_name=pulled.name,
-        n_ctx=info.n_ctx if info else 0,
+        n_ctx=n_ctx,
         max_model_len=n_ctx,
         context_length=n_ctx,
         max_input_tokens=n_ctx,

@@ -9,6 +9,7 @@ from least_requests import HI
 from edgeinfer.runtime.events import Logprob, TextDelta, TokenLogprobs
 from edgeinfer.server.app import match_route
 from edgeinfer.server.model_entry import LoadedEngine
+from edgeinfer.server.model_pool import AvailableModel
 
 
 @pytest.mark.parametrize(
@@ -134,10 +135,16 @@ def test_props_has_llama_cpps_fields(live_server):
     assert props["default_generation_settings"]["params"]["top_k"] == 40
 
 
-def test_a_cold_model_tells_nothing_of_a_context_it_has_not(serve):
-    live_server = serve(load=lambda name, progress: LoadedEngine(engine=FakeEngine()), names=("a", "b"))
+def test_card_of_a_cold_model_has_the_trained_context_in_every_name(serve):
+    pulled = [AvailableModel(name="a"), AvailableModel(name="b", n_ctx_train=8192)]
+    live_server = serve(
+        load=lambda name, progress: LoadedEngine(engine=FakeEngine()),
+        names=("a", "b"),
+        pulled=lambda: pulled,
+    )
     cold = live_server.get("/v1/models/b").json()
-    assert (cold["state"], cold["n_ctx"], cold["max_model_len"]) == ("cold", 0, 0)
+    names = ("n_ctx", "max_model_len", "context_length", "max_input_tokens")
+    assert (cold["state"], *(cold[name] for name in names)) == ("cold", *[8192] * 4)
 
 
 def test_error_for_a_body_that_is_not_json_says_what_to_send(live_server):
