@@ -77,7 +77,7 @@ def launch_rows() -> list[Row]:
     """Return the rows of bench_resume.py; the last one is the disk space of a snapshot."""
     rows, models = [], read_part("resume.json")["models"]
     for name, title in (
-        ("7b", "7B shape: `exec` → first token of a one-token prompt"),
+        ("7b", "a 7B model's shape, random weights: `exec` → first token of a one-token prompt"),
         ("small", "135M: the same"),
     ):
         firsts = {way: range_of(runs["first_token"]) for way, runs in models[name]["one_token"].items()}
@@ -86,7 +86,7 @@ def launch_rows() -> list[Row]:
             f"; {spread(firsts['no-repack, no-warmup'], 'ms')} with `--no-repack --no-warmup`"
         )
     private_mb = models["7b"]["memory"]["idle_private_bytes"] / 1e6
-    rows.append(["private memory, idle, 7B shape", f"**{private_mb:.0f} MB**", "the model's"])
+    rows.append(["private memory, idle, the same 7B shape", f"**{private_mb:.0f} MB**", "the model's"])
     disk_mb = models["7b"]["snapshot"]["disk_bytes"] / 1e6
     rows.append(["disk for a warm 7B besides the model file", f"{disk_mb:.0f} MB", "**none**"])
     return rows

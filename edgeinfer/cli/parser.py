@@ -44,7 +44,8 @@ VERBS = {
         "chat in the terminal; the default of `edgeinfer`", ("chat qwen3-4b", "chat --continue")
     ),
     "run": Verb(
-        "answer one prompt on stdout", ('run qwen3-4b --max-tokens 50 "Summarise this." < notes.txt',)
+        "answer one prompt on stdout",
+        ('run --temperature 0 --timings --receipt r.json "Sum up." < notes.txt',),
     ),
     "serve": Verb(
         "answer OpenAI, Anthropic, Ollama and plain HTTP clients", ("serve qwen3-4b --port 8080",)

@@ -199,6 +199,7 @@ def test_own_model_beside_a_server_in_one_run(smollm2, other, as_json):
     shown = msgspec.convert(result, BenchResult).human()
     assert re.search(rf"(?m)^{own_model} +\| pp32 +\|", shown), "a Markdown table"
     assert re.search(r"(?m)^---( +\| +---)+$", shown)
+    assert "- pp: prefill; tg: generation" in shown
     assert "- noise: reference job" in shown
     assert "- energy: " in shown
 

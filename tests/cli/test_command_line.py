@@ -336,6 +336,7 @@ def test_help_of_run_fits_a_small_terminal_and_help_all_has_the_rest(capsys, mon
         shown = capsys.readouterr().out
         assert len(shown.splitlines()) <= 24
         assert "--ctx" not in shown
+        assert all(flag in shown for flag in ("--temperature", "--timings", "--receipt"))
     with pytest.raises(SystemExit):
         main(["run", "--help-all"])
     assert "--ctx" in capsys.readouterr().out

@@ -41,6 +41,10 @@ from edgeinfer.server.guards import keys
 
 _STOP_S = 60.0
 _HEAD = ("SERVER", "TEST", "MEDIAN", "SPREAD", "J/TOKEN", "AGAINST THE FIRST")
+_LEGEND = (
+    "pp: prefill; tg: generation; turn: first token of a next turn; SPREAD: least to greatest; "
+    "AGAINST THE FIRST: median ratio to the first server"
+)
 
 
 class BenchResult(Result, frozen=True, kw_only=True):
@@ -61,7 +65,7 @@ class BenchResult(Result, frozen=True, kw_only=True):
         job = f"reference job {middle:.1f} ms ± {spread / 2:.0%}"
         noise = f"noise: {job}, load {self.load:.1f} at the start; {enough}"
         rows = table([_HEAD, ("---",) * len(_HEAD), *cells], right=frozenset({2, 3, 4, 5}), gap=" | ")
-        notes = (f"- {note}" for note in (noise, f"energy: {self.energy}", *self.notes))
+        notes = (f"- {note}" for note in (_LEGEND, noise, f"energy: {self.energy}", *self.notes))
         return "\n".join([rows, "", f"edgeinfer {__version__}, {self.machine}", *notes])
 
 
