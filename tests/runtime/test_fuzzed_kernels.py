@@ -79,6 +79,7 @@ def test_levels_agree_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("arm64")
+@pytest.mark.timeout(900)  # emulated: a minute on two idle cores, more than five on busy ones
 @pytest.mark.parametrize("level", arm64.PROCESSORS)
 def test_arm64_agrees_with_avx2_bit_for_bit(level: str, tmp_path: Path) -> None:
     if not can_run("v3"):

@@ -110,6 +110,7 @@ def test_no_tensor_of_a_family_depends_on_the_level(
 
 
 @pytest.mark.needs("arm64")
+@pytest.mark.timeout(900)  # emulated
 @pytest.mark.model
 @pytest.mark.xdist_group("fuzzed kernels")  # which compile the same libraries
 @pytest.mark.parametrize("level", arm64.PROCESSORS)

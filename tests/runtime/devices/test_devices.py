@@ -154,6 +154,7 @@ def test_random_operations_on_sequences_with_half_of_their_layers_on_a_device(
     assert outcome["largest"] < 0.02, outcome
 
 
+@pytest.mark.timeout(900)  # some hundred steps of a software GPU
 @pytest.mark.parametrize("share", range(4))
 def test_process_outlives_a_device_that_is_lost_after_any_submit(
     scenarios: Scenarios, alone: Answers, repeats: Callable[[int], int], share: int
