@@ -134,7 +134,7 @@ class TestModels:
             pulling.go.set()
             detail = screen.query_one(".detail")
             await d.until(lambda: "closed the connection" in str(detail.render()))
-            assert "run the same command again" in str(detail.render())
+            assert "check network and proxy" in str(detail.render())
 
     async def test_typing_filters_the_list(self, drive):
         async with drive() as d:

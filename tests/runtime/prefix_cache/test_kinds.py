@@ -29,7 +29,11 @@ REAL = {"attention": "smollm2", "window": "gemma3"}
 pytestmark = pytest.mark.usefixtures("writes_all")
 
 
-@pytest.fixture(scope="module", params=[*REAL, *MADE])
+#: Takes 21 seconds.
+_LONG = pytest.param("window", marks=pytest.mark.needs("time"))
+
+
+@pytest.fixture(scope="module", params=["attention", _LONG, *MADE])
 def model(
     request: pytest.FixtureRequest, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:

@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", pytest.param("q8_0", marks=pytest.mark.needs("time"))])
 def test_fresh_engine_continues_bit_identically(store: BlockStore, model: Path, kv_type: str) -> None:
     """Against an engine that has never stopped: straight on, cut behind a block, and cut within a tail."""
     engine = load(model, store, kv_type=kv_type)
