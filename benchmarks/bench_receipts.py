@@ -48,8 +48,9 @@ _WEATHER = {
 }
 _SAMPLED: dict[str, Any] = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": True}
 _PENALTIES = {"repeat_penalty": 1.2, "presence_penalty": 0.3, "dry_multiplier": 0.8, "min_p": 0.02}
-#: Fields of the timed requests. Answers of more than _LONG tokens are generated once, sampled.
+#: Timed answers of more tokens are generated once, sampled.
 _LONG = 200
+#: Fields of the timed requests.
 TIMED = {
     "greedy": {"temperature": 0},
     "sampled": {"temperature": 0.8},
@@ -160,18 +161,9 @@ def measure_times(model: str, sizes: list[int], rounds: int) -> list[list[str]]:
                 assert (result["verdict"], result["n_answer"]) == ("verified", size), result
                 pairs.append((receipt["seconds"], result["seconds"]))
                 print(model, size, name, *pairs[-1], file=sys.stderr)
-            generation_times, check_times = zip(*pairs, strict=True)
-            shares = spread([b / a for a, b in pairs], "", 3)
-            rows.append(
-                [
-                    model,
-                    str(size),
-                    name,
-                    spread(generation_times, "s", 2),
-                    spread(check_times, "s", 2),
-                    shares,
-                ]
-            )
+            times = (spread(seconds, "s", 2) for seconds in zip(*pairs, strict=True))
+            shares = spread([check_s / generation_s for generation_s, check_s in pairs], "", 3)
+            rows.append([model, str(size), name, *times, shares])
     return rows
 
 

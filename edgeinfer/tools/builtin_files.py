@@ -227,7 +227,7 @@ class BuiltinFiles(Builtin):
                 # with "", `stop` is checked in each folder: many folders may have no files
                 for name in ("", *sorted(names)):
                     if stop.is_set:
-                        raise StoppedError("the user stopped the call")
+                        raise StoppedError
                     if visited > _MAX_VISITED:
                         return
                     visited += 1
@@ -269,7 +269,7 @@ def _grep_files(pattern: str, opened: dict[int, str], left_s: float, stop: Stop)
     except OSError as error:
         raise RefusedError(f"grep: {error.strerror}") from error
     if stop.is_set:
-        raise StoppedError("the user stopped the call")
+        raise StoppedError
     if errors:
         raise RefusedError(f"the pattern is invalid: {errors.decode('utf-8', 'replace').strip()}")
     if grep.returncode == -signal.SIGKILL and len(out) < _MAX_FILE:

@@ -22,7 +22,7 @@ from edgeinfer.safe_text import escape_hidden
 from edgeinfer.tools import approval
 from edgeinfer.tools.approval import Approvals, Decision, Level
 from edgeinfer.tools.mcp_client import ToolInfo
-from edgeinfer.tools.tool_use import Stop, StoppedError, ToolUse, safe_text
+from edgeinfer.tools.tool_use import STOPPED, Stop, StoppedError, ToolUse, safe_text
 from edgeinfer.tools.toolbox import BoundTool, Toolbox
 
 _MOST_SHOWN = 4000
@@ -265,7 +265,7 @@ class ChatTools:
         except (msgspec.MsgspecError, RecursionError) as error:
             return use.end("failed", f"the arguments are not a JSON object: {error}")
         except StoppedError:
-            return use.end("stopped", "the user stopped the call")
+            return use.end("stopped", STOPPED)
         except EdgeInferError as error:
             return use.end("failed", safe_text(error.message, 2000))
 
@@ -336,7 +336,7 @@ class ChatTools:
             session = self.toolbox.start(bound.server, stop)
             result = session.call(bound.info.name, arguments, stop, progress)
         except StoppedError:
-            return use.end("stopped", "the user stopped the call")
+            return use.end("stopped", STOPPED)
         except EdgeInferError as error:
             return use.end("failed", safe_text(error.message, 2000))
         took_ms = (time.monotonic() - start_s) * 1000

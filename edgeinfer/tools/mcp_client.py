@@ -247,7 +247,7 @@ class McpClient(ToolServer):
         self, method: str, params: Message, timeout_s: float, stop: Stop, on_progress: Progress | None
     ) -> Message:
         if stop.is_set:
-            raise StoppedError("the user stopped the call")
+            raise StoppedError
         number, pending = next(self._ids), _Pending(on_progress)
         with self._lock:
             self._pending[number] = pending
@@ -258,7 +258,7 @@ class McpClient(ToolServer):
 
         message = {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
         try:
-            with stop.calling(partial(pending.answer.put, StoppedError("the user stopped the call"))):
+            with stop.calling(partial(pending.answer.put, StoppedError())):
                 sent = self._transport.send(message)
                 sent.add_done_callback(pending.note_sent)
                 answer = pending.wait(timeout_s)

@@ -19,7 +19,7 @@ from edgeinfer.tools.builtin import FIXED_PATH, TEXT, Builtin, home_folder_error
 from edgeinfer.tools.mcp_client import CallResult
 from edgeinfer.tools.mcp_servers import path_outside
 from edgeinfer.tools.self_running import SelfRunning
-from edgeinfer.tools.tool_use import Stop, StoppedError
+from edgeinfer.tools.tool_use import STOPPED, Stop, StoppedError
 
 #: Maximum number of bytes of a command's output; a command that writes more is killed.
 MAX_OUTPUT = 1 << 20
@@ -104,7 +104,7 @@ class Sandbox(Builtin):
             renamed = files.restore()
             files.close()
         if stop.is_set:
-            raise StoppedError(renamed or "the user stopped the call")
+            raise StoppedError(renamed or STOPPED)
         text = out.decode("utf-8", "replace")
         if renamed:
             text += f"\nended: {renamed}\n"

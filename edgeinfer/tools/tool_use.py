@@ -91,8 +91,15 @@ def safe_text(text: str, max_bytes: int) -> str:
 Progress = Callable[[str], object]
 
 
+#: What the model is told of a call that the user stopped.
+STOPPED = "the user stopped the call"
+
+
 class StoppedError(Exception):
     """The user stopped a call. This is not a failure: it has no code and no hint."""
+
+    def __init__(self, message: str = STOPPED) -> None:
+        super().__init__(message)
 
 
 class Stop:
@@ -124,7 +131,7 @@ class Stop:
         """Hold `lock` in the block. Raises StoppedError if `set` is called while waiting for it."""
         while not lock.acquire(timeout=_STOP_CHECK_S):
             if self.is_set:
-                raise StoppedError("the user stopped the call")
+                raise StoppedError
         try:
             yield
         finally:

@@ -178,7 +178,7 @@ class Toolbox:
             with self._lock:
                 if self._closing.is_set:
                     client.close()
-                    raise StoppedError("the user stopped the call")
+                    raise StoppedError
                 self._started[name] = client
         if is_new or client.list_changed:
             try:

@@ -130,7 +130,7 @@ def _is_public(address: _Address) -> bool:
 
 def _refuse_end(stop: Stop, end_s: float) -> None:
     if stop.is_set:
-        raise StoppedError("the user stopped the call")
+        raise StoppedError
     if time.monotonic() > end_s:
         raise RefusedError(f"the page took more than {_TIMEOUT_S:g} s")
 
