@@ -126,12 +126,18 @@ def plan_of(shape: Shape) -> MemoryPlan:
     return make_plan(shape, LoadOptions(n_ctx=4096, n_parallel=4), machine(64 * GIB))
 
 
-@pytest.mark.parametrize(("shape", "n_outputs"), [(DENSE, 204), (EXPERTS, 106), (TINY, 60)])
-def test_more_tokens_have_logits_where_these_take_no_memory(shape: Shape, n_outputs: int) -> None:
-    plan = plan_of(shape)
+@pytest.mark.parametrize(("n_vocab", "n_outputs"), [(49_152, 256), (151_936, 110), (262_144, 64)])
+def test_more_tokens_have_logits_where_these_take_little_memory(n_vocab: int, n_outputs: int) -> None:
+    shape = replace(TINY, n_vocab=n_vocab)
+    assert plan_of(shape).n_outputs == n_outputs
+    assert n_outputs == 256 or shape.logits_bytes(n_outputs) <= 64 << 20
+
+
+def test_more_tokens_have_logits_where_these_take_no_memory() -> None:
+    plan = plan_of(DENSE)
     limits = {"n_seq_max": plan.n_seq_max, "n_ubatch": plan.n_batch, "n_outputs": 1}
-    fewest = make_buffers(shape, plan.n_cells.value, plan.kv_type.value, **limits)
-    assert (plan.n_outputs, plan.buffers.compute_bytes) == (n_outputs, fewest.compute_bytes)
+    fewest = make_buffers(DENSE, plan.n_cells.value, plan.kv_type.value, **limits)
+    assert (plan.n_outputs, plan.buffers.compute_bytes) == (204, fewest.compute_bytes)
 
 
 def test_fewer_tokens_have_logits_where_memory_is_short() -> None:
