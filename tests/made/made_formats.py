@@ -1,5 +1,6 @@
 """Chat formats of the recorded templates, with a vocabulary that has the markers of their families."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def template_text(name: str) -> str:
     return (TEMPLATES / f"{name}.jinja").read_text()
 
 
+@functools.cache
 def load_format(name: str = "", vocab: Any = None, **facts: Any) -> ChatFormat:
     """Load the format of a family's template; `facts` are other fields of `TemplateFacts`."""
     usual = {"template": template_text(name) if name else "", "architecture": "llama", "name": name}

@@ -2,6 +2,7 @@
 insists on.
 """
 
+import functools
 import re
 from datetime import datetime
 
@@ -28,6 +29,7 @@ CALL = Message(role="assistant", tool_calls=(_KOELN,))
 RESULT = Message(role="tool", content="31", tool_call_id="call_12345678", name="get_weather")
 
 
+@functools.cache
 def load(name: str) -> ChatTemplate:
     return ChatTemplate.load(template_text(name), "<s>", "</s>")
 
