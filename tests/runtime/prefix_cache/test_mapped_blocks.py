@@ -3,6 +3,8 @@
 import contextlib
 import hashlib
 import mmap
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +19,7 @@ from edgeinfer.runtime.llama.mappings import areas
 from edgeinfer.runtime.prefix_cache.block_folder import BlockStore
 from edgeinfer.runtime.prefix_cache.retention import forget_all, list_blocks
 
-from .conftest import ask, heard, load, text
+from .conftest import ROOMY, ask, heard, load, text
 
 N_TOKENS = 900
 N_BLOCKS = N_TOKENS // 256
@@ -26,14 +28,29 @@ N_TENSORS = 60
 Read = tuple[tuple[int, ...], list[object]]
 
 
+@pytest.fixture(scope="module")
+def stored_prompt(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Read]:
+    """The folder of a store with the blocks of a prompt."""
+    store = BlockStore(tmp_path_factory.mktemp("stored") / "blocks", ROOMY)
+    with closing(load(smollm2, store)) as engine:
+        tokens = tuple(engine.tokenize(text(N_TOKENS)))[:N_TOKENS]
+        answer, _ = heard(engine, ask(tokens))
+        assert engine.flush_blocks()
+    return store.root, (tokens, answer)
+
+
 @pytest.fixture
-def read(store: BlockStore, smollm2: Path) -> Read:
-    engine = load(smollm2, store)
-    tokens = tuple(engine.tokenize(text(N_TOKENS)))[:N_TOKENS]
-    answer, _ = heard(engine, ask(tokens))
-    assert engine.flush_blocks()
-    engine.close()
-    return tokens, answer
+def read(stored_prompt: tuple[Path, Read], tmp_path: Path) -> Read:
+    # links, because smaps counts pages of a file that was just copied as dirty
+    shutil.copytree(stored_prompt[0], tmp_path / "blocks", copy_function=os.link)
+    return stored_prompt[1]
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlockStore:
+    if "read" in request.fixturenames:
+        request.getfixturevalue("read")
+    return BlockStore(tmp_path / "blocks", ROOMY)
 
 
 def count_mappings(engine: LlamaEngine) -> int:
