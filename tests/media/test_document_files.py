@@ -84,19 +84,19 @@ BOMB = (
     + "]>"
 )
 REFUSED = {
-    r"a cannot be read: .*(PDF|format|Data)": PDF[:60],
-    "the PDF has 1001 pages; at most 1000 are read": make_pdf(["x"] * 1001),
-    "more than 32 MB": b"%PDF-" + bytes(33 << 20),
-    "no item named|not a zip": b"PK\x03\x04word/" + bytes(100),
-    "limit on|memory|CPU time|undefined entity": make_docx(["&b11;"], head=BOMB),
-    "takes more than 64 MB": make_docx(["x" * (65 << 20)]),
+    r"a cannot be read: .*(PDF|format|Data)": lambda: PDF[:60],
+    "the PDF has 1001 pages; at most 1000 are read": lambda: make_pdf(["x"] * 1001),
+    "more than 32 MB": lambda: b"%PDF-" + bytes(33 << 20),
+    "no item named|not a zip": lambda: b"PK\x03\x04word/" + bytes(100),
+    "limit on|memory|CPU time|undefined entity": lambda: make_docx(["&b11;"], head=BOMB),
+    "takes more than 64 MB": lambda: make_docx(["x" * (65 << 20)]),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_a_document_is_refused_with_a_reason(message):
     with pytest.raises(InvalidRequestError, match=message) as caught:
-        text_of(REFUSED[message], "a", "messages[0]")
+        text_of(REFUSED[message](), "a", "messages[0]")
     assert caught.value.param == "messages[0]"
 
 

@@ -66,7 +66,7 @@ class StepCurve:
         """Measure costs. `step_s(rows)` runs a step with `rows` rows and returns its time (s)."""
         measured = _ROWS[:-1]
         best, until = [math.inf] * len(measured), time.monotonic() + _MEASURE_S
-        while time.monotonic() < until:
+        while math.inf in best or time.monotonic() < until:
             best = [min(seconds, step_s(rows)) for seconds, rows in zip(best, measured, strict=True)]
         best = [min(best[i:]) for i in range(len(best))]  # more rows never take less time
         self._points = [seconds / best[0] for seconds in (*best, _extrapolate(best))]

@@ -13,6 +13,7 @@ from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.llama.context import Batch
 from edgeinfer.runtime.options import LoadOptions, ModelFiles
 from edgeinfer.runtime.requests import JsonSchema
+from edgeinfer.runtime.sampling import speculative
 from edgeinfer.runtime.sampling.past_answers import PastAnswers
 from edgeinfer.runtime.sampling.speculative import (
     Acceptance,
@@ -29,7 +30,9 @@ from ..conftest import answer, ask
 def curve(costs: Callable[[int], float]) -> StepCurve:
     """A measured curve: seconds by rows, and steps of up to 32 sequences."""
     step_curve = StepCurve()
-    step_curve.measure(costs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculative, "_MEASURE_S", 0.0)  # these costs do not vary
+        step_curve.measure(costs)
     for n in range(2, 33):
         step_curve.record(n, n, costs(n))
     return step_curve

@@ -6,8 +6,6 @@ The answers are scripted; chat templates, grammars and parsers are the real ones
 import json
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 from fake_engine import FakeEngine, Script
 from made_formats import json_or_text, load_format
@@ -80,7 +78,7 @@ def check(turn: int, passed: Any, prompts: list[str]) -> str:
     return f"written {turn}"
 
 
-def test_openai_session_continues_after_a_broken_call(serve, model):
+def test_openai_session_continues_after_a_broken_call(serve, model, openai):
     live_server = serve(FakeEngine(model))
     schemas = {"odd": ODD, "write_file": PARAMETERS}
     functions = [{"name": name, "parameters": schema} for name, schema in schemas.items()]
@@ -107,7 +105,7 @@ def test_openai_session_continues_after_a_broken_call(serve, model):
             ]
 
 
-def test_responses_session_continues_after_a_broken_call(serve, model):
+def test_responses_session_continues_after_a_broken_call(serve, model, openai):
     live_server = serve(FakeEngine(model))
     tool = {"type": "function", "name": "write_file", "parameters": PARAMETERS, "strict": False}
     items: list[Any] = [{"role": "user", "content": "Write the files."}]
@@ -122,7 +120,7 @@ def test_responses_session_continues_after_a_broken_call(serve, model):
             items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
 
 
-def test_anthropic_session_continues_after_a_broken_call(serve, model):
+def test_anthropic_session_continues_after_a_broken_call(serve, model, anthropic):
     live_server = serve(FakeEngine(model))
     tool = {"name": "write_file", "input_schema": PARAMETERS}
     asked: dict[str, Any] = {"model": "fake", "max_tokens": 500, "tools": [tool], "stream": False}

@@ -2,7 +2,6 @@
 
 import json
 
-import anthropic
 import jsonschema
 import pytest
 from least_requests import PLACE
@@ -16,7 +15,7 @@ HELLO = [{"role": "user", "content": "Say hello."}]
 
 
 @pytest.fixture
-def client(real):
+def client(real, anthropic):
     with anthropic.Anthropic(base_url=real.url, api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
@@ -94,7 +93,7 @@ def test_tokens_are_counted_as_they_are_used(client, choice, begun):
     assert counted.input_tokens == used.input_tokens + used.cache_read_input_tokens
 
 
-def test_errors_are_the_clients_own(client):
+def test_errors_are_the_clients_own(client, anthropic):
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(model="nobody", max_tokens=1, messages=HELLO)
     assert missing.value.body["error"]["type"] == "not_found_error"

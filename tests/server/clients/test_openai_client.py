@@ -4,7 +4,6 @@ import json
 import re
 
 import jsonschema
-import openai
 import pytest
 from least_requests import HI, PLACE
 
@@ -18,7 +17,7 @@ QUESTION = {"role": "user", "content": "What is the weather in Paris?"}
 
 
 @pytest.fixture
-def client(real):
+def client(real, openai):
     with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
@@ -100,7 +99,7 @@ def test_completions_continue_text_tokens_and_several_prompts(client, real):
     assert several.usage.completion_tokens <= 10
 
 
-def test_models_are_listed_and_retrieved(client):
+def test_models_are_listed_and_retrieved(client, openai):
     assert [m.id for m in client.models.list()] == ["smollm2"]
     assert client.models.retrieve("smollm2").object == "model"
     with pytest.raises(openai.NotFoundError):
@@ -119,7 +118,7 @@ def test_responses_whole_and_streamed(client):
     assert final.usage.output_tokens == whole.usage.output_tokens
 
 
-def test_errors_arrive_as_the_clients_own_exceptions(client):
+def test_errors_arrive_as_the_clients_own_exceptions(client, openai):
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="nobody", messages=HI)
     assert missing.value.code == "model_not_found"

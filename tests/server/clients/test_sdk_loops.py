@@ -1,7 +1,5 @@
 """Loops of the official clients: they send parsed messages back to the endpoint."""
 
-import anthropic
-import openai
 import pydantic
 import pytest
 from fake_engine import FakeEngine
@@ -35,14 +33,14 @@ def loop(serve):
 
 
 @pytest.fixture
-def client(loop):
+def client(loop, openai):
     with openai.OpenAI(base_url=f"{loop.url}/v1", api_key="none", max_retries=0) as opened:
         yield opened
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer")  # the official client warns about itself
 @pytest.mark.parametrize("streamed", [False, True])
-def test_openais_parsed_message_is_sent_back(client, streamed):
+def test_openais_parsed_message_is_sent_back(client, openai, streamed):
     tools = [openai.pydantic_function_tool(Place)]
     asked = {"model": "fake", "tools": tools, "response_format": Place}
     if streamed:
@@ -59,7 +57,7 @@ def test_openais_parsed_message_is_sent_back(client, streamed):
     assert third.choices[0].message.content
 
 
-def test_openais_parsed_response_is_sent_back(client):
+def test_openais_parsed_response_is_sent_back(client, openai):
     tools = [openai.pydantic_function_tool(Place)["function"] | {"type": "function"}]
     asked = {"model": "fake", "tools": tools, "text_format": Place}
     first = client.responses.parse(input=HI, **asked)
@@ -71,7 +69,7 @@ def test_openais_parsed_response_is_sent_back(client):
     assert client.responses.create(model="fake", input=items).output
 
 
-def test_anthropics_tool_runner_works_without_threads(loop):
+def test_anthropics_tool_runner_works_without_threads(loop, anthropic):
     @anthropic.beta_tool
     def Place(city: str) -> str:
         """Tell the weather.

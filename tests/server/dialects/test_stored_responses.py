@@ -3,7 +3,6 @@
 import contextlib
 import gc
 
-import openai
 import pytest
 from fake_engine import FakeEngine, StepGate
 
@@ -15,7 +14,7 @@ TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "pro
 
 
 @pytest.fixture
-def client(serve):
+def client(serve, openai):
     """Return a function that starts an endpoint with stored responses, and its official client."""
     with contextlib.ExitStack() as stack:
 
@@ -64,7 +63,7 @@ def test_tool_output_alone_continues_a_stored_response(client) -> None:
     assert [role for role, _ in said(engine)][-1] == "tool"
 
 
-def test_response_with_store_false_is_not_stored(client) -> None:
+def test_response_with_store_false_is_not_stored(client, openai) -> None:
     live_server, openai_client = client()
     done = openai_client.responses.create(model="fake", input="x", store=False)
     assert done.model_dump()["store"] is False
@@ -107,7 +106,7 @@ def test_streams_are_not_stored(client) -> None:
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "stream")
 
 
-def test_an_answer_whose_client_left_is_not_stored(client, until) -> None:
+def test_an_answer_whose_client_left_is_not_stored(client, openai, until) -> None:
     engine = FakeEngine([["one ", StepGate(), "two"]])
     live_server, openai_client = client(engine)
     with openai_client.responses.create(model="fake", input="x", stream=True) as stream:
@@ -149,7 +148,7 @@ def test_stored_response_does_not_keep_the_request_body(client) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_reference_to_an_item_of_a_stored_response_is_resolved(client, streamed: bool) -> None:
+def test_reference_to_an_item_of_a_stored_response_is_resolved(client, openai, streamed: bool) -> None:
     engine = FakeEngine([["blue"], ["green"]])
     _, openai_client = client(engine)
     if streamed:

@@ -7,9 +7,7 @@ clients' READMEs.
 import base64
 import io
 
-import anthropic
 import ollama
-import openai
 import pytest
 from made_decoders import make_qwen2vl
 from made_projectors import make_projector
@@ -56,13 +54,13 @@ def sees(serve_module, engine):
 
 
 @pytest.fixture(scope="module")
-def openai_client(sees):
+def openai_client(sees, openai):
     with openai.OpenAI(base_url=f"{sees.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def anthropic_client(sees):
+def anthropic_client(sees, anthropic):
     with anthropic.Anthropic(base_url=sees.url, api_key="none", max_retries=0) as client:
         yield client
 
