@@ -8,7 +8,7 @@ case (except in addresses of files) and Ollama's tag `:latest` do not matter. Th
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
@@ -62,17 +62,17 @@ def spellings(text: str) -> Iterator[str]:
         yield from (source,) if case_matters else (source, source.lower())
 
 
-def did_you_mean(text: str, catalog: Iterable[str], local_names: Iterable[str] = ()) -> str | None:
-    """Return a hint with the most similar names of the catalogue and of local models; None for none."""
-    near = similar_names(text, catalog, local_names)
-    return f"did you mean {' or '.join(near)}? `edgeinfer list` shows every model" if near else None
+def did_you_mean(names: Sequence[str], models: Collection[NamedModel]) -> str:
+    """Return `did you mean A or B (not pulled)? ` if `models` has A but not B; "" without names."""
+    marked = (name if find(name, models) else f"{name} (not pulled)" for name in names)
+    return f"did you mean {' or '.join(marked)}? " if names else ""
 
 
 def similar_names(text: str, catalog: Iterable[str], local_names: Iterable[str] = ()) -> list[str]:
     """Return up to three names for which `text` may be a misspelling, the likeliest first.
 
     Only letters and digits are compared: Ollama's `qwen3:4b` is like `qwen3-4b`. A quantization at the
-    end is compared separately, and added to names of the catalogue.
+    end is compared separately, and added to the catalogue's names. Of equals, local names come first.
     """
     from difflib import get_close_matches  # slow import (5 ms), needed only after a mistake
 
@@ -80,8 +80,8 @@ def similar_names(text: str, catalog: Iterable[str], local_names: Iterable[str] 
     typed = _letters(plain)
     if len(typed) < 3:
         return []
-    bases = {f"{name}:{quant}" if quant else name: name for name in catalog}
-    bases |= {name: _split_quantization(name.lower())[0].rpartition("/")[2] for name in local_names}
+    bases = {name: _split_quantization(name.lower())[0].rpartition("/")[2] for name in local_names}
+    bases |= {f"{name}:{quant}" if quant else name: name for name in catalog}
     letters = {name: _letters(base) for name, base in bases.items()}
     if same := [name for name, whole in letters.items() if whole == typed]:
         return same[:3]

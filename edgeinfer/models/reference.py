@@ -105,7 +105,8 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
         if self.entry is not None or sources.looks_like_source(self.text):
             way = f"pull it first: `edgeinfer pull {self.text}`{_offer()}"
             return ModelNotPulledError(f"{self.text} is not on this machine yet", hint=way)
-        near = lookup.did_you_mean(self.text, load_catalog(), _names_here())
+        _, guess = _suggest(self.text)
+        near = f"{guess}`edgeinfer list` shows every model" if guess else None
         hint = names.path_hint(self.text) or near
         return UnknownModelError(f"no model is called {self.text!r}", hint=hint)
 
@@ -167,17 +168,19 @@ def find_unless_misspelt(word: str, default_model: str) -> ModelRef | None:
     """
     ref = find(word)
     if ref is None and re.fullmatch(r"[\w.:-]+", word):
-        near = lookup.similar_names(word, load_catalog(), _names_here())
-        begins_name = len(word) >= 4 and any(name.startswith(word.lower()) for name in near[:1])
+        near, guess = _suggest(word)
+        begins_name = len(word) >= 4 and any(name.startswith(word.lower()) for name in near)
         if begins_name or (near and re.search(r"[\d-]", word)):
-            as_prompt = f"if it is the prompt: `edgeinfer run {default_model} {word}`"
-            hint = f"did you mean {' or '.join(near)}? {as_prompt}"
+            hint = f"{guess}if it is the prompt: `edgeinfer run {default_model} {word}`"
             raise UnknownModelError(f"no model is called {word!r}", hint=hint)
     return ref
 
 
-def _names_here() -> list[str]:
-    return [*(model.name for model in list_pulled()), *(model.name for model in stores.usable())]
+def _suggest(text: str) -> tuple[list[str], str]:
+    """Return the names that are similar to `text`, and the question whether one of them was meant."""
+    models: list[lookup.NamedModel] = [*list_pulled(), *stores.usable()]
+    near = lookup.similar_names(text, load_catalog(), [model.name for model in models])
+    return near, lookup.did_you_mean(near, models)
 
 
 def _offer() -> str:

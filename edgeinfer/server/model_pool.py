@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol
@@ -124,7 +124,7 @@ class ModelPool:
                 return model
         missing = alias or pattern or name.removesuffix(LATEST)
         note = f" ('{name}' is an alias of it)" if alias or pattern else ""
-        hint = where_to_get(missing, [model.name for model in self._models()])
+        hint = where_to_get(missing, self._models())
         raise UnknownModelError(f"There is no model '{missing}'{note}", hint=hint)
 
     def _find(self, name: str) -> str | None:
@@ -420,8 +420,8 @@ class Aliases:
         return self._patterns[max(matching, key=len)] if matching else None
 
 
-def where_to_get(missing: str, local_names: Iterable[str]) -> str:
-    """Return a hint: how to get the model `missing`, or local names that resemble it."""
+def where_to_get(missing: str, models: Collection[AvailableModel]) -> str:
+    """Return a hint: how to get the model `missing`, or names that resemble it."""
     from edgeinfer.models.catalog import load_catalog  # this import takes 8 ms, and only errors need it
 
     try:
@@ -430,9 +430,9 @@ def where_to_get(missing: str, local_names: Iterable[str]) -> str:
         catalog = {}
     if "/" in missing or missing.partition(":")[0] in catalog:
         return f"`edgeinfer pull {missing}`, or GET /v1/models"
-    similar = lookup.similar_names(missing, catalog, local_names)
-    guess = f"did you mean {' or '.join(similar)}? " if similar else ""
-    return f"{guess}GET /v1/models lists the models; `[serve.aliases]` in the configuration adds names"
+    near = lookup.similar_names(missing, catalog, [model.name for model in models])
+    ways = "GET /v1/models lists the models; `[serve.aliases]` in the configuration adds names"
+    return f"{lookup.did_you_mean(near, models)}{ways}"
 
 
 class AvailableModel(msgspec.Struct, frozen=True, kw_only=True):

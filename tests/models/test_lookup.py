@@ -4,6 +4,7 @@ import os
 import random
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from edgeinfer.cli.main import main
 from edgeinfer.errors import CatalogError, EdgeInferError, UnknownModelError, UsageError
 from edgeinfer.models import reference
 from edgeinfer.models.catalog import load_catalog
-from edgeinfer.models.lookup import find, similar_names
+from edgeinfer.models.lookup import did_you_mean, find, similar_names
 from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.models.reference import find_unless_misspelt, resolve
 from edgeinfer.models.store import list_pulled
@@ -116,7 +117,8 @@ def test_models_of_this_machine_are_suggested_with_their_store(pool: ModelPool) 
 def test_ollamas_way_of_writing_a_size_is_corrected_by_every_verb(capsys, verb: str) -> None:
     name, *options = verb.split()
     assert main([name, "qwen3:4b", *options]) == 3
-    error = "error: no model is called 'qwen3:4b'\n\nhint: did you mean qwen3-4b? "
+    near = "qwen3-4b" if name == "pull" else "qwen3-4b (not pulled)"
+    error = f"error: no model is called 'qwen3:4b'\n\nhint: did you mean {near}? `edgeinfer list`"
     assert capsys.readouterr().err.startswith(error)
 
 
@@ -129,6 +131,19 @@ def test_names_that_begin_as_typed_come_first_and_a_letter_is_near_none() -> Non
     first, *others = similar_names("smollm2", CATALOG)
     assert (first, first in others) == ("smollm2-135m-instruct", False)
     assert similar_names("x", CATALOG) == []
+
+
+def test_pulled_models_are_suggested_before_others(pool: ModelPool, tmp_path: Path) -> None:
+    (tmp_path / "small.gguf").write_bytes(gguf_bytes(seed=9))
+    pull(str(tmp_path / "small.gguf"), options=PullOptions(name="smollm2-1.7b-instruct", in_place=True))
+    question = "did you mean smollm2-1.7b-instruct or smollm2-135m-instruct (not pulled)"
+    as_prompt = partial(find_unless_misspelt, default_model="main")
+    for refuse in (lambda name: resolve(name).files(), pool.resolve, as_prompt):
+        with pytest.raises(UnknownModelError) as caught:
+            refuse("smollm2")
+        assert (caught.value.hint or "").startswith(question)
+    of_types = did_you_mean(["mine:F32", "mine:Q4_0"], list_pulled())
+    assert of_types == "did you mean mine:F32 or mine:Q4_0 (not pulled)? "
 
 
 def test_what_cannot_be_a_name_is_refused() -> None:

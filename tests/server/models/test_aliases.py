@@ -83,7 +83,7 @@ def test_alias_of_a_missing_model_is_explained(live_server, name: str, target: s
         ("qwen3-4b", "`edgeinfer pull qwen3-4b`"),
         ("owner/repo:q8_0", "`edgeinfer pull owner/repo:q8_0`"),
         ("o3-mini", "`[serve.aliases]`"),
-        ("qwen3:4b", "did you mean qwen3-4b? GET /v1/models"),
+        ("qwen3:4b", "did you mean qwen3-4b (not pulled)? GET /v1/models"),
     ],
 )
 def test_unknown_model_error_names_pull_only_for_pullable_models(
