@@ -431,7 +431,7 @@ def where_to_get(missing: str, models: Collection[AvailableModel]) -> str:
     if "/" in missing or missing.partition(":")[0] in catalog:
         return f"`edgeinfer pull {missing}`, or GET /v1/models"
     near = lookup.similar_names(missing, catalog, [model.name for model in models])
-    ways = "GET /v1/models lists the models; `[serve.aliases]` in the configuration adds names"
+    ways = 'GET /v1/models lists the models; `"*" = "default"` in `[serve.aliases]` accepts any name'
     return f"{lookup.did_you_mean(near, models)}{ways}"
 
 

@@ -82,7 +82,7 @@ def test_alias_of_a_missing_model_is_explained(live_server, name: str, target: s
     [
         ("qwen3-4b", "`edgeinfer pull qwen3-4b`"),
         ("owner/repo:q8_0", "`edgeinfer pull owner/repo:q8_0`"),
-        ("o3-mini", "`[serve.aliases]`"),
+        ("o3-mini", '`"*" = "default"` in `[serve.aliases]` accepts any name'),
         ("qwen3:4b", "did you mean qwen3-4b (not pulled)? GET /v1/models"),
     ],
 )
