@@ -124,7 +124,8 @@ def _accept(pulled: PulledModel, plan: PullPlan, options: PullOptions, job: Job)
         return None
     if new_source:
         if options.sha256 and not _is_local(plan):
-            job.note(f"{new_source} was not fetched: you said that it is {pulled.name}")
+            reason = f"{pulled.name} has this SHA-256, and gets the address as a further source"
+            job.note(f"{new_source} was not fetched: {reason}")
         more_sources = (*pulled.more_sources, new_source)
         pulled = msgspec.structs.replace(pulled, more_sources=more_sources)
         store.write_record(pulled)

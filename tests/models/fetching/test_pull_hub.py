@@ -93,7 +93,7 @@ def test_same_files_of_another_repository_are_here_already(repo, server, options
         notes: list[PullProgress] = []
         again = pull(f"{server.url}/x.gguf", notes.append, options=options)
         assert f"{server.url}/x.gguf" in again.more_sources
-        assert f"{server.url}/x.gguf was not fetched" in notes[-1].note
+        assert f"{server.url}/x.gguf was not fetched: mine has this SHA-256" in notes[-1].note
 
 
 @pytest.mark.parametrize("wrong", ["none", "wide"])
