@@ -48,9 +48,7 @@ def list_choices(warm: Collection[str] = ()) -> list[ModelChoice]:
         ModelChoice(
             **msgspec.structs.asdict(model),
             warm=model.pulled and model.name in warm,
-            fit=estimator.fit(model.name, model.size_bytes, model.purpose, model.parameters)
-            if model.size_bytes
-            else None,
+            fit=estimator.fit(model) if model.size_bytes else None,
         )
         for model, _ in every_model(estimator.catalog)
         if isinstance(model, ModelSummary) and model.purpose not in ("embedding", "reranker")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import Literal
 
@@ -17,12 +18,15 @@ from edgeinfer.errors import ModelLoadError
 from edgeinfer.models import gguf
 from edgeinfer.models.catalog import Model, load_catalog, parameter_count
 from edgeinfer.models.gguf import GgufHeader
+from edgeinfer.models.listing import ModelSummary, summarize_entry
 from edgeinfer.models.store import list_pulled
 from edgeinfer.platform.disk import CacheTable
 from edgeinfer.platform.machine import (
+    DISK_THREADS,
     Machine,
     Memory,
-    MemoryRate,
+    Rate,
+    is_busy,
     memory_threads,
     read_memory,
     read_memory_rate,
@@ -61,15 +65,15 @@ _FIRST_RUN_MODELS = """
 _MEMORY_SHARE = 0.95
 #: The context of a model larger than memory gets 1 / `_CONTEXT_SHARE` of the memory.
 _CONTEXT_SHARE = 8
-#: Measured memory bandwidth, by host name, architecture and number of threads.
-_RATES = CacheTable("memory-rate.json", dict[str, MemoryRate])
+#: Measured rates, by host name, architecture, and number of threads (memory) or devices (disk).
+_RATES = CacheTable("memory-rate.json", dict[str, Rate])
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """How well a model runs on this machine: a group for `list`, and the estimated speed.
 
-    `tokens_per_s` is for one stream with a short context. `why` explains the group. `shortage` says
-    that other programs use too much memory right now; the other fields ignore other programs.
+    `tokens_per_s` is for one stream with a short context; `why` explains the group. Other programs
+    count only in `shortage` (they use too much memory now) and `busy` (they slowed the measurement).
     """
 
     group: Group
@@ -77,6 +81,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     needed_bytes: int
     shortage: str = ""
+    busy: bool = False
 
 
 class FirstRunChoice(msgspec.Struct, frozen=True):
@@ -111,28 +116,28 @@ class Estimator:
         self.cards = cards()
         self.pulled_bytes = {model.name: model.size_bytes for model in list_pulled()}
 
-    def fit(self, name: str, size_bytes: int, purpose: str, parameters: str) -> Fit:
-        """Estimate a model with a file of `size_bytes`; its draft model counts if it is pulled."""
-        model = self.catalog.get(name)
+    def fit(self, model: ModelSummary) -> Fit:
+        """Estimate a model of known size; its draft model counts if it is pulled."""
+        entry = self.catalog.get(model.name)
         return fit(
-            size_bytes,
-            purpose,
-            active_share(model, name, parameters),
+            model.size_bytes,
+            model.purpose,
+            active_share(entry, model.name, model.parameters),
             self.rate,
             memory=self.memory,
             card_bytes=sum(usable_bytes(card.total_bytes) for card in self.cards),
-            draft_bytes=self.pulled_bytes.get(model.draft, 0) if model else 0,
+            draft_bytes=self.pulled_bytes.get(entry.draft, 0) if entry else 0,
         )
 
     def fit_of(self, model: Model) -> Fit:
-        return self.fit(model.name, model.stored_bytes, model.purpose, model.parameters)
+        return self.fit(summarize_entry(model))
 
 
 def fit(
     size_bytes: int,
     purpose: str,
     active_share: float,
-    rate: MemoryRate,
+    rate: Rate,
     *,
     memory: Memory,
     card_bytes: int = 0,
@@ -165,7 +170,10 @@ def fit(
         why = f"needs {needed / 1e9:.2f} of {room / 1e9:.2f} GB: from the disk"
     elif needed > memory.available_bytes:
         shortage = f"needs {format_bytes(needed)}, {format_bytes(memory.available_bytes)} free now"
-    return Fit(group=group, tokens_per_s=speed, why=why, needed_bytes=needed, shortage=shortage)
+    busy = rate.busy or (needed > room and disk_rate().busy)
+    return Fit(
+        group=group, tokens_per_s=speed, why=why, needed_bytes=needed, shortage=shortage, busy=busy
+    )
 
 
 def _speed_from_disk(size_bytes: int, active_share: float, room_bytes: int, speed: float) -> float:
@@ -178,13 +186,15 @@ def _speed_from_disk(size_bytes: int, active_share: float, room_bytes: int, spee
     per_token = int(size_bytes * active_share)
     shape = msgspec.structs.replace(shape, weights_bytes_per_token=per_token, expert_bytes=experts)
     streaming = plan_streaming(shape, room_bytes, room_bytes // _CONTEXT_SHARE)
-    return round(min(speed, disk_pace(shape, streaming, disk_rate())), 1)
+    return round(min(speed, disk_pace(shape, streaming, disk_rate().bytes_per_s)), 1)
 
 
 @cache
-def disk_rate() -> float:
-    """Return the disk's speed (bytes/s), measured for 0.4 s on pulled models; 0.0 without any."""
-    return read_rate(*(path for model in list_pulled() for path in model.paths))
+def disk_rate() -> Rate:
+    """Return the disk's highest rate, measured for 0.4 s on pulled models; 0.0 bytes/s without any."""
+    files = [path for model in list_pulled() for path in model.paths if path.exists()]
+    devices = sorted({path.stat().st_dev for path in files})
+    return _highest_rate(f"disk {devices}", lambda: Rate(read_rate(*files), DISK_THREADS, is_busy()))
 
 
 @cache
@@ -199,16 +209,21 @@ def cards() -> tuple[Device, ...]:
 
 
 @cache
-def memory_rate() -> MemoryRate:
-    """Return the highest memory bandwidth measured; measure again (0.2 s) if the machine was busy."""
-    machine = f"{platform.node()} {platform.machine()} {memory_threads()}"
-    stored = _RATES.read().get(machine)
-    if stored is not None and not stored.busy:
+def memory_rate() -> Rate:
+    """Return the highest memory bandwidth. A measurement takes 0.2 s."""
+    return _highest_rate(str(memory_threads()), read_memory_rate)
+
+
+def _highest_rate(resource: str, measure: Callable[[], Rate]) -> Rate:
+    """Return the highest rate measured; measure again if the machine was busy."""
+    key = f"{platform.node()} {platform.machine()} {resource}"
+    stored = _RATES.read().get(key, Rate(0.0, 0, busy=True))
+    if not stored.busy:
         return stored
-    rate = read_memory_rate()
-    if stored is not None:
-        rate = MemoryRate(max(stored.bytes_per_s, rate.bytes_per_s), rate.threads, rate.busy)
-    _RATES.put(machine, rate)
+    rate = measure()
+    rate = replace(rate, bytes_per_s=max(stored.bytes_per_s, rate.bytes_per_s))
+    if rate.bytes_per_s:
+        _RATES.put(key, rate)
     return rate
 
 

@@ -63,7 +63,7 @@ def every_model(catalog: Catalog) -> Iterator[Listed]:
     names = {model.name for model in pulled}
     for entry in catalog.values():
         if entry.name not in names:
-            yield _of_catalogue(entry), ()
+            yield summarize_entry(entry), ()
 
 
 def _of_pulled(model: PulledModel, entry: Model) -> ModelSummary:
@@ -105,7 +105,7 @@ def _of_external(model: ExternalModel) -> ModelSummary | UnusableModel:
     )
 
 
-def _of_catalogue(entry: Model) -> ModelSummary:
+def summarize_entry(entry: Model) -> ModelSummary:
     return ModelSummary(
         name=entry.name,
         title=entry.title,

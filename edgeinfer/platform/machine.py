@@ -25,7 +25,7 @@ _RATE_BYTES, _RATE_BLOCK = 256 << 20, 1 << 20
 _LEAST_RATE_BYTES = 64 << 20
 _RATE_S = 0.4
 #: Eight threads read from an SSD three times as fast as one.
-_RATE_THREADS = 8
+DISK_THREADS = 8
 #: Bytes that `read_memory_rate` reads per round: more than the caches of most CPUs hold.
 _RATE_ROUND_BYTES = 128 << 20
 _RATE_ROUNDS = 4
@@ -63,8 +63,8 @@ class Machine(Processors):
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryRate:
-    """Memory bandwidth, measured with `threads` threads; `busy` if other processes used the CPUs."""
+class Rate:
+    """Speed of memory or disk, measured with `threads` threads; `busy` if others used the CPUs."""
 
     bytes_per_s: float
     threads: int
@@ -128,13 +128,17 @@ def memory_threads() -> int:
     return max(1, min(processors.logical_cpus, round(processors.quota or processors.logical_cpus), 32))
 
 
-def read_memory_rate() -> MemoryRate:
+def is_busy() -> bool:
+    """Return whether processes used more than a quarter of the CPUs in the last minute."""
+    return os.getloadavg()[0] > read_processors().logical_cpus / 4
+
+
+def read_memory_rate() -> Rate:
     """Measure the memory bandwidth of all CPUs, which limits decoding. Takes 0.2 s."""
     import ctypes  # slow import: 10 ms with the pool
     from concurrent.futures import ThreadPoolExecutor
 
     threads = memory_threads()
-    busy = os.getloadavg()[0] > read_processors().logical_cpus / 4
     memchr = ctypes.CDLL(None).memchr  # memchr is vectorized, and ctypes releases the GIL
     memchr.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t)
     memchr.restype = ctypes.c_void_p
@@ -146,7 +150,7 @@ def read_memory_rate() -> MemoryRate:
             began = time.perf_counter()
             list(pool.map(lambda block: memchr(block, 0, size), parts))
             best = max(best, size * threads / (time.perf_counter() - began))
-    return MemoryRate(best, threads, busy)
+    return Rate(best, threads, is_busy())
 
 
 def read_rate(*paths: str | os.PathLike[str]) -> float:
@@ -173,7 +177,7 @@ def read_rate(*paths: str | os.PathLike[str]) -> float:
     try:
         start = max(0, size - _RATE_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
         began = time.perf_counter()
-        with ThreadPoolExecutor(_RATE_THREADS) as pool:
+        with ThreadPoolExecutor(DISK_THREADS) as pool:
             n_bytes = sum(pool.map(read_block, range(start, size, _RATE_BLOCK)))
         return n_bytes / max(1e-9, time.perf_counter() - began)
     except OSError:

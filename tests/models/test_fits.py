@@ -8,7 +8,7 @@ from edgeinfer.chat.model_choices import list_choices
 from edgeinfer.cli.main import main
 from edgeinfer.models import fits
 from edgeinfer.models.catalog import load_catalog
-from edgeinfer.platform.machine import Memory, MemoryRate, read_memory_rate
+from edgeinfer.platform.machine import Memory, Rate, read_memory_rate
 from edgeinfer.runtime.layer_plan import Device
 
 GB = 10**9
@@ -23,7 +23,7 @@ def machine(monkeypatch):
         available_bytes: int, bytes_per_s: float, threads: int, busy: bool = False, card_bytes: int = 0
     ) -> None:
         memory = Memory(total_bytes=available_bytes, available_bytes=available_bytes, reason="")
-        rate = MemoryRate(bytes_per_s, threads, busy)
+        rate = Rate(bytes_per_s, threads, busy)
         monkeypatch.setattr(fits, "read_memory", lambda: memory)
         monkeypatch.setattr(fits, "memory_rate", lambda: rate)
         card = replace(CARD, total_bytes=card_bytes)
@@ -45,10 +45,28 @@ def test_memory_rate_is_measured_on_this_machine() -> None:
 
 def test_memory_rate_is_the_fastest_measured_so_far(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
-    measured = iter([MemoryRate(3e9, 2, True), MemoryRate(1e9, 2, True), MemoryRate(5e9, 2, False)])
+    measured = iter([Rate(3e9, 2, True), Rate(1e9, 2, True), Rate(5e9, 2, False)])
     monkeypatch.setattr(fits, "read_memory_rate", lambda: next(measured))
     rates = [fits.memory_rate.__wrapped__().bytes_per_s for _process in range(5)]
     assert rates == [3e9, 3e9, 5e9, 5e9, 5e9]
+
+
+def test_disk_rate_is_the_fastest_until_the_machine_is_idle(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
+    rates, loads = iter([0.0, 3e9, 1e9]), iter([False, True, False])  # 0.0: no file is large enough
+    monkeypatch.setattr(fits, "read_rate", lambda *_: next(rates))
+    monkeypatch.setattr(fits, "is_busy", lambda: next(loads))
+    measured = [fits.disk_rate.__wrapped__() for _process in range(4)]
+    assert [rate.bytes_per_s for rate in measured] == [0.0, 3e9, 3e9, 3e9]
+    assert [rate.busy for rate in measured] == [False, True, False, False]
+
+
+def test_busy_disk_counts_only_for_models_that_are_read_from_it(machine, capsys, monkeypatch) -> None:
+    machine(12 * GB, 40e9, 2)
+    monkeypatch.setattr(fits, "disk_rate", lambda: Rate(1e9, 8, busy=True))
+    for name, is_read in (("qwen3-30b-a3b-instruct-2507", True), ("smollm2-135m-instruct", False)):
+        assert main(["list", "--fits", name]) == 0
+        assert ("the machine was busy" in capsys.readouterr().out) == is_read
 
 
 def test_picker_shows_the_figures_of_list_whatever_memory_is_free(
@@ -83,7 +101,7 @@ def test_model_larger_than_memory_is_as_fast_as_the_disk_allows(
     machine(12 * GB, 40e9, 2)
     speeds = []
     for rate in (0.0, 0.5e9, 2e9):
-        monkeypatch.setattr(fits, "disk_rate", lambda rate=rate: rate)
+        monkeypatch.setattr(fits, "disk_rate", lambda rate=rate: Rate(rate, 8, busy=False))
         large = [model for model in list_fits() if model["fit"]["group"] == "too big"]
         assert large
         assert all("from the disk" in model["fit"]["why"] for model in large)
@@ -92,8 +110,8 @@ def test_model_larger_than_memory_is_as_fast_as_the_disk_allows(
     assert assumed == slow  # a disk that was not measured counts as one of 0.5 GB/s
     assert fast["qwen3-30b-a3b-instruct-2507"] > 2 * slow["qwen3-30b-a3b-instruct-2507"]
     memory = Memory(total_bytes=12 * GB, available_bytes=12 * GB, reason="")
-    mixture = fits.fit(16 * GB, "chat", 0.1, MemoryRate(40e9, 2, False), memory=memory)
-    dense = fits.fit(16 * GB, "chat", 1.0, MemoryRate(40e9, 2, False), memory=memory)
+    mixture = fits.fit(16 * GB, "chat", 0.1, Rate(40e9, 2, False), memory=memory)
+    dense = fits.fit(16 * GB, "chat", 1.0, Rate(40e9, 2, False), memory=memory)
     assert mixture.tokens_per_s > 5 * dense.tokens_per_s > 0
 
 

@@ -15,7 +15,7 @@ from edgeinfer.config.config_file import ChatConfig, Config
 from edgeinfer.host import EngineHost, ProcessStart
 from edgeinfer.models.catalog import Model
 from edgeinfer.models.fits import FirstRunChoice, fit
-from edgeinfer.platform.machine import Memory, MemoryRate
+from edgeinfer.platform.machine import Memory, Rate
 from edgeinfer.runtime.events import Finished, Timings, Usage
 from edgeinfer.runtime.options import LoadOptions
 from edgeinfer.tui.app import ChatApp
@@ -48,7 +48,7 @@ def make_choice(name, title, parameters, context, size, **state):
         licence="Apache-2.0",
         context_length=context,
         size_bytes=size,
-        fit=fit(size, "chat", 1.0, MemoryRate(40e9, 2, busy=False), memory=MEMORY),
+        fit=fit(size, "chat", 1.0, Rate(40e9, 2, busy=False), memory=MEMORY),
         **state,
     )
 

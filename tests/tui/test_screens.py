@@ -12,7 +12,7 @@ from edgeinfer.config.config_file import load_config
 from edgeinfer.errors import DownloadError, InterruptedByUser
 from edgeinfer.models.fits import fit
 from edgeinfer.models.progress import PullProgress, progress_text
-from edgeinfer.platform.machine import Memory, MemoryRate
+from edgeinfer.platform.machine import Memory, Rate
 from edgeinfer.tui import bindings
 from edgeinfer.tui.screens import model_picker
 from edgeinfer.tui.screens.dialogs import ChoiceScreen, HelpScreen, help_content
@@ -301,9 +301,9 @@ def test_model_is_judged_by_memory_and_speed(group, verdict):
 
 
 def test_memory_that_other_programs_take_is_a_note_and_changes_no_figure():
-    judged = fit(484_000_000, "chat", 1.0, MemoryRate(40e9, 2, busy=False), memory=MEMORY)
+    judged = fit(484_000_000, "chat", 1.0, Rate(40e9, 2, busy=False), memory=MEMORY)
     busy = Memory(total_bytes=MEMORY.total_bytes, available_bytes=10**8, reason="")
-    short = fit(484_000_000, "chat", 1.0, MemoryRate(40e9, 2, busy=False), memory=busy)
+    short = fit(484_000_000, "chat", 1.0, Rate(40e9, 2, busy=False), memory=busy)
     assert replace(short, shortage="") == judged
     free, full = (replace(SHELF[1], fit=judged) for judged in (judged, short))
     assert model_picker.detail(full).startswith(model_picker.detail(free).partition("\nEnter")[0])

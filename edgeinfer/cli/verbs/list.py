@@ -140,8 +140,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> ListResult:
         host.config  # noqa: B018  reads config.toml
     except ConfigError as error:
         sys.stderr.write(f"warning: {error.message}\n")
-    catalog = load_catalog()
-    models_here = [model for model, _ in every_model(catalog)]
+    models_here = [model for model, _ in every_model(load_catalog())]
     summaries = [model for model in models_here if isinstance(model, ModelSummary)]
     broken = [model for model in models_here if isinstance(model, UnusableModel)]
     counts = Counter(model_prefix_of(name) for name in generations())
@@ -150,35 +149,30 @@ def run(options: argparse.Namespace, host: EngineHost) -> ListResult:
         for model in summaries
         if model.pulled or not options.pulled
     )
-    search_words = [word.lower() for word in options.words]
-    models = tuple(row for row in rows if _matches(row, search_words))
-    estimator = Estimator() if options.fits else None
+
+    def matches(*texts: str) -> bool:
+        return all(word.lower() in " ".join(texts).lower() for word in options.words)
+
+    listed = [m for m in rows if matches(m.name, m.title, m.purpose, m.quantization, m.store)]
+    if options.fits:
+        listed = _group_by_fit(listed)
     return ListResult(
-        models=_group_by_fit(models, estimator) if estimator else models,
+        models=tuple(listed),
         fits=options.fits,
-        busy=bool(estimator and estimator.rate.busy),
-        gpus=tuple(card.description for card in estimator.cards) if estimator else (),
+        busy=any(model.fit.busy for model in listed if model.fit),
+        gpus=tuple(card.description for card in fits.cards()) if options.fits else (),
         nothing_pulled=options.pulled and not any(model.pulled for model in summaries),
         unfinished=unfinished_pulls(),
-        adapters=tuple(
-            adapter for adapter in list_adapters() if all(word in adapter.name for word in search_words)
-        ),
-        unusable=tuple(m for m in broken if all(word in m.name.lower() for word in search_words)),
+        adapters=tuple(adapter for adapter in list_adapters() if matches(adapter.name)),
+        unusable=tuple(model for model in broken if matches(model.name)),
     )
 
 
-def _matches(model: ModelRow, search_words: list[str]) -> bool:
-    text = f"{model.name} {model.title} {model.purpose} {model.quantization} {model.store}".lower()
-    return all(word in text for word in search_words)
-
-
-def _group_by_fit(models: Sequence[ModelRow], estimator: Estimator) -> tuple[ModelRow, ...]:
-    fitting = []
-    for model in models:
-        if model.size_bytes:
-            fit = estimator.fit(model.name, model.size_bytes, model.purpose, model.parameters)
-            fitting.append(msgspec.structs.replace(model, fit=fit))
-    return tuple(sorted(fitting, key=_rank))
+def _group_by_fit(models: Sequence[ModelRow]) -> list[ModelRow]:
+    estimator = Estimator()
+    with_size = (model for model in models if model.size_bytes)
+    fitting = (msgspec.structs.replace(model, fit=estimator.fit(model)) for model in with_size)
+    return sorted(fitting, key=_rank)
 
 
 def _rank(model: ModelRow) -> tuple[int, float]:
