@@ -21,10 +21,7 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.UnknownModelError: (3, "run `edgeinfer list` to see the models"),
     e.ModelNotPulledError: (3, "pull the model first: `edgeinfer pull MODEL`"),
     e.DownloadError: (4, "check network and proxy, and run the command again; fetched parts are kept"),
-    e.AuthenticationError: (
-        4,
-        "accept the model's licence on its page, then set HF_TOKEN and pull again",
-    ),
+    e.AuthenticationError: (4, "accept the model's licence on its page, set HF_TOKEN and pull again"),
     e.SourceNotFoundError: (4, "check the name or address (`edgeinfer show MODEL` lists sources)"),
     e.OfflineError: (
         4,
@@ -38,8 +35,7 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.QuantizeError: (8, "try another type: `edgeinfer quantize --help` lists them"),
     e.DiskFullError: (
         6,
-        "free disk space (`edgeinfer rm MODEL`, `edgeinfer snapshots prune`), then run the command "
-        "again",
+        "free disk space (`edgeinfer rm MODEL`, `edgeinfer snapshots prune`) and repeat the command",
     ),
     e.EngineError: (8, "run `edgeinfer doctor`"),
     e.ModelLoadError: (8, "run `edgeinfer show MODEL`; pull it again if the file is damaged"),

@@ -44,7 +44,7 @@ def value(name: str, text: str) -> Value:
     try:
         return option.parse(text)
     except ValueError:
-        message = f"{option.label} is a number {option.describe_range()}"
+        message = f"{option.label} is {option.describe_range()}"
         raise UsageError(message, hint=f"`/set {option.label} default` resets the option") from None
 
 

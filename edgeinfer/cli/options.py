@@ -13,13 +13,14 @@ from edgeinfer.config import sampling_options
 from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption
 from edgeinfer.config.sampling_options import SamplingOption
 
+MAX_TOKENS = "at most N tokens (default: 1,500; 8,000 for reasoning)"
 SYSTEM = "system prompt: text, @FILE or name of a saved prompt"
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     """Add the load options. Their default, None, stands for the value in config.toml."""
     has_sampling = any(group.title == SAMPLING for group in parser._action_groups)
-    help = f"show every option, such as {'--temperature' if has_sampling else '--gpu-layers'}"
+    help = f"show every option, such as {'--temperature' if has_sampling else '--ctx'}"
     parser.add_argument("--help-all", action=HelpAll, nargs=0, help=help)
     group = parser.add_argument_group(LOAD)
     for option in LOAD_OPTIONS:
@@ -53,8 +54,7 @@ def _parser_of(option: LoadOption | SamplingOption) -> Callable[[str], Any]:
         try:
             return option.parse(text)
         except ValueError:
-            number = "a number " if isinstance(option, SamplingOption) else ""
-            problem = f"{text!r} is not {number}{option.describe_range()}"
+            problem = f"{text!r} is not {option.describe_range()}"
             raise argparse.ArgumentTypeError(problem) from None
 
     return parse

@@ -215,9 +215,9 @@ def build_parser(verb: str | None = None) -> Parser:
         prog="edgeinfer",
         description="Local language models that start at once.",
         epilog=f"""{EXAMPLES}:
-  edgeinfer                       chat with the default model
+  edgeinfer                         chat with the default model
   edgeinfer run "What is a virus?"  answer one prompt
-  edgeinfer help run              the options of a verb""",
+  edgeinfer help run                the options of a verb""",
     )
     parser.add_argument("--version", action="version", version=f"edgeinfer {__version__}")
     parser.set_defaults(json=False)

@@ -64,10 +64,10 @@ class LoadOption:
         raise ValueError(f"{self.field}: {text} is not {self.describe_range()}")
 
     def describe_range(self) -> str:
-        """Return the allowed values in words: `"auto", "none" or between 0 and 99`."""
+        """Return the allowed values in words: `"auto", "none" or a number between 0 and 99`."""
         parts = [f'"{word}"' for word in self.choices]
         if self.high:
-            parts.append(f"between {self.low} and {self.high}")
+            parts.append(f"a number between {self.low} and {self.high}")
         return " or ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
 
 

@@ -33,7 +33,7 @@ class SamplingOption(NamedTuple):
         return value
 
     def describe_range(self) -> str:
-        return f"between {self.low} and {self.high}"
+        return f"a number between {self.low} and {self.high}"
 
 
 def _row(

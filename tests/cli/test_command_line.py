@@ -328,6 +328,12 @@ def test_every_verb_shows_examples_that_parse():
             build_parser().parse_args(typed)
 
 
+@pytest.mark.parametrize("limit", ["0", "-5"])
+def test_chat_refuses_an_answer_limit_below_one(capsys, limit):
+    assert main(["chat", "--max-tokens", limit]) == 2
+    assert f"'{limit}' is not a number between 1 and 1,000,000" in capsys.readouterr().err
+
+
 def test_help_of_run_fits_a_small_terminal_and_help_all_has_the_rest(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for typed in (["run", "--help"], ["help", "run"]):

@@ -374,7 +374,10 @@ def test_pictures_stand_before_the_prompt(engine, tmp_path, option):
         (["--schema", "{}", "--grammar", "x ::= y"], "not allowed with argument"),
         (["--max-tokens", "-5"], "'-5' is not a number between 1 and 1,000,000"),
         (["--temperature", "abc"], "'abc' is not a number between 0 and 10"),
-        (["--gpu-layers", "some"], '\'some\' is not "auto", "none", "all" or between 0 and 65536'),
+        (
+            ["--gpu-layers", "some"],
+            '\'some\' is not "auto", "none", "all" or a number between 0 and 65536',
+        ),
     ],
 )
 def test_invalid_options_are_refused_before_the_model_is_loaded(engine, capsys, typed, said):

@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", metavar="IN.jsonl", help="lines of custom_id, method, url, body")
     help = "answers, one per line; a later run tries only failed and missing ones"
     parser.add_argument("output", metavar="OUT.jsonl", help=help)
-    add_option(parser, "--model MODEL", "model of requests that name none (default: configured one)")
+    add_option(parser, "--model MODEL", "model of requests without one (default: the configured one)")
     add_option(parser, "--receipts", "add the receipt of each answer, for `edgeinfer verify OUT.jsonl`")
     add_quiet(parser)
     add_load_options(parser)

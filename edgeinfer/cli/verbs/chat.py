@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--plain", "print plain lines, for screen readers and dumb terminals")
     add_option(parser, "--system TEXT|@FILE", shared.SYSTEM)
     add_option(parser, "--tools", "let the model call the configured tools")
-    add_option(parser, "--max-tokens N", "at most N tokens per answer", type=int)
+    add_option(parser, "--max-tokens N", shared.MAX_TOKENS, type=shared.count)
     shared.add_sampling_options(parser)
     shared.add_load_options(parser)
     shared.add_launch_options(parser)

@@ -52,7 +52,7 @@ def _row(change: Change) -> tuple[str, ...]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="only this model (default: all)")
     add_option(parser, "--until DAY", "last day of the week, YYYY-MM-DD (default: today)", type=_day)
-    add_option(parser, "--against DAY", "last day of the other week (7 days before)", type=_day)
+    add_option(parser, "--against DAY", "the other week's last day (default: 7 days before)", type=_day)
 
 
 def _day(text: str) -> date:

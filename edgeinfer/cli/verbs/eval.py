@@ -71,8 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--system TEXT|@FILE...", f"{shared.SYSTEM}; each is a candidate")
     add_option(parser, "--adapter ADAPTER|FILE[:SCALE]...", "adapter or `none`; each is a candidate")
     add_option(parser, "--judge MODEL", "model that judges items with `judge`")
-    help = "at most N tokens per answer (512)"
-    add_option(parser, "--max-tokens N", help, type=shared.count, default=512)
+    add_option(parser, "--max-tokens N", "token limit (default: 512)", type=shared.count, default=512)
     shared.add_think(parser)
     shared.add_quiet(parser)
     shared.add_load_options(parser)

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt_form = parser.add_mutually_exclusive_group()
     add_option(prompt_form, "--system TEXT|@FILE", shared.SYSTEM)
     add_option(prompt_form, "--raw", "send the prompt unchanged, without a chat template")
-    add_option(parser, "--max-tokens N", "at most N tokens (default: 1,500)", type=shared.count)
+    add_option(parser, "--max-tokens N", shared.MAX_TOKENS, type=shared.count)
     add_option(parser, "--file FILE...", "attach a text, document, picture or folder")
     add_option(parser, "--image FILE...", "attach a picture, or the pages of a PDF as pictures")
     shape = parser.add_mutually_exclusive_group()

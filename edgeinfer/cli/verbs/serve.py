@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the endpoint. None stands for the configuration or a default."""
     where = parser.add_argument_group(ENDPOINT)
-    add_option(where, "--host ADDRESS", "address to bind; beyond loopback an API key is needed")
-    add_option(where, "--port N", "port to bind; 0 chooses a free port", type=port_number)
+    add_option(where, "--host ADDRESS", "address (default: 127.0.0.1); non-loopback needs an API key")
+    add_option(where, "--port N", "port (default: 8080); 0 chooses a free port", type=port_number)
     help = "also listen on Ollama's port (127.0.0.1:11434); its clients may pull and delete models"
     add_option(where, "--ollama", help, default=None)
     help = "API keys, one per line; the first is the administrator's; also EDGEINFER_API_KEY"
