@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -144,22 +144,25 @@ class Commander:
         self._set(f"temperature {argument}".strip())
 
     def _set(self, argument: str) -> None:
-        name, _, text = argument.replace("=", " ").partition(" ")
-        fields = [presets.option(name)] if name else list(presets.OPTIONS)
-        lines = [""] if not name else []
-        if text.strip():
-            new = presets.value(fields[0], text.strip())
-            sampling = presets.change(self.session.conversation.sampling, fields[0], new)
-            self.session.set(sampling=sampling)
-        else:
-            values = msgspec.structs.asdict(self.session.prompt.sampling())
-            values |= self.session.conversation.sampling
-            for option in map(presets.OPTIONS.__getitem__, fields):
-                value = values.get(option.field)
-                shown = "-" if value is None else f"{value:g}"
-                lines.append(f"{option.label:<18} {shown:<6} {option.help}")
-        now = presets.describe(self.session.conversation.sampling)
-        self.front.show_text("\n".join([f"Sampling: {now}", *lines]))
+        name, _, text = " ".join(argument.replace("=", " ").split()).partition(" ")
+        if not text:
+            self._show_sampling([presets.option(name)] if name else presets.OPTIONS)
+            return
+        field = presets.option(name)
+        sampling = {**self.session.conversation.sampling, field: presets.value(field, text)}
+        self.session.set(sampling={k: v for k, v in sampling.items() if v is not None})
+        self._show_sampling([])
+
+    def _show_sampling(self, fields: Iterable[str]) -> None:
+        """Show which options are set, then the value in use and the help of each of `fields`."""
+        lines = [f"Sampling: {presets.describe(self.session.conversation.sampling)}"]
+        values = msgspec.structs.asdict(self.session.prompt.sampling())
+        values |= self.session.conversation.sampling
+        for option in map(presets.OPTIONS.__getitem__, fields):
+            value = values.get(option.field)
+            shown = "-" if value is None else f"{value:g}"
+            lines.append(f"{option.label:<18} {shown:<6} {option.help}")
+        self.front.show_text("\n".join(lines))
 
     def _preset(self, argument: str) -> None:
         if argument and argument not in self.presets:

@@ -48,12 +48,6 @@ def value(name: str, text: str) -> Value:
         raise UsageError(message, hint=f"`/set {option.label} default` resets the option") from None
 
 
-def change(sampling: Mapping[str, Value], name: str, new: Value) -> dict[str, Value]:
-    """Return `sampling` with the option `name` set to `new`; None resets it to the model's default."""
-    others_set = {k: v for k, v in sampling.items() if k != name}
-    return others_set if new is None else {**others_set, name: new}
-
-
 def overlay(base: Sampling, sampling: Mapping[str, Value]) -> Sampling:
     """Return the model's sampling, overridden by the user's options."""
     return with_options(base, {k: v for k, v in sampling.items() if k in Sampling.__struct_fields__})

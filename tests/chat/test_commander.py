@@ -94,7 +94,10 @@ def test_sampling(commander, front):
     assert re.search(r"^min-p +0\.05 ", front.said, re.M), "the value in use, also the model's own"
     assert re.search(r"^top-k +1 ", front.said, re.M)
     assert re.search(r"^max-tokens +- ", front.said, re.M)
+    commander.run("/set = top-k=1")
+    assert front.said == "Sampling: top-k 1"
     for wrong, hint in (
+        ("/set =5", "temperature"),
         ("/temp hot", "default"),
         ("/set tempreature 1", "temperature"),
         ("/preset loud", "mine"),
