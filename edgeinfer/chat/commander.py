@@ -264,6 +264,11 @@ class Commander:
     def _new(self, _: str) -> None:
         self.session.new()
         self.front.show_changed()
+        sampling, prompt = self.session.conversation.sampling, self.session.conversation.system_prompt
+        options = [f"{presets.describe(sampling)} (`/preset model` resets)"] if sampling else []
+        options += ["the system prompt (`/system none` removes it)"] if prompt else []
+        if options:
+            self.front.show_text(f"Still set: {' and '.join(options)}.")
 
     def _open(self, argument: str) -> None:
         if not argument.isdecimal():

@@ -108,6 +108,20 @@ def test_sampling(commander, front):
     assert commander.session.conversation.sampling == {"top_k": 1}
 
 
+def test_new_conversation_names_the_options_that_stay_set(commander, front):
+    commander.run("/new")
+    assert front.asked == [("show_changed",)]
+    commander.run("/temp 9")
+    commander.run("/new")
+    assert front.said == "Still set: temperature 9 (`/preset model` resets)."
+    commander.run("/system pirate")
+    commander.run("/new")
+    assert front.said.endswith("resets) and the system prompt (`/system none` removes it).")
+    commander.run("/preset model")
+    commander.run("/new")
+    assert front.said == "Still set: the system prompt (`/system none` removes it)."
+
+
 def test_models_and_context(commander, front):
     commander.run("/model other")
     commander.run("/model")

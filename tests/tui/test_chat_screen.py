@@ -309,6 +309,8 @@ async def test_commands_are_completed(drive):
         await d.press("0", "enter")
         assert d.session.conversation.sampling == {"temperature": 0.0}
         assert "temperature 0" in d.screen_text()
+        await d.press("ctrl+n")
+        assert "Still set: temperature 0 (`/preset model` resets)" in d.screen_text()
 
 
 async def test_arrows_choose_a_completion_and_escape_closes_them(drive):
