@@ -196,7 +196,7 @@ class AppFrontEnd:
     def names(self) -> Names:
         """Return, for each kind of argument, a function that lists the possible values."""
         return {
-            "model": _catalogue,
+            "model": _models,
             "prompt": lambda: [
                 (n, " ".join(t.split("\n"))[:60]) for n, t in self.commander.prompts.items()
             ],
@@ -205,13 +205,16 @@ class AppFrontEnd:
         }
 
 
-def _catalogue() -> Sequence[tuple[str, str]]:
+def _models() -> Sequence[tuple[str, str]]:
     from edgeinfer.models.catalog import load_catalog  # imported here: the import takes 10 ms
+    from edgeinfer.models.store import list_pulled
 
     try:
-        return [(m.name, f"{m.parameters} · {m.licence}") for m in load_catalog().values()]
+        pulled = {model.name: "pulled" for model in list_pulled()}
+        catalog = {m.name: f"{m.parameters} · {m.licence}" for m in load_catalog().values()}
     except EdgeInferError:
         return []
+    return [*(pulled | catalog | pulled).items()]  # the pulled models first
 
 
 def _copy(app: App[Any], text: str) -> None:

@@ -22,6 +22,7 @@ from edgeinfer.chat.history.values import Attachment
 from edgeinfer.chat.session import ChatSession
 from edgeinfer.config.config_file import ChatConfig, Config, load_config
 from edgeinfer.errors import DecodeError, DownloadError, ModelNotPulledError, OutOfMemoryError
+from edgeinfer.models.pull import PullOptions, pull
 from edgeinfer.runtime.events import ReasoningDelta
 from edgeinfer.runtime.options import Chosen
 from edgeinfer.tui.composer import Composer
@@ -311,6 +312,15 @@ async def test_commands_are_completed(drive):
         assert "temperature 0" in d.screen_text()
         await d.press("ctrl+n")
         assert "Still set: temperature 0 (`/preset model` resets)" in d.screen_text()
+
+
+async def test_pulled_models_are_completed_before_the_catalogues(drive, tmp_path):
+    (tmp_path / "x.gguf").write_bytes(gguf_bytes(seed=1))
+    pull(str(tmp_path / "x.gguf"), options=PullOptions(name="smollm-mine", in_place=True))
+    async with drive() as d:
+        await d.type("/model smo")
+        first, second, *_ = d.chat.completions.offered
+        assert (first.label, first.summary, second.label) == ("smollm-mine", "pulled", MODEL)
 
 
 async def test_arrows_choose_a_completion_and_escape_closes_them(drive):
