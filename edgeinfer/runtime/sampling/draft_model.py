@@ -221,9 +221,6 @@ class ModelDrafting(Drafting):
         super().__init__(drafter, matcher)
         self._model, self._request = model, request
         self._sampler = sampler
-        # a token drafted without sampling uses up no random number, so later tokens would differ
-        is_greedy = request.sampling.temperature <= 0
-        self._drafts_likely, self._drafts_forced = is_greedy, is_greedy or request.logprobs is None
         self._mean = Acceptance(model.mean.rate, _MEAN_TOKENS)
         self._cached: CachedSequence | None = None
         self._n_prompt = 0
@@ -283,9 +280,15 @@ class ModelDrafting(Drafting):
         assert self._cached is not None
         model, runs = self._model, self._drafted
         sampler, matcher = self._sampler.copy(), self._matcher and self._matcher.copy()
+        # a token drafted without sampling uses up no random number, so later tokens would differ
+        is_greedy = self._request.sampling.temperature <= 0
         is_end = False
         while not is_end:
-            pending = [*pending, *self._draft_likely(sampler, matcher)]
+            if matcher is not None and is_greedy and model.likely.rate >= _LIKELY_LEAST:
+                likely = matcher.accept_likely()
+                sampler.accept(likely)
+                pending = [*pending, *likely]
+                runs += [Run((token,), model.likely) for token in likely]
             n, _ = budget.best([*runs, *self._expect(limit - len(join(runs)))])
             if n <= len(runs) or (matcher is not None and matcher.is_done):
                 break
@@ -301,20 +304,12 @@ class ModelDrafting(Drafting):
                 model.note_cost((time.perf_counter() - began) / budget.row_s)
             if token >= model.n_vocab or (matcher is not None and not matcher.accept(token)):
                 break
-            forced = matcher.accept_forced() if matcher is not None and self._drafts_forced else []
-            sampler.accept(forced)
-            pending = [token, *forced]
+            pending = [token]
+            if matcher is not None and (is_greedy or self._request.logprobs is None):
+                pending += matcher.accept_forced()
+            sampler.accept(pending[1:])
             runs.append(Run(pending, model.rates[bisect_right(_PROBABILITIES, probability)]))
             is_end = model.large_vocab.is_eos(token)
-
-    def _draft_likely(self, sampler: Sampler, matcher: TokenMatcher | None) -> list[int]:
-        """Draft the text that the grammar forces, without the draft model; return its tokens."""
-        if matcher is None or not self._drafts_likely or self._model.likely.rate < _LIKELY_LEAST:
-            return []
-        tokens = matcher.accept_likely()
-        sampler.accept(tokens)
-        self._drafted += [Run((token,), self._model.likely) for token in tokens]
-        return tokens
 
     def _pick(self, sampler: Sampler, matcher: TokenMatcher | None) -> tuple[int, float]:
         """Sample the draft model as the request would; return the token and its probability."""
