@@ -314,7 +314,7 @@ class LlamaEngine:
         self._core.prefixes.close_cache()
         self._core.kv.drop_idle()
         self._embedder.close()
-        self._loaded.stop_streaming()
+        streaming.stop(self._loaded)
         self._draft.park()
 
     def resume(self, n_threads: int = 0, entropy: bytes = b"") -> None:
@@ -325,7 +325,7 @@ class LlamaEngine:
         self._input_processor.entropy = entropy
         if self._loaded.plan.from_disk:
             plan = make_plan(self._loaded.shape, self._options, read_machine(), self._draft.shape)
-            self._loaded.start_streaming(self._files, plan.streaming)
+            streaming.start(self._loaded, self._files.paths, plan.streaming)
         if n_threads:
             self._set_threads(n_threads)
 

@@ -26,7 +26,7 @@ from edgeinfer.errors import DecodeError, EngineClosedError, EngineError
 from edgeinfer.media.pictures import Picture
 from edgeinfer.platform import process_metadata
 from edgeinfer.runtime.layer_plan import Device, LayerPlan, make_layer_plan
-from edgeinfer.runtime.llama import backend_loading, libllama
+from edgeinfer.runtime.llama import backend_loading, libllama, streaming
 from edgeinfer.runtime.llama.backends import OffloadRefused, OffloadRequest, find_devices
 from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.lora import LoraAdapters
@@ -218,7 +218,7 @@ class GpuOffloader:
         cpu = self.cpu.llama_context()
         cpu.clear()
         cpu.cells.release_pages()
-        self.cpu.stop_streaming()
+        streaming.stop(self.cpu)
         self._enter(loaded)
         return True
 
@@ -237,7 +237,7 @@ class GpuOffloader:
         context = self.cpu.llama_context()
         context.adapters = self.lora.remove_second_model()
         self.core.switch_context(context, self.cpu.n_ctx, has_copy=False, on_device=False)
-        self.cpu.start_streaming(self.files, self.cpu.plan.streaming)
+        streaming.start(self.cpu, self.files.paths, self.cpu.plan.streaming)
         self._enter(self.cpu)
         return True
 

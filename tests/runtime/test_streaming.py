@@ -90,7 +90,7 @@ def load(path: Path, **options: object) -> LlamaEngine:
 
 
 def stream(loaded: LlamaModel, path: Path, plan: StreamingPlan) -> None:
-    loaded.start_streaming(ModelFiles(name="x", paths=(str(path),)), plan)
+    streaming.start(loaded, (str(path),), plan)
     assert streaming.active is not None
 
 
@@ -255,15 +255,15 @@ def test_zeros_that_stand_in_for_a_files_pages_end_with_the_step(
     path, mapping = mapped
     content = mapping[:]
     for cut in (5 * mmap.PAGESIZE, 0):
-        stream = streaming.start((str(path),), PLAN)
-        assert stream is not None
+        streaming.start(mapping, (str(path),), PLAN)
+        assert streaming.active is not None
         os.truncate(path, cut)
         assert not any(mapping[cut:])
         path.write_bytes(content)
         with pytest.raises(DecodeError):
-            stream.check()
+            streaming.active.check()
         assert mapping[:] == content
-        stream.stop()
+        streaming.stop(mapping)
 
 
 @contextlib.contextmanager
@@ -292,13 +292,13 @@ def test_a_limit_on_threads_leaves_fewer_readers_or_page_faults(
 ) -> None:
     before = len(os.listdir("/proc/self/task"))
     with limit_threads((n_threads << 30) + (1 << 29)):
-        stream = streaming.start((str(mapped[0]),), PLAN)
-    if stream is None:
+        streaming.start(mapped, (str(mapped[0]),), PLAN)
+    if streaming.active is None:
         assert n_threads == 0
         assert "cannot be streamed (Resource temporarily" in caplog.text
     else:
         assert len(os.listdir("/proc/self/task")) == before + n_threads
-        stream.stop()
+        streaming.stop(mapped)
 
 
 def test_a_page_that_no_zeros_can_replace_ends_the_process(mapped: tuple[Path, mmap.mmap]) -> None:
@@ -310,7 +310,8 @@ from edgeinfer.runtime.memory_plan import StreamingPlan
 path, libc, page = {str(mapped[0])!r}, ctypes.CDLL(None), mmap.PAGESIZE
 with open(path, "rb") as file:
     mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-assert streaming.start((path,), StreamingPlan(0, {8 * MIB}, 0, {STREAMED_BYTES}))
+streaming.start(mapping, (path,), StreamingPlan(0, {8 * MIB}, 0, {STREAMED_BYTES}))
+assert streaming.active
 os.truncate(path, 0)
 most = int(open("/proc/sys/vm/max_map_count").read())
 many = mmap.mmap(-1, (most + 9) * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -19,7 +19,7 @@ from edgeinfer.runtime.llama.cells import NO_CELLS, Buffer, CellMemory, cell_mem
 from edgeinfer.runtime.llama.context import LlamaContext
 from edgeinfer.runtime.llama.vocab import Vocab
 from edgeinfer.runtime.llama.weights import Progress, free_model, open_model, tensor_sizes
-from edgeinfer.runtime.memory_plan import MemoryPlan, StreamingPlan, disk_warning, make_exact_plan
+from edgeinfer.runtime.memory_plan import MemoryPlan, disk_warning, make_exact_plan
 from edgeinfer.runtime.model_shape import Shape, make_shape
 from edgeinfer.runtime.options import Chosen, LoadOptions, ModelFiles
 
@@ -51,7 +51,6 @@ class LlamaModel:
     cells: CellMemory = NO_CELLS
     choices: dict[str, Chosen] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    _streaming: streaming.Streaming | None = field(init=False, default=None)
 
     @property
     def can_generate(self) -> bool:
@@ -109,19 +108,9 @@ class LlamaModel:
     def llama_context(self) -> LlamaContext:
         return LlamaContext(self.context, self.cells)
 
-    def start_streaming(self, files: ModelFiles, plan: StreamingPlan | None) -> None:
-        """Stream the weights that do not fit into memory, as `plan` says, from the next step on."""
-        self._streaming = self._streaming or streaming.start(files.paths, plan)
-
-    def stop_streaming(self) -> None:
-        """Stop streaming and free the slots' memory. Idempotent; no step may be running."""
-        if self._streaming is not None:
-            self._streaming.stop()
-            self._streaming = None
-
     def free(self) -> None:
         """Free context and model. Idempotent."""
-        self.stop_streaming()
+        streaming.stop(self)
         self.llama_context().free()
         if self.model:
             free_model(self.model)
@@ -159,7 +148,7 @@ def load_model(
             loaded.warnings = (f"{trained}; {worse}",)
         if plan.from_disk:
             loaded.warnings += (disk_warning(shape, machine, plan, read_rate(*files.paths)),)
-            loaded.start_streaming(files, plan.streaming)
+            streaming.start(loaded, files.paths, plan.streaming)
     except BaseException:
         free_model(model)
         raise

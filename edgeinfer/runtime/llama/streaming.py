@@ -34,9 +34,10 @@ class _Mapping(ctypes.Structure):
 
 
 class Streaming:
-    """The streaming of one model's weights, until `stop`. Used on the decode thread, between steps."""
+    """The streaming of the weights of `owner`. Used on the decode thread, between steps."""
 
-    def __init__(self, kernels: ctypes.CDLL, paths: tuple[str, ...]) -> None:
+    def __init__(self, owner: object, kernels: ctypes.CDLL, paths: tuple[str, ...]) -> None:
+        self.owner = owner
         self.kernels, self._paths = kernels, paths
         self._looked_at = time.monotonic()
 
@@ -53,15 +54,6 @@ class Streaming:
         if time.monotonic() > self._looked_at + _MEMORY_S:
             self._looked_at = time.monotonic()
             self.kernels.edgeinfer_stream_follow(ctypes.c_int64(read_memory().available_bytes))
-
-    def stop(self) -> None:
-        """Stop streaming and free the slots' memory. Idempotent; no step may be running."""
-        global active
-        with _lock:
-            if active is not self:
-                return
-            active = None
-        self.kernels.edgeinfer_stream_stop()
 
 
 #: The streaming in this process, None without one. Its `check` must be called after each step.
@@ -81,20 +73,22 @@ def statistics() -> StreamingStatistics:
     return StreamingStatistics(int(read_bytes), waited_s, *map(int, counts))
 
 
-def start(paths: tuple[str, ...], plan: StreamingPlan | None) -> Streaming | None:
-    """Stream the weights of a model's files, which are mapped, from the next step on.
+def start(owner: object, paths: tuple[str, ...], plan: StreamingPlan | None) -> None:
+    """Stream the weights of a model's files, which are mapped, from the next step on. Idempotent.
 
-    Returns None if that is impossible: there is no plan, edgeinfer's kernels are not in use, another
-    model is streamed, or a file or thread cannot be opened. Then Linux reads weights by page faults.
+    If there is no plan, edgeinfer's kernels are not in use, another model is streamed, or a file or
+    thread cannot be opened, then Linux reads weights by page faults. `owner` is to be given to `stop`.
     """
     global active
+    if active is not None and active.owner is owner:
+        return
     files = {os.path.realpath(path) for path in paths}
     advise([Range(area.low, area.high) for area in areas() if area.path in files], NORMAL)
     # each file is one area of /proc/self/maps now, because all its pages have the same advice
     mapped = {area.path: area for area in areas() if area.path in files}
     level = libllama.build_info().kernels
     if plan is None or not level or active is not None or len(mapped) < len(files):
-        return None
+        return
     kernels, size = libllama.own_library(f"kernels-{level}"), ctypes.c_int64
     mappings = [_Mapping(os.fsencode(a.path), a.low, a.high, a.offset) for a in mapped.values()]
     code = kernels.edgeinfer_stream_start(
@@ -107,6 +101,15 @@ def start(paths: tuple[str, ...], plan: StreamingPlan | None) -> Streaming | Non
             "weights cannot be streamed (%s): Linux reads them by page faults, which is slower",
             os.strerror(code),
         )
-        return None
-    active = Streaming(kernels, paths)
-    return active
+        return
+    active = Streaming(owner, kernels, paths)
+
+
+def stop(owner: object) -> None:
+    """Stop the streaming of `owner`, and free its slots' memory. Idempotent; no step may be running."""
+    global active
+    with _lock:
+        if active is None or active.owner is not owner:
+            return
+        kernels, active = active.kernels, None
+    kernels.edgeinfer_stream_stop()
