@@ -68,7 +68,6 @@ struct Slice {  // an expert, or a whole weight without experts
     Weight *weight;
     const uint8_t *at = nullptr;  // address in a slot or in the mapping, set when it is requested
     int n_reads = 0;              // number of unfinished reads
-    size_t index;                 // index in Stream::cached
     int n_uses = 1;               // uses in a product of `group`
     int64_t group = -1;           // Stream::group that needed it last
     double key = -INFINITY;       // log2 of the sum of uses; each use counts half after kHalf tokens, which keeps the order of keys
@@ -135,10 +134,11 @@ struct Stream {
         if (!r.to) return madvise(file.address(r.offset), r.bytes, kPopulateRead), 0;
         const size_t needed = std::min<size_t>(r.bytes, file.opened.st_size - r.offset);
         for (size_t n = 0; n < needed;) {
+            const bool is_direct = fcntl(file.fd, F_GETFL) & O_DIRECT;
             const ssize_t some = pread(file.fd, r.to + n, r.bytes - n, r.offset + n);
             if (some > 0) n += some;
             else if (!some) return kShort;
-            else if (errno == EINVAL && fcntl(file.fd, F_GETFL) & O_DIRECT) fcntl(file.fd, F_SETFL, 0);  // after a short read
+            else if (is_direct && errno == EINVAL) fcntl(file.fd, F_SETFL, 0);  // refused by the file system, or after a short read
             else if (errno != EINTR) return errno;
         }
         if (!(fcntl(file.fd, F_GETFL) & O_DIRECT)) posix_fadvise(file.fd, r.offset, r.bytes, POSIX_FADV_DONTNEED);
@@ -208,16 +208,13 @@ struct Stream {
     }
     bool reserve_slots(size_t bytes) {
         if (free_slots.count(bytes)) return true;
-        uint8_t *memory = bytes <= room ? allocate(room) : nullptr;
-        for (size_t at = 0; memory && at + bytes <= room; at += bytes) free_slots[bytes].push_back(memory + at);
-        return memory;
-    }
-    uint8_t *allocate(size_t bytes) {
-        void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (p == MAP_FAILED) return nullptr;
-        madvise(p, bytes, MADV_DONTFORK);  // MADV_HUGEPAGE is not used: compaction for a gigabyte took 10 s
-        areas.push_back({p, bytes});
-        return (uint8_t *)p;
+        if (bytes > room) return false;
+        void *p = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (p == MAP_FAILED) return false;
+        madvise(p, room, MADV_DONTFORK);  // MADV_HUGEPAGE is not used: compaction for a gigabyte took 10 s
+        areas.push_back({p, room});
+        for (size_t at = 0; at + bytes <= room; at += bytes) free_slots[bytes].push_back((uint8_t *)p + at);
+        return true;
     }
 
     void begin_graph(std::unique_lock<std::mutex> &lock) {
@@ -273,8 +270,7 @@ struct Stream {
         if (bytes != same) madvise(slot, bytes, MADV_DONTNEED);
         free_slots[bytes].push_back(slot);
         used -= bytes, s.at = nullptr;
-        cached[s.index] = cached.back(), cached[s.index]->index = s.index;
-        cached.pop_back();
+        cached.erase(std::find(cached.begin(), cached.end(), &s));
     }
     // Requests a slice unless it is in memory. Returns false while there is no slot for it.
     bool keep(Slice &s) {
@@ -287,7 +283,7 @@ struct Stream {
                 if (!evict_one(bytes, s.weight == present)) return false;
             request(s, slots.back());
             slots.pop_back();
-            used += bytes, s.index = cached.size(), cached.push_back(&s);
+            used += bytes, cached.push_back(&s);
         }
         const double now = tokens / kHalf;
         if (s.group != group) s.key = std::log2(s.n_uses + std::exp2(s.key - now)) + now;
@@ -351,7 +347,6 @@ struct Stream {
             f.fd = ::open(f.path, O_RDONLY | O_CLOEXEC | O_DIRECT);
             if (f.fd < 0) f.fd = ::open(f.path, O_RDONLY | O_CLOEXEC);
             if (f.fd < 0 || fstat(f.fd, &f.opened)) return errno;
-            if (pread(f.fd, allocate(kPage), kPage, 0) < 0) fcntl(f.fd, F_SETFL, 0);  // some file systems refuse only reads
             madvise(f.low, f.high - f.low, MADV_RANDOM);  // each row of the token table is about a page
         }
         sigset_t all, before;  // block all signals in the new threads
@@ -417,7 +412,6 @@ const uint8_t *stream_slice(const ggml_tensor *op, int thread, int expert) { ret
 extern "C" {
 // Starts streaming; returns an errno, or 0. Called between two steps, like the following functions. One model at a time.
 int edgeinfer_stream_start(int n, const Mapping *mappings, int64_t ring_bytes, int64_t expert_bytes, int64_t streamed_bytes) {
-    if (g_stream) return EBUSY;
     auto *stream = new Stream;
     stream->ring_bytes = ring_bytes, stream->to_stream = streamed_bytes;
     stream->room = stream->most_room = round_up(ring_bytes + expert_bytes);

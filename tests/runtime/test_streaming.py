@@ -232,7 +232,7 @@ def test_a_file_system_without_direct_reads_is_read_through_the_page_cache(model
     with streamed(model, least_plan(model)) as engine:
         direct = [n for n in numbers_of(model) if fcntl.fcntl(n, fcntl.F_GETFL) & os.O_DIRECT]
         for n in direct:
-            fcntl.fcntl(n, fcntl.F_SETFL, 0)  # as the start does if a first read is refused
+            fcntl.fcntl(n, fcntl.F_SETFL, 0)  # as a reader does if a direct read is refused
         assert answer(engine, ask()).text == expected
     assert not set(direct) & set(numbers_of(model))
 
