@@ -247,7 +247,7 @@ def make_plan(
 
 def _plan_with_draft(shape: Shape, options: LoadOptions, machine: Machine, draft: Shape) -> MemoryPlan:
     n_seq = (options.n_parallel or _SPARE_SEQUENCES) + DRAFT_SPARE_SEQUENCES
-    limits = {"n_batch": DRAFT_BATCH, "n_seq_max": n_seq, "n_outputs": n_seq}
+    limits = {"n_ubatch": DRAFT_BATCH, "n_seq_max": n_seq, "n_outputs": n_seq}
     compute_bytes = _compute_bytes(draft, options, "f16", **limits)
     machine = machine.without(draft.weights_bytes + compute_bytes)
     shape = msgspec.structs.replace(shape, kv_rows=(*shape.kv_rows, *draft.kv_rows))
@@ -345,12 +345,12 @@ def plan_streaming(shape: Shape, available_bytes: int, context_bytes: int) -> St
     return StreamingPlan(pinned, ring, 0, dense_bytes - pinned)
 
 
-def _compute_bytes(
-    shape: Shape, options: LoadOptions, kv_type: str, *, n_batch: int, n_seq_max: int, n_outputs: int
-) -> int:
-    """Estimate the compute buffers (bytes) of a context whose size is not planned yet."""
+def _compute_bytes(shape: Shape, options: LoadOptions, kv_type: str, **limits: int) -> int:
+    """Estimate the compute buffers (bytes) of a context whose size is not planned yet.
+
+    `limits` are arguments of `make_buffers`.
+    """
     n_ctx = options.n_ctx or min(shape.n_ctx_train, 1 << 15)
-    limits = {"n_seq_max": n_seq_max, "n_ubatch": n_batch, "n_outputs": n_outputs}
     return make_buffers(shape, n_ctx, kv_type, **limits).compute_bytes
 
 
@@ -362,8 +362,7 @@ def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[i
     """
     available = machine.memory.available_bytes
     kv_type = "f16" if options.kv_type == "auto" else options.kv_type
-
-    compute = partial(_compute_bytes, shape, options, kv_type, n_batch=options.n_batch)
+    compute = partial(_compute_bytes, shape, options, kv_type, n_ubatch=options.n_batch)
     compute_bytes = compute(n_seq_max=2 * _SPARE_SEQUENCES, n_outputs=64)
     free = available - shape.weights_bytes - compute_bytes - _PROCESS_BYTES
     least_tokens = min(options.n_ctx or 2 * CELL_STEP, 2 * CELL_STEP)
