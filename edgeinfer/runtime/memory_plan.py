@@ -374,7 +374,7 @@ def _free_bytes(shape: Shape, options: LoadOptions, machine: Machine) -> tuple[i
     return free, False
 
 
-def disk_pace(shape: Shape, streaming: StreamingPlan | None, disk_bytes_per_s: float = 0.0) -> float:
+def disk_pace(shape: Shape, streaming: StreamingPlan | None, disk_bytes_per_s: float) -> float:
     """Estimate the rate (tokens/s) of one request if weights are read from disk.
 
     Without `streaming`, the worst case is assumed: all weights that a token uses are read from disk.
@@ -383,9 +383,7 @@ def disk_pace(shape: Shape, streaming: StreamingPlan | None, disk_bytes_per_s: f
     return (disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S) / max(1, n_bytes)
 
 
-def disk_warning(
-    shape: Shape, machine: Machine, plan: MemoryPlan, disk_bytes_per_s: float = 0.0
-) -> str:
+def disk_warning(shape: Shape, machine: Machine, plan: MemoryPlan, disk_bytes_per_s: float) -> str:
     """Describe how fast a model with `plan.from_disk` will be. For a rate of 0.0, assume a SATA SSD."""
     rate = disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S
     per_s = disk_pace(shape, plan.streaming, rate)
