@@ -53,12 +53,9 @@ const int64_t kPage = sysconf(_SC_PAGESIZE);
 int64_t round_down(int64_t n) { return n / kPage * kPage; }
 int64_t round_up(int64_t n) { return round_down(n + kPage - 1); }
 
-struct Mapping {  // a mapped file: the addresses [low, high) are those of its bytes from `offset` on
-    const char *path;
+struct File {  // a mapped file: the addresses [low, high) are those of its bytes from `offset` on
     uint8_t *low, *high;
     int64_t offset;
-};
-struct File : Mapping {
     int fd;  // with O_DIRECT, unless the file system lacks it
     struct stat opened;
     uint8_t *address(int64_t at) const { return low + (at - offset); }
@@ -341,11 +338,12 @@ struct Stream {
 
     // ---- called outside of a graph's computation
 
-    int open(int n, const Mapping *mappings) {
+    int open(int n, const char *const *paths, const int64_t (*mapped)[3]) {
         for (int i = 0; i < n; i++) {
-            File &f = files.emplace_back(File{mappings[i]});
-            f.fd = ::open(f.path, O_RDONLY | O_CLOEXEC | O_DIRECT);
-            if (f.fd < 0) f.fd = ::open(f.path, O_RDONLY | O_CLOEXEC);
+            const auto [low, high, offset] = mapped[i];
+            File &f = files.emplace_back(File{(uint8_t *)low, (uint8_t *)high, offset});
+            f.fd = ::open(paths[i], O_RDONLY | O_CLOEXEC | O_DIRECT);
+            if (f.fd < 0) f.fd = ::open(paths[i], O_RDONLY | O_CLOEXEC);
             if (f.fd < 0 || fstat(f.fd, &f.opened)) return errno;
             madvise(f.low, f.high - f.low, MADV_RANDOM);  // each row of the token table is about a page
         }
@@ -410,12 +408,14 @@ void stream_begin(const ggml_tensor *op, const int32_t *firsts, int n_threads) {
 const uint8_t *stream_slice(const ggml_tensor *op, int thread, int expert) { return g_stream->slice(op, thread, expert); }
 
 extern "C" {
-// Starts streaming; returns an errno, or 0. Called between two steps, like the following functions. One model at a time.
-int edgeinfer_stream_start(int n, const Mapping *mappings, int64_t ring_bytes, int64_t expert_bytes, int64_t streamed_bytes) {
+// Starts streaming from n files; `mapped` has the first three fields of File for each. Returns an errno, or 0. Called between two
+// steps, like the following functions. One model at a time.
+int edgeinfer_stream_start(int n, const char *const *paths, const int64_t (*mapped)[3], int64_t ring_bytes, int64_t expert_bytes,
+                           int64_t streamed_bytes) {
     auto *stream = new Stream;
     stream->ring_bytes = ring_bytes, stream->to_stream = streamed_bytes;
     stream->room = stream->most_room = round_up(ring_bytes + expert_bytes);
-    if (const int code = stream->open(n, mappings)) return delete stream, code;
+    if (const int code = stream->open(n, paths, mapped)) return delete stream, code;
     g_is_damaged = false, g_stream = stream;
     struct sigaction action {};
     action.sa_sigaction = on_bus_error, action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;

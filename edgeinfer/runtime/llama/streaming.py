@@ -26,13 +26,6 @@ _MESSAGES = {-1: "is shorter than when it was loaded", -2: "has been written to 
 _MEMORY_S = 1.0
 
 
-class _Mapping(ctypes.Structure):
-    """The struct Mapping of native/streaming.cpp."""
-
-    _sizes = ("low", "high", "offset")
-    _fields_ = (("path", ctypes.c_char_p), *((name, ctypes.c_int64) for name in _sizes))
-
-
 class Streaming:
     """The streaming of the weights of `owner`. Used on the decode thread, between steps."""
 
@@ -90,10 +83,11 @@ def start(owner: object, paths: tuple[str, ...], plan: StreamingPlan | None) -> 
     if plan is None or not level or active is not None or len(mapped) < len(files):
         return
     kernels, size = libllama.own_library(f"kernels-{level}"), ctypes.c_int64
-    mappings = [_Mapping(os.fsencode(a.path), a.low, a.high, a.offset) for a in mapped.values()]
+    bounds = size * 3
     code = kernels.edgeinfer_stream_start(
-        len(mappings),
-        (_Mapping * len(mappings))(*mappings),
+        len(mapped),
+        (ctypes.c_char_p * len(mapped))(*map(os.fsencode, mapped)),
+        (bounds * len(mapped))(*(bounds(a.low, a.high, a.offset) for a in mapped.values())),
         *map(size, (plan.ring_bytes, plan.expert_bytes, plan.streamed_bytes)),
     )
     if code:
