@@ -22,7 +22,7 @@ from msgspec import Meta
 from edgeinfer import __version__
 from edgeinfer.errors import ConfigError, ReceiptError
 from edgeinfer.platform.disk import path_errors, read_regular
-from edgeinfer.platform.ed25519 import SigningKey, fingerprint, is_signed_by, parse_key
+from edgeinfer.platform.ed25519 import SigningKey, is_signed_by, parse_key
 from edgeinfer.runtime.events import Finished, FinishReason, TokenRecord
 from edgeinfer.runtime.options import EngineInfo
 from edgeinfer.runtime.requests import GenerateRequest, Sampling, random_bytes
@@ -108,21 +108,15 @@ class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
 
     def alteration(self) -> str:
         """Return an error text if the receipt was changed after it was made; "" otherwise."""
-        content, signature = self.content, self.signature
         if self.digest() != self.sha256:
             return "the receipt was changed: its digest does not match"
-        if content is not None and _sha256(content) != self.content_sha256:
+        if self.content and _sha256(self.content) != self.content_sha256:
             return "the receipt's content was changed: its digest does not match"
-        if signature is not None:
+        if signature := self.signature:
             key, signed = bytes.fromhex(signature.public_key), bytes.fromhex(signature.value)
             if not is_signed_by(key, signed, _SIGNED + self.sha256.encode()):
                 return "the signature does not match"
         return ""
-
-    @property
-    def signer(self) -> str:
-        """Fingerprint of the key that signed, "" without a signature."""
-        return fingerprint(bytes.fromhex(self.signature.public_key)) if self.signature else ""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,9 +213,8 @@ def request_fields(request: GenerateRequest) -> dict[str, Any]:
 
 
 def constraint_digest(request: GenerateRequest, salt: str) -> str:
-    if request.constraint is None and not request.tools:
-        return ""
-    return _sha256((salt, request.constraint, request.tools, request.tool_choice))
+    fields = (salt, request.constraint, request.tools, request.tool_choice)
+    return _sha256(fields) if request.constraint or request.tools else ""
 
 
 def _sha256(value: Any) -> str:
@@ -258,10 +251,9 @@ def to_receipt(document: Any) -> Receipt:
             if request_fields(request) != receipt.content.request:
                 raise ValueError("content.request lacks a field or has an unknown one")
         msgspec.json.encode(receipt)  # raises for invalid Unicode and integers beyond 64 bits
-    except RecursionError:
-        raise ReceiptError("the receipt is nested too deeply") from None
-    except (ValueError, OverflowError) as error:  # msgspec's ValidationError is a ValueError
-        raise ReceiptError(f"this is not a receipt: {error}") from error
+    except (ValueError, OverflowError, RecursionError) as error:  # ValidationError is a ValueError
+        fault = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ReceiptError(f"this is not a receipt: {fault}") from error
     return receipt
 
 

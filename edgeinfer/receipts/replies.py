@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any, BinaryIO
 
 import msgspec
@@ -157,8 +156,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 def _is_last(document: Any, *, is_event: bool) -> bool:
     """Return whether a document is the last one of its reply."""
-    if not isinstance(document, dict):
-        return not is_event
+    document = as_type(dict, document)
     if is_event:  # in llama.cpp's API, each of several answers ends with `stop`, the last has receipts
         is_stopped = document.get("stop") is True and bool(_receipts(document))
         return is_stopped or document.get("type") in _LAST_EVENTS
@@ -173,7 +171,7 @@ def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], 
     receipts = [receipt for document in documents for receipt in _receipts(document)]
     replies = [d for d in documents if isinstance(d, dict) and all(d is not r for r in receipts)]
     quotes, indices = dict[int, Quote](), {0 for _ in replies}
-    for index, field, key_path, text, call in chain.from_iterable(map(_pieces, replies)):
+    for index, field, key_path, text, call in (piece for reply in replies for piece in _pieces(reply)):
         indices.add(max(0, index))
         key = index if index in range(len(receipts)) else -1  # -1 is compared with all receipts
         quote = quotes.setdefault(0 if len(receipts) == 1 else key, Quote())
