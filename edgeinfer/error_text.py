@@ -57,7 +57,7 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.ToolServerError: (1, "run `edgeinfer tools` to see what each server answers"),
     e.ShippingError: (1, "run `edgeinfer doctor --verify`, or download the file again"),
     e.ReleaseUntrustedError: (5, "nothing was changed; do not install this release by hand either"),
-    e.ReceiptError: (5, "request another receipt, or make one: `edgeinfer run --receipt FILE`"),
+    e.ReceiptError: (5, "`edgeinfer run --receipt FILE` writes one, `receipt: true` requests one"),
     e.InterruptedByUser: (130, ""),
 }
 

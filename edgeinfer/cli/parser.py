@@ -62,7 +62,7 @@ VERBS = {
     ),
     "verify": Verb(
         "check by a receipt that a model generates an answer",
-        ("verify receipt.json", "verify reply.sse", "verify --log payloads --sample 1%"),
+        ("verify receipt.json", "verify *.json reply.sse", "verify --log payloads --sample 1%"),
     ),
     "eval": Verb(
         "score models, prompts or adapters on a set of items, and compare them",

@@ -35,8 +35,6 @@ _OTHER_FIELDS = (b"event:", b"id:", b"retry:", b":")
 _JOINED = re.compile(r"(/response/body)?(/choices\d+/text|/content)")
 #: Matches the key paths of texts in these APIs and in /infer, which leaves reasoning out.
 _NO_REASONING = re.compile(rf"{_JOINED.pattern}|(/response/body)?/result")
-#: Hint of errors for a file that is not a receipt.
-RECEIPT_HINT = "`edgeinfer run --receipt FILE` writes one, and requests ask for it by `receipt: true`"
 
 
 class Quote(msgspec.Struct, kw_only=True):
@@ -132,7 +130,7 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
                 try:
                     document = parse_json(line + file.read(MAX_BYTES))
                 except ReceiptError as fault:
-                    raise ReceiptError(f"{name}: {fault.message}", hint=RECEIPT_HINT) from fault
+                    raise ReceiptError(f"{name}: {fault.message}") from fault
             # a list whose last member has `receipts` is one reply, with answers to several prompts
             if isinstance(document, list) and "receipts" not in as_type(dict, (document or [0])[-1]):
                 problem = "this is a list of replies; write one reply per line: `jq -c .[] FILE`"

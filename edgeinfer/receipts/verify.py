@@ -40,6 +40,10 @@ class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     logprob: float | None
 
+    def __str__(self) -> str:
+        logprob = "forced" if self.logprob is None else f"log-probability {self.logprob:.3f}"
+        return f"{self.text!r} (token {self.id}, {logprob})"
+
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a check. If the receipt was not checked, only `verdict` and `reason` are set.
@@ -68,14 +72,6 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     most_difference: float | None = None
     seconds: float = 0.0
     generation_seconds: float = 0.0
-
-
-def with_content(receipt: Receipt, whole: Receipt) -> Receipt:
-    """Return a private receipt with the content of the complete form. Raises ReceiptError."""
-    if whole.content is None or whole.content_sha256 != receipt.content_sha256:
-        hint = "name the RECEIPT.content that was written with this receipt: `--content FILE`"
-        raise ReceiptError("this content does not belong to the receipt", hint=hint)
-    return msgspec.structs.replace(receipt, content=whole.content)
 
 
 class ReceiptCheck:

@@ -2,14 +2,17 @@
 
 import argparse
 import errno
+import io
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from edgeinfer.cli.receipt_file import ReceiptFile
+from edgeinfer.cli.verbs import verify as verb
 from edgeinfer.cli.verbs.verify import VerifyResult, add_arguments, describe, run
 from edgeinfer.errors import ConfigError, ReceiptError, UsageError
 from edgeinfer.platform.ed25519 import SigningKey
@@ -97,11 +100,11 @@ def test_an_unfinished_last_line_of_a_log_is_only_a_note(tmp_path: Path) -> None
     log = tmp_path / "a.jsonl"
     log.write_bytes(_LOGGED + b'{"data": {"ans')
     result = _run("--log", tmp_path)
-    assert (result.checks, result.without_receipt, result.exit_code) == ((), 1, 10)
+    assert (result.checks, result.without_receipt, result.exit_code) == ([], 1, 10)
     assert f"{log}:2: the last line is unfinished" in result.human()
     log.write_bytes(b'{"data": {"ans\n' + _LOGGED)
     result = _run("--log", tmp_path)
-    assert ([check.source for check in result.checks], result.notes) == ([f"{log}:1"], ())
+    assert ([check.source for check in result.checks], result.notes) == ([f"{log}:1"], [])
     assert result.exit_code == 5
 
 
@@ -117,6 +120,58 @@ def test_a_log_that_may_not_be_read_is_an_error(
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(UsageError, match="Permission denied"):
         _run("--log", tmp_path)
+
+
+@pytest.fixture
+def all_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every receipt verify, without an engine."""
+    verified = Verification(verdict="verified", model="m", finish_reason="stop", n_answer=2)
+    monkeypatch.setattr(ReceiptCheck, "run", lambda _check: verified)
+    monkeypatch.setattr(verb, "_load", lambda *_arguments: io.BytesIO())  # it can be closed
+
+
+@pytest.mark.usefixtures("all_verify")
+def test_each_of_several_files_has_a_verdict(tmp_path: Path) -> None:
+    texts = [json.dumps(EXAMPLE), json.dumps(EXAMPLE, indent=1), '{"text": "x"}', "{"]
+    for name, text in zip("abcd", texts, strict=True):
+        (tmp_path / name).write_text(text)
+    lines = _run(tmp_path / "a", tmp_path / "b").human().splitlines()
+    assert lines[:2] == [f"{tmp_path}/{name}:1: verified: 2 tokens of m" for name in "ab"]
+    assert lines[2] == "checked 2 of 2 receipts: 2 verified"
+
+    paths = [tmp_path / name for name in "abcde"]
+    result = _run(*paths)
+    lines = result.human().splitlines()
+    reasons = ("contains no receipt", "this is not a receipt: the text is not JSON", "No such file")
+    for line, path, reason in zip(lines[:3], paths[2:], reasons, strict=True):
+        assert line.startswith(f"{path}: not checked: ")
+        assert reason in line
+    assert lines[5] == "checked 2 of 2 receipts: 2 verified, 3 not checked"
+    assert (result.exit_code, result.without_receipt) == (5, 1)
+    for path in paths[2:]:
+        with pytest.raises((ReceiptError, UsageError)):
+            _run(path)
+
+
+@pytest.mark.usefixtures("all_verify")
+def test_every_one_of_many_files_has_a_verdict(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{n}.json" for n in range(30)]
+    for path in paths:
+        path.write_text(json.dumps(EXAMPLE))
+    assert _run(*paths).human().count(".json:1: verified:") == 30
+    (tmp_path / "all.jsonl").write_text(f"{json.dumps(EXAMPLE)}\n" * 30)
+    assert ".jsonl:" not in _run(tmp_path / "all.jsonl").human()
+
+
+@pytest.mark.usefixtures("all_verify")
+def test_progress_is_shown_on_a_terminal_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(EXAMPLE))
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        _run(tmp_path / "a.json")
+        assert ("checking" in capsys.readouterr().err) == is_terminal
 
 
 def test_a_receipt_is_not_written_to_a_file_named_dash() -> None:

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from edgeinfer import error_text
 from edgeinfer.cli.receipt_file import ReceiptFile
 from edgeinfer.cli.verbs import verify as verb
 from edgeinfer.cli.verbs.verify import Check, VerifyResult, add_arguments, describe, run
@@ -29,7 +30,7 @@ from edgeinfer.platform.ed25519 import SigningKey
 from edgeinfer.receipts import receipt as receipts
 from edgeinfer.receipts.receipt import Content, Receipt, Refusal, make_receipt, sign, with_record
 from edgeinfer.receipts.replies import Entry, Quote, find_receipts, read_replies
-from edgeinfer.receipts.verify import ReceiptCheck, Verification, with_content
+from edgeinfer.receipts.verify import ReceiptCheck, Verification
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished
 from edgeinfer.runtime.options import Adapter, LoadOptions, ModelFiles
@@ -336,18 +337,24 @@ def test_a_verdict_says_what_an_unsigned_receipt_does_not_show(engines: Engines)
 
 
 @pytest.mark.model
-def test_a_private_receipt_tells_nothing_and_verifies_with_its_content(engines: Engines) -> None:
+def test_a_private_receipt_tells_nothing_and_verifies_with_its_content(
+    engines: Engines, tmp_path: Path
+) -> None:
     engine = engines["smollm2"]
     whole = sign(_receipts(engine, _request())[0], SigningKey(b"k" * 32))
     private = _through_json(replace(whole, content=None))
     assert b"ships" not in msgspec.json.encode(private)
     with pytest.raises(ReceiptError, match="private"):
         verify(private, engine)
-    assert verify(with_content(private, whole), engine).verdict == "verified"
     (other,) = _receipts(engine, _request())
     assert other.content_sha256 != whole.content_sha256, "equal conversations have other salts"
-    with pytest.raises(ReceiptError):
-        with_content(private, other)
+    for name, receipt in (("whole", whole), ("other", other), ("private", private)):
+        (tmp_path / name).write_bytes(msgspec.json.encode(receipt))
+    completed = verb._with_content(private, str(tmp_path / "whole"))
+    assert verify(completed, engine).verdict == "verified"
+    for name in ("other", "private"):
+        with pytest.raises(ReceiptError, match="does not belong"):
+            verb._with_content(private, str(tmp_path / name))
 
 
 @pytest.mark.model
@@ -624,7 +631,7 @@ def test_a_file_that_is_no_receipt_is_named(tmp_path: Path, content: bytes, prob
     with pytest.raises(ReceiptError) as refused:
         _run(tmp_path / "notes.txt")
     assert refused.value.message == f"{tmp_path}/notes.txt: this is not a receipt: {problem}"
-    assert "`edgeinfer run --receipt FILE` writes one" in (refused.value.hint or "")
+    assert "`edgeinfer run --receipt FILE` writes one" in error_text.hint(refused.value)
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -736,6 +743,9 @@ def test_the_command_line_writes_and_another_process_verifies(smollm2: Path, tmp
     assert (refused.returncode, "private" in refused.stderr) == (5, True)
     checked = edgeinfer("verify", file, "--content", content)
     assert (checked.returncode, checked.stdout[:9]) == (0, "verified:"), checked.stderr
+    both = edgeinfer("verify", file, content, "--content", content)
+    assert (both.returncode, both.stdout.count(":1: verified: ")) == (0, 2), both.stderr
+    assert edgeinfer("verify", content, tmp_path / "none").returncode == 5
 
     document = json.loads(content.read_bytes())
     document["content"]["answer"][5] += 1

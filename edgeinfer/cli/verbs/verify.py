@@ -9,9 +9,8 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
 
 import msgspec
 
@@ -19,24 +18,24 @@ from edgeinfer import typed_options
 from edgeinfer.cli.options import add_attached_options, add_load_options
 from edgeinfer.cli.parser import LAUNCH, add_option
 from edgeinfer.cli.result import Result
+from edgeinfer.cli.terminal import StageProgress
 from edgeinfer.errors import EdgeInferError, ReceiptError, UsageError
 from edgeinfer.host import EngineHost
 from edgeinfer.platform.disk import open_regular, path_errors
 from edgeinfer.platform.paths import is_model_path
-from edgeinfer.receipts.receipt import Receipt, parse_json, to_receipt
-from edgeinfer.receipts.replies import RECEIPT_HINT, Entry, as_type, find_receipts, read_replies
-from edgeinfer.receipts.verify import ReceiptCheck, TokenChoice, Verification, with_content
+from edgeinfer.receipts.receipt import MAX_BYTES, Receipt, parse_json, to_receipt
+from edgeinfer.receipts.replies import Entry, as_type, find_receipts, read_replies
+from edgeinfer.receipts.verify import ReceiptCheck, Verification
 from edgeinfer.runtime.interface import Engine
 from edgeinfer.safe_text import escape_hidden
 from edgeinfer.units import format_ms
 
-#: Maximum number of receipts of a sample that are named because they differ or were refused.
+#: Maximum number of checks that are named, or one for each file; if there are more, only failed ones.
 _MOST_NAMED = 20
 #: Exit status of each verdict, from the best to the worst; "" if no receipt was checked.
 _STATUSES = {"": 10, "verified": 0, "within tolerance": 9, "not checked": 5, "differs": 1}
 #: Descriptions of answers that did not end by themselves.
 _CUT = {"cancelled": "that was cancelled", "deadline": "that reached its deadline"}
-#: Notes on what a verdict does not show.
 _LACKS_TEXT = "the tokens in the receipt were compared, but not the whole text of the response"
 _UNSIGNED = "not signed: anyone can make such a receipt, so it does not show who answered, or when"
 
@@ -63,10 +62,10 @@ class VerifyResult(Result, frozen=True, kw_only=True):
     `notes` name unfinished lines of a payload log, which do not count.
     """
 
-    checks: tuple[Check, ...]
+    checks: Sequence[Check]
     n_receipts: int
     without_receipt: int = 0
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
 
     @property
     def exit_code(self) -> int:
@@ -91,11 +90,13 @@ class VerifyResult(Result, frozen=True, kw_only=True):
             yield f"{n} more {has_none}"
 
     def _summary(self) -> Iterator[str]:
-        suspects = [check for check in self.checks if check.reason]
-        for check in suspects[:_MOST_NAMED]:
-            yield f"{check.source}: {check.verdict}: {check.reason}"
-        if len(suspects) > _MOST_NAMED:
-            yield f"and {len(suspects) - _MOST_NAMED} more"
+        files = {check.source.rpartition(":")[0] or check.source for check in self.checks}
+        most = max(_MOST_NAMED, len(files))
+        named = [check for check in self.checks if check.reason or len(self.checks) <= most]
+        for check in named[:most]:
+            yield f"{check.source}: {next(describe(check))}"
+        if len(named) > most:
+            yield f"and {len(named) - most} more"
         n_of = Counter[str](check.verdict for check in self.checks)
         counts = ", ".join(f"{n_of[verdict]} {verdict}" for verdict in _STATUSES if verdict in n_of)
         n_checked = len(self.checks) - n_of["not checked"]
@@ -113,8 +114,8 @@ def describe(result: Verification) -> Iterator[str]:
     if result.signer:
         yield f"signed by {result.signer}"
     if result.position is not None:
-        yield f"  receipt: {_token(result.expected)}"
-        yield f"  engine:  {_token(result.chosen)}"
+        yield f"  receipt: {result.expected or '(end)'}"
+        yield f"  engine:  {result.chosen or '(end)'}"
     if result.own_revision != result.kernel_revision:
         revisions = f"{result.kernel_revision}, and this program has {result.own_revision}"
         yield f"the receipt is of kernel revision {revisions}: only log-probabilities were compared"
@@ -125,16 +126,9 @@ def describe(result: Verification) -> Iterator[str]:
     yield f"checked in {times[0]}; generation took {times[1]}"
 
 
-def _token(choice: TokenChoice | None) -> str:
-    if choice is None:
-        return "(end)"
-    logprob = "forced" if choice.logprob is None else f"log-probability {choice.logprob:.3f}"
-    return f"{choice.text!r} (token {choice.id}, {logprob})"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    help = "receipt, or replies that have one: JSON, lines of JSON, a stream (- reads stdin)"
-    parser.add_argument("receipt", nargs="?", metavar="FILE", help=help)
+    help = "receipts, or replies that have one: JSON, lines of JSON, a stream (- reads stdin)"
+    parser.add_argument("files", nargs="*", metavar="FILE", help=help)
     add_option(parser, "--model MODEL", "model to check with (default: the receipt's)")
     add_option(parser, "--content FILE", "content of a private receipt")
     add_option(parser, "--log FOLDER", "check the answers of a payload log (`serve --log-payloads`)")
@@ -145,66 +139,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _share(text: str) -> float:
     with contextlib.suppress(ValueError):
-        share = float(text.removesuffix("%")) / 100
-        if 0 < share <= 1:
-            return share
+        if 0 < (percent := float(text.removesuffix("%"))) <= 100:
+            return percent / 100
     raise argparse.ArgumentTypeError(f"{text!r} is not a percentage above 0 and up to 100, such as 1%")
 
 
 def run(options: argparse.Namespace, host: EngineHost) -> VerifyResult:
     """Check receipts; exit status 0 if all answers verify. Raises UsageError, ReceiptError."""
-    if (options.receipt is None) == (options.log is None):
+    if bool(options.files) == (options.log is not None):
         raise UsageError("give a receipt, or a payload log with --log", hint="edgeinfer verify --help")
     checks = list[Check]()
     sample, spare = list[Entry](), list[Entry]()
     notes = list[str]()
     n_receipts = n_without = 0
-    for source, documents in _replies(options, notes):
-        if isinstance(documents, ReceiptError):
-            checks.append(Check(source=source, verdict="not checked", reason=documents.message))
-            continue
-        entries, n_answers = find_receipts(documents, source)
-        n_without += n_answers - len(entries)
-        for entry in entries:
+    for answer in _read_answers(options, notes):
+        if isinstance(answer, Check):
+            checks.append(answer)
+        elif answer is None:
+            n_without += 1
+        else:
             n_receipts += 1
             if random.random() < options.sample:
-                sample.append(entry)
+                sample.append(answer)
             if not random.randrange(n_receipts):  # a random receipt, if `sample` stays empty
-                spare = [entry]
-    if options.receipt and not n_receipts and not checks:
-        raise ReceiptError(f"{options.receipt} contains no receipt", hint=RECEIPT_HINT)
+                spare = [answer]
     checks += _check_all(sample or spare, options, host, may_raise=n_receipts == 1 and not checks)
-    return VerifyResult(
-        checks=tuple(checks), n_receipts=n_receipts, without_receipt=n_without, notes=tuple(notes)
-    )
+    return VerifyResult(checks=checks, n_receipts=n_receipts, without_receipt=n_without, notes=notes)
 
 
-def _replies(
-    options: argparse.Namespace, notes: list[str]
-) -> Iterator[tuple[str, list[Any] | ReceiptError]]:
-    """Yield the replies of a file, of stdin or of a payload log. Raises UsageError, ReceiptError.
+def _read_answers(options: argparse.Namespace, notes: list[str]) -> Iterator[Entry | Check | None]:
+    """Yield the receipt of each answer, None without one, or a failed check of unreadable input.
 
-    `notes` gets a log's unfinished last lines; unreadable files of a log are yielded as errors.
+    `notes` gets unfinished lines of logs. Raises UsageError, ReceiptError if the only file is invalid.
     """
-    if options.receipt == "-":
-        yield from read_replies(sys.stdin.buffer, "stdin")
-        return
-    if options.receipt:
-        with path_errors(options.receipt, "check the path"), open(options.receipt, "rb") as file:
-            yield from read_replies(file, str(Path(options.receipt)))
-        return
-    with path_errors(options.log, "name a folder that `edgeinfer serve --log-payloads FOLDER` writes"):
-        names = sorted(os.listdir(options.log))
-    for path in (Path(options.log, name) for name in names if name.endswith(".jsonl")):
+    opener = open_regular if options.log else None  # a log has no FIFO, but a given file may be one
+    for path in options.files or _log_files(options.log):
+        has_none = not options.log
+        descriptor = os.dup(0) if path == "-" else path
         try:
-            with open(open_regular(path), "rb") as file:
-                for source, documents in read_replies(file, str(path)):
-                    if isinstance(documents, ReceiptError) and _is_unfinished(file):
+            with path_errors(path, "check the path"), open(descriptor, "rb", opener=opener) as file:
+                for source, documents in read_replies(file, "stdin" if path == "-" else path):
+                    if not isinstance(documents, ReceiptError):
+                        entries, n_answers = find_receipts(documents, source)
+                        yield from [*entries, *[None] * (n_answers - len(entries))]
+                        has_none &= not entries
+                    elif options.log and _is_unfinished(file):
                         notes.append(f"{source}: the last line is unfinished, as after a crash")
                     else:
-                        yield source, documents
-        except OSError as error:
-            yield str(path), ReceiptError(error.strerror or str(error))
+                        yield Check(source=source, verdict="not checked", reason=documents.message)
+                        has_none = False
+            if has_none:
+                raise ReceiptError(f"{path} contains no receipt")
+        except (UsageError, ReceiptError) as error:
+            if len(options.files) == 1:
+                raise
+            reason = error.message.removeprefix(f"{path}: ")
+            yield Check(source=path, verdict="not checked", reason=reason)
+
+
+def _log_files(folder: str) -> list[str]:
+    with path_errors(folder, "name a folder that `edgeinfer serve --log-payloads FOLDER` writes"):
+        names = [name for name in sorted(os.listdir(folder)) if name.endswith(".jsonl")]
+    return [os.path.join(folder, name) for name in names]
 
 
 def _is_unfinished(file: BinaryIO) -> bool:
@@ -213,44 +209,49 @@ def _is_unfinished(file: BinaryIO) -> bool:
     return len(ending) == 1 and ending != b"\n"
 
 
-def _read(document: Any, content: str | None) -> Receipt:
-    receipt = to_receipt(document)
-    if content is None:
-        return receipt
-    with path_errors(content, "check the path"):
-        return with_content(receipt, to_receipt(parse_json(Path(content).read_bytes())))
+def _with_content(receipt: Receipt, path: str) -> Receipt:
+    """Return a private receipt with the content in a file. Raises UsageError, ReceiptError."""
+    with path_errors(path, "check the path"), open(path, "rb") as file:
+        whole = to_receipt(parse_json(file.read(MAX_BYTES + 1)))
+    if whole.content is None or whole.content_sha256 != receipt.content_sha256:
+        hint = "name the RECEIPT.content that was written with this receipt: `--content FILE`"
+        raise ReceiptError("this content does not belong to the receipt", hint=hint)
+    return msgspec.structs.replace(receipt, content=whole.content)
 
 
 def _load(receipt: Receipt, options: argparse.Namespace, host: EngineHost) -> Engine:
-    name = options.model or receipt.model
-    if not options.model and is_model_path(name):  # foreign receipts must not open files
-        problem = f"the receipt names its model by a path, {name!r}, which is never opened"
+    if not options.model and is_model_path(receipt.model):  # foreign receipts must not open files
+        problem = f"the receipt names its model by a path, {receipt.model!r}, which is never opened"
         raise ReceiptError(problem, hint="name the model to check with: `--model MODEL`")
     load = typed_options.load_options(options, host.config.load)
-    kv_type = options.kv_type or receipt.kv_type
-    return host.engine(name, msgspec.structs.replace(load, kv_type=kv_type, is_counted=False))
+    load = msgspec.structs.replace(load, kv_type=options.kv_type or receipt.kv_type, is_counted=False)
+    return host.engine(options.model or receipt.model, load)
 
 
 def _check_all(
     sample: list[Entry], options: argparse.Namespace, host: EngineHost, *, may_raise: bool
 ) -> Iterator[Check]:
     """Check a sample by model. An error makes a receipt "not checked", or is raised if `may_raise`."""
-    for _, entries in itertools.groupby(sorted(sample, key=_load_key), key=_load_key):
+    for _, group in itertools.groupby(sorted(sample, key=_load_key), key=_load_key):
+        entries = list(group)
         with contextlib.ExitStack() as loaded:
+            progress = loaded.enter_context(StageProgress(sys.stderr, quiet=not sys.stderr.isatty()))
             engine: Engine | None = None
-            for entry in entries:
+            for i, entry in enumerate(entries):
                 try:
-                    receipt = _read(entry.document, options.content)
+                    receipt = to_receipt(entry.document)
+                    if options.content:
+                        receipt = _with_content(receipt, options.content)
                     if engine is None:
                         engine = loaded.enter_context(contextlib.closing(_load(receipt, options, host)))
+                    progress.report("checking", i / len(entries) or None)
                     check = ReceiptCheck(receipt, engine, entry.quotes)
-                    fields = msgspec.structs.asdict(check.run())
+                    fields = msgspec.structs.asdict(check.run()) | {"lacks_text": check.lacks_text}
                 except EdgeInferError as error:
                     if may_raise:
                         raise
-                    yield Check(source=entry.source, verdict="not checked", reason=error.message)
-                    continue
-                yield Check(source=entry.source, lacks_text=check.lacks_text, **fields)
+                    fields = {"verdict": "not checked", "reason": error.message}
+                yield Check(source=entry.source, **fields)
 
 
 def _load_key(entry: Entry) -> list[str]:
