@@ -78,6 +78,7 @@ class Apps:
             return self.start_resumed(choice, folder, manifest, request, fds)
         except EdgeInferError as error:
             if choice.resume == "always":
+                error.hint = error.hint or (None if choice.snapshot else hint_for(error, choice))
                 raise
             reason = error
         except OSError as error:

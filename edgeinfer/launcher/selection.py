@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 from edgeinfer.config.load_options import LOAD_OPTIONS, first_difference
-from edgeinfer.errors import EdgeInferError, SnapshotMissingError
+from edgeinfer.errors import EdgeInferError, SnapshotMissingError, SnapshotStaleError
 from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.platform import paths
 from edgeinfer.snapshot_format import fingerprint, storage
@@ -36,8 +36,7 @@ class LaunchChoice:
     @property
     def warm_hint(self) -> str:
         """Hint of a cold start: the `edgeinfer warm` command that builds the missing snapshot."""
-        typed = [f"{flag} {value}" for flag, value in warm_flags(self.options).items()]
-        return f"`{' '.join(['edgeinfer warm', self.model, *typed])}` builds it now"
+        return f"`{_warm_command(self.model, self.options)}` builds it now"
 
     def find(self) -> tuple[str, storage.Manifest]:
         """Return the snapshot's folder and manifest. Raises what `find` and `find_named` raise."""
@@ -53,8 +52,13 @@ def warm_flags(options: dict[str, str]) -> dict[str, str]:
     return {r.flag: options.get(r.field, str(r.default)) for r in rows if r.flag and r.of_snapshot}
 
 
+def _warm_command(model: str, options: dict[str, str], name: str = "") -> str:
+    flags = warm_flags(options) | ({"--name": name} if name else {})
+    return " ".join(["edgeinfer warm", model, *(f"{flag} {value}" for flag, value in flags.items())])
+
+
 def launch_choice(line: CommandLine) -> LaunchChoice:
-    """Return the choice for a command line; config.toml supplies model and options not typed."""
+    """Return the choice for a command line, with config.toml's values; leave out invalid options."""
     config = read_config()
     snapshot = line.value("--snapshot")
     load = {} if snapshot else config.get("load", {})
@@ -177,8 +181,8 @@ def find(model: str, options: dict[str, str]) -> tuple[str, storage.Manifest]:
             refused = refused or error
             continue
         return folder, manifest
-    assignments = ", ".join(f"{name}={value}" for name, value in options.items())
-    missing = f"with {assignments or 'the default load options'}" if folders else "yet"
+    typed = " ".join(f"{flag} {value}" for flag, value in warm_flags(options).items())
+    missing = f"with {typed or 'the configured load options'}" if folders else "yet"
     raise refused or SnapshotMissingError(f"{model} has no snapshot {missing}")
 
 
@@ -200,12 +204,19 @@ def find_named(snapshot: str, model: str, options: dict[str, str]) -> tuple[str,
     manifest = storage.read_manifest(by_name[name][0])
     field = first_difference(options, manifest.requested, manifest.actual, is_named=True)
     if field:
+        flag = next(row.flag for row in LOAD_OPTIONS if row.field == field)
         had = manifest.requested.get(field) or manifest.actual.get(field, "none")
+        command = _warm_command(manifest.model, manifest.requested | options, "NAME")
         raise SnapshotMissingError(
-            f"the snapshot {name} was made with {field}={had}, not with {field}={options[field]}",
-            hint="leave the option out, or build a snapshot with it: `edgeinfer warm --name NAME`",
+            f"the snapshot {name} was made with {flag} {had}, not {flag} {options[field]}",
+            hint=f"leave {flag} out, or build another: `{command}`",
         )
-    fingerprint.refuse_stale(manifest, by_name[name][0])
+    try:
+        fingerprint.refuse_stale(manifest, by_name[name][0])
+    except SnapshotStaleError as error:
+        command = _warm_command(manifest.model, manifest.requested, storage.user_name_of(name))
+        error.hint = f"build it again: `{command}`"
+        raise
     return by_name[name][0], manifest
 
 

@@ -28,7 +28,7 @@ def test_an_adapter_is_applied_by_default_resumed_and_cold(user, adapter):
     assert resumed.result["text"] == cold.result["text"]
     plain = user.ask()
     assert plain.start["how"] == "cold"
-    assert "no snapshot with the default load options" in plain.err
+    assert "no snapshot with the configured load options" in plain.err
     assert plain.result["text"] != cold.result["text"]
 
 
@@ -75,7 +75,7 @@ def test_draft_model_is_resumed_with_the_model_and_its_file_is_compared(user, sm
         assert props["models"][0]["info"]["choices"]["draft"]["value"] == str(small)
     plain = user.ask()
     assert plain.start["how"] == "cold"
-    assert "no snapshot with the default load options" in plain.err
+    assert "no snapshot with the configured load options" in plain.err
     os.utime(small, ns=(1, 1))
     changed = user.ask(*asked)
     assert changed.start["how"] == "cold"

@@ -84,7 +84,7 @@ def test_named_snapshot_is_resumed_by_name_alone(user):
     result = user.run(*command, f"{MODEL},short").result
     assert (result["model"], result["start"]["how"]) == (MODEL, "resumed")
     other = user.ask("--snapshot", "short", "--ctx", "2048")
-    assert (other.code, "made with n_ctx=512, not with n_ctx=2048" in other.err) == (7, True)
+    assert (other.code, "made with --ctx 512, not --ctx 2048" in other.err) == (7, True)
     missing = user.ask("--snapshot", "long")
     assert (missing.code, f"snapshots: {MODEL},short" in missing.err) == (7, True)
     assert user.ask("--snapshot", "short", "--resume=auto").code == 2

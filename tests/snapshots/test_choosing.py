@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import select
 import shutil
 import socket
 from collections import Counter
@@ -20,9 +21,15 @@ from edgeinfer.cli.main import main
 from edgeinfer.cli.parser import build_parser
 from edgeinfer.config.config_file import Config, load_config
 from edgeinfer.config.load_options import LOAD_OPTIONS, snapshot_options
-from edgeinfer.errors import SnapshotCorruptError, SnapshotMissingError
+from edgeinfer.errors import (
+    SnapshotCorruptError,
+    SnapshotError,
+    SnapshotMissingError,
+    SnapshotStaleError,
+)
 from edgeinfer.host import EngineHost, ProcessStart
 from edgeinfer.launcher import launch, selection
+from edgeinfer.launcher.apps import Apps
 from edgeinfer.launcher.argv import CommandLine
 from edgeinfer.models import store
 from edgeinfer.models.pull import PullOptions, pull
@@ -249,6 +256,20 @@ def test_a_given_name_is_enough_everywhere(root):
     assert selection.find_named("work", "m", {})[1].name == "m,work"
     with pytest.raises(SnapshotMissingError, match="several snapshots are called work"):
         selection.find_named("work", "third", {})
+    with pytest.raises(SnapshotMissingError, match=r"made with --ctx 512, not --ctx 99$") as caught:
+        selection.find_named("work", "m", {"n_ctx": "99"})
+    command = "edgeinfer warm m --ctx 99 --name NAME"
+    assert caught.value.hint == f"leave --ctx out, or build another: `{command}`"
+
+
+@pytest.mark.parametrize("requested", [{}, {"n_ctx": "512"}])
+def test_resume_always_hints_at_the_command_that_builds_the_missing_snapshot(root, requested):
+    publish(root, "m", 1, requested=requested, keys={"edgeinfer": "0.1"})
+    line = CommandLine(["run", "m", "hello", "--ctx", "512", "--resume=always"])
+    with pytest.raises(SnapshotError) as caught:
+        Apps(line, select.poll(), 0, 0).start_verb()
+    assert type(caught.value) is (SnapshotStaleError if requested else SnapshotMissingError)
+    assert caught.value.hint == "`edgeinfer warm m --ctx 512` builds it now"
 
 
 def test_default_model_is_the_configured_one(root, tmp_path):
@@ -265,7 +286,7 @@ def test_an_exact_match_is_preferred_then_the_newest(root):
         publish(root, "m", generation, actual={"n_ctx": "512"})
     assert selection.find("m", {})[0].endswith(folder_of("m", 3))
     assert selection.find("m", {"n_ctx": "512"})[1].name == "m,ctx=512"
-    with pytest.raises(SnapshotMissingError, match="n_ctx=99"):
+    with pytest.raises(SnapshotMissingError, match=r"with --ctx 99$"):
         selection.find("m", {"n_ctx": "99"})
 
 

@@ -504,10 +504,11 @@ def test_snapshot_whose_name_v0_2_0_derived_from_options_is_refused_and_pruned_f
     use(old, 2000)
     use(publish(root, "m", 2), 1000)
     launch_words = ("run", "m", "hello")
-    with pytest.raises(SnapshotMissingError, match="m has no snapshot with n_ctx=8192"):
+    with pytest.raises(SnapshotMissingError, match="m has no snapshot with --ctx 8192"):
         selection.launch_choice(CommandLine([*launch_words, "--ctx", "8192"])).find()
-    with pytest.raises(SnapshotStaleError, match="m,ctx8192 was made with another edgeinfer"):
+    with pytest.raises(SnapshotStaleError, match="m,ctx8192 was made with another edgeinfer") as stale:
         selection.launch_choice(CommandLine([*launch_words, "--snapshot", "ctx8192"])).find()
+    assert stale.value.hint == "build it again: `edgeinfer warm m --ctx 8192 --name ctx8192`"
     assert registry.state_of(old)[1].startswith(
         "the snapshot m,ctx8192 was made with another edgeinfer"
     )
