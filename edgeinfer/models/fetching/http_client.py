@@ -21,6 +21,7 @@ from edgeinfer.models.sources import is_address
 SMALL_BYTES = 4 << 20
 #: Hint for a server that behaves wrongly, so that a retry cannot help.
 OTHER_SOURCE = "check the address, or use another source"
+_NO_LOGIN = "use an address that needs no login, or download the file with a browser"
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 
 
@@ -135,8 +136,8 @@ def refuse_status(origin: str, response: httpx2.Response, login: str | None) -> 
 def status_error(origin: str, who: str, status: int, login: str | None = None) -> DownloadError:
     """Make the error for an HTTP error status. `who` is the server in words ("server", "registry")."""
     if status in (401, 403):
-        problem = f"the {who} refuses access ({status}): a token or an accepted licence is needed"
-        return AuthenticationError(f"{origin}: {problem}", hint=login)
+        problem = f"the {who} refuses access ({status})"
+        return AuthenticationError(f"{origin}: {problem}", hint=login or _NO_LOGIN)
     if status in (404, 410):
         problem = f"the {who} has no such file or revision ({status})"
         return SourceNotFoundError(f"{origin}: {problem}", hint="check the address")

@@ -19,7 +19,7 @@ from urllib.parse import urljoin
 import httpx2  # slow import (75 to 120 ms): only a pull imports this module
 import msgspec
 
-from edgeinfer.errors import ChecksumError, DownloadError, SourceNotFoundError
+from edgeinfer.errors import ChecksumError, DownloadError, SourceNotFoundError, UsageError
 from edgeinfer.models import names
 from edgeinfer.models.fetching import download, http_client
 from edgeinfer.models.fetching.download import Remote
@@ -80,8 +80,8 @@ def resolve(source: OciArtifact) -> list[Remote]:
                 remote = registry.blob(layer, f"mmproj-{names.sanitize_file_name(source.stem)}.gguf")
                 remotes.append(msgspec.structs.replace(remote, is_projector=True))
             return remotes
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        problem = f"{source}: the registry's manifest is invalid: {error!r}"
+    except (KeyError, IndexError, TypeError, ValueError, UsageError) as error:
+        problem = f"{source}: the registry's manifest is invalid: {error}"
         raise DownloadError(problem, hint=http_client.OTHER_SOURCE) from error
 
 
@@ -133,6 +133,7 @@ class Registry:
         self._source = source
         self._client = client
         self._authorization = ""
+        self._login = f"log in first: `docker login {source.registry}`"
 
     def manifest(self, reference: str) -> dict[str, Any]:
         """Return the manifest of a tag or a digest. Raises ValueError if it is not JSON."""
@@ -155,7 +156,7 @@ class Registry:
         return content
 
     def blob(self, layer: dict[str, Any], file_name: str) -> Remote:
-        """Return the address, size and digest of a layer, to be stored as `file_name`."""
+        """Return a layer to fetch as `file_name`. Raises UsageError for a wrong digest, KeyError."""
         digest = str(layer["digest"])
         return Remote(
             url=f"{self.base}/blobs/{digest}",
@@ -164,6 +165,7 @@ class Registry:
             size_bytes=int(layer["size"]),
             sha256=names.parse_digest(digest),
             headers={"Authorization": self._authorization} if self._authorization else {},
+            login=self._login,
         )
 
     # --- the methods of `snapshots.transfer.image.ImageStore`, which stores exported snapshots
@@ -211,8 +213,7 @@ class Registry:
             response = self._ask(method, url, headers, content)
         if response.status_code in accepted:
             return response
-        login = f"log in first: `docker login {self._source.registry}`"
-        raise http_client.status_error(str(self._source), "registry", response.status_code, login)
+        raise http_client.status_error(str(self._source), "registry", response.status_code, self._login)
 
     def _ask(
         self, method: str, url: str, headers: dict[str, str], content: bytes | Iterator[bytes] | None

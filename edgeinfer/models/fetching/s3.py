@@ -22,6 +22,7 @@ from edgeinfer.models.sources import StoredObject
 _GOOGLE = "https://storage.googleapis.com"
 #: How long (s) a signed address is valid: the longest that S3 allows, a week.
 _SIGNED_S = 7 * 24 * 3600
+_LOGIN = "check AWS_ACCESS_KEY_ID, AWS_PROFILE and AWS_ENDPOINT_URL, and who may read the object"
 
 
 def resolve(source: StoredObject) -> list[Remote]:
@@ -80,6 +81,7 @@ def _remote(source: StoredObject, client: Any, key: str, file_name: str) -> Remo
         origin=f"{source.scheme}://{source.bucket}/{key}",
         size_bytes=head["ContentLength"],
         sha256=_sha256(head),
+        login=_LOGIN,
     )
 
 
@@ -102,7 +104,6 @@ def _botocore_errors(source: StoredObject) -> Iterator[None]:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if "Credentials" in type(error).__name__:
             status = 401
-        login = "check AWS_ACCESS_KEY_ID, AWS_PROFILE and AWS_ENDPOINT_URL, and who may read the object"
         if not status:
             raise DownloadError(f"{source}: {error}") from error
-        raise status_error(f"{source}: {error}", "store", status, login) from error
+        raise status_error(f"{source}: {error}", "store", status, _LOGIN) from error

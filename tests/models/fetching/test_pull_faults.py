@@ -11,6 +11,7 @@ from fake_hub import Fault, sha
 from made_gguf import gguf_bytes
 from msgspec.structs import replace
 
+from edgeinfer import error_text
 from edgeinfer.errors import (
     AuthenticationError,
     ChecksumError,
@@ -214,8 +215,9 @@ def test_server_that_falls_silent(server, url, body, options) -> None:
 def test_refused_request_is_not_repeated(server, url, options, status, error) -> None:
     server.faults.append(Fault(cut_after=5000))
     server.always = Fault(status=status)
-    with pytest.raises(error):
+    with pytest.raises(error) as caught:
         pull(url, options=options)
+    assert "HF_TOKEN" not in error_text.hint(caught.value), "the server is not Hugging Face"
     assert kept_bytes() == 5000
     assert nothing_published()
     assert len(server.gets("/tiny.gguf")) == 2, "a refusal is not asked again"

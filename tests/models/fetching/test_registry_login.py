@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 from edgeinfer.errors import DownloadError, OfflineError
-from edgeinfer.models.fetching.oci import Registry, connect
+from edgeinfer.models.fetching.oci import Registry, connect, resolve
 from edgeinfer.models.sources import OciArtifact
 
 LOGIN = base64.b64encode(b"me:pass").decode()
@@ -104,6 +104,19 @@ def test_registry_is_not_opened_offline(monkeypatch) -> None:
     monkeypatch.setenv("EDGEINFER_OFFLINE", "1")
     with pytest.raises(OfflineError, match="offline mode is on"), connect(SOURCE):
         pass
+
+
+def test_blob_that_is_refused_hints_at_the_registrys_login() -> None:
+    with connect(SOURCE) as registry:
+        remote = registry.blob({"digest": "ab" * 32, "size": 3}, "small.gguf")
+    assert remote.login == "log in first: `docker login registry.example.org`"
+
+
+def test_invalid_digest_of_a_registry_is_no_mistake_of_the_user(monkeypatch) -> None:
+    layer = {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:12", "size": 3}
+    monkeypatch.setattr(Registry, "manifest", lambda *_: {"layers": [layer]})
+    with pytest.raises(DownloadError, match="manifest is invalid: 'sha256:12' is not a SHA-256"):
+        resolve(SOURCE)
 
 
 class Endless(httpx2.SyncByteStream):
