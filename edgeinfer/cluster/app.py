@@ -24,7 +24,7 @@ from starlette.responses import Response
 from edgeinfer import prefix_affinity
 from edgeinfer.cluster.front import FrontEnd
 from edgeinfer.cluster.messages import ModelSettings, Request, read_settings
-from edgeinfer.cluster.replica import EndpointReplica
+from edgeinfer.cluster.replica import ENDING_S, EndpointReplica
 
 #: Maximum number of running requests in the front end: only the replicas' limits matter.
 _MANY = 10_000
@@ -74,7 +74,8 @@ def application(arguments: Mapping[str, object]) -> serve.Application:
     settings = read_settings(arguments)
     models = {model.model: _deployment(model) for model in settings.models}
     options = {"max_ongoing_requests": _MANY, "ray_actor_options": {"num_cpus": 0}}
-    front = serve.deployment(name="edgeinfer", **options)(FrontDeployment)
+    options |= {"name": "edgeinfer", "graceful_shutdown_timeout_s": ENDING_S}
+    front = serve.deployment(**options)(FrontDeployment)
     return front.bind(models, settings.start_s, settings.hosts)
 
 
@@ -94,6 +95,7 @@ def _deployment(model: ModelSettings) -> Any:
         ),
         request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
         health_check_period_s=5.0,
+        graceful_shutdown_timeout_s=ENDING_S,  # Ray waits for requests before it calls `__del__`
     )(ModelDeployment)
     return deployment.bind(model)
 

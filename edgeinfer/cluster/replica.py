@@ -27,9 +27,10 @@ from edgeinfer.platform import process
 
 #: Time limit (s) of a start, which may load 15 GB from a slow disk. Ray's own limit is longer.
 _READY_S = 600.0
+#: Timeout (s) of a health check.
 _HEALTH_S = 10.0
-#: How long (s) the process may take to end after SIGTERM, before it is killed.
-_ENDING_S = 15.0
+#: Time (s) until a removed replica is killed: more than the 33 s that requests may take.
+ENDING_S = 35.0
 
 
 class EndpointReplica:
@@ -78,10 +79,10 @@ class EndpointReplica:
                 yield piece
 
     async def close(self) -> None:
-        """Send SIGTERM, so that running requests finish first; kill the process after `_ENDING_S`."""
+        """Send SIGTERM, so that running requests finish first; kill the process after `ENDING_S`."""
         self._endpoint.terminate()
         try:
-            await asyncio.to_thread(self._endpoint.wait, _ENDING_S)
+            await asyncio.to_thread(self._endpoint.wait, ENDING_S)
         except subprocess.TimeoutExpired:
             self._endpoint.kill()
             await asyncio.to_thread(self._endpoint.wait)

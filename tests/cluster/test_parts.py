@@ -8,10 +8,11 @@ import pytest
 from starlette.requests import Request
 
 from edgeinfer import prefix_affinity
-from edgeinfer.cluster import front, messages
+from edgeinfer.cluster import front, messages, replica
 from edgeinfer.cluster.front import FrontEnd
 from edgeinfer.cluster.messages import Ack, Chunk, ResponseStart
 from edgeinfer.errors import UsageError
+from edgeinfer.server.limits import Limits
 
 
 def _hashes(text: str, **more) -> tuple[int, ...]:
@@ -49,6 +50,17 @@ def test_longest_prefix_decides_and_the_oldest_is_evicted() -> None:
 def test_settings_of_one_model_are_read_as_ray_passes_them() -> None:
     read = messages.read_settings({"model": "small", "max_replicas": "4", "cpus": "2"})
     assert (read.models[0].max_replicas, read.models[0].cpus) == (4, 2)
+
+
+@pytest.mark.needs("ray")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own modules
+def test_removed_replica_has_the_time_of_an_endpoints_drain() -> None:
+    from edgeinfer.cluster import app  # slow import: Ray
+
+    assert Limits().drain_s + 3 < replica.ENDING_S
+    for bound in (app._deployment(messages.ModelSettings(model="m")), app.application({"model": "m"})):
+        config = bound._bound_deployment._deployment_config
+        assert config.graceful_shutdown_timeout_s == replica.ENDING_S
 
 
 @pytest.mark.parametrize(
