@@ -61,7 +61,7 @@ class LoadOption:
             return text
         if text.lstrip("-").isdecimal() and self.high and self.low <= int(text) <= self.high:
             return int(text)
-        raise ValueError(f"{self.field}: {text} is not {self.describe_range()}")
+        raise ValueError(f"{self.key or self.field}: {text} is not {self.describe_range()}")
 
     def describe_range(self) -> str:
         """Return the allowed values in words: `"auto", "none" or a number between 0 and 99`."""
@@ -85,7 +85,7 @@ class AdaptersOption(LoadOption):
             return text
         adapters = [_adapter(entry) for entry in text.split(",") if entry]
         if len({name_of_file(path) for path, _ in adapters}) < len(adapters):
-            raise ValueError(f"{self.field}: two adapters in {text} have the same name")
+            raise ValueError(f"two adapters in {text} have the same name")
         return ",".join(path if scale == 1 else f"{path}:{scale:g}" for path, scale in adapters)
 
     def describe_range(self) -> str:

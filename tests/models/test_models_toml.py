@@ -94,6 +94,10 @@ def test_user_overrides_one_key_and_new_sources_drop_the_old_digest(entry, promp
         (f'{MINIMAL}quantize = "Q4_KM"\n', [OF_MINE, '"quantize"', 'did you mean "Q4_K_M"']),
         (f'{MINIMAL}sha256 = "abc"\n', [OF_MINE, "SHA-256"]),
         (f'{MINIMAL}name = "x"\n', [OF_MINE, '"name"']),
+        (
+            f'{MINIMAL}lora = [{{path = "/a/red.gguf"}}, {{path = "/b/red.gguf"}}]\n',
+            [OF_MINE, 'key "lora": two adapters in /a/red.gguf:1,/b/red.gguf:1 have the same name'],
+        ),
         (f'{MINIMAL}parameters = "many"\n', [OF_MINE, "parameters"]),
         ('[models.mine]\ntitle = "x"\n', [OF_MINE, "sources"]),
         ('[models.mine]\ntitle = "x"\nsources = ["ftp://x/y"]\n', [OF_MINE, "not a valid source"]),
