@@ -150,7 +150,7 @@ class ReceiptCheck:
             problem = f"the receipt is of kernel revision {receipt.kernel_revision}, which is newer"
             maker = f"edgeinfer {receipt.program!r}, kernel revision {receipt.kernel_revision}"
             hint = f"update edgeinfer, or check it with the program that made it ({maker})"
-            raise ReceiptError(f"{problem} than this program's, {KERNEL_REVISION}", hint=hint)
+            raise ReceiptError(f"{problem} than this program", hint=hint)
         if not info.sha256:
             hint = "pull the file, which records its SHA-256: `edgeinfer pull FILE`"
             raise ReceiptError(f"the SHA-256 of {info.model} is unknown", hint=hint)

@@ -20,6 +20,7 @@ from edgeinfer.receipts import receipt as receipts
 from edgeinfer.receipts.receipt import Refusal, Signature
 from edgeinfer.receipts.verify import ReceiptCheck, Verification
 from edgeinfer.runtime.requests import GenerateRequest
+from edgeinfer.runtime.revision import KERNEL_REVISION
 
 from .example import EXAMPLE, INFO
 
@@ -202,6 +203,14 @@ def test_a_newer_revision_names_the_program_that_made_the_receipt() -> None:
         _check(kernel_revision=999, program="0.2.0")
     hint = "update edgeinfer, or check it with the program that made it"
     assert refused.value.hint == f"{hint} (edgeinfer '0.2.0', kernel revision 999)"
+
+
+def test_a_newer_revision_of_another_architecture_is_not_compared_by_number(monkeypatch) -> None:
+    revision = KERNEL_REVISION % 1000 + 1
+    monkeypatch.setattr("edgeinfer.receipts.verify.KERNEL_REVISION", KERNEL_REVISION % 1000 + 1000)
+    newer = f"the receipt is of kernel revision {revision}, which is newer than this program"
+    with pytest.raises(ReceiptError, match=f"^{newer}$"):
+        _check(kernel_revision=revision)
 
 
 def test_a_check_by_another_model_does_not_speak_of_its_tokens() -> None:
