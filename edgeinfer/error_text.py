@@ -11,7 +11,7 @@ from edgeinfer.safe_text import without_controls
 
 #: Error class → exit status, and hint: what to do next. Exit statuses: 1 failure, 2 usage, 3 model not
 #: here, 4 network, 5 verification, 6 disk or memory full, 7 snapshot, 8 engine, 130 interrupted;
-#: `verify` also uses 9 and 10.
+#: `verify` also uses 9 (within tolerance) and 10 (no receipt checked).
 TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.EdgeInferError: (1, "run `edgeinfer doctor` to see what works on this machine"),
     e.UsageError: (2, "run `edgeinfer --help`"),
@@ -38,6 +38,7 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
         "free disk space (`edgeinfer rm MODEL`, `edgeinfer snapshots prune`) and repeat the command",
     ),
     e.EngineError: (8, "run `edgeinfer doctor`"),
+    e.DecodeError: (8, "try again; if it fails again, report it with the output of `edgeinfer doctor`"),
     e.ModelLoadError: (8, "run `edgeinfer show MODEL`; pull it again if the file is damaged"),
     e.OutOfMemoryError: (6, "use a smaller context (`--ctx 2048`) or a smaller model"),
     e.InvalidRequestError: (2, "correct what the message names, then try again"),

@@ -352,7 +352,8 @@ class Repl:
             if not self._interactive:
                 raise
             self.session.use_engine(self._engines.engine, self._engines.model)
-            raise InterruptedByUser(f"the load of {name} was stopped by Ctrl-C") from error
+            next_step = f"{self._engines.model} stays" if self._engines.engine else "`/model` loads one"
+            raise InterruptedByUser(f"the load of {name} was stopped by Ctrl-C; {next_step}") from error
         self.session.use_engine(engine, name)
         if self.session.conversation.model != name:
             self.session.set(model=name)

@@ -258,7 +258,7 @@ def load_config(
     except FileNotFoundError:
         content = b""
     except OSError as error:
-        raise ConfigError(f"{source}: {error.strerror}", hint=paths.DENIED_HINT) from error
+        raise ConfigError(f"cannot read {source}: {error.strerror}", hint=paths.DENIED_HINT) from error
     return _parse(content, source, on_removed)
 
 

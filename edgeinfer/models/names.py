@@ -74,7 +74,7 @@ def parse_digest(text: str) -> str:
     """Return 64 hex digits from a SHA-256 with or without `sha256:`. Raises UsageError."""
     plain = text.lower().removeprefix("sha256:")
     if not _DIGEST.fullmatch(plain):
-        raise UsageError(f"{text!r} is not a SHA-256 (64 hexadecimal digits)")
+        raise UsageError(f"{text!r} is not a SHA-256", hint="give its 64 hexadecimal digits")
     return plain
 
 
@@ -82,7 +82,7 @@ def check_file_name(text: str) -> str:
     """Return the last component of a path. Raises UsageError if it is not a safe file name."""
     name = text.rsplit("/", 1)[-1]
     if not _FILE.fullmatch(name) or ".." in name:
-        hint = "a file name has up to 200 letters, digits, '.', '_', '+' and '-'"
+        hint = "use up to 200 letters, digits, '.', '_', '+', '-'; the first a letter or digit; no '..'"
         raise UsageError(f"{name!r} is not a safe file name", hint=hint)
     return name
 

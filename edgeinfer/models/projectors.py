@@ -9,9 +9,9 @@ from pathlib import Path
 from edgeinfer.errors import InvalidGgufError
 from edgeinfer.models import gguf
 from edgeinfer.models.gguf import GgufHeader
+from edgeinfer.runtime.options import OTHER_PROJECTOR
 
 _ARCHITECTURE = "clip"
-_OTHER_PROJECTOR = "use the projector (mmproj-….gguf) that was made for this model"
 #: Key of a projector's header → largest accepted value. llama.cpp computes sizes from these numbers.
 _MOST = {
     "image_size": 4096,
@@ -52,10 +52,10 @@ def check(path: str | Path) -> GgufHeader:
     header = gguf.read_model_header(path, vocabulary=False)
     if header.architecture != _ARCHITECTURE:
         problem = f"{path} is not a projector: architecture {header.architecture!r}"
-        raise InvalidGgufError(problem, hint=_OTHER_PROJECTOR)
+        raise InvalidGgufError(problem, hint=OTHER_PROJECTOR)
     if header.metadata.get("clip.has_vision_encoder") is not True:
         problem = f"{path} is a projector without a picture encoder"
-        raise InvalidGgufError(problem, hint=_OTHER_PROJECTOR)
+        raise InvalidGgufError(problem, hint=OTHER_PROJECTOR)
     for key, most in _MOST.items():
         value = header.metadata.get(f"clip.vision.{key}", 1)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
@@ -81,7 +81,7 @@ def check_fits(path: str | Path, model: GgufHeader) -> None:
     if width != model.n_embd:
         makes = f"{Path(path).name} produces embeddings of {width} numbers"
         problem = f"{makes}, but the model needs {model.n_embd}"
-        raise InvalidGgufError(problem, hint=_OTHER_PROJECTOR)
+        raise InvalidGgufError(problem, hint=OTHER_PROJECTOR)
 
 
 def find_fitting(candidates: Iterable[str | Path], model: GgufHeader) -> str:

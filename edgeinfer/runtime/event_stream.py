@@ -77,7 +77,7 @@ class EventStream:
 
     def _mark_iterated(self) -> None:
         if self._is_iterated:
-            raise UsageError("a generation can be iterated only once")
+            raise UsageError("a generation can be iterated only once", hint="keep its events in a list")
         self._is_iterated = True
 
     def __iter__(self) -> Iterator[Event]:

@@ -98,9 +98,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 def draft_problem(draft: Shape, large: Shape) -> str:
     """Return why `draft` cannot be a draft model for `large`, "" if `draft` can."""
     if draft.is_recurrent:
-        return "its state cannot be truncated to an earlier token"
+        return "the draft model's state cannot be truncated to an earlier token"
     if abs(draft.n_vocab - large.n_vocab) > _MAX_DRAFT_PADDING:
-        return f"its vocabulary differs ({draft.n_vocab:,} tokens, not {large.n_vocab:,})"
+        return f"the draft model's vocabulary differs ({draft.n_vocab:,} tokens, not {large.n_vocab:,})"
     return ""
 
 

@@ -39,6 +39,7 @@ class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 #: Largest accepted alpha of a LoRA adapter; usual values are some hundreds at most.
 MOST_ALPHA = 65_536.0
+OTHER_PROJECTOR = "use the projector (mmproj-….gguf) that was made for this model"
 
 
 class Adapter(msgspec.Struct, frozen=True):

@@ -25,7 +25,7 @@ from edgeinfer.platform.disk import CacheTable, stamps
 from edgeinfer.platform.process import ask_child, lower_thread_priority
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.llama.mtmd import Chunk, Projector
-from edgeinfer.runtime.options import ModelFiles
+from edgeinfer.runtime.options import OTHER_PROJECTOR, ModelFiles
 from edgeinfer.runtime.prefix_cache.block_folder import BlockFolder
 from edgeinfer.runtime.prefix_cache.kv_block import Header, KvBlock, pack_tokens
 from edgeinfer.runtime.prompt_tokens import row_tokens
@@ -35,7 +35,7 @@ from edgeinfer.runtime.sequence_state import as_state
 Rows = npt.NDArray[np.float32]
 
 _log = logging.getLogger("edgeinfer.gpu")
-#: Maximum bytes of cached rows in memory. Rows are f32: with f16, logits differ by 0.7 to 1.2.
+#: Maximum bytes of cached embeddings in memory. They are f32: f16 changes logits by 0.7 to 1.2.
 _KEPT_BYTES = 128 << 20
 #: Maximum bytes of decoded pixels that wait for the encoder. Beyond this, the oldest pictures' pixels
 #: are dropped; the encoder decodes those pictures again.
@@ -164,11 +164,11 @@ class Vision:
             if min(chunk.tokens, default=0) < 0:  # a separator of tiles that the vocabulary lacks
                 message = f"a picture of {width}x{height} pixels needs tokens that the model lacks: "
                 message += "the projector belongs to another model"
-                raise InvalidRequestError(message, param="messages")
+                raise InvalidRequestError(message, param="messages", hint=OTHER_PROJECTOR)
             if chunk.is_whole and chunk.n_rows > self._max_rows:
                 message = f"a picture has {chunk.n_rows} embedding rows; the model's batch holds "
                 message += f"{self._max_rows}, and all rows must fit into one batch"
-                raise InvalidRequestError(message, param="messages")
+                raise InvalidRequestError(message, param="messages", hint="send a smaller picture")
         return chunks
 
     def _read(

@@ -90,8 +90,12 @@ def test_wrong_draft_model_ends_a_verb_before_it_starts(local: Path, capsys, mon
     for draft, problem, hint in (
         ("nosuch", "draft model 'nosuch': no model is called that", "or --draft none"),
         ("qwen3-0.6b", "qwen3-0.6b is not on this machine", "edgeinfer pull qwen3-0.6b"),
-        (str(other), "its vocabulary differs (2,000 tokens, not", "--draft none"),
-        (str(recurrent), "its state cannot be truncated to an earlier token", "--draft none"),
+        (str(other), "the draft model's vocabulary differs (2,000 tokens, not", "--draft none"),
+        (
+            str(recurrent),
+            "the draft model's state cannot be truncated to an earlier token",
+            "--draft none",
+        ),
     ):
         code, out, err = run(capsys, verb[0], "mine", *prompt, *verb[1:], "--draft", draft)
         assert code

@@ -344,7 +344,7 @@ def _resolve_pid(which: str | None) -> int:
     if not matches:
         raise UsageError(no_match, hint=_PS)
     pids = ", ".join(str(launch.pid) for launch in matches)
-    raise UsageError(f"{ambiguous}: {pids}", hint="name one by its PID")
+    raise UsageError(f"{ambiguous}: {pids}", hint=f"e.g. `edgeinfer snapshots take {matches[0].pid}`")
 
 
 def _require_own_process(pid: int) -> int:
@@ -353,7 +353,7 @@ def _require_own_process(pid: int) -> int:
     except OSError:
         raise UsageError(f"there is no process {pid}", hint=_PS) from None
     if owner != os.getuid():
-        hint = f"run it as that user: `edgeinfer snapshots take {pid}`"
+        hint = f"run the command as that user: `edgeinfer snapshots take {pid}`"
         raise UsageError(f"process {pid} belongs to another user", hint=hint)
     if not running.shares_folders(pid):
         raise UsageError(
@@ -373,7 +373,7 @@ def _loaded_model(pid: int, model: str | None) -> ProcessDescription:
         raise UsageError(problem, hint=f"{_PS}; a model is loaded at its first request")
     if len({process.model for process in candidates}) > 1:
         names = ", ".join(sorted(process.model for process in candidates))
-        raise UsageError(f"process {pid} has several models: {names}", hint="name one with --model")
+        raise UsageError(f"process {pid} has several models: {names}", hint="name one: `--model NAME`")
     if candidates[-1].program != fingerprint.program_tag():
         raise SnapshotError(
             f"process {pid} runs another edgeinfer build: only that build can resume its snapshots",

@@ -12,7 +12,8 @@ import mmap
 import struct
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +24,8 @@ import numpy.typing as npt
 
 from edgeinfer.errors import ConversionError
 from edgeinfer.models.converting.checkpoint_files import CONFIG, weight_files
-from edgeinfer.platform.disk import open_regular
+from edgeinfer.platform import paths
+from edgeinfer.platform.disk import open_regular, path_errors
 
 Array = npt.NDArray[Any]
 
@@ -61,10 +63,10 @@ class Safetensors:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with open(open_regular(path), "rb") as file:
+            with _read_errors(path), open(open_regular(path), "rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise ConversionError(f"{path} cannot be read: {error}") from error
+        except ValueError:
+            self._refuse("the file is empty")
         self.tensors = {tensor.name: tensor for tensor in self._read()}
 
     def _refuse(self, problem: str) -> NoReturn:
@@ -124,16 +126,16 @@ def to_float32(values: Array, dtype: str) -> npt.NDArray[np.float32]:
 
 
 Config = dict[str, Any]
+_read_errors = partial(path_errors, hint=paths.DENIED_HINT, kind=ConversionError)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, {} without a file. Raises ConversionError if it is invalid."""
     try:
-        with open(open_regular(path), "rb") as file:
+        with _read_errors(path), suppress(FileNotFoundError), open(open_regular(path), "rb") as file:
             return msgspec.json.decode(file.read(), type=dict[str, Any])
-    except FileNotFoundError:
         return {}
-    except (OSError, RecursionError, msgspec.MsgspecError) as error:
+    except (RecursionError, msgspec.MsgspecError) as error:
         raise ConversionError(f"{path} cannot be read: {error}") from error
 
 
@@ -166,15 +168,13 @@ class ModelCheckpoint:
         for file in self._open():
             for name in file.tensors:
                 if name in self.home:
-                    paths = f"{self.home[name].path} and {file.path}"
-                    raise ConversionError(f"the tensor {name} is in two files: {paths}")
+                    both = f"{self.home[name].path} and {file.path}"
+                    raise ConversionError(f"the tensor {name} is in two files: {both}")
                 self.home[name] = file
 
     def _open(self) -> list[Safetensors]:
-        try:
+        with _read_errors(self.folder):
             file_names = [child.name for child in self.folder.iterdir() if child.is_file()]
-        except OSError as error:
-            raise ConversionError(f"{self.folder} cannot be read: {error.strerror}") from error
         files = weight_files(file_names)
         if not files:
             raise _no_weights(self.folder, file_names)

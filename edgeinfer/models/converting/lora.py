@@ -34,9 +34,9 @@ from edgeinfer.models.gguf import GgufHeader
 from edgeinfer.runtime.options import MOST_ALPHA
 
 _PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[\w-]+)?\.weight")
-_NO_WAY = "merge the adapter into its model (`merge_and_unload`), and convert the result"
+_NO_WAY = "merge the adapter into its model (PEFT's `merge_and_unload`), save and `edgeinfer pull` that"
 _OTHER_BASE = "name the model that the adapter was trained on: `--base MODEL`"
-_SAVE_AGAIN = "fetch it again, or save it again with PEFT: `save_pretrained(FOLDER)`"
+_SAVE_AGAIN = "fetch the adapter again, or save it again with PEFT: `save_pretrained(FOLDER)`"
 
 
 #: Name of a tensor of the base model → name of the adapter's module, and its matrices "A" and "B".
@@ -134,7 +134,7 @@ def _read_pairs(file: Safetensors, base: GgufHeader, family: Family) -> _Pairs:
 
 def _check_pair(name: str, pair: dict[str, Array], base: GgufHeader) -> tuple[Array, Array]:
     if len(pair) < 2:
-        raise ConversionError(f"the tensor {name} has only one of lora_A and lora_B", hint=_SAVE_AGAIN)
+        raise ConversionError(f"the adapter has only lora_A or lora_B for {name}", hint=_SAVE_AGAIN)
     a, b = pair["A"], pair["B"]
     tensor = next((candidate for candidate in base.tensors if candidate.name == name), None)
     if tensor is None:

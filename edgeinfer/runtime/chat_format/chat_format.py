@@ -462,5 +462,5 @@ class PictureMarkers:
             text_start = mark.end()
         if sorted(order) != list(range(len(pictures))):
             problem = f"the chat template put {len(order)} of {len(pictures)} pictures into the prompt"
-            raise InvalidRequestError(problem, param="messages")
+            raise InvalidRequestError(problem, param="messages", hint="use another model for pictures")
         yield prompt[text_start:]

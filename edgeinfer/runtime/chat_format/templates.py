@@ -45,6 +45,7 @@ _TEMPLATE_FAILURES = (
     TypeError,
     ValueError,
 )
+_OTHER_TEMPLATE = "set `chat-template` of the model in models.toml, or use another model"
 #: Content of a message, to find the content's place in the rendered prompt. No template contains it.
 _MARK = "\u2060\u2063{}\u2063\u2060"
 #: Limit of the CPU time (s) of all probes of one template; the longest known template takes 0.02 s.
@@ -86,17 +87,17 @@ class ChatTemplate:
     ) -> ChatTemplate:
         """Compile the template, and probe it unless `traits` are known. Raises ModelLoadError."""
         if len(source) > MAX_SOURCE:
-            raise ModelLoadError(
-                f"the chat template has {len(source)} characters; at most {MAX_SOURCE} are allowed"
-            )
+            problem = f"the chat template has {len(source)} characters; the limit is {MAX_SOURCE}"
+            raise ModelLoadError(problem, hint=_OTHER_TEMPLATE)
         try:
             with limit_fuel(Fuel()):
                 compiled = TemplateEnvironment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             problem = f"the model's chat template does not parse: line {error.lineno}: {error.message}"
-            raise ModelLoadError(problem) from error
+            raise ModelLoadError(problem, hint=_OTHER_TEMPLATE) from error
         except (*_TEMPLATE_FAILURES, SyntaxError) as error:
-            raise ModelLoadError(f"the model's chat template does not compile: {error}") from error
+            problem = f"the model's chat template does not compile: {error}"
+            raise ModelLoadError(problem, hint=_OTHER_TEMPLATE) from error
         bare = cls(source, bos, eos, traits or TemplateTraits(), compiled)
         if traits is not None:
             return bare
@@ -105,7 +106,8 @@ class ChatTemplate:
                 return replace(bare, traits=probe(bare))
         except (ExhaustedError, MemoryError) as error:
             reason = str(error) or "it takes too much memory"
-            raise ModelLoadError(f"the model's chat template was refused: {reason}") from error
+            problem = f"the model's chat template was refused: {reason}"
+            raise ModelLoadError(problem, hint=_OTHER_TEMPLATE) from error
 
     def render(
         self,
@@ -317,9 +319,9 @@ def _probe_in_process(trial: TemplateTrial) -> TemplateTraits | None:
     except OSError:
         return None
     except msgspec.MsgspecError as error:
-        raise ModelLoadError(f"{failure}{ending}") from error
+        raise ModelLoadError(f"{failure}{ending}", hint=_OTHER_TEMPLATE) from error
     if isinstance(answer, str):
-        raise ModelLoadError(answer)
+        raise ModelLoadError(answer, hint=_OTHER_TEMPLATE)
     return answer
 
 

@@ -90,7 +90,7 @@ class LlamaContext:
         """
         pointer = L.llama_get_logits_ith(self.pointer, index)
         if not pointer:
-            raise DecodeError(f"token {index} of the batch has no logits")
+            raise DecodeError(f"llama.cpp computed no logits for token {index} of the batch")
         return _floats(pointer, n_vocab)
 
     def all_logits(self, n_outputs: int, n_vocab: int) -> npt.NDArray[np.float32]:

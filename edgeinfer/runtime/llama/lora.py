@@ -49,7 +49,7 @@ class LoraAdapters:
         self._current: AdapterKey = ()
         self._pointer = context.pointer
         self._models: list[tuple[Any, AdaptersByStamp]] = [(model, context.adapters)]
-        #: Whether the kernels can apply adapters: not if a recurrent model reorders a batch's rows.
+        #: Whether the kernels can apply adapters: not if a recurrent model reorders a batch's tokens.
         self.has_kernels = not (L.llama_model_is_recurrent(model) or L.llama_model_is_hybrid(model))
         self.change(adapters)
 
@@ -213,7 +213,7 @@ def _load(model: Any, adapter: Adapter, stamp: str) -> LoadedAdapter:
     if not (sha256 := _digest(adapter, stamp)):
         L.llama_adapter_lora_free(pointer)
         problem = f'LoRA adapter "{adapter.name}": {adapter.path} was changed while it was loaded'
-        raise ModelLoadError(problem, hint="try again")
+        raise ModelLoadError(problem, hint="load the adapter again")
     return LoadedAdapter(pointer, sha256)
 
 

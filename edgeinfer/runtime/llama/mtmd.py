@@ -19,6 +19,7 @@ import numpy.typing as npt
 from edgeinfer.errors import DecodeError, InvalidRequestError, ModelLoadError
 from edgeinfer.media.pictures import Picture
 from edgeinfer.runtime.llama import libllama
+from edgeinfer.runtime.options import OTHER_PROJECTOR
 
 _POINTER = ctypes.c_void_p
 _SIZE = ctypes.c_size_t
@@ -143,7 +144,8 @@ class Projector:
         )
         if not self._context:
             reason = libllama.recent_reason()
-            raise ModelLoadError(f"llama.cpp could not load the projector {path}: {reason}")
+            problem = f"llama.cpp could not load the projector {path}: {reason}"
+            raise ModelLoadError(problem, hint=OTHER_PROJECTOR)
         try:
             self._check(path)
         except BaseException:
@@ -152,12 +154,12 @@ class Projector:
 
     def _check(self, path: str) -> None:
         if not self._library.mtmd_support_vision(self._context):
-            raise ModelLoadError(f"{path} has no picture encoder")
+            raise ModelLoadError(f"{path} has no picture encoder", hint=OTHER_PROJECTOR)
         tried = self.chunks(_PROBE, _PROBE)
         # llama.cpp would abort in the step that computes a token of -1
         if any(token < 0 for chunk in tried for token in chunk.tokens):
             problem = f"{path} belongs to another model: it needs tokens that this vocabulary lacks"
-            raise ModelLoadError(problem, hint="use the projector that was made for this model")
+            raise ModelLoadError(problem, hint=OTHER_PROJECTOR)
 
     def chunks(self, width: int, height: int) -> list[Chunk]:
         """Return the parts of a picture of this size (pixels). Raises InvalidRequestError."""
@@ -204,7 +206,7 @@ class Projector:
             code = library.mtmd_tokenize_from_parts(self._context, chunks, parts, 1, False)
             if code:
                 problem = f"the model does not accept pictures of {width}x{height} pixels"
-                raise InvalidRequestError(problem, param="messages")
+                raise InvalidRequestError(problem, param="messages", hint="resize the picture")
             n_chunks = library.mtmd_input_chunks_size(chunks)
             yield [library.mtmd_input_chunks_get(chunks, i) for i in range(n_chunks)]
         finally:

@@ -134,9 +134,9 @@ class DraftModel:
         spellings = ((self.vocab.raw_text(i), loaded.vocab.raw_text(i)) for i in range(self.n_vocab))
         problem = draft_problem(shape, loaded.shape)
         if not loaded.plan.has_draft:
-            problem = "there is not enough memory for it"
+            problem = "there is not enough memory for the draft model"
         elif not problem and any(draft != large for draft, large in spellings):
-            problem = "its vocabulary differs: some tokens have other texts"
+            problem = "the draft model's vocabulary differs: some tokens have other texts"
         if problem:
             raise ModelLoadError(problem, hint=UNFIT_DRAFT_HINT)
         n_sequences = loaded.n_parallel + DRAFT_SPARE_SEQUENCES

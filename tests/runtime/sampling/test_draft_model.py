@@ -274,7 +274,8 @@ def test_a_draft_model_that_is_too_slow_drafts_nothing(smollm2: Path) -> None:
 
 def test_another_vocabulary_is_refused_in_words(smollm2: Path, gemma3: Path) -> None:
     with pytest.raises(
-        ModelLoadError, match=r"small cannot draft for m: its vocabulary differs .*262,144"
+        ModelLoadError,
+        match=r"small cannot draft for m: the draft model's vocabulary differs .*262,144",
     ) as info:
         load(smollm2, gemma3)
     assert "--draft none" in (info.value.hint or "")
