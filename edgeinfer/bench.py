@@ -272,7 +272,7 @@ class MeasuredServer:
         self.last_prompt = self.last_turn = ""
 
     async def prepare(self) -> None:
-        """Find which of `_FORMS` the server accepts, and its tokens per word. Raises ServeError."""
+        """Find which of `_FORMS` works, and its tokens per word. Raises ServeError if none works."""
         failure: ServeError | None = None
         for self._path, self._fields in _FORMS:
             try:

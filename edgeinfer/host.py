@@ -98,7 +98,7 @@ class EngineHost:
 
     @property
     def config(self) -> Config:
-        """The user's configuration, read on first use."""
+        """The user's configuration, read on first use. Raises ConfigError."""
         if self._config is None:
             self._config = load_config(on_removed=self._warn_of_key)
         return self._config

@@ -26,6 +26,7 @@ from edgeinfer.platform.process import start_child
 _HEALTH_S = 5.0
 #: Timeout (s) of a request that may have to load a model first.
 _LOAD_S = 900.0
+#: Interval (s) of the checks whether the endpoint has started.
 _CHECK_S = 0.05
 _LOG_NAME = "launch-serve.log"
 
@@ -38,7 +39,7 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
 
     def n_ctx(self, model: str) -> int:
-        """Return the context size (tokens) of `model`; load the model if needed. Raises ServeError."""
+        """Return the context (tokens) of `model`, loaded if needed. Raises ServeError if that fails."""
         if not (n_ctx := self._loaded_n_ctx(model)):
             self.request("POST", "/v1/completions", {"model": model, "prompt": "hi", "max_tokens": 0})
             n_ctx = self._loaded_n_ctx(model)
@@ -49,7 +50,7 @@ class RemoteEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         return int(sizes.get(model, 0))
 
     def has(self, path: str) -> bool:
-        """Return whether HEAD `path`, sent without an API key, gets status 200. Raises ServeError."""
+        """Return whether HEAD `path` without a key gets a 200. Raises ServeError if unreachable."""
         with self._connect(_HEALTH_S) as connection:
             connection.request("HEAD", path)
             return connection.getresponse().status == 200

@@ -260,11 +260,11 @@ def find_program(agent: Agent) -> str:
 
 
 def run_agent(agent: Agent, target: AgentTarget, arguments: Sequence[str]) -> int:
-    """Run the agent; return its exit status, or 128 plus the number of the signal that killed it."""
+    """Run the agent; return its status, or 128 + signal number. Raises UsageError if it cannot run."""
     program = find_program(agent)
     with tempfile.TemporaryDirectory(prefix="edgeinfer-") as folder:
         own_arguments, variables = agent.setup(target, Path(folder))
-        process = _start([program, *own_arguments, *arguments], variables)
+        process = _start(agent, [program, *own_arguments, *arguments], variables)
         # ignore Ctrl-C, which the agent handles; forward the signals that only this process receives
         forwarding = dict.fromkeys(_FORWARDED, lambda number, _frame: process.send_signal(number))
         with SignalHandlers({**forwarding, signal.SIGINT: signal.SIG_IGN}):
@@ -272,8 +272,9 @@ def run_agent(agent: Agent, target: AgentTarget, arguments: Sequence[str]) -> in
     return status if status >= 0 else 128 - status
 
 
-def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(agent: Agent, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     try:
         return start_child(command, signal.SIGTERM, env={**os.environ, **environment})
     except OSError as error:
-        raise UsageError(f"cannot run {command[0]}: {error.strerror}", hint="check the file") from error
+        hint = f"install {agent.title} again: {agent.install}"
+        raise UsageError(f"cannot run {command[0]}: {error.strerror}", hint=hint) from error

@@ -151,7 +151,8 @@ class ChatSession:
         try:
             return self._turns[turn_id]
         except KeyError:
-            raise UsageError(f"this conversation has no turn {turn_id}", hint="open it again") from None
+            hint = "open the conversation again"
+            raise UsageError(f"this conversation has no turn {turn_id}", hint=hint) from None
 
     def new(self) -> None:
         """Begin a conversation with the same model and options; a first question stores it."""
@@ -253,10 +254,10 @@ class ChatSession:
             self.store.update(self.conversation.id, **fields)
 
     def ask(self, text: str, attachments: Sequence[Attachment] = ()) -> Turn:
-        """Store a question at the end of the branch, in place of a last question without an answer.
+        """Store a question at the end of the branch, and return its turn.
 
-        Raises UsageError for an empty question or while an answer is being written, and StoreError;
-        nothing has changed then.
+        If the last question has no answer, the new one becomes its alternative. Raises UsageError for
+        an empty question or while an answer is being written, and StoreError; nothing has changed then.
         """
         return self._add_user(text, attachments, self._parent_of_next())
 
@@ -270,7 +271,7 @@ class ChatSession:
         return head.id if head else None
 
     def edit(self, turn_id: int, text: str, attachments: Sequence[Attachment] = ()) -> Turn:
-        """Store an alternative to a question, with old and new attachments. Raises UsageError."""
+        """Store an alternative to a question, as `ask` does, with old and new attachments."""
         turn = self.turn(turn_id)
         if turn.role != "user":
             raise UsageError("only a question can be edited", hint="`/regen` answers again")
@@ -279,23 +280,23 @@ class ChatSession:
     def begin_answer(self) -> AnswerWriter:
         """Submit the branch to the engine; return the answer, to which the front end adds the events.
 
-        Raises UsageError without a question to answer, and what `Engine.submit` raises, after storing a
-        failed answer.
+        Raises UsageError without a question or while an answer is being written, EngineClosedError
+        without a model, StoreError, and what `Engine.submit` raises, after storing a failed answer.
         """
         head = self.head
         if head is None or (head.role != "user" and not head.calls):
-            raise UsageError("there is no question to answer", hint="type one")
+            raise UsageError("there is no question to answer", hint="type a question")
         return self._begin(lambda engine: self._submit(engine, head.id))
 
     def regenerate(self) -> AnswerWriter:
-        """Answer the last question again; earlier answers stay as alternatives."""
+        """Answer the last question again, as `begin_answer`; earlier answers stay as alternatives."""
         question = self.question
         if question is None:
             raise UsageError("there is no answer to regenerate", hint="ask something first")
         return self._begin(lambda engine: self._submit(engine, question.id))
 
     def continue_answer(self) -> AnswerWriter:
-        """Continue the last answer in its turn. Raises UsageError if the answer was not cut off."""
+        """Continue the last answer, as `begin_answer`. Raises UsageError if it was not cut off."""
         head = self.head
         is_cut = head is not None and head.role == "assistant" and head.status in CONTINUABLE
         if head is None or not (is_cut and head.content):

@@ -28,7 +28,7 @@ from edgeinfer.platform.disk import stamps
 from edgeinfer.runtime.requests import Sampling, default_sampling
 
 FILE_NAME = "models.toml"
-#: Keys that describe the file at the shipped sources.
+#: Keys about the file at the sources: an entry with other `sources` does not inherit them.
 _FILE_KEYS = ("sha256", "size-bytes", "file-name")
 _PARAMETERS = re.compile(r"\d+(\.\d+)?[KMB]")
 #: Mean bits per weight of a whole file, by quantization: more than the type's own bits, because
@@ -181,7 +181,7 @@ class Model(_Table, frozen=True, kw_only=True):
         return int(float(f"{parameter_count(self.parameters) * bits / 8:.2g}"))
 
 
-#: All entries by name, shipped ones first.
+#: All entries by name, those of the shipped models.toml first.
 Catalog = dict[str, Model]
 
 

@@ -199,7 +199,7 @@ def disk_rate() -> Rate:
 
 @cache
 def cards() -> tuple[Device, ...]:
-    """Return the discrete GPUs that a launch would use. Takes 0.2 s."""
+    """Return the discrete GPUs that a launch would use. Takes 0.2 s. Raises ConfigError."""
     config = load_config()
     request = OffloadRequest(layers=config.load.gpu_layers, devices=config.gpu.devices)
     with suppress(OffloadRefused):

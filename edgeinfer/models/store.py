@@ -298,13 +298,13 @@ def read_pins(ref: Reference) -> Pins:
 
 
 def pinned_digest(ref: Reference, source: str, file_name: str) -> str:
-    """Return the SHA-256 that a file had at its first pull, "" if it was not pulled yet."""
+    """Return a file's SHA-256 at its first pull, "" before. Raises CatalogError for damaged pins."""
     pins = {(pin.source, pin.file_name): pin.sha256 for pin in read_pins(ref).pins}
     return pins.get((source, file_name), "")
 
 
 def pin_files(ref: Reference, source: str, fetched: Iterable[FetchedFile]) -> None:
-    """Record the SHA-256 of all files that are pulled for the first time."""
+    """Record the SHA-256 of files that are pulled for the first time. Raises what `read_pins` does."""
     old = read_pins(ref).pins
     have = {(pin.source, pin.file_name) for pin in old}
     now = datetime.now(UTC).isoformat(timespec="seconds")

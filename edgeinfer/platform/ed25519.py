@@ -90,7 +90,7 @@ class SigningKey:
         return fingerprint(self.public)
 
     def sign(self, message: bytes) -> bytes:
-        """Return the signature of a message (64 bytes)."""
+        """Return the signature of a message (64 bytes). Raises EdgeInferError if OpenSSL fails."""
         crypto, length = _libcrypto(), ctypes.c_size_t(len(message))
         signature = ctypes.create_string_buffer(SIGNATURE_BYTES)
         size = ctypes.c_size_t(SIGNATURE_BYTES)

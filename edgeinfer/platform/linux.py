@@ -161,7 +161,7 @@ def forget_pages(start: int, length: int) -> None:
 
 
 def getrandom(size: int) -> bytes:
-    """Return the kernel's random bytes; those of libc (glibc >= 2.41) may repeat after a resume."""
+    """Return the kernel's random bytes; glibc's (>= 2.41) may repeat after a resume. Raises OSError."""
     number = {"x86_64": 318, "aarch64": 278}[os.uname().machine]
     buffer = ctypes.create_string_buffer(size)
     got = _check(_libc().syscall(number, buffer, ctypes.c_size_t(size), 0), "getrandom")

@@ -37,7 +37,7 @@ class ProcessRecord:
 
 
 def read_process_record(pid: int, name: str, kind: type[T]) -> T | None:
-    """Return a record of process `pid`; None if the process has none or is another user's."""
+    """Return a record of process `pid`; None if it has none, is another user's, or ends meanwhile."""
     folder = f"/proc/{pid}/fd"
     try:
         numbers = os.listdir(folder)

@@ -17,7 +17,7 @@ from edgeinfer.runtime.event_stream import CollectedAnswer
 #: Keys of texts that clients show, and of the arguments of calls that they execute.
 _TEXT = "content delta output reasoning reasoning_content refusal response result text thinking".split()
 _ARGUMENT_KEYS = {"arguments", "input", "partial_json"}
-#: Keys that are no part of an answer. A text with a key that is not in these three lists is unknown.
+#: Keys outside answers. A text with a key that is not in `_TEXT`, `_ARGUMENT_KEYS` or here is unknown.
 _OTHER_KEYS = (
     "call_id completion_probabilities created_at custom_id datacontenttype done_reason effort "
     "finish_reason format generation_settings id incomplete_details instructions item_id key logprobs "

@@ -27,7 +27,7 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """A sampled token and the most likely alternatives, best first."""
+    """A sampled token (`chosen`) and the likeliest tokens (`top`), best first, maybe with `chosen`."""
 
     chosen: Logprob
     top: tuple[Logprob, ...] = ()

@@ -211,7 +211,7 @@ class GpuOffloader:
         self.core.prefixes.detach_cache(self.core.queue.running)
         self.core.switch_context(context, loaded.n_ctx, has_copy=has_copy, on_device=True)
         for cached_seq in self.core.kv.cached_sequences:
-            # not storable, because the other context computed the cells with different rounding
+            # the CPU computed these cells with other rounding than the device: never store them on disk
             cached_seq.is_storable = False
         self.core.on_failed_step = self._fall_back
         self._device_context = device_context

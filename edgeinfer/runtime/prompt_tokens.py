@@ -13,7 +13,7 @@ import struct
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-#: Values of a pseudo-token's two lowest bits; an odd value marks the first row of a picture.
+#: Values of a pseudo-token's two lowest bits; an odd value marks a picture's first embedding row.
 #: _FIRST_IN_PLACE begins a picture that takes fewer positions than it has rows (M-RoPE).
 _ROW, _FIRST, _WITHOUT_POSITION, _FIRST_IN_PLACE = range(4)
 

@@ -272,12 +272,12 @@ class PreparationPool:
         return self._constrained if request.constraint or request.tools else self._plain
 
     async def submit(self, engine: Engine, request: GenerateRequest, caller: str = "") -> Generation:
-        """Call `engine.submit` in a thread. Raises what it raises, Problem 503 after a timeout."""
+        """Call `engine.submit` in a thread; after a timeout, cancel the request, raise Problem 503."""
         submitting = self._pool(request).begin(caller, lambda: engine.submit(request))
         return await self._result(submitting, _cancel_late)
 
     async def read_files(self, caller: str, work: Callable[[], T]) -> T:
-        """Run `work`, which decodes files. Raises what `work` raises, Problem 503 after a timeout."""
+        """Run `work`, which decodes files. Raises its errors, and Problem 503 after a timeout."""
         return await self._result(self._files.begin(caller, work), lambda late: None)
 
     async def _result(self, future: Future[T], ended_late: Callable[[Future[T]], None]) -> T:

@@ -31,7 +31,7 @@ from edgeinfer.server.model_entry import LoadedEngine, LoadedReply, LoadingReply
 DEFAULT = "default"
 #: Memory (bytes) that stays free for the page cache, the endpoint itself and other processes.
 _RESERVE_BYTES = 512 << 20
-#: How long (s) an ending endpoint waits until models are unloaded.
+#: How long (s) an ending endpoint waits for loads and unloads that began earlier.
 _CLOSE_S = 5.0
 
 

@@ -181,7 +181,7 @@ def block_bytes(fd: int, shipped: Shipped, block: Block) -> bytes:
 def split_block(
     raw: bytes, entries: list[PayloadEntry], path: Path
 ) -> Iterator[tuple[PayloadEntry, memoryview]]:
-    """Yield a block's files and their content, verified. Raises ChecksumError naming the file."""
+    """Yield a block's files and their content. Raises ChecksumError if a file's SHA-256 differs."""
     offset, view = 0, memoryview(raw)
     for entry in entries:
         content = view[offset : offset + entry.size]
@@ -201,7 +201,7 @@ def damage_error(path: Path, reason: str) -> ChecksumError:
 
 
 def interpreter_span(elf: bytes | memoryview) -> tuple[int, int]:
-    """Return offset and length (without final zero) of an ELF's interpreter. Raises ShippingError."""
+    """Return offset and length (without 0) of an ELF's interpreter. Raises ShippingError for none."""
     table, size, count = struct.unpack_from("<Q", elf, 32)[0], *struct.unpack_from("<HH", elf, 54)
     for n in range(count):
         kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", elf, table + n * size)

@@ -113,7 +113,7 @@ def parse_release(raw: bytes, signature: bytes, keys: tuple[str, ...]) -> Releas
 
 
 def number(version: str) -> tuple[int, ...]:
-    """Return a version as numbers that can be compared."""
+    """Return a version as numbers that can be compared: "1.10.2" → (1, 10, 2)."""
     return tuple(map(int, version.split(".")))
 
 
@@ -131,7 +131,7 @@ def own_program(*, replaces: bool = True) -> Path:
         manager = "update the package with your package manager (apt, dnf)"
         raise ShippingError(f"{program} belongs to a package", hint=manager)
     if replaces and not os.access(program.parent, os.W_OK):
-        raise ShippingError(f"{program.parent} cannot be written", hint="run this as its owner")
+        raise ShippingError(f"{program.parent} cannot be written", hint="run the command as its owner")
     return program
 
 
@@ -147,12 +147,12 @@ def refuse_unless_ours(program: Path, app: str) -> None:
 
 @contextmanager
 def locked() -> Iterator[Path]:
-    """Hold the lock of updates and backend installations; yield DATA/update. Raises ShippingError."""
+    """Lock updates and backend installations; yield DATA/update. Raises ShippingError if locked."""
     folder = paths.data_dir() / "update"
     paths.make_folder(folder)
 
     def busy() -> None:
-        raise ShippingError("another update or backend installation runs", hint="wait for its end")
+        raise ShippingError("another update or backend installation runs", hint="try again later")
 
     with disk.locked(folder / ".lock", busy):
         yield folder
@@ -351,7 +351,7 @@ def _unfit_error(version: str, command: list[str], reason: str) -> EdgeInferErro
 
 
 def back(program: Path, folder: Path) -> str:
-    """Exchange `program` and the previous file; return the previous version. Raises ShippingError."""
+    """Exchange `program` and the previous version; return that. Raises ShippingError without one."""
     previous = folder / PREVIOUS
     if not previous.exists():
         raise ShippingError("there is no previous version", hint="`edgeinfer update` keeps one")

@@ -142,7 +142,7 @@ def last_used_s(folder: Path) -> float:
 
 
 def list_snapshots() -> list[ListedSnapshot]:
-    """List the snapshots of all installations by name; of several builds, only the newest."""
+    """List the newest build of each installation's snapshots by name; leave out unreadable ones."""
     newest: dict[tuple[str, str], str] = {}
     for name, folders in storage.generations(str(paths.snapshots_dir())).items():
         for generation in folders:
@@ -292,10 +292,10 @@ def forget_failure(name: str) -> None:
 
 
 def list_failures() -> list[Failure]:
-    """List the recorded failures of this program's builds, sorted by snapshot name."""
+    """List this program's failed builds by snapshot name; leave out records that cannot be read."""
     failures = []
     for path in sorted(paths.snapshots_dir().glob(_failure_path("*").name)):
-        # another process may have removed the file
+        # another process may have removed the file, another version may have written it
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             failures.append(msgspec.json.decode(read_regular(path), type=Failure))
     return failures

@@ -295,7 +295,7 @@ class AttachmentList:
         self.show()
 
     def read_mentioned(self, text: str) -> None:
-        """Read the files that the text mentions with `@`, and count their tokens."""
+        """Read and count the files that the text mentions with `@`; leave out unreadable ones."""
         paths, missing = attachments.mentioned_paths(text), attachments.missing_files(text)
         if (list(self._named), self._missing) != (paths, missing):
             self._missing = missing

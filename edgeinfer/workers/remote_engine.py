@@ -129,7 +129,7 @@ class FrameSocket:
 
 T = TypeVar("T")
 
-#: How long (s) `close` waits until a worker has stored its pending KV blocks.
+#: Time (s) that `close` gives a worker to store its pending KV blocks.
 _END_S = 30.0
 
 
@@ -227,7 +227,7 @@ class RemoteEngine(ForwardingEngine):
     use_threads = _forwarding("use_threads", type(None))
 
     def close(self) -> None:
-        """End the worker; wait until it has stored its pending KV blocks. Idempotent."""
+        """End the worker, after up to `_END_S` for storing its pending KV blocks. Idempotent."""
         self._closed = True
         self._wire.finish()
         self._reader.join(_END_S)

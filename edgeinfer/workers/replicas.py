@@ -89,7 +89,7 @@ class ReplicatedEngine(ForwardingEngine):
         return routed.stream
 
     def use_adapters(self, adapters: Sequence[Adapter]) -> tuple[Adapter, ...]:
-        """Change the LoRA adapters of all replicas, also later ones. If one refuses, none changes."""
+        """Load these adapters in all replicas, also later ones, or in none; return the loaded ones."""
         with self._changing_adapters:
             before = self._info.lora
             try:
@@ -133,7 +133,7 @@ class ReplicatedEngine(ForwardingEngine):
                 yield replica, replica.engine.metrics()
 
     def close(self) -> None:
-        """End all replicas; wait until they have stored their pending KV blocks. Idempotent."""
+        """End all replicas; each gets 30 s to store its pending KV blocks. Idempotent."""
         with self._changed:
             self._is_closed = True
             replicas, self._replicas = self._replicas, []

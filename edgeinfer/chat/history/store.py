@@ -213,7 +213,7 @@ class ConversationStore:
         """Make an ended turn streaming again, to continue it."""
         with self._transaction():
             self._fold(turn_id, "streaming")
-            # the journal's ids restart at 1; the new time makes readers begin at the first piece again
+            # ids of pieces restart at 1: a new time makes readers read the answer from its first piece
             self.db.execute(
                 "UPDATE conversation SET updated_ms = ? WHERE id ="
                 " (SELECT conversation_id FROM turn WHERE id = ?)",
@@ -261,7 +261,7 @@ class ConversationStore:
         return [Conversation(id=row[0]) for row in rows]
 
     def purge(self, deleted: Sequence[Conversation]) -> None:
-        """Delete conversations for good, also from copies of the file, unless they were restored."""
+        """Delete conversations for good, also in copies, unless restored. Raises StoreError."""
         ids = [conversation.id for conversation in deleted]
         with self._transaction():
             database.delete_rows(self.db, ids, "AND deleted_ms IS NOT NULL")

@@ -210,7 +210,7 @@ class _StartedEndpoints:
             time.sleep(0.02)
 
     def measure_start(self, model: str, side: MeasuredServer) -> dict[str, Sample]:
-        """Stop an endpoint; measure exec to first token (ms) of `run`, then of a new endpoint.
+        """Stop an endpoint; return exec to first token (ms) of `run`, then of a new endpoint, by name.
 
         The new endpoint continues a conversation that the old one had cached. Raises ServeError.
         """

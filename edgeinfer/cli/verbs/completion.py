@@ -15,7 +15,7 @@ from edgeinfer.platform import paths
 #: Shells with a completion script in the folder `data`. The scripts call `edgeinfer completion words
 #: …`, and complete file names if that prints nothing.
 SHELLS = ("bash", "zsh", "fish")
-#: Argument with which a shell's script asks for words.
+#: Argument with which a shell's script asks for completions.
 _WORDS = "words"
 
 

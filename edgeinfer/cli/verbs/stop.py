@@ -15,7 +15,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.host import EngineHost
 from edgeinfer.snapshots.running import RunningLaunch, has_loaded, processes
 
-#: Time (s) in which a process may finish its requests before it is killed.
+#: Time (s) until a process is killed: more than the 33 s (`Limits.drain_s` + 3) that requests may take.
 GRACE_S = 35.0
 
 

@@ -139,12 +139,12 @@ def entries(folder: Path) -> list[Path]:
 
 
 def folders(folder: Path) -> list[Path]:
-    """List the folders in a folder, without hidden ones. Raises UnusableError."""
+    """List the folders in a folder, without hidden ones. Raises UnusableError if unreadable."""
     return [path for path in entries(folder) if os.path.isdir(path)]
 
 
 def ggufs(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield the paths of `.gguf` files up to `depth` folders deep; do not follow links to folders."""
+    """Yield `.gguf` files up to `depth` folders deep; follow no folder links. Raises UnusableError."""
     for path in entries(folder):
         if path.name.lower().endswith(".gguf"):
             yield path

@@ -77,7 +77,7 @@ def usable() -> list[ExternalModel]:
 
 
 def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufHeader]:
-    """Return the checked headers of a model's files. Raises ModelNotPulledError, InvalidGgufError."""
+    """Return a model's headers if they are valid. Raises ModelNotPulledError, InvalidGgufError."""
     if model.problem:
         problem = f"{model.name} can't be used: {model.problem}"
         raise ModelNotPulledError(problem, hint=model.fix or None)
@@ -93,7 +93,7 @@ def settings(model: ExternalModel, header: gguf.GgufHeader) -> OllamaSettings:
 
 
 def verified_files(model: ExternalModel, progress: Progress | None = None) -> ModelFiles:
-    """Return a model's files after checking their headers and digests.
+    """Return a model's files after checking their headers and comparing their digests.
 
     Raises ModelNotPulledError, InvalidGgufError, ChecksumError.
     """

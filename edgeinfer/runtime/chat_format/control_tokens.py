@@ -77,7 +77,7 @@ class ControlTokens:
         return MARK.join([*pieces, text[piece_start:]]) if pieces else text
 
     def escape_request(self, request: GenerateRequest, markers: tuple[str, ...]) -> GenerateRequest:
-        """Escape all text that the template renders, except `markers` in earlier answers."""
+        """Escape all rendered text, except `markers` in earlier answers. Raises InvalidRequestError."""
         tools = msgspec.to_builtins(request.tools)
         try:
             return msgspec.structs.replace(

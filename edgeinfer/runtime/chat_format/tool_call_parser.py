@@ -1,9 +1,9 @@
-"""Parse tool calls after a marker of an answer: `JsonSection` for calls in JSON and Python.
+"""Parse the tool calls of an answer, which begin with a marker such as `<tool_call>`.
 
-A section is the part of the answer from a marker to the end of the calls after it. The parser is a
-generator, which yields when it needs more text. A call is emitted when it is complete and valid; a
-section without a valid call is emitted as text. If a grammar constrains the calls, names and arguments
-are streamed. `xml_calls` parses calls in XML.
+`JsonSection` parses calls in JSON, and in Python (`[f(x=1)]`) if the format allows it; `xml_calls`
+parses calls in XML. A section is the part of the answer from a marker to the end of the calls after it.
+The parser is a generator, which yields when it needs more text. A complete, valid call is emitted; a
+section without one is emitted as text. If a grammar constrains calls, names and arguments are streamed.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class BackendFile(msgspec.Struct, frozen=True, kw_only=True):
     """A backend library on this machine. `problem`: why it cannot be used, "" if it can.
 
     `fix`: what to do about the problem. `added`: the user has added the library to the data folder; it
-    did not come with the program. `stamp` identifies the file's content.
+    did not come with the program. `facts`: its JSON file, None if unreadable. `stamp`: its content.
     """
 
     name: str

@@ -148,10 +148,10 @@ def dependent_operation() -> str:
 
 
 def use_kernels(ggml: ctypes.CDLL, base: ctypes.CDLL, binding_version: str) -> Kernels:
-    """Register the kernels for this CPU with ggml's loaded CPU backend. Call it once.
+    """Register the kernels for this CPU with ggml's loaded CPU backend; return them. Call this once.
 
-    llama.cpp's own kernels stay in use if no library for this CPU exists or can be opened.
-    `ggml` and `base` are libggml and libggml-base.
+    If no library for this CPU exists or can be opened, llama.cpp's own kernels stay in use, and the
+    returned `Kernels` is empty. `ggml` and `base` are libggml and libggml-base.
     """
     path = cpu_library()
     level = level_of(variant_of(path))

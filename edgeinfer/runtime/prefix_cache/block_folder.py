@@ -274,7 +274,7 @@ class BlockFolder:
             return None
 
     def touch(self, names: Sequence[bytes]) -> None:
-        """Mark blocks as used now. The first name gets the latest time: its block is evicted last."""
+        """Mark existing blocks as used now; the first gets the latest time and is evicted last."""
         now_ns = time.time_ns()
         for i, name in enumerate(names):
             with contextlib.suppress(OSError):

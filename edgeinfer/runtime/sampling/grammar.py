@@ -330,7 +330,7 @@ def inline_schema(schema: Any) -> str:
 
 
 def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
-    """Return a constraint's grammar, and the request field to name in errors."""
+    """Return a constraint's grammar, and its field for errors. Raises UnsupportedConstraintError."""
     if isinstance(constraint, Lark):
         named = [{"name": name, "lark_grammar": text} for name, text in constraint.grammars]
         return json.dumps(
@@ -351,7 +351,7 @@ def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
 
 
 def lark_parts(constraint: Constraint | Lark) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Return a constraint's grammar, and the named grammars that it refers to."""
+    """Return a constraint's grammar, and its named grammars. Raises UnsupportedConstraintError."""
     if isinstance(constraint, Lark):
         return constraint.source, constraint.grammars
     return lark_of(constraint)[0], ()

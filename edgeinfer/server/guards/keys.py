@@ -69,7 +69,7 @@ def configured_keys(file: str | None = None) -> Keys:
 
 
 def stored_keys() -> tuple[Keys, bool]:
-    """Return the keys in the user's own file, and whether it was created now. Raises ServeError."""
+    """Return the user's own keys and whether they are new. Raises ServeError if exposed or invalid."""
     path = key_path()
     try:
         return Keys(read_keys(path)), False
@@ -87,7 +87,7 @@ def stored_keys() -> tuple[Keys, bool]:
 
 
 def own_key() -> str:
-    """Return the API key of this user's own endpoint; "" if there is none. Raises ServeError."""
+    """Return the key of the user's endpoint, "" for none. Raises ServeError if exposed or invalid."""
     key = os.environ.get("EDGEINFER_API_KEY", "")
     if key:
         return key

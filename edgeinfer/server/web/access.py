@@ -41,7 +41,7 @@ PATH = "/web"
 
 
 def read_secret() -> bytes:
-    """Return this user's signing secret (32 bytes), created on first use. Raises ServeError."""
+    """Return or make the user's secret (32 bytes). Raises ServeError if it is exposed or damaged."""
     path = paths.data_dir() / "web-secret"
     with path_errors(path, "check the data folder", ServeError):
         paths.make_folder(path.parent)
@@ -64,7 +64,7 @@ def _is_same(signature: str, expected: str) -> bool:
 
 
 def make_code() -> str:
-    """Make a one-time sign-in code, to be put into the page's URL. Raises ServeError."""
+    """Make a one-time sign-in code, to be put into the page's URL. Raises what `read_secret` raises."""
     made_at, nonce = f"{time.time():.6f}", secrets.token_hex(8)
     return f"{made_at}-{nonce}-{_sign(read_secret(), 'code', made_at, nonce)}"
 

@@ -227,7 +227,7 @@ async def pulls(context: RequestContext) -> list[wire.Pull]:
 
 @ROUTES.post(f"{PATH}/pulls", uses_model=False, web="cookie")
 async def pull(context: RequestContext, body: wire.PullModel) -> list[wire.Pull]:
-    """Begin or stop a pull."""
+    """Begin or stop a pull; list the running and failed pulls."""
     pulls: Pulls = context.endpoint.web.pulls
     if body.stop:
         pulls.stop(body.name)
@@ -245,7 +245,7 @@ async def evaluations(context: RequestContext) -> list[wire.Report]:
 
 @ROUTES.get(f"{PATH}/evaluations/{{id}}", web="cookie")
 async def evaluation(context: RequestContext) -> wire.Report:
-    """Return a report as HTML."""
+    """Return a report as HTML. Raises Problem 404 if there is none."""
     reports = await context.endpoint.in_thread(_reports)
     path = next((path for _, path in reports if path.stem == context.path_id), None)
     if path is None:

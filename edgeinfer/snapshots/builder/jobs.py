@@ -154,7 +154,7 @@ def remove_unfinished(root: Path) -> None:
 
 
 def run_builder(folder: Path, request: BuildRequest, progress: LoadProgress) -> Details:
-    """Run a builder in the locked `folder`. Raises the builder's error; SnapshotError if it dies."""
+    """Run a builder in the locked `folder`; return its result. Raises its error, or SnapshotError."""
     mine, builder_link = socket.socketpair()
     command = process.child_command(_BUILDER, str(builder_link.fileno()), str(folder))
     log = folder / "builder.log"

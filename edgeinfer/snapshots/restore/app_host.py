@@ -155,7 +155,7 @@ def _read_all(cold: list[Area]) -> None:
 
 
 def read_ahead(area: Area) -> int:
-    """Read the uncached pages of a mapped file; return the number of bytes. Raises OSError."""
+    """Read the uncached pages of an area from its file; return the number of bytes. Raises OSError."""
     into, n_bytes = memoryview(bytearray(STEP_BYTES)), 0
     stop = area.offset + area.high - area.low
     with open(area.path, "rb", buffering=0) as file:
@@ -255,7 +255,7 @@ class AppHost(EngineHost):
         if self._named:
             problem = f"the snapshot {self.start.snapshot} is of {self._loaded.model}, not of {name}"
             raise UsageError(problem, hint="leave the model out, or name a snapshot of that model")
-        # the launcher chose another model: report how the worker started
+        # this process was resumed with another model than the requested one: report the worker's start
         remote = self.worker(name, options, progress)
         how = {field: getattr(remote.start, field) for field in ("how", "reason", "snapshot")}
         self.start = msgspec.structs.replace(self.start, **how)
@@ -325,7 +325,7 @@ class AppHost(EngineHost):
             self._note.write(msgspec.structs.replace(description, url=self._url))
 
     def take_snapshot(self, model: str, name: str) -> TakenSnapshot:
-        """Let the launcher run `snapshots take` for this process. Raises the error that it reports."""
+        """Let the launcher run `snapshots take` for this process. Raises the launcher's error."""
         arguments = (f"--model={model}", f"--name={name}")
         outcome = read_build(self._tell_with_pipe(messages.TakeSnapshot(argv=arguments)), None)
         if outcome.result is None:
@@ -442,7 +442,7 @@ class BuildEnd(msgspec.Struct, frozen=True):
 
 
 def read_build(output: int, progress: LoadProgress | None) -> BuildEnd:
-    """Read a build's output to its end, reporting each line as a stage; close the descriptor."""
+    """Read a build's output to its end, each line as a stage; close it; return the end or DumpError."""
     last = "the build ended without a message"
     outcome = None
     with open(output, encoding="utf-8", errors="replace") as lines:

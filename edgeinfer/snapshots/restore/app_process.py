@@ -204,7 +204,7 @@ def reseed(entropy: bytes, ranges: list[Range]) -> bytes:
 
 
 def adopt_environment(request: LaunchRequest) -> None:
-    """Adopt a launch's variables, working directory, umask, time zone, locale, CPUs and limits."""
+    """Adopt a launch's variables, directory (if it exists), umask, time zone, locale, CPUs, limits."""
     os.environ.clear()
     for assignment in request.env:
         name, _, value = assignment.partition("=")

@@ -70,7 +70,7 @@ def export(
 
 
 def describe(manifest: storage.Manifest, system: str) -> tuple[SnapshotDescription, dict[str, Path]]:
-    """Return a snapshot's description and its files' paths by digest. Raises SnapshotError."""
+    """Return a snapshot's description and files by digest. Raises SnapshotError if not portable."""
     ref, pulled = _find_pulled(manifest.model)
     loaded = ref.files(draft=manifest.requested.get(DRAFT.field, ""))
     paths = list(pulled.paths)

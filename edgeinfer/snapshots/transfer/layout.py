@@ -41,7 +41,7 @@ class Layout:
         self.folder = folder
 
     def manifest_content(self) -> bytes:
-        """Return the verified manifest. Raises SnapshotMissingError, SnapshotCorruptError."""
+        """Return the manifest if its digest fits. Raises SnapshotMissingError, SnapshotCorruptError."""
         path = self.folder / "index.json"
         try:
             content = _read(path)

@@ -49,8 +49,8 @@ class ListScreen(Dialog[Answer]):
         Binding("up", "step(-1)", "Before", show=False, priority=True),
     ]
 
-    def field(self, placeholder: str, text: str = "") -> Input:
-        """Return the text field, whose cursor does not blink."""
+    def make_field(self, placeholder: str, text: str = "") -> Input:
+        """Make the screen's text field, whose cursor does not blink."""
         field = Input(text, placeholder=placeholder, id="words")
         field.cursor_blink = False
         return field

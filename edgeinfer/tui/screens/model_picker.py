@@ -63,7 +63,7 @@ class ModelScreen(ListScreen[str | None]):
         with dialog_frame("Models", _KEYS if self.app.size.width >= 60 else _KEYS_NARROW):
             if self.first:
                 yield Static("Looking for models…", classes="text first", markup=False)
-            yield self.field(_FILTER)
+            yield self.make_field(_FILTER)
             yield OptionList(id="models")
             yield Static("", classes="detail", markup=False)
             yield Static("", classes="progress", markup=False)

@@ -37,7 +37,7 @@ class SessionScreen(ListScreen[int | None]):
 
     def compose(self) -> ComposeResult:
         with dialog_frame("Conversations", "Enter open · ^D delete · ^U undo"):
-            yield self.field("Search", self._query)
+            yield self.make_field("Search", self._query)
             yield OptionList(id="found")
 
     def on_mount(self) -> None:

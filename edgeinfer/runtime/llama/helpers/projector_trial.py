@@ -20,9 +20,11 @@ from edgeinfer.platform.machine import read_memory
 from edgeinfer.runtime.llama.mtmd import Projector
 from edgeinfer.runtime.llama.weights import open_model
 
+#: Limit of the test's CPU time (s).
 _CPU_S = 600
-#: Address space (bytes) for libraries and threads, most of which is never used.
+#: Address space (bytes) that the limit adds for libraries and threads; most of it is never used.
 _MAPPED_BYTES = 4 << 30
+#: Width and height (pixels) of the picture that is encoded.
 _SIDE = 64
 #: Picture sizes (pixels) that are tiled or scaled in different ways. They are only tokenized.
 _SIZES = ((2000, 2000), (4000, 20), (20, 4000), (1, 1))

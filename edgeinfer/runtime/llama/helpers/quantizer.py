@@ -29,7 +29,7 @@ _HEADER_BYTES = 64 << 20
 
 
 class ImatrixSpan(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor's sums and counts in an importance matrix: offsets (bytes), numbers of float32."""
+    """Where an imatrix file has a tensor's sums and counts: offsets (bytes), numbers of float32."""
 
     name: str
     sums_offset: int
