@@ -87,7 +87,7 @@ class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
     model: _Name
     model_sha256: _Digest
     adapters: Annotated[tuple[AdapterDigest, ...], Meta(max_length=64)] = ()
-    kv_type: _Name
+    kv_type: Annotated[str, Meta(pattern="^(f16|q8_0|q4_0)$")]
     n_ctx: Annotated[int, Meta(ge=1, lt=1 << 31)]
     time: datetime
     sampling: Sampling
@@ -96,7 +96,7 @@ class Receipt(_Part, frozen=True, kw_only=True, omit_defaults=True):
     n_answer: int
     finish_reason: FinishReason
     index: _Number = 0
-    seconds: Annotated[float, Meta(ge=0)]
+    seconds: Annotated[float, Meta(ge=0, le=1e9)]
     content_sha256: _Digest
     sha256: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
     signature: Signature | None = None

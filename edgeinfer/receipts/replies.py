@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -12,80 +11,84 @@ import msgspec
 
 from edgeinfer.errors import ReceiptError
 from edgeinfer.receipts.receipt import MAX_BYTES, parse_json
+from edgeinfer.receipts.reply_shapes import LOGGED, Part, Piece, UnknownPartError, read_pieces
 from edgeinfer.runtime.event_stream import CollectedAnswer
 
-#: Keys of texts that clients show, and of the arguments of calls that they execute.
-_TEXT = "content delta output reasoning reasoning_content refusal response result text thinking".split()
-_ARGUMENT_KEYS = {"arguments", "input", "partial_json"}
-#: Keys outside answers. A text with a key that is not in `_TEXT`, `_ARGUMENT_KEYS` or here is unknown.
-_OTHER_KEYS = (
-    "call_id completion_probabilities created_at custom_id datacontenttype done_reason effort "
-    "finish_reason format generation_settings id incomplete_details instructions item_id key logprobs "
-    "model name namespace object operation outcome previous_response_id prompt receipt receipts "
-    "request request_id role service_tier signature source specversion status stop_reason "
-    "stop_sequence stop_type stopping_word subject system_fingerprint time tool_choice tools "
-    "truncation type"
-).split()
-#: Suffixes of the types of events that announce a text or a call; of events that end a stream.
-_FIRST_EVENTS = ("_start", ".created", ".in_progress", ".added")
+#: Types of events that end a stream.
 _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "response.failed")
 #: Prefixes of the lines of server-sent events that have no data.
 _OTHER_FIELDS = (b"event:", b"id:", b"retry:", b":")
-#: Matches the key paths of texts in /v1/completions and /completion, which join reasoning and text.
-_JOINED = re.compile(r"(/response/body)?(/choices\d+/text|/content)")
-#: Matches the key paths of texts in these APIs and in /infer, which leaves reasoning out.
-_NO_REASONING = re.compile(rf"{_JOINED.pattern}|(/response/body)?/result")
+#: Parts that contain the text of an answer, and those of APIs that need no separate reasoning.
+TEXTS, _NO_REASONING = {Part.TEXT, Part.JOINED, Part.ONLY_TEXT}, {Part.JOINED, Part.ONLY_TEXT}
+
+
+_Copy = dict[Part, dict[tuple[int, ...], str]]
 
 
 class Quote(msgspec.Struct, kw_only=True):
     """All that clients show or execute of an answer in a reply that also has the answer's receipt.
 
-    `pieces` maps a field and a key path to the pieces of each call. A key path consists of an event's
-    type and of the keys that lead to a piece. A reply may repeat an answer: each path has all of it.
+    A reply may repeat an answer, as streams do in their last events: each of its copies has all of it.
+    `unknown_part` is the path of a part that no reply of edgeinfer has, None if there is none.
     """
 
-    pieces: dict[tuple[str, str], dict[int, list[str]]] = {}
-    has_unknown_text: bool = False
+    copies: dict[str, _Copy] = {}
+    unknown_part: str | None = None
+
+    def add(self, copy: str, piece: Piece) -> None:
+        texts = self.copies.setdefault(copy, {}).setdefault(piece.kind, {})
+        texts[piece.position] = texts.get(piece.position, "") + piece.value
 
     def difference(self, answer: CollectedAnswer, *, prompt: str = "", is_cut: bool = False) -> str:
-        """Return which field differs from `answer`, the text of the receipt's tokens; "" if none does.
+        """Return which part differs from `answer`, the text of the receipt's tokens; "" if none does.
 
         Completions begin with `prompt` (option `echo`). If `is_cut`, the reply may lack the end.
         """
-        text_paths = [key_path for field, key_path in self.pieces if field == "text"]
-        has_reasoning = not text_paths or not all(map(_NO_REASONING.fullmatch, text_paths))
-        missing = {"text", "tool name", "tool arguments", *["reasoning"] * has_reasoning}
-        for (field, key_path), calls in self.pieces.items():
-            values = ["".join(calls[call]) for call in sorted(calls)]
-            if field != "tool name" and key_path.partition("/")[0].endswith(_FIRST_EVENTS):
-                expected = [""] * len(values)
-            else:
-                expected = _values_in(field, key_path, answer, prompt, len(values))
-                missing.discard(field)
-            if is_cut:
-                *complete, last = [*expected, ""][: len(values)]
-                expected = [*complete, values[-1] if last.startswith(values[-1]) else last]
-            if values != expected and not (field == "tool arguments" and _are_same(values, expected)):
-                return field
-        lacks = (f for f in missing if {*_values_in(f, "", answer, "", 0)} - {"", "{}"})
-        return "" if is_cut or self.has_unknown_text else min(lacks, default="")
-
-
-def _values_in(field: str, key_path: str, answer: CollectedAnswer, prompt: str, n: int) -> list[str]:
-    """Return what the reply must have in a field at a key path that has `n` texts or calls."""
-    if field in ("text", "reasoning"):
+        if self.unknown_part is not None:
+            return f"part {self.unknown_part!r}, which is unknown"
         joined = prompt + answer.reasoning + answer.text
-        return [joined if _JOINED.fullmatch(key_path) else getattr(answer, field)]
+        texts = {
+            Part.TEXT: answer.text,
+            Part.ONLY_TEXT: answer.text,
+            Part.REASONING: answer.reasoning,
+            Part.JOINED: joined,
+        }
+        for parts in self.copies.values():
+            for kind in texts.keys() & parts.keys():
+                text = "".join(parts[kind][position] for position in sorted(parts[kind]))
+                if text != texts[kind] and not (is_cut and texts[kind].startswith(text)):
+                    return kind
+            if difference := _different_calls(parts, answer, is_cut=is_cut):
+                return difference
+        return "" if is_cut else self._missing(answer)
+
+    def _missing(self, answer: CollectedAnswer) -> str:
+        kinds = {kind for copy in self.copies.values() for kind in copy}
+        if answer.text and not kinds & TEXTS:
+            return Part.TEXT
+        if answer.reasoning and not kinds & {Part.REASONING, *_NO_REASONING}:
+            return Part.REASONING
+        return Part.NAME if answer.calls and Part.NAME not in kinds else ""
+
+
+def _different_calls(parts: _Copy, answer: CollectedAnswer, *, is_cut: bool) -> str:
+    """Return which part of a copy's calls differs from those of the answer; "" if none does."""
+    names, arguments, spaces = (parts.get(p, {}) for p in (Part.NAME, Part.ARGUMENTS, Part.NAMESPACE))
+    positions = sorted({*names, *arguments})
     calls = [call for _, call in sorted(answer.calls.items())]
-    if n < len(calls):  # some APIs leave out a call that was cut off by max_tokens, or its arguments
+    if len(positions) < len(calls):  # some APIs leave out a call that was cut off by max_tokens
         calls = [call for call in calls if call.arguments and _canonical(call.arguments)]
-    return [getattr(call, field.removeprefix("tool ")) for call in calls]
-
-
-def _are_same(texts: list[str], expected: list[str]) -> bool:
-    return len(texts) == len(expected) and all(
-        a == b or _canonical(a) == (_canonical(b) or "{}") for a, b in zip(texts, expected, strict=True)
-    )
+    if is_cut:
+        calls = calls[: len(positions)]
+    called = [f"{spaces.get(p, '')}.{names.get(p, '')}".removeprefix(".") for p in positions]
+    if positions and (len(positions) != len(calls) or (names and called != [c.name for c in calls])):
+        return Part.NAME
+    for position, call in zip(positions, calls, strict=False):
+        text, is_last = arguments.get(position, ""), position == positions[-1]
+        is_same = text == call.arguments or _canonical(text) == (_canonical(call.arguments) or "{}")
+        if not is_same and not (is_cut and is_last and call.arguments.startswith(text)):
+            return Part.ARGUMENTS
+    return ""
 
 
 def _canonical(arguments: Any) -> str:
@@ -117,8 +120,8 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
     for number, line in enumerate(_lines(file), 1):
         content, is_event = line.removeprefix(b"data:").strip(), line.startswith(b"data:")
         n_lines += bool(content)
-        if not content or line.startswith(_OTHER_FIELDS):
-            continue
+        if not content or (line.startswith(_OTHER_FIELDS) and b"data:" not in line):
+            continue  # after U+2028 in a comment, some clients read an event
         is_last = content == b"[DONE]"
         if not is_last:
             try:
@@ -167,22 +170,27 @@ def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], 
     `documents` are a receipt, a reply or a stream of an endpoint, or a line of a batch or payload log.
     """
     receipts = [receipt for document in documents for receipt in _receipts(document)]
-    replies = [d for d in documents if isinstance(d, dict) and all(d is not r for r in receipts)]
-    quotes, indices = dict[int, Quote](), {0 for _ in replies}
-    for index, field, key_path, text, call in (piece for reply in replies for piece in _pieces(reply)):
-        indices.add(max(0, index))
-        key = index if index in range(len(receipts)) else -1  # -1 is compared with all receipts
-        quote = quotes.setdefault(0 if len(receipts) == 1 else key, Quote())
-        quote.has_unknown_text |= not field
-        if field:
-            quote.pieces.setdefault((field, key_path), {}).setdefault(call, []).append(text)
+    replies = [document for document in documents if all(document is not r for r in receipts)]
+    is_stream = len(replies) > 1
+    quotes = {i: Quote() for i in range(len(receipts) * is_stream)}
+    answers = set[int]()
+    for reply in replies:
+        try:
+            copy, pieces = read_pieces(reply)
+        except UnknownPartError as error:  # -1 is compared with all receipts
+            quotes.setdefault(-1, Quote()).unknown_part = str(error)
+            copy, pieces = "", []
+        answers |= {piece.answer for piece in pieces} if copy == LOGGED else {0}
+        for piece in pieces:
+            answers.add(piece.answer)
+            key = piece.answer if piece.answer in range(len(receipts)) else -1
+            quotes.setdefault(key, Quote()).add(copy, piece)
     entries = list[Entry]()
     for i, receipt in enumerate(receipts):
         if receipt is not None and [*as_type(dict, receipt)] != ["refused"]:
             quoted = tuple(quotes[key] for key in (i, -1) if key in quotes) if replies else None
             entries.append(Entry(source=source, document=receipt, quotes=quoted))
-    is_logged = any("specversion" in document for document in replies)
-    return entries, len(receipts) if is_logged else max(len(receipts), len(indices))
+    return entries, max(len(receipts), len(answers))
 
 
 def _receipts(document: Any) -> list[Any]:
@@ -197,43 +205,6 @@ def _receipts(document: Any) -> list[Any]:
         return [document]
     values = [document[key] for key in ("receipt", "receipts") if key in document]
     return [receipt for value in values for receipt in (value if isinstance(value, list) else [value])]
-
-
-def _pieces(document: dict[str, Any]) -> Iterator[tuple[int, str, str, str, int]]:
-    """Yield (answer's index or -1, field, key path, piece, call) of all pieces, at any depth."""
-    kind = as_type(str, document.get("type"))
-    # in Anthropic's API, `index` counts blocks, not answers
-    index = -1 if kind.startswith("content_block_") else as_type(int, document.get("index", -1))
-    pending: list[Any] = [("", kind, document, index, as_type(int, document.get("output_index")))]
-    while pending:
-        key, key_path, node, index, call = pending.pop()
-        children = list[Any]()
-        is_answer = key in ("choices", "answers")
-        if key in _ARGUMENT_KEYS or (key == "delta" and "arguments" in kind):
-            arguments = node if isinstance(node, str) else _canonical(node or "") or "?"
-            yield index, "tool arguments", key_path, arguments, call
-        elif isinstance(node, list) and is_answer:
-            children += [(key, f"{key_path}{i}", child, i, 0) for i, child in enumerate(node)]
-        elif isinstance(node, list) and node:
-            children += [(key, key_path, child, index, call + i) for i, child in enumerate(node)]
-        elif isinstance(node, dict):
-            if is_answer:
-                index = as_type(int, node.get("index", index))
-            else:
-                call = as_type(int, node.get("index", call))
-            if key not in ("", "tool_calls") and "type" in node:
-                key_path += f":{as_type(str, node['type'])}"
-            if isinstance(name := node.get("name"), str):
-                namespace = as_type(str, node.get("namespace"))
-                yield index, "tool name", key_path, f"{namespace}.{name}" if namespace else name, call
-            fields = ((k, v) for k, v in node.items() if k not in _OTHER_KEYS)
-            children += [(k, f"{key_path}/{k}", v, index, call) for k, v in fields]
-        elif key in _TEXT and (node or isinstance(node, str) or key in ("content", "output")):
-            is_reasoning = "reasoning" in key_path or "thinking" in key_path
-            yield index, "reasoning" if is_reasoning else "text", key_path, f"{node or ''}", 0
-        elif node and isinstance(node, str):
-            yield index, "", key_path, node, 0
-        pending += reversed(children)
 
 
 def as_type(kind: type[Any], value: Any) -> Any:

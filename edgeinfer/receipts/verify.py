@@ -207,9 +207,10 @@ class ReceiptCheck:
         if record.answer != content.answer:
             yield self._other_token(record, content.answer)
         reason = self._receipt.finish_reason
-        ending = (finish.reason, finish.stop_sequence)
-        if self._ended_by_itself and ending != (reason, content.stop_sequence):
-            yield f"the answer ends with {finish.reason!r}, but the receipt says {reason!r}"
+        pairs = ((finish.reason, finish.stop_sequence), (reason, content.stop_sequence))
+        ending, expected = (" by ".join(filter(None, pair)) for pair in pairs)
+        if self._ended_by_itself and ending != expected:
+            yield f"the answer ends with {ending!r}, but the receipt says {expected!r}"
         for i, (computed, value) in enumerate(zip(record.logprobs, content.logprobs, strict=True), 1):
             # JSON cannot express minus infinity: a receipt has null for it, as for a forced token
             pair = [-math.inf if logprob is None else logprob for logprob in (computed, value)]
@@ -241,10 +242,10 @@ class ReceiptCheck:
         self.lacks_text &= not self._quotes
         for quote in self._quotes or ():
             # only a completion with `echo` begins with the prompt
-            fields = [quote.difference(generated, prompt=p, is_cut=is_cut) for p in ("", prompt)]
-            if all(fields):
-                yield f"the response differs from the receipt's tokens in its {fields[0]}"
-            self.lacks_text |= bool(fields[0]) or quote.has_unknown_text
+            parts = [quote.difference(generated, prompt=p, is_cut=is_cut) for p in ("", prompt)]
+            if all(parts):
+                yield f"the response differs from the receipt's tokens in its {parts[0]}"
+            self.lacks_text |= all(quote.difference(generated, prompt=p) for p in ("", prompt))
 
     def _compare_logprobs(self, content: Content, request: GenerateRequest) -> Iterator[str]:
         """Yield how far the log-probabilities exceed the tolerance."""

@@ -29,7 +29,7 @@ from edgeinfer.errors import ConfigError, EdgeInferError, ReceiptError, UsageErr
 from edgeinfer.platform.ed25519 import SigningKey
 from edgeinfer.receipts import receipt as receipts
 from edgeinfer.receipts.receipt import Content, Receipt, Refusal, make_receipt, sign, with_record
-from edgeinfer.receipts.replies import Entry, Quote, find_receipts, read_replies
+from edgeinfer.receipts.replies import TEXTS, Entry, Quote, find_receipts, read_replies
 from edgeinfer.receipts.verify import ReceiptCheck, Verification
 from edgeinfer.runtime.engine import LlamaEngine, load_engine
 from edgeinfer.runtime.events import Finished
@@ -499,7 +499,7 @@ def _beside(receipt: Receipt, text: str) -> dict[str, dict[str, Any]]:
         "completion": {"choices": [{"index": 0, "text": text}], "receipt": entry},
         "several": {"choices": [{"index": 0, "message": {"content": text}}], "receipts": [entry]},
         "batch": {"custom_id": "1", "response": {"body": reply}},
-        "payload log": {"specversion": "1.0", "data": {"answers": [{"text": text, "receipt": entry}]}},
+        "payload log": _log_line({"text": text, "receipt": entry}),
         "ollama": {"message": {"content": text}, "receipt": entry},
     }
 
@@ -556,7 +556,8 @@ def test_a_cut_answer_is_named_and_a_revision_has_its_exit_status(engines: Engin
 
 
 def _log_line(*answers: dict[str, Any]) -> dict[str, Any]:
-    return {"specversion": "1.0", "data": {"answers": answers}}
+    kind = "io.edgeinfer.generation"
+    return {"specversion": "1.0", "type": kind, "data": {"answers": list(answers)}}
 
 
 def _run(*arguments: object) -> VerifyResult:
@@ -675,8 +676,8 @@ def test_blank_lines_and_fields_of_events_are_skipped() -> None:
 
 def _texts(entry: Entry) -> list[str]:
     """Return the text of an answer at each place of its reply."""
-    pieces = [pair for quote in entry.quotes or () for pair in quote.pieces.items()]
-    return ["".join(calls[0]) for (field, _), calls in pieces if field == "text"]
+    copies = [parts for quote in entry.quotes or () for parts in quote.copies.values()]
+    return ["".join(texts.values()) for parts in copies for p, texts in parts.items() if p in TEXTS]
 
 
 def _find(text: str) -> list[tuple[list[Entry], int]]:

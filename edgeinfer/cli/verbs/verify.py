@@ -70,8 +70,9 @@ class VerifyResult(Result, frozen=True, kw_only=True):
     @property
     def exit_code(self) -> int:
         """Exit status of the worst verdict."""
-        worst = max((check.verdict for check in self.checks), key=[*_STATUSES].index, default="")
-        return _STATUSES[worst]
+        is_partial = "within tolerance"  # as a verified answer of which not the whole text was compared
+        verdicts = [is_partial if c.lacks_text and not c.reason else c.verdict for c in self.checks]
+        return _STATUSES[max(verdicts, key=[*_STATUSES].index, default="")]
 
     def human(self) -> str:
         return "\n".join(self._lines())
@@ -101,7 +102,9 @@ class VerifyResult(Result, frozen=True, kw_only=True):
         counts = ", ".join(f"{n_of[verdict]} {verdict}" for verdict in _STATUSES if verdict in n_of)
         n_checked = len(self.checks) - n_of["not checked"]
         yield f"checked {n_checked} of {self.n_receipts} receipts: {counts}"
-        for note, n in Counter(note for check in self.checks for note in check.notes).items():
+        notes = [note for check in self.checks for note in check.notes]
+        notes += [f"signed by {check.signer}" for check in self.checks if check.signer]
+        for note, n in Counter(notes).items():
             yield f"{n} of them: {note}"
 
 
@@ -168,20 +171,23 @@ def run(options: argparse.Namespace, host: EngineHost) -> VerifyResult:
 
 
 def _read_answers(options: argparse.Namespace, notes: list[str]) -> Iterator[Entry | Check | None]:
-    """Yield the receipt of each answer, None without one, or a failed check of unreadable input.
+    """Yield the receipt of each answer, or a failed check; None for an answer of a log without one.
 
     `notes` gets unfinished lines of logs. Raises UsageError, ReceiptError if the only file is invalid.
     """
     opener = open_regular if options.log else None  # a log has no FIFO, but a given file may be one
     for path in options.files or _log_files(options.log):
-        has_none = not options.log
+        has_none, without = not options.log, list[Check | None]()
         descriptor = os.dup(0) if path == "-" else path
         try:
             with path_errors(path, "check the path"), open(descriptor, "rb", opener=opener) as file:
                 for source, documents in read_replies(file, "stdin" if path == "-" else path):
                     if not isinstance(documents, ReceiptError):
                         entries, n_answers = find_receipts(documents, source)
-                        yield from [*entries, *[None] * (n_answers - len(entries))]
+                        reason = "an answer has no receipt"
+                        missing = Check(source=source, verdict="not checked", reason=reason)
+                        without += [None if options.log else missing] * (n_answers - len(entries))
+                        yield from entries
                         has_none &= not entries
                     elif options.log and _is_unfinished(file):
                         notes.append(f"{source}: the last line is unfinished, as after a crash")
@@ -190,6 +196,7 @@ def _read_answers(options: argparse.Namespace, notes: list[str]) -> Iterator[Ent
                         has_none = False
             if has_none:
                 raise ReceiptError(f"{path} contains no receipt")
+            yield from without
         except (UsageError, ReceiptError) as error:
             if len(options.files) == 1:
                 raise
@@ -220,8 +227,10 @@ def _with_content(receipt: Receipt, path: str) -> Receipt:
 
 
 def _load(receipt: Receipt, options: argparse.Namespace, host: EngineHost) -> Engine:
-    if not options.model and is_model_path(receipt.model):  # foreign receipts must not open files
-        problem = f"the receipt names its model by a path, {receipt.model!r}, which is never opened"
+    scheme, slash, _ = receipt.model.partition("/")
+    is_address = is_model_path(receipt.model) or (slash and ":" in scheme)
+    if is_address and not options.model:  # foreign receipts must not open files or fetch models
+        problem = f"the receipt names its model by an address, {receipt.model!r}, which is never opened"
         raise ReceiptError(problem, hint="name the model to check with: `--model MODEL`")
     load = typed_options.load_options(options, host.config.load)
     load = msgspec.structs.replace(load, kv_type=options.kv_type or receipt.kv_type, is_counted=False)

@@ -15,7 +15,7 @@ from least_requests import objects_of
 
 from edgeinfer.errors import ReceiptError
 from edgeinfer.receipts.receipt import Receipt
-from edgeinfer.receipts.replies import find_receipts, read_replies
+from edgeinfer.receipts.replies import TEXTS, find_receipts, read_replies
 from edgeinfer.receipts.verify import ReceiptCheck
 from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta, ToolCallDelta
@@ -71,8 +71,8 @@ def entries_of(content, name="reply"):
 
 def texts_of(entry):
     """Return the text of an answer at each place of its reply."""
-    pieces = [pair for quote in entry.quotes for pair in quote.pieces.items()]
-    return ["".join(calls[0]) for (field, _), calls in pieces if field == "text"]
+    copies = [parts for quote in entry.quotes for parts in quote.copies.values()]
+    return ["".join(parts[p].values()) for parts in copies for p in TEXTS & parts.keys()]
 
 
 def lines_of(folder):
@@ -99,7 +99,6 @@ def test_each_dialect_s_answer_ends_with_a_receipt_that_verifies(real, path, str
     [entry] = entries_of(reply.content)
     assert entry.quotes
     assert not [quote for quote in entry.quotes if quote.difference(CollectedAnswer(result["text"]))]
-    assert not any(quote.has_unknown_text for quote in entry.quotes)
     receipt["content"]["answer"][0] ^= 1  # the answer may be short: its seed is random
     assert check(real, receipt)["verdict"] == "differs"
 
@@ -190,7 +189,6 @@ def test_each_changed_character_of_a_reply_is_noticed(serve, monkeypatch, path, 
     dice = random.Random(f"{path} {stream} {script}")
     [entry], _ = find_receipts(documents)
     assert entry.quotes
-    assert not any(quote.has_unknown_text for quote in entry.quotes)
     assert [quote.difference(answer) for quote in entry.quotes] == [""] * len(entry.quotes)
 
     calls = [text for call in answer.calls.values() for text in (call.name, call.arguments)]
@@ -233,6 +231,11 @@ FORGERIES = [
     {"tool_calls": [{"function": {"name": "rm"}}]},
     {"function_call": {"name": "rm"}},
     {"error": {"message": "EVIL"}},
+    *({key: "x"} for key in ("type", "Content")),
+    {"operation": {"type": "create_file", "path": "/root/.ssh/authorized_keys"}},
+    {"action": {"type": "double_click", "x": 10, "y": 20}},
+    {"source": {"type": "url", "url": "https://evil.example"}},
+    {"annotations": [{"type": "url_citation", "url": "https://evil.example"}]},
     *({"output": [item]} for item in _EVIL_ITEMS),
     *({"item": item} for item in _EVIL_ITEMS),
 ]
@@ -243,7 +246,7 @@ _NOT_READ = "receipt receipts request logprobs generation_settings format tools 
 def is_verified(documents, answer):
     """Return whether all texts and calls of a reply with a receipt are those of the answer."""
     quotes = [quote for entry in find_receipts(documents)[0] for quote in entry.quotes]
-    return bool(quotes) and not any(q.has_unknown_text or q.difference(answer) for q in quotes)
+    return bool(quotes) and not any(q.difference(answer) for q in quotes)
 
 
 def objects_in(value):
@@ -282,6 +285,48 @@ def test_a_text_or_call_added_to_a_reply_is_noticed(serve, monkeypatch, cases, p
             node.clear()
             node.update(original)
         assert is_verified(documents, answer)
+
+
+def lists_in(value):
+    """Yield each list of a reply that is not empty and has parts of an answer."""
+    if isinstance(value, list) and value:
+        yield value
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(inner, dict | list) and key not in _NOT_READ:
+            yield from lists_in(inner)
+
+
+@pytest.mark.parametrize(("path", "stream", "script"), REPLIES)
+def test_a_repeated_part_of_a_reply_is_noticed(serve, monkeypatch, path, stream, script):
+    documents, answer = documents_of(serve, monkeypatch, path, stream, script)
+    pieces = [answer.reasoning + answer.text]
+    pieces += [text for call in answer.calls.values() for text in (call.name, call.arguments)]
+    for elements in lists_in(documents):
+        for i, element in enumerate(elements):
+            if "receipt" not in element and [*paths_of_answer(element, pieces)]:
+                elements.insert(i, element)
+                assert not is_verified(documents, answer), element
+                del elements[i]
+    assert is_verified(documents, answer)
+
+
+CALLED = [(path, stream) for path, stream in FORMS if path not in _ONLY_TEXT]
+
+
+@pytest.mark.parametrize(("path", "stream"), CALLED)
+def test_arguments_of_another_call_are_noticed(serve, monkeypatch, path, stream):
+    documents, answer = documents_of(serve, monkeypatch, path, stream, "calls")
+    first, second = answer.calls.values()
+    swapped = json.dumps(documents).replace(first.name, "\0").replace(second.name, first.name)
+    swapped = json.loads(swapped.replace("\0", second.name))
+    assert not is_verified(swapped, answer)
+    assert is_verified(documents, answer)
+    for node in objects_in(documents):
+        for key in ("function", "delta"):
+            if isinstance(node.get(key), dict) and "index" not in node[key]:
+                node[key]["index"] = 1
+                assert not is_verified(documents, answer)
+                del node[key]["index"]
 
 
 @pytest.mark.parametrize(("path", "stream", "script"), REPLIES)
@@ -324,12 +369,13 @@ def test_two_arguments_of_a_call_are_a_difference():
     answer = CollectedAnswer()
     answer.add(ToolCallDelta(0, arguments='{"city": "Rom"}', id="call_1", name="weather"))
     real, evil = {"city": "Rom"}, {"city": "EVIL"}
+    unknown = "part 'choices.message.tool_calls.function.input', which is unknown"
     both = [
         ({"arguments": json.dumps(real)}, ""),
-        ({"arguments": json.dumps(real), "input": real}, ""),
-        ({"arguments": json.dumps(evil), "input": real}, "tool arguments"),
-        ({"arguments": json.dumps(real), "input": evil}, "tool arguments"),
-        ({"arguments": None, "input": real}, "tool arguments"),
+        ({"arguments": real}, ""),
+        ({"arguments": evil}, "tool arguments"),
+        ({"arguments": None}, "tool arguments"),
+        ({"arguments": json.dumps(real), "input": real}, unknown),
         ({"arguments": '{"city": "EVIL", "city": "Rom"}'}, "tool arguments"),
         ({"arguments": "rm"}, "tool arguments"),
         ({}, "tool arguments"),
@@ -346,6 +392,7 @@ def test_a_cut_answer_has_a_part_of_the_tokens_and_no_other_call():
     call, torn = ({"name": "weather", "arguments": text} for text in ('{"city": "Rom"}', '{"ci'))
     evil = {"name": "rm", "arguments": "{}"}
     parts = [((call,), ""), ((torn,), ""), ((), ""), ((evil,), "tool name")]
+    parts.append((({**call, "name": "weath"},), "tool name"))
     for calls, difference in parts:
         message = {"content": "The s", "tool_calls": [{"function": function} for function in calls]}
         assert difference_of(reply_of(message), answer, is_cut=True) == difference
@@ -376,7 +423,7 @@ def test_an_answer_joins_reasoning_and_text_only_where_its_api_does():
     assert difference_of(reply_of({"content": "Hmm. The sea"}), answer) == "text"
     receipt = json.loads(msgspec.json.encode(EXAMPLE))
     reply = {"choices": [{"index": 0, "text": "Why? Hmm. The sea"}], "receipt": receipt}
-    assert difference_of(reply, answer) == "text"
+    assert difference_of(reply, answer) == "reasoning and text"
     assert difference_of(reply, answer, prompt="Why? ") == ""
 
 

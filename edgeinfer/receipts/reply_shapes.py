@@ -1,0 +1,282 @@
+"""Shapes of the replies of every API: where a reply has pieces of an answer, and what else it may have.
+
+A reply that has anything else is none of edgeinfer's: some client may show or execute that part.
+The types of the replies are in `server/*/wire.py`; `tests/server/models/test_receipts.py` compares.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+class Part(enum.StrEnum):
+    """What a reply has at a place. The first seven are pieces of an answer, named as in verdicts."""
+
+    TEXT = "text"
+    REASONING = "reasoning"
+    JOINED = "reasoning and text"
+    #: Text of an API that leaves reasoning out.
+    ONLY_TEXT = "text without reasoning"
+    NAME = "tool name"
+    ARGUMENTS = "tool arguments"
+    NAMESPACE = "namespace"
+    #: Number of the answer.
+    ANSWER = "answer"
+    #: Position of a text or call in an answer, where no list has it.
+    INDEX = "index"
+    #: Nothing: null, "", [] or {}.
+    EMPTY = "empty"
+    #: No list or object; no string; anything. No client shows or executes these three.
+    SCALAR = "scalar"
+    NUMBERS = "numbers"
+    ANY = "any"
+
+
+class Piece(NamedTuple):
+    """A piece of an answer. `position` orders texts and calls; pieces of one position are in order."""
+
+    answer: int
+    position: tuple[int, ...]
+    kind: Part
+    value: str
+
+
+class UnknownPartError(Exception):
+    """A reply has a part that no shape has; the argument is the path of its keys."""
+
+
+#: Parts that are pieces of an answer.
+_OF_ANSWERS = tuple(Part)[:7]
+
+
+#: Fields that are no pieces and no scalars.
+_OTHER_FIELDS = dict.fromkeys("usage timings tokens".split(), Part.NUMBERS) | dict.fromkeys(
+    "completion_probabilities generation_settings logprobs receipt receipts request tool_choice "
+    "tools".split(),
+    Part.ANY,
+)
+
+
+# A shape is a Part, the only allowed string, a dict of optional keys, [shape of each element], or a
+# tuple of alternatives. [Part.ANSWER, shape] is a list of answers.
+def _fields(names: str, **shapes: Any) -> dict[str, Any]:
+    """Return the shape of an object that may have these fields; those in `names` are no pieces."""
+    return {name: _OTHER_FIELDS.get(name, Part.SCALAR) for name in names.split()} | shapes
+
+
+_FUNCTION = {"name": Part.NAME, "arguments": Part.ARGUMENTS}
+_CALL = _fields("id", type="function", function=_FUNCTION)
+_MESSAGE = {"content": Part.TEXT, "reasoning_content": Part.REASONING, "tool_calls": [_CALL]}
+_MESSAGE |= _fields("role", refusal=Part.EMPTY)
+_DELTA = _MESSAGE | {"tool_calls": [_CALL | {"index": Part.INDEX}]}
+_CHOICE = _fields("finish_reason logprobs", index=Part.ANSWER)
+_OPENAI = _fields(
+    "id created model object usage timings system_fingerprint service_tier receipt receipts"
+)
+_CHAT = _OPENAI | {"choices": [_CHOICE | {"message": _MESSAGE}]}
+_CHAT_CHUNK = _OPENAI | {"choices": [_CHOICE | {"delta": _DELTA}]}
+_COMPLETION = _OPENAI | {"choices": [_CHOICE | {"text": Part.JOINED}]}
+
+_TEXT_PART = _fields("logprobs", type="output_text", text=Part.TEXT, annotations=Part.EMPTY)
+_REASONING_PART = {"type": "reasoning_text", "text": Part.REASONING}
+_ITEM = _fields("id status")
+_MESSAGE_ITEM = _ITEM | _fields("role", type="message", content=[_TEXT_PART])
+_REASONING_ITEM = _ITEM | {"type": "reasoning", "content": [_REASONING_PART], "summary": Part.EMPTY}
+_NAMED_FUNCTION = {"namespace": Part.NAMESPACE, **_FUNCTION}
+_CALL_ITEM = _ITEM | _fields("call_id", type="function_call", **_NAMED_FUNCTION)
+_ITEMS = (_MESSAGE_ITEM, _REASONING_ITEM, _CALL_ITEM)
+_NO_TEXT = {"content": Part.EMPTY}
+_NEW_ITEM = (
+    _MESSAGE_ITEM | _NO_TEXT,
+    _REASONING_ITEM | _NO_TEXT,
+    _CALL_ITEM | {"arguments": Part.EMPTY},
+)
+_NEW_PART = (_TEXT_PART | {"text": Part.EMPTY}, _REASONING_PART | {"text": Part.EMPTY})
+_RESPONSE = _fields(
+    "id created_at model status usage tools tool_choice parallel_tool_calls instructions "
+    "max_output_tokens temperature top_p truncation previous_response_id store background "
+    "service_tier object timings receipt",
+    error=Part.EMPTY,
+    metadata=Part.EMPTY,
+    incomplete_details=(Part.EMPTY, _fields("reason")),
+    reasoning=(Part.EMPTY, _fields("effort summary generate_summary")),
+    text={"format": Part.ANY},
+    output=[_ITEMS],
+)
+_OF_ITEM = _fields("type sequence_number item_id receipt", output_index=Part.INDEX)
+_OF_PART = _OF_ITEM | {"content_index": Part.INDEX}
+
+_BLOCKS = (
+    {"type": "text", "text": Part.TEXT},
+    _fields("signature", type="thinking", thinking=Part.REASONING),
+    _fields("id", type="tool_use", name=Part.NAME, input=Part.ARGUMENTS),
+)
+_NEW_BLOCK = (
+    {"type": "text", "text": Part.EMPTY},
+    _fields("signature", type="thinking", thinking=Part.EMPTY),
+    _fields("id", type="tool_use", name=Part.NAME, input=Part.EMPTY),
+)
+_BLOCK_DELTA = (
+    {"type": "text_delta", "text": Part.TEXT},
+    {"type": "thinking_delta", "thinking": Part.REASONING},
+    _fields("signature", type="signature_delta"),
+    {"type": "input_json_delta", "partial_json": Part.ARGUMENTS},
+)
+_ANTHROPIC = _fields(
+    "id model stop_reason stop_sequence usage role timings receipt", type="message", content=[_BLOCKS]
+)
+_END = _fields("stop_reason stop_sequence")
+#: Type of an event → the copy of the answer to which it belongs, and its shape.
+_EVENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "response.created": ("deltas", _OF_ITEM | {"response": _RESPONSE | {"output": Part.EMPTY}}),
+    "response.in_progress": ("deltas", _OF_ITEM | {"response": _RESPONSE | {"output": Part.EMPTY}}),
+    "response.output_item.added": ("deltas", _OF_ITEM | {"item": _NEW_ITEM}),
+    "response.content_part.added": ("deltas", _OF_PART | {"part": _NEW_PART}),
+    "response.output_text.delta": ("deltas", _OF_PART | _fields("logprobs", delta=Part.TEXT)),
+    "response.reasoning_text.delta": ("deltas", _OF_PART | {"delta": Part.REASONING}),
+    "response.function_call_arguments.delta": ("deltas", _OF_ITEM | {"delta": Part.ARGUMENTS}),
+    "response.output_text.done": ("texts", _OF_PART | _fields("logprobs", text=Part.TEXT)),
+    "response.reasoning_text.done": ("texts", _OF_PART | {"text": Part.REASONING}),
+    "response.function_call_arguments.done": ("texts", _OF_ITEM | _NAMED_FUNCTION),
+    "response.content_part.done": ("parts", _OF_PART | {"part": (_TEXT_PART, _REASONING_PART)}),
+    "response.output_item.done": ("items", _OF_ITEM | {"item": _ITEMS}),
+    "response.completed": ("response", _OF_ITEM | {"response": _RESPONSE}),
+    "response.incomplete": ("response", _OF_ITEM | {"response": _RESPONSE}),
+    "message_start": ("blocks", _fields("type", message=_ANTHROPIC | {"content": Part.EMPTY})),
+    "ping": ("blocks", _fields("type")),
+    "content_block_start": ("blocks", _fields("type", index=Part.INDEX, content_block=_NEW_BLOCK)),
+    "content_block_delta": ("blocks", _fields("type", index=Part.INDEX, delta=_BLOCK_DELTA)),
+    "content_block_stop": ("blocks", _fields("type", index=Part.INDEX)),
+    "message_delta": (
+        "blocks",
+        _fields("type usage timings", delta=_fields("stop_reason stop_sequence")),
+    ),
+    "message_stop": ("blocks", _fields("type receipt")),
+}
+
+_OLLAMA = _fields(
+    "model created_at done done_reason total_duration load_duration prompt_eval_count "
+    "prompt_eval_duration eval_count eval_duration logprobs receipt"
+)
+_OLLAMA_CALL = _fields("id", function=_FUNCTION | {"index": Part.INDEX})
+_OLLAMA_MESSAGE = {"content": Part.TEXT, "thinking": Part.REASONING, "tool_calls": [_OLLAMA_CALL]}
+_OLLAMA_CHAT = _OLLAMA | {"message": _fields("role") | _OLLAMA_MESSAGE}
+_OLLAMA_GENERATE = _OLLAMA | {"response": Part.TEXT, "thinking": Part.REASONING}
+_LLAMA = _fields(
+    "stop id_slot model tokens completion_probabilities tokens_predicted tokens_evaluated "
+    "tokens_cached prompt generation_settings truncated stop_type stopping_word timings receipt "
+    "receipts",
+    content=Part.JOINED,
+    index=Part.ANSWER,
+)
+_INFER = _fields("model finish_reason timings receipt", result=Part.ONLY_TEXT)
+
+_REPLIES: dict[str, dict[str, Any]] = {
+    "chat": _CHAT,
+    "chat chunks": _CHAT_CHUNK,
+    "completion": _COMPLETION,
+    "response": _RESPONSE,
+    "message": _ANTHROPIC,
+    "Ollama's chat": _OLLAMA_CHAT,
+    "Ollama's generate": _OLLAMA_GENERATE,
+    "llama.cpp's completion": _LLAMA,
+    "infer": _INFER,
+}
+_BATCH_RESPONSE = _fields("status_code request_id", body=tuple(_REPLIES.values()))
+_BATCH_LINE = _fields("id custom_id", error=Part.EMPTY, response=_BATCH_RESPONSE)
+_ANSWER = {"text": Part.TEXT, "reasoning": Part.REASONING, "tool_calls": [_fields("id", **_FUNCTION)]}
+_LOG_DATA = _fields(
+    "request_id operation key status outcome error ms request",
+    answers=[Part.ANSWER, _fields("receipt") | _ANSWER],
+)
+_LOG_LINE = _fields("specversion id source time subject datacontenttype", data=_LOG_DATA)
+_LOG_LINE["type"] = "io.edgeinfer.generation"
+#: Copy of an answer in a payload log, where a line has as many answers as its list.
+LOGGED = "log"
+_LINES = {"batch": _BATCH_LINE, LOGGED: _LOG_LINE}
+
+
+def read_pieces(document: Any) -> tuple[str, list[Piece]]:
+    """Return which copy of an answer a document has, and its pieces. Raises UnknownPartError."""
+    kind = document.get("type") if isinstance(document, dict) else None
+    event = _EVENTS.get(kind) if isinstance(kind, str) else None
+    return _first(dict([event]) if event else _REPLIES | _LINES, document, _Spot())
+
+
+class _Spot(NamedTuple):
+    path: str = ""
+    answer: int = 0
+    position: tuple[int, ...] = ()
+
+
+def _first(shapes: dict[str, Any], node: Any, spot: _Spot) -> tuple[str, list[Piece]]:
+    """Return the name of the first shape that a node has, and its pieces. Raises UnknownPartError."""
+    errors = []
+    for name, shape in shapes.items():
+        try:
+            return name, list(_pieces(shape, node, spot))
+        except UnknownPartError as error:
+            errors.append(error)
+    raise max(errors, key=lambda error: str(error).count("."))
+
+
+def _pieces(shape: Any, node: Any, spot: _Spot) -> Iterator[Piece]:
+    match shape:
+        case Part.ANY:
+            pass
+        case Part.EMPTY if not node:
+            pass
+        case Part.SCALAR if not isinstance(node, dict | list):
+            pass
+        case Part.NUMBERS if not isinstance(node, str):
+            children = list(node.values()) if isinstance(node, dict) else node
+            for child in children if isinstance(children, list) else ():
+                yield from _pieces(shape, child, spot)
+        case Part.ARGUMENTS if isinstance(node, dict):
+            yield Piece(spot.answer, spot.position, shape, json.dumps(node))
+        case Part() if shape in _OF_ANSWERS and (node is None or isinstance(node, str)):
+            yield Piece(spot.answer, spot.position, shape, node or "")
+        case str() if node == shape and not isinstance(shape, Part):
+            pass
+        case tuple():
+            alternatives = {str(i): alternative for i, alternative in enumerate(shape)}
+            yield from _first(alternatives, node, spot)[1]
+        case [Part.ANSWER, inner] if isinstance(node, list):
+            for i, child in enumerate(node):
+                yield from _pieces(inner, child, spot._replace(answer=i))
+        case [inner] if node is None or isinstance(node, list):
+            has_number = isinstance(inner, dict) and bool(_numbers(inner))
+            for i, child in enumerate(node or ()):
+                position = spot.position if has_number else (*spot.position, i)
+                yield from _pieces(inner, child, spot._replace(position=position))
+        case dict() if isinstance(node, dict):
+            spot = _with_numbers(shape, node, spot)
+            for key, child in node.items():
+                inner_spot = spot._replace(path=f"{spot.path}.{key}".removeprefix("."))
+                if key not in shape:
+                    raise UnknownPartError(inner_spot.path)
+                if shape[key] not in (Part.ANSWER, Part.INDEX):
+                    yield from _pieces(shape[key], child, inner_spot)
+        case _:
+            raise UnknownPartError(spot.path)
+
+
+def _numbers(shape: dict[str, Any]) -> list[str]:
+    """Return the keys of the numbers in an object."""
+    return [key for key in shape if shape[key] in (Part.ANSWER, Part.INDEX)]
+
+
+def _with_numbers(shape: dict[str, Any], node: dict[str, Any], spot: _Spot) -> _Spot:
+    """Return the place of an object's fields, with the object's own numbers."""
+    for key in _numbers(shape):
+        number = node.get(key, 0)
+        if type(number) is not int:
+            raise UnknownPartError(f"{spot.path}.{key}".removeprefix("."))
+        if shape[key] is Part.ANSWER:
+            spot = spot._replace(answer=number)
+        elif key in node:
+            spot = spot._replace(position=(*spot.position, number))
+    return spot
