@@ -189,8 +189,9 @@ _BATCH_RESPONSE = _fields("status_code request_id", body=tuple(_REPLIES.values()
 _BATCH_LINE = _fields("id custom_id", error=Part.EMPTY, response=_BATCH_RESPONSE)
 _ANSWER = {"text": Part.TEXT, "reasoning": Part.REASONING, "tool_calls": [_fields("id", **_FUNCTION)]}
 _LOG_DATA = _fields(
-    "request_id operation key status outcome error ms request",
-    answers=[Part.ANSWER, _fields("receipt") | _ANSWER],
+    "request_id operation key status outcome ms request",
+    error=(Part.EMPTY, _fields("code message")),
+    answers=[Part.ANSWER, _fields("finish_reason usage timings receipt") | _ANSWER],
 )
 _LOG_LINE = _fields("specversion id source time subject datacontenttype", data=_LOG_DATA)
 _LOG_LINE["type"] = "io.edgeinfer.generation"
