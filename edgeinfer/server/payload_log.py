@@ -14,6 +14,7 @@ import queue
 import re
 import secrets
 import socket
+import stat
 import threading
 import time
 from datetime import UTC, datetime
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 
 #: A new file begins at this size (bytes), and each day (UTC).
 _MAX_BYTES = 64 << 20
-#: Age (s) at which a file is removed.
-_KEPT_S = 30 * 86_400
+#: Age (s) at which a file is removed, and the form of its name: a user's own files stay.
+_KEPT_S, _NAME = 30 * 86_400, re.compile(r"payloads-\d{8}-\d{6}-\d+\.jsonl")
 #: Maximum bytes that wait to be written; further lines are dropped. A line counts as its request's body
 #: plus `_LINE_BYTES`.
 _MAX_WAITING_BYTES, _LINE_BYTES = 64 << 20, 64 << 10
@@ -136,9 +137,9 @@ class PayloadLog:
             self.status |= {outcome: self.status[outcome] + 1, "failure": failure}
 
     def _drop(self, reason: str, n_bytes: int) -> None:
-        """Count a lost line; log a warning with `reason` at most once a minute."""
+        """Count a lost line; log a failure with `reason` when it begins, then once a minute."""
         self._metrics.payloads_dropped.inc()
-        if not self.status["failure"] and time.monotonic() - self._warned_s >= _WARN_AGAIN_S:
+        if not self.status["failure"] or time.monotonic() - self._warned_s >= _WARN_AGAIN_S:
             self._warned_s = time.monotonic()
             self._log.warning("payload-log-fails", folder=str(self._folder), reason=reason)
         self._count("dropped", n_bytes, reason)
@@ -159,6 +160,7 @@ class PayloadLog:
 
         A new file begins if the current file is full, of another day, deleted, or locked by a process.
         """
+        _check_folder(self._folder)  # another user may have replaced it
         if self._path.name.startswith(f"payloads-{datetime.now(UTC):%Y%m%d}"):
             with contextlib.suppress(FileNotFoundError):
                 descriptor = disk.open_regular(self._path, _FLAGS)
@@ -177,10 +179,16 @@ class PayloadLog:
             time.sleep(0.05)  # a file of this second exists: wait for another name
 
     def remove_old(self) -> None:
-        """Remove files that were last written more than 30 days ago."""
+        """Remove files last written more than 30 days before the newest one.
+
+        The clock does not count, because one that is a month ahead would remove every file.
+        """
         with contextlib.suppress(OSError):
-            for path in self._folder.glob("payloads-*.jsonl"):
-                if path.lstat().st_mtime < time.time() - _KEPT_S:
+            files = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
+            written_s = {path: path.lstat().st_mtime for path in files}
+            newest_s = min(time.time(), max(written_s.values(), default=0))
+            for path in files:
+                if written_s[path] < newest_s - _KEPT_S:
                     path.unlink()
 
 
@@ -189,8 +197,7 @@ def make_folder(folder: Path) -> Path:
     folder = folder.expanduser().resolve()
     try:
         paths.make_folder(folder)
-        if folder.stat().st_uid != os.geteuid() or folder.stat().st_mode & 0o022:
-            raise PermissionError(errno.EPERM, "it belongs to another user, or others may write to it")
+        _check_folder(folder)
     except FileExistsError as error:
         message = f"payloads cannot be logged: {folder} is a file, not a folder"
         raise ServeError(message, hint="name a folder: --log-payloads FOLDER") from error
@@ -199,6 +206,14 @@ def make_folder(folder: Path) -> Path:
         hint = f"name a folder of your own, or `chmod 700 {folder}`"
         raise ServeError(message, hint=hint) from error
     return folder
+
+
+def _check_folder(folder: Path) -> None:
+    info = folder.lstat()
+    if not stat.S_ISDIR(info.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if info.st_uid != os.geteuid() or info.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "it belongs to another user, or others may write to it")
 
 
 def _event(context: RequestContext, method: str) -> dict[str, Any]:

@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import raw_http
@@ -212,6 +214,77 @@ def test_files_rotate_by_size_and_old_ones_are_removed(serve, tmp_path, until, m
     assert max(path.stat().st_size for path in files) <= 4000
     assert foreign.exists()
     assert not old.exists()
+
+
+def make_files(folder, ages_days):
+    """Make a file of the log for each age; return them."""
+    files = [folder / f"payloads-20250101-00000{n}-{n}.jsonl" for n in range(len(ages_days))]
+    for path, age_days in zip(files, ages_days, strict=True):
+        path.touch()
+        os.utime(path, (0, time.time() - age_days * 86_400))
+    return files
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["my-audit-of-2025", "20250101", "20250101-000000", "20250101-000000-1-copy", "20250101-000000-x"],
+)
+def test_old_file_of_another_name_is_not_removed(serve, tmp_path, name):
+    audit = tmp_path / f"payloads-{name}.jsonl"
+    audit.touch()
+    os.utime(audit, (0, 0))
+    old, new = make_files(tmp_path, [31, 0])
+    serve(log_payloads=str(tmp_path))
+    assert [path.exists() for path in (audit, old, new)] == [True, False, True]
+
+
+@pytest.mark.parametrize("ahead_days", [0, 31, 10_000])
+def test_clock_that_is_ahead_removes_no_newer_file(serve, tmp_path, ahead_days):
+    ages_days = [0, 1, 29, 31, 60]
+    files = make_files(tmp_path, [age + ahead_days for age in ages_days])
+    serve(log_payloads=str(tmp_path))
+    assert [path.exists() for path in files] == [age < 30 for age in ages_days]
+
+
+def test_file_of_the_future_does_not_make_others_old(serve, tmp_path):
+    files = make_files(tmp_path, [-100, 0, 29, 31])
+    serve(log_payloads=str(tmp_path))
+    assert [path.exists() for path in files] == [True, True, True, False]
+
+
+def test_each_failure_is_logged_when_it_begins_and_again_while_it_lasts(serve, tmp_path, monkeypatch):
+    now_s = 1000.0
+    live_server = serve()
+    log = payload_log.PayloadLog(tmp_path, live_server.endpoint)
+    monkeypatch.setattr(payload_log, "time", SimpleNamespace(monotonic=lambda: now_s))
+    for after_s, n_logged in ((0, 1), (1, 1), (59, 2), (1, 2), (60, 3)):  # one failure
+        now_s += after_s
+        log._drop("full", 0)
+        assert live_server.log.getvalue().count("payload-log-fails") == n_logged
+    log._count("written", 0)
+    log._drop("full again", 0)  # within a minute
+    assert live_server.log.getvalue().count("payload-log-fails") == 4
+
+
+@pytest.mark.parametrize("replacement", ["link", "writable", "file"])
+def test_folder_replaced_while_serving_is_not_written_to(serve, tmp_path, until, replacement):
+    folder, other = tmp_path / "log", tmp_path / "other"
+    live_server = serve(log_payloads=str(folder))
+    live_server.chat()
+    events(folder, until, 1)
+    shutil.copytree(folder, other)  # with the file that is being written
+    shutil.move(folder, tmp_path / "away")
+    if replacement == "link":
+        folder.symlink_to(other)
+    elif replacement == "writable":
+        shutil.move(other, folder)
+        folder.chmod(0o777)
+    else:
+        folder.touch()
+    assert live_server.chat().status_code == 200
+    until(lambda: live_server.endpoint.payload_log.status["dropped"] == 1, "the line is dropped")
+    if replacement != "file":
+        assert len(raw_lines(folder)) == 1
 
 
 @pytest.mark.parametrize("problem", ["full", "gone"])
