@@ -136,6 +136,8 @@ _EXTRA_WORD_HINTS = {
     "run": 'put the prompt in quotes: `edgeinfer run "What is photosynthesis?"`',
     "config": "`edgeinfer config` shows the path of the file: set keys there",
 }
+#: Matches the metavariable of an argument that is a path.
+_PATH = re.compile(r"FILE|FOLDER|DEST|SRC|\w+\.jsonl")
 #: An error lists the allowed values if there are at most this many.
 _MOST_LISTED = 10
 
@@ -171,6 +173,12 @@ class Parser(argparse.ArgumentParser):
         operands = ["--", *positionals] if positionals else []
         parsed, unknown = super().parse_known_args([*options, *operands], namespace)
         return parsed, [word for word in unknown if word != "--"]
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Return the values of an argument. Raises ArgumentError if a path is "", which means `.`."""
+        if "" in arg_strings and _PATH.match(str(action.metavar)):
+            raise argparse.ArgumentError(action, "'' is not a path; is a shell variable unset?")
+        return super()._get_values(action, arg_strings)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

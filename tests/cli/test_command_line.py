@@ -290,6 +290,21 @@ def test_hint_about_an_option_leads_to_the_help_that_describes_it(verb, capsys):
             assert re.search(rf"^  (-\w( \S+)?, )?{flag}\b", out, re.MULTILINE), flag
 
 
+def test_empty_path_is_refused_by_each_argument_that_takes_a_file_or_folder():
+    n_refused = 0
+    for _, parser in every_parser():
+        for action in parser._actions:
+            if not re.search(r"(?<![@|])\b(FILE|FOLDER|DEST|SRC)\b|jsonl", str(action.metavar)):
+                continue  # "" is a text, or the adapters of models.toml
+            positionals = [a for a in parser._get_positional_actions() if a.nargs != "?"]
+            typed = ["" if a is action else "x" for a in positionals]
+            typed = [*(f"{flag}=" for flag in action.option_strings), *typed]
+            with pytest.raises(UsageError, match="'' is not a path"):
+                parser.parse_known_args(typed or [""])
+            n_refused += 1
+    assert n_refused > 15
+
+
 def _texts(path: Path) -> Iterator[str]:
     """Yield the texts of a module; `X` stands for each value in an f-string."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
