@@ -19,6 +19,7 @@
 # llama.cpp's build and CPU variant. Both builds compile a variant with the same options, so its scores are the same.
 # EDGEINFER_BUILD_CACHE moves the cache, and JOBS limits the number of compilers.
 set -euo pipefail
+unset CDPATH PYTHONHOME PYTHONPATH PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PYTHON PIP_DRY_RUN # they lead out of .venv
 cd "$(dirname "$0")/.."
 [ "$(uname -s)" = Linux ] || { echo "error: edgeinfer needs Linux, and this is $(uname -s)" >&2; exit 1; }
 
@@ -26,8 +27,7 @@ cd "$(dirname "$0")/.."
 if [ -z "${EDGEINFER_SETUP_SESSION:-}" ]; then
   EDGEINFER_SETUP_SESSION=1 setsid scripts/setup.sh "$@" </dev/null & session=$!
   trap 'kill -TERM -- -$session 2>/dev/null || kill $session || true; wait $session || true; exit 130' INT TERM HUP
-  wait $session || exit 1
-  exit 0
+  if wait $session; then exit; else exit 1; fi
 fi
 
 say() { printf '%s\n' "setup: $*" >&2; }
@@ -36,7 +36,7 @@ die() { printf 'error: %s\n\nhint: %s\n' "$1" "$2" >&2; kill -TERM 0; }
 cache=${EDGEINFER_BUILD_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/edgeinfer-build}
 llama=$(sed -n 's/.*"llama-cpp-python==\([^"]*\)".*/\1/p' pyproject.toml)
 machine="$(uname -sm) $(ldd --version 2>/dev/null | sed -n 1p || true)" # not `head`, which would end ldd by SIGPIPE
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_RETRIES=${PIP_RETRIES:-2}
+export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_RETRIES=${PIP_RETRIES:-2}
 
 # --- checks before anything takes long ------------------------------------------------------------------------------------
 check_machine() {
@@ -64,13 +64,14 @@ check_folder() {  # FOLDER MB [VARIABLE]
 make_venv() {
   [ -x .venv/bin/pip ] && .venv/bin/python -c '' 2>/dev/null && return
   check_folder . 500
-  local python # the system's Python first, because every user can run it
+  local python output # the system's Python first, because every user can run it
   for python in ${PYTHON:-/usr/bin/python3 python3 python3.14 python3.13 python3.12 python3.11} none; do
-    "$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && break
+    [ "$("$python" -c 'import sys, venv, ensurepip; print((3, 11) <= sys.version_info < (3, 15))' 2>/dev/null)" != True ] || break
   done
   [ "$python" != none ] || die "no Python 3.11 to 3.14 with venv" "apt-get install python3-venv, or PYTHON=FILE names one"
   say "virtual environment with $("$python" --version) in .venv"
-  rm -rf .venv && "$python" -m venv .venv
+  output=$({ rm -rf .venv && "$python" -m venv .venv && .venv/bin/pip --version || { rm -rf .venv/bin; false; }; } 2>&1) ||
+    die "no virtual environment in .venv: ${output##*$'\n'}" "copy the checkout to another folder, or PYTHON=FILE names a Python"
   pip install -q --upgrade --retries 0 pip  # older pips write scripts that import `re` (3 ms per start); do not wait for it
 }
 
@@ -88,6 +89,7 @@ install_packages() {  # tools|dev (dev contains tools). The stamp .venv/.package
   say "installing the packages of requirements/$1.txt"
   rm -f .venv/.packages
   pip install -q --no-deps --no-compile --require-hashes -r "requirements/$1.txt"
+  [ -x .venv/bin/ruff ] || die "pip has installed the packages elsewhere, not in .venv" "remove that setting: .venv/bin/pip config list"
   printf '%s' "$1 $wanted" >.venv/.packages
 }
 
@@ -135,8 +137,7 @@ show_progress() {  # reads ninja's output from stdin, and prints its progress ev
   local line shown=$SECONDS
   while IFS= read -r line; do
     [[ $((SECONDS - shown)) -ge 15 && $line =~ \[[0-9]+/[0-9]+\] ]] || continue
-    say "compiling ${BASH_REMATCH[0]}"
-    shown=$SECONDS
+    say "compiling ${BASH_REMATCH[0]}"; shown=$SECONDS
   done
 }
 
@@ -157,7 +158,6 @@ install_vulkan() {
 }
 
 pull_models() {
-  local model
   for model in smollm2-135m-instruct gemma-3-270m; do
     [ -f "$cache/test-home/data/models/$model/model.json" ] || EDGEINFER_HOME=$cache/test-home .venv/bin/edgeinfer pull $model >&2
   done

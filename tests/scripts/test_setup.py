@@ -1,11 +1,13 @@
 """scripts/setup.sh: what it says before it compiles where it cannot go on, and how it ends."""
 
+import hashlib
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -24,15 +26,16 @@ def start_set_up(
     """Start the set-up of a bare checkout on a machine with the usual programs, but without git."""
     checkout, programs = tmp_path / "checkout", tmp_path / "bin"
     shutil.copytree(ROOT / "scripts", checkout / "scripts", dirs_exist_ok=True)
-    shutil.copytree(ROOT / "requirements", checkout / "requirements", dirs_exist_ok=True)
+    if not (checkout / "requirements").exists():
+        shutil.copytree(ROOT / "requirements", checkout / "requirements")
     shutil.copy(ROOT / "pyproject.toml", checkout)
     programs.mkdir(exist_ok=True)
     for name in set(_PROGRAMS.split()) - set(without.split()):
         if program := shutil.which(name):
             (programs / name).symlink_to(program)
-    command = [checkout / "scripts/setup.sh", mode]
+    command = ["scripts/setup.sh", mode]
     environment = {"PATH": str(programs), "HOME": str(tmp_path), **environment}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=checkout, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def read_error(process: subprocess.Popen[str]) -> list[str]:
@@ -56,6 +59,65 @@ def test_missing_compilers_are_named_with_their_packages(tmp_path: Path) -> None
     error, hint = read_error(start_set_up(tmp_path, without="cmake g++"))
     assert error == "error: g++ cmake missing: llama.cpp cannot be compiled"
     assert hint == "hint: apt-get install build-essential cmake python3-venv"
+
+
+def write_program(path: Path, script: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_virtual_environment_that_cannot_be_made_ends_it_with_the_reason(tmp_path: Path) -> None:
+    fails = write_program(tmp_path / "python", '[ "$1" = -m ] && echo no room >&2 && exit 1; echo True')
+    for _ in range(2):  # what the first one left does not pass for an environment
+        error, hint = read_error(start_set_up(tmp_path, mode="lint", PYTHON=str(fails)))
+        assert error == "error: no virtual environment in .venv: no room"
+        assert "PYTHON=FILE" in hint
+        shutil.rmtree(tmp_path / "bin")
+
+
+def test_virtual_environment_that_cannot_be_removed_is_not_used(tmp_path: Path) -> None:
+    write_program(tmp_path / "bin/rm", "echo \"rm: '.venv': Device or resource busy\" >&2; exit 1")
+    error, _ = read_error(start_set_up(tmp_path, without="rm", mode="lint"))
+    assert error == "error: no virtual environment in .venv: rm: '.venv': Device or resource busy"
+
+
+def test_program_that_is_not_python_is_refused(tmp_path: Path) -> None:
+    error, _ = read_error(start_set_up(tmp_path, mode="lint", PYTHON=shutil.which("true") or ""))
+    assert error == "error: no Python 3.11 to 3.14 with venv"
+
+
+@pytest.mark.needs("time")
+def test_settings_of_another_environment_do_not_lead_out_of_this_one(tmp_path: Path) -> None:
+    requirements, wheel_path = tmp_path / "checkout/requirements", tmp_path / "ruff-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel_path, "w") as wheel:
+        wheel.writestr("ruff-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: ruff\nVersion: 1\n")
+        wheel.writestr("ruff-1.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("ruff-1.dist-info/entry_points.txt", "[console_scripts]\nruff = ruff:main\n")
+        wheel.writestr("ruff-1.dist-info/RECORD", "")
+    requirements.mkdir(parents=True)
+    digest = hashlib.sha256(wheel_path.read_bytes()).hexdigest()
+    (requirements / "tools.txt").write_text(f"ruff==1 --hash=sha256:{digest}\n")
+    (requirements / "dev.txt").touch()
+    (tmp_path / "pip.conf").write_text(f"[install]\nuser = true\n[global]\nfind-links = {tmp_path}\n")
+    (tmp_path / "scripts").mkdir()  # where CDPATH leads
+    (tmp_path / "venv.py").touch()  # where PYTHONPATH leads
+    variables = "CDPATH PYTHONHOME PYTHONPATH PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PYTHON".split()
+    settings = dict.fromkeys(variables, str(tmp_path)) | dict.fromkeys(["PIP_USER", "PIP_DRY_RUN"], "1")
+    settings |= {"PIP_CONFIG_FILE": str(tmp_path / "pip.conf"), "PIP_NO_INDEX": "1"}  # an index is kept
+    process = start_set_up(tmp_path, mode="lint", **settings)
+    _, stderr = process.communicate(timeout=280)
+    assert process.returncode == 0, stderr
+    assert (tmp_path / "checkout/.venv/bin/ruff").exists()
+
+
+def test_packages_that_pip_puts_elsewhere_leave_no_stamp(tmp_path: Path) -> None:
+    replace_pip(tmp_path, "exit 0")  # as with `target = FOLDER` in pip.conf
+    error, hint = read_error(start_set_up(tmp_path, mode="lint"))
+    assert error == "error: pip has installed the packages elsewhere, not in .venv"
+    assert "pip config list" in hint
+    assert not (tmp_path / "checkout/.venv/.packages").exists()
 
 
 @pytest.mark.parametrize("mode", ["lint", "run"])
