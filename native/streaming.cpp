@@ -135,8 +135,9 @@ struct Stream {
             const ssize_t some = pread(file.fd, r.to + n, r.bytes - n, r.offset + n);
             if (some > 0) n += some;
             else if (!some) return kShort;
-            else if (is_direct && errno == EINVAL) fcntl(file.fd, F_SETFL, 0);  // refused by the file system, or after a short read
-            else if (errno != EINTR) return errno;
+            else if (errno == EINTR) continue;
+            else if (is_direct) fcntl(file.fd, F_SETFL, 0);  // refused by the file system, or after a short read
+            else return errno;
         }
         if (!(fcntl(file.fd, F_GETFL) & O_DIRECT)) posix_fadvise(file.fd, r.offset, r.bytes, POSIX_FADV_DONTNEED);
         return 0;
@@ -412,6 +413,7 @@ extern "C" {
 // steps, like the following functions. One model at a time.
 int edgeinfer_stream_start(int n, const char *const *paths, const int64_t (*mapped)[3], int64_t ring_bytes, int64_t expert_bytes,
                            int64_t streamed_bytes) {
+    if (g_stream) return EBUSY;
     auto *stream = new Stream;
     stream->ring_bytes = ring_bytes, stream->to_stream = streamed_bytes;
     stream->room = stream->most_room = round_up(ring_bytes + expert_bytes);

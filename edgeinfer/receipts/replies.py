@@ -11,7 +11,7 @@ import msgspec
 
 from edgeinfer.errors import ReceiptError
 from edgeinfer.receipts.receipt import MAX_BYTES, parse_json
-from edgeinfer.receipts.reply_shapes import LOGGED, Part, Piece, UnknownPartError, read_pieces
+from edgeinfer.receipts.reply_shapes import LOGGED, Part, Piece, read_pieces
 from edgeinfer.runtime.event_stream import CollectedAnswer
 
 #: Types of events that end a stream.
@@ -29,14 +29,19 @@ class Quote(msgspec.Struct, kw_only=True):
     """All that clients show or execute of an answer in a reply that also has the answer's receipt.
 
     A reply may repeat an answer, as streams do in their last events: each of its copies has all of it.
-    `unknown_part` is the path of a part that no reply of edgeinfer has, None if there is none.
+    `fault` names a part that no reply of edgeinfer has, or parts in another order; "" if there is none.
     """
 
     copies: dict[str, _Copy] = {}
-    unknown_part: str | None = None
+    fault: str = ""
 
     def add(self, copy: str, piece: Piece) -> None:
+        if piece.kind is Part.UNKNOWN:
+            self.fault = self.fault or f"part {piece.value!r}, which is unknown"
+            return
         texts = self.copies.setdefault(copy, {}).setdefault(piece.kind, {})
+        if texts and piece.position < max(texts):  # a client may show the pieces as they come
+            self.fault = self.fault or f"order of {piece.kind}"
         texts[piece.position] = texts.get(piece.position, "") + piece.value
 
     def difference(self, answer: CollectedAnswer, *, prompt: str = "", is_cut: bool = False) -> str:
@@ -44,8 +49,8 @@ class Quote(msgspec.Struct, kw_only=True):
 
         Completions begin with `prompt` (option `echo`). If `is_cut`, the reply may lack the end.
         """
-        if self.unknown_part is not None:
-            return f"part {self.unknown_part!r}, which is unknown"
+        if self.fault:
+            return self.fault
         joined = prompt + answer.reasoning + answer.text
         texts = {
             Part.TEXT: answer.text,
@@ -68,7 +73,8 @@ class Quote(msgspec.Struct, kw_only=True):
             return Part.TEXT
         if answer.reasoning and not kinds & {Part.REASONING, *_NO_REASONING}:
             return Part.REASONING
-        return Part.NAME if answer.calls and Part.NAME not in kinds else ""
+        has_call = any(_canonical(call.arguments) for call in answer.calls.values())
+        return Part.NAME if has_call and Part.NAME not in kinds else ""
 
 
 def _different_calls(parts: _Copy, answer: CollectedAnswer, *, is_cut: bool) -> str:
@@ -116,10 +122,12 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
     yielded as an error. Raises OSError, and ReceiptError if the file is one document and not JSON.
     """
     documents, source = list[Any](), ""
-    n_lines = 0
+    n_lines, event = 0, b""
     for number, line in enumerate(_lines(file), 1):
         content, is_event = line.removeprefix(b"data:").strip(), line.startswith(b"data:")
         n_lines += bool(content)
+        if not content or line.startswith(b"event:"):
+            event = line[6:].strip()
         if not content or (line.startswith(_OTHER_FIELDS) and b"data:" not in line):
             continue  # after U+2028 in a comment, some clients read an event
         is_last = content == b"[DONE]"
@@ -134,6 +142,11 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
                     document = parse_json(line + file.read(MAX_BYTES))
                 except ReceiptError as fault:
                     raise ReceiptError(f"{name}: {fault.message}") from fault
+            if is_event and event.decode(errors="replace") != as_type(
+                str, as_type(dict, document).get("type")
+            ):
+                yield f"{name}:{number}", ReceiptError("the event's name is not the type in its data")
+                continue
             # a list whose last member has `receipts` is one reply, with answers to several prompts
             if isinstance(document, list) and "receipts" not in as_type(dict, (document or [0])[-1]):
                 problem = "this is a list of replies; write one reply per line: `jq -c .[] FILE`"
@@ -160,7 +173,7 @@ def _is_last(document: Any, *, is_event: bool) -> bool:
     document = as_type(dict, document)
     if is_event:  # in llama.cpp's API, each of several answers ends with `stop`, the last has receipts
         is_stopped = document.get("stop") is True and bool(_receipts(document))
-        return is_stopped or document.get("type") in _LAST_EVENTS
+        return is_stopped or document.get("type") in _LAST_EVENTS or bool(document.get("error"))
     return document.get("done") is not False  # in Ollama's API, only the last line lacks `done: false`
 
 
@@ -175,15 +188,12 @@ def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], 
     quotes = {i: Quote() for i in range(len(receipts) * is_stream)}
     answers = set[int]()
     for reply in replies:
-        try:
-            copy, pieces = read_pieces(reply)
-        except UnknownPartError as error:  # -1 is compared with all receipts
-            quotes.setdefault(-1, Quote()).unknown_part = str(error)
-            copy, pieces = "", []
-        answers |= {piece.answer for piece in pieces} if copy == LOGGED else {0}
+        copy, pieces = read_pieces(reply)
+        answers |= set() if copy == LOGGED else {0}
         for piece in pieces:
             answers.add(piece.answer)
-            key = piece.answer if piece.answer in range(len(receipts)) else -1
+            is_known = piece.kind is not Part.UNKNOWN and piece.answer in range(len(receipts))
+            key = piece.answer if is_known else -1  # compared with all receipts
             quotes.setdefault(key, Quote()).add(copy, piece)
     entries = list[Entry]()
     for i, receipt in enumerate(receipts):

@@ -1,13 +1,14 @@
 """Shapes of the replies of every API: where a reply has pieces of an answer, and what else it may have.
 
 A reply that has anything else is none of edgeinfer's: some client may show or execute that part.
-The types of the replies are in `server/*/wire.py`; `tests/server/models/test_receipts.py` compares.
+The types of the replies are in `server/*/wire.py`; tests/server/models/test_receipts.py compares.
 """
 
 from __future__ import annotations
 
 import enum
 import json
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ class Part(enum.StrEnum):
     SCALAR = "scalar"
     NUMBERS = "numbers"
     ANY = "any"
+    #: A part that no shape has; its piece has the path of its keys.
+    UNKNOWN = "unknown"
 
 
 class Piece(NamedTuple):
@@ -42,10 +45,6 @@ class Piece(NamedTuple):
     position: tuple[int, ...]
     kind: Part
     value: str
-
-
-class UnknownPartError(Exception):
-    """A reply has a part that no shape has; the argument is the path of its keys."""
 
 
 #: Parts that are pieces of an answer.
@@ -102,7 +101,7 @@ _RESPONSE = _fields(
     error=Part.EMPTY,
     metadata=Part.EMPTY,
     incomplete_details=(Part.EMPTY, _fields("reason")),
-    reasoning=(Part.EMPTY, _fields("effort summary generate_summary")),
+    reasoning=(Part.EMPTY, _fields("effort")),
     text={"format": Part.ANY},
     output=[_ITEMS],
 )
@@ -150,10 +149,7 @@ _EVENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "content_block_start": ("blocks", _fields("type", index=Part.INDEX, content_block=_NEW_BLOCK)),
     "content_block_delta": ("blocks", _fields("type", index=Part.INDEX, delta=_BLOCK_DELTA)),
     "content_block_stop": ("blocks", _fields("type", index=Part.INDEX)),
-    "message_delta": (
-        "blocks",
-        _fields("type usage timings", delta=_fields("stop_reason stop_sequence")),
-    ),
+    "message_delta": ("blocks", _fields("type usage timings", delta=_END)),
     "message_stop": ("blocks", _fields("type receipt")),
 }
 
@@ -201,10 +197,10 @@ _LINES = {"batch": _BATCH_LINE, LOGGED: _LOG_LINE}
 
 
 def read_pieces(document: Any) -> tuple[str, list[Piece]]:
-    """Return which copy of an answer a document has, and its pieces. Raises UnknownPartError."""
+    """Return which copy of an answer a document has, and its pieces, among them unknown parts."""
     kind = document.get("type") if isinstance(document, dict) else None
     event = _EVENTS.get(kind) if isinstance(kind, str) else None
-    return _first(dict([event]) if event else _REPLIES | _LINES, document, _Spot())
+    return _read_best(dict([event]) if event else _REPLIES | _LINES, document, _Spot())
 
 
 class _Spot(NamedTuple):
@@ -212,39 +208,40 @@ class _Spot(NamedTuple):
     answer: int = 0
     position: tuple[int, ...] = ()
 
+    def field(self, key: str) -> _Spot:
+        return self._replace(path=f"{self.path}.{key}".removeprefix("."))
 
-def _first(shapes: dict[str, Any], node: Any, spot: _Spot) -> tuple[str, list[Piece]]:
-    """Return the name of the first shape that a node has, and its pieces. Raises UnknownPartError."""
-    errors = []
+    def piece(self, kind: Part, value: str) -> Piece:
+        return Piece(self.answer, self.position, kind, value)
+
+
+def _read_best(shapes: dict[str, Any], node: Any, spot: _Spot) -> tuple[str, list[Piece]]:
+    """Return the name of the shape with the fewest unknown parts, and the pieces."""
+    best: tuple[str, list[Piece]] = ("", [])
+    fewest = math.inf
     for name, shape in shapes.items():
-        try:
-            return name, list(_pieces(shape, node, spot))
-        except UnknownPartError as error:
-            errors.append(error)
-    raise max(errors, key=lambda error: str(error).count("."))
+        pieces = list(_pieces(shape, node, spot))
+        n_unknown = sum(piece.kind is Part.UNKNOWN for piece in pieces)
+        if n_unknown < fewest:
+            best, fewest = (name, pieces), n_unknown
+        if not n_unknown:
+            break
+    return best
 
 
 def _pieces(shape: Any, node: Any, spot: _Spot) -> Iterator[Piece]:
     match shape:
-        case Part.ANY:
-            pass
-        case Part.EMPTY if not node:
-            pass
-        case Part.SCALAR if not isinstance(node, dict | list):
-            pass
-        case Part.NUMBERS if not isinstance(node, str):
-            children = list(node.values()) if isinstance(node, dict) else node
-            for child in children if isinstance(children, list) else ():
-                yield from _pieces(shape, child, spot)
         case Part.ARGUMENTS if isinstance(node, dict):
-            yield Piece(spot.answer, spot.position, shape, json.dumps(node))
+            yield spot.piece(shape, json.dumps(node))
         case Part() if shape in _OF_ANSWERS and (node is None or isinstance(node, str)):
-            yield Piece(spot.answer, spot.position, shape, node or "")
+            yield spot.piece(shape, node or "")
+        case Part() if _is_allowed(shape, node):
+            pass
         case str() if node == shape and not isinstance(shape, Part):
             pass
         case tuple():
             alternatives = {str(i): alternative for i, alternative in enumerate(shape)}
-            yield from _first(alternatives, node, spot)[1]
+            yield from _read_best(alternatives, node, spot)[1]
         case [Part.ANSWER, inner] if isinstance(node, list):
             for i, child in enumerate(node):
                 yield from _pieces(inner, child, spot._replace(answer=i))
@@ -254,30 +251,32 @@ def _pieces(shape: Any, node: Any, spot: _Spot) -> Iterator[Piece]:
                 position = spot.position if has_number else (*spot.position, i)
                 yield from _pieces(inner, child, spot._replace(position=position))
         case dict() if isinstance(node, dict):
-            spot = _with_numbers(shape, node, spot)
-            for key, child in node.items():
-                inner_spot = spot._replace(path=f"{spot.path}.{key}".removeprefix("."))
-                if key not in shape:
-                    raise UnknownPartError(inner_spot.path)
-                if shape[key] not in (Part.ANSWER, Part.INDEX):
-                    yield from _pieces(shape[key], child, inner_spot)
+            numbers = _numbers(shape)
+            for key in numbers:
+                if type(number := node.get(key, 0)) is not int:
+                    yield spot.piece(Part.UNKNOWN, spot.field(key).path)
+                elif shape[key] is Part.ANSWER:
+                    spot = spot._replace(answer=number)
+                elif key in node:
+                    spot = spot._replace(position=(*spot.position, number))
+            for key in [key for key in node if key not in numbers]:
+                yield from _pieces(shape.get(key, Part.UNKNOWN), node[key], spot.field(key))
         case _:
-            raise UnknownPartError(spot.path)
+            yield spot.piece(Part.UNKNOWN, spot.path)
+
+
+def _is_allowed(kind: Part, node: Any) -> bool:
+    """Return whether a part that is no piece may have this value."""
+    if kind is Part.NUMBERS:
+        nodes = [node]
+        for value in nodes:  # not recursive: a forger may nest lists deeply
+            if isinstance(value, dict | list):
+                nodes += value.values() if isinstance(value, dict) else value
+        return not any(isinstance(value, str) for value in nodes)
+    is_empty = kind is Part.EMPTY and not node
+    return is_empty or kind is Part.ANY or (kind is Part.SCALAR and not isinstance(node, dict | list))
 
 
 def _numbers(shape: dict[str, Any]) -> list[str]:
     """Return the keys of the numbers in an object."""
     return [key for key in shape if shape[key] in (Part.ANSWER, Part.INDEX)]
-
-
-def _with_numbers(shape: dict[str, Any], node: dict[str, Any], spot: _Spot) -> _Spot:
-    """Return the place of an object's fields, with the object's own numbers."""
-    for key in _numbers(shape):
-        number = node.get(key, 0)
-        if type(number) is not int:
-            raise UnknownPartError(f"{spot.path}.{key}".removeprefix("."))
-        if shape[key] is Part.ANSWER:
-            spot = spot._replace(answer=number)
-        elif key in node:
-            spot = spot._replace(position=(*spot.position, number))
-    return spot

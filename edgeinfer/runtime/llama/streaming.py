@@ -105,5 +105,5 @@ def stop(owner: object) -> None:
     with _lock:
         if active is None or active.owner is not owner:
             return
-        kernels, active = active.kernels, None
-    kernels.edgeinfer_stream_stop()
+        active.kernels.edgeinfer_stream_stop()
+        active = None

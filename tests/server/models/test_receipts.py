@@ -14,13 +14,19 @@ from fake_engine import FakeEngine, split_script
 from least_requests import objects_of
 
 from edgeinfer.errors import ReceiptError
+from edgeinfer.receipts import reply_shapes as shapes
 from edgeinfer.receipts.receipt import Receipt
 from edgeinfer.receipts.replies import TEXTS, find_receipts, read_replies
 from edgeinfer.receipts.verify import ReceiptCheck
 from edgeinfer.runtime.event_stream import CollectedAnswer
 from edgeinfer.runtime.events import Event, ReasoningDelta, TextDelta, ToolCallDelta
 from edgeinfer.server import generation_response, payload_log
+from edgeinfer.server.anthropic import wire as anthropic_wire
+from edgeinfer.server.native import wire as native_wire
+from edgeinfer.server.ollama import wire as ollama_wire
+from edgeinfer.server.openai import wire as openai_wire
 from edgeinfer.server.payload_log import PayloadLog
+from edgeinfer.server.responses import wire as responses_wire
 
 CHAT = "/v1/chat/completions"
 TURNS = [{"role": "user", "content": "Name three ships."}]
@@ -277,6 +283,7 @@ def test_a_text_or_call_added_to_a_reply_is_noticed(serve, monkeypatch, cases, p
     for documents in wrap(whole, answer):
         assert is_verified(documents, answer)
         pairs = [(node, forgery) for node in objects_in(documents) for forgery in FORGERIES]
+        pairs = [(n, f) for n, f in pairs if "operation" not in n or "error" not in f]  # of a log
         for node, forgery in dice.sample(pairs, min(cases(60), len(pairs))):
             original = dict(node)
             node.update(forgery)
@@ -308,6 +315,39 @@ def test_a_repeated_part_of_a_reply_is_noticed(serve, monkeypatch, path, stream,
                 assert not is_verified(documents, answer), element
                 del elements[i]
     assert is_verified(documents, answer)
+
+
+WIRE_TYPES: list[tuple[type, dict[str, object]]] = [
+    (openai_wire.ChatCompletion, shapes._CHAT),
+    (openai_wire.ChatChoice, shapes._CHOICE | {"message": None}),
+    (openai_wire.ReplyMessage, shapes._MESSAGE),
+    (openai_wire.WireToolCall, shapes._CALL),
+    (openai_wire.WireFunction, shapes._FUNCTION),
+    (openai_wire.Completion, shapes._COMPLETION),
+    (openai_wire.CompletionChoice, shapes._CHOICE | {"text": None}),
+    (responses_wire.ResponseReply, shapes._RESPONSE),
+    (responses_wire.IncompleteDetails, shapes._RESPONSE["incomplete_details"][1]),
+    (responses_wire.MessageOut, shapes._MESSAGE_ITEM),
+    (responses_wire.OutputTextOut, shapes._TEXT_PART),
+    (responses_wire.ReasoningOut, shapes._REASONING_ITEM),
+    (responses_wire.FunctionCallOut, shapes._CALL_ITEM),
+    (anthropic_wire.MessageReply, shapes._ANTHROPIC),
+    (anthropic_wire.TextOut, shapes._BLOCKS[0]),
+    (anthropic_wire.ThinkingOut, shapes._BLOCKS[1]),
+    (anthropic_wire.ToolUseOut, shapes._BLOCKS[2]),
+    (ollama_wire.OllamaChatReply, shapes._OLLAMA_CHAT),
+    (ollama_wire.OllamaGenerateReply, shapes._OLLAMA_GENERATE),
+    (ollama_wire.OllamaMessage, shapes._OLLAMA_CHAT["message"]),
+    (ollama_wire.CalledReply, shapes._OLLAMA_CALL["function"]),
+    (native_wire.LlamaAnswer, shapes._LLAMA),
+    (native_wire.InferReply, shapes._INFER),
+]
+
+
+@pytest.mark.parametrize(("wire_type", "shape"), WIRE_TYPES)
+def test_a_shape_has_every_field_of_its_reply(wire_type, shape):
+    missing = {*wire_type.__struct_encode_fields__} - shape.keys()
+    assert not missing
 
 
 CALLED = [(path, stream) for path, stream in FORMS if path not in _ONLY_TEXT]
@@ -386,6 +426,53 @@ def test_two_arguments_of_a_call_are_a_difference():
         assert difference_of(reply, answer) == difference, arguments
 
 
+def test_a_torn_call_that_an_api_leaves_out_is_no_difference():
+    answer = CollectedAnswer("The sea")
+    answer.add(ToolCallDelta(0, arguments='{"ci', id="call_1", name="weather"))
+    assert difference_of(reply_of({"content": "The sea"}), answer) == ""
+    answer.add(ToolCallDelta(0, arguments='ty": "Rom"}'))
+    assert difference_of(reply_of({"content": "The sea"}), answer) == "tool name"
+
+
+def test_pieces_in_another_order_are_a_difference(serve, monkeypatch):
+    for path in ("/v1/responses", "/v1/messages"):
+        documents, answer = documents_of(serve, monkeypatch, path, True, "text after a call")
+        deltas = [i for i, d in enumerate(documents) if d["type"].endswith("text.delta")]
+        deltas += [i for i, d in enumerate(documents) if "text" in (d.get("delta") or ())]
+        first, last = deltas[0], deltas[-1]
+        documents[first], documents[last] = documents[last], documents[first]
+        assert not is_verified(documents, answer), path
+
+
+def test_an_unknown_field_is_named_wherever_it_is(serve, monkeypatch):
+    for path, stream in FORMS:
+        documents, answer = documents_of(serve, monkeypatch, path, stream, "text")
+        documents[0]["x_proxy"] = "1"
+        quotes = [quote for entry in find_receipts(documents)[0] for quote in entry.quotes]
+        assert quotes[-1].difference(answer) == "part 'x_proxy', which is unknown"
+
+
+def test_an_event_has_the_name_of_its_type():
+    block = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "not "}}
+    for name in ("event: ping\n", "", "event: content_block_delta\nevent: ping\n"):
+        stream = f"{name}data: {json.dumps(block)}\n\n".encode()
+        [(_, fault)] = read_replies(io.BytesIO(stream), "reply")
+        assert isinstance(fault, ReceiptError)
+    stream = f"event: content_block_delta\ndata: {json.dumps(block)}\n\n".encode()
+    assert [*read_replies(io.BytesIO(stream), "reply")] == [("reply:2", [block])]
+
+
+def test_a_deeply_nested_reply_is_refused_in_words():
+    for text in ("[" * 5000 + "]" * 5000, '{"usage": ' + "[" * 900 + "]" * 900 + "}"):
+        document = reply_of({"content": "x"}) | {"usage": None}
+        raw = json.dumps(document).replace('"usage": null', f'"usage": {text}').encode()
+        try:
+            replies = [*read_replies(io.BytesIO(raw), "reply")]
+        except ReceiptError:
+            continue
+        assert all(isinstance(d, ReceiptError) or find_receipts(d) for _, d in replies)
+
+
 def test_a_cut_answer_has_a_part_of_the_tokens_and_no_other_call():
     answer = CollectedAnswer("The sea", "Hmm")
     answer.add(ToolCallDelta(0, arguments='{"city": "Rom"}', id="call_1", name="weather"))
@@ -404,7 +491,7 @@ def test_a_cut_answer_has_a_part_of_the_tokens_and_no_other_call():
 
 def test_a_carriage_return_hides_no_event():
     chunk = {"choices": [{"index": 0, "delta": {"content": "a"}}]}
-    events = f": 10 s\rdata: {json.dumps(chunk)}\r\revent: x\rdata: {json.dumps(reply_of({}))}\r\n\r\n"
+    events = f": 10 s\rdata: {json.dumps(chunk)}\r\rid: x\rdata: {json.dumps(reply_of({}))}\r\n\r\n"
     [entry] = entries_of(events.encode())
     assert texts_of(entry) == ["a"]
 
