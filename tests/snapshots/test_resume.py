@@ -94,7 +94,7 @@ def test_cold_start_reports_reason_and_fix_in_one_line(warm):
     outcome = warm.ask("--ctx", "512")
     assert outcome.start["how"] == "cold"
     assert outcome.err.count("\n") == 1
-    assert "no snapshot with n_ctx=512" in outcome.err
+    assert "no snapshot with --ctx 512" in outcome.err
     assert "edgeinfer warm" in outcome.err
     refused = warm.ask("--ctx", "512", "--resume=always")
     assert (refused.code, "hint:" in refused.err) == (7, True)

@@ -365,7 +365,7 @@ async def test_engine_error_is_shown_with_its_hint_and_the_input_restored(drive)
         await d.type("my question", "enter")
         await d.until(lambda: d.chat.composer.text == "my question")
         assert "llama_decode failed" in d.screen_text()
-        assert "edgeinfer doctor" in d.screen_text()
+        assert "if it fails again, report it" in d.screen_text()
         await d.press("enter")
         await d.until(lambda: d.idle() and d.turns() == ["my question", "fine"])
 

@@ -155,7 +155,7 @@ def test_keys_that_arrive_together_take_effect_in_their_order(terminal, start_ki
     begin(terminal, start_kind, "--max-tokens 4")
     question = ("abc", "BSpace", "BSpace", "Z", "C-j", "def", "Left", "Left", "X", "Enter")
     terminal.press(*question, "/temp 1", "Enter", "later")
-    terminal.until_shown("Sampling: max-tokens 4, temperature 1")
+    terminal.until_shown("Sampling: temperature 1, max-tokens 4")
     terminal.until_shown("later")
     terminal.until(lambda: stored_turns(terminal)[:1] == ["aZ\ndXef"])
     leave(terminal)
