@@ -42,7 +42,7 @@ _KEPT_S, _NAME = 30 * 86_400, re.compile(r"payloads-\d{8}-\d{6}-\d+\.jsonl")
 #: Maximum bytes that wait to be written; further lines are dropped. A line counts as its request's body
 #: plus `_LINE_BYTES`.
 _MAX_WAITING_BYTES, _LINE_BYTES = 64 << 20, 64 << 10
-#: Interval (s) after which a failure is logged again.
+#: Interval (s) after which a failure with the same reason is logged again.
 _WARN_AGAIN_S = 60.0
 #: Interval (s) between two fsyncs, and how long (s) `close` waits for the last lines.
 _SYNC_S, _CLOSE_S = 1.0, 2.0
@@ -74,7 +74,9 @@ class PayloadLog:
         self._thread: threading.Thread | None = None
         self._path = Path()
         self._unsynced: set[Path] = set()
-        self._sync_s, self._warned_s = 0.0, -_WARN_AGAIN_S
+        self._sync_s = 0.0
+        #: Reason → when it was last logged (s).
+        self._warned_s: dict[str, float] = {}
         self._log.warning("payload-log", folder=str(self._folder), writes="every request and answer")
         self.remove_old()
 
@@ -137,10 +139,13 @@ class PayloadLog:
             self.status |= {outcome: self.status[outcome] + 1, "failure": failure}
 
     def _drop(self, reason: str, n_bytes: int) -> None:
-        """Count a lost line; log a failure with `reason` when it begins, then once a minute."""
+        """Count a lost line; log `reason` unless the log has had it for less than a minute."""
         self._metrics.payloads_dropped.inc()
-        if not self.status["failure"] or time.monotonic() - self._warned_s >= _WARN_AGAIN_S:
-            self._warned_s = time.monotonic()
+        now_s = time.monotonic()
+        with self._lock:
+            recent = {logged: s for logged, s in self._warned_s.items() if now_s - s < _WARN_AGAIN_S}
+            self._warned_s = {reason: now_s} | recent
+        if reason not in recent:
             self._log.warning("payload-log-fails", folder=str(self._folder), reason=reason)
         self._count("dropped", n_bytes, reason)
 
@@ -181,7 +186,9 @@ class PayloadLog:
     def remove_old(self) -> None:
         """Remove files last written more than 30 days before the newest one.
 
-        The clock does not count, because one that is a month ahead would remove every file.
+        So a start under a clock that is ahead removes nothing, but once a line was written under such
+        a clock, the files from before count as old. After a pause of more than 30 days, the files from
+        before the pause stay until the second new file or a later start.
         """
         with contextlib.suppress(OSError):
             files = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]

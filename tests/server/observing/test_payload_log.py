@@ -266,6 +266,32 @@ def test_each_failure_is_logged_when_it_begins_and_again_while_it_lasts(serve, t
     assert live_server.log.getvalue().count("payload-log-fails") == 4
 
 
+def test_overload_logs_each_reason_once_a_minute(serve, tmp_path, monkeypatch):
+    now_s = 1000.0
+    live_server = serve()
+    log = payload_log.PayloadLog(tmp_path, live_server.endpoint)
+    monkeypatch.setattr(payload_log, "time", SimpleNamespace(monotonic=lambda: now_s))
+    for number in range(1000):  # within 50 s
+        now_s += 0.05
+        log._drop(("full", "overloaded")[number % 2], 0)
+        log._count("written", 0)
+    assert live_server.log.getvalue().count("payload-log-fails") == 2
+    now_s += 10.1  # a minute after the first warning of "full"
+    log._drop("full", 0)
+    assert live_server.log.getvalue().count("payload-log-fails") == 3
+
+
+def test_old_files_stay_until_the_second_file_after_a_pause(serve, tmp_path):
+    """A clock that is ahead looks like a pause."""
+    files = make_files(tmp_path, [31, 32])
+    log = payload_log.PayloadLog(tmp_path, serve().endpoint)
+    log._append(b"{}\n")
+    assert all(path.exists() for path in files)
+    log._path = Path()
+    log._append(b"{}\n")
+    assert not any(path.exists() for path in files)
+
+
 @pytest.mark.parametrize("replacement", ["link", "writable", "file"])
 def test_folder_replaced_while_serving_is_not_written_to(serve, tmp_path, until, replacement):
     folder, other = tmp_path / "log", tmp_path / "other"
