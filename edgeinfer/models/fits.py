@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -192,9 +193,12 @@ def _speed_from_disk(size_bytes: int, active_share: float, room_bytes: int, spee
 @cache
 def disk_rate() -> Rate:
     """Return the disk's highest rate, measured for 0.4 s on pulled models; 0.0 bytes/s without any."""
-    files = [path for model in list_pulled() for path in model.paths if path.exists()]
-    devices = sorted({path.stat().st_dev for path in files})
-    return _highest_rate(f"disk {devices}", lambda: Rate(read_rate(*files), DISK_THREADS, is_busy()))
+    devices: dict[Path, int] = {}
+    for path in (path for model in list_pulled() for path in model.paths):
+        with suppress(OSError):  # the file is missing, or in a folder that the user may not open
+            devices[path] = path.stat().st_dev
+    disks = sorted(set(devices.values()))
+    return _highest_rate(f"disk {disks}", lambda: Rate(read_rate(*devices), DISK_THREADS, is_busy()))
 
 
 @cache

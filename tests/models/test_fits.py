@@ -1,5 +1,10 @@
 """Estimates of which models fit a machine, as `list --fits` and the first run show them."""
 
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -59,6 +64,30 @@ def test_disk_rate_is_the_fastest_until_the_machine_is_idle(monkeypatch, tmp_pat
     measured = [fits.disk_rate.__wrapped__() for _process in range(4)]
     assert [rate.bytes_per_s for rate in measured] == [0.0, 3e9, 3e9, 3e9]
     assert [rate.busy for rate in measured] == [False, True, False, False]
+
+
+def test_disk_rate_leaves_out_files_that_cannot_be_found_or_opened(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("EDGEINFER_HOME", str(tmp_path))
+    stat, readable = Path.stat, tmp_path / "readable"
+    readable.touch()
+
+    def refuse(path: Path, **arguments: bool) -> os.stat_result:
+        if path.name == "denied":
+            raise PermissionError(errno.EACCES, "denied")
+        return stat(path, **arguments)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    pulled = SimpleNamespace(paths=[tmp_path / "denied", tmp_path / "missing", readable])
+    monkeypatch.setattr(fits, "list_pulled", lambda: [pulled])
+    measured: list[Path] = []
+
+    def measure(*paths: Path) -> float:
+        measured.extend(paths)
+        return 1e9
+
+    monkeypatch.setattr(fits, "read_rate", measure)
+    assert fits.disk_rate.__wrapped__().bytes_per_s == 1e9
+    assert measured == [readable]
 
 
 def test_busy_disk_counts_only_for_models_that_are_read_from_it(machine, capsys, monkeypatch) -> None:
