@@ -13,7 +13,7 @@ from edgeinfer.config import sampling_options
 from edgeinfer.config.load_options import LOAD_OPTIONS, LoadOption
 from edgeinfer.config.sampling_options import SamplingOption
 
-MAX_TOKENS = "at most N tokens (default: 1,500; 8,000 for reasoning)"
+MAX_TOKENS = "at most N tokens (default: 1,500, 8,000 or no limit)"
 SYSTEM = "system prompt: text, @FILE or name of a saved prompt"
 
 
