@@ -145,8 +145,10 @@ def conversion_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
-        problem = "a value in its files is missing or invalid"
-        raise ConversionError(f"{folder} cannot be converted: {problem}: {error!r}") from error
+        problem = f"a value in its files is missing or invalid: {error!r}"
+        if isinstance(error, KeyError):
+            problem = f"its files lack {error}"
+        raise ConversionError(f"{folder} cannot be converted: {problem}") from error
 
 
 class ModelCheckpoint:

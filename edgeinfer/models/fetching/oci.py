@@ -81,8 +81,9 @@ def resolve(source: OciArtifact) -> list[Remote]:
                 remotes.append(msgspec.structs.replace(remote, is_projector=True))
             return remotes
     except (KeyError, IndexError, TypeError, ValueError, UsageError) as error:
-        problem = f"{source}: the registry's manifest is invalid: {error}"
-        raise DownloadError(problem, hint=http_client.OTHER_SOURCE) from error
+        problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        message = f"{source}: the registry's manifest is invalid: {problem}"
+        raise DownloadError(message, hint=http_client.OTHER_SOURCE) from error
 
 
 def _weights(source: OciArtifact, manifest: dict[str, Any]) -> list[dict[str, Any]]:

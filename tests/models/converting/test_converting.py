@@ -192,6 +192,12 @@ def with_torn_merges(folder) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
+def with_no_vocabulary(folder) -> None:
+    tokenizer = tiny_byte_level()
+    del tokenizer["model"]["vocab"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
 def with_a_pipe_for_config(folder) -> None:
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
@@ -206,6 +212,7 @@ REFUSED = {
     "bytes past the end of the file": with_a_shard_cut_off,
     "1 of 2 shards are missing: model-00001": lambda folder: (folder / SHARD).unlink(),
     "cannot be converted: .*: ValueError": with_torn_merges,
+    "cannot be converted: its files lack 'vocab'": with_no_vocabulary,
     "has no config.json: not a checkpoint": with_a_pipe_for_config,
     "novelty.weight: llama.cpp has no name for this tensor": with_a_tensor_too_many,
     "can run any program": with_pickles,

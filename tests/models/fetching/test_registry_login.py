@@ -119,6 +119,13 @@ def test_invalid_digest_of_a_registry_is_no_mistake_of_the_user(monkeypatch) -> 
         resolve(SOURCE)
 
 
+def test_missing_key_of_a_manifest_is_named(monkeypatch) -> None:
+    layer = {"mediaType": "application/vnd.ollama.image.model", "size": 3}
+    monkeypatch.setattr(Registry, "manifest", lambda *_: {"layers": [layer]})
+    with pytest.raises(DownloadError, match="manifest is invalid: it lacks 'digest'"):
+        resolve(SOURCE)
+
+
 class Endless(httpx2.SyncByteStream):
     """A body without an end that counts the bytes that were read."""
 
