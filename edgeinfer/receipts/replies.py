@@ -11,7 +11,7 @@ import msgspec
 
 from edgeinfer.errors import ReceiptError
 from edgeinfer.receipts.receipt import MAX_BYTES, parse_json
-from edgeinfer.receipts.reply_shapes import LOGGED, Part, Piece, read_pieces
+from edgeinfer.receipts.reply_shapes import Part, Piece, read_pieces
 from edgeinfer.runtime.event_stream import CollectedAnswer
 
 #: Types of events that end a stream.
@@ -189,8 +189,7 @@ def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], 
     answers = set[int]()
     for reply in replies:
         copy, pieces = read_pieces(reply)
-        answers |= set() if copy == LOGGED else {0}
-        for piece in pieces:
+        for piece in pieces:  # a line of a failed request has none, and no answer
             answers.add(piece.answer)
             is_known = piece.kind is not Part.UNKNOWN and piece.answer in range(len(receipts))
             key = piece.answer if is_known else -1  # compared with all receipts

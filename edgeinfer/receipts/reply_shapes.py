@@ -181,19 +181,19 @@ _REPLIES: dict[str, dict[str, Any]] = {
     "llama.cpp's completion": _LLAMA,
     "infer": _INFER,
 }
-_BATCH_RESPONSE = _fields("status_code request_id", body=tuple(_REPLIES.values()))
-_BATCH_LINE = _fields("id custom_id", error=Part.EMPTY, response=_BATCH_RESPONSE)
+_ERROR = (Part.EMPTY, _fields("code message"))
+_FAILED = {"error": _fields("message type param code")}
+_BATCH_RESPONSE = _fields("status_code request_id", body=(*_REPLIES.values(), _FAILED))
+_BATCH_LINE = _fields("id custom_id", error=Part.EMPTY, response=(Part.EMPTY, _BATCH_RESPONSE))
 _ANSWER = {"text": Part.TEXT, "reasoning": Part.REASONING, "tool_calls": [_fields("id", **_FUNCTION)]}
 _LOG_DATA = _fields(
     "request_id operation key status outcome ms request",
-    error=(Part.EMPTY, _fields("code message")),
+    error=_ERROR,
     answers=[Part.ANSWER, _fields("finish_reason usage timings receipt") | _ANSWER],
 )
 _LOG_LINE = _fields("specversion id source time subject datacontenttype", data=_LOG_DATA)
 _LOG_LINE["type"] = "io.edgeinfer.generation"
-#: Copy of an answer in a payload log, where a line has as many answers as its list.
-LOGGED = "log"
-_LINES = {"batch": _BATCH_LINE, LOGGED: _LOG_LINE}
+_LINES = {"batch": _BATCH_LINE, "log": _LOG_LINE}
 
 
 def read_pieces(document: Any) -> tuple[str, list[Piece]]:

@@ -659,6 +659,15 @@ def test_an_answer_next_to_one_with_a_receipt_is_counted() -> None:
     assert (len(entries), n_answers) == (1, 2)
 
 
+def test_a_failed_request_of_a_batch_or_log_has_no_answer() -> None:
+    error = {"message": "too long", "type": "invalid_request_error", "param": None, "code": "c"}
+    response = {"status_code": 400, "request_id": "r", "body": {"error": error}}
+    line = {"id": "batch_r", "custom_id": "1", "response": response, "error": None}
+    failed = _log_line()
+    failed["data"]["error"] = {"code": "c", "message": "too long"}
+    assert find_receipts([line]) == find_receipts([failed]) == ([], 0)
+
+
 def test_only_a_receipt_itself_has_no_reply() -> None:
     body = {"choices": [{"index": 0, "text": "x"}], "receipt": EXAMPLE}
     batch = {"custom_id": "1", "content_sha256": "", "response": {"body": body}}

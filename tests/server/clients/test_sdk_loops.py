@@ -1,6 +1,5 @@
 """Loops of the official clients: they send parsed messages back to the endpoint."""
 
-import pydantic
 import pytest
 from fake_engine import FakeEngine
 
@@ -9,10 +8,12 @@ from edgeinfer.runtime.events import Finished, ReasoningDelta, Timings, ToolCall
 HI = [{"role": "user", "content": "hi"}]
 
 
-class Place(pydantic.BaseModel):
-    """A place."""
+@pytest.fixture
+def place(openai):
+    """A type of arguments, made with a package that only clients need."""
+    import pydantic
 
-    city: str
+    return pydantic.create_model("Place", city=(str, ...), __doc__="A place.")
 
 
 @pytest.fixture
@@ -40,31 +41,31 @@ def client(loop, openai):
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer")  # the official client warns about itself
 @pytest.mark.parametrize("streamed", [False, True])
-def test_openais_parsed_message_is_sent_back(client, openai, streamed):
-    tools = [openai.pydantic_function_tool(Place)]
-    asked = {"model": "fake", "tools": tools, "response_format": Place}
+def test_openais_parsed_message_is_sent_back(client, openai, streamed, place):
+    tools = [openai.pydantic_function_tool(place)]
+    asked = {"model": "fake", "tools": tools, "response_format": place}
     if streamed:
         with client.chat.completions.stream(messages=HI, **asked) as stream:
             first = stream.get_final_completion().choices[0].message
     else:
         first = client.chat.completions.parse(messages=HI, **asked).choices[0].message
     (call,) = first.tool_calls
-    assert call.function.parsed_arguments == Place(city="Rome")
+    assert call.function.parsed_arguments == place(city="Rome")
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     second = client.chat.completions.parse(messages=[*HI, first, result], **asked).choices[0].message
-    assert second.parsed == Place(city="Rome")
+    assert second.parsed == place(city="Rome")
     third = client.chat.completions.create(model="fake", messages=[*HI, first, result, second, *HI])
     assert third.choices[0].message.content
 
 
-def test_openais_parsed_response_is_sent_back(client, openai):
-    tools = [openai.pydantic_function_tool(Place)["function"] | {"type": "function"}]
-    asked = {"model": "fake", "tools": tools, "text_format": Place}
+def test_openais_parsed_response_is_sent_back(client, openai, place):
+    tools = [openai.pydantic_function_tool(place)["function"] | {"type": "function"}]
+    asked = {"model": "fake", "tools": tools, "text_format": place}
     first = client.responses.parse(input=HI, **asked)
     call = next(item for item in first.output if item.type == "function_call")
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     second = client.responses.parse(input=[*HI, *first.output, result], **asked)
-    assert second.output_parsed == Place(city="Rome")
+    assert second.output_parsed == place(city="Rome")
     items = [*HI, *first.output, result, *second.output, *HI]
     assert client.responses.create(model="fake", input=items).output
 
