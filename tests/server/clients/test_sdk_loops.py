@@ -9,7 +9,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
-def place(openai):
+def place_type(openai):
     """A type of arguments, made with a package that only clients need."""
     import pydantic
 
@@ -41,31 +41,31 @@ def client(loop, openai):
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer")  # the official client warns about itself
 @pytest.mark.parametrize("streamed", [False, True])
-def test_openais_parsed_message_is_sent_back(client, openai, streamed, place):
-    tools = [openai.pydantic_function_tool(place)]
-    asked = {"model": "fake", "tools": tools, "response_format": place}
+def test_openais_parsed_message_is_sent_back(client, openai, streamed, place_type):
+    tools = [openai.pydantic_function_tool(place_type)]
+    asked = {"model": "fake", "tools": tools, "response_format": place_type}
     if streamed:
         with client.chat.completions.stream(messages=HI, **asked) as stream:
             first = stream.get_final_completion().choices[0].message
     else:
         first = client.chat.completions.parse(messages=HI, **asked).choices[0].message
     (call,) = first.tool_calls
-    assert call.function.parsed_arguments == place(city="Rome")
+    assert call.function.parsed_arguments == place_type(city="Rome")
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     second = client.chat.completions.parse(messages=[*HI, first, result], **asked).choices[0].message
-    assert second.parsed == place(city="Rome")
+    assert second.parsed == place_type(city="Rome")
     third = client.chat.completions.create(model="fake", messages=[*HI, first, result, second, *HI])
     assert third.choices[0].message.content
 
 
-def test_openais_parsed_response_is_sent_back(client, openai, place):
-    tools = [openai.pydantic_function_tool(place)["function"] | {"type": "function"}]
-    asked = {"model": "fake", "tools": tools, "text_format": place}
+def test_openais_parsed_response_is_sent_back(client, openai, place_type):
+    tools = [openai.pydantic_function_tool(place_type)["function"] | {"type": "function"}]
+    asked = {"model": "fake", "tools": tools, "text_format": place_type}
     first = client.responses.parse(input=HI, **asked)
     call = next(item for item in first.output if item.type == "function_call")
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     second = client.responses.parse(input=[*HI, *first.output, result], **asked)
-    assert second.output_parsed == place(city="Rome")
+    assert second.output_parsed == place_type(city="Rome")
     items = [*HI, *first.output, result, *second.output, *HI]
     assert client.responses.create(model="fake", input=items).output
 
