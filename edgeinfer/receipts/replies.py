@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -12,7 +13,7 @@ import msgspec
 from edgeinfer.errors import ReceiptError
 from edgeinfer.receipts.receipt import MAX_BYTES, parse_json
 from edgeinfer.receipts.reply_shapes import Part, Piece, read_pieces
-from edgeinfer.runtime.event_stream import CollectedAnswer
+from edgeinfer.runtime.event_stream import CollectedAnswer, CollectedCall
 
 #: Types of events that end a stream.
 _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "response.failed")
@@ -22,33 +23,50 @@ _OTHER_FIELDS = (b"event:", b"id:", b"retry:", b":")
 TEXTS, _NO_REASONING = {Part.TEXT, Part.JOINED, Part.ONLY_TEXT}, {Part.JOINED, Part.ONLY_TEXT}
 
 
-_Copy = dict[Part, dict[tuple[int, ...], str]]
+_Copy = dict[Part, dict[tuple[int, ...], list[str]]]
+#: Copies of an answer in a stream of /v1/responses; other streams have one copy.
+_OF_RESPONSES = {"deltas", "texts", "parts", "items", "response"}
+#: Copies of an answer that are one document; and those whose calls have arguments as objects.
+_WHOLE, _WITH_OBJECTS = {"chat", "message", "infer"}, {"message", "blocks", "Ollama's chat"}
 
 
 class Quote(msgspec.Struct, kw_only=True):
     """All that clients show or execute of an answer in a reply that also has the answer's receipt.
 
     A reply may repeat an answer, as streams do in their last events: each of its copies has all of it.
-    `fault` names a part that no reply of edgeinfer has, or parts in another order; "" if there is none.
+    `fault` names what no reply of edgeinfer has; "" if there is none.
     """
 
     copies: dict[str, _Copy] = {}
     fault: str = ""
+    is_ended: bool = False
 
     def add(self, copy: str, piece: Piece) -> None:
-        if piece.kind is Part.UNKNOWN:
-            self.fault = self.fault or f"part {piece.value!r}, which is unknown"
-            return
         texts = self.copies.setdefault(copy, {}).setdefault(piece.kind, {})
-        if texts and piece.position < max(texts):  # a client may show the pieces as they come
-            self.fault = self.fault or f"order of {piece.kind}"
-        texts[piece.position] = texts.get(piece.position, "") + piece.value
+        self.fault = self.fault or self._fault_of(copy, piece, texts)
+        texts.setdefault(piece.position, []).append(piece.value)
+
+    def _fault_of(self, copy: str, piece: Piece, texts: dict[tuple[int, ...], list[str]]) -> str:
+        if piece.kind is Part.UNKNOWN:
+            return f"part {piece.value!r}, which is unknown"
+        if piece.kind is Part.END:
+            self.is_ended = True
+        elif self.is_ended and piece.value:
+            return f"{piece.kind} after its end"
+        if texts and piece.position < next(reversed(texts)):  # clients may show pieces as they come
+            return f"order of {piece.kind}"
+        is_name = piece.kind in (Part.NAME, Part.NAMESPACE) and piece.value
+        if piece.position in texts and (copy in _WHOLE or is_name):
+            return f"second {piece.kind}"
+        return ""
 
     def difference(self, answer: CollectedAnswer, *, prompt: str = "", is_cut: bool = False) -> str:
         """Return which part differs from `answer`, the text of the receipt's tokens; "" if none does.
 
         Completions begin with `prompt` (option `echo`). If `is_cut`, the reply may lack the end.
         """
+        if not self.fault and len(self.copies) > 1 and not self.copies.keys() <= _OF_RESPONSES:
+            return "mixture of APIs"
         if self.fault:
             return self.fault
         joined = prompt + answer.reasoning + answer.text
@@ -58,32 +76,42 @@ class Quote(msgspec.Struct, kw_only=True):
             Part.REASONING: answer.reasoning,
             Part.JOINED: joined,
         }
-        for parts in self.copies.values():
+        for copy, parts in (self.copies or {"": {}}).items():
             for kind in texts.keys() & parts.keys():
-                text = "".join(parts[kind][position] for position in sorted(parts[kind]))
+                text = "".join(map("".join, parts[kind].values()))
                 if text != texts[kind] and not (is_cut and texts[kind].startswith(text)):
                     return kind
-            if difference := _different_calls(parts, answer, is_cut=is_cut):
+                blocks = [position[0] for position in parts[kind] if position]
+                if any(b - a < 2 for a, b in itertools.pairwise(blocks)):  # a client may read only one
+                    return f"{kind}, which is divided"
+            if difference := _different_calls(copy, parts, answer, is_cut=is_cut):
                 return difference
-        return "" if is_cut else self._missing(answer)
-
-    def _missing(self, answer: CollectedAnswer) -> str:
-        kinds = {kind for copy in self.copies.values() for kind in copy}
-        if answer.text and not kinds & TEXTS:
-            return Part.TEXT
-        if answer.reasoning and not kinds & {Part.REASONING, *_NO_REASONING}:
-            return Part.REASONING
-        has_call = any(_canonical(call.arguments) for call in answer.calls.values())
-        return Part.NAME if has_call and Part.NAME not in kinds else ""
+            if not is_cut and (missing := _missing(copy, parts, answer)):
+                return missing
+        return ""
 
 
-def _different_calls(parts: _Copy, answer: CollectedAnswer, *, is_cut: bool) -> str:
+def _missing(copy: str, parts: _Copy, answer: CollectedAnswer) -> str:
+    if answer.text and not parts.keys() & TEXTS:
+        return Part.TEXT
+    if answer.reasoning and not parts.keys() & {Part.REASONING, *_NO_REASONING}:
+        return Part.REASONING
+    calls = list(answer.calls.values())
+    if copy == "Ollama's chat":  # it leaves out a call that was cut off by max_tokens
+        calls = [call for call in calls if _object_of(call)]
+    return Part.NAME if calls and copy != "parts" and Part.NAME not in parts else ""
+
+
+def _different_calls(copy: str, parts: _Copy, answer: CollectedAnswer, *, is_cut: bool) -> str:
     """Return which part of a copy's calls differs from those of the answer; "" if none does."""
-    names, arguments, spaces = (parts.get(p, {}) for p in (Part.NAME, Part.ARGUMENTS, Part.NAMESPACE))
+    names, arguments, spaces = (
+        {position: "".join(texts) for position, texts in parts.get(kind, {}).items()}
+        for kind in (Part.NAME, Part.ARGUMENTS, Part.NAMESPACE)
+    )
     positions = sorted({*names, *arguments})
     calls = [call for _, call in sorted(answer.calls.items())]
-    if len(positions) < len(calls):  # some APIs leave out a call that was cut off by max_tokens
-        calls = [call for call in calls if call.arguments and _canonical(call.arguments)]
+    if copy == "Ollama's chat" and len(positions) < len(calls):
+        calls = [call for call in calls if _object_of(call)]
     if is_cut:
         calls = calls[: len(positions)]
     called = [f"{spaces.get(p, '')}.{names.get(p, '')}".removeprefix(".") for p in positions]
@@ -91,9 +119,17 @@ def _different_calls(parts: _Copy, answer: CollectedAnswer, *, is_cut: bool) -> 
         return Part.NAME
     for position, call in zip(positions, calls, strict=False):
         text, is_last = arguments.get(position, ""), position == positions[-1]
-        is_same = text == call.arguments or _canonical(text) == (_canonical(call.arguments) or "{}")
+        torn = "{}" if copy in _WITH_OBJECTS or not call.arguments else None
+        is_same = text == call.arguments or _canonical(text) == (_object_of(call) or torn)
         if not is_same and not (is_cut and is_last and call.arguments.startswith(text)):
             return Part.ARGUMENTS
+    return ""
+
+
+def _object_of(call: CollectedCall) -> str:
+    """Return a call's arguments as servers decode them, with sorted keys; "" if they are torn."""
+    with contextlib.suppress(msgspec.DecodeError, RecursionError, UnicodeError):
+        return json.dumps(msgspec.json.decode(call.arguments or "{}", type=dict), sort_keys=True)
     return ""
 
 
@@ -123,13 +159,21 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
     """
     documents, source = list[Any](), ""
     n_lines, event = 0, b""
+    has_data = of_events = False
     for number, line in enumerate(_lines(file), 1):
         content, is_event = line.removeprefix(b"data:").strip(), line.startswith(b"data:")
         n_lines += bool(content)
-        if not content or line.startswith(b"event:"):
+        if not line.strip(b"\r\n"):
+            event, has_data = b"", False
+        if line.startswith(b"event:"):
             event = line[6:].strip()
         if not content or (line.startswith(_OTHER_FIELDS) and b"data:" not in line):
             continue  # after U+2028 in a comment, some clients read an event
+        is_mixed = (is_event and has_data) or (bool(documents) and is_event != of_events)
+        of_events, has_data = is_event, is_event
+        if is_mixed or (content == b"[DONE]" and n_lines == 1):
+            yield f"{name}:{number}", ReceiptError("the lines are not those of one stream")
+            continue
         is_last = content == b"[DONE]"
         if not is_last:
             try:
@@ -151,6 +195,11 @@ def read_replies(file: BinaryIO, name: str) -> Iterator[tuple[str, list[Any] | R
             if isinstance(document, list) and "receipts" not in as_type(dict, (document or [0])[-1]):
                 problem = "this is a list of replies; write one reply per line: `jq -c .[] FILE`"
                 yield f"{name}:{number}", ReceiptError(problem)
+                continue
+            if isinstance(document, list) and any(
+                as_type(dict, d).get("index", 0) != i for i, d in enumerate(document)
+            ):
+                yield f"{name}:{number}", ReceiptError("the answers of a list are not in their order")
                 continue
             source = source or f"{name}:{number}"
             documents += document if isinstance(document, list) else [document]
@@ -177,18 +226,62 @@ def _is_last(document: Any, *, is_event: bool) -> bool:
     return document.get("done") is not False  # in Ollama's API, only the last line lacks `done: false`
 
 
+#: Kind of a block or item → words in the types of the events and deltas that may belong to it.
+_PARTS_OF = {
+    "text": ("text_delta",),
+    "thinking": ("thinking_delta", "signature_delta"),
+    "tool_use": ("input_json_delta",),
+    "message": ("output_text", "content_part"),
+    "reasoning": ("reasoning_text", "content_part"),
+    "function_call": ("function_call_arguments",),
+}
+
+
+class _OpenBlock:
+    """The block (Anthropic) or item (Responses) of a stream to which the next event must belong."""
+
+    def __init__(self) -> None:
+        self._n, self._kind = 0, ""
+        self._id: Any = None
+
+    def takes(self, event: dict[str, Any]) -> bool:
+        """Return whether an event may follow, and note it. Other documents may always follow."""
+        kind = as_type(str, event.get("type"))
+        index = event.get("index" if kind.startswith("content_block") else "output_index")
+        if kind in ("content_block_start", "response.output_item.added"):
+            block = as_type(dict, event.get("content_block") or event.get("item"))
+            is_next = index == self._n and not self._kind
+            self._n += 1
+            self._kind, self._id = as_type(str, block.get("type")), block.get("id")
+            return is_next
+        if kind in ("message_delta", "response.completed", "response.incomplete"):
+            return not self._kind
+        if index is None:
+            return True
+        detail = as_type(dict, event.get("delta")).get("type", kind)
+        is_open = bool(self._kind) and index == self._n - 1
+        if kind in ("content_block_stop", "response.output_item.done"):
+            self._kind = ""
+            return is_open
+        is_part = any(word in detail for word in _PARTS_OF.get(self._kind, ()))
+        return is_open and is_part and event.get("item_id", self._id) == self._id
+
+
 def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], int]:
     """Return the receipts of a reply, and the number of its answers.
 
     `documents` are a receipt, a reply or a stream of an endpoint, or a line of a batch or payload log.
     """
     receipts = [receipt for document in documents for receipt in _receipts(document)]
-    replies = [document for document in documents if all(document is not r for r in receipts)]
+    ids = {id(receipt) for receipt in receipts}
+    replies = [document for document in documents if id(document) not in ids]
     is_stream = len(replies) > 1
     quotes = {i: Quote() for i in range(len(receipts) * is_stream)}
-    answers = set[int]()
+    answers, block = set[int](), _OpenBlock()
     for reply in replies:
         copy, pieces = read_pieces(reply)
+        if not block.takes(as_type(dict, reply)):
+            quotes.setdefault(-1, Quote()).fault = "order of events"
         for piece in pieces:  # a line of a failed request has none, and no answer
             answers.add(piece.answer)
             is_known = piece.kind is not Part.UNKNOWN and piece.answer in range(len(receipts))
@@ -197,7 +290,7 @@ def find_receipts(documents: list[Any], source: str = "") -> tuple[list[Entry], 
     entries = list[Entry]()
     for i, receipt in enumerate(receipts):
         if receipt is not None and [*as_type(dict, receipt)] != ["refused"]:
-            quoted = tuple(quotes[key] for key in (i, -1) if key in quotes) if replies else None
+            quoted = tuple(quotes[key] for key in (-1, i) if key in quotes) if replies else None
             entries.append(Entry(source=source, document=receipt, quotes=quoted))
     return entries, max(len(receipts), len(answers))
 

@@ -28,6 +28,8 @@ class Part(enum.StrEnum):
     ANSWER = "answer"
     #: Position of a text or call in an answer, where no list has it.
     INDEX = "index"
+    #: Not null or false at the end of an answer in a stream.
+    END = "end"
     #: Nothing: null, "", [] or {}.
     EMPTY = "empty"
     #: No list or object; no string; anything. No client shows or executes these three.
@@ -47,6 +49,8 @@ class Piece(NamedTuple):
     value: str
 
 
+#: Numbers of answers, texts and calls: larger ones are not exact in all clients.
+_INDICES = range(1 << 16)
 #: Parts that are pieces of an answer.
 _OF_ANSWERS = tuple(Part)[:7]
 
@@ -71,7 +75,7 @@ _CALL = _fields("id", type="function", function=_FUNCTION)
 _MESSAGE = {"content": Part.TEXT, "reasoning_content": Part.REASONING, "tool_calls": [_CALL]}
 _MESSAGE |= _fields("role", refusal=Part.EMPTY)
 _DELTA = _MESSAGE | {"tool_calls": [_CALL | {"index": Part.INDEX}]}
-_CHOICE = _fields("finish_reason logprobs", index=Part.ANSWER)
+_CHOICE = _fields("logprobs", index=Part.ANSWER, finish_reason=Part.END)
 _OPENAI = _fields(
     "id created model object usage timings system_fingerprint service_tier receipt receipts"
 )
@@ -162,11 +166,12 @@ _OLLAMA_MESSAGE = {"content": Part.TEXT, "thinking": Part.REASONING, "tool_calls
 _OLLAMA_CHAT = _OLLAMA | {"message": _fields("role") | _OLLAMA_MESSAGE}
 _OLLAMA_GENERATE = _OLLAMA | {"response": Part.TEXT, "thinking": Part.REASONING}
 _LLAMA = _fields(
-    "stop id_slot model tokens completion_probabilities tokens_predicted tokens_evaluated "
+    "id_slot model tokens completion_probabilities tokens_predicted tokens_evaluated "
     "tokens_cached prompt generation_settings truncated stop_type stopping_word timings receipt "
     "receipts",
     content=Part.JOINED,
     index=Part.ANSWER,
+    stop=Part.END,
 )
 _INFER = _fields("model finish_reason timings receipt", result=Part.ONLY_TEXT)
 
@@ -183,7 +188,9 @@ _REPLIES: dict[str, dict[str, Any]] = {
 }
 _ERROR = (Part.EMPTY, _fields("code message"))
 _FAILED = {"error": _fields("message type param code")}
-_BATCH_RESPONSE = _fields("status_code request_id", body=(*_REPLIES.values(), _FAILED))
+_EMBEDDINGS = _fields("object model usage", data=Part.ANY)
+_BODIES = (*_REPLIES.values(), _FAILED, _EMBEDDINGS)
+_BATCH_RESPONSE = _fields("status_code request_id", body=_BODIES)
 _BATCH_LINE = _fields("id custom_id", error=Part.EMPTY, response=(Part.EMPTY, _BATCH_RESPONSE))
 _ANSWER = {"text": Part.TEXT, "reasoning": Part.REASONING, "tool_calls": [_fields("id", **_FUNCTION)]}
 _LOG_DATA = _fields(
@@ -231,10 +238,13 @@ def _read_best(shapes: dict[str, Any], node: Any, spot: _Spot) -> tuple[str, lis
 
 def _pieces(shape: Any, node: Any, spot: _Spot) -> Iterator[Piece]:
     match shape:
-        case Part.ARGUMENTS if isinstance(node, dict):
+        case Part.ARGUMENTS if isinstance(node, dict) and not _is_deep(node):
             yield spot.piece(shape, json.dumps(node))
         case Part() if shape in _OF_ANSWERS and (node is None or isinstance(node, str)):
             yield spot.piece(shape, node or "")
+        case Part.END if not isinstance(node, dict | list):
+            if node:
+                yield spot.piece(shape, "")
         case Part() if _is_allowed(shape, node):
             pass
         case str() if node == shape and not isinstance(shape, Part):
@@ -247,13 +257,16 @@ def _pieces(shape: Any, node: Any, spot: _Spot) -> Iterator[Piece]:
                 yield from _pieces(inner, child, spot._replace(answer=i))
         case [inner] if node is None or isinstance(node, list):
             has_number = isinstance(inner, dict) and bool(_numbers(inner))
-            for i, child in enumerate(node or ()):
+            children = node or []
+            for i, child in enumerate(children):
+                if has_number and len(children) > 1 and _number_of(inner, child) != i:
+                    yield spot.piece(Part.UNKNOWN, spot.path)  # clients read elements by their place
                 position = spot.position if has_number else (*spot.position, i)
                 yield from _pieces(inner, child, spot._replace(position=position))
         case dict() if isinstance(node, dict):
             numbers = _numbers(shape)
             for key in numbers:
-                if type(number := node.get(key, 0)) is not int:
+                if type(number := node.get(key, 0)) is not int or number not in _INDICES:
                     yield spot.piece(Part.UNKNOWN, spot.field(key).path)
                 elif shape[key] is Part.ANSWER:
                     spot = spot._replace(answer=number)
@@ -275,6 +288,19 @@ def _is_allowed(kind: Part, node: Any) -> bool:
         return not any(isinstance(value, str) for value in nodes)
     is_empty = kind is Part.EMPTY and not node
     return is_empty or kind is Part.ANY or (kind is Part.SCALAR and not isinstance(node, dict | list))
+
+
+def _is_deep(node: Any) -> bool:
+    """Return whether a value is nested too deeply to encode it."""
+    try:
+        json.dumps(node)
+    except RecursionError:
+        return True
+    return False
+
+
+def _number_of(shape: dict[str, Any], node: Any) -> Any:
+    return node.get(_numbers(shape)[0]) if isinstance(node, dict) else None
 
 
 def _numbers(shape: dict[str, Any]) -> list[str]:

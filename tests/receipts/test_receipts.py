@@ -691,7 +691,8 @@ def test_blank_lines_and_fields_of_events_are_skipped() -> None:
 def _texts(entry: Entry) -> list[str]:
     """Return the text of an answer at each place of its reply."""
     copies = [parts for quote in entry.quotes or () for parts in quote.copies.values()]
-    return ["".join(texts.values()) for parts in copies for p, texts in parts.items() if p in TEXTS]
+    texts = [texts for parts in copies for p, texts in parts.items() if p in TEXTS]
+    return ["".join(map("".join, pieces.values())) for pieces in texts]
 
 
 def _find(text: str) -> list[tuple[list[Entry], int]]:

@@ -78,7 +78,7 @@ def entries_of(content, name="reply"):
 def texts_of(entry):
     """Return the text of an answer at each place of its reply."""
     copies = [parts for quote in entry.quotes for parts in quote.copies.values()]
-    return ["".join(parts[p].values()) for parts in copies for p in TEXTS & parts.keys()]
+    return ["".join(map("".join, parts[p].values())) for parts in copies for p in TEXTS & parts.keys()]
 
 
 def lines_of(folder):
@@ -429,9 +429,12 @@ def test_two_arguments_of_a_call_are_a_difference():
 def test_a_torn_call_that_an_api_leaves_out_is_no_difference():
     answer = CollectedAnswer("The sea")
     answer.add(ToolCallDelta(0, arguments='{"ci', id="call_1", name="weather"))
-    assert difference_of(reply_of({"content": "The sea"}), answer) == ""
-    answer.add(ToolCallDelta(0, arguments='ty": "Rom"}'))
+    receipt = json.loads(msgspec.json.encode(EXAMPLE))
+    ollama = {"message": {"content": "The sea"}, "receipt": receipt}
+    assert difference_of(ollama, answer) == ""
     assert difference_of(reply_of({"content": "The sea"}), answer) == "tool name"
+    answer.add(ToolCallDelta(0, arguments='ty": "Rom"}'))
+    assert difference_of(ollama, answer) == "tool name"
 
 
 def test_pieces_in_another_order_are_a_difference(serve, monkeypatch):
@@ -444,12 +447,108 @@ def test_pieces_in_another_order_are_a_difference(serve, monkeypatch):
         assert not is_verified(documents, answer), path
 
 
+def start(index, kind, **fields):
+    block = {"type": kind, **fields}
+    return {"type": "content_block_start", "index": index, "content_block": block}
+
+
+def delta(index, kind, **fields):
+    change = {"type": kind, **fields}
+    return {"type": "content_block_delta", "index": index, "delta": change}
+
+
+def stop(index):
+    return {"type": "content_block_stop", "index": index}
+
+
+def chunk(finish=None, **change):
+    return {"choices": [{"index": 0, "delta": change, "finish_reason": finish}]}
+
+
+_USE = {"id": "call_1", "name": "rm", "input": {}}
+_YES = [delta(0, "text_delta", text="Yes, "), delta(0, "text_delta", text="but no.")]
+_RM = [{"index": 0, "function": {"name": "r"}}, {"index": 0, "function": {"name": "m"}}]
+_ARGUMENTS = '{"a": 1}'
+#: Streams of which some client shows another text than "Yes, but no.", or calls rm with other arguments.
+_MISREAD = {
+    "a text in another block": [start(0, "thinking"), *_YES, stop(0)],
+    "a text after its block": [start(0, "text", text=""), stop(0), *_YES],
+    "a text before its block": [*_YES, start(0, "text", text=""), stop(0)],
+    "a block twice": [start(0, "text", text=""), start(0, "text", text=""), *_YES, stop(0)],
+    "a block that stays open": [start(0, "text", text=""), *_YES, {"type": "message_delta"}],
+    "arguments after the call": [
+        start(0, "tool_use", **_USE),
+        stop(0),
+        delta(0, "input_json_delta", partial_json=_ARGUMENTS),
+    ],
+    "an early end": [chunk("stop", content="Yes, "), chunk(content="but no.")],
+    "a second choice": [
+        {"choices": [chunk(content=text)["choices"][0] for text in ("Yes, ", "but no.")]}
+    ],
+    "a name in pieces": [chunk(tool_calls=[{**_RM[0], "id": "1"}]), chunk(tool_calls=[_RM[1]])],
+    "another API": [chunk(content=""), {"result": "Yes, but no."}],
+    "two replies": [reply_of({"content": text}) for text in ("Yes, ", "but no.")],
+    "a large index": [{"index": 1 << 53, "content": "Yes, but no.", "stop": False}],
+}
+
+
+@pytest.mark.parametrize("kind", _MISREAD)
+def test_a_stream_that_some_client_misreads_is_noticed(kind):
+    answer = CollectedAnswer("" if "name" in kind or "arguments" in kind else "Yes, but no.")
+    if not answer.text:
+        arguments = "" if "name" in kind else _ARGUMENTS
+        answer.add(ToolCallDelta(0, arguments=arguments, id="call_1", name="rm"))
+    last = {"type": "message_stop"} if "type" in _MISREAD[kind][0] else chunk()
+    if kind == "a large index":
+        last = {"index": 0, "content": "", "stop": True}
+    receipt = json.loads(msgspec.json.encode(EXAMPLE))
+    assert not is_verified([*_MISREAD[kind], last | {"receipt": receipt}], answer)
+
+
+def test_a_stream_that_clients_read_alike_verifies():
+    answer = CollectedAnswer("Yes, but no.")
+    receipt = json.loads(msgspec.json.encode(EXAMPLE))
+    blocks = [start(0, "text", text=""), *_YES, stop(0), {"type": "message_delta"}]
+    assert is_verified([*blocks, {"type": "message_stop", "receipt": receipt}], answer)
+    chunks = [chunk(content="Yes, "), chunk(content="but no."), chunk("stop")]
+    assert is_verified([*chunks, chunk() | {"receipt": receipt}], answer)
+
+
+def test_torn_arguments_are_not_the_same_as_none():
+    answer = CollectedAnswer()
+    answer.add(ToolCallDelta(0, arguments='{"path": "/tmp/x", "rec', id="call_1", name="rm"))
+    for arguments in ("{}", "", None):
+        call = {"id": "call_1", "function": {"name": "rm", "arguments": arguments}}
+        assert difference_of(reply_of({"content": None, "tool_calls": [call]}), answer)
+
+
+def test_lines_of_several_streams_are_refused():
+    event = json.dumps(chunk(content="a"))
+    for text in (
+        f"event: x\ndata:\ndata: {event}\n\n",
+        f"data: {event}\ndata: {event}\n\n",
+        f"data: {event}\n\n{event}\n",
+        f"data: [DONE]\n\ndata: {event}\n\n",
+    ):
+        replies = [*read_replies(io.BytesIO(text.encode()), "reply")]
+        assert any(isinstance(documents, ReceiptError) for _, documents in replies), text
+
+
+@pytest.mark.parametrize("depth", [500, 987, 4000])
+def test_a_call_with_deep_arguments_ends_no_run(depth):
+    document = '{"type": "message", "content": [{"type": "tool_use", "name": "x", "input": {"a": '
+    document += "[" * depth + "]" * depth + '}}], "receipt": {}}'
+    for _, documents in read_replies(io.BytesIO(document.encode()), "reply.jsonl"):
+        if not isinstance(documents, ReceiptError):
+            find_receipts(documents)
+
+
 def test_an_unknown_field_is_named_wherever_it_is(serve, monkeypatch):
     for path, stream in FORMS:
         documents, answer = documents_of(serve, monkeypatch, path, stream, "text")
         documents[0]["x_proxy"] = "1"
         quotes = [quote for entry in find_receipts(documents)[0] for quote in entry.quotes]
-        assert quotes[-1].difference(answer) == "part 'x_proxy', which is unknown"
+        assert quotes[0].difference(answer) == "part 'x_proxy', which is unknown"
 
 
 def test_an_event_has_the_name_of_its_type():
