@@ -75,8 +75,8 @@ def plan_pull(text: str, catalog: Catalog, name: str | None = None) -> PullPlan:
     entry = catalog.get(typed.name) if typed is not None else None
     if typed is None or entry is None:
         near = " or ".join(lookup.similar_names(text, catalog))
-        guess = f"did you mean {near}? `edgeinfer list` shows every model" if near else None
-        raise UnknownModelError(f"no model is called {text!r}", hint=names.path_hint(text) or guess)
+        question = f"did you mean {near}? `edgeinfer list` shows every model" if near else None
+        raise UnknownModelError(f"no model is called {text!r}", hint=names.path_hint(text) or question)
     return _of_entry(entry, typed, given_ref)
 
 

@@ -105,8 +105,8 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
         if self.entry is not None or sources.looks_like_source(self.text):
             way = f"pull it first: `edgeinfer pull {self.text}`{_offer()}"
             return ModelNotPulledError(f"{self.text} is not on this machine yet", hint=way)
-        _, guess = _suggest(self.text)
-        near = f"{guess}`edgeinfer list` shows every model" if guess else None
+        _, question = _suggest(self.text)
+        near = f"{question}`edgeinfer list` shows every model" if question else None
         hint = names.path_hint(self.text) or near
         return UnknownModelError(f"no model is called {self.text!r}", hint=hint)
 
@@ -168,10 +168,10 @@ def find_unless_misspelt(word: str, default_model: str) -> ModelRef | None:
     """
     ref = find(word)
     if ref is None and re.fullmatch(r"[\w.:-]+", word):
-        near, guess = _suggest(word)
+        near, question = _suggest(word)
         begins_name = len(word) >= 4 and any(name.startswith(word.lower()) for name in near)
         if begins_name or (near and re.search(r"[\d-]", word)):
-            hint = f"{guess}if it is the prompt: `edgeinfer run {default_model} {word}`"
+            hint = f"{question}if it is the prompt: `edgeinfer run {default_model} {word}`"
             raise UnknownModelError(f"no model is called {word!r}", hint=hint)
     return ref
 

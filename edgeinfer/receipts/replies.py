@@ -65,10 +65,10 @@ class Quote(msgspec.Struct, kw_only=True):
 
         Completions begin with `prompt` (option `echo`). If `is_cut`, the reply may lack the end.
         """
-        if not self.fault and len(self.copies) > 1 and not self.copies.keys() <= _OF_RESPONSES:
-            return "mixture of APIs"
         if self.fault:
             return self.fault
+        if len(self.copies) > 1 and not self.copies.keys() <= _OF_RESPONSES:
+            return "mixture of APIs"
         joined = prompt + answer.reasoning + answer.text
         texts = {
             Part.TEXT: answer.text,

@@ -238,8 +238,11 @@ def _read_best(shapes: dict[str, Any], node: Any, spot: _Spot) -> tuple[str, lis
 
 def _pieces(shape: Any, node: Any, spot: _Spot) -> Iterator[Piece]:
     match shape:
-        case Part.ARGUMENTS if isinstance(node, dict) and not _is_deep(node):
-            yield spot.piece(shape, json.dumps(node))
+        case Part.ARGUMENTS if isinstance(node, dict):
+            try:
+                yield spot.piece(shape, json.dumps(node))
+            except RecursionError:  # it is nested too deeply to encode it
+                yield spot.piece(Part.UNKNOWN, spot.path)
         case Part() if shape in _OF_ANSWERS and (node is None or isinstance(node, str)):
             yield spot.piece(shape, node or "")
         case Part.END if not isinstance(node, dict | list):
@@ -288,15 +291,6 @@ def _is_allowed(kind: Part, node: Any) -> bool:
         return not any(isinstance(value, str) for value in nodes)
     is_empty = kind is Part.EMPTY and not node
     return is_empty or kind is Part.ANY or (kind is Part.SCALAR and not isinstance(node, dict | list))
-
-
-def _is_deep(node: Any) -> bool:
-    """Return whether a value is nested too deeply to encode it."""
-    try:
-        json.dumps(node)
-    except RecursionError:
-        return True
-    return False
 
 
 def _number_of(shape: dict[str, Any], node: Any) -> Any:
