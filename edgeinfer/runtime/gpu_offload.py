@@ -103,7 +103,7 @@ class GpuOffloader:
     def _main(self, request: OffloadRequest) -> None:
         """Use the first backend that works; if none does, record the reasons in `choices`."""
         errors: list[Exception] = []
-        load = partial(backend_loading.load_tried, stop=self._closing)
+        load = partial(backend_loading.load_after_probe, stop=self._closing)
         try:
             for devices in find_devices(request, load):
                 try:

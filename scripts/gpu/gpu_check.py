@@ -158,7 +158,7 @@ def logits(path: str, kv_type: str = "f16") -> None:
     options = LoadOptions(n_ctx=1024, n_parallel=1, kv_type=kv_type, flash_attention="on")
     cpu = load_model(ModelFiles(name="model", paths=(path,)), options)
     tokens = list(random_tokens(3, 17 if IS_SMALL else 129, cpu.vocab.n_vocab))
-    devices = next(find_devices(make_request("all"), backend_loading.load_tried))
+    devices = next(find_devices(make_request("all"), backend_loading.load_after_probe))
 
     def compute(model: Any) -> npt.NDArray[np.float64]:
         limits = {"n_cells": 1024, "n_batch": 512, "n_seq_max": 2, "n_threads": cpu.n_threads}

@@ -47,8 +47,8 @@ _MISSING = {
     ),
 }
 
-#: Backends of which a device failed in this process → the failure. A lost device stays lost, and an
-#: interrupted backend cannot be used again.
+#: Name of each backend that failed in this process → the error's message. Such a backend is not loaded
+#: again, because a lost device stays lost until the process ends.
 failed: dict[str, str] = {}
 
 _lock = threading.Lock()
@@ -71,7 +71,7 @@ class _Props(ctypes.Structure):
 
 
 def this_build() -> Build:
-    """Describe the llama.cpp of this process. Raises EngineError as `libllama.lib` does."""
+    """Describe this process's llama.cpp. Raises EngineError if no CPU backend runs on this CPU."""
     build = libllama.build_info()
     return Build(
         binding=build.binding_version,
@@ -81,8 +81,8 @@ def this_build() -> Build:
     )
 
 
-def load_driver() -> MissingBackend:
-    """Load NVIDIA's driver; return the reason why it cannot run the CUDA backend ("" if it can)."""
+def check_driver() -> MissingBackend:
+    """Load NVIDIA's driver. `reason` of the result says why it cannot run CUDA, "" if it can."""
     version = ctypes.c_int()
     reason, fix = _MISSING[DRIVER]
     with suppress(OSError, AttributeError):
@@ -97,10 +97,11 @@ def load_driver() -> MissingBackend:
     return MissingBackend(name=DRIVER, reason=reason, fix=fix, absent=True)
 
 
-def load_tried(file: BackendFile, stop: threading.Event | None = None) -> BackendOutcome:
-    """Load a backend's library as `load` does, if a separate process could load it first.
+def load_after_probe(file: BackendFile, stop: threading.Event | None = None) -> BackendOutcome:
+    """Load a backend's library into this process after a test in a separate process (`backends.ask`).
 
-    Raises EngineClosedError once `stop` is set.
+    If the test fails, or the backend failed earlier in this process, the library is not loaded, and the
+    result says why. Raises EngineClosedError once `stop` is set.
     """
     if reason := failed.get(file.name):
         return MissingBackend(name=file.name, reason=f"failed before in this process: {reason}")
@@ -113,12 +114,12 @@ def load_tried(file: BackendFile, stop: threading.Event | None = None) -> Backen
     return answer
 
 
-def load(name: str, tried: LoadedBackend | None = None) -> BackendOutcome:
+def load(name: str, probed: LoadedBackend | None = None) -> BackendOutcome:
     """Load a backend's library into this process, and return it with its devices, or why it failed.
 
-    The first call takes 50 to 200 ms. Later calls only update the free memory. The SHA-256 of a file
-    that another process has `tried` is not computed again. Raises UsageError for an unknown backend,
-    EngineError without a CPU backend.
+    The first call takes 50 to 200 ms. Later calls only update the free memory. With the result `probed`
+    of `backends.ask`, the SHA-256 of an unchanged file is not computed again. Raises UsageError for an
+    unknown backend, EngineError without a CPU backend.
     """
     with _lock:
         build = this_build()
@@ -127,7 +128,7 @@ def load(name: str, tried: LoadedBackend | None = None) -> BackendOutcome:
             return backends.not_installed(name)
         try:
             problem = backends.misfit(file, build)
-            is_checked = not file.added or (tried and file == tried.file) or name in _handles
+            is_checked = not file.added or (probed and file == probed.file) or name in _handles
             recorded = "" if problem or is_checked or not file.facts else file.facts.sha256
             if recorded and recorded != sha256_of(Path(file.path)):
                 problem = f"its SHA-256 is not the one that libggml-{name}.json has"
@@ -156,7 +157,7 @@ def _load(file: BackendFile) -> BackendOutcome:
 
 
 def read_device(backend: str, pointer: int) -> Device:
-    """Describe a device of a loaded backend, with its free memory now. Raises DecodeError."""
+    """Describe the device at `pointer` (a ggml_backend_dev_t). Raises DecodeError if it has failed."""
     props = _Props()
     libllama.call(libllama.base_library().ggml_backend_dev_get_props, pointer, ctypes.addressof(props))
     description = props.description.decode("utf-8", "replace")
@@ -209,23 +210,26 @@ def _no_vulkan_device() -> MissingBackend:
 
 
 #: Environment variable from which the CUDA backend reads the path of cuBLAS.
-VARIABLE = "EDGEINFER_CUBLAS"
-LIBRARY = "libcublas.so.13"
-#: The one-file program cannot use installed wheels.
+_CUBLAS_VARIABLE = "EDGEINFER_CUBLAS"
+_CUBLAS = "libcublas.so.13"
+#: Second way to install cuBLAS; "" in the one-file program, which cannot use installed wheels.
 _WHEEL = "" if hasattr(sys, "_MEIPASS") else " or the wheel nvidia-cublas"
 _CUBLAS_FIX = f"install NVIDIA's package{_WHEEL}"
 _SYSTEM = "/usr/local/cuda/lib64 /usr/local/cuda-13/lib64 /opt/cuda/lib64 /usr/lib64".split()
 
 
-def find_cublas(backend: str) -> str:
-    """Find cuBLAS, and set VARIABLE to its path; return a warning if it is missing, otherwise ""."""
-    folders = [os.path.dirname(backend), *os.environ.get("LD_LIBRARY_PATH", "").split(":")]
+def find_cublas(backend_path: str) -> str:
+    """Find cuBLAS for the CUDA backend's library; return a warning if it is missing, otherwise "".
+
+    If cuBLAS is found, the environment variable EDGEINFER_CUBLAS is set to its path.
+    """
+    folders = [os.path.dirname(backend_path), *os.environ.get("LD_LIBRARY_PATH", "").split(":")]
     wheels = importlib.util.find_spec("nvidia")  # the package that contains all of NVIDIA's wheels
     folders += [f"{place}/cu13/lib" for place in (wheels and wheels.submodule_search_locations) or ()]
     folders += [*_SYSTEM, f"/usr/lib/{platform.machine()}-linux-gnu"]
-    paths = [f"{folder}/{LIBRARY}" for folder in folders if folder]
-    library = next(filter(os.path.isfile, (os.environ.get(VARIABLE, ""), *paths)), "")
+    paths = [f"{folder}/{_CUBLAS}" for folder in folders if folder]
+    library = next(filter(os.path.isfile, (os.environ.get(_CUBLAS_VARIABLE, ""), *paths)), "")
     if library:
-        os.environ[VARIABLE] = library
+        os.environ[_CUBLAS_VARIABLE] = library
         return ""
-    return f"{LIBRARY} is missing: models with F16, BF16 or F32 weights may fail; {_CUBLAS_FIX}"
+    return f"{_CUBLAS} is missing: models with F16, BF16 or F32 weights may fail; {_CUBLAS_FIX}"

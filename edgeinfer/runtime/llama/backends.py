@@ -29,7 +29,10 @@ NAMES = ("cuda", "vulkan")
 
 
 class Build(msgspec.Struct, frozen=True, kw_only=True):
-    """What a library was built from and for. `commit` is ggml's, "unknown" if built without git."""
+    """What a library was built from: versions of llama-cpp-python (`binding`) and of `ggml`.
+
+    `commit` is ggml's git commit, "unknown" if built without git. `machine`: such as "linux-x86_64".
+    """
 
     binding: str
     ggml: str
@@ -59,7 +62,8 @@ class BackendFile(msgspec.Struct, frozen=True, kw_only=True):
     """A backend library on this machine. `problem`: why it cannot be used, "" if it can.
 
     `fix`: what to do about the problem. `added`: the user has added the library to the data folder; it
-    did not come with the program. `facts`: its JSON file, None if unreadable. `stamp`: its content.
+    did not come with the program. `facts`: contents of the JSON file next to it, None if unreadable.
+    `stamp`: the library's path, size, mtime and inode.
     """
 
     name: str
@@ -79,7 +83,7 @@ def this_machine() -> str:
 def file_name(name: str) -> str:
     """Return the file name of a backend's library. Raises UsageError for an unknown backend."""
     if name not in NAMES:
-        raise UsageError(f"there is no backend {name!r}; choose one of {', '.join(NAMES)}")
+        raise UsageError(f"there is no backend {name!r}", hint=f"use {' or '.join(NAMES)}")
     return f"libggml-{name}.so"
 
 
@@ -132,7 +136,7 @@ def find(name: str, build: Build | None = None) -> BackendFile | None:
 
 
 def read(name: str, path: Path, *, added: bool) -> BackendFile:
-    """Describe a library by the JSON file next to it; `problem` says what is wrong with the two."""
+    """Describe a library by the JSON file next to it; `problem` says why it cannot be used."""
     file = BackendFile(name=name, path=str(path), added=added, fix=how_to_add(name) if added else "")
     description = facts_path(path)
     try:
@@ -166,7 +170,7 @@ def refuse_exposed(folder: Path) -> None:
 
 
 class LoadedBackend(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
-    """A loaded backend and its devices (at least one). The process that loaded it cannot be dumped.
+    """A loaded backend and its devices (at least one). CRIU cannot dump a process that loaded it.
 
     `warning` names a missing dependency, "" if there is none.
     """
@@ -177,9 +181,9 @@ class LoadedBackend(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
 
 
 class MissingBackend(msgspec.Struct, frozen=True, kw_only=True, tag="not-loaded"):
-    """The `reason` for which a backend offers no device, and the `fix` (what to do, "" if unknown).
+    """Why a backend offers no device (`reason`), and what to do about that (`fix`, "" if unknown).
 
-    `absent`: this is not an error; the machine has no such device, or the library was not added.
+    `absent` is True if nothing has failed: the machine lacks the device, the driver or the library.
     """
 
     name: str
@@ -222,11 +226,11 @@ class OffloadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_explicit(self) -> bool:
-        """Return whether the user asked for layers on a device; then a failure is reported."""
+        """Return whether the user asked for layers on a device; a failure then causes a warning."""
         return self.layers not in ("auto", "none", 0)
 
     def opens_backends(self) -> bool:
-        """Return whether to load backends. Without an explicit request, only if there may be a GPU."""
+        """Return whether to load backends: if layers or devices are named, or there may be a GPU."""
         named = self.is_explicit or bool(self.devices)
         return self.layers not in ("none", 0) and (named or machine.has_gpu())
 

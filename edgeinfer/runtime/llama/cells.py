@@ -58,7 +58,10 @@ class Buffer(NamedTuple):
 
 
 def sparse_buffers() -> contextlib.AbstractContextManager[list[Buffer]]:
-    """Let ggml clear new buffers by giving their pages to the kernel; yield a list of these buffers."""
+    """In the `with` block, let new ggml buffers take no memory until they are written to.
+
+    Yields a list of these buffers. The list stays empty if ggml's functions cannot be replaced.
+    """
     sparse = _find()
     return contextlib.nullcontext(list[Buffer]()) if sparse is None else sparse.allocating()
 
@@ -126,12 +129,14 @@ def replace_function(functions: ctypes.Structure, name: str, function: Any) -> I
         setattr(functions, name, before)
 
 
-#: Maximum number of recorded copies of a state. A layer has two per range of adjacent cells.
+#: Maximum number of recorded copies while a state is saved. llama.cpp copies the keys and the values of
+#: each layer separately, and each range of adjacent cells.
 _MOST_COPIES = 32768
-#: Limit of a process's memory mappings if the kernel reports none; share of the limit for cells.
+#: Maximum number of a process's memory mappings, if the kernel reports none.
 _DEFAULT_MAPPINGS = 65_530
+#: Cells are copied, not mapped, if the process has more than this share of the maximum.
 _MAPPINGS_SHARE = 0.75
-#: Interval (s) at which the mappings are counted, which takes 10 ms.
+#: Minimum interval (s) between two counts of the mappings. A count takes 10 ms.
 _COUNT_S = 1.0
 
 
@@ -167,7 +172,7 @@ class _Transfer(ctypes.Structure):
 
 
 class CellCopies:
-    """Intercepts llama.cpp's copies between KV cells and states. One per process."""
+    """Intercepts llama.cpp's copies between KV cells and saved states. One per process."""
 
     def __init__(self, library: ctypes.CDLL, kernels: ctypes.CDLL | None = None) -> None:
         self._library, self._kernels = library, kernels
@@ -178,7 +183,11 @@ class CellCopies:
 
     @contextlib.contextmanager
     def record(self, buffers: Sequence[int], state: int) -> Iterator[list[Copied]]:
-        """Yield a list that has llama.cpp's copies from `buffers` to `state` after the `with` block."""
+        """Record llama.cpp's copies from KV cells to the state at address `state`.
+
+        `buffers` are ggml's pointers to the cells' buffers. Yields a list that is filled at the end of
+        the `with` block; it stays empty if there were too many copies.
+        """
         noted: list[Copied] = []
         transfer = _Transfer(state=state, copied=self._copied, capacity=_MOST_COPIES)
         with self._at_work(buffers, "get_tensor", "edgeinfer_cells_get", transfer):
@@ -190,9 +199,11 @@ class CellCopies:
     def replace(
         self, buffers: Sequence[int], state: int, pieces: Sequence[StatePiece], file: MappedFile | None
     ) -> Iterator[_Transfer]:
-        """During the `with` block, let llama.cpp read `pieces`, in order, instead of `state`.
+        """During the `with` block, let llama.cpp read `pieces` instead of the state at address `state`.
 
-        Pages of `file` are mapped, not copied. Yields a struct whose `n_bytes` counts the bytes used.
+        `buffers` are ggml's pointers to the cells' buffers. If `file`, which contains the pieces, is
+        given, its pages are mapped into the cells if possible. `n_bytes` of the yielded struct is the
+        size of the pieces that llama.cpp has read.
         """
         can_map = file is not None and self._may_map(len(pieces))
         transfer = _Transfer(
@@ -220,7 +231,10 @@ class CellCopies:
             yield
 
     def forget_order(self, memory: Range) -> None:
-        """Forget the order in which cells at these addresses were written (native/cell_order.cpp)."""
+        """Delete the recorded order in which the cells at these addresses were written.
+
+        Attention sums the cells in this order (native/cell_order.cpp).
+        """
         if self._kernels:
             self._kernels.edgeinfer_cells_freed(*map(ctypes.c_void_p, memory))
 
@@ -255,7 +269,8 @@ def _most_mappings() -> int:
         return _DEFAULT_MAPPINGS
 
 
-#: Bytes given back to the kernel per call: for a gigabyte, a request would wait 0.1 to 0.25 s.
+#: Bytes given back to the kernel per call. A request that arrives meanwhile waits for the call, which
+#: would take 0.1 to 0.25 s for a gigabyte.
 _PIECE_BYTES = 256 << 20
 
 
@@ -264,14 +279,14 @@ class CellMemory:
     """The memory of a KV cache's `n_cells` cells: ggml's `buffers` in host memory.
 
     `rows` are the bytes of a cell in each tensor, in the tensors' order in the buffer; () if unknown.
-    `copies` is None if copies cannot be intercepted. `is_all`: no cells are on a device.
+    `copies` is None if copies cannot be intercepted. `is_all_on_host`: no cells are on a device.
     """
 
     buffers: tuple[Buffer, ...] = ()
     rows: tuple[int, ...] = ()
     n_cells: int = 0
     copies: CellCopies | None = None
-    is_all: bool = True
+    is_all_on_host: bool = True
 
     @property
     def handles(self) -> list[int]:
@@ -291,7 +306,7 @@ class CellMemory:
             map_zeros(low, high)
 
     def forget_order(self) -> None:
-        """Forget in which order the cells were written. Call this before the context is freed."""
+        """Delete the recorded order of writes to the cells. Call this before the context is freed."""
         if self.copies:
             for buffer in self.buffers:
                 self.copies.forget_order(buffer.memory)
@@ -305,8 +320,8 @@ class CellMemory:
     def populate(self, first: int, stop: int) -> None:
         """Have the kernel allocate the pages of cells [first, stop) now. Thread-safe.
 
-        Otherwise the decode thread waits for that at the first write (0.3 to 0.5 ms per megabyte). Does
-        nothing before Linux 5.14.
+        Otherwise the decode thread waits for the kernel at the first write to each page (0.3 to 0.5 ms
+        per megabyte). Does nothing before Linux 5.14.
         """
         advise(self._of_cells(first, min(stop, self.n_cells)), POPULATE_WRITE)
 
@@ -325,13 +340,16 @@ NO_CELLS = CellMemory()
 
 
 def cell_memory(
-    buffers: Sequence[Buffer], rows: Sequence[int], n_cells: int, *, is_all: bool = True
+    buffers: Sequence[Buffer], rows: Sequence[int], n_cells: int, *, is_all_on_host: bool = True
 ) -> CellMemory:
-    """Describe a KV cache in `buffers`. `rows` are ignored unless they add up to one buffer's size."""
+    """Describe a KV cache by the fields of `CellMemory`.
+
+    `rows` are ignored unless there is one buffer, and `n_cells` cells with these rows fill it.
+    """
     size = sum(memory.high - memory.low for _, memory in buffers)
     is_known = len(buffers) == 1 and sum(rows) * n_cells == size
     copies = find_copies() if buffers else None
-    return CellMemory(tuple(buffers), tuple(rows) if is_known else (), n_cells, copies, is_all)
+    return CellMemory(tuple(buffers), tuple(rows) if is_known else (), n_cells, copies, is_all_on_host)
 
 
 def _round_up(address: int) -> int:

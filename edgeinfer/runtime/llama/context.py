@@ -186,12 +186,13 @@ class Batch:
     ) -> None:
         """Add tokens of a sequence from position `pos` on; logits are computed for the last `outputs`.
 
-        Raises DecodeError.
+        Raises DecodeError if the batch contains a picture or is full, or an argument is out of range.
         """
         if self._pictures is not None:
             raise DecodeError("a batch cannot contain both tokens and rows of a picture")
         if tokens and (min(tokens) < 0 or max(tokens) >= self._n_vocab):
-            raise DecodeError("a token is outside the vocabulary")
+            token = min(tokens) if min(tokens) < 0 else max(tokens)
+            raise DecodeError(f"token {token} is outside the vocabulary (0 to {self._n_vocab - 1})")
         self._add(tokens, pos, seq_id, outputs, adapters)
 
     def add_picture(
@@ -205,10 +206,11 @@ class Batch:
         positions: npt.NDArray[np.int32] | None = None,
         adapters: AdapterKey = (),
     ) -> None:
-        """Add embedding rows of a picture, float32[n_rows, width], to an empty batch, as `add` does.
+        """Add embedding rows of a picture, float32[n_rows, width], to an empty batch.
 
-        For M-RoPE, `positions` is int32[4, n_rows]: time, y and x relative to `pos`, and 0. Without
-        `is_causal`, the rows attend to each other in both directions.
+        `pos`, `seq_id`, `outputs`, `adapters` and the errors are those of `add`. For M-RoPE,
+        `positions` is int32[4, n_rows]: time, y and x relative to `pos`, and 0. Without `is_causal`,
+        the rows attend to each other in both directions.
         """
         if self.n_tokens:
             raise DecodeError("a batch cannot contain both tokens and rows of a picture")
@@ -229,14 +231,22 @@ class Batch:
         self.n_outputs += outputs
 
     def _check(self, n: int, pos: int, seq_id: int, outputs: int) -> None:
-        if not 0 < n <= self.room:
+        if not n:
+            raise DecodeError(f"no tokens were given for sequence {seq_id}; at least one is needed")
+        if n > self.room:
             raise DecodeError(f"{n} tokens do not fit into a batch with room for {self.room}")
         if not 0 <= seq_id < self._n_seq_max:
             raise DecodeError(f"there is no sequence id {seq_id}: ids end at {self._n_seq_max - 1}")
         if pos < 0 or pos + n > self._n_cells:
-            raise DecodeError(f"{n} tokens at position {pos} exceed the context of {self._n_cells}")
-        if not 0 <= outputs <= n or self.n_outputs + outputs > self.max_outputs:
-            raise DecodeError(f"a batch can have logits of {self.max_outputs} tokens at most")
+            raise DecodeError(
+                f"{n} tokens at position {pos} exceed the context of {self._n_cells} tokens"
+            )
+        if not 0 <= outputs <= n:
+            raise DecodeError(f"logits of {outputs} tokens are requested, but {n} tokens are added")
+        if (n_outputs := self.n_outputs + outputs) > self.max_outputs:
+            raise DecodeError(
+                f"logits of {n_outputs} tokens are requested; a batch has at most {self.max_outputs}"
+            )
 
     def _write(self) -> None:
         """Fill llama.cpp's arrays with all tokens at once; one by one, each token takes 7 µs."""

@@ -19,7 +19,7 @@ import msgspec
 _log = logging.getLogger("edgeinfer.engine")
 #: The only version of llama-cpp-python that the libraries work with: they use its private structs.
 BUILT_FOR = "0.3.36"
-#: ggml_backend_cpu_get_extra_buffer_types, mangled; ggml's library for the CPU variant exports it.
+#: Mangled name of ggml_backend_cpu_get_extra_buffer_types, to whose list the kernels are added.
 _EXTRA_TYPES = "_Z39ggml_backend_cpu_get_extra_buffer_typesv"
 #: Functions that a library must export, without the prefix `edgeinfer_`, to detect an old library.
 _FUNCTIONS = {
@@ -128,11 +128,11 @@ def arm_level(hwcap: int, hwcap2: int) -> str:
 
 
 def dependent_operation() -> str:
-    """Return the first operation of this thread whose bits depend on the processor, "" for none.
+    """Return the first computed operation whose bits depend on the processor, "" if there was none.
 
-    Call it on the decode thread. The result is ggml's name of the operation and the type of its first
-    operand ("MUL_MAT bf16"), or "every one" without edgeinfer's kernels. If the result is "", answers
-    are bit-identical with AVX2 and AVX-512.
+    Each thread records the operations that it computes, so call this on the decode thread. The result
+    is ggml's name of the operation and the type of its first operand ("MUL_MAT bf16"), or "every one"
+    without edgeinfer's kernels. If it is "", answers are bit-identical with AVX2 and AVX-512.
     """
     level = level_of(variant_of(cpu_library()))
     if not level:

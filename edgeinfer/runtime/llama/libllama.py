@@ -25,9 +25,9 @@ import msgspec
 from edgeinfer.errors import DecodeError, EngineError
 from edgeinfer.runtime.llama import libedgeinfer
 
-#: Environment variables that libgomp and ggml read when they are loaded. By default libgomp's threads
-#: spin for a millisecond at each barrier, which slows ggml as soon as another program runs
-#: (docs/decisions/002-spin-count.md), and ggml runs gdb on a process that aborts.
+#: Environment variables that are set while libgomp and ggml are loaded. GOMP_SPINCOUNT: by default,
+#: libgomp's threads spin for a millisecond at each barrier, which slows ggml as soon as another program
+#: runs (docs/decisions/002-spin-count.md). GGML_NO_BACKTRACE: by default, ggml runs gdb if it aborts.
 _WHILE_MAPPED = {"GOMP_SPINCOUNT": "1000", "GGML_NO_BACKTRACE": "1"}
 
 
@@ -98,7 +98,7 @@ class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lib() -> Any:
-    """Return the binding, with the CPU backend loaded. Raises EngineError if none runs on this CPU."""
+    """Load the CPU backend once; return llama.cpp's functions. Raises EngineError if none runs here."""
     with _lock:
         if "ggml" not in _state:
             _capture_logs()
@@ -180,7 +180,7 @@ def binding_version() -> str:
 
 
 def variant_dirs() -> list[Path]:
-    """Return the folders that may contain CPU variants: the package's, and the one-file program's."""
+    """Return the folders, of llama_cpp and the one-file program, that may contain CPU libraries."""
     frozen = getattr(sys, "_MEIPASS", None)
     places = [_PACKAGE.parent / "bin", _PACKAGE / "lib", _PACKAGE / "bin"]
     return places + ([Path(frozen) / "bin", Path(frozen)] if frozen else [])
@@ -232,12 +232,12 @@ def load_backend(path: str) -> tuple[int, list[str]]:
 
 
 def is_expected_version() -> bool:
-    """Return whether llama.cpp has the private structs that edgeinfer knows."""
+    """Return whether this is the llama.cpp whose private structs edgeinfer uses (`BUILT_FOR`)."""
     return binding_version() == libedgeinfer.BUILT_FOR
 
 
 def own_library(name: str) -> ctypes.CDLL:
-    """Open one of edgeinfer's C++ libraries (native/). Raises OSError."""
+    """Open one of edgeinfer's C++ libraries (native/). Raises OSError as `open_library` does."""
     return libedgeinfer.open_library(name, binding_version())
 
 
@@ -279,7 +279,10 @@ def decode(context: Any, batch: Any) -> int:
 
 
 def decode_error(code: int, work: str) -> DecodeError:
-    """Return the error for a code that `decode` has just returned on this thread."""
+    """Make the error for a nonzero result `code` of `decode`; `work` names what was computed.
+
+    Call this on the thread of `decode`, right after it: a device's failure is stored per thread.
+    """
     thrown = f" ({_thrown()})" if code == _THROWN else ""
     return DecodeError(f"llama.cpp could not compute {work}: llama_decode returned {code}{thrown}")
 

@@ -37,8 +37,8 @@ class LoraAdapters:
 
     After layers have moved to a GPU, the engine has a second model, for which every adapter is loaded
     too. `key` may be called on any thread; the other methods only on the decode thread, between steps.
-    Hold `lock` from a request's `key` until the request is queued, so that no adapter is unloaded in
-    between.
+    A caller holds `lock` while it calls `key` and queues the request; otherwise one of the request's
+    adapters might be unloaded before the request is queued.
     """
 
     def __init__(self, model: Any, context: LlamaContext, adapters: Sequence[Adapter]) -> None:
@@ -49,7 +49,8 @@ class LoraAdapters:
         self._current: AdapterKey = ()
         self._pointer = context.pointer
         self._models: list[tuple[Any, AdaptersByStamp]] = [(model, context.adapters)]
-        #: Whether the kernels can apply adapters: not if a recurrent model reorders a batch's tokens.
+        #: Whether edgeinfer's kernels can apply adapters. They cannot in recurrent and hybrid models,
+        #: because llama.cpp reorders the tokens of a batch there.
         self.has_kernels = not (L.llama_model_is_recurrent(model) or L.llama_model_is_hybrid(model))
         self.change(adapters)
 
@@ -59,9 +60,10 @@ class LoraAdapters:
         return tuple(adapter for adapter, _ in self._named.values())
 
     def key(self, requested: tuple[tuple[str, float], ...] | None) -> AdapterKey:
-        """Convert the adapter names and scales of a request to a key; leave out scale 0.
+        """Convert the adapter names and scales of a request to a key, without adapters of scale 0.
 
-        None means all adapters at their default scales. Raises InvalidRequestError.
+        None means all adapters at their default scales. Raises InvalidRequestError for a name that is
+        unknown or given twice, or a scale that is out of range.
         """
         if requested is None:
             requested = tuple((adapter.name, adapter.scale) for adapter in self.named_adapters)
@@ -69,10 +71,13 @@ class LoraAdapters:
         for name, scale in requested:
             if name not in self._named:
                 names = ", ".join(self._named) or "none"
-                raise InvalidRequestError(f'no LoRA adapter "{name}"; loaded: {names}', param="lora")
+                problem = f'the LoRA adapter "{name}" is not loaded; loaded: {names}'
+                hint = "name a loaded adapter, or load this one with `--lora ADAPTER`"
+                raise InvalidRequestError(problem, param="lora", hint=hint)
             stamp = self._named[name][1]
             if stamp in scales:
-                raise InvalidRequestError(f'the LoRA adapter "{name}" is given twice', param="lora")
+                problem = f'the request names the LoRA adapter "{name}" twice'
+                raise InvalidRequestError(problem, param="lora", hint="name each adapter once")
             _check_scale(scale)
             scales[stamp] = float(scale)
         return tuple(sorted((stamp, scale) for stamp, scale in scales.items() if scale))
@@ -83,12 +88,15 @@ class LoraAdapters:
         return tuple(msgspec.structs.replace(by_stamp[stamp], scale=scale) for stamp, scale in adapters)
 
     def of_context(self, adapters: AdapterKey) -> AdapterKey:
-        """Return the `adapters` that llama.cpp must apply to a whole batch, because no kernel can."""
+        """Return those of `adapters` that the kernels cannot apply to single rows of a batch."""
         loaded = self._context.adapters
         return tuple(pair for pair in adapters if not loaded[pair[0]].is_per_row)
 
     def use(self, adapters: AdapterKey) -> None:
-        """Let llama.cpp compute `adapters`: a change costs a graph reservation. Raises DecodeError."""
+        """Let llama.cpp apply `adapters` (a result of `of_context`) to all rows of the next batches.
+
+        A change costs a graph reservation. Raises DecodeError if llama.cpp fails.
+        """
         pointer = self._context.pointer
         if adapters == self._current and pointer is self._pointer:
             return
@@ -96,8 +104,8 @@ class LoraAdapters:
             *(self._context.adapters[stamp].pointer for stamp, _ in adapters)
         )
         scales = (ctypes.c_float * max(1, len(adapters)))(*(scale for _, scale in adapters))
-        if L.llama_set_adapters_lora(pointer, pointers, len(adapters), scales):
-            raise DecodeError("llama.cpp could not set the LoRA adapters")
+        if code := L.llama_set_adapters_lora(pointer, pointers, len(adapters), scales):
+            raise DecodeError(f"llama.cpp could not set {len(adapters)} LoRA adapters (code {code})")
         self._current, self._pointer = adapters, pointer
 
     def use_llama_cpp(self) -> None:
@@ -108,9 +116,10 @@ class LoraAdapters:
             loaded.use_llama_cpp()
 
     def change(self, adapters: Sequence[Adapter]) -> None:
-        """Load these adapters; new requests may name only them. Others stay loaded until `release`.
+        """Load `adapters`, the only ones that new requests may name.
 
-        After an InvalidRequestError or ModelLoadError, everything is as before.
+        Adapters that were loaded before stay loaded until `release`. If the method raises
+        InvalidRequestError or ModelLoadError, nothing has changed.
         """
         named = {adapter.name: (adapter, _stamp(adapter)) for adapter in adapters}
         if len({stamp for _, stamp in named.values()}) < len(adapters):
@@ -150,18 +159,24 @@ class LoraAdapters:
                 by_stamp.pop(stamp).free()
 
     def load_for(self, model: Any) -> AdaptersByStamp:
-        """Load all adapters for a second model. Thread-safe. Raises ModelLoadError."""
+        """Load all adapters for a second model, and return them for `add_model`. Thread-safe.
+
+        Raises ModelLoadError.
+        """
         by_stamp: AdaptersByStamp = {}
         self._load_missing(model, by_stamp, self._named)
         return by_stamp
 
     def add_model(self, model: Any, by_stamp: AdaptersByStamp) -> None:
-        """Add a second model, whose loaded adapters are `by_stamp`. Raises ModelLoadError."""
+        """Add a second model, for which `load_for` has returned the adapters `by_stamp`.
+
+        Adapters that were named since then are loaded too. Raises ModelLoadError.
+        """
         self._load_missing(model, by_stamp, self._named)
         self._models.append((model, by_stamp))
 
     def remove_second_model(self) -> AdaptersByStamp:
-        """Remove the second model; return the first model's adapters."""
+        """Remove the second model without freeing its adapters; return the first model's adapters."""
         del self._models[1:]
         return self._models[0][1]
 

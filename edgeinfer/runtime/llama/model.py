@@ -30,7 +30,7 @@ _FLASH = {"auto": -1, "off": 0, "on": 1}
 class LlamaModel:
     """A loaded model and its main context. `model`, `context` and `memory` are llama.cpp's pointers.
 
-    `cells` is the memory of the KV cache. The context was made as `plan` says. `free` frees them all.
+    `plan` has the sizes that were chosen for the context, `cells` the memory of its KV cache.
     """
 
     model: Any
@@ -69,7 +69,7 @@ class LlamaModel:
 
     @property
     def scratch_seq_id(self) -> int:
-        """The sequence id that `SequenceStates` uses and no request gets."""
+        """Sequence id through which `SequenceStates` copies states; no request gets it."""
         return self.plan.n_seq_max - 1
 
     @property
@@ -348,7 +348,7 @@ def open_context(
 
 
 def make_context(model: Any, params: Any) -> tuple[Any, list[str], list[Buffer]]:
-    """Make a context; return its pointer, llama.cpp's log lines, and the list of `sparse_buffers`.
+    """Make a context; return its pointer, llama.cpp's log lines, and the host buffers it allocated.
 
     Raises ModelLoadError, OutOfMemoryError.
     """
@@ -381,7 +381,7 @@ def _kv_cells(
     """Find the context's new buffers that are the KV cache, by the sizes in llama.cpp's log."""
     sizes = [m.group(1) for line in lines if (m := re.search(r"KV buffer size *= *([\d.]+) MiB", line))]
     kv = [b for b in buffers if f"{(b.memory.high - b.memory.low) / (1 << 20):.2f}" in sizes]
-    return cell_memory(kv, rows, n_cells, is_all=len(kv) == len(sizes))
+    return cell_memory(kv, rows, n_cells, is_all_on_host=len(kv) == len(sizes))
 
 
 def _sum_mib(lines: list[str], pattern: str) -> int:

@@ -96,11 +96,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a picture in a prompt: text `tokens` (such as separators of tiles), or `n_rows` rows.
+    """A part of a picture: text `tokens` (such as separators of tiles), or `n_rows` embedding rows.
 
     `is_whole`: the rows attend to each other in both directions, so one step must compute all of them.
-    The rows take `n_positions` positions of the prompt. With M-RoPE, that is fewer than `n_rows`, and
-    `positions` has each row's time, y, x and z relative to the first row: int32[4, n_rows].
+    The rows take `n_positions` positions of the prompt, fewer than `n_rows` with M-RoPE. `positions` is
+    None without M-RoPE, otherwise int32[4, n_rows]: time, y, x and z of each row, from the first row.
     """
 
     tokens: tuple[int, ...] = ()
@@ -154,7 +154,7 @@ class Projector:
 
     def _check(self, path: str) -> None:
         if not self._library.mtmd_support_vision(self._context):
-            raise ModelLoadError(f"{path} has no picture encoder", hint=OTHER_PROJECTOR)
+            raise ModelLoadError(f"the projector {path} is not for pictures", hint=OTHER_PROJECTOR)
         tried = self.chunks(_PROBE, _PROBE)
         # llama.cpp would abort in the step that computes a token of -1
         if any(token < 0 for chunk in tried for token in chunk.tokens):
@@ -162,14 +162,17 @@ class Projector:
             raise ModelLoadError(problem, hint=OTHER_PROJECTOR)
 
     def chunks(self, width: int, height: int) -> list[Chunk]:
-        """Return the parts of a picture of this size (pixels). Raises InvalidRequestError."""
+        """Return the parts of a picture of this size (pixels).
+
+        Raises InvalidRequestError if the projector does not accept the size.
+        """
         with self._tokenize(width, height, None) as natives:
             return [self._chunk(native) for native in natives]
 
     def encode(self, picture: Picture) -> list[npt.NDArray[np.float32]]:
         """Return the rows of each chunk that is not text: float32[n_rows, width].
 
-        Raises InvalidRequestError, DecodeError.
+        Raises InvalidRequestError as `chunks` does, and DecodeError if the encoder fails.
         """
         rows = []
         with self._tokenize(picture.width, picture.height, picture.rgb) as natives:

@@ -53,8 +53,8 @@ def _kernels() -> ctypes.CDLL | None:
 class LoadedAdapter:
     """A LoRA adapter that was loaded for one model.
 
-    `pointer` is llama.cpp's object, `kernels` the kernels' (0 if llama.cpp computes the adapter), and
-    `sha256` the digest of the file.
+    `pointer` is llama.cpp's object. `kernels` is the handle of edgeinfer's kernels, 0 if llama.cpp
+    computes the adapter. `sha256` is the digest of the file.
     """
 
     pointer: Any
@@ -67,7 +67,7 @@ class LoadedAdapter:
         return bool(self.kernels)
 
     def use_kernels(self) -> None:
-        """Let the kernels compute the adapter, if they support its tensors."""
+        """Let edgeinfer's kernels compute the adapter, unless they do not support its tensors."""
         if (kernels := _kernels()) and hasattr(L._lib, _GET_TENSOR):
             get_tensor = ctypes.cast(getattr(L._lib, _GET_TENSOR), ctypes.c_void_p)
             self.kernels = kernels.edgeinfer_adapter_open(self.pointer, get_tensor) or 0

@@ -16,7 +16,7 @@ from edgeinfer.runtime.requests import Sampling
 _NEUTRAL_MIN_KEEP = 1
 #: The struct llama_token_data.
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-#: The `top_k` largest logits are found by the maxima of this many columns. A larger top_k is left to
+#: Number of columns into which `_best` folds the logits. A `top_k` above this number is left to
 #: llama.cpp, which copies the whole vocabulary first.
 _COLUMNS = 1024
 
@@ -30,14 +30,14 @@ def _penalises(s: Sampling) -> bool:
 class Sampler:
     """The sampler of one request. Not thread-safe; call `close` at the end.
 
-    `history` is the number of tokens at the end of the prompt that the penalties need.
+    `history`: how many tokens at the prompt's end must be passed to `accept`, for the penalties.
     """
 
     def __init__(self, vocab: Vocab, sampling: Sampling, *, seed: int, n_ctx: int) -> None:
         self._choice = _chain(_choice_stages(sampling, seed))
         self._penalties = _chain(_penalty_stages(vocab, sampling, n_ctx))
         self.history = _history(sampling, n_ctx) if sampling.penalize_prompt else 0
-        #: Logit bias by token; 0.0 for tokens without a bias that penalties may change.
+        #: Logit bias by token. A token that has no bias, but may be penalized, is entered with 0.0.
         self._biases = dict(sampling.logit_bias)
         self._top_k = sampling.top_k if 0 < sampling.top_k <= _COLUMNS else 0
 

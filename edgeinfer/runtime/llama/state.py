@@ -26,7 +26,7 @@ _PARTIAL_ONLY = 1
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _BEFORE_CACHES, _BEFORE_TENSOR = 8, 12
-#: Smaller pieces (bytes) are copied, because mapping them is not faster.
+#: Pieces of a state below this size (bytes) are copied, because mapping them is not faster.
 _WORTH_MAPPING = 32 << 10
 
 
@@ -52,10 +52,10 @@ class SequenceStates:
         shift: int = 0,
         positions: tuple[int, int] | None = None,
     ) -> State | None:
-        """Save the state of tokens [start, stop); None if the context lacks some of them.
+        """Save the state of tokens [start, stop); None if the context has dropped some of them.
 
-        `positions` of `start` and `stop` in the context are needed if rows of pictures share positions.
-        The state's page offsets are for a restore into cells [start + shift, stop + shift).
+        `positions` are those of `start` and `stop` in the context, which differ from `start` and `stop`
+        after pictures with M-RoPE. The state can be mapped into cells [start + shift, stop + shift).
         """
         low, high = positions or (start, stop)
         first_position = self._llama.llama_memory_seq_pos_min(self._context.memory, seq_id)
@@ -89,7 +89,7 @@ class SequenceStates:
 
     def _get_in_pieces(self, n_tokens: int, cell: int) -> State | None:
         cells = self._context.cells
-        if cells.copies is None or not cells.is_all:
+        if cells.copies is None or not cells.is_all_on_host:
             state = self._get(self._scratch, 0)
             return None if state is None else as_state(state)
         size = self._llama.llama_state_seq_get_size_ext(self._context.pointer, self._scratch, 0)
@@ -114,7 +114,7 @@ class SequenceStates:
         for piece, page_offset in zip(state.pieces, state.page_offsets, strict=True):
             size = piece.nbytes
             # copies to a device cannot be intercepted: llama.cpp needs these bytes in the buffer
-            if page_offset == ANYWHERE or not cells.is_all:
+            if page_offset == ANYWHERE or not cells.is_all_on_host:
                 buffer[offset : offset + size] = np.frombuffer(piece, np.uint8)
             else:
                 pieces.append(StatePiece(offset, size, np.frombuffer(piece, np.uint8).ctypes.data))
@@ -174,7 +174,7 @@ def _sort_by_position(state: npt.NDArray[np.uint8], runs: Iterable[Copied]) -> N
         if run.at - run_end > _BEFORE_TENSOR:
             header = state[run_end or _BEFORE_CACHES : run.at - _BEFORE_TENSOR].view(np.int32)
             cells = header[2:-2].reshape(header[1], -1)
-            # by position; rows of a picture, which share a position, by y and x
+            # sort by position, and the rows of a picture that share a position by y and x
             order = np.lexsort((*cells[:, 2:4].T, cells[:, 0]))
             if header[-2] or (order[1:] > order[:-1]).all():
                 order = None

@@ -27,7 +27,7 @@ _MEMORY_S = 1.0
 
 
 class Streaming:
-    """The streaming of the weights of `owner`. Used on the decode thread, between steps."""
+    """Streams the weights of a model, `owner`, from disk. Used on the decode thread, between steps."""
 
     def __init__(self, owner: object, kernels: ctypes.CDLL, paths: tuple[str, ...]) -> None:
         self.owner = owner
@@ -35,13 +35,16 @@ class Streaming:
         self._looked_at = time.monotonic()
 
     def check(self) -> None:
-        """Raise DecodeError if the last step could not read weights; adapt memory use once a second."""
+        """Raise DecodeError if the last step could not read weights.
+
+        Once a second, also adapt the memory for weights to the free memory.
+        """
         code = self.kernels.edgeinfer_stream_end()
         if code:
             text = _MESSAGES.get(code) or f"could not be read: {os.strerror(code)}"
             names = " or ".join(self._paths)
             raise DecodeError(
-                f"{names} {text}: its weights are needed while the model runs, so this answer is lost",
+                f"{names} {text}: weights are read from disk while the model runs; this answer is lost",
                 hint="restore the file (`edgeinfer pull` checks it), then start again",
             )
         if time.monotonic() > self._looked_at + _MEMORY_S:
@@ -69,15 +72,16 @@ def statistics() -> StreamingStatistics:
 def start(owner: object, paths: tuple[str, ...], plan: StreamingPlan | None) -> None:
     """Stream the weights of a model's files, which are mapped, from the next step on. Idempotent.
 
-    If there is no plan, edgeinfer's kernels are not in use, another model is streamed, or a file or
-    thread cannot be opened, then Linux reads weights by page faults. `owner` is to be given to `stop`.
+    `owner` is any object, which ends the streaming when it is passed to `stop`. Without a plan or
+    edgeinfer's kernels, while another model is streamed, or after an error (which is logged), nothing
+    is streamed: Linux reads the weights by page faults.
     """
     global active
     if active is not None and active.owner is owner:
         return
     files = {os.path.realpath(path) for path in paths}
     advise([Range(area.low, area.high) for area in areas() if area.path in files], NORMAL)
-    # each file is one area of /proc/self/maps now, because all its pages have the same advice
+    # now each file is one area of /proc/self/maps: Linux joins areas that have equal advice
     mapped = {area.path: area for area in areas() if area.path in files}
     level = libllama.build_info().kernels
     if plan is None or not level or active is not None or len(mapped) < len(files):
@@ -100,7 +104,7 @@ def start(owner: object, paths: tuple[str, ...], plan: StreamingPlan | None) -> 
 
 
 def stop(owner: object) -> None:
-    """Stop the streaming of `owner`, and free its slots' memory. Idempotent; no step may be running."""
+    """Stop streaming for `owner`, and free the memory used. Idempotent; no step may be running."""
     global active
     with _lock:
         if active is None or active.owner is not owner:

@@ -12,14 +12,14 @@ from edgeinfer.runtime.normalizing import NORMALIZER_KEY, normalize_text
 
 #: Size (bytes) of the buffer for a token's text. A longer text takes a second call.
 _PIECE_BYTES = 512
-#: Attributes of control tokens: text becomes such a token only with `parse_special`.
+#: Attributes of control tokens. Text is converted to a control token only with `parse_special`.
 _CONTROL = L.LLAMA_TOKEN_ATTR_CONTROL | L.LLAMA_TOKEN_ATTR_UNKNOWN
 
 
 class FimTokens(NamedTuple):
-    """Tokens of a fill-in-the-middle prompt: they precede the prefix, the suffix and the middle.
+    """Tokens that precede the prefix, the suffix and the middle in a fill-in-the-middle prompt.
 
-    `repo` and `file`, before a repository's and a file's name, are -1 if the model has none.
+    `repo` precedes a repository's name, `file` a file's name; -1 if the model has no such token.
     """
 
     prefix: int
@@ -135,7 +135,7 @@ class Vocab:
         return tokens
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
-        """Return the text of `tokens` as bytes, with control tokens. Raises IndexError."""
+        """Return the text of `tokens`, with control tokens. Raises IndexError for an unknown token."""
         for token in tokens:
             if not 0 <= token < self.n_vocab:
                 raise IndexError(f"token {token} is not in the vocabulary (0 to {self.n_vocab - 1})")

@@ -44,7 +44,8 @@ def tensor_sizes(paths: Sequence[str]) -> dict[str, int]:
     for path in paths:
         gguf = base.gguf_init_from_file(os.fsencode(path), libllama.GgufParams(no_alloc=True))
         if not gguf:
-            raise ModelLoadError(f"{path} cannot be read as a GGUF file")
+            hint = "pull the model again, or give the path of a GGUF file"
+            raise ModelLoadError(f"{path} cannot be read as a GGUF file", hint=hint)
         for i in range(base.gguf_get_n_tensors(gguf)):
             name = base.gguf_get_tensor_name(gguf, i).decode("utf-8", "replace")
             sizes[name] = base.gguf_get_tensor_size(gguf, i)
@@ -92,7 +93,8 @@ def open_model(
     llama = libllama.lib()
     for path in paths:
         if not os.path.isfile(path):
-            raise ModelLoadError(f"there is no model file {path}")
+            hint = "pull the model (`edgeinfer pull MODEL`), or correct the path"
+            raise ModelLoadError(f"there is no model file {path}", hint=hint)
     params = llama.llama_model_default_params()
     params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
     params.use_extra_bufts = False  # repacking would copy the weights (decision 099)
@@ -107,7 +109,9 @@ def open_model(
     with _without_prefetch() if is_too_large and has_known_structs else contextlib.nullcontext():
         model = libllama.call(llama.llama_model_load_from_splits, names, len(paths), params)
     if not model:
-        raise ModelLoadError(f"llama.cpp could not load {paths[0]}: {libllama.recent_reason()}")
+        problem = f"llama.cpp could not load {paths[0]}: {libllama.recent_reason()}"
+        hint = "pull the model again if the file is damaged; otherwise use another (`edgeinfer list`)"
+        raise ModelLoadError(problem, hint=hint)
     return model
 
 

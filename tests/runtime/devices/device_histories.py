@@ -14,7 +14,7 @@ from cache_histories import CountingMemory, Histories
 
 from edgeinfer.runtime.kv_cache import CachedSequence, KvCache
 from edgeinfer.runtime.layer_plan import make_layer_plan
-from edgeinfer.runtime.llama.backend_loading import load_tried
+from edgeinfer.runtime.llama.backend_loading import load_after_probe
 from edgeinfer.runtime.llama.backends import OffloadRequest, find_devices
 from edgeinfer.runtime.llama.context import Batch, LlamaContext
 from edgeinfer.runtime.llama.libllama import L
@@ -82,7 +82,7 @@ def open_both(path: str) -> tuple[tuple[LlamaContext, ...], str, int]:
     """A context on the CPU, and one with half of the layers on the first device."""
     cpu = load_model(ModelFiles(name="m", paths=(path,)), OPTIONS)
     request = OffloadRequest(layers=(cpu.shape.n_layer + 2) // 2)
-    (device,) = next(find_devices(request, load_tried))
+    (device,) = next(find_devices(request, load_after_probe))
     layer_plan = make_layer_plan(cpu.shape, cpu.plan, [device], request.layers)
     placement = Placement([device.pointer], layer_plan)
     limits: dict[str, Any] = {"n_cells": N_CELLS, "n_batch": N_BATCH, "n_seq_max": N_SEQUENCES}

@@ -177,7 +177,7 @@ libllama.lib()
 backends.shipped_dir = lambda: backends.Path("/nowhere")
 backends._PATIENCE_S = 5.0
 try:
-    print(*backends.find_devices(backends.OffloadRequest(layers="all"), backend_loading.load_tried))
+    print(*backends.find_devices(backends.OffloadRequest(layers="all"), backend_loading.load_after_probe))
 except backends.OffloadRefused as error:
     print(error)
 """
@@ -197,7 +197,7 @@ def ask_and_change(name, stop):
     os.utime(answer.file.path, (0, 0))
     return answer
 for backends.ask in (ask_and_change, ask):
-    found = list(backends.find_devices(backends.OffloadRequest(layers="all"), backend_loading.load_tried))
+    found = list(backends.find_devices(backends.OffloadRequest(layers="all"), backend_loading.load_after_probe))
     print(len(found), len(hashed))
     hashed.clear()
     backend_loading._handles.clear()

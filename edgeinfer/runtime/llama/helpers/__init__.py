@@ -10,7 +10,7 @@ import msgspec
 
 
 def report(code: int = 0, /, **fields: Any) -> int:
-    """Write a line of JSON to stdout and return `code`, the exit status for `main`."""
+    """Write `fields` to stdout as a line of JSON; return `code`, the exit status for `main`."""
     sys.stdout.buffer.write(msgspec.json.encode(fields) + b"\n")
     sys.stdout.buffer.flush()
     return code

@@ -11,15 +11,15 @@ import sys
 
 import msgspec
 
-from edgeinfer.runtime.llama.backend_loading import load, load_driver
+from edgeinfer.runtime.llama.backend_loading import check_driver, load
 from edgeinfer.runtime.llama.backends import DRIVER
 from edgeinfer.runtime.llama.helpers import take_stdout
 
 
 def main(argv: list[str]) -> int:
-    """Load the backend; return 0 if a result was written."""
+    """Load the backend `argv[0]`, write the outcome to stdout as JSON, and exit with status 0."""
     answer_file = take_stdout()
-    answer_file.write(msgspec.json.encode(load_driver() if argv[0] == DRIVER else load(argv[0])))
+    answer_file.write(msgspec.json.encode(check_driver() if argv[0] == DRIVER else load(argv[0])))
     os._exit(0)  # without destructors, in which some drivers crash
 
 

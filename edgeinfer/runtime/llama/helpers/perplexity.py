@@ -35,9 +35,10 @@ _BATCH_TOKENS = 64
 
 
 def measure(argv: list[str]) -> dict[str, float]:
-    """Measure as the arguments `argv` say; return the figures of the last line that `main` prints.
+    """Measure a model's perplexity; return figures by name, such as "perplexity".
 
-    Raises ModelLoadError, OutOfMemoryError, UsageError, DecodeError.
+    `argv` has the program's arguments: MODEL TEXT [TOKENS [COMPARED]]. Raises ModelLoadError,
+    OutOfMemoryError, DecodeError; UsageError if the text is too short or the vocabularies differ.
     """
     limit = (int(argv[2]) if len(argv) > 2 else 0) or _WINDOW_TOKENS
     models = [open_model((name,)) for name in (argv[0], *filter(None, argv[3:4]))]
@@ -46,9 +47,11 @@ def measure(argv: list[str]) -> dict[str, float]:
     tokens = vocab.tokenize(text, add_special=True)[:limit]
     scored = len(tokens) - 1 - SKIPPED_TOKENS
     if scored < 1:
-        raise UsageError(f"the text has {len(tokens)} tokens; at least {SKIPPED_TOKENS + 2} are needed")
+        problem = f"{len(tokens)} tokens of text are too few; at least {SKIPPED_TOKENS + 2} are needed"
+        raise UsageError(problem, hint="give a longer text or a larger number of tokens")
     if any(Vocab(model).n_vocab != vocab.n_vocab for model in models):
-        raise UsageError(f"{argv[0]} and {argv[3]} have different vocabularies")
+        problem = f"{argv[0]} and {argv[3]} have different vocabularies"
+        raise UsageError(problem, hint="compare two quantizations of the same model")
     params = libllama.lib().llama_context_default_params()
     params.n_ctx = len(tokens)
     params.n_batch = params.n_ubatch = params.n_outputs_max = _BATCH_TOKENS
@@ -102,7 +105,7 @@ def _log_probabilities(logits: Any) -> Any:
 
 
 def main() -> int:
-    """Measure as the program's arguments say; return 0 on success."""
+    """Measure a model's perplexity; write figures or an error to stdout; return 0 on success."""
     die_with_parent()
     try:
         return report(event="done", **measure(sys.argv[1:]))

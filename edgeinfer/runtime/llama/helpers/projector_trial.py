@@ -22,7 +22,8 @@ from edgeinfer.runtime.llama.weights import open_model
 
 #: Limit of the test's CPU time (s).
 _CPU_S = 600
-#: Address space (bytes) that the limit adds for libraries and threads; most of it is never used.
+#: Address space (bytes) allowed for libraries and threads, in addition to the free memory and the sizes
+#: of the files. Most of it is never used.
 _MAPPED_BYTES = 4 << 30
 #: Width and height (pixels) of the picture that is encoded.
 _SIDE = 64
@@ -31,7 +32,7 @@ _SIZES = ((2000, 2000), (4000, 20), (20, 4000), (1, 1))
 
 
 def main(argv: list[str]) -> int:
-    """Test the projector; return 0 if a result was written."""
+    """Test projector `argv[0]` with the model files `argv[1:]`; write why it fails (or "") as JSON."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
     most_bytes = read_memory().available_bytes + sum(map(os.path.getsize, argv)) + _MAPPED_BYTES

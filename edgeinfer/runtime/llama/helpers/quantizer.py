@@ -52,7 +52,7 @@ class QuantizeJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(argv: list[str]) -> int:
-    """Quantize as `argv[0]` says; return 0 on success."""
+    """Quantize as `argv[0]`, a `QuantizeJob` in JSON, says; return 0 on success, otherwise 1."""
     die_with_parent()
     job = msgspec.json.decode(argv[0], type=QuantizeJob)
     libllama.lib()  # before `_Log`, because `lib` sets a log callback, too
