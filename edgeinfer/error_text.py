@@ -55,6 +55,7 @@ TABLE: dict[type[e.EdgeInferError], tuple[int, str]] = {
     e.DumpError: (7, "run `edgeinfer doctor`; until the cause is fixed, launches load the model"),
     e.RestoreError: (7, "build the snapshot again: `edgeinfer warm MODEL`"),
     e.ServeError: (1, "check the address, and that the server runs there"),
+    e.BlockDamagedError: (1, "no action is needed: the block is deleted and prefilled again"),
     e.ToolServerError: (1, "run `edgeinfer tools` to see what each server answers"),
     e.ShippingError: (1, "run `edgeinfer doctor --verify`, or download the file again"),
     e.ReleaseUntrustedError: (5, "nothing was changed; do not install this release by hand either"),

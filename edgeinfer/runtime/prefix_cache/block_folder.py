@@ -153,7 +153,7 @@ class BlockStore:
         return self.root / "owners" / owner_name(self.secret, conversation)
 
     def make_root(self) -> None:
-        """Create the folder `root` again, with the same secret, if it was deleted.
+        """If the folder `root` was deleted, create it again with the same secret.
 
         Raises SnapshotUnsafeError, OSError (ESTALE if another process created it, with a new secret).
         """
@@ -242,8 +242,8 @@ class WriterThread:
 class BlockFolder:
     """Finds, reads and writes the blocks of one model with one set of settings. Thread-safe.
 
-    A search reads the headers of a few files. `parent` is the name of the prompt's last whole block,
-    `tokens` are the prompt's tokens after it.
+    The methods `find_…` read the headers of a few files. Their `parent` is the name of a prompt's last
+    whole block, their `tokens` are the tokens of the prompt after that block.
     """
 
     def __init__(self, store: BlockStore, folder: Path, names: BlockNames) -> None:
@@ -284,10 +284,14 @@ class BlockFolder:
         """Return the best `Match` for `tokens` among the partial blocks after `parent`."""
         return _longest(self._stored_tokens(self._tail_names(parent, tokens)), tokens)
 
-    def find_superseded(self, parent: bytes, tokens: list[int], by: bytes) -> bytes | None:
-        """Return the name of a partial block, not `by`, that is a prefix of `tokens`; None for none."""
+    def find_superseded(self, parent: bytes, tokens: list[int], new_name: bytes) -> bytes | None:
+        """Return the name of a partial block whose tokens are a prefix of `tokens`, None without one.
+
+        A new block with these tokens, called `new_name`, replaces it. A block of this name is ignored.
+        """
         blocks = self._stored_tokens(self._tail_names(parent, tokens))
-        return next((n for n, stored in blocks if n != by and tokens[: len(stored)] == stored), None)
+        superseded = (name for name, stored in blocks if tokens[: len(stored)] == stored)
+        return next((name for name in superseded if name != new_name), None)
 
     def _tail_names(self, parent: bytes, tokens: list[int]) -> Iterator[bytes]:
         lengths = (n for n in TAIL_KEYS_TOKENS if n <= len(tokens))
@@ -306,12 +310,15 @@ class BlockFolder:
             yield self.names.checkpoint(parent, tokens[:n])
 
     def find_boundary_block(self, parent: bytes, tokens: list[int]) -> Match:
-        """Return the best `Match` for `tokens` among the blocks recorded after an agent's `parent`."""
+        """Return the best `Match` for `tokens` among blocks after `parent` in sessions of an agent."""
         names = map(bytes.fromhex, retention.boundary_blocks(self._folder, parent.hex()))
         return _longest(self._stored_tokens(names, parent), tokens)
 
     def agent_prefix(self, agent: str, adapters: AdapterKey, salt: str) -> list[int]:
-        """Return the tokens of `Engine.agent_prefix`, with pseudo-tokens of pictures."""
+        """Return the tokens that an agent's sessions share, then those of the latest session.
+
+        Rows of pictures are negative pseudo-tokens. Returns [] if no block is stored for the `salt`.
+        """
         following: dict[bytes, Header] = {}
         for name in map(bytes.fromhex, retention.agent_blocks(self._folder, agent, salt)):
             header = self.header(name)
@@ -346,7 +353,7 @@ class BlockFolder:
         try:
             block = self._map(path)
             if block.header.name != name or block.header.identity != self.names.identity:
-                raise BlockDamagedError("the block's header has the name of another block")
+                raise BlockDamagedError(f"{path} contains another KV block than its name says")
         except OSError:
             return None
         except BlockDamagedError:
@@ -360,7 +367,7 @@ class BlockFolder:
         file = MappedFile(open_private(path), 0)
         size = os.fstat(file.descriptor).st_size
         if not size:
-            raise BlockDamagedError("the block's file is empty")
+            raise BlockDamagedError(f"the KV block {path} is an empty file")
         mapped = mmap.mmap(file.descriptor, size, access=mmap.ACCESS_READ)
         mapped.madvise(mmap.MADV_WILLNEED)
         file.address = np.frombuffer(mapped, np.uint8).ctypes.data

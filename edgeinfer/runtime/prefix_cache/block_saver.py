@@ -50,7 +50,10 @@ class _PendingWrite:
 
 
 class RoundtripVerdict:
-    """Runs a round-trip check once; stores the `outcome`: "" before, "exact", or what failed."""
+    """Checks once whether blocks can be saved and restored without a changed bit; stores the result.
+
+    `outcome` is "" before the check, "exact" if it succeeded, otherwise a text that says what failed.
+    """
 
     def __init__(self, folder: BlockFolder, check: RoundtripCheck) -> None:
         self._folder, self._check = folder, check
@@ -64,7 +67,7 @@ class RoundtripVerdict:
     def step(self) -> None:
         """Run the next part of the check. If bits differ, delete all blocks.
 
-        If the check raises an error (no memory), only this process does not use the cache.
+        If the check cannot run (no memory), this process uses no blocks, and a later one checks again.
         """
         try:
             outcome = self._check.step()
@@ -110,7 +113,7 @@ class BlockSaver:
         return self._was_used and not self.verdict.outcome and not self.is_exiting
 
     def add(self, cached_seq: CachedSequence, s_per_token: float) -> None:
-        """Queue a sequence for saving, unless prefilling it again would be faster."""
+        """Queue a sequence for saving, unless prefill, at `s_per_token`, would take under 50 ms."""
         n = len(cached_seq.tokens)
         if self.verdict.is_refused or not cached_seq.is_storable or n < TAIL_KEY_TOKENS:
             return
@@ -249,7 +252,7 @@ class BlockSaver:
         names = self.folder.names
         blocks: dict[bytes, _Missing] = {}
         for n_tokens in sorted(c.n_tokens for c in cached_seq.checkpoints if c.n_tokens <= len(tokens)):
-            # a whole block may end with this picture, too: the parent is the block before that
+            # after a picture, a whole block may end at the checkpoint: take the block before as parent
             ends_with_picture = tokens[n_tokens - 1] < 0
             i = chain.index_at(n_tokens - ends_with_picture)
             start, parent = chain.ends[i], chain.names[i]
@@ -290,7 +293,7 @@ class BlockSaver:
 
 def _writable(cached_seq: CachedSequence) -> PromptTokens:
     tokens = PromptTokens(cached_seq.tokens[: cached_seq.memory_only_from])
-    # leave out a picture at the end, which may be computed only in part
+    # leave out a picture (negative tokens) at the end, which may be computed only in part
     if tokens and tokens[-1] < 0:
         tokens.truncate(tokens.round_down(len(tokens) - 1))
     return tokens

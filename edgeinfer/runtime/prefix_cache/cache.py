@@ -29,14 +29,18 @@ from edgeinfer.runtime.requests import GenerateRequest
 
 #: Blocks are loaded only if they save at least this many tokens of prefill.
 _MIN_GAIN_TOKENS = 32
-#: A request waits for the round-trip check only if blocks save this many times the check's tokens.
+#: A request waits for the round-trip check only if blocks save this many times as many tokens of
+#: prefill as the check computes.
 _MIN_GAIN_CHECKS = 2
 #: Shortest time (s) that a request waits for a block before it prefills instead.
 _MIN_WAIT_S = 0.05
 
 
 class PrefixCache:
-    """Restores and saves blocks of `context`. Blocks are used only after the round-trip check."""
+    """Restores and saves KV blocks of `context`.
+
+    Blocks are restored only after the round-trip check has shown that this changes no bit.
+    """
 
     def __init__(
         self,
@@ -69,10 +73,11 @@ class PrefixCache:
         *,
         is_only_request: bool,
     ) -> BlockLoad | None:
-        """Start to read the blocks of `tokens` after the first `n_cached`; None if that saves little.
+        """Start to read the blocks of a prompt after its first `n_cached` tokens, which are in memory.
 
-        The first block may begin before `n_cached`. If the round-trip check has not run yet, it runs
-        now, but only if the blocks save much prefill and there is no other request.
+        Returns None if the blocks would save little prefill or the round-trip check has failed. If the
+        check has not run yet, it runs now, but only if blocks save much prefill and `is_only_request`.
+        The first block may begin before `n_cached`.
         """
         if self.verdict.is_refused or len(tokens) - n_cached <= _MIN_GAIN_TOKENS:
             return None
@@ -155,7 +160,11 @@ class PrefixCache:
             self.folder.record_session(request.preamble, names, request.cache_salt)
 
     def load_block(self, load: BlockLoad, cached_seq: CachedSequence, tokens: list[int]) -> bool:
-        """Append the next block of `load`, which must be ready; return False if loading must end."""
+        """Append the next block of `load`, which must be ready, to `cached_seq`.
+
+        `tokens` is the whole prompt. Returns False if no more blocks can be appended: the block is
+        unusable, the prompt differs from it, or there are too few cells.
+        """
         block = load.next_block()
         n_before = len(cached_seq.tokens)
         if block is None:
@@ -232,7 +241,7 @@ _LONG_BLOCK_TOKENS = 2048
 
 
 def model_block_tokens(loaded: LlamaModel) -> int:
-    """Return the tokens per block: many if each block also contains a large recurrent state."""
+    """Return the tokens per block: 2,048 with a large recurrent state, otherwise up to 256."""
     has_large_state = any(".ssm." in key or ".wkv." in key for key in loaded.meta)
     return _LONG_BLOCK_TOKENS if has_large_state else block_tokens(loaded.sliding_window)
 

@@ -46,7 +46,8 @@ NAME_BYTES = 20
 SECRET_BYTES = 32
 #: Tokens per block, unless the model has a shorter sliding window.
 BLOCK_TOKENS = 256
-#: The name of a partial block is a hash of its first 32 tokens; if it has fewer, of 16, 8, and so on.
+#: The name of a partial block is a hash of its first 32 tokens. A block with fewer tokens is named by
+#: its first 16, 8, 4, 2 or 1.
 TAIL_KEYS_TOKENS = (32, 16, 8, 4, 2, 1)
 TAIL_KEY_TOKENS = TAIL_KEYS_TOKENS[0]
 
@@ -64,8 +65,7 @@ Kind = Literal["full", "tail", "point", "rows"]
 class Header(msgspec.Struct, frozen=True, array_like=True):
     """The header of a block. `tokens` are int32, little endian.
 
-    `states` has the size (bytes) and the page offset of each piece of each state; the offset is in
-    [0, page size), or ANYWHERE.
+    `states` has a tuple per state: the size (bytes) and the page offset of each piece (see `State`).
     """
 
     kind: Kind
@@ -77,7 +77,11 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvBlock(msgspec.Struct, frozen=True):
-    """A block in memory. `states`: the state of the tokens, then the checkpoint's if there is one."""
+    """A block in memory.
+
+    `states[0]` is the state of the tokens; `states[1]`, if any, is a recurrent model's checkpoint after
+    them. A block of kind "rows" has a state per part of the picture.
+    """
 
     header: Header
     states: tuple[State, ...]
@@ -101,7 +105,10 @@ def unpack_tokens(packed: bytes) -> list[int]:
 
 
 def read_secret(path: Path, secret_if_new: bytes = b"") -> bytes:
-    """Read the secret in `path`, or write `secret_if_new` or random bytes there. Raises OSError."""
+    """Return the secret in `path`. Raises OSError.
+
+    A missing file is written first, with `secret_if_new` or, if that is b"", with random bytes.
+    """
     for _ in range(2):
         try:
             with open(open_private(path), "rb") as file:
@@ -151,9 +158,10 @@ class BlockNames:
         return chain
 
     def extend(self, chain: Chain, tokens: PromptTokens) -> None:
-        """Append the names of further whole blocks of `tokens` to `chain`.
+        """Append the names of the whole blocks of a prompt that `chain` does not have yet.
 
-        A block that would end inside a picture whose rows share positions contains the whole picture.
+        With M-RoPE, rows of a picture share positions; then a block never ends inside a picture, but
+        after it.
         """
         start = chain.ends[-1]
         while (block_end := tokens.block_end(start + self.block_tokens)) <= len(tokens):
@@ -171,12 +179,12 @@ class BlockNames:
         return self._hash(b"tail", parent, pack_tokens(tokens[:n_key]))
 
     def checkpoint(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Return the name of a block that ends at a checkpoint: a hash of its first 32 * n tokens."""
+        """Return the name of a block that ends at a checkpoint: a hash of its first 32, 64 … tokens."""
         n_key = len(tokens) // TAIL_KEY_TOKENS * TAIL_KEY_TOKENS
         return self._hash(b"point", parent, pack_tokens(tokens[:n_key]))
 
     def rows(self, digest: bytes) -> bytes:
-        """Return the name of the block with the rows of a picture."""
+        """Return the name of the block with embedding rows of a picture, identified by `digest`."""
         return self._hash(b"rows", self.identity, digest)
 
     def _hash(self, kind: bytes, *parts: bytes) -> bytes:
@@ -197,7 +205,10 @@ def owner_name(secret: bytes, conversation: str) -> str:
 
 @dataclass(slots=True)
 class Chain:
-    """Names and ends (tokens) of a prefix's whole blocks, after the root's name and end 0."""
+    """The names of a prompt's whole blocks, and the numbers of tokens up to their ends.
+
+    `names[0]` is the name of the root (the parent of the first block), `ends[0]` is 0.
+    """
 
     names: list[bytes]
     ends: list[int] = field(default_factory=lambda: [0])
@@ -239,10 +250,10 @@ def read_header(start: bytes | memoryview) -> Header:
     try:
         magic, _, _, length = _HEAD.unpack_from(start)
         if magic != MAGIC:
-            raise BlockDamagedError("the file is not a block of this version's format")
+            raise BlockDamagedError("the file is not a KV block in this version's format")
         return msgspec.msgpack.decode(start[_HEAD.size : _HEAD.size + length], type=Header)
     except (struct.error, msgspec.MsgspecError) as error:
-        raise BlockDamagedError(f"the block's header cannot be decoded: {error}") from error
+        raise BlockDamagedError(f"the header of a KV block cannot be decoded: {error}") from error
 
 
 def decode(data: memoryview, file: MappedFile | None = None) -> KvBlock:
@@ -250,11 +261,11 @@ def decode(data: memoryview, file: MappedFile | None = None) -> KvBlock:
     header = read_header(data)
     _, checksum, size, length = _HEAD.unpack_from(data)
     if size != len(data):
-        raise BlockDamagedError(f"the block's file has {len(data)} bytes; its header says {size}")
+        raise BlockDamagedError(f"a KV block has {len(data)} bytes, but its header says {size}")
     computed = xxhash.xxh3_64()  # not xxh3_64_intdigest, which holds the GIL
     computed.update(data[_CHECKED_FROM:])
     if computed.intdigest() != checksum:
-        raise BlockDamagedError("the block's checksum is wrong")
+        raise BlockDamagedError("the checksum of a KV block is wrong")
     return KvBlock(header, tuple(_states(data, _HEAD.size + length, header.states, file)))
 
 
@@ -266,7 +277,7 @@ def _states(
         for size, page_offset in sizes:
             offset += _padding(offset, page_offset)
             if size < 0 or offset + size > len(data):
-                raise BlockDamagedError("the sizes in the block's header exceed the file")
+                raise BlockDamagedError("the sizes in the header of a KV block exceed the file")
             pieces.append(data[offset : offset + size])
             offset += size
         yield State(tuple(pieces), tuple(page_offset for _, page_offset in sizes), file)

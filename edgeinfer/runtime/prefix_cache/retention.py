@@ -39,28 +39,32 @@ from edgeinfer.runtime.sampling.past_answers import forget_answers
 
 SUFFIX = ".block"
 _USED = "used"
-#: The default limit is a quarter of the sum of the free space and the size of all blocks.
+#: The default limit is a quarter of the sum of the free space and the size of all blocks, but at most
+#: 64 GiB.
 _SHARE_OF_FREE = 4
 _MOST_BYTES = 64 << 30
 #: Free space (bytes) that the cache leaves on the disk.
 MARGIN_BYTES = 512 << 20
 #: Blocks are evicted down to this share of the limit, so that eviction is rare.
 _PRUNE_TO = 0.9
-#: Blocks are listed again after 1/32 of the limit was written.
+#: The sizes of all blocks are read from the disk again after 1/32 of the limit was written.
 _RECOUNT_SHARE = 32
-#: Age (s) from which unfinished files, and conversations' lists whose blocks are all gone, are deleted.
+#: Age (s) from which unfinished files, and conversations' lists of deleted blocks, are deleted.
 _STALE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLimits:
-    """The disk limit. `max_bytes` 0 means a quarter of the disk's space; `margin_bytes` stay free."""
+    """Limits on disk use. `max_bytes` 0 means a quarter of the free space, at most 64 GiB.
+
+    `margin_bytes` of the disk always stay free.
+    """
 
     max_bytes: int = 0
     margin_bytes: int = MARGIN_BYTES
 
     def allowed_bytes(self, root: Path, used_bytes: int) -> int:
-        """Return the limit (bytes) of all blocks, which have `used_bytes` now. Raises OSError."""
+        """Return the limit (bytes) on the total size of blocks, now `used_bytes`. Raises OSError."""
         free = free_bytes(root)
         by_disk = max(0, used_bytes + free - self.margin_bytes)
         limit = self.max_bytes or min(_MOST_BYTES, (used_bytes + free) // _SHARE_OF_FREE)
@@ -130,7 +134,7 @@ def _read_used(root: Path) -> tuple[int, int]:
 def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, int]:
     """Evict the least recently used blocks until `extra_bytes` more fit. Raises OSError.
 
-    Returns the number of evicted blocks, and the size (bytes) of the others.
+    Returns the number of evicted blocks, and the total size (bytes) of the remaining ones.
     """
     blocks = list_blocks(root)
     used = sum(block.n_bytes for block in blocks)
@@ -147,7 +151,7 @@ def prune(root: Path, limits: CacheLimits, extra_bytes: int = 0) -> tuple[int, i
         n_evicted += 1
     names_left = {block.path.name.removesuffix(SUFFIX) for block in blocks if block.path.exists()}
     for owner in (root / "owners").glob("*"):
-        # a new list may name blocks that are not written yet
+        # the list of a new conversation may name blocks that are not written yet
         is_old = time.time() - owner.stat().st_mtime > _STALE_S
         if is_old and not owned_names(owner) & names_left:
             owner.unlink(missing_ok=True)
@@ -206,15 +210,16 @@ def forget_conversations(root: Path, *conversations: str) -> int:
 
 
 _FOLDER = "kept"
-#: Match the names of agents that are recorded, and of their files, which may end with a salt's hash.
+#: Matches the name of an agent whose sessions are recorded, such as "claude-code".
 _AGENT = re.compile(r"[a-z0-9-]{1,32}")
+#: Matches the name of an agent's file: the agent's name, and a hash of the cache salt if there is one.
 _FILE = re.compile(r"[a-z0-9-]{1,32}(\.[0-9a-f]{16})?")
-#: If a session has less than this share of the recorded blocks, the agent must be a new version:
-#: recording begins again.
+#: If a session begins with less than this share of the agent's recorded blocks, the agent is assumed to
+#: be a new version, and its record begins again.
 _SAME_SHARE = 0.5
-#: Number of sessions after which the shared blocks are known.
+#: Number of an agent's sessions after which the blocks that they share are retained.
 _MIN_SESSIONS = 2
-#: Maximum number of blocks recorded after the shared ones.
+#: Maximum number of recorded blocks that followed the blocks shared by an agent's sessions.
 _MAX_FOLLOWING = 8
 
 
@@ -239,9 +244,9 @@ def record_session(folder: Path, agent: str, names: Sequence[str], salt: str = "
 
 
 def record_following(folder: Path, parent: str, name: str, *, is_tail: bool = False) -> None:
-    """Record a new block if its `parent` is the last block that an agent's sessions have in common.
+    """Record the new block `name` if `parent` is the last block that an agent's sessions share.
 
-    The parent of a partial block (`is_tail`) may also be the latest block of `following`, because
+    A partial block (`is_tail`) is also recorded if its parent is the block that was recorded last, as
     prompts may begin to differ at the very end of a block. Raises OSError.
     """
     for path, agent in _read_all(folder):
@@ -258,7 +263,10 @@ def retained_names(root: Path) -> set[str]:
 
 
 def agent_blocks(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
-    """Return names of the blocks that sessions share, in order, then of later ones, latest first."""
+    """Return the names of the blocks that an agent's sessions share, in the prompt's order.
+
+    After them come the blocks that `record_following` has recorded, the latest first.
+    """
     if not _AGENT.fullmatch(agent):
         return ()
     record = _read(_path(folder, agent, salt))
@@ -266,7 +274,10 @@ def agent_blocks(folder: Path, agent: str, salt: str = "") -> tuple[str, ...]:
 
 
 def boundary_blocks(folder: Path, parent: str) -> tuple[str, ...]:
-    """Return the blocks recorded after `parent`; () unless it is the last block that sessions share."""
+    """Return the names of blocks that followed `parent`, the last block that an agent's sessions share.
+
+    The latest comes first. Returns () if `parent` is not the last shared block of an agent.
+    """
     agents = (agent for _, agent in _read_all(folder))
     return next((agent.following for agent in agents if agent.shared[-1:] == (parent,)), ())
 

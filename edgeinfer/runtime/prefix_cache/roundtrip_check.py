@@ -24,12 +24,12 @@ from edgeinfer.runtime.prefix_cache.kv_block import block_tokens
 
 #: Tokens per step of the check. An incoming request waits for one step at most.
 _CHUNK = 32
-#: Tokens of the text, and per block, for models without a sliding window.
+#: Tokens of the checked text and of each of its blocks, for models without a sliding window.
 _TOKENS = 24
 _BLOCK_TOKENS = 8
-#: Maximum number of tokens of the text. A longer sliding window is not filled.
+#: Maximum number of tokens of the checked text. The text does not fill a longer sliding window.
 _MOST_TOKENS = 1600
-#: Sequence id of the text, scratch id for `SequenceStates`, number of ids.
+#: Sequence ids of the check's context: one for the text, one as scratch id of `SequenceStates`.
 _SEQ_ID = 0
 _SCRATCH = 1
 _N_SEQ = 2
@@ -37,7 +37,10 @@ _TAIL_TOKENS = 3
 
 
 class RoundtripCheck:
-    """Runs the round-trip check of a loaded model once, in a small separate context."""
+    """Checks once that saving and restoring KV blocks of a model changes no bit.
+
+    The check runs in a small separate context, so that the model's main context is not changed.
+    """
 
     def __init__(self, options: LoadOptions, loaded: LlamaModel) -> None:
         self._loaded, window = loaded, loaded.sliding_window
@@ -45,7 +48,7 @@ class RoundtripCheck:
         self._supports_truncation = loaded.supports_truncation
         self._n_vocab = loaded.vocab.n_vocab
         self._block_tokens = block_tokens(window) if window else _BLOCK_TOKENS
-        # a text longer than the sliding window, unless that would take too many tokens
+        # the text should be longer than the sliding window, unless that takes too many tokens
         beyond = window + 2 * block_tokens(window) if window else 0
         #: Length of the text (tokens).
         self.n_tokens = max(_TOKENS, beyond) if beyond <= _MOST_TOKENS else 3 * block_tokens(window)
