@@ -22,9 +22,9 @@ class BatchInvariance:
     sums_in_order: bool = True
 
 
-#: Limits of llama.cpp's own attention with an f16 KV cache. It uses another kernel from 64 tokens on,
-#: and divides one token's cells among threads from 512 cells on. It rounds the number of cells up to a
-#: multiple of 256: 192 used cells and a batch of 60 tokens stay within 256.
+#: Limits of llama.cpp's own attention with an f16 KV cache. A batch of 64 or more tokens is computed by
+#: another kernel. From 512 cells on, several threads share the cells of a token. The number of cells is
+#: rounded up to a multiple of 256: 192 used cells and a batch of 60 tokens count as 256.
 _LLAMA_INVARIANCE = BatchInvariance(max_tokens=60, max_cells=192)
 #: native/attention.cpp accepts heads of up to 256 elements, in multiples of 16.
 _MOST_HEAD, _HEAD_STEP = 256, 16

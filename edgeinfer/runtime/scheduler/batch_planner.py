@@ -11,7 +11,8 @@ from edgeinfer.runtime.scheduler.prefill_policy import SHORT_TOKENS, DecodeBudge
 from edgeinfer.runtime.scheduler.request_queue import RequestQueue
 from edgeinfer.runtime.scheduler.sequence import BatchEntry, Sequence
 
-#: If the prompts of a burst have at most this many tokens in total, all are prefilled before decoding.
+#: If requests begin together, and their prompts have at most this many tokens in total, all prompts are
+#: prefilled before the first of these requests decodes.
 _BURST_PROMPT_TOKENS = 256
 #: Maximum number of tokens forced by a constraint that a sequence computes in a decode step.
 _MAX_FORCED_TOKENS = 32
@@ -146,7 +147,7 @@ class BatchPlanner:
         n_invariant = self._max_invariant_tokens(is_unbatched=is_unbatched) - n_tokens
         draft_budget = DraftBudget(self.step_costs, len(decoding), n_tokens)
         for seq in decoding:
-            # drafts that the request demands ("ngram") may change the rounding
+            # only automatic drafts are limited so that the step stays batch-invariant
             is_automatic = seq.request.speculative == "auto"
             max_drafts = min(n_spare, n_invariant) if is_automatic else n_spare
             drafts = self._propose_drafts(seq, max_drafts, draft_budget)
@@ -165,7 +166,7 @@ class BatchPlanner:
         """Return how many tokens a step may have to be batch-invariant; 0 if it cannot be."""
         invariance = self.batch_invariance
         is_beyond = invariance.max_cells is not None and self.kv.used_cells > invariance.max_cells
-        # the cells of a rejected draft change the order in which attention sums, and so rounds
+        # rejected drafts change the order of cells; a sum of floats depends on its order
         is_mixed = not (is_unbatched or invariance.sums_in_order)
         # llama.cpp's products with the small matrices of a LoRA depend on the batch
         return 0 if is_beyond or is_mixed or self._context_adapters else invariance.max_tokens

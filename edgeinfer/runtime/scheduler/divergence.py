@@ -28,7 +28,7 @@ def find_longest_match(
 ) -> LongestMatch:
     """Find the sequence with the longest common prefix, among those that the request may reuse.
 
-    The continuation of a pinned prompt is left out: the pinned text may not be the client's.
+    The result has no continuation for a pinned prompt, whose text may not be the client's.
     """
     reusable = [c for c in cached_sequences if c.is_reusable_with(adapters, salt)]
     matches = ((common_prefix(c.tokens, tokens), c) for c in reusable)

@@ -145,7 +145,7 @@ class EngineCore:
         return 0.0 if self.prefixes.has_writes else self._idle_cells.due_in_s()
 
     def do_idle_work(self) -> None:
-        """Save one KV block, or give some memory of the KV cache back to the OS. Only while idle."""
+        """Save one KV block, or give some memory of the KV cache back. Called while no request runs."""
         if self.prefixes.has_writes:
             self._with_cpu_fallback(lambda: self.prefixes.write_blocks(is_idle=True))
         elif self._idle_cells.due_in_s() == 0.0:
@@ -158,7 +158,10 @@ class EngineCore:
         self.kv.drop_idle(include_pinned=True)
 
     def evict_to_fit(self, n_ctx: int, n_cells: int) -> bool:
-        """Evict idle sequences to fit into `n_cells`; return False if requests do not fit."""
+        """Evict idle sequences until the used cells fit into `n_cells`.
+
+        Returns False if requests need more cells, or a request already has `n_ctx` tokens.
+        """
         requests = [*self.queue.running, *self.queue.waiting]
         are_short = all(len(seq.tokens) < n_ctx for seq in requests)
         return are_short and self.kv.make_room(self.kv.n_cells - n_cells)
@@ -169,8 +172,8 @@ class EngineCore:
         """Continue with `context`, on a GPU (`on_device`) or the CPU, instead of the present one.
 
         `has_copy`: the new context has a copy of all cells; otherwise sequences are prefilled again.
-        Call this between steps, while no prefix cache is attached. A GPU is not batch-invariant in any
-        case, so prompts are not divided into small chunks; tokens are drafted only on request.
+        Call this between steps, while no prefix cache is attached. On a GPU, steps are not
+        batch-invariant: chunks of prompts fill the batch, and tokens are drafted only on request.
         """
         self.executor.chunk_sizer.idle_chunk_tokens = (
             self.executor.batch.capacity if on_device else IDLE_CHUNK_TOKENS
@@ -188,7 +191,10 @@ class EngineCore:
         self.executor.install_abort_callback()
 
     def drop_sequences_with(self, stamps: Collection[str]) -> bool:
-        """Drop sequences computed with adapters of `stamps`; return False if requests use some."""
+        """Drop the cached sequences that were computed with an adapter in `stamps`.
+
+        Returns False, without dropping any, while a request uses such an adapter.
+        """
 
         def is_affected(adapters: AdapterKey) -> bool:
             return any(stamp in stamps for stamp, _ in adapters)
@@ -199,14 +205,17 @@ class EngineCore:
             self.kv.drop(cached_seq)
         return True
 
-    def profile_steps(self, token: int) -> None:
-        """Measure the time of steps of several sizes (tokens). Only while idle. Raises DecodeError."""
+    def profile_steps(self, first_token: int) -> None:
+        """Measure the times of steps with various numbers of tokens, while no request runs.
+
+        The tokens count up from `first_token`. Raises DecodeError.
+        """
         if not self.kv.supports_truncation:
             return
-        cached_seq = self.kv.allocate(PromptTokens([token]), (), reuse=False)
+        cached_seq = self.kv.allocate(PromptTokens([first_token]), (), reuse=False)
         if cached_seq is not None:
             self.executor.adapters.use(())
-            self.executor.profile_steps(cached_seq, token)
+            self.executor.profile_steps(cached_seq, first_token)
             self.kv.release(cached_seq, keep=False)
 
     def pin(self, tokens: list[int], adapters: AdapterKey = ()) -> int:

@@ -27,8 +27,8 @@ _ABORTED = 2
 _PROFILED_VOCAB = 64
 #: Maximum outputs of a profiled step. Each takes up to 1 MB of memory, which a snapshot then contains.
 _PROFILED_OUTPUTS = 16
-#: Tokens of the profiled prefill, by which a restored engine estimates how much time cached prefixes
-#: save. With 128 tokens the estimate would be a quarter lower and better, but snapshots 6 MB larger.
+#: Tokens of the profiled prefill step. From its time, a restored engine estimates how much time cached
+#: prefixes save. With 128 tokens it would be better (a quarter lower), but snapshots 6 MB larger.
 _PROFILED_PREFILL = 32
 
 
@@ -95,7 +95,7 @@ class Executor:
         return self._low_priority_thread.submit(self._decode_or_abort, entries).result()
 
     def shutdown(self) -> None:
-        """End the low-priority thread. The next step that needs one starts a new one."""
+        """End the low-priority thread. The next background step starts a new thread."""
         if self._low_priority_thread is not None:
             self._low_priority_thread.shutdown()
             self._low_priority_thread = None
@@ -128,7 +128,7 @@ class Executor:
         self.chunk_sizer.record(n_prefilled, seconds - decode_s, is_long=is_long)
 
     def prefill(self, cached_seq: CachedSequence, tokens: list[int]) -> None:
-        """Append `tokens` to a sequence without a request. Raises DecodeError."""
+        """Append `tokens` to `cached_seq`, in which no request runs. Raises DecodeError."""
         for start in range(0, len(tokens), self.batch.capacity):
             chunk = tokens[start : start + self.batch.capacity]
             adapters = cached_seq.adapters
@@ -146,8 +146,11 @@ class Executor:
                 raise decode_error(code, f"a system prompt of {len(tokens)} tokens")
             self.kv.record_computed(cached_seq, chunk)
 
-    def profile_steps(self, cached_seq: CachedSequence, token: int) -> None:
-        """Measure step times by number of tokens, in an empty sequence. Raises DecodeError."""
+    def profile_steps(self, cached_seq: CachedSequence, first_token: int) -> None:
+        """Measure the times of steps with various numbers of tokens, in an empty sequence.
+
+        The tokens count up from `first_token`. Raises DecodeError.
+        """
         numbers = itertools.count()
 
         def step_s(n_tokens: int) -> float:
@@ -155,7 +158,7 @@ class Executor:
             n_tokens = min(n_tokens, self.batch.capacity, self.kv.free_cells)
             n_outputs = min(n_tokens, self.batch.max_outputs, _PROFILED_OUTPUTS)
             # tokens differ, because equal ones would use the same experts of a mixture model
-            tokens = [(token + next(numbers)) % _PROFILED_VOCAB for _ in range(n_tokens)]
+            tokens = [(first_token + next(numbers)) % _PROFILED_VOCAB for _ in range(n_tokens)]
             self.batch.add(tokens, 0, cached_seq.seq_id, outputs=n_outputs)
             began = time.perf_counter()
             code = self.batch.decode(self.context)
@@ -170,7 +173,8 @@ class Executor:
         self.chunk_sizer.record(n_tokens, step_s(n_tokens), is_long=False)
 
 
-#: Aborts may waste this share of the prefill time, plus up to `_MAX_LOST_S` (s) in advance.
+#: Aborts may waste `_MAX_LOST_S` (s) of prefill time. After that, this share of the time of steps that
+#: were not aborted may be wasted again.
 _LOST_SHARE = 0.05
 _MAX_LOST_S = 1.0
 #: A step that is at least half done and will end within this time (s) is not aborted.
@@ -180,7 +184,7 @@ _ALMOST_DONE_S = 0.3
 class StepCancellation:
     """Decides whether to abort a running prefill step; limits the time that aborts waste.
 
-    `request_abort` aborts llama_decode. Only the decode thread may call `begin` and `end`.
+    The function `request_abort` aborts llama_decode. Only the decode thread may call `begin` and `end`.
     """
 
     def __init__(self, request_abort: Callable[[], None]) -> None:
@@ -191,7 +195,7 @@ class StepCancellation:
         self._allowed_loss_s = _MAX_LOST_S
 
     def begin(self, sequences: list[Sequence], expected_s: float) -> None:
-        """Record the start of a step with chunks of the prompts of `sequences`."""
+        """Record the start of a step that prefills `sequences` and should take `expected_s`."""
         with self._lock:
             self._sequences, self._began = sequences, time.monotonic()
             self._expected_s = expected_s

@@ -22,8 +22,9 @@ _MIN_IDLE_CELLS = 512
 class IdleCells:
     """Gives the memory of the cells of `kv` back to the OS after five idle minutes.
 
-    All sequences must be in the on-disk prefix cache. llama.cpp does not report which cells are free,
-    so all cells are emptied; a pinned prefix is copied before and restored afterwards (decision 088).
+    It waits until all sequences are in the on-disk prefix cache. llama.cpp does not report which cells
+    are free, so all cells are emptied; a pinned prefix is saved before that, and restored afterwards
+    (decision 088).
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class IdleCells:
         self._used_at = time.monotonic()
 
     def record_use(self) -> None:
-        """Record that the engine is in use. Pages that have not been given back yet stay."""
+        """Record that the engine is in use; stop giving memory back to the OS."""
         self._used_at = time.monotonic()
         self._ranges.clear()
 
@@ -59,7 +60,10 @@ class IdleCells:
         return all(not c.in_use and cache.saver.would_store(c) for c in idle)
 
     def release_some(self) -> None:
-        """In the first call, drop all sequences; in later calls, give back 256 MiB each."""
+        """Drop all sequences in the first call; give 256 MiB of memory back in each later call.
+
+        If a prefix is pinned, the first call gives all memory back at once.
+        """
         if self._ranges:
             self._context.cells.release_pages([self._ranges.pop()])
             return

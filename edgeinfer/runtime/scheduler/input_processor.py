@@ -37,7 +37,7 @@ from edgeinfer.runtime.vision import PromptPictures, Span, Vision
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class InputProcessor:
-    """Converts requests to sequences; `engine` sets the adapters later. Runs on the callers' threads.
+    """Converts requests to sequences, on the callers' threads. The engine then adds LoRA adapters.
 
     `entropy` is mixed into random seeds. `vision_error` says why the model's projector is not used.
     """
@@ -66,7 +66,9 @@ class InputProcessor:
         check_request(request, self.vocab.n_vocab)
         if request.overflow == "shift" and not self.can_shift:
             raise InvalidRequestError(
-                'overflow: the context of this model cannot be shifted; use "refuse"', param="overflow"
+                "overflow: this model's context cannot be shifted",
+                param="overflow",
+                hint='set overflow to "refuse", and shorten the conversation if it gets too long',
             )
         check_length(request.length, self.n_ctx, param, self.n_ctx_train)
         chat = self.chat_format.process(request) if request.messages else None
@@ -106,7 +108,7 @@ class InputProcessor:
         return list(request.prompt or ())
 
     def tokenize_chat(self, request: GenerateRequest, prompt: str, spans: list[Span]) -> list[int]:
-        """Tokenize the rendered prompt of a chat; append the rows of pictures to `spans`."""
+        """Tokenize the rendered prompt of a chat; append the places of its pictures to `spans`."""
         if not request.n_pictures:
             return self.chat_format.tokenize(prompt)
         vision = self._checked_vision(request, "messages")
@@ -137,7 +139,8 @@ class InputProcessor:
                 param=param,
             )
         if request.n_pictures > MAX_PICTURES:
-            raise InvalidRequestError(f"at most {MAX_PICTURES} pictures are allowed", param=param)
+            problem = f"at most {MAX_PICTURES} pictures are allowed, not {request.n_pictures}"
+            raise InvalidRequestError(problem, param=param, hint="send fewer pictures in one request")
         return self.vision
 
     def _max_infill_tokens(self, request: GenerateRequest) -> int:
@@ -150,14 +153,15 @@ class InputProcessor:
         if not tokens and self.vocab.bos >= 0:
             tokens = [self.vocab.bos]
         if not tokens:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
+            hint = "send at least one token: this model has no BOS token to begin with"
+            raise InvalidRequestError("the prompt is empty", param="prompt", hint=hint)
         if len(tokens) < self.n_ctx:
             return tokens
         param = "messages" if request.messages else "prompt"
         if request.overflow != "shift":
             raise ContextLengthError(
-                f"the prompt has {len(tokens)} tokens, but the context of {self.n_ctx} must also hold "
-                f"the answer",
+                f"the prompt has {len(tokens)} tokens, but the context of {self.n_ctx} tokens "
+                "must also hold the answer",
                 param=param,
                 hint=hint_beyond_training(len(tokens), self.n_ctx_train),
                 n_tokens=len(tokens),
@@ -225,9 +229,10 @@ _RULE = "\n\n--- {name} ---\n\n"
 
 
 def infill_tokens(infill: Infill, vocab: Vocab, max_tokens: int) -> list[int]:
-    """Make a fill-in-the-middle prompt of at most `max_tokens` tokens. Raises InvalidRequestError.
+    """Make a fill-in-the-middle prompt of at most `max_tokens` tokens.
 
-    If the prompt is too long, other files are left out first, then text that is far from the gap.
+    If the prompt is too long, `infill.files` are left out first, then text that is far from the gap.
+    Raises InvalidRequestError if the model does not support fill-in-the-middle.
     """
     fim = vocab.fim
     if fim is None:

@@ -35,7 +35,7 @@ class RequestObserver(Protocol):
     """Observes all requests of an engine. The engine's `close` calls the observer's `close`."""
 
     def on_admit(self, request: GenerateRequest) -> SequenceObserver:
-        """Return an observer for a request that was queued."""
+        """Return an observer for a request that is now put into the queue."""
 
     def close(self) -> None: ...
 
@@ -51,14 +51,14 @@ class TokenRecorder(SequenceObserver):
         self._replayed = None if replayed is None else tuple(replayed)
         self._answer: list[int] = []
         self._logprobs: list[float | None] = []
-        #: Log-probability of the expected token if the sampled token differs, otherwise None.
+        #: Log-probability of the replayed answer's token if the sampled token differs, otherwise None.
         self._replayed_logprob: float | None = None
         self._logits: npt.NDArray[np.float32] | None = None
         self._log_sum, self._log_sum_of = 0.0, LogSum()
         self.differs = False
         #: LoRA adapters of the request, which the engine sets.
         self.adapters: tuple[Adapter, ...] = ()
-        #: Set by the engine: returns why other engines may choose other tokens, "" if none should.
+        #: Returns why another engine may choose other tokens, "" if none may. Set by the engine.
         self.why_irreproducible: Callable[[], str] = str
 
     def on_logits(self, logits: npt.NDArray[np.float32]) -> None:
@@ -68,7 +68,7 @@ class TokenRecorder(SequenceObserver):
 
     def on_token(self, token: int) -> None:
         logits, self._logits = self._logits, None
-        # a constraint may have masked logits after `on_logits`, but never that of the sampled token
+        # a constraint may have masked logits after `on_logits`, but not the sampled token's logit
         self._logprobs.append(None if logits is None else float(logits[token]) - self._log_sum)
         self.differs = self._replayed is not None and self._next_token != (token,)
         if not self.differs:

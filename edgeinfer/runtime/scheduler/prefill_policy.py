@@ -17,7 +17,8 @@ _CHUNK_MIN = 32
 IDLE_CHUNK_TOKENS = 128
 #: Prompts up to this length (tokens) are short; they are prefilled before long ones.
 SHORT_TOKENS = 256
-#: Decode-only steps may delay a prefill by this share of its time, at most this much (s) in advance.
+#: Decode-only steps may delay a prefill by this share of the time that it has taken so far. The delay
+#: for the remaining time is allowed in advance, up to `_MAX_ADVANCE_S`.
 _DECODE_SHARE = 0.1
 _MAX_ADVANCE_S = 1.0
 
@@ -45,10 +46,10 @@ class ChunkSizer:
         return n_tokens * (self._long_s_per_token or self.s_per_token) if self._is_measured else 0.0
 
     def token_budget(self, room: int, n_decoding: int, pending: Tokens[int]) -> int:
-        """Return how many prompt tokens to add to a batch that has `n_decoding` tokens of sequences.
+        """Return how many prompt tokens to add to a batch with `n_decoding` tokens of decodes.
 
-        `room` more tokens fit. `pending` are the numbers of tokens left of each prompt. If all of them
-        are short, the batch is limited so that its results equal those of unbatched prefill.
+        `room` more tokens fit. `pending` has the number of tokens left of each prompt. If all prompts
+        are short, the batch stays small, so that its results equal those of unbatched prefill.
         """
         longest = max(pending, default=0)
         budget = room
@@ -61,7 +62,10 @@ class ChunkSizer:
         return min(budget, invariant) if longest <= invariant else budget
 
     def record(self, n_tokens: int, seconds: float, *, is_long: bool) -> None:
-        """Record how long a prefill of `n_tokens` took. Fewer than 32 tokens are ignored."""
+        """Record how long a prefill of `n_tokens` took. Fewer than 32 tokens are ignored.
+
+        `is_long`: some of these tokens belong to a prompt of more than `SHORT_TOKENS` tokens.
+        """
         if n_tokens < _CHUNK_MIN:
             return
         s_per_token = seconds / n_tokens
@@ -78,7 +82,7 @@ def _moving_average(measured: float, average: float | None) -> float:
 def decode_budget_s(elapsed_s: float, remaining_s: float) -> float:
     """Return how long (s) decode-only steps may have delayed a prefill so far.
 
-    That is 10 % of the prefill's `elapsed_s`, and in advance 10 % of `remaining_s` or up to 1 s.
+    That is 10 % of the prefill's time so far (`elapsed_s`), plus 10 % of `remaining_s`, at most 1 s.
     """
     return _DECODE_SHARE * elapsed_s + min(_DECODE_SHARE * remaining_s, _MAX_ADVANCE_S)
 
@@ -95,7 +99,7 @@ class DecodeBudget:
         self._delayed_since = 0.0
 
     def charge_last_step(self) -> None:
-        """If the last step was granted, add its time to the delay of the prompt."""
+        """If `grant_step` granted the last step, add that step's time to `delayed_s` of its prompt."""
         if self._delayed is not None:
             self._delayed.delayed_s += time.monotonic() - self._delayed_since
             self._delayed = None

@@ -21,7 +21,7 @@ from edgeinfer.runtime.scheduler.sequence import Sequence
 #: Time limits (s) for restoring blocks between two steps: while sequences decode, and otherwise.
 _LOAD_S_WHILE_DECODING = 0.02
 _LOAD_S = 0.1
-#: Idle sequences are evicted before a prefill only if they have this many cells.
+#: Idle sequences are evicted before a prefill only if they have at least this many cells in total.
 _MIN_EVICTED_CELLS = 1024
 #: Shortest answer (tokens) that is stored as a source of draft tokens.
 _MIN_ANSWER_TOKENS = 8
@@ -32,7 +32,7 @@ FLUSH_S = 30.0
 
 
 def loading_sequences(running: list[Sequence]) -> list[Sequence]:
-    """Return the sequences that load blocks; leave out prefill-only ones while others prefill."""
+    """Return the sequences that load blocks, without prefill-only ones while other requests prefill."""
     is_awaited = any(s.is_started and not (s.is_decoding or s.is_prefill_only) for s in running)
     return [s for s in running if s.is_loading_blocks and not (is_awaited and s.is_prefill_only)]
 
@@ -165,14 +165,19 @@ class Prefixes:
     def open_cache(
         self, make_cache: Callable[..., PrefixCache], loaded: LlamaModel, check_outcome: str
     ) -> None:
-        """Use the cache that `make_cache` returns; `attach_cache` calls it again. Raises OSError."""
+        """Open the on-disk prefix cache by a call of `make_cache` with `loaded` and `check_outcome`.
+
+        `check_outcome` is the result of the round-trip check, "" if the check has not run yet. After
+        `detach_cache`, `attach_cache` calls `make_cache` again. Raises OSError.
+        """
         self.prefix_cache = make_cache(loaded, check_outcome)
         self._make_cache = make_cache
 
     def attach_cache(self, loaded: LlamaModel) -> None:
-        """After `open_cache` and `detach_cache`, open the prefix cache of `loaded`, between two steps.
+        """Open the prefix cache of `loaded`, after `detach_cache` has closed the one before.
 
-        States computed on the CPU and on a GPU differ, so each device has a separate prefix cache.
+        Does nothing unless `open_cache` was called. Call this between two steps. States computed on the
+        CPU and on a GPU differ, so each device has a separate prefix cache.
         """
         if self._make_cache is not None:
             self.prefix_cache = self._make_cache(loaded)
@@ -204,7 +209,10 @@ class Prefixes:
             self._kv.save_checkpoint(seq.cached_seq)
 
     def preempt(self, seq: Sequence, *, keep: bool) -> None:
-        """Take the cells from a running request; without `keep`, its tokens are computed again."""
+        """Take the cells from a running request, which is started again later.
+
+        With `keep`, its computed tokens stay in the KV cache; otherwise they are computed again.
+        """
         self._end_load(seq)
         if seq.is_started:
             self._kv.release(seq.stop(), keep=keep)

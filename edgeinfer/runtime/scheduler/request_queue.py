@@ -20,7 +20,7 @@ _MIN_SAVED_TOKENS = 32
 class RequestQueue:
     """The waiting and the running requests; at most `n_parallel` requests run.
 
-    A running request without cells is not started yet. `n_ended` counts the ended requests.
+    A running request is started as soon as cells are free for it. `n_ended` counts ended requests.
     """
 
     def __init__(self, prefixes: Prefixes, kv: KvCache, counters: Counters, *, n_parallel: int) -> None:
@@ -30,7 +30,7 @@ class RequestQueue:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.n_ended = 0
-        #: Observers of the requests that are added later.
+        #: Observers of all requests that are added from now on.
         self.observers: tuple[RequestObserver, ...] = ()
 
     @property
@@ -74,7 +74,7 @@ class RequestQueue:
         self.n_ended += 1  # count first: after the last event, a client may read the metrics
 
     def admit(self) -> None:
-        """Move waiting requests to `running`, prefill-only requests last, and start them."""
+        """Move waiting requests to `running`, prefill-only ones last; start those that fit in."""
         waiting, running = self.waiting, self.running
         while waiting:
             seq = next((s for s in waiting if not s.is_prefill_only), waiting[0])

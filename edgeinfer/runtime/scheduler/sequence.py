@@ -192,7 +192,7 @@ class Sequence:
         reason = self._append(vocab, token, chosen)
         budget = self.reasoning_budget
         if reason is None and budget is not None and budget.is_spent(self.detokenizer):
-            # the constraint may require another token before the end of the reasoning
+            # the reasoning cannot be closed now if the constraint requires another token here
             can_close = self.matcher is None or self.matcher.valid(budget.close) == len(budget.close)
             reason = self._append_forced(vocab, budget.close) if can_close else None
         if reason is None and self.matcher is not None and n_top is None:
