@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
 
+from edgeinfer.errors import SnapshotUnsafeError
 from edgeinfer.runtime.kv_cache import KvCache, common_prefix
 from edgeinfer.runtime.llama.model import LlamaModel
 from edgeinfer.runtime.llama.vocab import Vocab
@@ -18,6 +20,7 @@ from edgeinfer.runtime.scheduler.divergence import describe_divergence, find_lon
 from edgeinfer.runtime.scheduler.prefill_policy import ChunkSizer
 from edgeinfer.runtime.scheduler.sequence import Sequence
 
+_log = logging.getLogger("edgeinfer.blocks")
 #: Time limits (s) for restoring blocks between two steps: while sequences decode, and otherwise.
 _LOAD_S_WHILE_DECODING = 0.02
 _LOAD_S = 0.1
@@ -179,8 +182,12 @@ class Prefixes:
         Does nothing unless `open_cache` was called. Call this between two steps. States computed on the
         CPU and on a GPU differ, so each device has a separate prefix cache.
         """
-        if self._make_cache is not None:
+        if self._make_cache is None:
+            return
+        try:
             self.prefix_cache = self._make_cache(loaded)
+        except (OSError, SnapshotUnsafeError) as error:  # requests go on without the cache
+            _log.warning("the on-disk prefix cache is off: %s", error)
 
     def detach_cache(self, running: Iterable[Sequence]) -> None:
         """Stop using the prefix cache until `attach_cache`; pending writes continue."""
