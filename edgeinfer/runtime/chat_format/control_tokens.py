@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 #: Inserted after the first character of an escaped control token. It is a Unicode noncharacter.
 MARK = "\ufdd0"
-#: How MARK appears in a prompt if the template writes messages as ASCII-only JSON. In a message, this
-#: text is escaped too.
+#: How a template that writes messages as ASCII-only JSON writes MARK. If a client writes these
+#: characters into a message, they are escaped like a control token.
 _MARK_IN_JSON = "\\ufdd0"
 _MARKS = re.compile(f"{MARK}({MARK}?)")
-#: Prompts are first searched for only this many leading characters of each control token.
+#: A regex finds the first characters of control tokens, this many; then whole tokens are compared.
 _PREFIX = 3
 #: Matches a `\\uXXXX` of JSON whose backslash is not escaped itself.
 _JSON_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\u([0-9a-fA-F]{4})")
@@ -63,7 +63,10 @@ class ControlTokens:
         self.escape("")
 
     def escape(self, text: str, markers: tuple[str, ...] = ()) -> str:
-        """Return `text` with MARK in each control token that does not begin with one of `markers`."""
+        """Return `text` with MARK after the first character of each control token that it contains.
+
+        Control tokens that begin with one of `markers` stay control tokens.
+        """
         text = text.replace(MARK, MARK * 2)
         pieces = []
         piece_start = 0
@@ -77,17 +80,27 @@ class ControlTokens:
         return MARK.join([*pieces, text[piece_start:]]) if pieces else text
 
     def escape_request(self, request: GenerateRequest, markers: tuple[str, ...]) -> GenerateRequest:
-        """Escape all rendered text, except `markers` in earlier answers. Raises InvalidRequestError."""
-        tools = msgspec.to_builtins(request.tools)
+        """Return the request with escaped messages, tools and template options.
+
+        `markers` (of the reasoning) are not escaped in the assistant's messages. Raises
+        InvalidRequestError if a tool or a template option is nested too deeply.
+        """
+        field = "tools"
         try:
-            return msgspec.structs.replace(
-                request,
-                messages=tuple(self._message(message, markers) for message in request.messages),
-                tools=msgspec.convert(self._escape_all(tools), tuple[Tool, ...]),
-                template_options=self._escape_all(request.template_options),
-            )
+            escaped = self._escape_all(msgspec.to_builtins(request.tools))
+            tools = msgspec.convert(escaped, tuple[Tool, ...])
+            field = "template_options"
+            options = self._escape_all(request.template_options)
         except RecursionError as error:
-            raise InvalidRequestError("a tool or a template option is nested too deeply") from error
+            problem = f"{field}: objects and lists are nested too deeply"
+            hint = "send values with fewer levels of objects and lists"
+            raise InvalidRequestError(problem, param=field, hint=hint) from error
+        return msgspec.structs.replace(
+            request,
+            messages=tuple(self._message(message, markers) for message in request.messages),
+            tools=tools,
+            template_options=options,
+        )
 
     def _message(self, message: Message, markers: tuple[str, ...]) -> Message:
         return msgspec.structs.replace(

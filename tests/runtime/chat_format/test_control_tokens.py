@@ -8,6 +8,7 @@ import pytest
 from made_formats import load_format
 from msgspec.structs import replace
 
+from edgeinfer.errors import InvalidRequestError
 from edgeinfer.runtime.chat_format.chat_format import ChatFormat
 from edgeinfer.runtime.chat_format.control_tokens import MARK, ControlTokens
 from edgeinfer.runtime.llama.vocab import Vocab
@@ -139,6 +140,19 @@ def test_escape_content_off_restores_special_tokens(vocab):
     tokens = prompt_of(chat_format, GenerateRequest(messages=messages))
     assert len(controls(vocab, tokens)) == 6
     assert said in vocab.detokenize(tokens).decode()
+
+
+@pytest.mark.parametrize("field", ["tools", "template_options"])
+def test_deep_value_is_refused_by_its_field(vocab, field):
+    deep = {}
+    for _ in range(2000):
+        deep = {"a": deep}
+    tools = (Tool(name="look", parameters=deep),) if field == "tools" else ()
+    options = deep if field == "template_options" else {}
+    request = GenerateRequest(tools=tools, template_options=options)
+    with pytest.raises(InvalidRequestError, match="nested too deeply") as caught:
+        ControlTokens(vocab).escape_request(request, ())
+    assert caught.value.param == field
 
 
 def test_answer_keeps_the_markers_of_its_reasoning(vocab):
