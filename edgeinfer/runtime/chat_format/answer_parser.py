@@ -26,12 +26,13 @@ _NO_CALLS = ToolFormat(name="none")
 
 
 class AnswerParser:
-    """Parses the text of one answer into events. Used on the decode thread; never raises.
+    """Parses the text of one answer into events, on the decode thread. Never raises.
 
-    `tools` maps names to argument schemas. The answer may begin with the reasoning `span`; `opened`
-    means that the prompt already contains the opening marker. `constrained`: a grammar guarantees
-    well-formed calls, so their arguments can be streamed. `special_tokens`: `feed` must also get the
-    texts of control tokens.
+    - tools: the JSON schema of each tool's arguments, by the tool's name.
+    - span: the markers of the reasoning with which the answer may begin; None if it has none.
+    - opened: the prompt ends with the opening marker, so the answer begins inside the reasoning.
+    - constrained: a grammar guarantees well-formed calls, so their arguments are streamed.
+    - special_tokens: some markers are control tokens, so the caller decodes those to text for `feed`.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class AnswerParser:
         self._form = form if tools else _NO_CALLS
         self._tools, self._constrained = tools, constrained
         self._span = span or ReasoningSpan("", "")
-        #: "closed": the reasoning has ended, and the answer has no character yet.
+        #: Where the parsed text ends: before any marker or text ("start"), inside the reasoning
+        #: ("thinking"), between the reasoning and the answer's first character ("closed"), or later.
         self._phase: Literal["start", "thinking", "closed", "answer"] = "start" if span else "answer"
         if opened:
             self._phase = "thinking"
@@ -158,7 +160,7 @@ class AnswerParser:
             self._emit(marker)
             return True
         self._fresh = False
-        # the grammar covers only the first marker of the format: after others, calls may be malformed
+        # the grammar enforces well-formed calls only after the first of the format's markers
         constrained = self._constrained and marker in ("", *self._form.begin[:1])
         kind = XmlSection if is_xml and first not in ("{", "[") else JsonSection
         self._section = kind(

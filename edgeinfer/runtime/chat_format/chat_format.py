@@ -69,9 +69,9 @@ _EXAMPLES = 3
 class ProcessedChat:
     """The prompt of a chat request, and how the answer is constrained and parsed.
 
-    `ChatFormat.tokenize` tokenizes `prompt`. `constraint`, unless None, replaces the request's one.
-    `stop` are further stop strings. `parser` is None if the whole answer is plain text.
-    `reasoning_close` is the marker that ends the reasoning, such as `</think>`.
+    `prompt` is text for `ChatFormat.tokenize`. `constraint` replaces the constraint of the request,
+    unless it is None. `stop` has stop strings in addition to the request's. `parser` is None if the
+    whole answer is plain text. `reasoning_close` is the marker after the reasoning, such as `</think>`.
     """
 
     prompt: str
@@ -147,7 +147,7 @@ class ChatFormat:
 
     @property
     def choices(self) -> dict[str, Chosen]:
-        """The chosen template, tool-call format and reasoning markers, with reasons."""
+        """The chosen "chat_template", "tool_format" and "reasoning" (opening marker), with reasons."""
         span_reason = (
             "the chat template contains it"
             if self.can_think
@@ -161,9 +161,11 @@ class ChatFormat:
         }
 
     def render(self, request: GenerateRequest) -> str:
-        """Render the prompt with escapes and picture markers. Raises InvalidRequestError.
+        """Render the prompt of a request with messages, as text for `split` and `tokenize`.
 
-        If the reasoning budget is 0 and the template opens the reasoning, the end marker is added.
+        Control tokens in messages are escaped, and pictures become markers. If the reasoning budget is
+        0 and the prompt ends with the opening marker of the reasoning, the closing marker is added.
+        Raises InvalidRequestError if a tool is invalid or the template refuses the messages.
         """
         if self._for_tools is not None and self._tools(request):
             return self._for_tools.render(request)
@@ -210,7 +212,11 @@ class ChatFormat:
             self._control.load()
 
     def process(self, request: GenerateRequest) -> ProcessedChat:
-        """Make the prompt, the constraint and the parser of the answer. Raises InvalidRequestError."""
+        """Make the prompt, the constraint and the parser of the answer.
+
+        Raises InvalidRequestError as `render` does, and UnsupportedConstraintError for a strict tool
+        whose schema cannot be enforced.
+        """
         tools = self._tools(request)
         if self._for_tools is not None and tools:
             return self._for_tools.process(request)
@@ -224,7 +230,7 @@ class ChatFormat:
                 span,
                 self._facts.vocab,
                 opened=opened,
-                # the template closes the reasoning in the prompt if thinking is off
+                # if thinking is off, the template has written the closing marker into the prompt
                 optional=not prompt.rstrip().endswith(span.close),
             )
         return ProcessedChat(
@@ -329,7 +335,11 @@ def _constrained_tools(request: GenerateRequest, *, may_refuse: bool) -> tuple[T
         fault = tool_call_grammar.schema_fault(tool, request.cache_salt)
         if fault and tool.strict and may_refuse:
             field = f"tools[{i}].parameters{fault[0]}"
-            raise UnsupportedConstraintError(f"tool {tool.name}: {fault[1]}", param=field)
+            raise UnsupportedConstraintError(
+                f"tool {tool.name}: {fault[1]}",
+                param=field,
+                hint="change that part of the tool's `parameters`, or leave out `strict`",
+            )
         loose = {"type": "object", "additionalProperties": True}
         tools.append(msgspec.structs.replace(tool, parameters=loose) if fault else tool)
     return tuple(tools)
@@ -429,7 +439,10 @@ class PictureMarkers:
         return re.compile(rf"picture{self._word}n(\d+)[be]")
 
     def insert(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Replace each picture's mark in messages by a unique marker. Raises InvalidRequestError."""
+        """Replace each PICTURE_MARK in the messages by a text that no client can guess.
+
+        Raises InvalidRequestError if a message has more or fewer marks than pictures.
+        """
         numbers = itertools.count()
         return tuple(self._insert(message, numbers) for message in messages)
 
@@ -437,9 +450,10 @@ class PictureMarkers:
         content, *after_pictures = split_at_pictures(message.content, message.pictures)
         if len(after_pictures) != len(message.pictures):
             raise InvalidRequestError(
-                "a message needs a placeholder for each picture; it has "
-                f"pictures: {len(message.pictures)}, placeholders: {len(after_pictures)}",
+                "a message needs a mark in `content` for each picture; it has "
+                f"pictures: {len(message.pictures)}, marks: {len(after_pictures)}",
                 param="messages",
+                hint="make `content` and `pictures` with `edgeinfer.media.pictures.join_parts`",
             )
         for text in after_pictures:
             content += f"picture{self._word}n{next(numbers)}{'e' if content else 'b'}{text}"
@@ -448,9 +462,10 @@ class PictureMarkers:
     def split(
         self, prompt: str, pictures: Sequence[bytes], *, is_tight: bool = False
     ) -> Iterator[str | bytes]:
-        """Yield the texts and pictures of a rendered prompt, in order. Raises InvalidRequestError.
+        """Yield the texts and pictures of a rendered prompt, in order.
 
-        `is_tight`: the template writes no space before a picture at the beginning of a message.
+        `is_tight`: the template writes no space before a picture at the beginning of a message. Raises
+        InvalidRequestError if the template dropped or repeated a picture.
         """
         text_start = 0
         order = []

@@ -88,7 +88,7 @@ class Detokenizer:
 
 
 class TextStream:
-    """Decodes the UTF-8 of one answer, and ends the text before a stop string."""
+    """Decodes the UTF-8 bytes of one answer to text, which ends before the first stop string."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

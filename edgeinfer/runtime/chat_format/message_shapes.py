@@ -18,13 +18,13 @@ _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateTraits:
-    """What a chat template supports, found by rendering probes.
+    """What a chat template supports or requires, found by rendering probes.
 
-    `late_system`: a system message after other messages. `string_arguments`: arguments of earlier tool
-    calls as JSON text. `null_content`: None as the content of a tool call. `typed_content`: content
-    only as a list of parts. `tight_pictures`: no space before a picture that begins a message
-    (SmolVLM's `User:`). `short_ids`: tool-call ids of nine characters. `reasoning_key`: key of a
-    message's reasoning, "" if the template renders none.
+    `late_system`: a system message may follow other messages. `string_arguments`: the arguments of
+    earlier tool calls must be JSON text. `null_content`: a message with tool calls and no text has the
+    content None. `typed_content`: content must be a list of parts. `tight_pictures`: no space precedes
+    a picture that begins a message (SmolVLM's `User:`). `short_ids`: tool-call ids must have nine
+    characters. `reasoning_key`: key of a message's reasoning, "" if the template renders none.
     """
 
     system: bool = True
@@ -53,8 +53,9 @@ def tool_dict(tool: Tool) -> dict[str, Any]:
 def adaptations(messages: Sequence[Message], traits: TemplateTraits) -> Iterator[list[dict[str, Any]]]:
     """Yield a conversation in the forms that templates may require, beginning with the unchanged one.
 
-    The others have one tool call per message, successive messages of a role joined, or user and
-    assistant alternating. Then the same forms follow with {} for tool-call arguments that are not JSON.
+    In other forms, each message has one tool call, successive messages of a role are joined, or user
+    and assistant alternate. Then all forms follow again, with {} for tool-call arguments that are not
+    JSON.
     """
     forms: list[list[dict[str, Any]]] = []
     for variant in (messages, tuple(map(_without_broken_arguments, messages))):
@@ -188,7 +189,7 @@ def split_calls(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def alternate_turns(shaped: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Make user and assistant alternate: join successive messages of a role, insert empty ones.
 
-    Messages with tool calls or results are not counted, as in the check of Mistral's templates.
+    The order ignores messages with tool calls or results, as the check in Mistral's templates does.
     """
     turns: list[dict[str, Any]] = []
     expected = "user"

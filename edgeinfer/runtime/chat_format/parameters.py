@@ -17,7 +17,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def property_schemas(schema: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the schemas of each parameter by name: several if there are references or `anyOf`."""
+    """Return each parameter's schemas by name: several if, say, two schemas of `anyOf` define it."""
     root = dict(schema)
     schemas_by_name: dict[str, list[Any]] = {}
     for subschema in value_schemas([root], root):

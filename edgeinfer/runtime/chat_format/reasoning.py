@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSpan:
-    """Markers before and after the reasoning; `plain` ("" for none) begins an answer without any."""
+    """The markers before (`open`) and after (`close`) a model's reasoning.
+
+    `plain` is the marker that begins an answer without reasoning; "" if the model writes none.
+    """
 
     open: str
     close: str

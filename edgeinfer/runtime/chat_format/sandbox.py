@@ -101,7 +101,10 @@ _fuel: contextvars.ContextVar[Fuel] = contextvars.ContextVar("edgeinfer_template
 
 @contextmanager
 def limit_fuel(fuel: Fuel | None = None) -> Iterator[Fuel]:
-    """Limit the work of templates in a `with` block, by `fuel`, the outer block's or a new `Fuel`."""
+    """Limit the work of all templates that a `with` block renders; yield the `Fuel` that they spend.
+
+    If `fuel` is None, an enclosing block's is spent, otherwise a new one.
+    """
     tank = fuel or _fuel.get(None) or Fuel()
     token = _fuel.set(tank)
     try:
@@ -271,7 +274,7 @@ def _strftime_now(form: str) -> str:
 
 
 class GenerationTag(Extension):
-    """Render the content of `{% generation %}…{% endgeneration %}`, which marks training text."""
+    """Ignore the tags `{% generation %}` and `{% endgeneration %}`, which are used only in training."""
 
     tags = {"generation"}  # noqa: RUF012 jinja2 reads a plain class attribute
 

@@ -34,7 +34,7 @@ from edgeinfer.runtime.chat_format.sandbox import (
 )
 from edgeinfer.runtime.requests import Message, Tool
 
-#: Errors that a template can raise. RecursionError and jinja2's StopIteration are RuntimeErrors.
+#: Errors that rendering can raise. RecursionError, and StopIteration in a template, are RuntimeErrors.
 _TEMPLATE_FAILURES = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -58,8 +58,8 @@ CHATML = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
 )
-#: Template of base models: a plain transcript, "User: … Assistant: …". An answer that begins with a
-#: space gets no second one, so that a later prompt has the same tokens as the cached answer.
+#: Template of base models: a plain transcript, "User: … Assistant: …". No space is added before an
+#: answer that begins with a space, so that a later prompt has the same tokens as the cached answer.
 TRANSCRIPT = (
     "{{- bos_token -}}{%- for message in messages -%}"
     "{%- if message.role == 'system' -%}{{- message.content + '\n\n' -}}"
@@ -122,7 +122,9 @@ class ChatTemplate:
         With `continue_final`, the prompt ends inside the last message. Raises InvalidRequestError.
         """
         if not messages:
-            raise InvalidRequestError("a conversation needs at least one message", param="messages")
+            raise InvalidRequestError(
+                "`messages` is empty", param="messages", hint="send at least one message"
+            )
         variables = {**(options or {}), "add_generation_prompt": not continue_final}
         if tools:
             variables["tools"] = [tool_dict(tool) for tool in tools]
@@ -134,7 +136,8 @@ class ChatTemplate:
         last = messages[-1]
         if last.role not in ("assistant", "user") or last.tool_calls:
             problem = "only a user or assistant message without tool calls can be continued"
-            raise InvalidRequestError(problem, param="messages")
+            hint = "end `messages` with such a message, or do not request a continuation"
+            raise InvalidRequestError(problem, param="messages", hint=hint)
         mark = _MARK.format("continue")
         marked = (*messages[:-1], msgspec.structs.replace(last, content=mark))
         head, has_mark, _ = self._render_adapted(marked, variables).rpartition(mark)
@@ -153,10 +156,14 @@ class ChatTemplate:
                 first_error = first_error or error
         assert first_error is not None
         problem = f"the model's chat template refuses these messages: {_describe(first_error)}"
-        raise InvalidRequestError(problem, param="messages") from first_error
+        hint = "change the roles or the order of the messages, or use another model"
+        raise InvalidRequestError(problem, param="messages", hint=hint) from first_error
 
     def render_raw(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Render messages as given. Raises one of `_TEMPLATE_FAILURES`."""
+        """Render message dictionaries, with `variables` for the template.
+
+        Raises the template's own errors, such as jinja2.TemplateError or TypeError.
+        """
         if self.traits.typed_content:
             messages = [_with_typed_content(message) for message in messages]
         names = {**variables, "messages": messages, "bos_token": self.bos, "eos_token": self.eos}
@@ -326,9 +333,10 @@ def _probe_in_process(trial: TemplateTrial) -> TemplateTraits | None:
 
 
 def choose(source: str, bos: str, eos: str, *, has_chatml: bool) -> tuple[ChatTemplate, str]:
-    """Return the model's template, otherwise ChatML or a transcript, and why. Raises ModelLoadError.
+    """Return a model's chat template, and the reason for the choice. Raises ModelLoadError.
 
-    `has_chatml`: the vocabulary has `<|im_start|>` and `<|im_end|>` as tokens.
+    If the model has none (`source` is empty), ChatML is chosen if `has_chatml` (the vocabulary has the
+    tokens `<|im_start|>` and `<|im_end|>`), otherwise a plain transcript.
     """
     if source.strip():
         return load_untrusted(source, bos, eos), "the model's own"

@@ -22,11 +22,15 @@ MAX_NAME = 256
 class ToolFormat:
     """How a model family writes tool calls: `[TOOL_CALLS][{"name": …, "arguments": …}]`.
 
-    Calls are written as `begin[0]`, `head`, each `call` with `separator` between them, `tail`, `end`.
-    The parser accepts every marker in `begin`, and ignores `skip` between calls. `call` contains
-    `$name` and `$arguments`. `named`: the name precedes the JSON and ends before one of `name_ends`.
-    `bare`: a call may also be the whole answer, without markers. `inner`: notation of calls besides
-    JSON. `parallel`: several calls are possible. `short_ids`: call ids have nine characters.
+    The texts, in order: `begin[0]`, `head`, the calls with `separator` between them, `tail`, `end`.
+
+    - begin: the markers before calls that the parser accepts; grammars write only the first.
+    - call: the notation of one call; `$name` and `$arguments` stand for its values.
+    - skip: texts that the parser ignores between calls.
+    - named: the name precedes the JSON, and ends before one of `name_ends`.
+    - bare: a call may also be the whole answer, without markers.
+    - inner: the notation that the parser accepts in addition to JSON.
+    - parallel: an answer may have several calls. short_ids: their ids have nine characters.
     """
 
     name: str

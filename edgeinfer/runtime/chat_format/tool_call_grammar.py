@@ -56,7 +56,7 @@ def _terms(text: str, vocab: Vocab) -> str:
 def required_calls(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool) -> Lark:
     """Return the grammar of an answer that is calls of `tools`: one, or with `several` up to MAX_CALLS.
 
-    Raises UnsupportedConstraintError.
+    Raises UnsupportedConstraintError if a tool's schema cannot be enforced.
     """
     body = _section(form, vocab, several=several and form.parallel)
     opening = _terms(form.opening, vocab)
@@ -66,9 +66,10 @@ def required_calls(form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, sev
 def text_or_calls(
     form: ToolFormat, tools: Sequence[Tool], vocab: Vocab, *, several: bool
 ) -> Lark | None:
-    """Return the grammar of free text, in which the first marker must begin a well-formed call.
+    """Return the grammar of free text, in which a call's marker must begin a well-formed call.
 
-    Returns None for formats without markers or with Python calls. Raises UnsupportedConstraintError.
+    With `several`, up to MAX_CALLS calls may follow. Returns None if the format does not require a
+    marker, or allows Python calls. Raises UnsupportedConstraintError as `required_calls` does.
     """
     if form.bare or not form.begin or form.inner == "python":
         return None
@@ -185,9 +186,10 @@ _SHOWN = 3
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a tool's arguments; `additionalProperties` is false unless it is set.
+    """Return the schema of a tool's arguments, in which objects allow only the properties they list.
 
-    Otherwise small models would add properties. A required property need not be in `properties`.
+    Otherwise small models would add properties. `additionalProperties` is not changed if the tool sets
+    it, and required properties count as listed.
     """
     schema = {"type": "object", **tool.parameters}
     if set(schema) <= {"type", "description", "title", "$schema"} and schema["type"] == "object":
@@ -206,8 +208,8 @@ def _fault_of(parameters: bytes, salt: str) -> tuple[str, str] | None:
 
 
 def schema_fault(tool: Tool, salt: str) -> tuple[str, str] | None:
-    """Return (JSON pointer, message) for the part of a tool's schema that cannot be enforced; None if
-    the whole schema can be.
+    """Return the JSON pointer of the part of a tool's schema that cannot be enforced, and the reason;
+    None if the whole schema can be enforced.
 
     Results are cached per `salt`, so that timing does not reveal another client's schemas.
     """

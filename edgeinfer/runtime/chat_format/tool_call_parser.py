@@ -32,7 +32,7 @@ def call_id(*, short: bool = False) -> str:
 
 
 class Section:
-    """Parses the calls after a marker (base class). The answer already has `n_calls` calls."""
+    """Parses the calls after a marker (base class). The first of them gets the index `n_calls`."""
 
     def __init__(
         self, form: ToolFormat, marker: str, tools: Tools, *, constrained: bool, n_calls: int
@@ -73,7 +73,10 @@ class Section:
 
     @property
     def leftover(self) -> tuple[str, str]:
-        """Marker of a section without a call, otherwise ""; and the text that must be parsed again."""
+        """The text of the section that belongs to no call, in two parts: the marker, and the rest.
+
+        The marker is "" if the section has a call. The rest must be parsed again, outside the section.
+        """
         n_text = 0 if self._end_of_calls else len(self._marker) or 1
         text_end = self._end_of_calls + n_text
         return self._raw[text_end - n_text : text_end], self._raw[text_end:]
@@ -279,7 +282,8 @@ class _JsonCall:
         self.start = self.n_sent = 0
         self.arguments_start = self.arguments_end = -1
         self.arguments_depth = 0
-        #: Nesting depth of the object with the name: 2 in `{"function": {"name": …}}`.
+        #: Nesting depth of the object with the name: 2 in `{"function": {"name": …}}`; -1 if the name
+        #: precedes the JSON.
         self.depth = 1 if is_bare else -1
 
     def arguments(self, text: str, raw: str) -> str | None:

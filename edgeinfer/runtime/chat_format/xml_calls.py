@@ -28,7 +28,7 @@ PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 _OPENERS = {END_CALL: CALL, END_FUNCTION: FUNCTION, END_PARAMETER: PARAMETER}
 _MARKERS = (*_OPENERS, *_OPENERS.values())
 _MARKER = re.compile("|".join(_MARKERS))
-#: Matches what follows a value's closing tag if its whole call is text inside another value.
+#: Matches the text after `</parameter>` if this tag belongs to an example of a call inside a value.
 _AFTER_VALUE = re.compile(rf"\s*(?:{PARAMETER}|{END_FUNCTION}|{END_CALL}|\Z)")
 _NAME = rf"([^>\n]{{0,{MAX_NAME}}})>"
 _HEAD = re.compile(rf"(?:{FUNCTION}|{PARAMETER}){_NAME}")
@@ -40,7 +40,8 @@ _TAIL = re.compile(
 #: Longest number, boolean or null (characters). A longer value is a string.
 _MAX_SCALAR = 64
 
-#: Whether a tag ends a value. "wait": more text must arrive; "perhaps": unless a later tag fits better.
+#: Whether a tag ends a value: "no" and "end" are certain, "wait" needs more text to decide, and
+#: "perhaps" means that the tag ends the value unless a later tag fits better.
 Verdict = Literal["no", "wait", "end", "perhaps"]
 
 
