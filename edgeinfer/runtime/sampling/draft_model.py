@@ -49,16 +49,16 @@ _START = (0.1, 0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 #: Acceptance rate assumed for tokens that are not drafted yet, and its weight in measured tokens. The
 #: weight is small, so that wrong drafts end soon.
 _MEAN_START, _MEAN_TOKENS = 0.7, 3
-#: If a grammar forces a text, the usual tokens of this text are drafted without the draft model; but
-#: the large model may choose other tokens: `"/` instead of `"`. The acceptance rate assumed at first,
-#: and the least rate with which such tokens are drafted.
+#: Text that a grammar forces is drafted in its usual tokens, without the draft model. The large model
+#: may write the text in other tokens: `"/` instead of `"`. So such tokens have an acceptance rate, too:
+#: the rate assumed at first, and the least rate with which they are drafted.
 _LIKELY_START, _LIKELY_LEAST = 0.95, 0.8
 #: Each step without a draft moves the learned rates and cost towards the assumed ones, by this share of
 #: the difference, so that a draft model that was wrong or slow is tried again.
 _RECOVERY = 0.0008
-#: How much drafts may lose (in steps of one row) at first, and at most after gains; and the share
-#: of each token's time that they may lose in addition.
+#: How much drafts may lose (in steps of one row): before the first gain, and at most after gains.
 _FIRST_LOSS, _MOST_LOSS = 32.0, 200.0
+#: Each step allows drafts to lose this share of a token's cost in addition.
 _LOSS_SHARE = 0.01
 #: Drafts in the rest of an answer must repay the draft model's prefill. The rest is assumed to be as
 #: long as the answer so far, and at least this long (tokens).
@@ -72,14 +72,13 @@ _WEIGHT = 0.1
 class DraftModel:
     """The draft model of an engine: its weights and, after `open`, its context.
 
-    A draft model of models.toml is left out with a warning if it does not fit or cannot be loaded; then
-    `shape` is None, as without a draft model.
+    If the draft model cannot be used, `shape` is None, as without a draft model. For a draft model that
+    the options name, ModelLoadError or OutOfMemoryError is raised; one that models.toml names causes
+    only a warning.
 
-    `cost` is the cost of a draft token, in steps of one row of the large model; `least_cost` is the
-    part for reading the draft model's weights. `balance` is how much drafts may still lose, in the same
-    unit: gains minus costs so far, plus a share of all time. Prefill may not exceed it.
-
-    Raises ModelLoadError, OutOfMemoryError for a requested draft model.
+    Costs are in steps in which the large model computes one row. `cost` is the cost of a draft token,
+    `least_cost` the part for reading the draft model's weights. `balance` is how much drafts may still
+    lose: gains minus costs so far, plus a share of every token's cost. A prefill must not exceed it.
     """
 
     def __init__(self, files: ModelFiles, options: LoadOptions) -> None:
@@ -175,7 +174,7 @@ class DraftModel:
         return True
 
     def price(self, n_tokens: int) -> float:
-        """Return the cost of computing `n_tokens` in one batch."""
+        """Return the cost of computing `n_tokens` in one batch, in the unit of `cost`."""
         return self.cost * max(1.0, n_tokens * _PREFILL_SHARE)
 
     def note_cost(self, cost: float) -> None:
@@ -189,7 +188,7 @@ class DraftModel:
         self.cost += _RECOVERY * (self.least_cost - self.cost)
 
     def earn(self, gain: float) -> None:
-        """Add `gain` to `balance`, up to _MOST_LOSS."""
+        """Add `gain` (in the unit of `cost`) to `balance`, which has an upper limit."""
         self.balance = min(_MOST_LOSS, self.balance + gain)
 
     def park(self) -> None:
@@ -225,7 +224,7 @@ class ModelDrafting(Drafting):
         self._cached: CachedSequence | None = None
         self._n_prompt = 0
         self._drafted: list[Run] = []
-        #: Steps of one row that a token takes without drafts.
+        #: Cost of a token of this answer in the present step, if the step has no drafts for it.
         self._token_cost = 1.0
 
     def _choose_runs(
@@ -331,7 +330,10 @@ class ModelDrafting(Drafting):
         self._drafted = []
 
     def close(self) -> None:
-        """Release past answers; later requests may reuse the draft model's cached text. Idempotent."""
+        """Release past answers and the draft model's sequence. Idempotent.
+
+        Later requests may reuse the sequence, unless this request does not use the prefix cache.
+        """
         super().close()
         if self._cached is not None:
             self._model.kv.release(self._cached, keep=self._request.cache_prompt)

@@ -25,14 +25,14 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from edgeinfer.errors import UnsupportedConstraintError
 from edgeinfer.runtime.requests import Choice, Constraint, Grammar, JsonSchema, Regex, check_deadline
-from edgeinfer.runtime.sampling.json_schema import locate, normalise, value_schemas
+from edgeinfer.runtime.sampling.json_schema import locate, normalise, schema_error, value_schemas
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.llama.vocab import Vocab
 
 #: How many compiled constraints are cached. One takes about 20 KiB.
 CACHE_SIZE = 128
-#: Longest constraint (characters of its JSON).
+#: Longest constraint (bytes of its JSON).
 MAX_SOURCE = 512 * 1024
 #: JSON as `json.dumps` writes it, on one line. So more tokens are forced, and a small model cannot
 #: write white space without end.
@@ -53,7 +53,7 @@ _LIMITS = {
     "stack level exceeded": "its references are too deep next to other keywords",
     "circular references with sibling": "it refers to itself in `allOf`, or next to other keywords",
 }
-_KINDS = {Regex: "regular expression", Choice: "choice", Grammar: "grammar"}
+_KINDS = {Regex: "regular expression", Choice: "choice", Grammar: "grammar", JsonSchema: "schema"}
 #: Maximum number of digits of a number (a double has 17 significant ones), and of its exponent.
 _MAX_DIGITS = 17
 _EXPONENT_DIGITS = 3
@@ -97,7 +97,10 @@ class NumberLimit:
         self._is_text = self._is_escaped = False
 
     def forbid_into(self, forbidden: npt.NDArray[np.bool_]) -> None:
-        """Forbid digits, too, once the number has _MAX_DIGITS, unless only digits are allowed."""
+        """Set `forbidden` for each token in `digits` if the present number has _MAX_DIGITS.
+
+        If that would forbid every token, `forbidden` is not changed.
+        """
         if self._n_digits >= _MAX_DIGITS:
             more = forbidden | self._digits
             if not more.all():
@@ -146,9 +149,11 @@ class TokenMatcher:
         forbidden = np.unpackbits(self._bits, count=self._n_vocab, bitorder="little").view(np.bool_)
         # after an error the parser allows the end token, which would make a broken answer look complete
         if self._matcher.is_error() or forbidden[: len(logits)].all():
-            reason = _shorten(self._matcher.get_error()) or "the grammar allows none here"
+            reason = _shorten(self._matcher.get_error()) or "no token is allowed here"
             raise UnsupportedConstraintError(
-                f"no token satisfies the constraint: {reason}", param="constraint"
+                f"the answer cannot continue as its schema or grammar requires: {reason}",
+                param="constraint",
+                hint="simplify the schema or grammar, or allow more values in it",
             )
         if self._numbers is not None:
             self._numbers.forbid_into(forbidden)
@@ -181,9 +186,9 @@ class TokenMatcher:
         return [token for token in self.forced_tokens() if self.accept(token)]
 
     def accept_likely(self) -> list[int]:
-        """Advance by the text that must come next, tokenized as usual; return the tokens.
+        """Advance by the text that must come next, and return its usual tokens.
 
-        The model may choose other tokens for this text, so the returned ones are only likely.
+        The constraint allows other tokens for the same text, so the model may choose others.
         """
         text = self._matcher.compute_ff_bytes()
         tokens: list[int] = self._tokenizer.tokenize_bytes(text) if text else []
@@ -192,8 +197,8 @@ class TokenMatcher:
     def runs(self, tokens: Sequence[int]) -> list[list[int]]:
         """Split draft tokens into runs: a token, and the tokens that the constraint forces after it.
 
-        Forbidden tokens, and all after them, are left out. The last run has all its forced tokens, even
-        if `tokens` end. Takes 25 µs per run.
+        The first forbidden token and all later ones are left out. Each run has all its forced tokens,
+        even those that `tokens` do not contain. Takes 25 µs per run.
         """
         matcher, runs = self.copy(), list[list[int]]()
         while tokens and matcher.accept(tokens[0]):
@@ -237,8 +242,9 @@ class Constraints:
                 self._cache.move_to_end(key)
                 return cached
         if len(source) > MAX_SOURCE:
-            problem = f"the constraint is longer than {MAX_SOURCE} bytes"
-            raise UnsupportedConstraintError(problem, param="constraint")
+            problem = f"the schema or grammar has {len(source)} bytes; the limit is {MAX_SOURCE}"
+            hint = "send a shorter schema or grammar"
+            raise UnsupportedConstraintError(problem, param="constraint", hint=hint)
         tokenizer = self.token_table(vocab)
         matcher = self._build(constraint, tokenizer)
         numbers = NumberLimit(vocab, self._digits) if isinstance(constraint, JsonSchema) else None
@@ -276,17 +282,20 @@ class Constraints:
         )
         fault = _complaint(matcher)
         if fault:
+            kind = _KINDS.get(type(constraint), "constraint")
             raise UnsupportedConstraintError(
-                f"the {_KINDS.get(type(constraint), 'constraint')} cannot be enforced: {fault}",
+                f"the {kind} cannot be enforced: {fault}",
                 param=field_name,
+                hint=f"correct or simplify the {kind}",
             )
         return matcher
 
 
 def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
-    """Return the schema rewritten for llguidance.
+    """Return the schema rewritten for llguidance, if it can be enforced.
 
-    Raises UnsupportedConstraintError, whose `param` points to the keyword that cannot be enforced.
+    `tokenizer` is the result of `Constraints.token_table`; None checks without a vocabulary. Raises
+    UnsupportedConstraintError, whose `param` is the JSON pointer of the keyword at fault.
     """
     normalised = normalise(schema)
 
@@ -302,8 +311,7 @@ def check_schema(schema: Any, tokenizer: Any = None) -> dict[str, Any]:
         pointer, message = _at_keyword(*locate(normalised, complaint))
         if whole_message in _LIMITS.values() and message != whole_message:
             pointer, message = "#", whole_message  # no single keyword exceeds the limit
-        problem = f"the schema cannot be enforced at {pointer}: {message}"
-        raise UnsupportedConstraintError(problem, param=pointer)
+        raise schema_error(pointer, message)
     return normalised
 
 
@@ -330,7 +338,10 @@ def inline_schema(schema: Any) -> str:
 
 
 def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
-    """Return a constraint's grammar, and its field for errors. Raises UnsupportedConstraintError."""
+    """Return a constraint as a grammar for llguidance, and the field that errors name ("pattern").
+
+    Raises UnsupportedConstraintError if the constraint is invalid or cannot be enforced.
+    """
     if isinstance(constraint, Lark):
         named = [{"name": name, "lark_grammar": text} for name, text in constraint.grammars]
         return json.dumps(
@@ -343,15 +354,16 @@ def lark_of(constraint: Constraint | Lark) -> tuple[str, str]:
         return str(grammar["grammars"][0]["lark_grammar"]), "pattern"
     if isinstance(constraint, Choice):
         if not constraint.options or not all(constraint.options):
-            problem = "a choice needs options, and none may be empty"
-            raise UnsupportedConstraintError(problem, param="options")
+            problem = "an option is empty" if constraint.options else "there are no options"
+            hint = 'give the possible answers as texts: ["yes", "no"]'
+            raise UnsupportedConstraintError(f"choice: {problem}", param="options", hint=hint)
         # one terminal, because alternatives of a rule count against the parser's limit
         return "start: OPTION\nOPTION: " + " | ".join(map(quote, constraint.options)), "options"
     return to_lark(constraint.gbnf), "gbnf"
 
 
 def lark_parts(constraint: Constraint | Lark) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Return a constraint's grammar, and its named grammars. Raises UnsupportedConstraintError."""
+    """Return a constraint as `source` and `grammars` of a Lark. Raises UnsupportedConstraintError."""
     if isinstance(constraint, Lark):
         return constraint.source, constraint.grammars
     return lark_of(constraint)[0], ()
@@ -404,10 +416,10 @@ _ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}
 
 
 def to_lark(gbnf: str) -> str:
-    r"""Convert llama.cpp's grammar notation to Lark.
+    r"""Convert a grammar in llama.cpp's notation (GBNF) to Lark.
 
-    llguidance's converter does not know `"\u00e9"`, so the character is inserted first. Raises
-    UnsupportedConstraintError; its `param` names the line.
+    Escapes such as `"\u00e9"` are replaced first, because llguidance's converter refuses them. Raises
+    UnsupportedConstraintError for an invalid grammar; its `param` has the line ("gbnf line 3").
     """
     try:
         text = str(any_to_lark(_ESCAPE.sub(_resolve, gbnf)))
@@ -417,7 +429,11 @@ def to_lark(gbnf: str) -> str:
         if isinstance(error, GbnfToLarkError):
             line = error.pos.text.count("\n", 0, error.pos.pos) + 1
             param = f"gbnf line {line}"
-        raise UnsupportedConstraintError(f"the grammar is invalid: {error}", param=param) from error
+        raise UnsupportedConstraintError(
+            f"the grammar is invalid: {error}",
+            param=param,
+            hint='correct the grammar; this one is valid: root ::= "yes" | "no"',
+        ) from error
     return text
 
 
@@ -427,7 +443,10 @@ def _resolve(escape: re.Match[str]) -> str:
 
 
 def follows(value: Any, schema: dict[str, Any]) -> bool:
-    """Return whether a JSON value follows a schema. Raises UnsupportedConstraintError."""
+    """Return whether a schema allows a JSON value.
+
+    Raises UnsupportedConstraintError if the schema cannot be enforced.
+    """
     matcher = llguidance.LLMatcher(_bytes(), schema_grammar(check_schema(schema)), log_level=0)
     text = json.dumps(_in_order(value, [schema], schema), ensure_ascii=False)
     tokens = _bytes().tokenize_str(text)

@@ -47,9 +47,10 @@ _ANNOTATIONS = (
 _DRAFT_4 = "http://json-schema.org/draft-04/schema"
 
 
-def _refuse(pointer: str, reason: str) -> UnsupportedConstraintError:
+def schema_error(pointer: str, reason: str) -> UnsupportedConstraintError:
+    """Return the error for the keyword at the JSON pointer `pointer`."""
     message = f"the schema cannot be enforced at {pointer}: {reason}"
-    return UnsupportedConstraintError(message, param=pointer)
+    return UnsupportedConstraintError(message, param=pointer, hint="change this part of the schema")
 
 
 def _child_pointer(pointer: str, key: str | int) -> str:
@@ -116,8 +117,10 @@ class _Normaliser:
 
     def _visit(self, schema: Any, pointer: str, depth: int) -> None:
         check_deadline()
-        if depth > MAX_DEPTH or len(self._visited) > MAX_NODES:
-            raise _refuse(pointer, f"it has more than {MAX_DEPTH} levels or {MAX_NODES} subschemas")
+        if depth > MAX_DEPTH:
+            raise schema_error(pointer, f"it has more than {MAX_DEPTH} levels")
+        if len(self._visited) > MAX_NODES:
+            raise schema_error(pointer, f"it has more than {MAX_NODES} subschemas")
         if not isinstance(schema, dict) or id(schema) in self._visited:
             return
         self._visited[id(schema)] = schema, pointer
@@ -216,7 +219,7 @@ def _rewrite_patterns(schema: dict[str, Any], pointer: str) -> None:
         if isinstance(members, dict):
             schema["patternProperties"] = {patterns.narrow(k): s for k, s in members.items()}
     except ValueError as error:
-        raise _refuse(_child_pointer(pointer, "pattern"), str(error)) from error
+        raise schema_error(_child_pointer(pointer, "pattern"), str(error)) from error
 
 
 def _check_count(schema: dict[str, Any], pointer: str) -> None:
@@ -227,18 +230,21 @@ def _check_count(schema: dict[str, Any], pointer: str) -> None:
     if is_open and isinstance(minimum, int) and minimum > max(1, certain):
         keyword_pointer = _child_pointer(pointer, "minProperties")
         problem = "it exceeds the number of `required` names; add `additionalProperties: false`"
-        raise _refuse(keyword_pointer, problem)
+        raise schema_error(keyword_pointer, problem)
 
 
-def alternatives(key: str, value: dict[str, Any]) -> Iterator[Any]:
-    """Yield schemas that together replace the keyword `key`; None for one that cannot be expressed."""
-    operand = value[key]
+def alternatives(key: str, schema: dict[str, Any]) -> Iterator[Any]:
+    """Yield schemas that together replace the keyword `key` of `schema`.
+
+    None stands for a schema that llguidance cannot enforce.
+    """
+    operand = schema[key]
     if key == "not":
         yield negate(operand)
     elif key == "if":
-        unless = _otherwise(operand, value)
-        then = {"allOf": [operand, value.get("then", True)]}
-        otherwise = {"allOf": [unless, value.get("else", True)]}
+        unless = _otherwise(operand, schema)
+        then = {"allOf": [operand, schema.get("then", True)]}
+        otherwise = {"allOf": [unless, schema.get("else", True)]}
         yield None if unless is None else {"anyOf": [then, otherwise]}
     elif not isinstance(operand, dict):
         yield None
@@ -322,7 +328,7 @@ def _replace_one_of(schema: dict[str, Any], pointer: str, overlaps: Overlaps) ->
         ]
         parts = overlaps.exclusive(typed_parts)
         if isinstance(parts, tuple):
-            raise _refuse(
+            raise schema_error(
                 _child_pointer(pointer, "oneOf"),
                 f"schemas {parts[0]} and {parts[1]} may both match a value, which no grammar prevents; "
                 "give each a required property with a different `const`, or use `anyOf`",
@@ -335,20 +341,23 @@ def _replace_one_of(schema: dict[str, Any], pointer: str, overlaps: Overlaps) ->
 
 
 def normalise(schema: Any) -> dict[str, Any]:
-    """Return a copy rewritten for llguidance. Raises UnsupportedConstraintError (JSON pointer)."""
+    """Return a copy of the schema, rewritten so that llguidance can enforce it.
+
+    Raises UnsupportedConstraintError, whose `param` is the JSON pointer of the keyword at fault.
+    """
     if schema is True:
         return {}
     if not isinstance(schema, dict):
-        raise _refuse(
+        raise schema_error(
             "#", "a schema must be an object" if schema is not False else "no value satisfies it"
         )
     try:
         normaliser = _Normaliser(copy.deepcopy(schema))
         normaliser.rewrite()
     except RecursionError:
-        raise _refuse("#", f"it has more than {MAX_DEPTH} levels") from None
+        raise schema_error("#", f"it has more than {MAX_DEPTH} levels") from None
     except (TypeError, AttributeError) as error:  # keywords' values were not checked before
-        raise _refuse("#", f"a keyword has a value of a wrong type ({error})") from error
+        raise schema_error("#", f"a keyword has a value of a wrong type ({error})") from error
     return normaliser.root
 
 
@@ -370,7 +379,8 @@ def locate(
 ) -> tuple[str, str]:
     """Return the JSON pointer and the error of the innermost subschema that fails to compile.
 
-    `complaint` compiles a schema and returns its error ("": none). After `seconds`, the pointer is "#".
+    `complaint` returns the error of compiling a schema, "" if there is none. If the search takes longer
+    than `seconds`, the result is "#" (the whole schema) and the error of `root`.
     """
     deadline = time.monotonic() + seconds
     draft = {"$schema": root["$schema"]} if "$schema" in root else {}

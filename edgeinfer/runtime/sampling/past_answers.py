@@ -74,7 +74,10 @@ def common_suffix(a: Tokens, b: Tokens) -> int:
 
 
 class AnswerFile:
-    """The file with the answers of one cache salt; garbage collection closes it. Raises OSError."""
+    """The file with the answers of one cache salt. Garbage collection closes the file.
+
+    Raises OSError if the file cannot be opened, or is not private to this user.
+    """
 
     def __init__(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -94,7 +97,7 @@ class AnswerFile:
         return self.read(0, RING)
 
     def read(self, index: int, n: int) -> Tokens:
-        """Read up to `n` words of the ring from `index` on; an empty array if the disk fails."""
+        """Return up to `n` words (tokens, marks) of the ring from `index` on; none if reading fails."""
         return self._read(_RING_AT + index, min(n, RING - index))
 
     def find(self, text: Tokens) -> tuple[int, int]:
@@ -111,7 +114,10 @@ class AnswerFile:
         return 0, 0
 
     def add(self, owner: int, tokens: Sequence[int]) -> None:
-        """Append an answer to the ring, and its hashes to the tables. Raises OSError."""
+        """Append an answer of the conversation `owner` to the ring. Raises OSError.
+
+        `owner` is the result of `owner_number`. The answer's hashes are put into the tables.
+        """
         entry = np.array([-owner, *tokens[: RING // 4], _END], np.int32)
         with self._file_lock():
             start = self._word(0)
@@ -128,7 +134,10 @@ class AnswerFile:
             self._write(0, np.int32(start + len(entry) - 1))  # the next answer overwrites the end mark
 
     def forget(self, owners: Iterable[int]) -> int:
-        """Erase the answers of conversations; return the erased bytes. Raises OSError."""
+        """Erase the answers of the conversations `owners` (results of `owner_number`).
+
+        Returns the number of erased bytes. Raises OSError.
+        """
         erased = 0
         with self._file_lock():
             ring = self.ring
@@ -197,7 +206,10 @@ class AnswerFile:
 
 
 class PastAnswers:
-    """Opens the files of one model's answers in `folder`; `secret` hashes their names. Thread-safe."""
+    """The past answers to one model's requests: a file per cache salt, below `folder`. Thread-safe.
+
+    The files' names are hashes with the key `secret`.
+    """
 
     def __init__(self, folder: Path, secret: bytes) -> None:
         self._folder, self._secret = folder / FOLDER, secret
@@ -205,7 +217,7 @@ class PastAnswers:
         self._lock = threading.Lock()
 
     def of(self, salt: str) -> AnswerFile | None:
-        """Return the answers of `salt`; None if their file cannot be used."""
+        """Return the answers of the cache salt `salt`; None if their file cannot be used."""
         with self._lock:
             try:
                 return self._open(salt)
@@ -213,7 +225,7 @@ class PastAnswers:
                 return None
 
     def add(self, salt: str, conversation: str, tokens: Sequence[int]) -> None:
-        """Append an answer to the file of `salt`. Raises OSError, SnapshotUnsafeError."""
+        """Append an answer to the file of the cache salt. Raises OSError, SnapshotUnsafeError."""
         with self._lock:
             self._open(salt).add(owner_number(self._secret, conversation), tokens)
 
@@ -247,12 +259,12 @@ def _keyed_hash(secret: bytes, text: str) -> bytes:
 
 
 def owner_number(secret: bytes, conversation: str) -> int:
-    """Return the number of a conversation in a ring: positive, 31 bits."""
+    """Return the number that stands for a conversation in a ring: 31 bits of a hash, at least 2."""
     return int.from_bytes(_keyed_hash(secret, "owner " + conversation)[:4], "little") % (1 << 31) | 2
 
 
 def forget_answers(root: Path, secret: bytes, conversations: Iterable[str]) -> int:
-    """Erase the answers of conversations in every file below `root`; return the erased bytes.
+    """Erase the answers of conversations in every file below `root`; return the number of erased bytes.
 
     A file that cannot be changed is deleted.
     """

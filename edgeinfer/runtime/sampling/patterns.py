@@ -32,14 +32,20 @@ def _basic_plane() -> str:
 
 
 def enforceable(pattern: str) -> list[str] | None:
-    """Return patterns that together mean `pattern`; None if that is impossible. Raises ValueError."""
+    """Return patterns that llguidance can enforce; a text that matches all of them matches `pattern`.
+
+    Returns None if a look-around cannot be replaced. Raises ValueError as `narrow` does.
+    """
     parts = without_look_aheads(pattern) if _LOOK_AROUND.search(pattern) else [pattern]
     return parts and [narrow(pattern_part) for pattern_part in parts]
 
 
 @lru_cache(maxsize=256)
 def narrow(pattern: str) -> str:
-    """Rewrite the classes of `pattern` for which llguidance allows too much. Raises ValueError."""
+    """Rewrite the character classes of `pattern` that llguidance enforces too loosely in JSON.
+
+    Raises ValueError, which names the class, if a class cannot be rewritten.
+    """
     return _ATOM.sub(lambda atom: _narrow_class(atom[0]), pattern)
 
 
@@ -88,10 +94,10 @@ def _escape(character: str) -> str:
 
 
 def without_look_aheads(pattern: str) -> list[str] | None:
-    """Return patterns without look-aheads that together mean `pattern`; None if that is impossible.
+    """Return patterns without look-arounds; a text that matches all of them matches `pattern`.
 
-    Only look-aheads at the start are supported. `(?!^[class]*$)` requires a character outside the class
-    anywhere, `(?![class])` one at the beginning of a string that is not empty.
+    Returns None unless all look-arounds are look-aheads at the start: `(?=…)`, `(?!^[ab]*$)` (the text
+    has another character than a and b) or `(?![ab])` (the text does not begin with a or b).
     """
     parts, remaining = [], pattern
     anchor = "^" if pattern.startswith("^") else ""

@@ -27,7 +27,10 @@ class Overlaps:
         self._kinds: dict[str, set[str]] = {}
 
     def exclusive(self, parts: list[Any]) -> list[Any] | tuple[int, int]:
-        """Return `parts`, narrowed to exclude each other; or indexes of two that cannot be narrowed."""
+        """Return the schemas `parts`, narrowed so that no value matches two of them.
+
+        If that is impossible, return the indexes of two schemas that may match the same value.
+        """
         narrowed_parts = []
         for i, alternative in enumerate(parts):
             narrowed = alternative
@@ -143,7 +146,10 @@ class Overlaps:
 
 
 def kinds_of(value: Any) -> tuple[str, ...]:
-    """Return the JSON types of a value: one, or "integer" and "number". Raises KeyError."""
+    """Return the JSON types of a value: one, or "integer" and "number" for a number.
+
+    Raises KeyError for a value that is not JSON, such as a set.
+    """
     if isinstance(value, bool) or value is None:
         return ("null",) if value is None else ("boolean",)
     if isinstance(value, (int, float)):

@@ -30,9 +30,9 @@ from edgeinfer.runtime.sampling.past_answers import (
 
 #: Maximum number of draft tokens that a step verifies for one sequence.
 MAX_DRAFT = 15
-#: Batch sizes (rows, i.e. tokens) whose step cost `measure` measures; other costs are interpolated.
-#: The cost of the largest is extrapolated, and corrected by real steps: a measurement before the
-#: dump would allocate logits that the snapshot then contains.
+#: Batch sizes (rows) with a known step cost; other costs are interpolated. `measure` measures all sizes
+#: but the largest, because its logits would stay in memory and make snapshots larger. The largest
+#: size's cost is extrapolated, and corrected by real steps.
 _ROWS = (1, 2, 4, 8, 16, 32)
 #: Costs assumed before the first measurement: two to three times those of edgeinfer's kernels.
 _ASSUMED = (1.0, 1.35, 2.0, 3.3, 6.0, 11.5)
@@ -40,20 +40,23 @@ _ASSUMED = (1.0, 1.35, 2.0, 3.3, 6.0, 11.5)
 _MEASURE_S = 0.7
 #: Weight of a step without drafts in the average time of such steps.
 _PLAIN_WEIGHT = 0.1
-#: Weight of a step with drafts in `_plain_s`, and of a step without drafts in the last `_ROWS` cost.
+#: Weight of a step with drafts in the average time of steps without drafts, and of a step without
+#: drafts in the extrapolated cost of the largest batch.
 _DRIFT = 0.03
-#: Least weight of a step with drafts in a cost; an assumed or extrapolated cost begins with 1.0.
+#: Least weight of a step with drafts in a measured cost. In a cost that is assumed or extrapolated, the
+#: first such step has the weight 1.0.
 _CURVE_WEIGHT = 0.08
 #: Tokens are drafted only if they should gain this many times their cost, because times are noisy.
 _MARGIN = 1.3
 
 
 class StepCurve:
-    """Learns how the time of a decode-only step depends on its rows.
+    """Learns how the time of a decode-only step depends on its number of rows.
 
-    The costs are relative to one row, because a longer context and other programs slow all steps alike.
-    Logits take `logits_share` of a row's time, 0 to 1; rows of forced tokens have none. Before the
-    first measurement, `shared_share` of a row's time is assumed to be common to all rows of a step.
+    A cost is a time relative to a step of one row, because a longer context and other programs slow all
+    steps alike. `logits_share` (0 to 1) is the part of a row's time that logits take; rows of forced
+    tokens have no logits. `shared_share` (0 to 1) is the part that is assumed, before the first
+    measurement, to be the same for any number of rows.
     """
 
     def __init__(self, logits_share: float = 0.0, shared_share: float = 0.0) -> None:
@@ -134,7 +137,7 @@ class DraftBudget:
         self.cost, self._expected = curve.cost(n_sequences), float(n_sequences)
         #: Time (s) of a step with one row; 0 before the first measurement.
         self.row_s = curve.seconds(n_sequences, 1) or 0.0
-        #: Least cost of a draft token's row; None until `least_chance` computes it.
+        #: Lowest cost per row of 1 to MAX_DRAFT more rows; None until `least_chance` computes the cost.
         self._least_row: float | None = None if self.row_s else math.inf
         #: Time (s) that a draft model took for this step.
         self.model_s = 0.0
@@ -154,9 +157,9 @@ class DraftBudget:
         return best, best_rate
 
     def totals(self, runs: Sequence[Run]) -> Iterator[tuple[float, float, float]]:
-        """Yield (gain, cost, rows) of the step with the first of `runs`, with the first two, and so on.
+        """Yield (gain, cost, rows) for the first run, for the first two runs, and so on.
 
-        These runs add `gain` (expected tokens) and `cost` to the step, which then has `rows` in total.
+        The runs add `gain` (expected tokens) and `cost` to the step; `rows` is the step's new total.
         Forced tokens after an accepted token cost nothing: without drafts they are computed, too.
         """
         gain, chance = 0.0, 1.0
@@ -188,18 +191,20 @@ class DraftBudget:
         return _MARGIN * self._least_row * self._expected / self.cost
 
 
-#: Acceptance rate assumed before the first verification, by the minimum length of the match (tokens);
-#: its weight in verified tokens; and the minimum weight of one verified token.
+#: Drafts are grouped by the length of their match (tokens): the minimum length of each group, and its
+#: acceptance rate assumed before the first verification.
 _LENGTHS = (2, 3, 4, 6, 9, 16, 32)
 _START = (0.3, 0.45, 0.55, 0.65, 0.8, 0.9, 0.95)
+#: The assumed rate counts as this many verified tokens.
 _START_TOKENS = 7
+#: Minimum weight of one verified token in the moving average.
 _LEAST_WEIGHT = 0.04
 
 
 class Acceptance:
     """Moving average of the acceptance rate of draft tokens. Tokens after a wrong one do not count.
 
-    `start` is the rate assumed at first, which counts as `n_tokens` tokens.
+    `start` is the rate assumed at first. It has the weight of `n_tokens` verified tokens.
     """
 
     def __init__(self, start: float, n_tokens: int = _START_TOKENS) -> None:
@@ -250,8 +255,8 @@ class SuffixDrafter:
         self._rates = [[Acceptance(start) for start in _START] for _ in range(2)]
         self._text: Tokens = np.empty(0, np.int32)
         self._n = self._next = 0
-        #: The latest draft: whether it is from a past answer, the index of its next token there, and
-        #: how many tokens before it are equal.
+        #: The latest match with the end of the text: whether a past answer contains the match, the
+        #: index at which the match ends there, and the match's length (tokens).
         self._is_past = False
         self._index = self._length = 0
 
