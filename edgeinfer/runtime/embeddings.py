@@ -31,7 +31,7 @@ _CHOOSE = "choose {}: `edgeinfer list`"
 
 
 class Embedder:
-    """Embeds and reranks texts. Thread-safe; `call` runs work on the decode thread."""
+    """Embeds and reranks texts. Thread-safe. `call` runs a function on the decode thread."""
 
     def __init__(self, loaded: LlamaModel, options: LoadOptions, call: Call) -> None:
         self._loaded = loaded
@@ -54,7 +54,11 @@ class Embedder:
         self._batch: Batch | None = None
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
-        """Return a vector of length 1 per text. Raises InvalidRequestError, ContextLengthError."""
+        """Return a vector per text, normalized to the Euclidean length 1.
+
+        Raises InvalidRequestError for a text without tokens, an unknown token or a reranker, and
+        ContextLengthError for a text of more than `max_tokens`.
+        """
         if not self.can_embed:
             problem = "this model is a reranker, not an embedding model"
             raise InvalidRequestError(problem, param="model", hint=_CHOOSE.format("an embedding model"))
@@ -63,7 +67,11 @@ class Embedder:
         return [_normalize(v) for v in vectors]
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Return a score per document, higher for a better match. Raises as `embed` does."""
+        """Return a score per document, higher for a better match.
+
+        Raises InvalidRequestError if the model is not a reranker, ContextLengthError if `query` and a
+        document together exceed `max_tokens`.
+        """
         if not self.can_rerank:
             problem = "this model is not a reranker"
             raise InvalidRequestError(problem, param="model", hint=_CHOOSE.format("a reranker"))
@@ -80,17 +88,19 @@ class Embedder:
             tokens = vocab.tokenize(text, add_special=True)
         else:
             tokens = list(text)
-            if any(not 0 <= t < vocab.n_vocab for t in tokens):
-                problem = f"input {index} has a token that is not 0 to {vocab.n_vocab - 1}"
-                raise InvalidRequestError(problem, param="input")
+            if unknown := [t for t in tokens if not 0 <= t < vocab.n_vocab]:
+                problem = f"input[{index}]: {unknown[0]} is not a token of this model"
+                hint = f"send tokens from 0 to {vocab.n_vocab - 1}, or text"
+                raise InvalidRequestError(problem, param="input", hint=hint)
         return self._check_length(tokens, index, "input")
 
     def _check_length(self, tokens: list[int], index: int, param: str) -> list[int]:
         if not tokens:
-            raise InvalidRequestError(f"{param} {index} is empty", param=param)
+            problem, hint = f"{param}[{index}] is empty", "leave out empty texts"
+            raise InvalidRequestError(problem, param=param, hint=hint)
         if len(tokens) > self.max_tokens:
             raise ContextLengthError(
-                f"{param} {index} has {len(tokens)} tokens; this model accepts at most "
+                f"{param}[{index}] has {len(tokens)} tokens; this model accepts at most "
                 f"{self.max_tokens} per text",
                 param=param,
                 n_tokens=len(tokens),

@@ -262,7 +262,11 @@ class LlamaEngine:
         return self._gpu.wait(timeout_s)
 
     def flush_blocks(self, timeout_s: float = FLUSH_S) -> bool:
-        """Wait until pending blocks are on disk; return False after the timeout. Raises EngineError."""
+        """Wait until pending KV blocks are on disk; return False after the timeout.
+
+        Ends the decode thread, which the next request starts again. Raises EngineError while requests
+        run or wait.
+        """
         if self._prefix_cache is None:
             return True
         self._loop.stop()
@@ -275,7 +279,10 @@ class LlamaEngine:
         return list(takewhile(lambda token: token >= 0, tokens))  # rows of pictures are negative
 
     def store_blocks_before_exit(self) -> None:
-        """Store pending blocks before the process ends, even if the round-trip check has not run."""
+        """Store pending KV blocks before the process ends, unless requests run or wait.
+
+        The blocks are stored even if the check that a restored block is bit-identical has not run.
+        """
         if self._prefix_cache is not None and not self._loop.n_requests:
             self._prefix_cache.saver.is_exiting = True
             self.flush_blocks()

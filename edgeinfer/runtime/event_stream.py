@@ -201,8 +201,9 @@ _LONGEST_PART = 400
 _KEY = 32
 #: Matches the numbers of list items, which may differ between repeats.
 _COUNTER = re.compile(r"^\s*\d+[.)]", re.MULTILINE)
-#: A text is monotonous if, of the four-word sequences in its last 200 words, more than half occurred
-#: three times before. Code is not checked: 4 of 1,011 code files were monotonous, 0 of 76 documents.
+#: A text is monotonous if more than half of its last 200 words end a sequence of four words that
+#: occurred at least three times before. Code is not checked, because code repeats itself: 4 of 1,011
+#: code files were monotonous, but none of 76 documents.
 _SEQUENCE, _LAST_WORDS = 4, 200
 _OCCURRENCES, _STALE_SHARE = 3, 0.5
 
@@ -219,9 +220,9 @@ class RepetitionWatch:
         self._is_in_code = False
 
     def add(self, text: str) -> int | None:
-        """Add generated text; return after how many of its characters a loop was detected.
+        """Add text; return after how many of its characters a loop was detected, None if there is none.
 
-        None if there is no loop. The result does not depend on how the answer is split into pieces.
+        The result does not depend on how the answer is split into pieces.
         """
         for i, character in enumerate(text, 1):
             self._tail = (self._tail + character)[-_TIMES * _LONGEST_PART :]

@@ -37,7 +37,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts of one request.
 
     `cached_tokens` are the prompt tokens that were reused from the prefix cache instead of prefilled;
-    `cached_disk_tokens` are those of them that were read from disk, not memory.
+    `cached_disk_tokens` are the cached tokens that were read from disk, not from memory.
     """
 
     prompt_tokens: int = 0
@@ -82,7 +82,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
         """Time (ms) from submission to the last token, or to the end of a prefill-only request."""
         return (self.ttft_ms or self.queue_ms + self.prefill_ms) + self.decode_ms
 
-    def cost(self, cached_tokens: int) -> str:
+    def summary(self, cached_tokens: int) -> str:
         """Return a text with the total time and the time that `cached_tokens` saved."""
         return format_cost(self.total_ms / 1000, cached_tokens, self.saved_ms / 1000)
 

@@ -44,7 +44,7 @@ _SMALLER = 0.85
 #: A device encodes pictures only if this much memory (bytes) is free in addition to the projector's
 #: weights: 4,096 patches with 16 heads take 1 GiB without flash attention.
 _ENCODER_BYTES = 1 << 30
-#: Interval (s) between attempts to switch while a request is too long for the devices' context.
+#: Interval (s) between attempts to decode on devices, while a request is too long for their context.
 _SWITCH_S = 0.5
 
 
@@ -52,8 +52,9 @@ _SWITCH_S = 0.5
 class GpuOffloader:
     """Moves the layers of one engine to devices, and back if a device fails.
 
-    `cpu` is the model as first loaded, with `context`; `loaded` is the model in use. `call` runs work
-    on the decode thread between two steps; `on_enter` is called with the model that decodes next.
+    `cpu` is the model on the CPU, with its `context`; `loaded` is the model that decodes now. `call`
+    runs a function on the decode thread between two steps. After each move between CPU and devices,
+    `on_enter` is called with the model that decodes from then on.
     """
 
     files: ModelFiles
@@ -74,7 +75,7 @@ class GpuOffloader:
         self.loaded = self.cpu
 
     def begin(self, request: OffloadRequest) -> None:
-        """Attach the devices of `request` in the background, if the request opens backends."""
+        """Start a thread that moves layers to devices, unless none are wanted or there is no GPU."""
         if self._thread is None and request.opens_backends():
             self._thread = threading.Thread(
                 target=self._main, args=(request,), name="edgeinfer-attach", daemon=True
@@ -143,7 +144,7 @@ class GpuOffloader:
             while not self.call(lambda: self._switch(device_context)):
                 self._closing.wait(_SWITCH_S)
         except BaseException as error:
-            # do not free memory on a lost device: the call might never return
+            # freeing memory on a lost device might never return; a device without kernels is not lost
             is_lost = isinstance(error, DecodeError) and not _is_short_of_memory(error)
             if self._device_context is None and (not is_lost or "no kernel image" in str(error)):
                 device_context.loaded.free()
@@ -261,7 +262,10 @@ _SOFTWARE_TOKENS = 64
 
 @dataclass(slots=True)
 class DeviceContext:
-    """A model with layers on devices; `device` is the first. llama.cpp may read `placement` later."""
+    """A model with layers on devices, of which `device` is the first.
+
+    `placement` is stored because llama.cpp may read its memory as long as the model exists.
+    """
 
     loaded: LlamaModel
     context: LlamaContext

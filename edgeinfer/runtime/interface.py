@@ -66,10 +66,16 @@ class Engine(Protocol):
         """Return the prompt of a request with messages, as tokens. Raises InvalidRequestError."""
 
     def embed(self, texts: Sequence[str | Sequence[int]]) -> list[list[float]]:
-        """Return a vector of length 1 per text. Raises InvalidRequestError, ContextLengthError."""
+        """Return a vector per text, normalized to the Euclidean length 1.
+
+        Raises InvalidRequestError, or ContextLengthError for a text that is too long.
+        """
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Return a score per document, higher for a better match. Raises as `embed` does."""
+        """Return a score per document, higher for a better match.
+
+        Raises InvalidRequestError, or ContextLengthError if `query` and a document are too long.
+        """
 
     def agent_prefix(self, agent: str, salt: str = "") -> list[int]:
         """Return the cached prefix of a coding agent's prompts ("claude-code"), [] if there is none.

@@ -51,20 +51,25 @@ class SequenceMemory(Protocol):
         """Add `delta` to the positions from `start` on."""
 
     def first_position(self, seq_id: int) -> int:
-        """Return the first position that no layer has dropped, -1 if there is none."""
+        """Return the first position that all layers still have, -1 if there is none.
+
+        Layers with a sliding window drop early positions.
+        """
 
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
     """Tokens and cells of one sequence id (llama-server: a slot). Sequences may share cells.
 
-    `in_use`: a request runs in this sequence. Only requests with the same `salt` may reuse it; if it
-    `is_private`, none may. `is_prefetched`: it was prefilled for an expected request. `logprobs[i]` is
-    for token `i + 1`, with `n_top` alternatives.
-
-    Tokens from `memory_only_from` on are not stored on disk. After a context shift, or a move from
-    another context, no token is (`is_storable` is False), because the rounding differs. The first
-    `n_unchanged` tokens are as they were last stored. Blocks are deleted with their `conversation`.
+    - in_use: a request runs in this sequence.
+    - is_prefetched: the sequence was prefilled for an expected request.
+    - salt: only requests with this cache salt may reuse the sequence. If `is_private`, none may.
+    - logprobs: `logprobs[i]` is for token `i + 1`, with `n_top` alternatives.
+    - is_storable: False after a context shift, or a move from another context, because the rounding
+      differs; then no token is stored on disk.
+    - memory_only_from: index from which on tokens are not stored on disk; None if all may be.
+    - n_unchanged: number of first tokens that have not changed since they were stored on disk.
+    - conversation: the conversation whose deletion also deletes these tokens on disk.
     """
 
     seq_id: int
@@ -92,11 +97,11 @@ class CachedSequence:
 
 
 class KvCache:
-    """Tracks which sequence uses which of `n_cells` cells and `n_seq_max` ids. Not thread-safe.
+    """Tracks the use of `n_cells` cells and `n_seq_max` sequence ids by sequences. Not thread-safe.
 
     Recurrent and hybrid models have `checkpoints`; their sequences can be reused only whole or up to a
-    checkpoint. `window` is the sliding window (positions), 0 without one. `before_drop`, which
-    `BlockSaver` sets, is called with each cached sequence before it is dropped.
+    checkpoint. `window` is the length of the sliding window (positions), 0 without one. `before_drop`
+    is called with each cached sequence before it is dropped, so that it can be stored on disk.
     """
 
     def __init__(
@@ -182,7 +187,11 @@ class KvCache:
         reuse: bool = True,
         n_top: int | None = None,
     ) -> CachedSequence | None:
-        """Return a sequence with the longest cached prefix of `tokens`; None if all ids are in use."""
+        """Return a sequence, marked as in use, with the longest cached prefix of `tokens`.
+
+        Idle sequences may be evicted for it. Returns None if requests use all sequence ids. Without
+        `reuse`, the sequence is empty. `n_top` is explained at `match`.
+        """
         source, n = self.match(tokens, adapters, salt, n_top=n_top) if reuse else (None, 0)
         if source is not None and not source.in_use and not source.pinned and n == len(source.tokens):
             source.in_use = True  # usually the next turn of the conversation: no copy is needed
@@ -270,7 +279,7 @@ class KvCache:
         self._memory.remove(cached_seq.seq_id, position, -1)
 
     def clear_cells(self, cached_seq: CachedSequence) -> None:
-        """Remove a sequence from llama.cpp's cache, but reserve the cells, for the restore."""
+        """Remove a sequence from llama.cpp's cache, but keep its cells reserved for the same tokens."""
         self._memory.remove(cached_seq.seq_id, -1, -1)
 
     def _release_cells(self, cells: Iterable[int]) -> None:
@@ -282,7 +291,8 @@ class KvCache:
     def shift(self, cached_seq: CachedSequence, n_keep: int, n_discard: int) -> bool:
         """Discard `n_discard` tokens after the first `n_keep` (context shift).
 
-        Returns False if another sequence shares cells whose positions would change.
+        Returns False if the model does not support that, or another sequence shares cells whose
+        positions would change.
         """
         is_shared = any(self._ref_counts[cell] > 1 for cell in cached_seq.cells[n_keep:])
         if is_shared or not self.supports_truncation:

@@ -23,7 +23,8 @@ from edgeinfer.units import format_bytes
 _MARGIN_BYTES, _MARGIN_SHARE = 256 << 20, 16
 
 
-#: A "gpu" has separate memory, an "integrated" GPU shares the machine's, "software" runs on the CPU.
+#: A "gpu" has separate memory, an "integrated" GPU shares the machine's, "software" runs on the CPU,
+#: and an "accelerator" computes together with the CPU (BLAS, AMX).
 Kind = Literal["gpu", "integrated", "software", "accelerator"]
 
 
@@ -82,13 +83,15 @@ def usable_bytes(n_bytes: int) -> int:
 def make_layer_plan(
     shape: Shape, plan: MemoryPlan, devices: Sequence[Device], layers: int | str
 ) -> LayerPlan:
-    """Choose the layers of a model of `shape`, to be loaded by `plan`, that go to `devices`.
+    """Choose the layers that go to `devices`, for a model of `shape` that is loaded by `plan`.
 
-    `layers` is "none", "all", a number of layers, or "auto": all layers, if necessary without their
-    experts; otherwise as many as fit; otherwise none, if less than half of them fit. Layers fit if each
-    device holds its part, with a context of at least `plan.least_cells`; the longest context that fits
-    is used. llama.cpp counts the output as the last layer, places the last layers on devices, in the
-    devices' order and with the KV cache of each, and leaves the token table on the CPU.
+    `layers` is "none", "all", a number of layers, or "auto". "auto" means all layers, if necessary
+    without some experts; otherwise as many layers as fit, but none if less than half of them fit.
+    Layers fit if each device holds its layers and a context of at least `plan.least_cells`. The context
+    is as long as fits.
+
+    llama.cpp counts the output as the last layer. The last layers go to the devices, in the devices'
+    order, each layer with its KV cache. The token table stays on the CPU.
     """
     n_all = shape.n_layer + 1
     if layers in ("none", 0) or not devices:

@@ -73,10 +73,14 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End the decode thread; new work starts a new one. Raises EngineError if requests remain."""
+        """End the decode thread; the next `submit` or `call` starts a new one.
+
+        Raises EngineError while requests run or wait.
+        """
         with self._changed:
             if self.n_requests:
-                raise EngineError(f"{self.n_requests} requests are still running")
+                problem = f"the engine cannot stop: {self.n_requests} requests run or wait"
+                raise EngineError(problem, hint="wait until they have ended, then try again")
             self._stopping = True
         self._join()
         self._stopping = False

@@ -140,9 +140,10 @@ def choose_cells(n_ctx: int, n_parallel: int, kv_bytes_per_token: int, free_byte
 #: It has `DRAFT_SPARE_SEQUENCES` more sequence ids, for texts that later requests may continue.
 DRAFT_BATCH = 128
 DRAFT_SPARE_SEQUENCES = 8
-#: A step may compute logits for `_OUTPUTS_PER_REQUEST` tokens per request. It may for up to 256 tokens
-#: if these logits (bytes) fit into `_SMALL_LOGITS` or into the memory that the layers need anyway, and
-#: take at most 1/8 of the unused memory. A check of 200 tokens of a 135M takes 0.178 s then, not 0.201.
+#: A step may compute logits for `_OUTPUTS_PER_REQUEST` tokens per request. More tokens, up to
+#: `_MAX_FREE_OUTPUTS`, are allowed if their logits take at most 1/8 of the unused memory, and fit into
+#: `_SMALL_LOGITS` bytes or into memory that the layers need anyway. So a check of 200 tokens of a 135M
+#: model takes 0.178 s, not 0.201 s.
 _OUTPUTS_PER_REQUEST, _MAX_FREE_OUTPUTS = 8, 256
 _OUTPUTS_SHARE, _SMALL_LOGITS = 8, 64 << 20
 #: Further sequence ids: 16 for idle conversations, and one for saving KV blocks.
@@ -156,19 +157,19 @@ _FALLBACK_CTX = 4096
 _USEFUL_KV_BYTES = 1 << 30
 #: Memory (bytes) that the process takes in addition to the model.
 _PROCESS_BYTES = 64 << 20
-#: Least size (bytes) of the ring buffer for streamed weights. The ring holds at least two weights, one
-#: that is read while the other is multiplied, each with up to two more pages of 64 KiB.
+#: Least size (bytes) of the ring buffer for streamed weights. The ring has room for two weights: one is
+#: read while the other is multiplied. Each may need two more pages of 64 KiB (_PADDING_BYTES).
 _RING_BYTES, _PADDING_BYTES = 64 << 20, 128 << 10
 #: Memory that streaming leaves free: this many bytes, and at least 1/20 of the machine's memory.
 _STREAMING_MARGIN_BYTES, _STREAMING_MARGIN_SHARE = 100_000_000, 20
-#: Shortest automatic context (tokens, f16 cache) of a model with streamed weights. A longer context
-#: takes at most 1/8 of the memory: the larger the cache, the more weights are read for every token.
+#: Shortest automatic context (tokens, f16 cache) of a model with streamed weights. A longer automatic
+#: context takes at most 1/8 of the memory, because a larger cache leaves less memory to weights.
 _STREAMING_CTX = 2048
 #: If weights are streamed, memory is reserved for a quarter of the KV cache. As more of the cache is
 #: used, `llama.streaming` evicts weights.
 _KV_SHARE = 4
-#: If a `share` of all experts is in memory, (1 - share) ** _MISS_POWER of a token's experts must be
-#: read. In a trace of 24 layers, 0.56 were read for a share of 0.13, 0.36 for 0.25, and 0.20 for 0.40.
+#: If a `share` of all experts is in memory, about (1 - share) ** _MISS_POWER of a token's experts are
+#: read from disk: in a trace of 24 layers, 0.56 with a share of 0.13, 0.36 with 0.25, 0.20 with 0.40.
 _MISS_POWER = 3
 #: Read rate (bytes/s) assumed of a disk that was not measured: that of a SATA SSD.
 _ASSUMED_DISK_BYTES_PER_S = 500e6
@@ -201,11 +202,13 @@ class StreamingPlan:
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of a model's context, with the reason for each automatic choice.
 
-    `n_cells` is the size of the KV cache that all sequences share, `least_kv_bytes` its smallest useful
-    size (the whole size for a requested context). A device's context has at least `least_cells` cells.
-    `from_disk`: not all weights stay in memory; `streaming` says which do, and is None if memory is too
-    small to stream: then Linux reads weights by page faults. `refusal` says why the model cannot be
-    loaded, "" if it can. `has_draft`: `buffers` include those of a draft model.
+    - n_cells: size of the KV cache, which all sequences share.
+    - least_kv_bytes: smallest useful size of the KV cache; the whole size for a requested context.
+    - least_cells: smallest size of the KV cache in a context on devices.
+    - from_disk: not all weights stay in memory. `streaming` says which do; None means that there is too
+      little memory to stream weights, so Linux reads them by page faults.
+    - refusal: why the model cannot be loaded; "" if it can.
+    - has_draft: `buffers` include the buffers of a draft model.
     """
 
     n_threads: Chosen
@@ -290,7 +293,7 @@ def _make_plan(shape: Shape, options: LoadOptions, machine: Machine) -> MemoryPl
     streaming = None
     if from_disk and not refusal:
         context_bytes = buffers.kv_bytes // _KV_SHARE + buffers.compute_bytes
-        # the buffers above have one token's logits per sequence; llama.cpp allocates others when needed
+        # `buffers` has room for one token's logits per sequence; llama.cpp allocates more when needed
         context_bytes += shape.logits_bytes(n_outputs - n_seq_max)
         streaming = plan_streaming(shape, machine.memory.available_bytes, context_bytes)
     return MemoryPlan(
@@ -318,7 +321,10 @@ def make_exact_plan(
     tensor_sizes: Callable[[], Mapping[str, int]],
     draft: Shape | None = None,
 ) -> tuple[Shape, MemoryPlan]:
-    """Return shape and plan; if the weights do not fit, computed from the exact `tensor_sizes()`."""
+    """Return the plan, and the shape from which the plan was computed.
+
+    If the weights do not fit into memory, both are computed again with the exact `tensor_sizes()`.
+    """
     plan = make_plan(shape, options, machine, draft)
     if plan.from_disk:
         shape = with_tensors(shape, tensor_sizes())
@@ -329,7 +335,8 @@ def make_exact_plan(
 def plan_streaming(shape: Shape, available_bytes: int, context_bytes: int) -> StreamingPlan | None:
     """Decide which weights stay in the memory that a context leaves, and which are streamed.
 
-    Returns None if the ring and the output do not fit, or the experts that a token uses in one layer.
+    Returns None if there is too little memory: for the ring and the output of a dense model, or for the
+    experts that a token uses in one layer of a mixture of experts.
     """
     margin = max(_STREAMING_MARGIN_BYTES, available_bytes // _STREAMING_MARGIN_SHARE)
     weights_budget = available_bytes - context_bytes - _PROCESS_BYTES - margin
@@ -384,7 +391,10 @@ def disk_pace(shape: Shape, streaming: StreamingPlan | None, disk_bytes_per_s: f
 
 
 def disk_warning(shape: Shape, machine: Machine, plan: MemoryPlan, disk_bytes_per_s: float) -> str:
-    """Describe how fast a model with `plan.from_disk` will be. For a rate of 0.0, assume a SATA SSD."""
+    """Return a warning for the user that says how fast a model with `plan.from_disk` will be.
+
+    If the disk's rate is 0.0 (not measured), the rate of a SATA SSD is assumed.
+    """
     rate = disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S
     per_s = disk_pace(shape, plan.streaming, rate)
     pace = f"{per_s:.1f} tokens/s" if per_s >= 1 else f"a token in {1 / per_s:.1f} s"

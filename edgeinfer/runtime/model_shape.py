@@ -195,7 +195,7 @@ def make_buffers(
 def outputs_without_memory(shape: Shape, n_ubatch: int) -> int:
     """Return how many tokens of a micro-batch may have logits without a larger compute buffer.
 
-    Logits are computed in the memory that the layers needed before, as in `make_buffers`.
+    llama.cpp computes logits after the layers, in the same memory, as `make_buffers` assumes.
     """
     return n_ubatch * (3 * shape.n_ff + shape.n_embd + shape.n_query) // max(1, shape.n_vocab)
 

@@ -89,7 +89,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_adapters(text: str) -> tuple[Adapter, ...]:
-    """Parse a value of `--lora`, which must be valid."""
+    """Return the adapters in a value of `--lora` that `LORA.parse` has checked."""
     return tuple(Adapter(name, *settings) for name, settings in table.adapters_of(text).items())
 
 
@@ -152,7 +152,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamingStatistics(msgspec.Struct):
-    """Statistics of weights streamed from disk (native/streaming.cpp writes the fields in this order).
+    """Statistics of weights streamed from disk. native/streaming.cpp relies on the order of the fields.
 
     Totals since the start: bytes read, seconds that threads waited, weights evicted from memory. At
     present: bytes of pinned weights, of streamed weights, and of cached experts.

@@ -13,8 +13,9 @@ import struct
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-#: Values of a pseudo-token's two lowest bits; an odd value marks a picture's first embedding row.
-#: _FIRST_IN_PLACE begins a picture that takes fewer positions than it has rows (M-RoPE).
+#: Values of a pseudo-token's two lowest bits. _FIRST marks the first row of a picture. With M-RoPE,
+#: _FIRST_IN_PLACE marks the first row of a picture that takes fewer positions than it has rows, and
+#: _WITHOUT_POSITION a row that takes no position. All other rows are marked by _ROW.
 _ROW, _FIRST, _WITHOUT_POSITION, _FIRST_IN_PLACE = range(4)
 
 
@@ -37,7 +38,10 @@ def text_only(tokens: Iterable[int]) -> list[int]:
 
 
 class PromptTokens(list[int]):
-    """Tokens of text and rows of pictures, to be changed only by its methods and `append`."""
+    """The tokens of a prompt, with a pseudo-token for each row of a picture.
+
+    Only `append` and the methods defined here may change the list, because it counts positions.
+    """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         super().__init__()
@@ -65,7 +69,11 @@ class PromptTokens(list[int]):
         return n
 
     def block_end(self, n: int) -> int:
-        """Return `n`; inside a picture whose rows share positions, return that picture's end."""
+        """Return `n`, or the next index at which a KV block can end if it cannot end at `n`.
+
+        A block cannot end inside a picture whose rows share positions (M-RoPE), because llama.cpp saves
+        whole positions. Then the block ends after the picture.
+        """
         if self._is_in_place(n):
             while n < len(self) and self[n] < 0 and not self[n] % 2:
                 n += 1

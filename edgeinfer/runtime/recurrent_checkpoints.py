@@ -60,7 +60,10 @@ class Checkpoints:
         self._bytes = 0
 
     def save(self, checkpoints: list[Checkpoint], seq_id: int, n_tokens: int) -> None:
-        """Save the state of `seq_id`, which has `n_tokens`, unless `checkpoints` has one for them."""
+        """Save the state of `seq_id` into its list `checkpoints`, if the list does not have it yet.
+
+        `n_tokens` is the present length of the sequence.
+        """
         if not n_tokens or any(checkpoint.n_tokens == n_tokens for checkpoint in checkpoints):
             return
         state = self._states.save_checkpoint(seq_id)
@@ -68,7 +71,10 @@ class Checkpoints:
             self.add(checkpoints, Checkpoint(n_tokens, state))
 
     def add(self, checkpoints: list[Checkpoint], checkpoint: Checkpoint) -> None:
-        """Add a checkpoint to its sequence's list; above the memory limit, drop the oldest ones."""
+        """Add a checkpoint to its sequence's list.
+
+        Above the memory limit, the oldest checkpoints of all sequences are dropped.
+        """
         checkpoints.append(checkpoint)
         self._oldest_first.append((checkpoints, checkpoint))
         self._bytes += len(checkpoint.state)

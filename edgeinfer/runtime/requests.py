@@ -30,7 +30,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """A message of a conversation.
 
     Only role "tool" has `tool_call_id` and `name`; only role "assistant" has `tool_calls` and
-    `reasoning`. `pictures` are image files; with them, `media.pictures.join_parts` makes `content`.
+    `reasoning`. `pictures` are image files. `media.pictures.join_parts` makes both `content` and
+    `pictures`, so that `content` has a mark for each picture.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -43,10 +44,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that the model may call; `parameters` is a JSON schema.
+    """A function that the model may call. `parameters` is the JSON schema of its arguments.
 
-    If a call is required and the schema cannot be enforced, the request is refused if the tool is
-    `strict`; otherwise the arguments may be any JSON object.
+    If the schema cannot be enforced, the arguments may be any JSON object. But if the tool is `strict`
+    and a call is required, the request is refused.
     """
 
     name: str
@@ -91,9 +92,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seed: int | None = None
 
 
-#: Models of up to this many parameters repeat themselves, so they get penalties by default. Without
-#: sequence breakers, DRY also penalizes repeated lines. The prompt is not penalized: for SmolLM2, that
-#: would cost a third of the right answers.
+#: Models of up to this many parameters repeat themselves, so they get penalties by default. There are
+#: no sequence breakers, so that DRY penalizes repeated lines, too. The tokens of the prompt are not
+#: penalized: with such penalties, SmolLM2 would lose a third of its right answers.
 _SMALL = 500_000_000
 _PENALTIES: dict[str, Any] = {
     "repeat_penalty": 1.1,
@@ -242,7 +243,7 @@ _ANSWER_TOKENS, _REASONED_ANSWER_TOKENS = 1_500, 8_000
 
 
 def with_answer_limit(request: GenerateRequest, *, can_think: bool) -> GenerateRequest:
-    """Set the default `max_tokens` of a chat, unless the request has a limit, tools or a constraint."""
+    """Return a request with the default `max_tokens`, unless it has a limit, tools or a constraint."""
     if request.max_tokens is not None or request.constraint is not None or request.tools:
         return request
     limit = _REASONED_ANSWER_TOKENS if can_think else _ANSWER_TOKENS
@@ -282,10 +283,11 @@ def check_sampling(sampling: Sampling, n_vocab: int) -> None:
             _refuse("logit_bias", f"token {token} is not in the vocabulary of {n_vocab} tokens")
         if not (-_MAX_BIAS <= bias <= _MAX_BIAS or bias == -math.inf):
             _refuse("logit_bias", f"{bias} is not between -{_MAX_BIAS:g} and {_MAX_BIAS:g}")
-    if len(sampling.dry_sequence_breakers) > _MAX_STOPS or any(
-        "\0" in b or not b for b in sampling.dry_sequence_breakers
-    ):
-        _refuse("dry_sequence_breakers", f"at most {_MAX_STOPS} texts, not empty and without NUL")
+    if len(sampling.dry_sequence_breakers) > _MAX_STOPS:
+        _refuse("dry_sequence_breakers", f"at most {_MAX_STOPS} texts are allowed")
+    for breaker in sampling.dry_sequence_breakers:
+        if not breaker or "\0" in breaker:
+            _refuse("dry_sequence_breakers", f"{breaker!r} must have 1 or more characters and no NUL")
 
 
 def check_request(request: GenerateRequest, n_vocab: int) -> None:
@@ -302,7 +304,7 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
             _refuse(name, f"{value} is not between 0 and {max_value}")
     last = request.messages[-1].role if request.messages else ""
     if request.continue_final and last != "assistant" and request.max_tokens != 0:
-        _refuse("messages", "only an assistant message can be continued, and the last is not one")
+        _refuse("messages", "to be continued, the last message must have the role assistant")
     if request.reasoning_budget is not None and not request.messages:
         _refuse("reasoning_budget", "a request without messages has no reasoning; leave out this field")
     if request.deadline_s is not None and not (
@@ -322,8 +324,9 @@ def check_request(request: GenerateRequest, n_vocab: int) -> None:
         _refuse("stop", f"at most {_MAX_STOPS} stop strings are allowed")
     if any(not stop or len(stop) > _MAX_STOP_CHARS for stop in request.stop):
         _refuse("stop", f"a stop string must have 1 to {_MAX_STOP_CHARS} characters")
-    if isinstance(request.prompt, tuple) and any(not 0 <= t < n_vocab for t in request.prompt):
-        _refuse("prompt", f"a token is not in the vocabulary of {n_vocab} tokens")
+    for token in request.prompt if isinstance(request.prompt, tuple) else ():
+        if not 0 <= token < n_vocab:
+            _refuse("prompt", f"token {token} is not in the vocabulary of {n_vocab} tokens")
     if request.speculative not in ("auto", "off", "ngram"):
         _refuse("speculative", f'{request.speculative!r} is not "auto", "off" or "ngram"')
 
@@ -401,7 +404,7 @@ _count = itertools.count()
 
 
 def random_bytes(size: int, entropy: bytes = b"") -> bytes:
-    """Return up to 64 random bytes, different in each process restored from one snapshot.
+    """Return `size` (at most 64) random bytes, different in each process restored from one snapshot.
 
     They are a hash of the kernel's random bytes, the time, a counter and the `entropy` of the launch.
     """

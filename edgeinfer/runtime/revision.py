@@ -14,5 +14,8 @@ KERNEL_REVISION = 3 + _OF_ARM64 * (os.uname().machine == "aarch64")
 
 
 def is_newer(revision: int) -> bool:
-    """Return whether an engine of this revision, on x86-64 or arm64, is newer than this program."""
+    """Return whether the engine with the number `revision` is newer than this program's engine.
+
+    Both may run on x86-64 or arm64. A number of an unknown architecture counts as newer.
+    """
     return revision % _OF_ARM64 > KERNEL_REVISION % _OF_ARM64 or revision >= 2 * _OF_ARM64

@@ -23,8 +23,9 @@ class MappedFile:
 class State(msgspec.Struct, frozen=True):
     """A sequence's state as bytes. Each piece has the cells of one tensor, or metadata.
 
-    In a file, piece `i` should begin `page_offsets[i]` bytes after a page boundary, so that its pages
-    can be mapped into the KV cache; ANYWHERE for metadata. `file` is None if the pieces are in memory.
+    A file should have piece `i` at `page_offsets[i]` bytes after a page boundary, so that the pages of
+    the piece can be mapped into the KV cache. Metadata has the offset ANYWHERE. `file` is the mapped
+    file with the pieces; None if they are in memory.
     """
 
     pieces: tuple[memoryview, ...]

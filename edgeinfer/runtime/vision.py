@@ -37,8 +37,8 @@ Rows = npt.NDArray[np.float32]
 _log = logging.getLogger("edgeinfer.gpu")
 #: Maximum bytes of cached embeddings in memory. They are f32: f16 changes logits by 0.7 to 1.2.
 _KEPT_BYTES = 128 << 20
-#: Maximum bytes of decoded pixels that wait for the encoder. Beyond this, the oldest pictures' pixels
-#: are dropped; the encoder decodes those pictures again.
+#: Maximum bytes of decoded pixels that wait for the encoder. Above this limit, the pixels of the oldest
+#: pictures are dropped, and the encoder decodes these pictures again.
 _PIXEL_BYTES = 48 << 20
 #: Number of image files whose size and chunks are cached.
 _KNOWN_FILES = 256
@@ -48,8 +48,8 @@ _KNOWN_FILES = 256
 class Source:
     """A picture of a request: its image `file` and `size` (width, height in pixels).
 
-    `digest` is a hash of the file, the projector and the cache salt. Rows are read from `folder` (None:
-    not from disk), and written there if `is_stored`.
+    `digest` is a hash of the file, the projector and the cache salt. `folder` has encoded rows on disk;
+    None if the request does not use the prefix cache. New rows are written to it if `is_stored`.
     """
 
     digest: bytes
@@ -61,7 +61,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The rows of `chunk`, from a prompt's token `start` on. `number` is the index in the picture."""
+    """A part of a picture: the rows of `chunk`, from a prompt's token `start` on.
+
+    `number` is the part's index in the picture.
+    """
 
     start: int
     source: Source
@@ -94,7 +97,7 @@ class Vision:
     def __init__(self, projector: Projector, key: str, *, max_rows: int) -> None:
         self._projector, self._key = projector, hashlib.sha256(key.encode()).digest()
         self._max_rows = max_rows
-        #: A copy of the projector on a GPU, used until it fails; None without one.
+        #: A copy of the projector on a GPU. None if the CPU encodes pictures.
         self.on_device: Projector | None = None
         #: Returns the folder of the on-disk prefix cache, None if it is closed.
         self.block_folder: Callable[[], BlockFolder | None] = lambda: None
@@ -248,7 +251,7 @@ class Vision:
             self._encodings.clear()
 
     def leave(self, digest: bytes, rows: Future[list[Rows]]) -> None:
-        """Record that a request no longer needs `rows`; cancel their encoding if no request does."""
+        """Record that a request no longer needs `rows`; cancel their encoding if none needs them."""
         with self._lock:
             encoding = self._encodings.get(digest)
             if encoding is not None and encoding.rows is rows:
@@ -341,7 +344,7 @@ class PromptPictures:
         return not self._rows[span.digest].done()
 
     def wait(self, span: Span, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for the rows of `span`."""
+        """Wait until `span` is encoded, or its encoding has failed, but at most `timeout_s`."""
         wait([self._rows[span.digest]], timeout_s)
 
     def failure(self, span: Span) -> EngineError | None:
@@ -363,12 +366,15 @@ _PATIENCE_S = 600.0
 _KNOWN = CacheTable("projectors.json", dict[str, bool])
 
 
-def projector_failure(projector: str, model: Sequence[str]) -> str:
-    """Return why a projector cannot be used with a model, "" if it can. Caches success, not failure."""
-    key = f"{edgeinfer.__version__} {stamps((projector, *model))}"
+def projector_failure(projector: str, model_paths: Sequence[str]) -> str:
+    """Test a projector in another process; return why the model cannot use it, "" if it can.
+
+    A test that succeeds is not repeated until a file changes.
+    """
+    key = f"{edgeinfer.__version__} {stamps((projector, *model_paths))}"
     if key in _KNOWN.read():
         return ""
-    out, ending = ask_child(_HELPER, projector, *model, patience_s=_PATIENCE_S)
+    out, ending = ask_child(_HELPER, projector, *model_paths, patience_s=_PATIENCE_S)
     try:
         reason = msgspec.json.decode(out, type=str)
     except msgspec.MsgspecError:

@@ -134,6 +134,8 @@ def test_deadline(engine: Engine) -> None:
         ({"sampling": Sampling(seed=1 << 32)}, "seed"),
         ({"sampling": Sampling(logit_bias={10**9: 1.0})}, "logit_bias"),
         ({"sampling": Sampling(logit_bias={1: math.nan})}, "logit_bias"),
+        ({"sampling": Sampling(dry_sequence_breakers=("",))}, "dry_sequence_breakers"),
+        ({"sampling": Sampling(dry_sequence_breakers=("a\0",))}, "dry_sequence_breakers"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": -5}, "max_tokens"),
         ({"stop": ("",)}, "stop"),

@@ -337,5 +337,5 @@ def timings_line(result: RunResult, info: EngineInfo) -> str:
         f"prefill {format_ms(took.prefill_ms)}; "
         f"first token {timings.ttft_ms:.0f} ms; "
         f"{usage.completion_tokens} tokens at {rate:.1f}/s{drafts}; "
-        f"{result.finish_reason}; {timings.cost(usage.cached_tokens)}"
+        f"{result.finish_reason}; {timings.summary(usage.cached_tokens)}"
     )
