@@ -137,7 +137,9 @@ def _from_server(source: sources.Source, plan: PullPlan, work: Path, job: Job) -
     is_single = sum(not remote.is_projector for remote in remotes) == 1
     digest = remotes[0].sha256
     if is_single and plan.sha256 and digest not in ("", plan.sha256):
-        raise ChecksumError(f"{source} has SHA-256 {digest}, but the catalogue says {plan.sha256}")
+        problem = f"{source} has SHA-256 {digest}, not the expected {plan.sha256}"
+        hint = "correct `--sha256`, or `sha256` in models.toml, or use another source"
+        raise ChecksumError(problem, hint=hint)
     have = sum(disk.size_or_zero(work / (remote.file_name + download.PART)) for remote in remotes)
     disk.require_free_space(work, sum(remote.size_bytes for remote in remotes) - have, str(source))
     fetched = []

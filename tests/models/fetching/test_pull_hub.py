@@ -142,6 +142,14 @@ def test_hubs_sha256_is_checked_on_the_first_pull(server, repo, options) -> None
     assert store.list_pulled() == []
 
 
+def test_hubs_sha256_that_is_not_the_expected_one_is_refused_before_a_download(server, repo, options):
+    options = msgspec.structs.replace(options, sha256="0" * 64)
+    with pytest.raises(ChecksumError, match=f"not the expected {'0' * 64}") as caught:
+        pull(f"{REPO}:Q8_0", options=options)
+    assert "--sha256" in (caught.value.hint or "")
+    assert cdn(server, "Tiny-Q8_0.gguf") == []
+
+
 def test_gated_repository_says_what_to_do(server, repo, options) -> None:
     server.gated.add(REPO)
     with pytest.raises(AuthenticationError) as caught:
