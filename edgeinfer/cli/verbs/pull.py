@@ -76,7 +76,7 @@ def _pull_adapter(source: str, options: argparse.Namespace) -> PullAdapterResult
     if not options.base:
         message = f"{source} is an adapter, but its base model is unknown"
         raise UsageError(message, hint=f"name that model: `edgeinfer pull {source} --base MODEL`")
-    pull_options = PullOptions(name=options.name)
+    pull_options = PullOptions(name=options.name, sha256=options.sha256)
     with progress_on(quiet=options.quiet) as report:
         return PullAdapterResult(adapter=pull_adapter(source, options.base, report, pull_options))
 

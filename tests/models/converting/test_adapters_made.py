@@ -8,6 +8,8 @@ from made_checkpoints import golden, make_checkpoint, safetensors, token_ids, we
 from made_peft import ALPHA, RANK, make_peft, pairs
 from raw_logits import read
 
+from edgeinfer.cli.parser import build_parser
+from edgeinfer.cli.verbs import pull as pull_verb
 from edgeinfer.config.load_options import LORA, adapters_of
 from edgeinfer.errors import CatalogError, ConfigError, ConversionError, UsageError
 from edgeinfer.models import adapters
@@ -102,6 +104,15 @@ def test_unsupported_adapter_is_refused_by_name(config, message, tmp_path) -> No
     with pytest.raises(ConversionError, match=message) as refused:
         pull_adapter(str(folder), "base")
     assert refused.value.hint or "ValueError" in message, "the class's hint is about models"
+    assert adapters.list_adapters() == []
+
+
+def test_sha256_of_an_adapter_is_refused_because_it_has_several_files(tmp_path) -> None:
+    pulled_base("qwen3", tmp_path)
+    folder = make_peft(tmp_path / "red", "qwen3", ATTENTION)
+    typed = ["pull", str(folder), "--base", "base", "--sha256", "0" * 64]
+    with pytest.raises(UsageError, match="--sha256 is for one file"):
+        pull_verb.run(build_parser("pull").parse_args(typed), None)
     assert adapters.list_adapters() == []
 
 
