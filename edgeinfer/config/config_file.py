@@ -270,7 +270,8 @@ def _parse(
     try:
         document = tomllib.loads(content.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{source}: not valid TOML: {error}") from error
+        hint = "correct the file at this position"
+        raise ConfigError(f"{source}: not valid TOML: {error}", hint=hint) from error
     for key, replacement in REMOVED_KEYS.items():
         section, _, name = key.partition(".")
         table = document.get(section)
@@ -293,7 +294,8 @@ def refuse_unknown_keys(document: dict[str, Any], struct: type[msgspec.Struct], 
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1)
             step = f'did you mean "{near[0]}"?' if near else f"valid keys: {', '.join(fields)}"
-            raise ConfigError(f'{where}: unknown key "{key}"; {step}')
+            problem = f'{where}: unknown key "{key}"; {step}'
+            raise ConfigError(problem, hint="correct or remove this key")
         kind = fields[key]
         if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             refuse_unknown_keys(value, kind, f"{where}: [{key}]")

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class LoadOption:
-    """A load option. A value is one of `choices` or, with a `high`, an integer from `low` to `high`.
+    """A load option. Its values are `choices` and, unless `high` is 0, integers from `low` to `high`.
 
-    The flag is `--name` if `is_typed`, the key in config.toml is `name`; an option without a `name` has
-    neither. With `of_snapshot`, each value needs a separate snapshot.
+    `name` is the key in config.toml and, if `is_typed`, the flag without `--`; an option without a
+    `name` has neither. If `of_snapshot`, a snapshot fits only launches with the same value.
     """
 
     #: Whether the flag may be repeated; the values are then joined with commas.
@@ -89,7 +89,7 @@ class AdaptersOption(LoadOption):
         return ",".join(path if scale == 1 else f"{path}:{scale:g}" for path, scale in adapters)
 
     def describe_range(self) -> str:
-        return "adapters with different names (NAME or FILE, optionally with :SCALE), or none"
+        return "adapters with different names (NAME or FILE, optionally :SCALE, at most 100), or none"
 
 
 class ModelOption(LoadOption):
@@ -104,7 +104,7 @@ class ModelOption(LoadOption):
         return text if "/" in text else name
 
 
-#: Value of `lora` or `draft` that also switches off the adapters or draft model of models.toml.
+#: Value of `lora` or `draft`: use no adapters or no draft model, not even those in models.toml.
 NO_ADAPTERS = NO_DRAFT = "none"
 UNFIT_DRAFT_HINT = "use a smaller model of the same family, or --draft none"
 
@@ -232,11 +232,11 @@ def snapshot_options(options: object) -> dict[str, str]:
 def first_difference(
     launch: dict[str, str], requested: dict[str, str], actual: dict[str, str], *, is_named: bool = False
 ) -> str:
-    """Return the first option in which a launch differs from a snapshot; "" if none does.
+    """Return the field of the first option in which a launch differs from a snapshot; "" if none does.
 
-    All three are dicts of field → text: `launch` has the launch's options, `requested` the build's,
-    `actual` the values that the build's load chose. An option that the launch leaves out must have been
-    left out of the build, too, unless the launch names the snapshot.
+    `launch` has the launch's options (field → text), `requested` those of the snapshot's build, and
+    `actual` the values that the build chose for automatic options. Either value of the build fits. If
+    the launch names the snapshot (`is_named`), only the options in `launch` are compared.
     """
     for field in launch if is_named else launch | requested:
         built_with = filter(None, (requested.get(field), actual.get(field)))

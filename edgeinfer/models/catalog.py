@@ -28,7 +28,10 @@ from edgeinfer.platform.disk import stamps
 from edgeinfer.runtime.requests import Sampling, default_sampling
 
 FILE_NAME = "models.toml"
-#: Keys about the file at the sources: an entry with other `sources` does not inherit them.
+_TABLE_HINT = "write each model as a table: a line [models.NAME], then its keys"
+_LORA_HINT = 'write { name = "NAME" } for a pulled adapter, { path = "FILE.gguf" } for a file'
+#: Keys that describe the file at `sources`. A user's entry with other `sources` does not inherit them
+#: from the shipped entry of that name.
 _FILE_KEYS = ("sha256", "size-bytes", "file-name")
 _PARAMETERS = re.compile(r"\d+(\.\d+)?[KMB]")
 #: Mean bits per weight of a whole file, by quantization: more than the type's own bits, because
@@ -72,7 +75,7 @@ _OLD_SAMPLERS = frozenset({"typical-p", "mirostat", "mirostat-tau", "mirostat-et
 
 
 class SamplingDefaults(_SamplingKeys):  # type: ignore[misc, valid-type]  # its fields are computed
-    """The sampling options that a model's entry sets; None leaves the usual default."""
+    """The sampling options that a model's entry sets; None: default for the model's size."""
 
     def chosen_options(self) -> dict[str, float]:
         """Return the options that the entry sets, by field name of `Sampling`."""
@@ -104,7 +107,7 @@ class LoraTable(_Table, frozen=True, kw_only=True):
 class Model(_Table, frozen=True, kw_only=True):
     """An entry of the catalogue, [models.NAME].
 
-    `sources` are tried in order. A source that is a list has the parts of one file, in order.
+    `sources` are tried in order. A source that is a list has several wheels: the parts of one file.
     """
 
     title: Annotated[str, key_doc("Name for people.", min_length=1)]
@@ -150,7 +153,7 @@ class Model(_Table, frozen=True, kw_only=True):
 
     @property
     def projector_source(self) -> source_types.Source | None:
-        """Source of the projector; None for a local path or none. Raises UsageError if invalid."""
+        """Source of the projector; None if `projector` is "" or a local path. Raises UsageError."""
         text = self.projector
         is_source = source_types.looks_like_source(text) and not paths.is_model_path(text)
         return source_types.parse(text) if is_source else None
@@ -195,10 +198,10 @@ def user_path() -> Path:
 
 
 def load_catalog(user: Path | None = None) -> Catalog:
-    """Load the shipped catalogue, overridden by the user's. Raises ConfigError if one has a mistake.
+    """Load the shipped catalogue, overridden by the user's. Raises ConfigError for an invalid file.
 
-    The result, or the error, is cached until a file changes: reading takes 13 ms, by which each request
-    with an unknown model name would delay all streams of an endpoint.
+    The result, or the error, is cached until a file changes: reading takes 13 ms, and would delay all
+    streams of an endpoint at each request for an unknown model.
     """
     user = user or user_path()
     try:
@@ -238,14 +241,17 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     try:
         document = tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+        hint = "correct the file at this position"
+        raise ConfigError(f"{path}: not valid TOML: {error}", hint=hint) from error
     for key in document:
         if key != "models":
-            raise ConfigError(f'{path}: unknown key "{key}"; every model needs a table [models.NAME]')
+            raise ConfigError(f'{path}: unknown key "{key}"', hint=_TABLE_HINT)
     models = document.get("models", {})
-    if not isinstance(models, dict) or not all(isinstance(table, dict) for table in models.values()):
-        raise ConfigError(f"{path}: write every model as a table [models.NAME]")
+    if not isinstance(models, dict):
+        raise ConfigError(f'{path}: the key "models" is not a table', hint=_TABLE_HINT)
     for name, table in models.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f'{path}: model "{name}" is not a table', hint=_TABLE_HINT)
         if isinstance(sampling := table.get("sampling"), dict):
             table["sampling"] = {k: v for k, v in sampling.items() if k not in _OLD_SAMPLERS}
         refuse_unknown_keys(table, Model, f'{path}: model "{name}"')
@@ -254,7 +260,8 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 def _model(name: str, table: dict[str, Any], where: str) -> Model:
     if "name" in table:
-        raise ConfigError(f"{where}: remove the key \"name\": the table's name is the model's name")
+        hint = "remove this key: the table's name is the model's name"
+        raise ConfigError(f'{where}: unknown key "name"', hint=hint)
     try:
         names.model_name(name)
         model = msgspec.convert(table | {"name": name}, Model)
@@ -268,9 +275,9 @@ def _model(name: str, table: dict[str, Any], where: str) -> Model:
 
 def _check(model: Model) -> None:
     every_source = (model.projector_source, *chain(*model.parsed_sources()))
-    urls = (source.url for source in every_source if isinstance(source, source_types.Url))
-    if any(url.startswith("http:") for url in urls):
-        raise UsageError("a source with http: is not encrypted; use its https: address")
+    for source in every_source:
+        if isinstance(source, source_types.Url) and source.url.startswith("http:"):
+            raise UsageError(f"the source {source} is not encrypted", hint="use its https: address")
     if model.sha256:
         names.parse_digest(model.sha256)
     if model.file_name:
@@ -278,16 +285,17 @@ def _check(model: Model) -> None:
     for key in ("parameters", "active-parameters"):
         count = getattr(model, key.replace("-", "_"))
         if count and not _PARAMETERS.fullmatch(count):
-            raise UsageError(f'key "{key}": {count!r} is not a number with K, M or B, such as "7B"')
+            hint = 'write a number with K, M or B, such as "7B"'
+            raise UsageError(f'key "{key}": {count!r} is not a number of parameters', hint=hint)
     try:
         LORA.parse(",".join(adapter.option for adapter in model.lora))
     except ValueError as error:
-        raise UsageError(f'key "lora": {error}') from error
+        raise UsageError(f'key "lora": {error}', hint=_LORA_HINT) from error
     if any(bool(adapter.path) == bool(adapter.name) for adapter in model.lora):
-        raise UsageError('key "lora": give each adapter either a path or a name, not both')
+        raise UsageError('key "lora": an adapter needs either a path or a name', hint=_LORA_HINT)
     for key in ("quantize", "quantization"):
         value = getattr(model, key)
         if value and file_type(value) is None:
             near = difflib.get_close_matches(value.upper(), FILE_TYPES.values(), n=1)
-            suggestion = f'; did you mean "{near[0]}"?' if near else ""
-            raise UsageError(f'key "{key}": {value!r} is not a quantization of llama.cpp{suggestion}')
+            hint = f'did you mean "{near[0]}"?' if near else 'examples: "Q4_K_M", "Q8_0"'
+            raise UsageError(f'key "{key}": {value!r} is not a quantization of llama.cpp', hint=hint)

@@ -103,7 +103,10 @@ def test_user_overrides_one_key_and_new_sources_drop_the_old_digest(entry, promp
         ('[models.mine]\ntitle = "x"\nsources = ["ftp://x/y"]\n', [OF_MINE, "not a valid source"]),
         ('[models."../x"]\ntitle = "x"\nsources = ["a/b:Q8_0"]\n', ["'../x' is not a model name"]),
         ("[model.mine]\n", ['unknown key "model"']),
-        ("[models\n", ["not valid TOML"]),
+        ("[models]\nmine = 3\n", ['model "mine" is not a table', "[models.NAME]"]),
+        ("models = 3\n", ['"models" is not a table', "[models.NAME]"]),
+        (MINIMAL.replace("me/mine-GGUF:Q8_0", "http://me/mine.gguf"), ["http://me/mine.gguf", "https"]),
+        ("[models\n", ["not valid TOML", "at this position"]),
         ("x = " + "[" * 5000, ["not valid TOML"]),
     ],
 )
@@ -113,7 +116,7 @@ def test_errors_name_file_model_key_and_the_nearest(text: str, fragments: list[s
         load_catalog()
     assert str(path) in caught.value.message
     for word in fragments:
-        assert word in caught.value.message
+        assert word in f"{caught.value.message} {caught.value.hint}"
 
 
 def test_unchanged_files_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
