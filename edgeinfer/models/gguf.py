@@ -72,7 +72,7 @@ def file_type(name: str) -> int | None:
 
 
 def parse_file_type(name: str, context: str = "") -> int:
-    """Return the llama_ftype of `name`, a part of the text `context`. Raises UsageError."""
+    """Return the llama_ftype of `name`. Raises UsageError, which quotes `context`, the typed text."""
     number = file_type(name)
     if number is None:
         where = f" in {context!r}" if context else ""
@@ -94,6 +94,7 @@ _PICKLE = (
 )
 #: First bytes of files in other formats → description and hint.
 OTHERS = {b"lmgg": _GGML, b"fmgg": _GGML, b"tjgg": _GGML, b"algg": _GGML, b"PK\x03\x04": _PICKLE}
+_OTHER_FILE = "name a GGUF file that has a model's weights"
 DEFAULT_ALIGNMENT = 32
 _ALIGNMENTS = [1 << power for power in range(21)]
 #: Limits of ggml's own reader (gguf.cpp, ggml.h), which refuses larger values.
@@ -106,7 +107,7 @@ MAX_LAYERS = 512
 MAX_METADATA = 1 << 16
 MAX_TENSORS = 1 << 20
 MAX_KEY_BYTES = 1 << 16
-#: Longest arrays of numbers and of strings that are kept, such as head counts by layer.
+#: Longest arrays of numbers and of strings that are kept; a longer one is replaced by an `ArrayInfo`.
 KEPT_ELEMENTS = 4096
 KEPT_STRINGS = 64
 
@@ -236,7 +237,7 @@ class GgufHeader(msgspec.Struct, frozen=True, kw_only=True):
 def read_header(path: str | os.PathLike[str], *, vocabulary: bool = False) -> GgufHeader:
     """Return the header of the GGUF at `path`. Raises InvalidGgufError.
 
-    `vocabulary` also refuses two equal tokens; that takes 0.2 s for 262,144 tokens.
+    With `vocabulary`, two equal tokens are an error, too; this check takes 0.2 s for 262,144 tokens.
     """
     gguf_path = Path(path)
     try:
@@ -252,19 +253,21 @@ def read_header(path: str | os.PathLike[str], *, vocabulary: bool = False) -> Gg
 
 
 def parse(view: bytes | mmap.mmap, name: str = "buffer", *, vocabulary: bool = False) -> GgufHeader:
-    """Return the header in `view`, the content of a whole file. Raises InvalidGgufError."""
+    """Return the header in `view`, the whole content of the file `name`. Raises InvalidGgufError."""
     return _Walker(view, name, vocabulary).header()
 
 
 def read_model_header(path: str | os.PathLike[str], *, vocabulary: bool = True) -> GgufHeader:
     """Return the header of a model that llama.cpp can load. Raises InvalidGgufError.
 
-    `vocabulary` also refuses two equal tokens, at which llama.cpp aborts.
+    With `vocabulary`, two equal tokens are an error, too, because llama.cpp aborts at them.
     """
     header = read_header(path, vocabulary=vocabulary)
     if header.alignment < DEFAULT_ALIGNMENT:
-        problem = f"{header.path} aligns its tensors to {header.alignment} bytes"
-        raise InvalidGgufError(f"{problem}; llama.cpp needs at least {DEFAULT_ALIGNMENT}")
+        raise InvalidGgufError(
+            f"{header.path} aligns its tensors to {header.alignment} bytes; "
+            f"llama.cpp needs at least {DEFAULT_ALIGNMENT}"
+        )
     for key, value in header.metadata.items():
         if isinstance(value, float) and key.startswith(f"{header.architecture}."):
             least = 0.0 if key.endswith("epsilon") else -math.inf
@@ -274,13 +277,13 @@ def read_model_header(path: str | os.PathLike[str], *, vocabulary: bool = True) 
     if index >= count:
         raise InvalidGgufError(f"{header.path} says it is part {index + 1} of only {count}")
     if index == 0 and not header.architecture:
-        raise InvalidGgufError(f"{header.path} has no general.architecture: it is not a model")
+        problem = f"{header.path} has no general.architecture: it is not a model"
+        raise InvalidGgufError(problem, hint=_OTHER_FILE)
     if count == 1 and not header.tensors:
-        raise InvalidGgufError(f"{header.path} has no tensors: it is not a model")
+        raise InvalidGgufError(f"{header.path} has no tensors: it is not a model", hint=_OTHER_FILE)
     layers = header.metadata.get(header.arch_key("block_count"), 1)
     if not isinstance(layers, int) or not 1 <= layers <= MAX_LAYERS:
-        bounds = f"1 to {MAX_LAYERS} are allowed"
-        raise InvalidGgufError(f"{header.path} claims {layers!r} layers; {bounds}")
+        raise InvalidGgufError(f"{header.path} claims {layers!r} layers (allowed: 1 to {MAX_LAYERS})")
     return header
 
 

@@ -28,8 +28,9 @@ _MOST = {
 }
 #: Maximum number of tiles per side into which a picture is cut; known models use up to 5.
 _MOST_TILES = 8
-#: Maximum number of patches of a picture: 1600, or 16 times the embedding's width, if more (known
-#: models: 15 times). The cost of attention is quadratic: 16,384 patches of width 128 took 30 to 60 s.
+#: Maximum number of patches of a picture: 1600 or, if that is more, 16 times the embedding's width.
+#: Known models have up to 15 times the width. The limit exists because the cost of attention is
+#: quadratic: 16,384 patches of width 128 took 30 to 60 s.
 _PATCHES = 1600
 _PATCHES_BY_WIDTH = 16
 
@@ -59,17 +60,17 @@ def check(path: str | Path) -> GgufHeader:
     for key, most in _MOST.items():
         value = header.metadata.get(f"clip.vision.{key}", 1)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            bounds = f"1 to {most} are allowed"
-            raise InvalidGgufError(f"{path} says clip.vision.{key} is {value!r}; {bounds}")
+            raise InvalidGgufError(f"{path}: clip.vision.{key} is {value!r} (allowed: 1 to {most})")
     keys = ("image_size", "patch_size", "embedding_length")
     size, patch, width = (header.number(f"clip.vision.{key}", 1) for key in keys)
     n_patches = max(size**2, header.number("clip.vision.image_min_pixels")) // patch**2
     most = max(_PATCHES, _PATCHES_BY_WIDTH * width)
     if n_patches > most:
-        raise InvalidGgufError(f"{path} makes {n_patches} patches of a picture; the limit is {most}")
+        raise InvalidGgufError(f"{path} cuts a picture into {n_patches} patches (allowed: {most})")
     if patch > size:
-        problem = f"{path} has patches of {patch} pixels, larger than its pictures"
-        raise InvalidGgufError(f"{problem} ({size} pixels)")
+        raise InvalidGgufError(
+            f"{path}: clip.vision.patch_size is {patch}, more than clip.vision.image_size, {size}"
+        )
     if header.number("clip.vision.preproc_image_size") > _MOST_TILES * size:
         raise InvalidGgufError(f"{path} divides pictures into more than {_MOST_TILES} tiles per side")
     return header

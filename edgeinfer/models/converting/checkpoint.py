@@ -136,12 +136,13 @@ def read_json(path: Path) -> dict[str, Any]:
             return msgspec.json.decode(file.read(), type=dict[str, Any])
         return {}
     except (RecursionError, msgspec.MsgspecError) as error:
-        raise ConversionError(f"{path} cannot be read: {error}") from error
+        hint = "fetch the file again: it is damaged or incomplete"
+        raise ConversionError(f"{path} is not a valid JSON object: {error}", hint=hint) from error
 
 
 @contextmanager
 def conversion_errors(folder: Path) -> Iterator[None]:
-    """Convert exceptions of the block to ConversionError: any value of a checkpoint may be wrong."""
+    """Raise ConversionError, which names `folder`, if the block fails because of a value in a file."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
@@ -189,7 +190,7 @@ class ModelCheckpoint:
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     def tensor(self, name: str) -> Tensor:
-        """Return file, type and shape of a tensor. Raises ConversionError if not floating-point."""
+        """Return a tensor's type, shape and offset. Raises ConversionError if not floating-point."""
         tensor = self.home[name].tensors[name]
         if tensor.dtype not in FLOATS:
             raise ConversionError(

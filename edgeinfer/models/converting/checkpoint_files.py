@@ -11,7 +11,7 @@ WEIGHTS = "model.safetensors"
 #: Files of a LoRA adapter, as PEFT saves it.
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-#: Types that a conversion can write; others need llama.cpp's quantizer after it.
+#: Types that a conversion can write. llama.cpp's quantizer converts the result to any other type.
 DIRECT = ("F32", "F16", "BF16", "Q8_0")
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 #: Files without weights that a conversion reads.
@@ -26,20 +26,25 @@ _CONFIGURATION = (
 )
 
 
-def weight_files(names: list[str]) -> list[str]:
-    """List a checkpoint's safetensors files. Raises SourceNotFoundError if a shard is missing."""
-    if WEIGHTS in names:
+def weight_files(paths: list[str]) -> list[str]:
+    """Return the safetensors files among a checkpoint's `paths`, which are relative to its folder.
+
+    Raises SourceNotFoundError if a shard is missing.
+    """
+    if WEIGHTS in paths:
         return [WEIGHTS]
-    shards = sorted(name for name in names if _SHARD.fullmatch(name))
+    shards = sorted(path for path in paths if _SHARD.fullmatch(path))
     if not shards:
-        return sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+        return sorted(path for path in paths if path.endswith(".safetensors") and "/" not in path)
     match = _SHARD.fullmatch(shards[0])
     assert match is not None
     expected = [f"model-{index + 1:05}-of-{match[2]}.safetensors" for index in range(int(match[2]))]
     if missing := [name for name in expected if name not in shards]:
         hint = "a file ending in .part or .incomplete is not complete: fetch it again"
-        problem = f"{len(missing)} of {len(expected)} shards are missing"
-        raise SourceNotFoundError(f"{problem}: {', '.join(missing[:4])}", hint=hint)
+        first = ", ".join(missing[:4])
+        raise SourceNotFoundError(
+            f"{len(missing)} of {len(expected)} shards are missing: {first}", hint=hint
+        )
     return expected
 
 

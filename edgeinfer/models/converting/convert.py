@@ -62,8 +62,9 @@ def _plan(checkpoint: ModelCheckpoint, family: Family, config: Values) -> list[P
             continue
         name = table.get_name(text_model_name(source), try_suffixes=(".weight", ".bias"))
         if name is None:
-            problem = f"{source}: llama.cpp has no name for this tensor ({family.arch})"
-            raise ConversionError(f"{problem}; the model differs from others of this family")
+            raise ConversionError(
+                f"{source}: llama.cpp has no name for this tensor in models of the type {family.arch}"
+            )
         shape = checkpoint.tensor(source).shape
         exact = len(shape) < 2 or name.endswith("_norm.weight")
         planned.append(PlannedTensor(name, shape, source, find_transform(family, name), exact))

@@ -61,9 +61,9 @@ KEYS: dict[str, tuple[type, str]] = {
 }
 
 
-def required_number(config: Values, key: str, most: int = 1 << 31) -> int:
-    """Return config.json's value for a GGUF key, from 1 to `most`. Raises ConversionError."""
-    config_key = KEYS[key][1]
+def required_number(config: Values, gguf_key: str, most: int = 1 << 31) -> int:
+    """Return config.json's value for a key of GGUF, from 1 to `most`. Raises ConversionError."""
+    config_key = KEYS[gguf_key][1]
     value = config.get(config_key)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise ConversionError(f"config.json: {config_key} must be between 1 and {most}, not {value!r}")
@@ -79,14 +79,15 @@ def attention_heads(config: Values) -> Heads:
     n_kv = config.get("num_key_value_heads")
     n_head_kv = n_head if n_kv is None else int(n_kv)
     if not 1 <= n_head_kv <= n_head or head_dim < 1:
-        counts = f"{n_head} attention heads, {n_head_kv} key-value heads and a head_dim of {head_dim}"
-        bounds = f"1 to {n_head} key-value heads and a head_dim of 1 or more are allowed"
-        raise ConversionError(f"config.json: {counts}; {bounds}")
+        raise ConversionError(
+            f"config.json: num_key_value_heads is {n_head_kv} (allowed: 1 to {n_head}), "
+            f"head_dim is {head_dim} (allowed: 1 or more)"
+        )
     return Heads(n_head, n_head_kv, head_dim)
 
 
 def metadata(family: Family, config: Values) -> dict[str, Any]:
-    """Return the GGUF keys of the architecture, without its prefix. Raises ConversionError."""
+    """Return GGUF key → value; keys lack the architecture's prefix. Raises ConversionError."""
     heads = attention_heads(config)
     required_number(config, "context_length")
     keys: dict[str, Any] = {}
@@ -109,7 +110,7 @@ _KNOWN = "default, linear, dynamic, yarn, llama3, longrope"
 def rope_parameters(config: Values, layers: str = "full_attention") -> Values:
     """Return config.json's rope parameters; older files have them in `rope_scaling` and `rope_theta`.
 
-    `layers` selects the kind of layers, for models that have several.
+    `layers` is the kind of layers, such as "sliding_attention", in models with several kinds.
     """
     rope: Values = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if isinstance(rope.get(layers), dict):
@@ -148,7 +149,7 @@ def _rope_metadata(config: Values, head_dim: int) -> Values:
 
 
 def rope_tensors(config: Values, head_dim: int) -> dict[str, Array]:
-    """Return name → rope's frequency factors, tensors of float32[head_dim / 2]; {} if rope has none."""
+    """Return tensor name → rope's frequency factors (float32[head_dim / 2]); {} if rope has none."""
     rope = rope_parameters(config)
     kind = rope.get("rope_type") or rope.get("type")
     if kind == "llama3":
@@ -170,7 +171,7 @@ def _llama3(rope: Values, head_dim: int) -> Array:
     return factors
 
 
-#: Reordering of the query and key projections for ggml's NORM rope, which rotates neighbours.
+#: Reordering of the query and key projections for ggml's NORM rope, which rotates adjacent values.
 _NORM_PAIRS: dict[str, Transform] = {
     "attn_q": lambda values, heads: _interleave(values, heads.n_head),
     "attn_k": lambda values, heads: _interleave(values, heads.n_head_kv),
@@ -183,10 +184,10 @@ _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
 class Family(msgspec.Struct, frozen=True):
     """A family of models that can be converted.
 
-    `arch` is llama.cpp's name, `checkpoints` are values of `architectures` in config.json. `transforms`
-    are keyed by the end of a GGUF tensor's name. `needs` has the values that llama.cpp supports for a
-    key of config.json. `extra` computes further GGUF keys; `defaults` apply to keys that config.json
-    lacks.
+    `arch` is llama.cpp's name, `checkpoints` are values of `architectures` in config.json. A transform
+    applies to GGUF tensors whose names end in its key. `needs` maps a key of config.json to the values
+    that llama.cpp supports. `extra` computes more GGUF keys. `defaults` are used for keys that are
+    missing in config.json.
     """
 
     title: str
@@ -299,8 +300,10 @@ def refuse_unsupported(family: Family, config: Values) -> None:
     spellings = ("hidden_act", "hidden_activation", "activation_function", "activation")
     activations = [config[word] for word in spellings if config.get(word)]
     if activations and activations[-1] not in family.activations:
-        problem = f"config.json: {family.arch} with the activation {activations[-1]!r}"
-        raise ConversionError(f"{problem}; llama.cpp supports only {family.activations[0]}")
+        raise ConversionError(
+            f"config.json: the activation is {activations[-1]!r}; "
+            f"for {family.arch}, llama.cpp supports only {family.activations[0]!r}"
+        )
     for key, allowed in family.needs.items():
         value = config.get(key)
         if value is not None and value not in allowed:

@@ -19,8 +19,9 @@ def convert_fetched(
 ) -> list[FetchedFile]:
     """Convert a checkpoint to one GGUF in `work`, and its vision encoder, if any, to a projector.
 
-    `type_name` is one of `DIRECT`, or "" for the checkpoint's own type. Raises ConversionError,
-    DiskFullError, InterruptedByUser. The fetched files stay, also after an error.
+    Returns the new files; the fetched ones stay, also after an error. `type_name` is one of `DIRECT`,
+    or "" for the checkpoint's own type. Raises UsageError if the files are those of an adapter,
+    ConversionError, DiskFullError, InterruptedByUser.
     """
     if any(file.file_name == ADAPTER_CONFIG for file in fetched):
         problem = "the repository holds a LoRA adapter, not a model"

@@ -34,7 +34,7 @@ from edgeinfer.models.gguf import GgufHeader
 from edgeinfer.runtime.options import MOST_ALPHA
 
 _PAIR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[\w-]+)?\.weight")
-_NO_WAY = "merge the adapter into its model (PEFT's `merge_and_unload`), save and `edgeinfer pull` that"
+_NO_WAY = "merge it into its base model (PEFT's `merge_and_unload`), and pull the merged model's folder"
 _OTHER_BASE = "name the model that the adapter was trained on: `--base MODEL`"
 _SAVE_AGAIN = "fetch the adapter again, or save it again with PEFT: `save_pretrained(FOLDER)`"
 
@@ -44,7 +44,10 @@ _Pairs = dict[str, tuple[str, dict[str, Array]]]
 
 
 def convert_adapter(folder: Path, base: GgufHeader, base_name: str, target: Path) -> None:
-    """Convert the adapter in `folder` to `target`, for the model `base`. Raises ConversionError."""
+    """Convert the adapter in `folder` to the file `target`, for the model `base`.
+
+    `base_name` becomes the base model's name in `target`. Raises ConversionError.
+    """
     with conversion_errors(folder):
         config = read_json(folder / ADAPTER_CONFIG)
         _refuse_other_kinds(folder, config)

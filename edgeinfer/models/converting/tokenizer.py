@@ -38,8 +38,8 @@ O200K = rf"{_CASED % (_CONTRACTIONS + '?', _CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|
 _DIGIT = "digit"
 
 #: Patterns of the splitting steps → llama.cpp's name for them, and its name if `ignore_merges` is set
-#: (a word that is a token is not built by merges). O200K is not llama.cpp's "gpt-4o", which leaves
-#: combining marks out of words, but exactly its pattern for Granite.
+#: (a word that is a token is not built by merges); "" if llama.cpp has none. O200K is the pattern of
+#: Granite's tokenizer; llama.cpp's pattern "gpt-4o" differs, because it leaves combining marks out.
 _PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, str]] = {
     (GPT2,): ("gpt-2", ""),
     (CL100K,): ("dbrx", "llama-bpe"),

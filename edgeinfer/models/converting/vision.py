@@ -170,7 +170,8 @@ def _qkv_rows(third: int, values: Array, _heads: Heads) -> Array:
 def convert_tower(checkpoint: ModelCheckpoint, target: Path, type_name: str, job: Job) -> None:
     """Convert the vision encoder to the file `target`, as F32 if that is `type_name`, otherwise as F16.
 
-    Raises ConversionError, InvalidGgufError, DiskFullError, InterruptedByUser, without a `target`.
+    Raises ConversionError, InvalidGgufError, DiskFullError or InterruptedByUser; then `target` is
+    removed.
     """
     tower = find_tower(checkpoint)
     assert tower is not None

@@ -204,8 +204,8 @@ def with_a_pipe_for_config(folder) -> None:
 
 
 REFUSED = {
-    "config.json cannot be read": lambda folder: (folder / "config.json").write_bytes(DEEP),
-    "tokenizer.json cannot be read": lambda folder: (folder / "tokenizer.json").write_bytes(DEEP),
+    "config.json is not a valid JSON object": lambda folder: (folder / "config.json").write_bytes(DEEP),
+    "tokenizer.json is not a valid JSON": lambda folder: (folder / "tokenizer.json").write_bytes(DEEP),
     "not a valid safetensors file: its header": partial(with_shard, header=DEEP),
     "the header is": partial(with_shard, header=b"{}", length=1 << 40),
     "a and b overlap": with_tensors_that_overlap,
@@ -220,8 +220,8 @@ REFUSED = {
 }
 CONFIGS = {
     "float too large": {"rope_parameters": {"rope_theta": 1e308}},
-    "a head_dim of -1": {"head_dim": -1},
-    ", 0 key-value heads and": {"num_key_value_heads": 0},
+    "head_dim is -1": {"head_dim": -1},
+    "num_key_value_heads is 0": {"num_key_value_heads": 0},
     f"vocab_size must be between 1 and .*, not {1 << 40}": {"vocab_size": 1 << 40},
     "says 129 tokens, but the embedding has 128 rows": {"vocab_size": 129},
     "says 64 tokens, but the embedding": {"vocab_size": 64},
@@ -229,7 +229,7 @@ CONFIGS = {
         "architectures": ["NovelForCausalLM"]
     },
     "quantized with gptq": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-    "with the activation 'relu'": {"hidden_act": "relu"},
+    "the activation is 'relu'": {"hidden_act": "relu"},
     "rope scaling 'novel'": {"rope_parameters": {"rope_type": "novel"}},
     "num_hidden_layers must be between": {"num_hidden_layers": None},
 }
