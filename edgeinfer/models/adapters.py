@@ -26,7 +26,7 @@ _log = logging.getLogger("edgeinfer.models")
 
 
 class PulledAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored LoRA adapter, converted for the model `base`, with `n_tensors` pairs of matrices."""
+    """A stored LoRA adapter, which changes `n_tensors` tensors of the model `base`."""
 
     name: str
     path: str
@@ -70,7 +70,7 @@ def is_adapter(text: str) -> bool:
 def pull_adapter(
     text: str, base: str, progress: OnProgress | None = None, options: PullOptions | None = None
 ) -> PulledAdapter:
-    """Fetch the adapter `text`, convert it for the model `base`, and store it.
+    """Fetch the PEFT adapter `text` (a folder or a source), convert it for the model `base`, store it.
 
     Raises ConversionError if the adapter cannot be converted for `base`, and the errors of `pull` and
     `ModelRef.files`.

@@ -66,7 +66,7 @@ _FIRST_RUN_MODELS = """
 _MEMORY_SHARE = 0.95
 #: The context of a model larger than memory gets 1 / `_CONTEXT_SHARE` of the memory.
 _CONTEXT_SHARE = 8
-#: Measured rates, by host name, architecture, and number of threads (memory) or devices (disk).
+#: Measured rates, by host name, architecture, and number of threads (memory) or device numbers (disk).
 _RATES = CacheTable("memory-rate.json", dict[str, Rate])
 
 
@@ -146,6 +146,7 @@ def fit(
 ) -> Fit:
     """Estimate a model with a file of `size_bytes` and a draft model of `draft_bytes`.
 
+    `purpose` is that of `ModelSummary`; `rate` is the rate at which the machine reads memory.
     A token reads `active_share` of the weights (1.0 unless it is a mixture of experts). `card_bytes` is
     the memory of discrete GPUs that a plan may use; they count only if the whole model fits there. The
     draft model counts only if there is memory for both.
@@ -192,7 +193,7 @@ def _speed_from_disk(size_bytes: int, active_share: float, room_bytes: int, spee
 
 @cache
 def disk_rate() -> Rate:
-    """Return the disk's highest rate, measured for 0.4 s on pulled models; 0.0 bytes/s without any."""
+    """Return the disk's highest rate, measured for 0.4 s on pulled models; 0.0 if there are none."""
     devices: dict[Path, int] = {}
     for path in (path for model in list_pulled() for path in model.paths):
         with suppress(OSError):  # the file is missing, or in a folder that the user may not open
@@ -214,7 +215,7 @@ def cards() -> tuple[Device, ...]:
 
 @cache
 def memory_rate() -> Rate:
-    """Return the highest memory bandwidth. A measurement takes 0.2 s."""
+    """Return the machine's highest memory bandwidth; if none is stored yet, measure it for 0.2 s."""
     return _highest_rate(str(memory_threads()), read_memory_rate)
 
 
@@ -232,7 +233,10 @@ def _highest_rate(resource: str, measure: Callable[[], Rate]) -> Rate:
 
 
 def active_share(model: Model | None, name: str, parameters: str) -> float:
-    """Return the share of the weights that a token reads: less than 1 for a mixture of experts."""
+    """Return the share of the weights that a token reads: less than 1 for a mixture of experts.
+
+    The active parameters are those in the entry `model`, otherwise those in the name (`…-a3b`).
+    """
     total = parameter_count(parameters)
     match = _ACTIVE.search(name.lower())
     stated = parameter_count(model.active_parameters) if model else 0.0
@@ -262,7 +266,7 @@ def first_run_choices() -> list[FirstRunChoice]:
 
 
 def header_shape(headers: Sequence[GgufHeader]) -> Shape:
-    """Return a model's shape from the headers of its files, of which the first has the metadata."""
+    """Return a model's shape from the headers of its files; the first header has the metadata."""
     first = headers[0]
     return make_shape(
         first.metadata,

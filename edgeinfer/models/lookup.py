@@ -25,7 +25,7 @@ _LEAST_LIKENESS = 0.7
 
 
 class NamedModel(Protocol):
-    """A model of this machine. A model's `name` takes precedence over any model's `other_names`."""
+    """A model of this machine. `find` prefers a model's `name` to any model's `other_names`."""
 
     @property
     def name(self) -> str: ...
@@ -38,7 +38,7 @@ M = TypeVar("M", bound=NamedModel)
 
 
 def find(text: str, models: Collection[M]) -> M | None:
-    """Return the model of `models` that `text` names; None if there is none."""
+    """Return the model that `text` names, exactly or in another spelling; None if there is none."""
     aliases = [(name, model) for model in reversed(list(models)) for name in model.other_names]
     by_name = {plain_name(name): model for name, model in aliases if not name.startswith(_CASE_MATTERS)}
     by_name |= {plain_name(model.name): model for model in models}
@@ -48,9 +48,10 @@ def find(text: str, models: Collection[M]) -> M | None:
 
 
 def spellings(text: str) -> Iterator[str]:
-    """Yield the full names that `text` may stand for, the likeliest first, then the source it may name.
+    """Yield the names that `text` may stand for, in lower case and the likeliest first.
 
-    Names are in lower case. The source is as it is stored, then in lower case unless case matters.
+    If `text` is also a valid source, its full form (`hf:OWNER/REPO:QUANT`) follows, then the full form
+    in lower case, unless letter case matters.
     """
     case_matters = text.lower().startswith(_CASE_MATTERS)
     names = () if case_matters else model_spellings(text)
@@ -72,7 +73,8 @@ def similar_names(text: str, catalog: Iterable[str], local_names: Iterable[str] 
     """Return up to three names for which `text` may be a misspelling, the likeliest first.
 
     Only letters and digits are compared: Ollama's `qwen3:4b` is like `qwen3-4b`. A quantization at the
-    end is compared separately, and added to the catalogue's names. Of equals, local names come first.
+    end of `text` is not compared, but added to the catalogue's names. Of two equally similar names, a
+    local one comes first.
     """
     from difflib import get_close_matches  # slow import (5 ms), needed only after a mistake
 

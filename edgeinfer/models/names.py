@@ -94,7 +94,7 @@ def sanitize_file_name(text: str) -> str:
 
 
 def path_hint(text: str) -> str | None:
-    """Return a hint if `text`, which was taken for a name, is a file in this folder; otherwise None."""
+    """Return a hint if `text`, which was taken for a name, is a file in the current folder."""
     return f"the file in this folder is ./{text}" if Path(text).exists() else None
 
 

@@ -52,7 +52,7 @@ OnProgress = Callable[[PullProgress], None]
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits after which a server is given up: `attempts` in succession that fetched nothing.
+    """When to repeat a request: a download fails after `attempts` in a row that fetched nothing.
 
     `pause_s` is the first pause between attempts; pauses double, up to 30 s. `connect_s` and
     `silence_s` are the time limits of a connection and of a pause in the data.
@@ -95,7 +95,11 @@ class Job:
         index: int = 0,
         n_files: int = 1,
     ) -> None:
-        """Begin a stage, and report that at once."""
+        """Begin a stage, and report that at once.
+
+        `done` and `total` are in bytes (quantizing: tensors, scoring: tokens); a `total` of None is
+        unknown. `file` is the `index`-th (from 0) of `n_files`.
+        """
         self.check()
         self._now = PullProgress(
             stage=stage, file=file, done_bytes=done, total_bytes=total, index=index, n_files=n_files
@@ -202,7 +206,10 @@ def amount_text(now: PullProgress) -> str:
 
 
 class ProgressLines:
-    """Writes a line for each stage and note, and every `interval_s`; `in_place` rewrites one line."""
+    """Writes the progress as a line for each stage and note, and a line every `interval_s`.
+
+    With `in_place`, for terminals, each report replaces the line of the last one.
+    """
 
     def __init__(
         self, out: TextIO, interval_s: float = _PLAIN_INTERVAL_S, *, in_place: bool = False
@@ -230,7 +237,7 @@ class ProgressLines:
 
 @contextmanager
 def progress_on(stream: TextIO | None = None, *, quiet: bool = False) -> Iterator[OnProgress]:
-    """Yield a progress callback that writes to `stream`, by default stderr."""
+    """Yield a progress callback that writes to `stream` (default: stderr), or nothing if `quiet`."""
     out = stream or sys.stderr
     if quiet:
         yield lambda _: None

@@ -32,8 +32,9 @@ _ANOTHER_NAME = "give this one another name (`--name NAME`)"
 class PullOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a pull; `quantize` and `sha256` override the catalogue's.
 
-    `in_place` uses a local file where it is; `again` fetches a model that is already stored. If a pull
-    is `for_client`, a pulled model's name may repeat only a pull from Hugging Face.
+    `in_place` uses a local file where it is; `again` fetches a model that is already stored. If
+    `for_client`, the pull is for a client of the endpoint, which may repeat by name only a pull from
+    Hugging Face.
     """
 
     name: str | None = None
@@ -53,9 +54,10 @@ def pull(
 ) -> PulledModel:
     """Fetch and store the model `text`, unless it is stored already; return its record.
 
-    The name of a pulled model that is not in the catalogue repeats its pull. Raises UsageError,
-    UnknownModelError, ModelBusyError, OfflineError, DownloadError and its subclasses, ChecksumError,
-    InvalidGgufError, ConversionError, QuantizeError, DiskFullError, InterruptedByUser.
+    If `text` is the name of a pulled model that is not in the catalogue, the earlier pull is repeated.
+    Raises UsageError, UnknownModelError, ModelBusyError, OfflineError, DownloadError and its
+    subclasses, ChecksumError, InvalidGgufError, ConversionError, QuantizeError, DiskFullError,
+    InterruptedByUser.
     """
     options, catalog = options or PullOptions(), load_catalog()
     job = Job(progress, cancel, options.retry_policy)
@@ -92,8 +94,9 @@ def _earlier_pull(name: str, options: PullOptions) -> tuple[str, PullOptions]:
         problem = f"{record.name} was not pulled, but {record.source}"
         raise UsageError(problem, hint=f"make it again: `{typed} --name {record.name}`")
     if options.for_client and not record.source.startswith("hf:"):
-        command = f"repeat its pull on the server: `edgeinfer pull {record.name}`"
-        raise UsageError(f"{record.name} was not pulled from Hugging Face", hint=command)
+        command = f"pull it again on the server: `edgeinfer pull {record.name}`"
+        problem = f"clients may repeat only pulls from Hugging Face; {record.name} has another source"
+        raise UsageError(problem, hint=command)
     type_name = options.quantize or (record.quantization if record.requantized_from else "")
     options = msgspec.structs.replace(
         options,
@@ -206,7 +209,10 @@ def _find_unchanged(plan: PullPlan, job: Job) -> PulledModel | None:
 def fetch_first_working(
     plan: PullPlan, work: Path, job: Job, options: PullOptions
 ) -> tuple[list[FetchedFile], str]:
-    """Fetch and verify the files of the first source that works. Raises one error if none does."""
+    """Fetch and verify the files of the first source that works; return them and the source as text.
+
+    If no source works, the error (DownloadError, ChecksumError, InvalidGgufError) names every failure.
+    """
     failures: list[CatalogError] = []
     for parts in plan.candidates:
         source = _source_text(parts)
@@ -233,7 +239,7 @@ def _projector(plan: PullPlan, source: sources.Source, work: Path, job: Job) -> 
 def _summary(failures: list[CatalogError]) -> CatalogError:
     if len(failures) == 1:
         return failures[0]
-    # a wrong file is worse than an unreachable server, so its error decides type and hint
+    # a wrong file is worse than an unreachable server, so a ChecksumError decides type and hint
     worst = next((error for error in failures if isinstance(error, ChecksumError)), failures[-1])
     return type(worst)("; ".join(error.message for error in failures), hint=worst.hint)
 

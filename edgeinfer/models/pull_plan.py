@@ -20,7 +20,8 @@ from edgeinfer.platform.paths import is_model_path
 class PullPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What to pull. `candidates` are the sources, tried in order; each is a tuple of parts.
 
-    "" and 0 mean unknown, or not requested. `projector` replaces a projector of the sources.
+    `quantize` is "" if the type stays; other fields with "" or 0 are unknown. `projector` replaces a
+    projector of the sources.
     """
 
     ref: Reference
@@ -35,9 +36,9 @@ class PullPlan(msgspec.Struct, frozen=True, kw_only=True):
 class FetchedFile(msgspec.Struct, kw_only=True):
     """A file that was fetched completely; at first not verified.
 
-    `sha256` is what the source says ("" if nothing), `found_sha256` what was computed. `is_ours` is
-    false for a file that is used in place. `pinned` is false for a local file: its digest need not stay
-    the same. `checkpoint` marks the files, or the folder, of a checkpoint to convert.
+    `sha256` is the source's ("" if unknown), `found_sha256` the computed one. `is_ours` is False for a
+    file that is used in place. Later pulls must get the SHA-256 of a `pinned` file again; a local file
+    is not pinned. `checkpoint` marks the files, or the folder, of a checkpoint to convert.
     """
 
     path: Path
@@ -55,14 +56,17 @@ class FetchedFile(msgspec.Struct, kw_only=True):
 
     @classmethod
     def hash_result(cls, path: Path, job: Job) -> FetchedFile:
-        """Hash a file that a conversion or quantization has made, called NAME.part."""
+        """Hash `path` (NAME.part), the result of a conversion or quantization; return it as NAME."""
         name = path.name.removesuffix(".part")
         job.begin("verifying", name, total=path.stat().st_size)
         return cls(path=path, file_name=name, pinned=False, found_sha256=sha256_of(path, job.report))
 
 
 def plan_pull(text: str, catalog: Catalog, name: str | None = None) -> PullPlan:
-    """Return how to pull a path, a source or a catalogue name. Raises UsageError, UnknownModelError."""
+    """Return how to pull a path, a source or a catalogue name. Raises UsageError, UnknownModelError.
+
+    The model is stored as `name`; None makes a name from `text`.
+    """
     given_ref = names.parse_reference(name) if name else None
     if is_model_path(text):
         path = Path(text).expanduser().absolute()

@@ -33,7 +33,8 @@ from edgeinfer.platform.process import child_command, describe_exit, start_child
 class QuantizeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of `quantize`: `name` of the result, path of an importance matrix, scoring.
 
-    With `keep`, a stored result is only scored. `score_tokens` limits the scored text; 0 is all.
+    With `keep`, a result that is already stored is not made again, but scored. `score_tokens` limits
+    the scored text; 0 is all.
     """
 
     name: str | None = None
@@ -162,7 +163,8 @@ def run_child(module: str, *args: str, job: Job, failure: str = "") -> dict[str,
     """Run `module` in a child process, report its progress, and return its last message.
 
     The message is {"event": "done" or "error", …}. Raises InterruptedByUser, and QuantizeError if the
-    child ends without a message. With `failure`, an "error" raises QuantizeError(f"{failure}: …").
+    child ends without a message. With `failure`, the beginning of an error's text, the event "error"
+    raises QuantizeError, too.
     """
     event: dict[str, Any] = {}
     with tempfile.TemporaryFile() as complaints:
@@ -269,9 +271,9 @@ def _quantizer_error(event: dict[str, object], target: Path, kind: int) -> Catal
 
 
 def score_model(model: str, job: Job, options: QuantizeOptions, compared: str = "") -> dict[str, float]:
-    """Measure a model's perplexity and, if `compared` is given, the divergence from that model.
+    """Measure a model's perplexity and, unless `compared` is "", its divergence from that model.
 
-    Both are paths. Returns the figures by name, such as "perplexity". Raises QuantizeError.
+    `model` and `compared` are paths. Returns figures by name ("perplexity", …). Raises QuantizeError.
     """
     text = paths.shipped_file("perplexity.txt")
     limit = str(options.score_tokens or 0)

@@ -163,8 +163,8 @@ def find(text: str) -> ModelRef | None:
 def find_unless_misspelt(word: str, default_model: str) -> ModelRef | None:
     """Like `find`, but raise UnknownModelError if `word` is almost a name, so probably not a prompt.
 
-    Such a word resembles a name and has a digit or a hyphen, or a name begins with the word
-    ("gemma", but not "hi").
+    A word with a digit or a hyphen is almost a name if it resembles one; any other word, if a name
+    begins with it ("gemma", but not "hi"). The hint runs the word as a prompt of `default_model`.
     """
     ref = find(word)
     if ref is None and re.fullmatch(r"[\w.:-]+", word):

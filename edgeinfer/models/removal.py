@@ -19,7 +19,10 @@ from edgeinfer.platform.disk import bytes_below, size_or_zero
 
 
 class RemovedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that was removed. `left_in_place` are files outside the store, which stay."""
+    """A model that was removed. `left_in_place` are files outside the store, which stay.
+
+    `forgot_pins`: the SHA-256 of its first pull were removed, too.
+    """
 
     name: str
     freed_bytes: int
@@ -30,7 +33,7 @@ class RemovedModel(msgspec.Struct, frozen=True, kw_only=True):
 def find_removable(text: str, *, forget: bool = False) -> tuple[Reference, PulledModel | None]:
     """Return the reference in `text`, and the pulled model; None for an unfinished pull or an adapter.
 
-    With `forget`, a name of which only pins are left is found, too. Raises UnknownModelError,
+    With `forget`, it is enough that the SHA-256 of a first pull is left. Raises UnknownModelError,
     ModelNotPulledError, and UsageError for a file or another program's model.
     """
     try:
@@ -65,7 +68,7 @@ def _paths_of(ref: Reference, *, forget: bool) -> list[Path]:
 
 
 def remove_models(texts: Iterable[str], *, forget: bool = False) -> list[RemovedModel]:
-    """Remove models and their cached prefixes, or the adapters of names that no model has.
+    """Remove models and their cached prefixes; for a name that no model has, remove the adapter.
 
     `forget` also removes the SHA-256 that the next pull would have to match. Raises ModelBusyError, and
     what `find_removable` raises; then nothing was removed.

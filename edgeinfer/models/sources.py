@@ -74,7 +74,7 @@ class Url(msgspec.Struct, frozen=True):
 
 
 class StoredObject(msgspec.Struct, frozen=True):
-    """An object of S3 ("s3") or Google ("gs"), or a checkpoint's folder if `key` ends in "/"."""
+    """An object of S3 or Google Cloud Storage; a checkpoint's folder if `key` ends in "/"."""
 
     bucket: str
     key: str
@@ -130,7 +130,8 @@ def _revision_suffix(revision: str) -> str:
 
 def _safe_path(path: str, text: str) -> str:
     if not {"", ".", ".."}.isdisjoint(path.split("/")) or "\\" in path or "\0" in path:
-        raise UsageError(f"the path in {text!r} has an empty, `.` or `..` part, or a backslash")
+        problem = f"the path in {text!r} has an empty, `.` or `..` part, or a backslash"
+        raise UsageError(problem, hint="write the path as FOLDER/FILE")
     return path
 
 
@@ -175,8 +176,8 @@ def is_address(url: str) -> bool:
 def _url(text: str) -> Url:
     parts = urlsplit(text) if is_address(text) else None
     if parts is None or not parts.hostname or parts.username is not None or parts.fragment:
-        hint = "https://HOST/PATH.gguf, without a user or a #fragment"
-        raise UsageError(f"{text!r} is not a file's address", hint=hint)
+        hint = "leave out a user name and a #fragment; the host and port must be valid"
+        raise UsageError(f"{text!r} does not have the form https://HOST/PATH.gguf", hint=hint)
     return Url(text)
 
 

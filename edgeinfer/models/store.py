@@ -29,7 +29,7 @@ from edgeinfer.models.pull_plan import FetchedFile
 from edgeinfer.platform import disk, paths
 
 RECORD = "model.json"
-#: Prefix of the `source` of a model that was quantized here, before the other model's name.
+#: Prefix of the `source` of a model that was quantized here; the original model's name follows.
 QUANTIZED_FROM = "quantized from "
 PARTIAL = ".partial"
 LOCKS = ".locks"
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @contextmanager
 def locked_work_folder(ref: Reference, not_lost: str = "", suffix: str = "") -> Iterator[Path]:
-    """Lock a model and yield a folder for unfinished files, which is removed if it is empty.
+    """Lock a model and yield a folder for unfinished files. At the end, the folder is removed if empty.
 
     `not_lost` says in the error of a full disk which data is kept. `suffix` distinguishes an adapter's
     folder from a model's. Raises ModelBusyError, DiskFullError, CatalogError for other disk errors.
@@ -189,7 +189,7 @@ def _read_json(path: Path, kind: type[T], rm_argument: str) -> T | None:
 
 
 def write_record(record: PulledModel) -> None:
-    """Write a record, which makes its folder a model. The files must exist and be verified."""
+    """Write a model's record, which makes it a pulled model. The files must be verified before."""
     _write_json(record.folder / RECORD, record)
 
 
@@ -215,7 +215,11 @@ def publish(
     requantized_from: str,
     projector: FetchedFile | None = None,
 ) -> PulledModel:
-    """Move verified files into the store as the model `ref`; return its record."""
+    """Move verified files into the store as the model `ref`, replacing an earlier one.
+
+    `base` and `source` are those of the returned record. `requantized_from` is the type before a
+    quantization here, otherwise "".
+    """
     folder = names.pulled_folder(ref)
     paths.make_folder(folder)
     (folder / RECORD).unlink(missing_ok=True)
@@ -298,7 +302,7 @@ def read_pins(ref: Reference) -> Pins:
 
 
 def pinned_digest(ref: Reference, source: str, file_name: str) -> str:
-    """Return a file's SHA-256 at its first pull, "" before. Raises CatalogError for damaged pins."""
+    """Return the SHA-256 of a file's first pull; "" if there was none. Raises CatalogError."""
     pins = {(pin.source, pin.file_name): pin.sha256 for pin in read_pins(ref).pins}
     return pins.get((source, file_name), "")
 

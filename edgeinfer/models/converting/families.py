@@ -62,7 +62,7 @@ KEYS: dict[str, tuple[type, str]] = {
 
 
 def required_number(config: Values, gguf_key: str, most: int = 1 << 31) -> int:
-    """Return config.json's value for a key of GGUF, from 1 to `most`. Raises ConversionError."""
+    """Return the integer (1 to `most`) that config.json has for a GGUF key. Raises ConversionError."""
     config_key = KEYS[gguf_key][1]
     value = config.get(config_key)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:

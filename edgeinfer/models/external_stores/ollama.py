@@ -44,7 +44,7 @@ class OllamaStore(ExternalStore):
     fix = "fetch it again with Ollama: `ollama pull {}`"
 
     def roots(self, environment: Mapping[str, str]) -> list[Path]:
-        """Return the folders of OLLAMA_MODELS, of this user and of Ollama's system service."""
+        """Return $OLLAMA_MODELS if set, this user's folder, and that of Ollama's system service."""
         folder = environment.get("OLLAMA_MODELS", "")
         return [Path(folder)] * bool(folder) + [Path.home() / ".ollama/models", Path(_SERVICE)]
 
@@ -117,7 +117,10 @@ _STOPS, _STOP_CHARACTERS = 32, 200
 
 
 class OllamaSettings(msgspec.Struct, kw_only=True):
-    """Ollama's settings of a model. `show` prints the descriptions in `used` and `unused`."""
+    """Ollama's settings of a model. `used` and `unused` describe them for `show`.
+
+    Ollama's settings in `unused` have no effect in edgeinfer.
+    """
 
     system_prompt: str = ""
     stop: tuple[str, ...] = ()
@@ -127,7 +130,10 @@ class OllamaSettings(msgspec.Struct, kw_only=True):
 
 
 def read_settings(layers: Mapping[str, str], *, has_template: bool) -> OllamaSettings:
-    """Read a model's settings from its further files (`layers`: kind → path). Never raises."""
+    """Read a model's settings from Ollama's files (`layers`: kind → path); skip unreadable files.
+
+    `has_template`: the GGUF has a chat template, so that Ollama's is not needed.
+    """
     settings = OllamaSettings()
     for kind, path in sorted(layers.items()):
         if kind == "system":

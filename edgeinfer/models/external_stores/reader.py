@@ -61,14 +61,15 @@ class _Seen(msgspec.Struct, frozen=True):
     sha256: str
 
 
-#: Path → file whose computed SHA-256 was the one in its name.
+#: Path → state of a file when its SHA-256 was last computed, and matched the digest in its name.
 _VERIFIED = CacheTable("verified.json", dict[str, _Seen])
 
 
 def verify(file: ExternalFile, progress: Callable[[float], None]) -> None:
-    """Hash a file once and compare the result with its name. Raises ChecksumError, OSError.
+    """Compare a file's SHA-256 with the digest in its name. Raises ChecksumError, OSError.
 
-    `progress` gets the fraction that was read, 0 to 1.
+    A file that was verified before and has not changed is not hashed again. `progress` gets the
+    fraction that was read, 0 to 1.
     """
     if not file.sha256:
         return
@@ -103,7 +104,10 @@ class UnusableError(Exception):
 
 
 class ExternalStore(ABC):
-    """Another program's store. The part of a name after `prefix` replaces "{}" in the hint `fix`."""
+    """Another program's store. Its models' names begin with `prefix`.
+
+    `fix` is the hint for an unusable model. In it, "{}" stands for the model's name without `prefix`.
+    """
 
     name: ClassVar[str]
     prefix: ClassVar[str]
@@ -144,7 +148,10 @@ def folders(folder: Path) -> list[Path]:
 
 
 def ggufs(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield `.gguf` files up to `depth` folders deep; follow no folder links. Raises UnusableError."""
+    """Yield `.gguf` files up to `depth` folders deep. Links to folders are not followed.
+
+    Raises UnusableError if a folder cannot be read.
+    """
     for path in entries(folder):
         if path.name.lower().endswith(".gguf"):
             yield path
@@ -177,7 +184,7 @@ def resolve_inside(path: Path, store: Path) -> tuple[str, os.stat_result]:
 
 
 def small_file(path: Path, store: Path) -> bytes:
-    """Return a file's content. Raises UnusableError, also for a file above MAX_TEXT_BYTES."""
+    """Return the content of a file in `store`. Raises UnusableError, also above MAX_TEXT_BYTES."""
     real, info = resolve_inside(path, store)
     if info.st_size > MAX_TEXT_BYTES:
         raise UnusableError(f"{real} has {info.st_size} bytes; at most {MAX_TEXT_BYTES} are read")

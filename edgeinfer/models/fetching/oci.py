@@ -26,8 +26,8 @@ from edgeinfer.models.fetching.download import Remote
 from edgeinfer.models.progress import Job
 from edgeinfer.models.sources import OciArtifact
 
-#: Media types of layers with GGUF weights: Ollama's, Docker's and ModelPack's. Of the last one, only
-#: files named `.gguf` count.
+#: Media types of layers with GGUF weights: Ollama's, Docker's and ModelPack's. A layer of the last type
+#: (raw) counts only if its file is named `.gguf`.
 _WEIGHTS = (
     "application/vnd.ollama.image.model",
     "application/vnd.docker.ai.gguf.v3",
@@ -157,7 +157,10 @@ class Registry:
         return content
 
     def blob(self, layer: dict[str, Any], file_name: str) -> Remote:
-        """Return a layer to fetch as `file_name`. Raises UsageError for a wrong digest, KeyError."""
+        """Return the file of a manifest's layer, to be fetched as `file_name`.
+
+        Raises UsageError for a wrong digest, KeyError or ValueError without a digest and a size.
+        """
         digest = str(layer["digest"])
         return Remote(
             url=f"{self.base}/blobs/{digest}",

@@ -82,7 +82,8 @@ def _open_wheel(wheel: Path) -> Iterator[zipfile.ZipFile]:
             yield archive
     except zipfile.BadZipFile as error:
         wheel.unlink(missing_ok=True)
-        raise DownloadError(f"{wheel.name} is damaged: {error}") from error
+        hint = "run the same command again: the damaged wheel was removed"
+        raise DownloadError(f"{wheel.name} is damaged: {error}", hint=hint) from error
 
 
 def _wheel(source: WheelFile, folder: Path, job: Job, index: int, n_parts: int) -> Path:
