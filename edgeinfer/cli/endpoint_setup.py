@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from edgeinfer.models.progress import OnProgress
 
 T = TypeVar("T")
-#: Number of file descriptors kept for files, models and workers; connections may use all others.
+#: Number of file descriptors kept for files, models and workers; connections may use the rest.
 _OWN_DESCRIPTORS = 128
 _MAX_DESCRIPTORS = 65_536
 
@@ -138,17 +138,18 @@ async def _serve(
 
 
 def offline_endpoint(
-    options: argparse.Namespace, host: EngineHost, names: Sequence[str] = ()
+    options: argparse.Namespace, host: EngineHost, extra_models: Sequence[str] = ()
 ) -> tuple[Endpoint, ASGIApp]:
     """Build an endpoint without sockets or limits, for `batch` and `eval`; return it and its ASGI app.
 
-    Requests may also name `names`: models or GGUF files. With `names`, `ps --usage` counts no answers.
+    Besides local models, requests may name `extra_models`, such as GGUF files. If there are any, the
+    default model's answers are not counted for `ps --usage`.
     """
-    loader = _default_loader(options, host, is_counted=not names)
-    stored, also = pulled_models(), [AvailableModel(name=model_name) for model_name in names]
+    loader = _default_loader(options, host, is_counted=not extra_models)
+    local, extra = pulled_models(), [AvailableModel(name=name) for name in extra_models]
     models = ModelPool(
         load=loader,
-        list_pulled=lambda: [*stored(), *also],
+        list_pulled=lambda: [*local(), *extra],
         default=loader.name,
         keep_alive_s=host.config.serve.keep_alive_s,
     )
@@ -166,8 +167,8 @@ async def _purge_daily() -> None:
 class ModelLoader:
     """Loads the default model into this process once, and every later model into a worker.
 
-    Requests call the default model `name`. `model` is its reference, or its full name if this process
-    was resumed with that model.
+    `name` is the default model's name in requests. `model` is its reference or, if this process was
+    resumed with the default model, its full name.
     """
 
     def __init__(
@@ -247,7 +248,7 @@ def _context_options(first: EngineInfo | None) -> dict[str, Any]:
 
 
 def pulled_models() -> Callable[[], Sequence[AvailableModel]]:
-    """Return a function that lists all local models, those of external stores last."""
+    """Return a function that lists the models on this machine, those of external stores last."""
 
     @lru_cache(maxsize=1)
     def external_models(_period: int) -> list[AvailableModel]:
@@ -329,7 +330,8 @@ def make_gate(
 ) -> Gate:
     """Build the gate, which checks each request's address, Host, Origin and API key.
 
-    Beyond loopback, an API key is needed, and made at the first use. Raises ServeError for origin `*`.
+    If an address is not loopback and no API key is configured, the user's stored key is required; the
+    first call makes it. Raises ServeError for the origin `*`.
     """
     api_keys = keys.configured_keys(options.api_key_file)
     addresses = [address for address, _ in _addresses(listeners)]
@@ -357,9 +359,14 @@ def make_gate(
 
 
 def limits(options: argparse.Namespace, max_queue: int = Limits().max_queue) -> Limits:
-    """Return limits on connections and requests. Raises UsageError, ServeError for bad TLS options."""
-    if (options.tls_cert is None) != (options.tls_key is None):
-        raise UsageError("--tls-cert and --tls-key must be given together")
+    """Return limits on connections and requests; at most `max_queue` requests may wait.
+
+    Raises UsageError if a TLS option is missing, ServeError if OpenSSL refuses the certificate or key.
+    """
+    if options.tls_cert is None and options.tls_key is not None:
+        raise UsageError("--tls-key needs a certificate", hint="add `--tls-cert FILE`")
+    if options.tls_cert is not None and options.tls_key is None:
+        raise UsageError("--tls-cert needs the certificate's key", hint="add `--tls-key FILE`")
     if options.tls_cert is not None:
         _check_certificate(options.tls_cert, options.tls_key)
     descriptors = max(_raise_descriptor_limit() - _OWN_DESCRIPTORS, _OWN_DESCRIPTORS // 8)

@@ -136,7 +136,8 @@ def _run(options: argparse.Namespace, host: EngineHost) -> Result:
         problem = f"`{options.verb}` needs Linux; on other systems every launch is a cold start"
         raise SnapshotsUnavailableError(problem, hint="")
     verb = module_of(options.verb)
-    # Ctrl-C ends `doctor` at once: an exception in a callback from llama.cpp would be dropped
+    # Ctrl-C raises an exception, except in `doctor`, which ends at once: its callbacks from llama.cpp
+    # would drop the exception
     if options.verb != "doctor":
         raise_on_ctrl_c()
     start_s = time.monotonic()

@@ -163,7 +163,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # typeshed has overloads
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse options and positionals in any order, except those that follow a verb or an agent."""
+        """Parse options and positionals in any order.
+
+        Words after the name of a verb, an action or an agent are not parsed here.
+        """
         actions = self._get_positional_actions()
         if any(action.nargs in (argparse.PARSER, argparse.REMAINDER) for action in actions):
             return super().parse_known_args(args, namespace)
@@ -252,7 +255,8 @@ def refuse_unknown(
             raise _wrong_scope(verb, owners)
     if unknown:
         prog = f"{parser.prog} {verb}".strip()
-        # the value of an unknown option is taken for a word, so that another word is one too many
+        # an unknown option's value is parsed as a positional argument, which can make a later word
+        # unknown, so the error names only the options
         named = [word for word in unknown if word.startswith("-")] or unknown
         step = _what_was_meant(parser, verb, named[0]) or f"run `{prog} --help`"
         raise UsageError(f"unrecognized arguments: {' '.join(named)}", hint=step)
@@ -304,7 +308,10 @@ def add_action(
     *examples: str,
     json: bool = True,
 ) -> argparse.ArgumentParser:
-    """Add an action of a verb, such as `snapshots show`; return the action's parser."""
+    """Add an action of a verb, such as `snapshots show`; return the action's parser.
+
+    `examples` for the help begin without `edgeinfer`. With `json`, the action accepts `--json`.
+    """
     return actions.add_parser(
         name,
         help=summary,
@@ -328,7 +335,7 @@ def add_option(parser: argparse._ActionsContainer, usage: str, help: str, **sett
 
 @cache
 def json_option() -> argparse.ArgumentParser:
-    """Return the parent parser with `--json`; the root parser sets the default, False."""
+    """Return a parser with `--json`, for argparse's `parents`. The root parser sets its default."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object"

@@ -18,7 +18,10 @@ _HINT = "name another file for --receipt"
 
 
 class ReceiptFile(msgspec.Struct, frozen=True):
-    """A file for a receipt. With `--private`, FILE lacks content; FILE.content is the whole receipt."""
+    """The file of `run --receipt FILE`.
+
+    With `--private`, FILE is the receipt without prompt and answer; FILE.content is the whole receipt.
+    """
 
     path: Path
 
@@ -26,7 +29,7 @@ class ReceiptFile(msgspec.Struct, frozen=True):
     def parse(cls, text: str) -> ReceiptFile:
         """Return the file with this path. Raises UsageError if a receipt cannot be written there."""
         if text == "-":
-            raise UsageError("--receipt needs a file, and - is none", hint="name one: `--receipt FILE`")
+            raise UsageError("--receipt needs a file, not -", hint="name a file: `--receipt FILE`")
         file = cls(Path(text))
         folder = file.path.absolute().parent
         if file.path.is_dir():
@@ -39,7 +42,7 @@ class ReceiptFile(msgspec.Struct, frozen=True):
 
     @property
     def is_stream(self) -> bool:
-        """Return whether to append to the file, because a device, FIFO or open file is not replaced."""
+        """Return whether to append: to a device, a FIFO, or an open file such as /dev/stdout."""
         is_open_file = str(self.path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
         return is_open_file or (self.path.exists() and not self.path.is_file())
 
@@ -48,7 +51,10 @@ class ReceiptFile(msgspec.Struct, frozen=True):
         return self.path.with_name(f"{self.path.name}.content")
 
     def record(self, request: GenerateRequest, *, is_private: bool) -> GenerateRequest:
-        """Return the request, set to record tokens. Raises UsageError if FILE.content cannot exist."""
+        """Return the request, set to record the tokens for a receipt.
+
+        Raises UsageError if `is_private`, but FILE.content cannot be written.
+        """
         if is_private and self.is_stream:
             problem = f"--private needs a file next to the receipt: {self.path} is not an ordinary file"
             raise UsageError(problem, hint=_HINT)
@@ -57,9 +63,10 @@ class ReceiptFile(msgspec.Struct, frozen=True):
         return with_record(request)
 
     def write(self, receipt: Receipt | Refusal, *, is_private: bool) -> None:
-        """Write a receipt; say how to check it, or why there is none. Raises UsageError on failure.
+        """Write a receipt, and print the command that checks it. Raises UsageError on failure.
 
-        Without a receipt, files of an earlier one are removed: they do not belong to this answer.
+        If there is no receipt, print the reason, and remove the files of an earlier receipt, because
+        they do not belong to this answer.
         """
         secret = self._content_path
         if isinstance(receipt, Refusal):

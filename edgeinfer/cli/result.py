@@ -30,9 +30,10 @@ class TimedResult(Result, frozen=True, kw_only=True):
 
 
 def envelope(result: Result) -> bytes:
-    """Encode a result as one line of JSON: `{"schema", "kind", "ok": true, "result"}`.
+    """Encode a result as one line of JSON: `{"schema", "kind", "ok", "result"}`.
 
     `kind` is the class's name in kebab case without "Result": "pull-adapter" for `PullAdapterResult`.
+    `ok` is true if the exit status is 0.
     """
     kind = kebab(type(result).__name__.removesuffix("Result"))
     body = {"schema": SCHEMA, "kind": kind, "ok": result.exit_code == 0, "result": result}

@@ -18,9 +18,10 @@ _REDRAWN_EVERY_S = 0.5
 
 
 def confirm(question: str, *, yes: bool, needs_yes: bool = False) -> None:
-    """Ask the user to confirm, unless `yes` is set or stdin is not a terminal.
+    """Ask the user to confirm, unless `yes` is set. Raises InterruptedByUser if the user declines.
 
-    Raises InterruptedByUser if the user declines, UsageError without a terminal if `needs_yes`.
+    If stdin is not a terminal, the question is not asked: this counts as a yes or, with `needs_yes`,
+    raises UsageError.
     """
     if yes:
         return

@@ -204,6 +204,8 @@ def test_chat_is_meant_where_no_verb_is_typed(typed, completed):
         ("run --model x", "name the model without `--model`: `edgeinfer run MODEL`"),
         ("warm m --colour red", "run `edgeinfer warm --help`"),
         ("config set offline true", "`edgeinfer config` shows the path of the file: set keys there"),
+        ("snapshots verify", "`edgeinfer snapshots verify --all` verifies every snapshot"),
+        ("snapshots verify x --all", "`edgeinfer snapshots verify --all` verifies every snapshot"),
         ("run what is two", 'put the prompt in quotes: `edgeinfer run "What is photosynthesis?"`'),
     ],
 )

@@ -368,7 +368,7 @@ def test_pictures_stand_before_the_prompt(engine, tmp_path, option):
         (["--grammar", "/nosuch"], "--grammar cannot be read: /nosuch: No such file or directory"),
         (["--grammar", 'root := "a"'], "--grammar: `:=` is not GBNF"),
         (["--system", "@/nosuch"], "--system cannot be read: /nosuch: No such file or directory"),
-        (["--receipt", "-"], "--receipt needs a file, and - is none"),
+        (["--receipt", "-"], "--receipt needs a file, not -"),
         (["--private"], "--private needs --receipt FILE"),
         (["--file", "/nosuch"], "/nosuch cannot be read: No such file"),
         (["--schema", "{}", "--grammar", "x ::= y"], "not allowed with argument"),

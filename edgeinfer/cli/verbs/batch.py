@@ -146,7 +146,8 @@ def answer(
         output = stack.enter_context(_open_output(path))
         is_result_elsewhere = _is_stdout(output)
         if is_result_elsewhere and options.json:
-            raise UsageError("--json needs stdout for its result", hint="name a file for the answers")
+            hint = "write the answers to a file: `edgeinfer batch requests.jsonl answers.jsonl --json`"
+            raise UsageError("--json needs stdout for its result, not for the answers", hint=hint)
         answers = read_output(output) if _is_file(output) else {}
         todo = [line for line in lines if answers.get(line.custom_id, True)]
         failed = {line.custom_id for line in todo} & answers.keys()
@@ -174,9 +175,10 @@ def _is_stdout(output: int) -> bool:
 
 
 def read_output(output: int) -> dict[str | None, bool]:
-    """Return for each `custom_id` whether its request has failed; cut off an incomplete last line.
+    """Return `custom_id` → whether the request failed, from the lines of the open file `output`.
 
-    The key None stands for lines that an interrupted run has begun to remove.
+    An incomplete last line is removed from the file. The key None stands for lines that an interrupted
+    run has begun to remove.
     """
     whole, answers = 0, dict[str | None, bool]()
     for raw in _whole_lines(output):

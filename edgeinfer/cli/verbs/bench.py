@@ -48,7 +48,10 @@ _LEGEND = (
 
 
 class BenchResult(Result, frozen=True, kw_only=True):
-    """A row for each test and server. `noise_ms`: times of one fixed job between measurements."""
+    """A row for each test and server.
+
+    `noise_ms`: times of hashing the same data between the tests, which show how busy the machine was.
+    """
 
     rows: tuple[Row, ...]
     machine: str
@@ -128,7 +131,8 @@ def run(options: argparse.Namespace, host: EngineHost) -> BenchResult:
     if not plan.pp and not plan.tg:
         raise UsageError("-p 0 with -n 0 leaves nothing to measure", hint="leave out one of them")
     if max(plan.streams) > MOST_STREAMS:
-        raise UsageError(f"--streams allows at most {MOST_STREAMS} concurrent answers")
+        problem = f"--streams {max(plan.streams)} is too many concurrent answers"
+        raise UsageError(problem, hint=f"use at most {MOST_STREAMS}: `--streams {MOST_STREAMS}`")
     meter, load = EnergyMeter(), os.getloadavg()[0]
     models = [resolve(name) for name in options.models or [host.config.default_model]]
     draft = typed_options.load_options(options, host.config.load).draft

@@ -86,7 +86,7 @@ def _on_screen(setup: ChatSetup) -> ChatSession:
         raise app.crash
     raise EdgeInferError(
         f"the chat crashed: {type(app.crash).__name__}: {app.crash}",
-        hint="`edgeinfer chat --continue` continues it; EDGEINFER_DEBUG=1 shows the traceback",
+        hint="`edgeinfer chat --continue` reopens the chat; EDGEINFER_DEBUG=1 shows the traceback",
     )
 
 

@@ -81,9 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A question (`prompt` or `messages`) and one check of its answer.
 
-    The answer equals (`exact`) or contains (`contains`) one of these texts, its last number is `number`
-    ± `tolerance`, or the judge model finds the criterion `judge` met. `choices` continue the prompt;
-    the one at index `answer` must be the likeliest.
+    `exact`, `contains`: the answer equals or contains one of the texts. `regex`, `schema`: the answer
+    matches. `number`: the answer's last number differs by at most `tolerance`. `judge`: the judge model
+    finds that the answer meets this criterion. `choices`: of these continuations of the prompt, the one
+    at index `answer` is the likeliest.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=200)]

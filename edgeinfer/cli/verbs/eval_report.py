@@ -54,11 +54,11 @@ def share(n: int, total: int) -> Interval:
 
 
 def paired_difference(first: int, second: int, total: int) -> Interval:
-    """Return by how much the second candidate's score is higher.
+    """Return the second candidate's share of passed items minus the first candidate's.
 
-    Only the first candidate passes `first` items, only the second passes `second`. The interval is
-    Agresti's and Min's (Statistics in Medicine 24, 2005): Wald's interval for pairs, with half an item
-    added to each of the four cells.
+    Of `total` items, `first` were passed only by the first candidate, `second` only by the second. The
+    interval is Agresti's and Min's (Statistics in Medicine 24, 2005): Wald's interval for pairs, with
+    half an item added to each of the four cells.
     """
     n, middle = total + 2, (second - first) / (total + 2)
     half = _Z * math.sqrt(((first + second + 1) / n - middle * middle) / n)

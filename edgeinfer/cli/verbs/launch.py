@@ -46,7 +46,10 @@ class LaunchResult(Result, frozen=True, kw_only=True):
 
 
 class KnownAgent(msgspec.Struct, frozen=True, kw_only=True):
-    """A known agent: its program ("" if not installed), and the tokens of its first request."""
+    """A known agent: the path of its program ("" if not installed), and the command that installs it.
+
+    `first_tokens` is the number of tokens in the agent's first request.
+    """
 
     name: str
     title: str
@@ -154,7 +157,10 @@ def own_endpoint(options: argparse.Namespace, host: EngineHost) -> RemoteEndpoin
 
 
 def urls(config: Config) -> Iterator[str]:
-    """Yield the URLs of endpoints that use this data folder, and so the same keys and conversations."""
+    """Yield the URLs at which endpoints with this data folder may listen.
+
+    Endpoints with another data folder have other keys and conversations.
+    """
     host, configured = config.serve.host, str(config.serve.port)
     endpoints = [run for run in processes(everywhere=True) if run.verb == "serve"]
     ports = {run.pid: _port(run, configured) for run in endpoints}
@@ -174,9 +180,12 @@ def _url(host: str, port: str) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve_command(typed: str, config: Config, n_ctx: int | None = None) -> list[str]:
-    """Return a command that starts an endpoint, on a free port if the configured one is taken."""
-    arguments = [*own_command(), "serve", typed, "--log", "json"]
+def serve_command(model: str, config: Config, n_ctx: int | None = None) -> list[str]:
+    """Return a command that starts an endpoint, on a free port if the configured one is taken.
+
+    `n_ctx` is the context (tokens); None leaves the configured one.
+    """
+    arguments = [*own_command(), "serve", model, "--log", "json"]
     arguments += ["--host", "127.0.0.1", "--idle-exit", str(IDLE_EXIT_S)]
     arguments += ["--port", str(free_port(config.serve.port))]
     return arguments + (["--ctx", str(n_ctx)] if n_ctx else [])

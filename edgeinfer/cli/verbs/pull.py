@@ -97,7 +97,7 @@ def run(options: argparse.Namespace, host: EngineHost) -> Result:
     """Download, verify and store a model. Raises what `models.pull.pull` raises.
 
     After Ctrl-C, the next pull continues. A model that another program has stored is verified and used
-    in place; `--name` copies it, and `--again` downloads it all the same.
+    in place; `--name` makes a copy, and `--again` downloads the model instead.
     """
     source: str = options.model or host.config.default_model
     if options.base or is_adapter(source):
@@ -107,7 +107,8 @@ def run(options: argparse.Namespace, host: EngineHost) -> Result:
         external = _check_external(source)
         if external is not None and not options.name:
             if options.sha256 and names.parse_digest(options.sha256) != external.sha256:
-                raise ChecksumError(f"{source} has SHA-256 {external.sha256}, not {options.sha256}")
+                problem = f"{source} has SHA-256 {external.sha256}, not {options.sha256}"
+                raise ChecksumError(problem, hint="correct --sha256, or pull another source")
             return external
         if external is not None:
             source = f"file:{quote(external.files[0])}"

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the endpoint. None stands for the configuration or a default."""
+    """Add the options of the endpoint. Their default, None, stands for config.toml's value, if any."""
     where = parser.add_argument_group(ENDPOINT)
     add_option(where, "--host ADDRESS", "address (default: 127.0.0.1); non-loopback needs an API key")
     add_option(where, "--port N", "port (default: 8080); 0 chooses a free port", type=port_number)

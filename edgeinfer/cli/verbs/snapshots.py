@@ -107,7 +107,10 @@ def _flag(field: str) -> str:
 
 
 class SnapshotsVerifyResult(Result, frozen=True, kw_only=True):
-    """Snapshots whose bytes and answers to test prompts are those of the build; others are `stale`."""
+    """Snapshots whose files, and answers to test prompts, are the same as when they were built.
+
+    `stale` has a message for each snapshot that was not checked, because it cannot be resumed here.
+    """
 
     name: str
     files: int
@@ -210,8 +213,10 @@ def _show(options: argparse.Namespace, _host: EngineHost) -> SnapshotResult:
 
 
 def _verify(options: argparse.Namespace, _host: EngineHost) -> SnapshotsVerifyResult:
-    if bool(options.name) == options.all:
-        raise UsageError("name snapshots, or give --all", hint="edgeinfer snapshots verify --all")
+    if options.name and options.all:
+        raise UsageError("--all verifies every snapshot: leave out the names", hint=_VERIFY_ALL)
+    if not (options.name or options.all):
+        raise UsageError("name the snapshots to verify", hint=_VERIFY_ALL)
     chosen = registry.list_own() if options.all else [registry.find(name) for name in options.name]
     folders, stale = list[Path](), list[str]()
     faults, failed = list[str](), list[str]()
@@ -243,6 +248,7 @@ def _verify(options: argparse.Namespace, _host: EngineHost) -> SnapshotsVerifyRe
     )
 
 
+_VERIFY_ALL = "`edgeinfer snapshots verify --all` verifies every snapshot"
 #: Hint if bytes or answers have changed for an unknown reason.
 _FAULTY = (
     "if nothing was changed on purpose, suspect the disk or the memory; then pull the model, install "

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, _host: EngineHost) -> UpdateResult:
-    """Update the one-file program. Raises the errors of `shipping.update`, having changed nothing."""
+    """Update the one-file program. Raises the errors of `shipping.update`; then nothing has changed."""
     from edgeinfer.models.progress import FETCHED_IS_KEPT, Job, progress_on
     from edgeinfer.shipping import update
     from edgeinfer.shipping.update import channel, number

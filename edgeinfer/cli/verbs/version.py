@@ -85,8 +85,9 @@ def run(options: argparse.Namespace, _host: EngineHost) -> Result:
 def _licenses() -> LicensesResult:
     app = shipped.app_dir()
     if app is None:
-        hint = "for Python packages: `pip show --verbose NAME`"
-        raise ShippingError("only the one-file program lists its components", hint=hint)
+        hint = "for the licence of a Python package: `pip show --verbose NAME`"
+        problem = "--licenses needs the one-file program; this edgeinfer is a Python package"
+        raise ShippingError(problem, hint=hint)
     listed = (app / "share/licences.json").read_bytes()
     components = msgspec.json.decode(listed, type=tuple[dict[str, Any], ...])
     return LicensesResult(folder=str(app / "share/licences"), components=components)

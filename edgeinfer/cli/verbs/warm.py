@@ -28,7 +28,10 @@ from edgeinfer.units import format_bytes
 
 
 class WarmResult(TimedResult, frozen=True, kw_only=True):
-    """A finished snapshot. `waited_s`: time (s) spent waiting for another build of this one."""
+    """A finished snapshot. `waited_s`: time (s) spent waiting for another build of the same snapshot.
+
+    `tool_tokens`: with `--tools`, the number of prefilled tokens of system prompt and tools.
+    """
 
     snapshot: Details
     waited_s: float = 0.0

@@ -308,8 +308,10 @@ def test_host_suffix_accepts_only_subdomains():
 
 
 def test_tls_needs_both_files(tmp_path):
-    with pytest.raises(UsageError):
-        limits(_options("--tls-cert", "a"))
+    for option, missing in (("--tls-cert", "--tls-key"), ("--tls-key", "--tls-cert")):
+        with pytest.raises(UsageError, match=f"{option} needs") as caught:
+            limits(_options(option, "a"))
+        assert missing in (caught.value.hint or "")
     with pytest.raises(ServeError):
         limits(_options("--tls-cert", str(tmp_path / "a"), "--tls-key", str(tmp_path / "b")))
 
